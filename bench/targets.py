@@ -53,6 +53,8 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
         "hop-16384-cold": _times(0.85),
         "hop-256": _times(0.15),
         "packed": _times(1.1),
+        "prefix-8x2048+2048": _times(1.2),
+        "prefix-16x8192+1024": _times(2.5),
         "daemon-packed": _times(0.9),
         "daemon-leases": _at_least(100_000),
         "wake": _most_times(2.0),
@@ -82,6 +84,17 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
         "weights-patch-0.001-applied": _times(3.0),
         "weights-patch-0.01-made": _times(0.5),
         "weights-patch-0.01-applied": _times(3.0),
+        # Of a pinned copy of a rank's slices; of packed NCCL; of the faster of the two whole ways.
+        **{
+            name: target
+            for model in ("qwen3-4b", "qwen3-30b-a3b")
+            for name, target in {
+                f"engines-{model}-rate": _times(0.9),
+                f"engines-{model}-device": _most_times(1.0),
+                f"engines-{model}-patch": _most_times(1 / 3),
+                f"engines-{model}-killed": _at_most(2.0),
+            }.items()
+        },
         "weights-cuda-small": _times(10),
         "weights-cuda-model": _times(3),
         "weights-cuda-publish": _times(0.9),

@@ -45,6 +45,7 @@ REFERENCE = {
         "From scores to gradients, with the source of each formula.",
         [
             "trainer_adapter.advantages",
+            "trainer_adapter.logprobs",
             "trainer_adapter.losses",
             "trainer_adapter.corrections",
             "trainer_adapter.scored_group",
@@ -87,16 +88,14 @@ REFERENCE = {
             "shmbus.peers.atropos",
             "shmbus.peers.slime",
             "trainer_adapter.adapters.atropos",
-            "trainer_adapter.adapters.slime",
         ],
     ),
     "trl": ("TRL", "Rollouts and weights of TRL's trainers.", ["trainer_adapter.adapters.trl"]),
     "stacks": (
         "Other trainers and environments",
-        "prime-rl, SkyRL, torchtitan, verifiers and OpenEnv on a bus.",
+        "SkyRL, torchtitan, verifiers and OpenEnv on a bus.",
         [
             "trainer_adapter.adapters.openenv",
-            "trainer_adapter.adapters.prime_rl",
             "trainer_adapter.adapters.skyrl",
             "trainer_adapter.adapters.torchtitan",
             "trainer_adapter.adapters.verifiers",

@@ -89,9 +89,9 @@ async def sample(producer: shmbus.Producer, client: Any) -> None:
     while (request := await producer.requests.anext()) is not None:
         ask = {"messages": request.meta, "max_tokens": ANSWER_TOKENS, "logprobs": True}
         try:
-            completion = await client.chat.completions.create(
-                model="table", **ask, extra_body={"return_token_ids": True}
-            )
+            # Nothing is served from keys and values of older weights; SGLang calls it extra_key.
+            more = {"return_token_ids": True, "cache_salt": request.cache_salt}
+            completion = await client.chat.completions.create(model="table", **ask, extra_body=more)
         except (openai.APIConnectionError, openai.InternalServerError):
             producer.requests.release(request)  # the engine's fault: this worker waits a little
             continue

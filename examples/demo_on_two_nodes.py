@@ -27,22 +27,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import ray
-import torch
 from rich.console import Console
 
 import shmbus
 import shmbus.relay
 from shmbus.inspect.status import read_status
 from trainer_adapter.demo import run as one_node
-from trainer_adapter.demo.learner import Learner
-from trainer_adapter.demo.policy import Policy
-from trainer_adapter.demo.report import Summary, ledger_text
 from trainer_adapter.demo.sampler import PolicyConfig
-from trainer_adapter.demo.supervisor import Supervisor
 from trainer_adapter.demo.task import SortTask, show
-from trainer_adapter.demo.view import PlainView
-from trainer_adapter.demo.weights import WeightsChannel
-from trainer_adapter.demo.worker import WorkerConfig
+from trainer_adapter.demo.view import PlainView, Summary, ledger_text
+from trainer_adapter.demo.worker import Supervisor, WeightsChannel, WorkerConfig
 from trainer_adapter.handler.handler import OnlineDataHandler
 
 #: Seconds between two times that prompts are offered, and dead workers are restarted.
@@ -79,10 +73,7 @@ class RolloutNode:
         """Take new weights; the first ones start the workers."""
         self.weights.publish(np.asarray(weights), version)
         if self.supervisor is None:
-            template = WorkerConfig(
-                bus=self.bus.name, number=0, life=0, seed=self.config.seed,
-                samples_at_once=one_node.SAMPLES_AT_ONCE, parent=os.getpid(), newest=True,
-            )  # fmt: skip
+            template = WorkerConfig(self.bus.name, self.config.seed, os.getpid())
             self.supervisor = Supervisor(template, self.config.workers, chaos=self.config.chaos)
             self.thread.start()
 
@@ -166,31 +157,17 @@ class FarWorkers:
 class TwoNodes(one_node.Demo):
     """The demo's trainer; prompts are offered where the workers are."""
 
-    def _offer(self, handler: OnlineDataHandler) -> None:
-        pass
+    def offer(self, handler: OnlineDataHandler) -> None:
+        """Prompts are offered where the workers are."""
 
-    def train(self, bus: str, workers: FarWorkers) -> Summary:
+    def train_on(self, bus: str, workers: FarWorkers) -> Summary:
         """Train from what arrives on this node's bus."""
-        torch.manual_seed(self.config.seed)
-        torch.set_num_threads(1)
-        self.learner = Learner(Policy(self.shape, seed=self.config.seed))
         view = PlainView(self.console, "shmbus demo: workers on another node")
-        with OnlineDataHandler(
-            bus,
-            groups_per_batch=one_node.GROUPS_PER_BATCH,
-            advantages="grpo",
-            max_policy_lag=one_node.MAX_POLICY_LAG,
-            label="demo trainer",
-        ) as handler:
+        with self.handler(bus) as handler:
             handler.set_policy_version(0)
             workers.publish(self.learner.policy.export_weights(), 0)
-            self.began_s = time.monotonic()
-            view.start()
-            try:
-                self._train(workers, handler, workers, view)  # type: ignore[arg-type]
-            finally:
-                view.stop()
-            return self._summary(handler, workers)  # type: ignore[arg-type]
+            self.train(workers, handler, workers, view)  # type: ignore[arg-type]
+            return self.summary(handler, workers)  # type: ignore[arg-type]
 
 
 class TrainerNode:
@@ -208,7 +185,7 @@ class TrainerNode:
     def train(self, config: one_node.DemoConfig, workers: Any) -> bytes:
         """Train, and return the summary as JSON."""
         demo = TwoNodes(config, Console(width=100))
-        return msgspec.json.encode(demo.train(self.bus.name, FarWorkers(workers)))
+        return msgspec.json.encode(demo.train_on(self.bus.name, FarWorkers(workers)))
 
     def close(self) -> None:
         """Remove what it has made."""

@@ -44,6 +44,7 @@ from shmbus.errors import (
 from shmbus_ext._core import Reservation, Trajectory
 
 if TYPE_CHECKING:
+    from shmbus.annotator import Annotator, Columns, UnannotatedGroup
     from shmbus.consumer import Consumer
     from shmbus.feeder import Feeder
     from shmbus.group import Group
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from shmbus.session import Session
 
 __all__ = [
+    "Annotator",
     "Bus",
     "BusBusyError",
     "BusClosedError",
@@ -65,6 +67,7 @@ __all__ = [
     "BusRemovedError",
     "BusStats",
     "CapacityError",
+    "Columns",
     "Consumer",
     "DaemonUnavailableError",
     "DamagedError",
@@ -89,6 +92,7 @@ __all__ = [
     "StallError",
     "StallReport",
     "Trajectory",
+    "UnannotatedGroup",
     "UnscoredError",
     "WaitTimeoutError",
     "__version__",
@@ -96,8 +100,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Annotator": "shmbus.annotator",
     "Bus": "shmbus.segment.bus",
     "BusStats": "shmbus.segment.bus",
+    "Columns": "shmbus.annotator",
     "Consumer": "shmbus.consumer",
     "Feeder": "shmbus.feeder",
     "Group": "shmbus.group",
@@ -110,6 +116,7 @@ _HOMES = {
     "RequestCounts": "shmbus.ledger",
     "Session": "shmbus.session",
     "StallReport": "shmbus.inspect.stall_report",
+    "UnannotatedGroup": "shmbus.annotator",
     "unlink": "shmbus.segment.lifecycle",
 }
 

@@ -8,8 +8,8 @@ records. Nothing here trusts the bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -26,11 +26,13 @@ from shmbus._encoding import (
 from shmbus._fields import is_argument
 from shmbus_ext import _core
 
-__all__ = ["Claim", "Prompt", "Request", "RequestText", "Ticket", "encode_prompt"]
+__all__ = ["Claim", "Prompt", "Request", "RequestText", "Ticket", "encode_prompt", "shared_fields"]
 
 _ALIGN = 16
 #: Dtypes of lists that nobody declared: a sample's, and the token ids of a prompt.
-_KNOWN_DTYPES: Final = {**_core.STANDARD_DTYPES, "prompt": np.dtype(np.int32)}
+_KNOWN_DTYPES: Final = {
+    **_core.STANDARD_DTYPES, "prompt": np.dtype(np.int32), "token_versions": np.dtype(np.int64),
+}  # fmt: skip
 _LENGTH = struct.Struct("<I")
 #: A claim in the request lane: number, word, row, cell, index of the sample.
 Claim = tuple[int, int, int, int, int]
@@ -107,22 +109,61 @@ def _by_schema(
             if required:
                 raise TypeError(f"missing the field {name!r}, which the schema requires")
             continue
-        array = found[name] = _as_field(name, fields[name], dtype)
-        if shape is None:
-            continue
-        sizes = list(zip(shape, array.shape, strict=False))
-        if len(shape) != array.ndim or any(
-            isinstance(size, int) and size != got for size, got in sizes
-        ):
-            raise ValueError(f"{name}: expected the shape {shape}, got {array.shape}")
-        for size, got in sizes:
-            if isinstance(size, str) and dimensions.setdefault(size, (got, name))[0] != got:
-                other, first = dimensions[size]
-                raise ValueError(
-                    f"{name}: expected the shape {shape} with {size} = {other}, as {first} has it, "
-                    f"got {array.shape}"
-                )
+        found[name] = _declared_field(name, fields[name], dtype, shape, dimensions)
     return found
+
+
+def _declared_field(
+    name: str,
+    value: object,
+    dtype: np.dtype[Any],
+    shape: tuple[int | str | None, ...] | None,
+    dimensions: dict[str, tuple[int, str]],
+) -> NDArray[Any]:
+    """Make an array of a value, with the dtype and of the shape that a schema declares."""
+    array = _as_field(name, value, dtype)
+    if shape is None:
+        return array
+    sizes = list(zip(shape, array.shape, strict=False))
+    if len(shape) != array.ndim or any(
+        isinstance(size, int) and size != got for size, got in sizes
+    ):
+        raise ValueError(f"{name}: expected the shape {shape}, got {array.shape}")
+    for size, got in sizes:
+        if isinstance(size, str) and dimensions.setdefault(size, (got, name))[0] != got:
+            other, first = dimensions[size]
+            raise ValueError(
+                f"{name}: expected the shape {shape} with {size} = {other}, as {first} has it, "
+                f"got {array.shape}"
+            )
+    return array
+
+
+def shared_fields(shared: object, declared: _core.DeclaredSchema | None) -> dict[str, NDArray[Any]]:
+    """Return what a group's samples have in common as fields of the first one."""
+    if not isinstance(shared, Mapping):
+        raise TypeError(f"shared: expected a mapping, got {type(shared).__name__}")
+    known = {} if declared is None else {each[0]: each for each in declared.fields()}
+    dimensions: dict[str, tuple[int, str]] = {}
+    found: dict[str, NDArray[Any]] = {}
+    for name, value in shared.items():
+        if not isinstance(name, str) or is_argument(name):
+            raise ValueError(f"shared: expected names of arrays, got {name!r}")
+        if declared is None:
+            found[_core.SHARED_PREFIX + name] = _as_field(name, value)
+        elif name in known:
+            _, dtype, shape, _ = known[name]
+            array = _declared_field(name, value, dtype, shape, dimensions)
+            found[_core.SHARED_PREFIX + name] = array
+        else:
+            raise unknown_field(name, declared.names)
+    return found
+
+
+class Partials(Protocol):
+    """Who knows what was sampled of a request before."""
+
+    def find(self, request: Request, /) -> tuple[Prompt, int] | None: ...
 
 
 class Prompt:
@@ -198,6 +239,14 @@ class Request:
         0 for the first time that it is asked for.
     reason : str
         Why it is asked for again; "" for the first time.
+    so_far : dict of str to array, or None
+        What another worker had sampled when it released the request, to go on from: its tokens
+        begin with the prompt's. Looked up when it is first read; None for nothing, or set so to
+        start anew.
+    state : object
+        What that worker gave beside it, such as that of an environment.
+    releases : int
+        How often the sample was given back with something.
 
     Raises
     ------
@@ -207,8 +256,12 @@ class Request:
 
     __slots__ = (
         "_claim",
+        "_found",
+        "_offered_ns",
+        "_partials",
         "_prompt",
         "_retry",
+        "_salt",
         "attempt",
         "group_size",
         "index",
@@ -232,6 +285,12 @@ class Request:
     _claim: Claim | None
     _prompt: Prompt
     _retry: tuple[int, int, str] | None
+    #: When its group was offered, and who knows what was sampled of it so far.
+    _offered_ns: int
+    _partials: Partials | None
+    #: What that is, once somebody has asked; 0 before.
+    _found: tuple[Prompt, int] | Literal[0] | None
+    _salt: Callable[[], str]
 
     def __init__(self) -> None:
         raise TypeError("a Request is not made by its user; take one by Producer.requests.next")
@@ -242,13 +301,19 @@ class Request:
         text: RequestText,
         prompt: Prompt,
         index: int,
+        salt: Callable[[], str],
         claim: Claim | None = None,
         retry: tuple[int, int, str] | None = None,
+        partials: Partials | None = None,
     ) -> Request:
         self = cls.__new__(cls)
+        self._salt = salt
         (
-            self.instance_id, self.round, self.split, self.group_size, self.need, self.priority, *_
+            self.instance_id, self.round, self.split, self.group_size, self.need, self.priority,
+            self._offered_ns, *_
         ) = text  # fmt: skip
+        self._partials = partials
+        self._found = 0
         self.index = index
         self._claim = claim
         self._retry = retry
@@ -262,9 +327,51 @@ class Request:
         return self._prompt.meta
 
     @property
+    def cache_salt(self) -> str:
+        """What to send with each call of an engine: vLLM's ``cache_salt``, SGLang's ``extra_key``.
+
+        It is that of the version that engines run now, so read it for each call: no call is served
+        from a prefix cache of older weights then.
+        """
+        return self._salt()
+
+    @property
     def fields(self) -> dict[str, NDArray[Any]]:
         """All fields of the prompt by name."""
         return dict(self._prompt.fields)
+
+    def _partial(self) -> tuple[Prompt, int] | None:
+        if self._found == 0:
+            known = self._offered_ns and self._partials is not None
+            self._found = self._partials.find(self) if known and self._partials else None
+        return self._found
+
+    @property
+    def so_far(self) -> dict[str, NDArray[Any]] | None:
+        """What another worker had sampled, to go on from; None for nothing."""
+        found = self._partial()
+        return None if found is None else dict(found[0].fields)
+
+    @so_far.setter
+    def so_far(self, value: None) -> None:
+        if value is not None:
+            raise TypeError(
+                f"so_far: expected None, to start anew, got {type(value).__name__}; "
+                "requests.release(request, so_far=...) gives a sample back with what there is"
+            )
+        self._found = None
+
+    @property
+    def state(self) -> Any:
+        """What the worker that released the request gave beside it; None for nothing."""
+        found = self._partial()
+        return None if found is None else found[0].meta
+
+    @property
+    def releases(self) -> int:
+        """How often the sample was given back with something."""
+        found = self._partial()
+        return 0 if found is None else found[1]
 
     def _group(self) -> dict[str, Any]:
         """Return what a sample, or a report of its failure, says of its group."""

@@ -95,9 +95,10 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
     name : str
         The bus.
     group_timeout : float, optional
-        Seconds that a group may stay incomplete; None for no limit.
+        Seconds that a group may stay incomplete, from its first sample on; None for no limit.
     on_timeout : "wait" | "drop" | "partial"
-        What happens to a group after that: it is kept, discarded, or delivered as it is.
+        What happens to a group after that: it is kept, discarded and counted as "timeout", or
+        delivered as it is. With `sample_retries` its missing samples are requested first.
     max_policy_lag : int, optional
         Groups whose oldest sample is more versions than this behind `policy_version` are dropped.
     skip_zero_variance : bool
@@ -138,8 +139,10 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
         `stall_timeout` seconds while `take` or `take_shard` waits, in one call or in several: a
         warning of the logger ``shmbus.stall``; a StallError; a call with the StallReport, whose
         exceptions end the wait; or nothing.
-    stall_timeout : float
-        Those seconds.
+    stall_timeout : float, optional
+        Those seconds. None is 60; and "raise" is a warning then until nobody can end the wait: no
+        living worker has been attached for STALL_DEAD_S (600 s), or none that is has committed
+        anything for STALL_SLOW_S (1,800 s). A paused bus is waited for without end.
     wait : float, optional
         Seconds to wait for the bus where there is none yet, and for its daemon where one is needed:
         None waits for ever, 0 does not wait for a bus.
@@ -182,8 +185,8 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
         self,
         name: str,
         *,
-        group_timeout: float | None = None,
-        on_timeout: Literal["wait", "drop", "partial"] = "wait",
+        group_timeout: float | None = limits.GROUP_TIMEOUT_S,
+        on_timeout: Literal["wait", "drop", "partial"] = "drop",
         max_policy_lag: int | None = None,
         skip_zero_variance: bool = False,
         duplicate: Literal["drop", "error"] = "drop",
@@ -198,8 +201,8 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
         world_size: int = 1,
         daemon: bool | None = None,
         split: str = TRAIN,
-        on_stall: OnStall = "log",
-        stall_timeout: float = limits.STALL_TIMEOUT_S,
+        on_stall: OnStall = "raise",
+        stall_timeout: float | None = None,
         wait: float | None = 0.0,
         prompt_schema: Schema | None = None,
     ) -> None:
@@ -491,28 +494,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
     async def atake(self, max_groups: int = 64, timeout: float | None = 0.1) -> list[Group]:
         """Take complete groups as `take` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        max_groups : int
-            As for `take`.
-        timeout : float, optional
-            Seconds to wait for the first: None waits for ever, 0 does not wait.
-
-        Returns
-        -------
-        list[Group]
-            Maybe empty. Each is leased to the caller until it is acknowledged or given back.
-
-        Raises
-        ------
-        TypeError, ValueError
-            `max_groups` is no int of 1 or more, or `timeout` is no time.
-        ProtocolError, StallError, BusBusyError, BusClosedError, BusRemovedError
-            As for `take`.
-        DaemonUnavailableError
-            The daemon has not answered for CLIENT_WAIT_S (30 s).
-        asyncio.CancelledError
-            The task was cancelled during the wait; no group is leased to it.
+        A task that is cancelled during the wait (CancelledError) has no group leased to it.
         """
         max_groups = clamp_request("max_groups", max_groups)
         check_timeout(timeout)
@@ -854,36 +836,20 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
 
         Parameters
         ----------
-        instance_id : str or int
-            The prompt's key, as for `Producer.put`.
-        group_size : int
-            Samples to make, 1 to 16384.
-        need : int, optional
-            How many of them make the group complete; all by default.
-        round : int, optional
-            Which repetition of the prompt this is, 0 or more. Give it where prompts come again.
-        split : str, default "train"
-            What the group is for.
-        priority : int, default 0
-            0 to 7; workers take the highest first, and within it what was offered first.
-        meta : object, optional
-            Whatever msgspec can encode as MessagePack.
-        timeout : float, optional
-            Seconds to wait for room: None waits for ever, 0 does not wait.
+        instance_id, group_size, need, round, split, priority, meta, timeout : object
+            As for `Feeder.request`.
         **prompt : array
             The prompt, as for `Feeder.request`; by `prompt_schema`, where the Consumer has one.
 
         Returns
         -------
         int
-            The request's number: 1 for the first that was ever offered on the bus.
+            The request's number, as for `Feeder.request`.
 
         Raises
         ------
-        TypeError, ValueError, RecordTooLargeError
+        TypeError, ValueError, RecordTooLargeError, BusFullError
             As for `Feeder.request`.
-        BusFullError
-            There was no room within the timeout; the message says who serves the lane.
         BusClosedError, BusRemovedError, StallError
             As for `take`.
         """
@@ -1132,7 +1098,7 @@ def seconds_left(deadline: float | None) -> float | None:
 def _rebuild(
     cls: type[Consumer],
     options: AttachOptions,
-    stall: tuple[OnStall, float],
+    stall: tuple[OnStall, float | None],
     prompt_schema: dict[str, Any] | None = None,
 ) -> Consumer:
     self = cls.__new__(cls)

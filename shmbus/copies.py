@@ -12,15 +12,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, overload
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from shmbus import errors
 from shmbus.rows import Row, put_rows, rows_of
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from shmbus_ext import _core
 
 __all__ = ["GroupCopy", "ReadGroup", "TrajectoryCopy"]
 
@@ -34,6 +34,10 @@ class _Sample(Protocol):
     def need(self) -> int: ...
     @property
     def split(self) -> str: ...
+    @property
+    def index(self) -> Any: ...
+    def keys(self) -> tuple[str, ...]: ...
+    def __getitem__(self, name: str, /) -> NDArray[Any]: ...
 
 
 _T_co = TypeVar("_T_co", bound=_Sample, covariant=True)
@@ -72,110 +76,48 @@ class ReadGroup(Generic[_T_co]):
         return np.fromiter((sample.score for sample in self), np.float64, len(self))
 
     @property
+    def shared(self) -> dict[str, NDArray[Any]]:
+        """Arrays that all samples have in common, as `put_group` was given them; {} for none."""
+        first = next(iter(self))
+        if first.index != 0:
+            return {}
+        names = first.keys()
+        at = len(_core.SHARED_PREFIX)
+        return {name[at:]: first[name] for name in names if name.startswith(_core.SHARED_PREFIX)}
+
+    @property
     def metas(self) -> list[Any]:
         """The metas of the samples that are here, ordered by index; None where there was none."""
         return [sample.meta for sample in self]
 
 
-class TrajectoryCopy:
+class TrajectoryCopy(msgspec.Struct, eq=False):
     """A trajectory that owns its arrays: `Trajectory.copy` makes it.
 
-    ``copy[name]`` is a field's array, which the caller may write to. Each parameter but `fields` is
-    an attribute.
-
-    Parameters
-    ----------
-    instance_id : str
-        The prompt's key.
-    index : int
-        Which sample of its group, from 0.
-    group_size : int
-        Samples in its group.
-    need : int
-        Samples that complete its group.
-    round : int or None
-        The producer's round, where it gave one.
-    split : str
-        Who it is for.
-    key : str or tuple
-        What told its group on its bus, as `Trajectory` has it.
-    score : float
-        The reward; nan where there is none yet.
-    policy_version : int
-        Version of the policy that sampled it; the oldest, where there were several.
-    newest_policy_version : int
-        The newest of them.
-    producer_id : int
-        Its producer's number, unique on the bus.
-    sequence : int
-        Its number among its producer's commits, from 0.
-    committed_ns : int
-        When it was committed: CLOCK_MONOTONIC of its machine, nanoseconds.
-    nbytes : int
-        Bytes that it took in the ring, header and padding included.
-    meta : object
-        What the producer gave as meta; None where it gave none.
-    fields : dict[str, numpy.ndarray]
-        Its arrays by name.
+    Its attributes are those of `Trajectory`. ``copy[name]`` is a field's array, which the caller
+    may write to.
     """
 
-    __slots__ = (
-        "_arrays",
-        "_score",
-        "committed_ns",
-        "group_size",
-        "index",
-        "instance_id",
-        "key",
-        "meta",
-        "nbytes",
-        "need",
-        "newest_policy_version",
-        "policy_version",
-        "producer_id",
-        "round",
-        "sequence",
-        "split",
-    )  # fmt: skip
+    instance_id: str
+    index: int
+    group_size: int
+    need: int
+    round: int | None
+    split: str
+    key: str | tuple[str, int] | tuple[str, int | None, int]
+    _score: float
+    policy_version: int
+    newest_policy_version: int
+    producer_id: int
+    sequence: int
+    committed_ns: int
+    nbytes: int
+    meta: Any
+    _arrays: dict[str, NDArray[Any]]
 
     #: As of every trajectory that is delivered and was not acknowledged.
-    failed = released = False
-
-    def __init__(
-        self,
-        instance_id: str,
-        index: int,
-        group_size: int,
-        need: int,
-        round: int | None,
-        split: str,
-        key: str | tuple[str, int] | tuple[str, int | None, int],
-        score: float,
-        policy_version: int,
-        newest_policy_version: int,
-        producer_id: int,
-        sequence: int,
-        committed_ns: int,
-        nbytes: int,
-        meta: Any,
-        fields: dict[str, NDArray[Any]],
-    ) -> None:
-        self.instance_id = instance_id
-        self.index = index
-        self.group_size = group_size
-        self.need = need
-        self.round = round
-        self.split = split
-        self.key = key
-        self._score = score
-        self.policy_version = policy_version
-        self.newest_policy_version = newest_policy_version
-        self.producer_id = producer_id
-        self.sequence = sequence
-        self.committed_ns = committed_ns
-        self.nbytes = nbytes
-        self.meta = meta
-        self._arrays = fields
+    failed: ClassVar[bool] = False
+    released: ClassVar[bool] = False
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         try:
@@ -205,35 +147,11 @@ class TrajectoryCopy:
         return tuple(self._arrays.items())
 
     def get(self, name: str, default: Any = None, /) -> Any:
-        """Return a field's array, or the default where there is no such field.
-
-        Parameters
-        ----------
-        name : str
-            The field.
-        default : object, optional
-            What to return where the trajectory has no such field.
-
-        Returns
-        -------
-        numpy.ndarray
-            The array; or `default`.
-        """
+        """Return a field's array, or the default where there is no such field."""
         return self._arrays.get(name, default)
 
     def shape(self, name: str, /) -> tuple[int, ...]:
-        """Return a field's shape.
-
-        Parameters
-        ----------
-        name : str
-            The field.
-
-        Returns
-        -------
-        tuple of int
-            The sizes of its dimensions.
-        """
+        """Return a field's shape."""
         return self[name].shape
 
     @property
@@ -269,12 +187,7 @@ class TrajectoryCopy:
         return rows_of(self)
 
     def copy(self) -> TrajectoryCopy:
-        """Copy it once more, with arrays of its own.
-
-        Returns
-        -------
-        TrajectoryCopy
-        """
+        """Copy it once more, with arrays of its own."""
         return copy.deepcopy(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -306,17 +219,6 @@ class TrajectoryCopy:
             **put_rows(self),
         }
 
-    def _arguments(self) -> tuple[Any, ...]:
-        return (
-            self.instance_id, self.index, self.group_size, self.need, self.round, self.split,
-            self.key, self._score, self.policy_version, self.newest_policy_version,
-            self.producer_id, self.sequence, self.committed_ns, self.nbytes, self.meta,
-            self._arrays,
-        )  # fmt: skip
-
-    def __reduce__(self) -> tuple[type[TrajectoryCopy], tuple[Any, ...]]:
-        return TrajectoryCopy, self._arguments()
-
     def __repr__(self) -> str:
         score = self._score if self.scored else None
         return (
@@ -325,32 +227,16 @@ class TrajectoryCopy:
         )
 
 
-class GroupCopy(ReadGroup[TrajectoryCopy]):
-    """A group that owns its samples: `Group.copy` makes it.
+class GroupCopy(ReadGroup[TrajectoryCopy], msgspec.Struct, eq=False):
+    """A group that owns its samples, ordered by index, and a sequence of them: `Group.copy`.
 
-    It is a sequence of them, as a group under lease is.
-
-    Parameters
-    ----------
-    instance_id : str
-        The prompt's key.
-    round : int | None
-        The producers' round, if they gave one.
-    size : int
-        Samples in a complete group. ``len(group)`` is how many are here.
-    trajectories : list[TrajectoryCopy]
-        The samples, ordered by index.
+    `size` is that of a complete group; ``len(group)`` is how many are here.
     """
 
-    __slots__ = ("instance_id", "round", "size", "trajectories")
-
-    def __init__(
-        self, instance_id: str, round: int | None, size: int, trajectories: list[TrajectoryCopy]
-    ) -> None:
-        self.instance_id = instance_id
-        self.round = round
-        self.size = size
-        self.trajectories = trajectories
+    instance_id: str
+    round: int | None
+    size: int
+    trajectories: list[TrajectoryCopy]
 
     def __len__(self) -> int:
         return len(self.trajectories)
@@ -366,12 +252,7 @@ class GroupCopy(ReadGroup[TrajectoryCopy]):
         return self.trajectories[position]
 
     def copy(self) -> GroupCopy:
-        """Copy it once more, with arrays of its own.
-
-        Returns
-        -------
-        GroupCopy
-        """
+        """Copy it once more, with arrays of its own."""
         return copy.deepcopy(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -389,9 +270,6 @@ class GroupCopy(ReadGroup[TrajectoryCopy]):
             "size": self.size,
             "trajectories": [sample.to_dict() for sample in self.trajectories],
         }
-
-    def __reduce__(self) -> tuple[type[GroupCopy], tuple[Any, ...]]:
-        return GroupCopy, (self.instance_id, self.round, self.size, self.trajectories)
 
     def __repr__(self) -> str:
         round = "" if self.round is None else f" round={self.round}"

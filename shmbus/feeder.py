@@ -10,7 +10,6 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any
 
 from shmbus import errors, limits
@@ -22,6 +21,7 @@ from shmbus._arguments import (
     check_round,
     check_timeout,
 )
+from shmbus._closing import ClosedByWith
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import encode_prompt
 from shmbus._schema import Schema, mapping_of, parse
@@ -81,7 +81,7 @@ def check_offer(
     )
 
 
-class Feeder:
+class Feeder(ClosedByWith):
     """Offers prompts to the workers of a bus. Several may feed one bus, from any process.
 
     A request is one group: its prompt is stored once, and workers take its samples one at a time
@@ -98,8 +98,8 @@ class Feeder:
     on_stall : "log" | "raise" | callable | None
         What happens each time that nothing has moved on the bus for `stall_timeout` seconds while
         `request` waits for room, as for `Consumer`.
-    stall_timeout : float
-        Those seconds.
+    stall_timeout : float, optional
+        Those seconds; None is 60.
 
     Raises
     ------
@@ -121,7 +121,7 @@ class Feeder:
         *,
         schema: Schema | None = None,
         on_stall: OnStall = "log",
-        stall_timeout: float = limits.STALL_TIMEOUT_S,
+        stall_timeout: float | None = None,
     ) -> None:
         self.name = check_name(name)
         self._watch = Watch(name, on_stall, stall_timeout)
@@ -325,28 +325,9 @@ class Feeder:
     async def arequest(
         self, instance_id: str | int, *, timeout: float | None = None, **arguments: Any
     ) -> int:
-        """Offer one group without blocking the event loop: while the lane is full, other tasks run.
+        """Offer one group as `request` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        instance_id : str or int
-            The prompt's key, as for `request`.
-        timeout : float, optional
-            Seconds to wait for room: None waits for ever, 0 does not wait.
-        **arguments
-            All others of `request`, fields too.
-
-        Returns
-        -------
-        int
-            As for `request`.
-
-        Raises
-        ------
-        TypeError, ValueError, RecordTooLargeError, BusFullError
-            As for `request`.
-        BusClosedError, BusRemovedError, StallError
-            As for `request`.
+        A task that is cancelled during the wait (CancelledError) has offered nothing.
         """
         check_timeout(timeout)
         began = time.monotonic()
@@ -376,26 +357,13 @@ class Feeder:
         """Leave the bus; what was offered stays."""
         self._segment.close()
 
-    def __enter__(self) -> Feeder:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __reduce__(self) -> tuple[Callable[..., Feeder], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[[], Feeder], tuple[()]]:
         schema = None if self._declared is None else mapping_of(self._declared)
-        return _rebuild, (type(self), self.name, self._watch.options, schema)
+        on_stall, stall_timeout = self._watch.options
+        again = functools.partial(
+            type(self), self.name, schema=schema, on_stall=on_stall, stall_timeout=stall_timeout
+        )
+        return again, ()
 
     def __repr__(self) -> str:
         return f"<Feeder {self.name!r}{' closed' if self.closed else ''}>"
-
-
-def _rebuild(
-    cls: type[Feeder], name: str, stall: tuple[OnStall, float], schema: Schema | None
-) -> Feeder:
-    return cls(name, schema=schema, on_stall=stall[0], stall_timeout=stall[1])

@@ -17,6 +17,7 @@ __all__ = [
     "DEFAULT_MAX_PRODUCERS",
     "FAIL_REASON_CHARS",
     "GROUPS_REPLY_BYTES",
+    "GROUP_TIMEOUT_S",
     "HELLO_WAIT_S",
     "LEAVE_WAIT_S",
     "LOG_INTERVAL_S",
@@ -28,6 +29,7 @@ __all__ = [
     "MAX_REQUESTED",
     "META_ROOM_BYTES",
     "METRICS_PORT",
+    "PARTIAL_RELEASES",
     "POLL_RECORDS",
     "PROBE_S",
     "READY_PRESSURE",
@@ -38,7 +40,9 @@ __all__ = [
     "RETRY_TIMEOUT_S",
     "SMALLEST_DEFAULT_CAPACITY",
     "SPACE_WAIT_S",
-    "STALL_TIMEOUT_S",
+    "STALL_DEAD_S",
+    "STALL_REPORT_S",
+    "STALL_SLOW_S",
     "STATUS_GROUPS",
     "STATUS_REASON_BYTES",
     "SWEEP_INTERVAL_S",
@@ -69,6 +73,10 @@ SPACE_WAIT_S = 0.1
 #: system call for each slot, twice a second.
 REQUEST_WAIT_S = 0.5
 
+#: Times that a sample is given back with what there is of it, before it starts anew: one that no
+#: worker ends would keep its room for ever.
+PARTIAL_RELEASES = 16
+
 #: Seconds that the thread sleeps which waits for the groups of an event loop: at the end of
 #: `asyncio.run` the loop waits for it.
 ASYNC_TAKE_S = 0.25
@@ -77,9 +85,18 @@ ASYNC_TAKE_S = 0.25
 #: of many workers that start together still fit.
 READY_PRESSURE = 0.75
 
-#: Default for `stall_timeout`, in seconds. With many workers something moves every second, and a
-#: job can afford a minute of standstill better than an hour.
-STALL_TIMEOUT_S = 60.0
+#: Seconds between two reports of a stall. With many workers something moves every second, and a job
+#: can afford a minute of standstill better than an hour.
+STALL_REPORT_S = 60.0
+
+#: Seconds without movement after which a trainer's wait is an error: where no living worker is
+#: attached, so that a cluster has time to start them again; and where one is that may be at work on
+#: a sample, which takes agents twenty minutes.
+STALL_DEAD_S = 600.0
+STALL_SLOW_S = 1800.0
+
+#: Default for `group_timeout`, in seconds: longer than the slowest sample of most runs.
+GROUP_TIMEOUT_S = 1800.0
 
 #: Seconds between two log lines for one cause: drops of one reason, or refused clients. Events
 #: between them are summed up, since producers and clients decide how many there are.

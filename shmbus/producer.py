@@ -43,10 +43,11 @@ from shmbus._closing import ClosedByWith
 from shmbus._fields import FieldSpec, check_sizes, parse_field
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
-from shmbus._prompts import check_request
+from shmbus._prompts import check_request, shared_fields
 from shmbus._schema import Schema, agreed_schema, mapping_of, parse, require_same_schema
 from shmbus.producer_requests import ProducerRequests, RequestState, checked_reason
 from shmbus.segment import lifecycle
+from shmbus.segment.cache_salt import cache_salt
 from shmbus.segment.names import check_name
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
@@ -103,7 +104,7 @@ class ProducerOptions(TypedDict, total=False):
     checksum: bool
     label: str | None
     on_stall: OnStall
-    stall_timeout: float
+    stall_timeout: float | None
     attach: Attach
     schema: Schema | None
 
@@ -130,8 +131,8 @@ class Producer(_core.Writer, ClosedByWith):
     on_stall : "log" | "raise" | callable | None
         What happens each time that nothing has moved on the bus for `stall_timeout` seconds while
         `put`, `put_many`, `reserve`, `aput` or `wait_ready` waits for space, as for `Consumer`.
-    stall_timeout : float
-        Those seconds.
+    stall_timeout : float, optional
+        Those seconds; None is 60.
     attach : "same" | "successor"
         What happens once the bus was removed: every put raises BusRemovedError; or `put`,
         `put_many`, `reserve`, `fail` and `aput` wait, up to their timeout, for a new bus of that
@@ -165,7 +166,7 @@ class Producer(_core.Writer, ClosedByWith):
         checksum: bool = False,
         label: str | None = None,
         on_stall: OnStall = "log",
-        stall_timeout: float = limits.STALL_TIMEOUT_S,
+        stall_timeout: float | None = None,
         attach: Attach = "same",
         wait: float | None = 0.0,
         schema: Schema | None = None,
@@ -281,25 +282,10 @@ class Producer(_core.Writer, ClosedByWith):
         timeout: float | None = None,
         **arrays: FieldValue,
     ) -> None:
-        """Put without blocking the event loop: where the bus is full, other tasks run.
+        """Put as `put` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        instance_id, group_size, index, score, policy_version, round, split, need, meta : object
-            As for `put`.
-        rows, **arrays
-            As for `put`. The arrays must not change before this returns.
-        timeout : float, optional
-            Seconds to wait for space: None waits for ever, 0 does not wait.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As for `put`.
-        RecordTooLargeError, BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `put`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing was put.
+        The arrays must not change before this returns. A task that is cancelled during the wait
+        (CancelledError) has put nothing.
         """
         check_timeout(timeout)
         put = functools.partial(
@@ -324,27 +310,7 @@ class Producer(_core.Writer, ClosedByWith):
     ) -> int:
         """Put a list as `put_many` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        items : iterable of dict
-            As for `put_many`. The arrays must not change before this returns.
-        timeout : float, optional
-            Seconds to wait for space, for all of them together: None waits for ever, 0 does not
-            wait.
-
-        Returns
-        -------
-        int
-            How many were put: all of them.
-
-        Raises
-        ------
-        TypeError, ValueError, RecordTooLargeError
-            As for `put_many`; nothing was put.
-        BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `put_many`; `accepted` says how many items were committed, from the first on.
-        asyncio.CancelledError
-            The task was cancelled during the wait; it has `accepted`, too.
+        The arrays must not change before this returns. A CancelledError has `accepted`, too.
         """
         check_timeout(timeout)
         if not isinstance(items, Iterable):
@@ -379,6 +345,7 @@ class Producer(_core.Writer, ClosedByWith):
         round: int | None = None,
         policy_version: int | tuple[int, int] | None = None,
         need: int | None = None,
+        shared: Mapping[str, FieldValue] | None = None,
         timeout: float | None = None,
     ) -> int:
         """Put all samples of a prompt in one call: all of them are in the ring afterwards, or none.
@@ -388,21 +355,19 @@ class Producer(_core.Writer, ClosedByWith):
 
         Parameters
         ----------
-        instance_id : str or int
-            The prompt's key, as for `put`.
+        instance_id, split, need : object
+            As for `put`.
         samples : iterable of mapping
             The group, in the order of its indices: of each sample its score, its arrays, and what
             else of `put` belongs to a sample (meta, policy_version).
-        meta : object, optional
-            The meta of samples that have none of their own, as for `put`.
-        split : str, optional
-            Who the group is for, as for `put`.
+        meta, policy_version : object, optional
+            Of samples that have none of their own, as for `put`.
         round : int, optional
             Which round of the prompt this is; None takes `next_round()`.
-        policy_version : int or tuple of (int, int), optional
-            Of samples that have none of their own, as for `put`.
-        need : int, optional
-            Samples that complete the group, as for `put`.
+        shared : mapping of str to array, optional
+            Arrays that all samples have in common, such as an image: they are in the ring once, and
+            in `Group.shared`; in a batch by ``extra_fields={...: "group"}``. A schema declares such
+            a field as optional, ``"pixel_values?"``.
         timeout : float, optional
             Seconds to wait for space for all of them: None waits for ever, 0 does not wait.
 
@@ -432,7 +397,7 @@ class Producer(_core.Writer, ClosedByWith):
             producer.put_group("q1", [{"score": 1.0, "tokens": first}, {"tokens": second}])
         """
         items, round = self._group_items(
-            instance_id, samples, meta, split, round, policy_version, need
+            instance_id, samples, meta, split, round, policy_version, need, shared
         )
         self._put_group(items, timeout)
         return round
@@ -447,34 +412,17 @@ class Producer(_core.Writer, ClosedByWith):
         round: int | None = None,
         policy_version: int | tuple[int, int] | None = None,
         need: int | None = None,
+        shared: Mapping[str, FieldValue] | None = None,
         timeout: float | None = None,
     ) -> int:
         """Put a whole group as `put_group` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        instance_id, samples, meta, split, round, policy_version, need
-            As for `put_group`. The arrays must not change before this returns.
-        timeout : float, optional
-            Seconds to wait for space: None waits for ever, 0 does not wait.
-
-        Returns
-        -------
-        int
-            The group's round.
-
-        Raises
-        ------
-        TypeError, ValueError, RecordTooLargeError
-            As for `put_group`.
-        BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `put_group`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing of the group was put.
+        The arrays must not change before this returns. A task that is cancelled during the wait
+        (CancelledError) has put nothing of the group.
         """
         check_timeout(timeout)
         items, round = self._group_items(
-            instance_id, samples, meta, split, round, policy_version, need
+            instance_id, samples, meta, split, round, policy_version, need, shared
         )
         await self._retry(lambda: self._put_group(items, 0), timeout)
         return round
@@ -488,6 +436,7 @@ class Producer(_core.Writer, ClosedByWith):
         round: int | None,
         policy_version: int | tuple[int, int] | None,
         need: int | None,
+        shared: Mapping[str, FieldValue] | None,
     ) -> tuple[list[dict[str, Any]], int]:
         """Return the arguments of `put` for each sample, and the group's round."""
         if isinstance(samples, (str, bytes, Mapping)) or not isinstance(samples, Iterable):
@@ -495,6 +444,7 @@ class Producer(_core.Writer, ClosedByWith):
                 f"samples: expected an iterable of mappings, one a sample, got "
                 f"{type(samples).__name__}"
             )
+        in_common = {} if shared is None else shared_fields(shared, self._declared)
         listed = list(samples)
         if not listed:
             raise ValueError("samples: expected at least one, got an empty iterable")
@@ -517,7 +467,13 @@ class Producer(_core.Writer, ClosedByWith):
                     f"put_group: sample {index}: {own[0]!r} belongs to the group; pass it to "
                     "put_group, which numbers the samples in their order"
                 )
+            twice = [name for name in shared or () if name in sample]
+            if twice:
+                raise ValueError(
+                    f"put_group: sample {index}: {twice[0]!r} is in shared=, too; give it once"
+                )
             items.append({**common, **sample, "index": index})
+        items[0].update(in_common)
         return items, round
 
     def reserve(
@@ -543,12 +499,8 @@ class Producer(_core.Writer, ClosedByWith):
 
         Parameters
         ----------
-        instance_id : str or int
-            The prompt's key, as for `put`.
-        group_size : int
-            Samples in a complete group, 1 to 16384.
-        index : int
-            Which sample of its group this is, 0 to group_size - 1.
+        instance_id, group_size, index, round, split, need, timeout : object
+            As for `put`.
         fields : mapping of str to (dtype, shape)
             The arrays; shape is an int or a tuple of int, and enough alone where a schema declares
             the dtype. Their content starts uninitialised.
@@ -557,18 +509,10 @@ class Producer(_core.Writer, ClosedByWith):
             The reward, finite; ``slot.score = ...`` sets it later. None, as for `put`.
         policy_version : int or tuple of (int, int), default 0
             As for `put`; ``slot.policy_version = ...`` sets it later.
-        round : int, optional
-            Which round of the prompt this is, as for `put`.
-        split : str, optional
-            Who the group is for, as for `put`.
-        need : int, optional
-            Samples that complete the group, as for `put`.
         meta : object, optional
             As for `put`; ``slot.meta = ...`` sets it later.
         meta_room : int, default 1024
             Bytes kept for a meta that is set later: 0 to 2 GiB.
-        timeout : float, optional
-            Seconds to wait for space: None waits for ever, 0 does not wait.
 
         Returns
         -------
@@ -678,14 +622,8 @@ class Producer(_core.Writer, ClosedByWith):
 
         Parameters
         ----------
-        instance_id : str or int
-            The prompt's key, as for `put`.
-        index : int
-            Which sample of its group, from 0.
-        round : int, optional
-            Which round of the prompt, as for `put`.
-        split : str, optional
-            Who the group is for, as for `put`.
+        instance_id, index, round, split : object
+            The sample, as for `put`.
 
         Returns
         -------
@@ -773,24 +711,14 @@ class Producer(_core.Writer, ClosedByWith):
 
         Parameters
         ----------
-        instance_id : str or int
-            The prompt's key, as for `put`.
-        index : int
-            Which sample of its group failed, from 0.
+        instance_id, index, need, split, round, timeout : object
+            As for `put`.
         reason : str
             What operators and the next producer of the sample are told; its first 500 characters.
         group_size : int, optional
             Samples in its group; None where this producer does not know.
-        need : int, optional
-            Samples that complete it, as for `put`.
-        split : str, optional
-            Who the group is for, as for `put`.
-        round : int, optional
-            Which round of the prompt this is, as for `put`.
         policy_version : int, default 0
             Version of the policy that was to sample it.
-        timeout : float, optional
-            Seconds to wait for space: None waits for ever, 0 does not wait.
 
         Raises
         ------
@@ -993,6 +921,15 @@ class Producer(_core.Writer, ClosedByWith):
         return self._here().policy_version
 
     @property
+    def cache_salt(self) -> str:
+        """The salt for an engine's prefix cache of a request that is sent now: of its weights.
+
+        vLLM takes it as ``cache_salt``, SGLang as ``extra_key``. While `EngineFleet` updates
+        servers, no two are alike.
+        """
+        return cache_salt(self.name, self.policy_version)
+
+    @property
     def record_limit(self) -> int:
         """Bytes of the largest record that this bus takes, header and padding included."""
         return self._here().record_limit
@@ -1019,11 +956,14 @@ class Producer(_core.Writer, ClosedByWith):
         if state is not None and state.taken:
             self.close()
 
-    def __reduce__(self) -> tuple[Callable[..., Producer], tuple[Any, ...]]:
-        return _rebuild, (
-            type(self), self.name, self._checksum, self._label, self._watch.options, self._attach,
-            self._wait, None if self._own_schema is None else mapping_of(self._own_schema),
+    def __reduce__(self) -> tuple[Callable[[], Producer], tuple[()]]:
+        on_stall, stall_timeout = self._watch.options
+        schema = None if self._own_schema is None else mapping_of(self._own_schema)
+        again = functools.partial(
+            type(self), self.name, checksum=self._checksum, label=self._label, on_stall=on_stall,
+            stall_timeout=stall_timeout, attach=self._attach, wait=self._wait, schema=schema,
         )  # fmt: skip
+        return again, ()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"producer_id={self.producer_id}"
@@ -1043,26 +983,4 @@ def _sample(
         check_round(round),
         None if split is None else check_split(split),
         number,
-    )
-
-
-def _rebuild(
-    cls: type[Producer],
-    name: str,
-    checksum: bool,
-    label: str | None,
-    stall: tuple[OnStall, float],
-    attach: Attach,
-    wait: float | None = 0.0,
-    schema: Schema | None = None,
-) -> Producer:
-    return cls(
-        name,
-        checksum=checksum,
-        label=label,
-        on_stall=stall[0],
-        stall_timeout=stall[1],
-        attach=attach,
-        wait=wait,
-        schema=schema,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import random
 import time
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, overload
 
@@ -22,6 +23,8 @@ from shmbus._backoff import backoff_s
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import Prompt, Request, RequestText, Ticket, check_request
+from shmbus.errors import BusClosedError
+from shmbus.partial_rollouts import PartialRollouts, check_continuation, version_span
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
@@ -90,7 +93,9 @@ class _Backoff:
 class RequestState:
     """What a Producer keeps for its `ProducerRequests`, which are made anew at each use."""
 
-    __slots__ = ("backoff", "last_request", "lock", "next_recovery_s", "taken", "work")
+    __slots__ = (
+        "backoff", "last_request", "lock", "next_recovery_s", "partials", "taken", "work",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.backoff = _Backoff()
@@ -99,6 +104,7 @@ class RequestState:
         #: Failed samples that this producer has claimed, until they are answered.
         self.taken: dict[tuple[Hashable, int], Request] = {}
         self.lock = _core.RecursiveLock()
+        self.partials: PartialRollouts | None = None
         #: Of the request that a sample was last taken of: number, text and prompt.
         self.last_request: tuple[int, RequestText | None, Prompt | None] = (0, None, None)
 
@@ -125,6 +131,10 @@ class _Worker(Protocol):
 
     @property
     def producer_id(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def cache_salt(self) -> str: ...
     @property
     def _segment(self) -> _core.Segment: ...
     def _here(self) -> _core.Segment: ...
@@ -244,47 +254,17 @@ class ProducerRequests:
     @overload
     async def anext(self, timeout: float) -> Request | None: ...
     async def anext(self, timeout: float | None = None) -> Request | None:
-        """Take the next sample to make, as `next`, without blocking the event loop.
+        """Take the next sample to make as `next` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait: None waits for ever, 0 does not wait.
-
-        Returns
-        -------
-        Request or None
-            None where nothing came in time.
-
-        Raises
-        ------
-        TypeError, ValueError, BusClosedError, BusRemovedError, StallError
-            As for `next`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing was taken.
+        A task that is cancelled during the wait (CancelledError) has taken nothing.
         """
         found = await self.anext_many(1, timeout)
         return found[0] if found else None
 
     async def anext_many(self, limit: int, timeout: float | None = None) -> list[Request]:
-        """Take several samples to make, as `next_many`, without blocking the event loop.
+        """Take several samples to make as `next_many` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        limit, timeout
-            As for `next_many`.
-
-        Returns
-        -------
-        list of Request
-            As for `next_many`.
-
-        Raises
-        ------
-        TypeError, ValueError, BusClosedError, BusRemovedError, StallError
-            As for `next_many`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing was taken.
+        A task that is cancelled during the wait (CancelledError) has taken nothing.
         """
         check_timeout(timeout)
         limit = clamp_request("limit", limit)
@@ -344,6 +324,18 @@ class ProducerRequests:
             _core.retry_unclaim(segment, pause.row, mine)
         return found
 
+    def _salt(self) -> Callable[[], str]:
+        """Return what gives a request its salt; it keeps no producer."""
+        mine = weakref.ref(self._producer)
+
+        def salt() -> str:
+            producer = mine()
+            if producer is None:
+                raise BusClosedError("the producer of this request is gone; take it from another")
+            return producer.cache_salt
+
+        return salt
+
     def _take_new(self, limit: int) -> list[Request]:
         found: list[Request] = []
         number, text, prompt = self._state.last_request
@@ -353,7 +345,10 @@ class ProducerRequests:
                 text, prompt = new, Prompt(new[8], new[7])
                 # One prompt for all of its samples that this producer takes, decoded once.
                 self._state.last_request = (claim[0], text, prompt)
-            found.append(Request._of(text, prompt, claim[4], claim=claim))
+            sample = Request._of(
+                text, prompt, claim[4], self._salt(), claim=claim, partials=self._partials
+            )
+            found.append(sample)
         return found
 
     def _take_failed(
@@ -381,7 +376,11 @@ class ProducerRequests:
                 prompt = Prompt(text[8], text[7]) if text is not None else Prompt(b"", 0)
                 text = text or _text_of(segment, each)
                 retry = (each.row, each.attempt, each.why)
-                found.append(Request._of(text, prompt, each.sample_index, retry=retry))
+                sample = Request._of(
+                    text, prompt, each.sample_index, self._salt(), retry=retry,
+                    partials=self._partials,
+                )  # fmt: skip
+                found.append(sample)
                 self._state.taken[each.sample] = found[-1]
         return found
 
@@ -485,26 +484,105 @@ class ProducerRequests:
             for each in _retry_rows(self._producer._here())
         )
 
-    def release(self, request: Request) -> bool:
-        """Give a sample back unmade, for what is not its fault: others may take it.
+    def release(
+        self,
+        request: Request,
+        so_far: Mapping[str, FieldValue] | None = None,
+        *,
+        state: Any = None,
+        max_releases: int = limits.PARTIAL_RELEASES,
+        max_lag: int | None = None,
+    ) -> bool:
+        """Give a sample back, for what is not its fault: others may take it, and go on with it.
 
-        It uses up none of the sample's retries. This worker is given nothing for a while then, half
-        a second at first and 30 s at most, until it has answered a request.
+        It uses up none of the sample's retries. Without `so_far` this worker is given nothing for a
+        while then, half a second at first and 30 s at most, until it has answered a request.
 
         Parameters
         ----------
         request : Request
             What `next` gave.
+        so_far : mapping of str to array, optional
+            What was sampled so far: `tokens`, the prompt's before it, and what else there is of
+            each token, such as `logprobs`, `loss_mask` and `token_versions`. The next worker has it
+            as `Request.so_far`, and its answer has to begin with it, so that each token's logprob
+            and version stay those of who sampled it.
+        state : object, optional
+            Anything that msgspec can encode, for `Request.state`.
+        max_releases : int, default 16
+            A sample that was given back so often with something starts anew.
+        max_lag : int, optional
+            So does one whose oldest trained token, by `token_versions`, is so many versions behind
+            the policy when it is taken again.
 
         Returns
         -------
         bool
-            False where it was not this producer's any more.
+            False where it was not this producer's any more; then nothing is kept.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `so_far` has no tokens, arrays of other lengths, or does not go on from the prompt and
+            from what the request has; the message names group, sample and field. Or the request was
+            not offered by the request lane.
+        BusFullError
+            There is no room for it; the request is still this producer's.
         """
-        given_back = self._give_back(check_request(request))
-        if given_back:
+        check_request(request)
+        if so_far is not None and self.is_wanted(request):
+            self._keep(request, so_far, state, max_releases, max_lag)
+        given_back = self._give_back(request)
+        if given_back and so_far is None:
             self._state.backoff.wait(time.monotonic())
         return given_back
+
+    def _keep(
+        self,
+        request: Request,
+        so_far: Mapping[str, FieldValue],
+        state: Any,
+        max_releases: int,
+        max_lag: int | None,
+    ) -> None:
+        most = check_count("max_releases", max_releases, 0)
+        if max_lag is not None:
+            check_count("max_lag", max_lag, 0)
+        given: Any = so_far
+        if not isinstance(given, Mapping) or "tokens" not in given:
+            raise TypeError(
+                f"release: group {request.instance_id!r}, sample {request.index}: so_far: expected "
+                f"a mapping with tokens, got {type(given).__name__}"
+            )
+        if not request._offered_ns:
+            raise ValueError(
+                f"release: group {request.instance_id!r}, sample {request.index}: so_far: expected "
+                "a request of the request lane, got a failed sample of another; release it without"
+            )
+        count = len(so_far["tokens"])  # type: ignore[arg-type]
+        for name, values in so_far.items():
+            if len(values) != count:  # type: ignore[arg-type]
+                raise ValueError(
+                    f"release: group {request.instance_id!r}, sample {request.index}: field "
+                    f"{name!r}: expected {count} elements, as tokens has, got {len(values)}; "  # type: ignore[arg-type]
+                    "what is not of each token goes into state="
+                )
+        prompt = request._prompt.fields.get("prompt")
+        if prompt is not None and prompt.ndim == 1 and prompt.dtype.kind in "iu":
+            check_continuation(request, {"tokens": prompt}, so_far, "release")
+        check_continuation(request, request.so_far or {}, so_far, "release")
+        if request.releases + 1 > most:
+            self._partials.forget(request)
+        else:
+            self._partials.keep(request, so_far, state, max_lag)
+
+    @property
+    def _partials(self) -> PartialRollouts:
+        segment = self._producer._segment
+        found = self._state.partials
+        if found is None or found.segment is not segment:
+            found = self._state.partials = PartialRollouts(self._producer.name, segment)
+        return found
 
     def _give_back(self, request: Request) -> bool:
         if (claim := request._claim) is not None:
@@ -535,7 +613,8 @@ class ProducerRequests:
         request : Request
             What `next` gave.
         score, policy_version, meta, rows, timeout
-            As for `put`.
+            As for `put`. With an array `token_versions`, a policy version of 0 stands for the
+            oldest and the newest of the trained tokens.
         **arrays
             As for `put`.
 
@@ -548,12 +627,17 @@ class ProducerRequests:
         Raises
         ------
         TypeError, ValueError, RecordTooLargeError
-            As for `put`.
+            As for `put`; or the arrays do not begin with what `Request.so_far` has, which was read.
         BusFullError, BusClosedError, BusRemovedError, StallError
             As for `put`; the request is still this producer's.
         """
         if not self.is_wanted(request):
             return False
+        continued = None if not isinstance(request._found, tuple) else request.so_far
+        if continued is not None:
+            check_continuation(request, continued, arrays if rows is None else rows[0], "answer")
+        if policy_version == 0 and "token_versions" in arrays:
+            policy_version = version_span(arrays)
         for name in ("instance_id", "group_size", "index", "round", "need", "split"):
             if name in arrays and (name != "group_size" or request.group_size):
                 raise TypeError(f"requests.answer: {name} is the request's; leave it out")
@@ -572,6 +656,8 @@ class ProducerRequests:
             self._forget(request)
         else:
             self._producer._answer(request._claim, False, request.instance_id, **given)
+        if continued is not None:
+            self._partials.forget(request)
         self._state.backoff.success()
         return True
 
@@ -624,6 +710,8 @@ class ProducerRequests:
         else:
             report |= {"index": request.index, "score": 0.0, "meta": reason}
             self._producer._answer(request._claim, True, request.instance_id, **report)
+        if isinstance(request._found, tuple):
+            self._partials.forget(request)  # it may be why
         self._state.backoff.failure(time.monotonic())
         return True
 
@@ -642,30 +730,10 @@ class ProducerRequests:
         timeout: float | None = None,
         **arrays: FieldValue,
     ) -> bool:
-        """Put the sample that a request asked for, without blocking the event loop.
+        """Put the sample as `answer` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        request : Request
-            What `next` gave.
-        score, policy_version, meta, rows, **arrays
-            As for `answer`. The arrays must not change before this returns.
-        timeout : float, optional
-            Seconds to wait for space: None waits for ever, 0 does not wait.
-
-        Returns
-        -------
-        bool
-            As for `answer`.
-
-        Raises
-        ------
-        TypeError, ValueError, RecordTooLargeError
-            As for `answer`.
-        BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `answer`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing was put.
+        The arrays must not change before this returns. A task that is cancelled during the wait
+        (CancelledError) has put nothing.
         """
         given: dict[str, Any] = {"score": score, "policy_version": policy_version, **arrays}
         put = functools.partial(self.answer, request, meta=meta, rows=rows, timeout=0, **given)
@@ -679,28 +747,9 @@ class ProducerRequests:
         policy_version: int = 0,
         timeout: float | None = None,
     ) -> bool:
-        """Report that the sample of a request failed, without blocking the event loop.
+        """Report a failure as `fail` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        request, reason, policy_version
-            As for `fail`.
-        timeout : float, optional
-            Seconds to wait for space: None waits for ever, 0 does not wait.
-
-        Returns
-        -------
-        bool
-            As for `fail`.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As for `fail`.
-        BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `fail`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing was reported.
+        A task that is cancelled during the wait (CancelledError) has reported nothing.
         """
         fail = functools.partial(
             self.fail, request, reason, policy_version=policy_version, timeout=0

@@ -21,8 +21,6 @@ from shmbus.segment.locked_file import LockedFile, try_lock
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from shmbus.segment.own_file import open_own
 
-__all__ = ["EngineNote", "RecorderFile", "RecorderNote", "SessionNote", "read_recorders"]
-
 #: Recorders of a bus at a time: a letter each, since a companion's kind has no digits.
 _LETTERS: Final = string.ascii_lowercase
 #: Length and checksum of a note.

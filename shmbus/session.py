@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shmbus._prompts import Request
     from shmbus.producer_requests import ProducerRequests
 
-__all__ = ["Opened", "PackedArray", "PackedSample", "Session"]
+__all__ = ["Session"]
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,9 @@ each slice of a wait, so a short wait pays for one comparison.
 Invariants:
 
 - Each process that waits reports a stall once a period, for as long as it lasts.
+- By default a trainer's wait ends with an error only where nobody can end it otherwise: no living
+  worker is attached for STALL_DEAD_S, or those that are commit nothing for STALL_SLOW_S. An
+  operator's pause never ends a run.
 - A report comes from `inspect.status`, which disturbs no process and waits at most a second for a
   daemon. It is gathered only when there is something to report.
 """
@@ -18,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from shmbus import errors
+from shmbus import errors, limits
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
@@ -45,8 +48,10 @@ def check_stall(on_stall: object, timeout_s: object) -> None:
         raise TypeError(
             f"on_stall: expected 'log', 'raise', a callable or None, got {type(on_stall).__name__}"
         )
+    if timeout_s is None:
+        return
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
-        raise TypeError(f"stall_timeout: expected seconds, got {type(timeout_s).__name__}")
+        raise TypeError(f"stall_timeout: expected seconds or None, got {type(timeout_s).__name__}")
     if not 0 < timeout_s <= _TIMEOUT_MAX_S:
         raise ValueError(
             f"stall_timeout: expected more than 0, at most {_TIMEOUT_MAX_S:g} seconds, "
@@ -57,12 +62,13 @@ def check_stall(on_stall: object, timeout_s: object) -> None:
 class Watch:
     """Watches the waits of one handle."""
 
-    def __init__(self, bus: str, on_stall: OnStall, timeout_s: float) -> None:
+    def __init__(self, bus: str, on_stall: OnStall, timeout_s: float | None) -> None:
         check_stall(on_stall, timeout_s)
         self._bus = bus
         self._on_stall: OnStall = on_stall
         self._timeout_s = timeout_s
-        self.slice_s: float | None = None if on_stall is None else timeout_s / _CHECKS
+        self._period_s = limits.STALL_REPORT_S if timeout_s is None else timeout_s
+        self.slice_s: float | None = None if on_stall is None else self._period_s / _CHECKS
         self._seen: tuple[int, ...] = ()
         self._since_s = 0.0  # since when the counters are unchanged under a wait
         self._fired_s = 0.0
@@ -70,7 +76,7 @@ class Watch:
         self._waited_until_s = 0.0  # when the last wait, or slice of one, was over
 
     @property
-    def options(self) -> tuple[OnStall, float]:
+    def options(self) -> tuple[OnStall, float | None]:
         """The arguments on_stall and timeout_s, for a handle that is pickled."""
         return self._on_stall, self._timeout_s
 
@@ -114,7 +120,7 @@ class Watch:
         if restarts or seen != self._seen:
             self._seen = seen
             self._since_s = self._fired_s = now
-        elif now - self._fired_s >= self._timeout_s:
+        elif now - self._fired_s >= self._period_s:
             self._fired_s = now
             self._fire(waits_for, now - self._since_s)
 
@@ -123,12 +129,24 @@ class Watch:
         from shmbus.inspect.stall_report import gather
 
         report = gather(self._bus, waits_for, stalled_s)
-        if self._on_stall == "log":
-            logger.warning("%s", report)
-        elif self._on_stall == "raise":
-            raise errors.StallError(report)
-        elif callable(self._on_stall):
+        if callable(self._on_stall):
             self._on_stall(report)
+        elif self._on_stall == "raise" and self._ends(report):
+            raise errors.StallError(report)
+        else:
+            logger.warning("%s", report)
+
+    def _ends(self, report: StallReport) -> bool:
+        """Whether a wait ends: after the seconds given, else by who is left to end it."""
+        if self._timeout_s is not None:
+            return True
+        status = report.status
+        if status is not None and status.paused is not None:
+            return False
+        at_work = status is None or any(
+            each.state == "alive" and not each.stopped for each in status.producers
+        )
+        return report.stalled_s >= (limits.STALL_SLOW_S if at_work else limits.STALL_DEAD_S)
 
 
 def _movements(segment: _core.Segment) -> tuple[int, ...]:

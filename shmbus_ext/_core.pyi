@@ -39,12 +39,20 @@ MAX_EXTENTS: int
 MAX_CLIENTS: int
 PLACE_BYTES: int
 PAUSE_REASON_BYTES: int
-TRAJECTORY_BYTES: int
 SLOT_FREE: int
 SLOT_ACTIVE: int
 SLOT_CLOSED: int
 ACKED: int
 RELAYED: int
+SHARED_NO_SPACE: int
+SHARED_UNFINISHED: int
+SHARED_BAD_MAGIC: int
+SHARED_BAD_VERSION: int
+SHARED_BAD_GEOMETRY: int
+SHARED_TRUNCATED: int
+SHARED_NOTHING: int
+SHARED_HELD: int
+SHARED_DAMAGED: int
 LEASE_HELD: int
 REFUSED_DUPLICATE: int
 REFUSED_GROUP_SIZE: int
@@ -71,12 +79,9 @@ HEADER_BYTES: int
 RELEASED_OFFSET: int
 REASONS: int
 LOCK_COLLECTOR: int
-LOCK_USERS: int
 LOCK_SLOT: int
 LOCK_VIEW: int
-LINK_END: int
 REF_OFFSET_BITS: int
-FLAG_PAYLOAD_CRC: int
 FLAG_MOVED: int
 FLAG_FAILED: int
 FLAG_NO_SIZE: int
@@ -233,6 +238,7 @@ class GroupTable(Generic[_S]):
     def full(self, key: Hashable, /) -> list[GroupEntry[_S]]: ...
 
 ROW_LENGTHS: str
+SHARED_PREFIX: str
 
 class ClosedByBlock:
     """The end of a with block calls `close()`, once more where an exception cut it short."""

@@ -1,92 +1,29 @@
 """Types of the slot pool in the C core; ``_core`` has them all. Only ``shmbus.pool`` calls them."""
 
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 _Bytes: TypeAlias = bytes  # where a field is called like the type
-#: rank, place in its patch; offset, rows, row_bytes, stride, width of the piece; changes, bytes
-_PatchRun: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]
+#: rank, place in its patch; offset, rows, row_bytes, stride, width of the piece; changes, bytes,
+#: digest of what was there before
+_PatchRun: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int]
 
 POOL_LAYOUT_VERSION: int
 POOL_MAX_SLOTS: int
 POOL_MAX_RANKS: int
 POOL_MAX_READERS: int
-POOL_MAX_META_BYTES: int
-POOL_MAX_SLOT_BYTES: int
-POOL_MIN_BLOCK: int
-POOL_MAX_BLOCK: int
 POOL_LABEL_BYTES: int
 POOL_DEVICE_BYTES: int
 POOL_TEXT_BYTES: int
 POOL_ERROR_BYTES: int
-POOL_NO_SPACE: int
-POOL_UNFINISHED: int
-POOL_BAD_MAGIC: int
-POOL_BAD_VERSION: int
-POOL_BAD_GEOMETRY: int
-POOL_TRUNCATED: int
-POOL_NOTHING: int
-POOL_HELD: int
-POOL_DAMAGED: int
 POOL_BELL_VERSION: int
 POOL_BELL_SPACE: int
 POOL_BELL_RANKS: int
 PIECE_ABSENT: int
-PIECE_AWAITED: int
-PIECE_BEGUN: int
 PIECE_DONE: int
 PIECE_FAILED: int
 PIECE_DEAD: int
-ROW_FREE: int
 ROW_ALIVE: int
 ROW_DEAD: int
-
-class PoolSlotRow(TypedDict):
-    slot: int
-    state: str
-    newest: bool
-    sequence: int
-    version: int
-    bytes: int
-    meta_bytes: int
-    digests: int
-    ranks: int
-    published_unix_ns: int
-    base_sequence: int
-    base_version: int
-    text: str
-
-class PoolRankRow(TypedDict):
-    rank: int
-    life: int
-    pid: int
-    label: str
-    started: int
-    done: int
-    failed: int
-    error: str
-
-class PoolReaderRow(TypedDict):
-    reader: int
-    life: int
-    pid: int
-    label: str
-    device: str
-    holds: int
-    applied: int
-    applied_version: int
-    refused: int
-    refused_version: int
-    error_code: int
-    error: str
-
-class PoolRows(TypedDict):
-    slots: list[PoolSlotRow]
-    ranks: list[PoolRankRow]
-    readers: list[PoolReaderRow]
-    slots_open: int
-    published: int
-    skipped: int
-    writing: int
 
 class SlotPool:
     name: str
@@ -169,12 +106,14 @@ def pool_patch_put(
     source: Any,
     /,
 ) -> int | None: ...
-def pool_patch_give_up(write: PoolWrite, /) -> None: ...
 def pool_patch_is_made(write: PoolWrite, /) -> bool: ...
 def pool_patch_runs(lease: PoolLease, /) -> tuple[int, int, list[_PatchRun]] | bool | None: ...
 def pool_patch_apply(
     lease: PoolLease, rank: int, place: int, target: Any, offset: int, /
 ) -> bool: ...
+def pool_patch_list(
+    lease: PoolLease, rank: int, place: int, elements_at: Any, values: Any, /
+) -> int | None: ...
 def pool_same(one: Any, other: Any, /) -> bool: ...
 def pool_copy(target: Any, source: Any, /) -> None: ...
-def pool_rows(pool: SlotPool, /) -> PoolRows: ...
+def pool_rows(pool: SlotPool, /) -> dict[str, Any]: ...

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,7 +82,7 @@ collect_ignore = [
         "web/test_browser.py": ("playwright",),
         "web/test_busy_page.py": ("playwright",),
         "web/test_narrow_pages.py": ("playwright",),
-        "web/test_odd_names.py": ("playwright",),
+        "web/test_page_names.py": ("playwright",),
     }.items()
     if not _has(*needs)
 ]
@@ -105,6 +107,20 @@ def wait_until(
             awaited = what or getattr(predicate, "__qualname__", repr(predicate))
             raise TimeoutError(f"waited {timeout:g} s for: {awaited}; last result: {value!r}")
         time.sleep(POLL_INTERVAL_S)
+
+
+def open_descriptors() -> Counter[str]:
+    """What this process's descriptors lead to: memory files by name, each socket by its number.
+
+    Less what was open before, it is what was opened since: others may have been closed meanwhile,
+    as by a thread that ends or a collection of garbage.
+    """
+    found: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        # The one of the directory is closed by now.
+        with contextlib.suppress(FileNotFoundError):
+            found[os.readlink(f"/proc/self/fd/{number}")] += 1
+    return found
 
 
 def takes_long(item: pytest.Item) -> bool:
@@ -302,8 +318,8 @@ class Spawner:
     ) -> Child:
         """Start `text` as a program of its own, with `args` in its `sys.argv[1:]`.
 
-        With `fresh`, or an environment, by an interpreter of its own; else as a fork of one that
-        has imported what the program needs (fork_server.py).
+        With `fresh`, or an environment that modules read, by an interpreter of its own; else as a
+        fork of one that has imported what the program needs (fork_server.py).
         """
         path = self._directory / f"child-{len(self._children)}.py"
         path.write_text(text)
@@ -317,7 +333,9 @@ class Spawner:
         self, name: str, *args: object, env: dict[str, str] | None = None, fresh: bool = False
     ) -> Child:
         """Start `python -m name args`, the same way."""
-        return self._start(["-m", name], name, args, env, fresh)
+        found = None if name.startswith("shmbus") else importlib.util.find_spec(name)
+        text = Path(found.origin).read_text() if found and found.origin else name
+        return self._start(["-m", name], text, args, env, fresh)
 
     def _start(
         self,
@@ -331,7 +349,7 @@ class Spawner:
         log = self._directory / f"child-{len(self._children)}.log"
         log.touch()
         streams = Streams(os.devnull, str(log), str(log))
-        forked = not fresh and not env and fork(program, arguments, log.parent, streams, text)
+        forked = not fresh and fork(program, arguments, log.parent, streams, text, env or {})
         child = Child(forked or execute([*program, *arguments], log, env or {}), log)
         self._children.append(child)
         return child

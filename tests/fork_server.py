@@ -41,6 +41,9 @@ REQUEST_BYTES = 1 << 20
 #: What pytest writes for each test, and what an import of Ray leaves behind.
 NOT_READ = frozenset({"PYTEST_CURRENT_TEST", "RAY_CLIENT_MODE"})
 
+#: What nothing reads before a child's own imports: children that have these are forked, too.
+READ_LATER = frozenset({"PYTHONPATH", "GLOO_SOCKET_IFNAME"})
+
 #: What every child needs, and what some need beside it.
 COMMANDS = tuple(f"shmbus.cli.{module}" for module in dict.fromkeys(cli._COMMANDS.values()))
 PLAIN = ("uvloop", "shmbus.consumer", "shmbus.feeder", *COMMANDS)
@@ -50,7 +53,7 @@ HTTP = (*PLAIN, "aiohttp.web")
 
 def modules_for(program: str) -> tuple[str, ...]:
     """What a program, by its text or its module's name, will import."""
-    if "torch" in program or "trainer_adapter" in program:
+    if any(word in program for word in ("torch", "trainer_adapter", "shmbus.weights")):
         return TORCH
     return HTTP if "shmbus.gateway" in program or "shmbus.web" in program else PLAIN
 
@@ -137,11 +140,17 @@ class ForkServer:
             )
 
     def start(
-        self, program: list[str], arguments: list[str], directory: Path, streams: Streams
+        self,
+        program: list[str],
+        arguments: list[str],
+        directory: Path,
+        streams: Streams,
+        more: dict[str, str],
     ) -> Forked:
         """Start a program there."""
         what = {"program": program, "arguments": arguments, "directory": str(directory)}
-        return Forked(self, self.ask({**what, "streams": streams, "environment": {**os.environ}}))
+        given = {**os.environ, **more}
+        return Forked(self, self.ask({**what, "streams": streams, "environment": given}))
 
     def ask(self, request: dict[str, Any]) -> Any:
         """Send one request, and return the answer."""
@@ -174,7 +183,12 @@ def accept_environment() -> None:
 
 
 def fork(
-    program: list[str], arguments: list[str], directory: Path, streams: Streams, text: str
+    program: list[str],
+    arguments: list[str],
+    directory: Path,
+    streams: Streams,
+    text: str,
+    more: dict[str, str],
 ) -> Forked | None:
     """Start ``[path of a script]`` or ``["-m", module]`` by a server, which starts if need be.
 
@@ -188,18 +202,20 @@ def fork(
         They exist.
     text : str
         The program's text or name, which says what it imports.
+    more : dict
+        What its environment has beside this process's.
 
     Returns
     -------
     Forked or None
         None where the environment is another one than was accepted.
     """
-    if environment() != _environment:
+    if environment() != _environment or not more.keys() <= READ_LATER:
         return None
     needs = modules_for(text)
     if needs not in _servers:
         _servers[needs] = ForkServer(needs)
-    return _servers[needs].start(program, arguments, directory, streams)
+    return _servers[needs].start(program, arguments, directory, streams, more)
 
 
 def end_servers() -> None:
@@ -243,6 +259,8 @@ def become(request: dict[str, Any]) -> None:
     program = request["program"]
     # A script finds what lies beside it, and a module what lies in the directory.
     sys.path[0] = os.path.dirname(program[0]) or request["directory"]
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [place for place in places if place and place not in sys.path]
     sys.argv = [program[-1], *request["arguments"]]
 
 

@@ -1,10 +1,13 @@
 """What the tests of the operators' commands share: the real command line, and buses in odd states.
 
 Invariant: a command runs as a process of its own, as users start it; its output is what they see.
+One that is refused as wrong usage may run in the test's process: it ends before it does anything.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -19,6 +22,7 @@ import numpy as np
 from fork_server import Forked, Streams, fork
 
 import shmbus
+from shmbus.cli import main
 from shmbus_ext import _core
 
 #: Far beyond any command here; only a hang meets it.
@@ -63,6 +67,17 @@ class Result(NamedTuple):
         return json.loads(self.out)
 
 
+def usage(*arguments: str) -> Result:
+    """Run a command line that is to be refused, in this process: wrong usage makes nothing."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main([*arguments])
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return Result(status, out.getvalue(), err.getvalue(), os.getpid())
+
+
 def cli(*arguments: str, env: dict[str, str] | None = None, stdin: str = "") -> Result:
     """Run ``shmbus ARGUMENTS`` and wait for its end."""
     with tempfile.TemporaryDirectory() as directory:
@@ -85,7 +100,7 @@ def start(
     program: list[str], arguments: list[str], env: dict[str, str] | None, streams: Streams
 ) -> Forked | subprocess.Popen[bytes]:
     """Start it here, as the suite starts its children."""
-    if not env and (forked := fork(program, arguments, Path.cwd(), streams, program[-1])):
+    if forked := fork(program, arguments, Path.cwd(), streams, program[-1], env or {}):
         return forked
     with open(streams[0]) as given, open(streams[1], "w") as out, open(streams[2], "w") as err:
         return subprocess.Popen(

@@ -168,7 +168,7 @@ KINDS = {
             "`unpad_input`, `pad_input`": says("compat::.*(padding|packed|filler|tokens|fit)"),
             "`HuggingFaceStorageReader`": reader,
             "`varlen_attention` by SDPA": says("test_attention(_plan)?::"),
-            "compiled": says("test_attention_models::.*(compile|cast_first|operator)"),
+            "compiled": says("test_attention_models::.*(share_two_graphs|cast_first|operator)"),
             "losses, advantages": says("test_(losses|advantages)::"),
             "`torch.nn.attention.varlen`": native,
         },
@@ -177,7 +177,7 @@ KINDS = {
     ),
     "transformers": Kind(
         versions=("4.52.4", "4.53.3", "4.57.6", "5.0.0", "5.23.0"),
-        tests=("attention/test_attention_models.py", "trainer/test_examples.py"),
+        tests=("attention/test_attention_models.py", "examples/test_stock_model.py"),
         columns={
             "`register_with_transformers`": registration,
             "packed batches": says("trains_a_stock_model"),

@@ -169,7 +169,7 @@ def check_choices(**given: object) -> None:
 
 
 _CHOICES: Final = {
-    "layout": ("packed", "padded"),
+    "layout": ("packed", "padded", "prefix"),
     "malformed": ("raise", "drop"),
     "truncated": ("keep", "mask", "drop"),
 }
@@ -238,6 +238,6 @@ class ConsumerOptions(TypedDict, total=False):
     daemon: bool | None
     split: str
     on_stall: Literal["log", "raise"] | Callable[[shmbus.StallReport], object] | None
-    stall_timeout: float
+    stall_timeout: float | None
     wait: float | None
     prompt_schema: Mapping[str, Any] | None

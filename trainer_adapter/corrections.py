@@ -30,7 +30,14 @@ from trainer_adapter._masked import (
     sent,
     spread,
 )
-from trainer_adapter.losses import Normalisation, PolicyLoss, aggregate_loss
+from trainer_adapter.losses import (
+    Normalisation,
+    PolicyLoss,
+    check_clip,
+    checked_operands,
+    clipped_loss,
+    policy_mean,
+)
 
 __all__ = [
     "Correction",
@@ -257,24 +264,16 @@ def gspo_loss(
     TypeError, ValueError
         For arguments that do not fit together.
     """
-    _check_clip(clip_low, clip_high)
-    old_logprobs = sent("old_logprobs", old_logprobs)
-    constants = {"advantages": advantages} | ({} if weights is None else {"weights": weights})
-    check_operands(loss_mask, logprobs=logprobs, old_logprobs=old_logprobs, **constants)
+    check_clip(clip_low, clip_high, "3e-4 and 4e-4 are GSPO's")
+    old_logprobs = checked_operands(logprobs, old_logprobs, advantages, loss_mask, weights)
     present = real(logprobs, loss_mask)
     with torch.no_grad():
         ratios = sequence_ratios(logprobs, old_logprobs, loss_mask, cu_seqlens=cu_seqlens)
         fixed = spread(ratios, present, cu_seqlens)
     # Its value is the sequence's ratio, its gradient that of the token's logprob times it.
     ratio = fixed * (present - present.detach()).exp()
-    gain = real(advantages.detach(), loss_mask)
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    losses = -torch.minimum(ratio * gain, clipped * gain)
-    if weights is not None:
-        losses = losses * real(weights.detach(), loss_mask)
-    with torch.no_grad():
-        cut = loss_mask & (clipped * gain < ratio * gain)
-    return _loss(losses, cut, fixed, loss_mask, normalisation, cu_seqlens, denominator)
+    rest = normalisation, cu_seqlens, denominator
+    return clipped_loss(ratio, advantages, loss_mask, (clip_low, clip_high), weights, *rest)
 
 
 def cispo_loss(
@@ -327,9 +326,7 @@ def cispo_loss(
         raise ValueError(
             f"low and high: expected 0 <= low <= 1 <= high, got {low} and {high}; 0 and 5 are usual"
         )
-    old_logprobs = sent("old_logprobs", old_logprobs)
-    constants = {"advantages": advantages} | ({} if weights is None else {"weights": weights})
-    check_operands(loss_mask, logprobs=logprobs, old_logprobs=old_logprobs, **constants)
+    old_logprobs = checked_operands(logprobs, old_logprobs, advantages, loss_mask, weights)
     with torch.no_grad():
         ratio = bounded_ratio(logprobs, old_logprobs, loss_mask)
         factor = ratio.clamp(low, high) * real(advantages, loss_mask)
@@ -337,7 +334,7 @@ def cispo_loss(
             factor = factor * real(weights, loss_mask)
         cut = loss_mask & ((ratio < low) | (ratio > high))
     losses = -factor * real(logprobs, loss_mask)
-    return _loss(losses, cut, ratio, loss_mask, normalisation, cu_seqlens, denominator)
+    return policy_mean(losses, cut, ratio, loss_mask, normalisation, cu_seqlens, denominator)
 
 
 def overlong_penalty(lengths: Lengths, *, longest: int, buffer: int, scale: float = 1.0) -> Lengths:
@@ -392,35 +389,3 @@ def _joined(
     sums, counts = by_sequence(difference, loss_mask, cu_seqlens)
     joined = sums / counts.clamp(min=1) if mean else sums
     return joined.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
-def _check_clip(clip_low: float, clip_high: float) -> None:
-    check_number("clip_low", clip_low)
-    check_number("clip_high", clip_high)
-    if not 0 <= clip_low <= 1 or not clip_high >= 0:
-        raise ValueError(
-            f"clip_low and clip_high: expected 0 <= clip_low <= 1 and clip_high >= 0, got "
-            f"{clip_low} and {clip_high}; 3e-4 and 4e-4 are GSPO's"
-        )
-
-
-def _loss(
-    losses: Tensor,
-    cut: Tensor,
-    ratio: Tensor,
-    loss_mask: Tensor,
-    normalisation: Normalisation,
-    cu_seqlens: Tensor | None,
-    denominator: float | Tensor | None,
-) -> PolicyLoss:
-    loss = aggregate_loss(
-        losses,
-        loss_mask,
-        normalisation=normalisation,
-        cu_seqlens=cu_seqlens,
-        denominator=denominator,
-    )
-    with torch.no_grad():
-        count = loss_mask.sum().clamp(min=1)
-        mean_ratio = torch.where(loss_mask, ratio, 0.0).sum() / count
-    return PolicyLoss(loss, cut.sum() / count, mean_ratio)

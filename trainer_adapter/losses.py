@@ -31,7 +31,6 @@ from trainer_adapter._masked import (
 __all__ = [
     "PolicyLoss",
     "aggregate_loss",
-    "importance_weights",
     "kl_estimate",
     "policy_loss",
 ]
@@ -88,7 +87,7 @@ def policy_loss(
     clip_low, clip_high : float
         How far the ratio may fall below and rise above 1.
     weights : Tensor, same shape, optional
-        Factor of each token's loss, for instance from `importance_weights`.
+        Factor of each token's loss, for instance from `importance_correction`.
     normalisation, cu_seqlens, denominator
         As for `aggregate_loss`.
 
@@ -101,29 +100,71 @@ def policy_loss(
     TypeError, ValueError
         For arguments that do not fit together.
     """
+    check_clip(clip_low, clip_high, "0.2 is usual")
+    old_logprobs = checked_operands(logprobs, old_logprobs, advantages, loss_mask, weights)
+    ratio = bounded_ratio(logprobs, old_logprobs.detach(), loss_mask)
+    rest = normalisation, cu_seqlens, denominator
+    return clipped_loss(ratio, advantages, loss_mask, (clip_low, clip_high), weights, *rest)
+
+
+def check_clip(clip_low: float, clip_high: float, usual: str) -> None:
+    """Raise ValueError for bounds of a ratio that are none."""
     check_number("clip_low", clip_low)
     check_number("clip_high", clip_high)
     if not 0 <= clip_low <= 1 or not clip_high >= 0:
         raise ValueError(
             f"clip_low and clip_high: expected 0 <= clip_low <= 1 and clip_high >= 0, got "
-            f"{clip_low} and {clip_high}; 0.2 is usual"
+            f"{clip_low} and {clip_high}; {usual}"
         )
+
+
+def checked_operands(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> Tensor:
+    """Return the old logprobs; raises unless all operands of a policy loss fit together."""
     old_logprobs = sent("old_logprobs", old_logprobs)
     constants = {"old_logprobs": old_logprobs, "advantages": advantages}
     if weights is not None:
         constants["weights"] = weights
     check_operands(loss_mask, logprobs=logprobs, **constants)
-    ratio = bounded_ratio(logprobs, old_logprobs.detach(), loss_mask)
+    return old_logprobs
+
+
+def clipped_loss(
+    ratio: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    clip: tuple[float, float],
+    weights: Tensor | None,
+    normalisation: Normalisation,
+    cu_seqlens: Tensor | None,
+    denominator: float | Tensor | None,
+) -> PolicyLoss:
+    """Compute the clipped loss of ratios, which have the graph."""
     gain = real(advantages.detach(), loss_mask)
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    clipped = ratio.clamp(1.0 - clip[0], 1.0 + clip[1])
     losses = -torch.minimum(ratio * gain, clipped * gain)
     if weights is not None:
         losses = losses * real(weights.detach(), loss_mask)
     with torch.no_grad():
         cut = loss_mask & (clipped * gain < ratio * gain)
-        count = loss_mask.sum().clamp(min=1)
-        clip_fraction = cut.sum() / count
-        mean_ratio = torch.where(loss_mask, ratio, 0).sum() / count
+    return policy_mean(losses, cut, ratio, loss_mask, normalisation, cu_seqlens, denominator)
+
+
+def policy_mean(
+    losses: Tensor,
+    cut: Tensor,
+    ratio: Tensor,
+    loss_mask: Tensor,
+    normalisation: Normalisation,
+    cu_seqlens: Tensor | None,
+    denominator: float | Tensor | None,
+) -> PolicyLoss:
+    """Bring losses of tokens down to one number, with the figures to monitor."""
     loss = aggregate_loss(
         losses,
         loss_mask,
@@ -131,7 +172,10 @@ def policy_loss(
         cu_seqlens=cu_seqlens,
         denominator=denominator,
     )
-    return PolicyLoss(loss, clip_fraction, mean_ratio)
+    with torch.no_grad():
+        count = loss_mask.sum().clamp(min=1)
+        mean_ratio = torch.where(loss_mask, ratio, 0.0).sum() / count
+    return PolicyLoss(loss, cut.sum() / count, mean_ratio)
 
 
 def kl_estimate(
@@ -175,50 +219,6 @@ def kl_estimate(
         return 0.5 * difference * difference
     bounded = difference.clamp(max=LOG_RATIO_LIMIT)
     return torch.expm1(bounded) - bounded
-
-
-def importance_weights(
-    trainer_logprobs: Tensor,
-    inference_logprobs: Tensor | None,
-    loss_mask: Tensor,
-    *,
-    cap: float = 2.0,
-) -> Tensor:
-    """Compute truncated importance ratios of the trainer's policy over the inference engine's.
-
-    Both engines run the same weights, but not the same kernels, so tokens are sampled from a
-    policy slightly off the trainer's; ``min(exp(trainer - inference), cap)`` corrects for it with
-    bounded variance (Ionides 2008, "Truncated Importance Sampling", J. Comput. Graph. Stat.
-    17(2); in reinforcement learning as in IMPALA, Espeholt et al. 2018, arXiv:1802.01561).
-
-    Parameters
-    ----------
-    trainer_logprobs, inference_logprobs : Tensor, one shape, floating
-        Natural logarithms of the same tokens under the same weights.
-    loss_mask : Tensor, bool, same shape
-    cap : float
-        Largest ratio, more than 0.
-
-    Returns
-    -------
-    Tensor, same shape, in (0, cap]
-        1 at filler; no graph.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For arguments that do not fit together.
-    """
-    check_number("cap", cap)
-    if not cap > 0:
-        raise ValueError(f"cap: expected more than 0, got {cap}; 2 is usual")
-    inference_logprobs = sent("inference_logprobs", inference_logprobs)
-    check_operands(
-        loss_mask, trainer_logprobs=trainer_logprobs, inference_logprobs=inference_logprobs
-    )
-    with torch.no_grad():
-        ratio = bounded_ratio(trainer_logprobs, inference_logprobs, loss_mask).clamp(max=cap)
-        return torch.where(loss_mask, ratio, 1.0)
 
 
 def aggregate_loss(

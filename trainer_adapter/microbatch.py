@@ -22,6 +22,7 @@ from torch import Tensor
 from shmbus._arguments import check_count
 from trainer_adapter.balance import balance, by_budget
 from trainer_adapter.batches.batch import Batch, Layout
+from trainer_adapter.batches.prefix_tree import PrefixTree, Segments
 from trainer_adapter.batches.tensors import TensorHolder, indexable
 
 __all__ = ["MicroBatch", "micro_batches"]
@@ -40,13 +41,17 @@ class MicroBatch(TensorHolder):
     max_seqlen : int
     scores, policy_versions, newest_policy_versions, sample_of : Tensor [S]
     instance_ids : list[str]
+    group_sizes : int64, on the host
+        Sequences of each group that has any here, in order.
     sequence_indices : int64 [S], on the host
         Positions in the batch.
     batch_loss_tokens : Tensor []
         Tokens that the whole batch trains: the denominator of "token" normalisation.
     batch_sequences : Tensor []
         Sequences of the whole batch that train a token: that of "sequence" normalisation.
-    layout : "packed" | "padded"
+    layout : "packed" | "padded" | "prefix"
+    prefix_tree : PrefixTree or None
+        As in the batch, of these sequences.
     extra, extra_offsets, extra_kinds : dict
         As in the batch, of these sequences.
     """
@@ -63,6 +68,7 @@ class MicroBatch(TensorHolder):
     policy_versions: Tensor
     newest_policy_versions: Tensor
     sample_of: Tensor
+    group_sizes: Tensor
     sequence_indices: Tensor
     batch_loss_tokens: Tensor
     batch_sequences: Tensor
@@ -70,6 +76,7 @@ class MicroBatch(TensorHolder):
     extra: dict[str, Any] = field(default_factory=dict)
     extra_offsets: dict[str, Tensor] = field(default_factory=dict)
     extra_kinds: dict[str, str] = field(default_factory=dict)
+    prefix_tree: PrefixTree | None = None
 
     def asdict(self) -> dict[str, Any]:
         """Return tensors and values by their names; tensors are not copied.
@@ -97,7 +104,7 @@ def micro_batches(
     batch : Batch
     max_tokens : int, optional
         As few as fit: none has more tokens than this; in a padded batch, sequences times the
-        longest of them.
+        longest of them; with a prefix tree, rows of it. Groups stay together where they fit.
     count : int, optional
         Instead: exactly so many, each with at least one sequence.
 
@@ -140,7 +147,9 @@ def micro_batches(
         raise ValueError(
             f"count: expected at most {len(lengths)}, one sequence for each, got {count}; lower it"
         )
-    if count is not None:
+    if batch.prefix_tree is not None:
+        parts = _prefix_parts(batch, batch.prefix_tree.segments, max_tokens, count)
+    elif count is not None:
         parts = balance(lengths, count)
     elif batch.layout == "padded":
         assert max_tokens is not None
@@ -167,6 +176,34 @@ def _padded_parts(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
+def _prefix_parts(
+    batch: Batch, segments: Segments, max_tokens: int | None, count: int | None
+) -> list[list[int]]:
+    """Put groups together, and cut those that do not fit: a cut computes what was shared twice."""
+    items: list[list[int]] = []
+    rows: list[int] = []
+    last = 0
+    for size in batch.group_sizes.tolist():
+        first, last = last, last + size
+        seen: set[int] = set()
+        for at in range(first, last):
+            path = segments.path(int(segments.leaves[at]))
+            own = int(segments.lengths[[one for one in path if one not in seen]].sum())
+            whole = int(segments.lengths[path].sum())
+            if at == first or (max_tokens is not None and rows[-1] + own > max_tokens):
+                items.append([])
+                rows.append(0)
+                seen, own = set(), whole
+            items[-1].append(at)
+            rows[-1] += own
+            seen.update(path)
+    if count is not None and count > len(items):
+        items = [[at] for item in items for at in item]
+        rows = [int(segments.lengths[segments.path(int(leaf))].sum()) for leaf in segments.leaves]
+    shared = balance(rows, count) if count is not None else by_budget(rows, max_tokens or 0)
+    return [sorted(at for item in part for at in items[item]) for part in shared]
+
+
 def _trained_sequences(batch: Batch) -> Tensor:
     if batch.layout == "padded":
         return batch.loss_mask.any(dim=1).sum()
@@ -182,6 +219,7 @@ def _take(
     borders = np.zeros(len(part) + 1, np.int32)
     np.cumsum(own, out=borders[1:])
     longest = int(own.max())
+    places = _places(np.concatenate([[0], np.cumsum(lengths)])[part], own)
     device = batch.tokens.device
     indices = torch.tensor(part, dtype=torch.int64)
     sequences = indices.to(device)
@@ -191,13 +229,14 @@ def _take(
         def rows(values: Tensor) -> Tensor:
             return select(values, sequences)[:, :longest]
     else:
-        starts = np.concatenate([[0], np.cumsum(lengths)])[part]
-        tokens = torch.from_numpy(_places(starts, own)).to(device)
+        tokens = torch.from_numpy(places).to(device)
 
         def rows(values: Tensor) -> Tensor:
             return select(values, tokens)
 
-    extra, offsets = _extra(batch, part, sequences, rows)
+    sizes = batch.group_sizes.cpu().numpy()
+    groups, own_sizes = np.unique(np.repeat(np.arange(len(sizes)), sizes)[part], return_counts=True)
+    extra, offsets = _extra(batch, part, sequences, rows, places, groups)
     return MicroBatch(
         tokens=rows(batch.tokens),
         position_ids=rows(batch.position_ids),
@@ -211,6 +250,7 @@ def _take(
         policy_versions=batch.policy_versions.index_select(0, sequences),
         newest_policy_versions=batch.newest_policy_versions.index_select(0, sequences),
         sample_of=batch.sample_of.index_select(0, sequences),
+        group_sizes=torch.from_numpy(own_sizes),
         sequence_indices=indices,
         batch_loss_tokens=loss_tokens,
         batch_sequences=trained,
@@ -218,6 +258,7 @@ def _take(
         extra=extra,
         extra_offsets=offsets,
         extra_kinds=dict(batch.extra_kinds),
+        prefix_tree=None if batch.prefix_tree is None else batch.prefix_tree.select(part),
     )
 
 
@@ -233,7 +274,12 @@ def _places(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.
 
 
 def _extra(
-    batch: Batch, part: list[int], sequences: Tensor, rows: Callable[[Tensor], Tensor]
+    batch: Batch,
+    part: list[int],
+    sequences: Tensor,
+    rows: Callable[[Tensor], Tensor],
+    tokens: NDArray[np.int64],
+    groups: NDArray[np.int64],
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the extra fields of some sequences, and the borders of their rows."""
     extra: dict[str, Any] = {}
@@ -248,8 +294,10 @@ def _extra(
             extra[name] = rows(values)
         else:
             borders = batch.extra_offsets[name].cpu().numpy()
-            counts = np.diff(borders)[part]
-            own = torch.from_numpy(_places(borders[part], counts)).to(values.device)
+            # Of tokens, groups, or sequences.
+            owners = {"support": tokens, "group": groups}.get(kind, np.array(part))
+            counts = np.diff(borders)[owners]
+            own = torch.from_numpy(_places(borders[owners], counts)).to(values.device)
             extra[name] = select(values, own)
             offsets[name] = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]))
             offsets[name] = offsets[name].to(values.device)

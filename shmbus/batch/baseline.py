@@ -48,24 +48,5 @@ class Baseline(NamedTuple):
 def relative_scores(
     scores: NDArray[np.float64], sizes: NDArray[np.int64], rule: Baseline
 ) -> NDArray[np.float64] | None:
-    """Compare each score with those of its group.
-
-    Parameters
-    ----------
-    scores : float64 [S]
-        Group after group.
-    sizes : int64 [G]
-        Samples of each group, S in all.
-    rule : Baseline
-
-    Returns
-    -------
-    float64 [S] or None
-        None where a score is not a number up to `MAX_SCORE_MAGNITUDE`, or sizes do not sum to S.
-
-    Raises
-    ------
-    ValueError
-        For arrays of another dtype or layout.
-    """
+    """Compare each score with those of its group."""
     return _core.relative_scores(scores, sizes, rule)

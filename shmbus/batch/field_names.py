@@ -33,11 +33,5 @@ class FieldNames(msgspec.Struct, frozen=True, kw_only=True):
     advantages: str | None = "advantages"
 
     def as_tuple(self) -> tuple[str, str | None, str | None, str | None]:
-        """Return the names in the order in which the core takes them.
-
-        Returns
-        -------
-        tuple
-            Of tokens, loss_mask, logprobs and advantages.
-        """
+        """Return the names in the order in which the core takes them."""
         return self.tokens, self.loss_mask, self.logprobs, self.advantages

@@ -18,13 +18,7 @@ __all__ = ["MixedLogprobsError", "check_presence"]
 
 
 class MixedLogprobsError(ValueError):
-    """Some groups of a batch have logprobs, and others do not.
-
-    Attributes
-    ----------
-    lacking : list[int]
-        Positions of the groups without.
-    """
+    """Some groups of a batch have logprobs, and others do not."""
 
     def __init__(self, message: str, lacking: list[int]) -> None:
         super().__init__(message)
@@ -34,28 +28,7 @@ class MixedLogprobsError(ValueError):
 def check_presence(
     groups: Sequence[_core.GroupBase], names: FieldNames, has: int, lacks: int
 ) -> bool:
-    """Refuse fields that only a part of a group has, and logprobs that only some groups have.
-
-    Parameters
-    ----------
-    groups : sequence of Group
-        Leased.
-    names : FieldNames
-    has, lacks : int
-        The fields that one of the trajectories has, and those that one lacks, as bits.
-
-    Returns
-    -------
-    bool
-        Whether the groups have logprobs.
-
-    Raises
-    ------
-    ValueError
-        A sample lacks a field that a sibling has.
-    MixedLogprobsError
-        A group lacks logprobs that another one has.
-    """
+    """Refuse fields that only a part of a group has, and logprobs that only some groups have."""
     if has & lacks:
         for group in groups:
             _check_siblings(group.trajectories, names)

@@ -17,6 +17,7 @@ from shmbus.batch.extra_fields import PackedExtra
 from shmbus.batch.field_names import FieldNames
 from shmbus.batch.field_presence import check_presence
 from shmbus_ext import _core
+from shmbus_ext._core import describe as describe
 
 __all__ = ["FieldNames", "PackedBatch", "gather", "packed_bytes"]
 
@@ -94,23 +95,7 @@ def packed_bytes(total: int, sequences: int) -> int:
 
 
 class Measured(NamedTuple):
-    """Groups, after all the checks that `gather` makes.
-
-    Attributes
-    ----------
-    trajectories : list[Trajectory]
-        S of them, group after group.
-    sizes : int64 [G]
-        How many are of each group.
-    lengths : list[int]
-        Tokens of each trajectory.
-    has_logprobs : bool
-        Whether all have logprobs; if not, none has.
-    field_names : list of tuple of str
-        Names of all fields, for each kind of record that was met.
-    scores_fit : bool
-        Whether all scores are numbers that can be compared.
-    """
+    """Groups, after all the checks that `gather` makes."""
 
     trajectories: list[_core.Trajectory]
     sizes: NDArray[np.int64]
@@ -126,30 +111,7 @@ class Measured(NamedTuple):
 
 
 def measure(groups: Sequence[_core.GroupBase], names: FieldNames | None = None) -> Measured:
-    """Count the tokens of groups, after all the checks that `gather` makes.
-
-    Parameters
-    ----------
-    groups : sequence of Group
-        Leased, of one Consumer.
-    names : FieldNames, optional
-        How the fields are called.
-
-    Returns
-    -------
-    Measured
-
-    Raises
-    ------
-    ValueError
-        A field is missing, also in one sample of a group only, of another dtype or dimension, or
-        its length differs from the tokens'; the message names the trajectory, its producer and the
-        field.
-    MixedLogprobsError
-        Some of the groups have logprobs, and others do not.
-    TypeError
-        One is no group.
-    """
+    """Count the tokens of groups, after all the checks that `gather` makes."""
     names = names or FieldNames()
     trajectories, sizes = members(groups)
     lengths, has, lacks, field_names, fit = _core.measure(trajectories, names.as_tuple())
@@ -160,44 +122,8 @@ def measure(groups: Sequence[_core.GroupBase], names: FieldNames | None = None) 
 def members(
     groups: Sequence[_core.GroupBase],
 ) -> tuple[list[_core.Trajectory], NDArray[np.int64]]:
-    """Lay the trajectories of groups out one behind the other.
-
-    Parameters
-    ----------
-    groups : sequence of Group
-
-    Returns
-    -------
-    trajectories : list[Trajectory]
-    sizes : int64 [G]
-        How many are of each group.
-
-    Raises
-    ------
-    TypeError
-        One is no group.
-    """
+    """Lay the trajectories of groups out one behind the other."""
     return _core.members(list(groups))
-
-
-def describe(
-    trajectories: list[_core.Trajectory],
-) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str], NDArray[np.int64]]:
-    """Collect score, policy versions and instance id of each trajectory.
-
-    Parameters
-    ----------
-    trajectories : list[Trajectory]
-
-    Returns
-    -------
-    scores : float64 [S]
-    policy_versions : int64 [S]
-        The oldest, where there were several.
-    instance_ids : list[str]
-    newest_policy_versions : int64 [S]
-    """
-    return _core.describe(trajectories)
 
 
 def gather(

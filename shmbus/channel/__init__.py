@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from shmbus.channel.errors import (
+from shmbus.channel.endpoint import (
     ChannelClosedError,
     StepFailedError,
     StepOrderError,

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 from shmbus import errors
 from shmbus._arguments import check_timeout, process_label
 from shmbus._format import printable, show_wait
-from shmbus.channel.errors import ChannelClosedError
 from shmbus.channel.lifecycle import channel_path
-from shmbus.errors import DamagedError, PeerGoneError, WaitTimeoutError
+from shmbus.errors import ChannelError, DamagedError, PeerGoneError, WaitTimeoutError
 from shmbus.segment.names import leads_to, remove_dead_socket
 from shmbus.segment.peer_wait import wait_for
 from shmbus_ext import _core
@@ -30,7 +29,55 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SIDES", "Endpoint", "fit_text", "own_label"]
+__all__ = [
+    "ChannelClosedError",
+    "Endpoint",
+    "SIDES",
+    "StepFailedError",
+    "StepOrderError",
+    "StepSkippedError",
+    "fit_text",
+    "own_label",
+]
+
+# -- what only a channel raises --------------------------------------------------------------------
+
+
+class ChannelClosedError(ChannelError):
+    """The other side has closed the channel, and nothing is left in it."""
+
+
+class StepOrderError(ChannelError):
+    """A step out of its order: sent or acknowledged already, or after a gap."""
+
+
+class _StepError(ChannelError):
+    """A step that comes without its bytes.
+
+    Attributes
+    ----------
+    step : int
+        Which.
+    reason : str
+        Why, in the sender's words.
+    """
+
+    def __init__(self, message: str, step: int, reason: str) -> None:
+        super().__init__(message)
+        self.step = step
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[_StepError], tuple[str, int, str]]:
+        return type(self), (str(self), self.step, self.reason)
+
+
+class StepSkippedError(_StepError):
+    """The sender has nothing to send for a step; it counts as acknowledged."""
+
+
+class StepFailedError(_StepError):
+    """The sender could not make a step; it counts as acknowledged."""
+
 
 #: The two sides, by their number in the segment.
 SIDES: Final = ("sender", "receiver")
@@ -155,7 +202,7 @@ class Endpoint:
         found = self._handle.statement(SIDES.index(side))
         if isinstance(found, tuple):
             return found
-        if found == _core.CHANNEL_NOTHING:
+        if found == _core.SHARED_NOTHING:
             return 0, b""
         raise self._damaged()
 

@@ -22,7 +22,7 @@ def companion_of(name: str) -> Companion[_core.Channel]:
     """Return what makes and opens the file of a channel."""
     return Companion(
         _core.Channel,
-        "CHANNEL",
+        _core.CHANNEL_LAYOUT_VERSION,
         KIND,
         name,
         title=f"channel {name!r}",
@@ -46,7 +46,7 @@ def living_statement(name: str) -> bytes | None:
         return None
     if isinstance(found, tuple):
         return found[1]
-    if found == _core.CHANNEL_NOTHING:
+    if found == _core.SHARED_NOTHING:
         return b""
     raise errors.DamagedError(
         f"channel {name!r}: the sender's statement does not match its checksum; remove the channel "

@@ -15,8 +15,14 @@ from typing import ClassVar, TypeAlias
 import msgspec
 
 from shmbus._arguments import check_int64
-from shmbus.channel.endpoint import Endpoint, check_deadline, own_label
-from shmbus.channel.errors import StepFailedError, StepOrderError, StepSkippedError
+from shmbus.channel.endpoint import (
+    Endpoint,
+    StepFailedError,
+    StepOrderError,
+    StepSkippedError,
+    check_deadline,
+    own_label,
+)
 from shmbus.channel.lifecycle import companion_of
 from shmbus.channel.sender import DEFAULT_TIMEOUT_S
 from shmbus.errors import BusBusyError

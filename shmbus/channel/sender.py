@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from shmbus._arguments import check_bytes, check_int, check_int64
-from shmbus.channel.endpoint import Endpoint, check_deadline, fit_text, own_label
-from shmbus.channel.errors import StepOrderError
+from shmbus.channel.endpoint import Endpoint, StepOrderError, check_deadline, fit_text, own_label
 from shmbus.channel.lifecycle import companion_of
 from shmbus.errors import BusBusyError, BusExistsError, CapacityError, ChannelError
 from shmbus.pool import copy_bytes
@@ -220,7 +219,7 @@ class ChannelSender(Endpoint):
 
     def _begin(self, step: int, size: int, meta_size: int) -> _core.ChannelMemory | None:
         got = _core.channel_begin(self._handle, size, meta_size)
-        if got == _core.CHANNEL_NO_SPACE:
+        if got == _core.SHARED_NO_SPACE:
             raise CapacityError(
                 f"{companion_of(self.name).no_space(size + meta_size)}. Step {step} was not sent, "
                 "and the channel stays usable"
@@ -358,7 +357,7 @@ class ChannelSender(Endpoint):
             if self.sent_step == self.acked_step:
                 return True
             status = _core.channel_begin_at(self._handle, self.acked_step + 1)
-            if status not in (0, _core.CHANNEL_HELD):
+            if status not in (0, _core.SHARED_HELD):
                 raise self._damaged()
             return status == 0
 
@@ -383,7 +382,7 @@ class ChannelSender(Endpoint):
             if self.acked_step == step:
                 return
             status = _core.channel_begin_at(self._handle, step + 1)
-            if status == _core.CHANNEL_HELD:
+            if status == _core.SHARED_HELD:
                 raise ChannelError(
                     f"channel {self.name!r}: expected to resume after step {self.acked_step}, got "
                     f"step {step}, and a living receiver still has steps up to {self.sent_step}; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import math
 import os
 import sys
@@ -13,18 +14,6 @@ from typing import Any, Final, TextIO, TypeAlias
 import msgspec
 
 from shmbus.segment.names import bus_names, check_name
-
-__all__ = [
-    "Commands",
-    "add_command",
-    "bus_name",
-    "complete",
-    "number_of",
-    "print_json",
-    "take_int",
-    "take_seconds",
-    "unknown_command",
-]
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -49,14 +38,17 @@ def add_command(
     description: str,
     examples: Sequence[str],
     json: bool = False,
+    bus: bool = True,
 ) -> argparse.ArgumentParser:
-    """Add a command with its help; `examples` are whole command lines."""
+    """Add a command with its help; `examples` are whole command lines, `bus` is its first word."""
     parser = commands.add_parser(
         name,
         help=help,
         description=description,
         epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),
     )
+    if bus:
+        parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     if json:
         parser.add_argument("--json", action="store_true", help="print JSON, with stable names")
     parser.set_defaults(run=run)
@@ -71,13 +63,17 @@ def bus_name(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def take_int(text: str, least: int, most: int | None = None) -> int:
-    """Take a whole number from the command line; one beyond its bounds is a usage error."""
-    value = int(text)
-    if value < least or (most is not None and value > most):
-        bounds = f"{least} or more" if most is None else f"{least} to {most}"
-        raise argparse.ArgumentTypeError(f"expected {bounds}, got {value}")
-    return value
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Make a type of options: a whole number within bounds."""
+
+    def take(text: str) -> int:
+        value = number_of(text)
+        if value != value // 1 or value < least or (most is not None and value > most):
+            bounds = f"{least} or more" if most is None else f"{least} to {most}"
+            raise argparse.ArgumentTypeError(f"expected {bounds}, got {text}")
+        return int(value)
+
+    return take
 
 
 def number_of(text: str) -> float:
@@ -88,15 +84,28 @@ def number_of(text: str) -> float:
         return math.nan
 
 
-def take_seconds(text: str, least: float | None = None, *, endless: bool = False) -> float:
-    """Take seconds from the command line; others are a usage error."""
-    value = number_of(text)
-    enough = value > 0 if least is None else value >= least
-    if not enough or (value == math.inf and not endless):
-        bound = "more than 0" if least is None else f"{least} or more"
-        end = "" if endless else ", with an end"
-        raise argparse.ArgumentTypeError(f"expected seconds, {bound}{end}, got {text!r}")
-    return value
+def seconds(least: float | None = None, *, endless: bool = False) -> Callable[[str], float]:
+    """Make a type of options: seconds, more than 0 or from a bound on."""
+
+    def take(text: str) -> float:
+        value = number_of(text)
+        enough = value > 0 if least is None else value >= least
+        if not enough or (value == math.inf and not endless):
+            bound = "more than 0" if least is None else f"{least} or more"
+            end = "" if endless else ", with an end"
+            raise argparse.ArgumentTypeError(f"expected seconds, {bound}{end}, got {text!r}")
+        return value
+
+    return take
+
+
+def require_extra(extra: str, *packages: str, option: str = "it") -> None:
+    """Raise unless these packages are installed, which an extra has."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RuntimeError(
+            f"{option} needs {', '.join(missing)}; install the extra: pip install 'shmbus[{extra}]'"
+        )
 
 
 def print_json(value: Any, stream: TextIO | None = None) -> None:

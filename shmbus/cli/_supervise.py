@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import socket
@@ -22,8 +21,6 @@ from collections.abc import Callable, Iterator
 
 from shmbus._programs import program
 
-__all__ = ["supervised", "require_extra", "resume_program"]
-
 logger = logging.getLogger("shmbus.serve")
 
 #: Seconds before a process that died is started again; doubled each time that it did not live
@@ -33,8 +30,6 @@ _SOUND_S = 30.0
 _MOST_S = 30.0
 #: Seconds that it has to end in order.
 _END_S = 10.0
-#: What an extra needs.
-_NEEDS = {"gateway": ("aiohttp", "isal"), "web": ("aiohttp",)}
 
 
 @contextlib.contextmanager
@@ -99,15 +94,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def require_extra(option: str, extra: str) -> None:
-    """Raise unless an extra is installed."""
-    missing = [name for name in _NEEDS[extra] if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RuntimeError(
-            f"{option} needs {', '.join(missing)}; install the extra: pip install 'shmbus[{extra}]'"
-        )
 
 
 def resume_program(name: str) -> list[str]:

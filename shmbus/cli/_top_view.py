@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.panel import Panel
 from rich.table import Table
-from rich.text import Text
+from rich.text import Text, TextType
 
 from shmbus._format import several, show_count, show_duration, show_size
 from shmbus.inspect.rates import Watcher
-from shmbus.inspect.types import BusStatus, DaemonStatus, GroupStatus, LeaseStatus, ProducerStatus
+from shmbus.inspect.types import BusStatus, DaemonStatus, GroupCells, LeaseStatus, ProducerStatus
 from shmbus.pool.survey import describe_pool, read_pools
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -31,6 +31,8 @@ _HIGH = 0.7
 _TITLE_ROWS = 3
 _CHART_ROWS = 1
 _CHART_MORE_ROWS = 7
+#: Missing samples of a group that are named.
+_MISSING = 16
 #: Slot pools beside the bus that get a row each.
 _POOLS = 2
 
@@ -137,6 +139,27 @@ def _short(number: float) -> str:
     return f"{number:.1f}T"
 
 
+def _panel(
+    content: RenderableType, title: TextType, height: int, border: str = _BORDER, subtitle: str = ""
+) -> Panel:
+    return Panel(
+        content, title=title, subtitle=subtitle or None, title_align="left",
+        subtitle_align="right", border_style=border, height=height, box=box.ROUNDED,
+    )  # fmt: skip
+
+
+def _table(*columns: str) -> Table:
+    """Make a table; a column of numbers ends with ">", one that may be cut with "~"."""
+    table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=False)
+    for column in columns:
+        justify: JustifyMethod = "right" if column.endswith(">") else "left"
+        ratio = 1 if column.endswith("~") else None
+        table.add_column(
+            column.rstrip(">~"), justify=justify, ratio=ratio, no_wrap=True, overflow="ellipsis"
+        )
+    return table
+
+
 def _throughput(watcher: Watcher, width: int, rows: int) -> Panel:
     rates = watcher.rates
     head = Text(no_wrap=True, overflow="ellipsis")
@@ -151,16 +174,8 @@ def _throughput(watcher: Watcher, width: int, rows: int) -> Panel:
         head.append(value, style=style)
     drawn = [Text(line, style="cyan") for line in chart(watcher.history, width - 4, rows)]
     peak = max(watcher.history, default=0.0)
-    return Panel(
-        Group(head, *drawn),
-        title="trajectories",
-        subtitle=f"peak {_short(peak)}/s",
-        title_align="left",
-        subtitle_align="right",
-        border_style=_BORDER,
-        height=rows + 3,
-        box=box.ROUNDED,
-    )
+    subtitle = f"peak {_short(peak)}/s"
+    return _panel(Group(head, *drawn), "trajectories", rows + 3, subtitle=subtitle)
 
 
 def _ledger(status: BusStatus) -> list[tuple[str, int, str]]:
@@ -187,24 +202,10 @@ def _middle(
     for name, count, style in ledger:
         figures.add_row(Text(name, style="dim"), Text(show_count(count), style=style))
     verdict = "balances" if status.ledger.balanced else "DOES NOT BALANCE"
-    left = Panel(
-        figures,
-        title="ledger",
-        subtitle=verdict,
-        title_align="left",
-        subtitle_align="right",
-        border_style=_BORDER if status.ledger.balanced else "red",
-        height=rows,
-        box=box.ROUNDED,
-    )
-    right = Panel(
-        _collector(status),
-        title="collector",
-        title_align="left",
-        border_style=_BORDER if status.collector.alive else "yellow",
-        height=rows,
-        box=box.ROUNDED,
-    )
+    border = _BORDER if status.ledger.balanced else "red"
+    left = _panel(figures, "ledger", rows, border, verdict)
+    border = _BORDER if status.collector.alive else "yellow"
+    right = _panel(_collector(status), "collector", rows, border)
     both = Table.grid(expand=True)
     both.add_column(width=min(46, width // 2))
     both.add_column(ratio=1)
@@ -265,14 +266,7 @@ def _daemon(daemon: DaemonStatus) -> Text:
 
 
 def _leases(leases: list[LeaseStatus], rows: int) -> Panel:
-    table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=False)
-    table.add_column("rank", no_wrap=True)
-    table.add_column("pid", justify="right", no_wrap=True)
-    table.add_column("label", ratio=1, no_wrap=True, overflow="ellipsis")
-    table.add_column("groups", justify="right", no_wrap=True)
-    table.add_column("trajectories", justify="right", no_wrap=True)
-    table.add_column("held", justify="right", no_wrap=True)
-    table.add_column("now", no_wrap=True)
+    table = _table("rank", "pid>", "label~", "groups>", "trajectories>", "held>", "now")
     shown = leases if len(leases) <= rows else leases[: rows - 1]
     for lease in shown:
         now = ("disconnected", "bold red")
@@ -289,37 +283,19 @@ def _leases(leases: list[LeaseStatus], rows: int) -> Panel:
         )
     if len(shown) < len(leases):
         table.add_row("", "", Text(f"and {len(leases) - len(shown)} more", style="dim"))
-    return Panel(
-        table,
-        title="leases",
-        title_align="left",
-        border_style=_BORDER,
-        height=rows + 3,
-        box=box.ROUNDED,
-    )
+    return _panel(table, "leases", rows + 3)
 
 
 def _groups(status: BusStatus, rows: int) -> Panel:
-    table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=False)
-    table.add_column("instance", ratio=3, no_wrap=True, overflow="ellipsis")
-    table.add_column("present", justify="right", no_wrap=True)
-    table.add_column("waits", justify="right", no_wrap=True)
-    table.add_column("missing", ratio=2, no_wrap=True, overflow="ellipsis")
+    table = _table("instance~", "present>", "waits>", "missing~")
     for group in status.oldest_incomplete[:rows]:
         table.add_row(*_group(group))
-    return Panel(
-        table,
-        title="oldest incomplete groups",
-        title_align="left",
-        border_style=_BORDER,
-        height=rows + 3,
-        box=box.ROUNDED,
-    )
+    return _panel(table, "oldest incomplete groups", rows + 3)
 
 
-def _group(group: GroupStatus) -> tuple[Text, ...]:
-    missing = ", ".join(map(str, group.missing))
-    more = group.size - group.present - len(group.missing)
+def _group(group: GroupCells) -> tuple[Text, ...]:
+    missing = ", ".join(map(str, group.missing[:_MISSING]))
+    more = group.size - group.present - min(_MISSING, len(group.missing))
     if more:
         missing += f" and {more} more"
     round = "" if group.round is None else f" round {group.round}"
@@ -338,16 +314,8 @@ def _producers(watcher: Watcher, height: int, width: int) -> Panel:
     )
     room = height - 3
     shown = producers if len(producers) <= room else producers[: room - 1]
-    table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=False)
-    table.add_column("id", justify="right", no_wrap=True)
-    table.add_column("pid", justify="right", no_wrap=True)
-    table.add_column("label", ratio=1, no_wrap=True, overflow="ellipsis")
-    table.add_column("state", no_wrap=True)
-    table.add_column("rate", justify="right", no_wrap=True)
-    table.add_column("committed", justify="right", no_wrap=True)
-    if width >= 90:
-        table.add_column("aborted", justify="right", no_wrap=True)
-    table.add_column("holds", justify="right", no_wrap=True)
+    aborted = ("aborted>",) if width >= 90 else ()
+    table = _table("id>", "pid>", "label~", "state", "rate>", "committed>", *aborted, "holds>")
     for producer in shown:
         table.add_row(*_producer(producer, watcher.producer_rates, width))
     hidden = len(producers) - len(shown)
@@ -359,14 +327,7 @@ def _producers(watcher: Watcher, height: int, width: int) -> Panel:
     if dead:
         title.append(f"  {dead} dead", style="bold red")
     title.append(f"  of {status.max_producers}", style="dim")
-    return Panel(
-        table,
-        title=title,
-        title_align="left",
-        border_style=_BORDER,
-        height=height,
-        box=box.ROUNDED,
-    )
+    return _panel(table, title, height)
 
 
 def _producer(producer: ProducerStatus, rates: dict[int, float], width: int) -> tuple[Text, ...]:

@@ -51,8 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0 if wants_help else 1
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench", *arguments.options],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-m", "bench", *arguments.options], env={**os.environ, "PYTHONPATH": path}
     )
     while True:
         try:

@@ -37,8 +37,6 @@ from shmbus.inspect import leftovers
 from shmbus.pool.survey import read_pools
 from shmbus_ext import _core
 
-__all__ = ["Finding", "NOT_INSTALLED", "diagnose"]
-
 #: What is found of a package that is not there.
 NOT_INSTALLED: Final = "not installed"
 
@@ -330,11 +328,7 @@ def _check_packages() -> Iterator[Finding]:
         yield Finding(package, "ok", version or NOT_INSTALLED, hint)
 
 
-_OPTIONAL: Final = (
-    ("rich", "ops"),
-    ("prometheus_client", "metrics"),
-    ("safetensors", "snapshot"),
-)
+_OPTIONAL: Final = (("rich", "ops"), ("prometheus_client", "metrics"), ("safetensors", "snapshot"))
 
 
 def _check_round_trip() -> Iterator[Finding]:
@@ -426,10 +420,7 @@ def _check_torch(ask: bool) -> Finding:
         return Finding("torch", "ok", version)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH],
-            capture_output=True,
-            text=True,
-            timeout=_TORCH_S,
+            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_S
         )
     except subprocess.TimeoutExpired:
         hint = "a driver that hangs? try: python -c 'import torch'; --quick leaves this out"
@@ -484,6 +475,7 @@ def add_parser(commands: Commands) -> None:
             "shmbus doctor --json | jq '.[] | select(.level != \"ok\")'",
         ],
         json=True,
+        bus=False,
     )
     parser.add_argument("--quick", action="store_true", help="do not try to import torch")
 

@@ -10,7 +10,7 @@ import msgspec
 
 from shmbus import limits
 from shmbus._format import several
-from shmbus.cli._options import Commands, add_command, bus_name, print_json, take_int
+from shmbus.cli._options import Commands, add_command, print_json, whole
 from shmbus.inspect.history import EventList, read_events, read_group
 from shmbus.inspect.text import events_text, history_text
 
@@ -37,11 +37,10 @@ def add_parser(commands: Commands) -> None:
         ],
         json=True,
     )
-    parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     parser.add_argument(
         "--limit",
         metavar="K",
-        type=_limit,
+        type=whole(1, limits.MAX_EVENTS_SHOWN),
         default=_DEFAULT_LIMIT,
         help=f"events to show at most (default {_DEFAULT_LIMIT})",
     )
@@ -57,10 +56,6 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--group", metavar="ID", help="the history of this group")
     parser.add_argument("--round", metavar="N", type=int, help="its round, where it has one")
     parser.add_argument("--split", metavar="S", default="train", help="its split (default train)")
-
-
-def _limit(text: str) -> int:
-    return take_int(text, 1, limits.MAX_EVENTS_SHOWN)
 
 
 def run(arguments: argparse.Namespace) -> int:

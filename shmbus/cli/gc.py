@@ -35,6 +35,7 @@ def add_parser(commands: Commands) -> None:
             "shmbus gc --yes run1 run2    # only these",
         ],
         json=True,
+        bus=False,
     )
     parser.add_argument("names", metavar="NAME", nargs="*", help="only these buses")
     parser.add_argument("--yes", action="store_true", help="remove abandoned files")

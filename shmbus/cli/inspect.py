@@ -7,7 +7,7 @@ import sys
 
 from shmbus import limits
 from shmbus._format import show_count, show_duration, show_size, table
-from shmbus.cli._options import Commands, add_command, bus_name, print_json, take_int
+from shmbus.cli._options import Commands, add_command, print_json, whole
 from shmbus.inspect.dump import Inspection, RecordView, RunView, inspect
 from shmbus.inspect.groups import read_groups
 from shmbus.inspect.text import groups_text, schema_text
@@ -40,14 +40,13 @@ def add_parser(commands: Commands) -> None:
         ],
         json=True,
     )
-    parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     parser.add_argument(
         "--producer", metavar="N", type=int, help="only what producer number N has written"
     )
     parser.add_argument(
         "--limit",
         metavar="K",
-        type=_limit,
+        type=whole(0),
         default=_DEFAULT_LIMIT,
         help=f"records to show (default {_DEFAULT_LIMIT})",
     )
@@ -56,21 +55,13 @@ def add_parser(commands: Commands) -> None:
         metavar="N",
         nargs="?",
         const=_DEFAULT_GROUPS,
-        type=_groups,
+        type=whole(1, limits.MAX_GROUPS_SHOWN),
         help="show incomplete groups sample by sample instead: who sent what when, what failed, "
         f"what is asked for again (N oldest, default {_DEFAULT_GROUPS})",
     )
     parser.add_argument(
         "--payload", action="store_true", help="verify payload checksums too, where there are any"
     )
-
-
-def _limit(text: str) -> int:
-    return take_int(text, 0)
-
-
-def _groups(text: str) -> int:
-    return take_int(text, 1, limits.MAX_GROUPS_SHOWN)
 
 
 def _run_groups(arguments: argparse.Namespace) -> int:

@@ -43,6 +43,7 @@ def add_parser(commands: Commands) -> None:
         "slot pools such as weights, also of buses that are gone.",
         examples=["shmbus list", "shmbus list --json | jq -r '.[].name'"],
         json=True,
+        bus=False,
     )
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import signal
-import sys
 
 from shmbus import limits
-from shmbus.cli._options import Commands, add_command, bus_name, take_int
+from shmbus.cli._options import Commands, add_command, require_extra, whole
 
 
 def add_parser(commands: Commands) -> None:
@@ -26,29 +24,18 @@ def add_parser(commands: Commands) -> None:
             "shmbus metrics run1 --port 9500 & curl -s localhost:9500/metrics",
         ],
     )
-    parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     parser.add_argument(
         "--port",
-        type=_port,
+        type=whole(0, 65535),
         default=limits.METRICS_PORT,
         help=f"where to listen (default {limits.METRICS_PORT}; 0 takes any free one)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="loopback unless told otherwise")
 
 
-def _port(text: str) -> int:
-    return take_int(text, 0, 65535)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
-    if None in map(importlib.util.find_spec, ("prometheus_client", "aiohttp")):
-        print(
-            "shmbus metrics needs prometheus_client and aiohttp; install the extra: "
-            "pip install 'shmbus[metrics]'",
-            file=sys.stderr,
-        )
-        return 1
+    require_extra("metrics", "prometheus_client", "aiohttp")
     from shmbus.daemon.metrics import MetricsServer
 
     signals = {signal.SIGINT, signal.SIGTERM}

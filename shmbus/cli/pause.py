@@ -5,37 +5,35 @@ from __future__ import annotations
 import argparse
 
 from shmbus import Bus
-from shmbus.cli._options import Commands, bus_name
+from shmbus.cli._options import Commands, add_command
 from shmbus_ext import _core
-
-__all__ = ["add_parser", "run_pause", "run_resume"]
 
 
 def add_parser(commands: Commands) -> None:
     """Add both commands."""
-    pause = commands.add_parser(
+    pause = add_command(
+        commands,
         "pause",
+        run_pause,
         help="make the producers of a bus wait",
         description="Makes each put and reserve wait, up to its timeout, until the bus is resumed. "
         "Groups are still delivered.",
-        epilog='example:\n  shmbus pause run1 --reason "weights are being loaded"',
+        examples=['shmbus pause run1 --reason "weights are being loaded"'],
     )
-    pause.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     pause.add_argument(
         "--reason",
         type=_reason,
         default="",
         help=f"the reason that producers see, up to {_core.PAUSE_REASON_BYTES} bytes",
     )
-    pause.set_defaults(run=run_pause)
-    resume = commands.add_parser(
+    add_command(
+        commands,
         "resume",
+        run_resume,
         help="let the producers of a bus go on",
         description="Ends a pause, whichever process began it.",
-        epilog="example:\n  shmbus resume run1",
+        examples=["shmbus resume run1"],
     )
-    resume.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
-    resume.set_defaults(run=run_resume)
 
 
 def _reason(text: str) -> str:
@@ -49,19 +47,13 @@ def _reason(text: str) -> str:
 
 def run_pause(parsed: argparse.Namespace) -> int:
     """Pause."""
-    bus = Bus.open(parsed.name)
-    try:
+    with Bus.open(parsed.name) as bus:
         bus.pause(parsed.reason)
-    finally:
-        bus.close()
     return 0
 
 
 def run_resume(parsed: argparse.Namespace) -> int:
     """Resume."""
-    bus = Bus.open(parsed.name)
-    try:
+    with Bus.open(parsed.name) as bus:
         bus.resume()
-    finally:
-        bus.close()
     return 0

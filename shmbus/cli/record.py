@@ -15,8 +15,8 @@ from shmbus.cli._options import (
     bus_name,
     number_of,
     print_json,
-    take_int,
-    take_seconds,
+    seconds,
+    whole,
 )
 from shmbus.store import capture
 
@@ -37,10 +37,9 @@ def add_parser(commands: Commands) -> None:
         ],
         json=True,
     )
-    record.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     record.add_argument("directory", metavar="DIR", help="a directory that does not exist yet")
-    record.add_argument("--seconds", type=take_seconds, help="how long at the most")
-    record.add_argument("--records", type=_count, help="end after so many trajectories")
+    record.add_argument("--seconds", type=seconds(), help="how long at the most")
+    record.add_argument("--records", type=whole(1), help="end after so many trajectories")
     replay = add_command(
         commands,
         "replay",
@@ -55,6 +54,7 @@ def add_parser(commands: Commands) -> None:
             "shmbus replay /data/traffic run2 --speed max",
         ],
         json=True,
+        bus=False,
     )
     replay.add_argument("directory", metavar="DIR", help="the capture or snapshot")
     replay.add_argument("name", metavar="NAME", type=bus_name, help="a bus that exists")
@@ -65,12 +65,8 @@ def add_parser(commands: Commands) -> None:
         help="2 is twice as fast as it was; max: as fast as the bus takes it (default 1)",
     )
     replay.add_argument(
-        "--timeout", type=take_seconds, help="seconds to wait for space (default: for ever)"
+        "--timeout", type=seconds(), help="seconds to wait for space (default: for ever)"
     )
-
-
-def _count(text: str) -> int:
-    return take_int(text, 1)
 
 
 def _speed(text: str) -> float | None:

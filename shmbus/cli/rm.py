@@ -28,6 +28,7 @@ def add_parser(commands: Commands) -> None:
             "shmbus rm run1 run2   # several",
             "shmbus rm --force run1  # who has it open gets BusRemovedError",
         ],
+        bus=False,
     )
     parser.add_argument("names", metavar="NAME", nargs="+", type=bus_name, help="the bus")
     parser.add_argument(

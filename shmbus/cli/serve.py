@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import logging
 import os
 import secrets
@@ -12,16 +11,14 @@ import sys
 from collections.abc import Callable
 
 from shmbus import errors
-from shmbus.cli._options import Commands
-from shmbus.cli._supervise import require_extra, resume_program, supervised
+from shmbus.cli._options import Commands, require_extra
+from shmbus.cli._supervise import resume_program, supervised
 from shmbus.control.socket_path import require_place
 from shmbus.daemon import config, logs, server
 from shmbus.segment import creation, lifecycle
 from shmbus.segment.names import check_name
 from shmbus.source import stash_options
 from shmbus.store import snapshot
-
-__all__ = ["add_parser", "run"]
 
 logger = logging.getLogger("shmbus.serve")
 
@@ -65,9 +62,9 @@ def run(parsed: argparse.Namespace) -> int:
         return 2
     logs.set_up(settings.log_format, settings.log_level)
     if settings.http is not None:
-        require_extra("--http", "gateway")
+        require_extra("gateway", "aiohttp", "isal", option="--http")
     if settings.web is not None:
-        require_extra("--web", "web")
+        require_extra("web", "aiohttp", option="--web")
     policy = settings.policy()
     require_place(parsed.name)
     with contextlib.ExitStack() as stack:
@@ -100,11 +97,7 @@ def _create(name: str, settings: config.Settings) -> None:
     schema = settings.declared()
     try:
         creation.create_segment(
-            name,
-            settings.capacity,
-            settings.max_producers,
-            bounds=settings.bounds(),
-            schema=schema,
+            name, settings.capacity, settings.max_producers, bounds=settings.bounds(), schema=schema
         ).close()
     except errors.BusExistsError:
         if schema is not None:
@@ -148,11 +141,7 @@ def _restore(name: str, directory: str) -> None:
 
 
 def _metrics(name: str, port: int, host: str) -> contextlib.AbstractContextManager[object]:
-    if None in map(importlib.util.find_spec, ("prometheus_client", "aiohttp")):
-        raise RuntimeError(
-            "--metrics-port needs prometheus_client and aiohttp; install the extra: "
-            "pip install 'shmbus[metrics]'"
-        )
+    require_extra("metrics", "prometheus_client", "aiohttp", option="--metrics-port")
     from shmbus.daemon.metrics import MetricsServer
 
     serving = MetricsServer(name, port, host)

@@ -29,7 +29,6 @@ def add_parser(commands: Commands) -> None:
         examples=["shmbus snapshot run1 /data/run1-before-reboot"],
         json=True,
     )
-    take.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     take.add_argument("directory", metavar="DIR", help="a directory that does not exist yet")
     back = add_command(
         commands,
@@ -43,6 +42,7 @@ def add_parser(commands: Commands) -> None:
             "shmbus restore /data/run1-before-reboot run2 --capacity 1GiB",
         ],
         json=True,
+        bus=False,
     )
     back.add_argument("directory", metavar="DIR", help="the snapshot")
     back.add_argument(
@@ -52,10 +52,7 @@ def add_parser(commands: Commands) -> None:
         "--again", action="store_true", help="also a snapshot that was restored before"
     )
     back.add_argument(
-        "--capacity",
-        metavar="SIZE",
-        type=_capacity,
-        help="bytes for records (default: as it was)",
+        "--capacity", metavar="SIZE", type=_capacity, help="bytes for records (default: as it was)"
     )
 
 
@@ -89,10 +86,7 @@ def run_restore(arguments: argparse.Namespace) -> int:
     """Restore, and print the content of the bus."""
     try:
         manifest = snapshot.restore(
-            arguments.directory,
-            arguments.name,
-            capacity=arguments.capacity,
-            again=arguments.again,
+            arguments.directory, arguments.name, capacity=arguments.capacity, again=arguments.again
         )
     except (TypeError, ValueError) as error:
         if isinstance(error, errors.ShmbusError):

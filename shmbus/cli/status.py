@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from shmbus._format import show_count
-from shmbus.cli._options import Commands, add_command, bus_name, print_json
+from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import status_text
 from shmbus.pool.survey import describe_pool, read_pools
@@ -32,7 +32,6 @@ def add_parser(commands: Commands) -> None:
         ],
         json=True,
     )
-    parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     parser.add_argument(
         "--ray", metavar="ADDRESS", nargs="?", const="auto",
         help="show the ledgers of all nodes of the relay that carries this bus on a Ray cluster",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import select
 import signal
@@ -14,10 +13,14 @@ import time
 import tty
 from collections.abc import Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from shmbus import errors
-from shmbus.cli._options import Commands, add_command, bus_name, take_seconds
+from shmbus.cli._options import Commands, add_command, require_extra, seconds
 from shmbus.inspect.rates import Watcher
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _MIN_INTERVAL_S = 0.1
 _QUIT_KEYS = frozenset(b"qQ\x1b")
@@ -38,57 +41,37 @@ def add_parser(commands: Commands) -> None:
             "shmbus top run1 --once   # one frame, for a log",
         ],
     )
-    parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     parser.add_argument(
         "--interval",
         metavar="S",
-        type=_interval,
+        type=seconds(_MIN_INTERVAL_S),
         default=1.0,
         help="seconds between two polls (default 1)",
     )
     parser.add_argument("--once", action="store_true", help="print one frame and end")
 
 
-def _interval(text: str) -> float:
-    return take_seconds(text, _MIN_INTERVAL_S)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Watch until q, Ctrl-C, SIGTERM, or the end of the bus."""
-    if importlib.util.find_spec("rich") is None:
-        print(
-            "shmbus top needs rich; install the extra: pip install 'shmbus[ops]'; `shmbus status` "
-            "needs nothing",
-            file=sys.stderr,
-        )
-        return 1
-    from rich.console import Console
-
-    watcher = Watcher(arguments.name)
-    watcher.poll()  # an unknown bus is reported before the terminal is changed
-    if arguments.once:
-        time.sleep(min(arguments.interval, 1.0))
-        watcher.poll()
-        _print_once(Console(), watcher)
-        return 0
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        print(
-            "shmbus top needs a terminal; `shmbus top NAME --once` prints one frame, `shmbus "
-            "status NAME` the figures",
-            file=sys.stderr,
-        )
-        return 1
-    return _live(Console(), watcher, arguments.interval)
-
-
-def _print_once(console: object, watcher: Watcher) -> None:
+    require_extra("ops", "rich")
     from rich.console import Console
 
     from shmbus.cli._top_view import draw
 
-    assert isinstance(console, Console)
-    width, height = console.size
-    console.print(draw(watcher, width, max(height - 1, 24)), height=max(height - 1, 24))
+    console, watcher = Console(), Watcher(arguments.name)
+    watcher.poll()  # an unknown bus is reported before the terminal is changed
+    if arguments.once:
+        time.sleep(min(arguments.interval, 1.0))
+        watcher.poll()
+        width, height = console.width, max(console.height - 1, 24)
+        console.print(draw(watcher, width, height), height=height)
+        return 0
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise RuntimeError(
+            "it needs a terminal; `shmbus top NAME --once` prints one frame, `shmbus status NAME` "
+            "the figures"
+        )
+    return _live(console, watcher, arguments.interval)
 
 
 class _Ended(Exception):
@@ -128,13 +111,11 @@ def _pressed(fd: int, wait_s: float) -> bool:
                 return True
 
 
-def _live(console: object, watcher: Watcher, interval_s: float) -> int:
-    from rich.console import Console
+def _live(console: Console, watcher: Watcher, interval_s: float) -> int:
     from rich.live import Live
 
     from shmbus.cli._top_view import draw
 
-    assert isinstance(console, Console)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.suppress(_Ended, KeyboardInterrupt))
         fd = stack.enter_context(_keys())

@@ -7,7 +7,7 @@ import subprocess
 import time
 
 from shmbus._format import show_duration, show_size, table
-from shmbus.cli._options import Commands, add_command, bus_name, print_json
+from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.cli._supervise import resume_program
 from shmbus.pool.status import PoolStatus, read_pool
 
@@ -32,7 +32,6 @@ def add_parser(commands: Commands) -> None:
         ],
         json=True,
     )
-    parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     parser.add_argument("--kind", default="weights", help="another pool of the bus")
     parser.add_argument(
         "--resume",

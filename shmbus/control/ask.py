@@ -19,9 +19,9 @@ __all__ = ["ask_events", "ask_group", "ask_groups", "ask_snapshot", "ask_status"
 _STATUS_WAIT_S = 1.0
 
 
-def ask_status(name: str, oldest: int = limits.STATUS_GROUPS) -> messages.StatusReply | str | None:
+def ask_status(name: str) -> messages.StatusReply | str | None:
     """Ask the daemon of a bus for its status."""
-    reply = _look(name, messages.GetStatus(id=1, oldest=oldest), "status")
+    reply = _look(name, messages.GetStatus(id=1), "status")
     assert reply is None or isinstance(reply, (messages.StatusReply, str))
     return reply
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from shmbus import errors, limits
-from shmbus.inspect.types import BusEvent, Count, GroupCells, GroupState, LeaseStatus, OpenGroup
+from shmbus.inspect.types import BusEvent, Count, GroupCells, GroupState, LeaseStatus
 from shmbus.ledger import Ledger
 from shmbus_ext import _core
 
@@ -176,10 +176,9 @@ class GetLedger(_Message):
 
 
 class GetStatus(_Message):
-    """Ask for a status, with up to `oldest` incomplete groups."""
+    """Ask for a status."""
 
     id: Count
-    oldest: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 10
 
 
 class GetGroups(_Message):
@@ -302,7 +301,8 @@ class StatusReply(_Message):
 
     `recovering` while the daemon waits for clients of its predecessor. `next_steps` has each rank's
     next step; `in_doubt` counts groups that a client which has not come back may hold;
-    `failed_attempts` counts those since the daemon began by the kind of their reason.
+    `failed_attempts` counts those since the daemon began by the kind of their reason; `oldest_s` is
+    the age of the oldest incomplete group.
     """
 
     id: int
@@ -313,7 +313,7 @@ class StatusReply(_Message):
     ledger: Ledger
     policy: dict[str, Any]
     clients: list[LeaseStatus] = []
-    oldest: list[OpenGroup] = []
+    oldest_s: float = 0.0
     recovering: bool = False
     draining: bool = False
     in_doubt: int = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
 import sys
@@ -36,46 +37,7 @@ class ConfigError(ValueError):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of ``shmbus serve``, by the names of the file.
-
-    Attributes
-    ----------
-    capacity : str | int | None
-        Bytes for records, if the bus is created; None for 256 MiB, or half of what /dev/shm has
-        free where that is less.
-    max_producers : int | None
-        Producers attached at once, if the bus is created; None for 64, or as many as have room.
-    max_lead, max_lead_versions : int | None
-        How far producers may be ahead, if the bus is created; as for `shmbus.Bus.create`.
-    request_capacity : str | int | None
-        Bytes for requests, if the bus is created.
-    schema : str | dict | None
-        The fields of samples, as JSON or as a table of the file: names to dtypes or
-        [dtype, shape]. A bus that is there must have the same.
-    group_timeout, on_timeout, max_policy_lag, skip_zero_variance, duplicate, max_stash_bytes,
-    on_overflow, sample_retries, retry_timeout, on_failure
-        As for `shmbus.Consumer`.
-    retry_backoff : str | list of float
-        As for `shmbus.Consumer`; as text "FIRST,MOST".
-    drain_timeout : float
-        Seconds after SIGTERM in which leased groups can still be acknowledged.
-    unlink_on_exit : bool
-        Remove the bus at a clean exit.
-    restore : str | None
-        A snapshot to create the bus from, if it does not exist and was not restored before.
-    metrics_port : int | None
-        Port of the Prometheus metrics; None for no metrics, 0 for any free port.
-    metrics_host : str
-        Their address; loopback by default.
-    http : str | None
-        HOST:PORT of the HTTP gateway; None for none.
-    http_token_file : str | None
-        A file with the token that its clients send.
-    web : int | None
-        Port of the page on loopback; None for none, 0 for any free port.
-    log_format : "json" | "text"
-    log_level : "debug" | "info" | "warning" | "error"
-    """
+    """The settings of ``shmbus serve``, by the names of the file."""
 
     capacity: str | int | None = None
     max_producers: int | None = None
@@ -83,8 +45,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_lead_versions: int | None = None
     request_capacity: str | int | None = None
     schema: str | dict[str, Any] | None = None
-    group_timeout: float | None = None
-    on_timeout: Literal["wait", "drop", "partial"] = "wait"
+    group_timeout: float = limits.GROUP_TIMEOUT_S
+    on_timeout: Literal["wait", "drop", "partial"] = "drop"
     max_policy_lag: int | None = None
     skip_zero_variance: bool = False
     duplicate: Literal["drop", "error"] = "drop"
@@ -122,7 +84,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return the settings of the stash."""
         size = self.max_stash_bytes
         return StashPolicy(
-            group_timeout_s=self.group_timeout,
+            group_timeout_s=None if math.isinf(self.group_timeout) else self.group_timeout,
             on_timeout=self.on_timeout,
             max_policy_lag=self.max_policy_lag,
             skip_zero_variance=self.skip_zero_variance,
@@ -145,7 +107,7 @@ _HELP = {
     "request_capacity": "bytes for requests, if the bus is created",
     "schema": 'fields of samples as JSON, such as \'{"tokens": "int32"}\', if the bus is created; '
     "one that is there must have them",
-    "group_timeout": "seconds that a group may stay incomplete",
+    "group_timeout": "seconds that a group may stay incomplete; inf for no limit",
     "on_timeout": "what happens to it then",
     "max_policy_lag": "versions that a group's oldest sample may be behind",
     "skip_zero_variance": "drop complete groups whose scores are all equal",
@@ -359,22 +321,7 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def load(flags: Mapping[str, Any], environment: Mapping[str, str], path: str | None) -> Settings:
-    """Put the settings together.
-
-    Parameters
-    ----------
-    flags : mapping
-        By name; None for one that was not given.
-    environment : mapping
-        ``SHMBUS_`` and the name in capitals.
-    path : str, optional
-        A TOML file.
-
-    Raises
-    ------
-    ConfigError
-        An unknown name, a value of the wrong type or out of bounds, or a file that cannot be read.
-    """
+    """Put the settings together."""
     names = [field.name for field in msgspec.structs.fields(Settings)]
     _check_environment(environment, names)
     values: dict[str, Any] = {}

@@ -14,42 +14,16 @@ from collections.abc import Hashable, Iterable
 from shmbus import limits
 from shmbus._keys import split_key
 from shmbus.daemon.leases import Lease
-from shmbus.inspect.types import FailedSample, GroupCells, GroupState, OpenGroup, SampleCell
+from shmbus.inspect.types import GroupCells, GroupState, SampleCell
 from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailedIndex, FailingGroup
 from shmbus_ext import _core
 
-__all__ = ["find_group", "group_cells", "oldest_groups"]
+__all__ = ["find_group", "group_cells"]
 
 #: Bytes of a cell and of a group in an answer, beside their texts: names of fields and numbers.
 _CELL_BYTES = 70
 _GROUP_BYTES = 120
-
-
-def oldest_groups(collector: Collector, count: int, now_s: float) -> list[OpenGroup]:
-    """Name the oldest incomplete groups: which samples are missing, and which failed."""
-    oldest = []
-    for group in collector.stash.oldest(count):
-        key, round, split = split_key(group.key)
-        failed = group.failed if isinstance(group, FailingGroup) else {}
-        present = {sample.index for sample in group.samples}
-        oldest.append(
-            OpenGroup(
-                instance_id=key,
-                round=round,
-                split=_core.split_label(collector.segment, split),
-                need=group.need or group.size,
-                size=group.size,
-                present=len(present),
-                missing=[index for index in range(group.size) if index not in present],
-                age_s=max(0.0, now_s - group.born_s),
-                failed=[
-                    FailedSample(index, sample.attempts, sample.reason)
-                    for index, sample in sorted(failed.items())
-                ],
-            )
-        )
-    return oldest
 
 
 def group_cells(

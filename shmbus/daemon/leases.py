@@ -95,6 +95,8 @@ class Session:
         self.rank = hello.rank if hello.world_size > 1 and not hello.observer else -1
         self.world_size = hello.world_size
         self.split = hello.split
+        #: The step that its rank takes next, by its Hello; 0 where it has taken none.
+        self.next_step = hello.next_step
         self.observer = hello.observer
         self._send = send
         self._ended: list[int] = []

@@ -23,7 +23,7 @@ from shmbus._keys import split_key
 from shmbus._version import VERSION
 from shmbus.control import messages
 from shmbus.daemon import admission
-from shmbus.daemon.groups import find_group, group_cells, oldest_groups
+from shmbus.daemon.groups import find_group, group_cells
 from shmbus.daemon.history import History
 from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease, LeaseTable, Session
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
@@ -265,9 +265,6 @@ class Service:
         session = Session(client, hello, send)
         self.sessions[client] = session
         self.history.joined(session)
-        if session.rank >= 0:
-            assert self._planner is not None
-            self._planner.join(session.rank, hello.next_step, self._held())
         return session
 
     def _admit_split(self, hello: messages.Hello) -> messages.Refused | None:
@@ -451,12 +448,20 @@ class Service:
             self._claims.add(session, request.groups)
             if request.last and not request.groups:
                 session.send(messages.Claimed())
+            self._rejoin(session)
             self._finish_recovery(now)
             return
         session.send(self._in_doubt.claim(session, request.groups, self._table))
+        self._rejoin(session)
         if request.last:
             self._put_back(self._in_doubt.clear(session.client))
             self.serve(now)
+
+    def _rejoin(self, session: Session) -> None:
+        """Have a rank that has claimed all that it holds go on with its steps."""
+        if session.settled and session.rank >= 0:
+            assert self._planner is not None
+            self._planner.join(session.rank, session.next_step, self._held())
 
     def serve(self, now: float) -> None:
         """Answer waiting requests in their order, as far as there are groups for them."""
@@ -634,18 +639,18 @@ class Service:
 
     def status(self, request: messages.GetStatus) -> messages.StatusReply:
         """Return the state of the daemon, of its clients and of incomplete groups."""
-        segment = self.collector.segment
-        paused = segment.paused()
+        segment, now = self.collector.segment, time.monotonic()
+        paused, oldest = segment.paused(), self.collector.stash.oldest(1)
         return messages.StatusReply(
             id=request.id,
             bus=segment.name,
             pid=os.getpid(),
             version=VERSION,
-            uptime_s=time.monotonic() - self.began_s,
+            uptime_s=now - self.began_s,
             ledger=self.ledger(),
             policy=dict(self.policy),
             clients=[s.status() for s in self.sessions.values() if not s.observer],
-            oldest=oldest_groups(self.collector, request.oldest, time.monotonic()),
+            oldest_s=max((now - group.born_s for group in oldest), default=0.0),
             recovering=self._claims is not None,
             draining=self.draining,
             in_doubt=len(self._in_doubt),

@@ -17,15 +17,94 @@ Invariants:
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 from shmbus.control import messages
 from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease
-from shmbus.daemon.sharding import plan_step
 
-__all__ = ["StepPlanner", "weigh"]
+__all__ = ["StepPlanner", "balanced", "balanced_counts", "plan_step", "weigh"]
+
+# -- which rank gets which group -------------------------------------------------------------------
+# Pure functions of the groups' weights, in their order: all ranks agree, whichever asks first.
+# Bounds, each by an exchange argument: `balanced` gives each group, heaviest first, to the rank
+# with the least so far, so the heaviest and the lightest differ by at most the heaviest group.
+# `balanced_counts` deals rounds of one group a rank, heaviest first, the heaviest of a round to the
+# lightest rank: a round turns a difference d into at most max(d, its heaviest - its lightest).
+
+
+Shards = list[list[int]]
+
+
+def _heaviest_first(weights: Sequence[int]) -> list[int]:
+    return sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+
+
+def _in_order(shards: Shards) -> Shards:
+    for shard in shards:
+        shard.sort()
+    return shards
+
+
+def balanced(weights: Sequence[int], ranks: int) -> Shards:
+    """Split groups over ranks by weight; each rank gets at least one if there are enough."""
+    shards: Shards = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for i in _heaviest_first(weights):
+        load, rank = heapq.heappop(loads)
+        shards[rank].append(i)
+        heapq.heappush(loads, (load + weights[i], rank))
+    return _in_order(shards)
+
+
+def balanced_counts(weights: Sequence[int], ranks: int) -> Shards:
+    """Split groups over ranks by weight, the same number to each."""
+    shards: Shards = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    order = _heaviest_first(weights)
+    for start in range(0, len(order), ranks):
+        lightest_first = sorted(range(ranks), key=lambda rank: (loads[rank], rank))
+        for i, rank in zip(order[start : start + ranks], lightest_first, strict=True):
+            shards[rank].append(i)
+            loads[rank] += weights[i]
+    return _in_order(shards)
+
+
+def plan_step(
+    weights: Sequence[int],
+    ranks: int,
+    *,
+    groups: int | None = None,
+    tokens: int | None = None,
+    hurry: bool = False,
+) -> Shards | None:
+    """Form a step of the first groups, or return None while there are too few."""
+    ready = len(weights)
+    if ready < ranks:
+        return None
+    if groups is not None:
+        count = min(groups, ready // ranks)
+        if count < groups and not hurry:
+            return None
+        return balanced_counts(weights[: count * ranks], ranks)
+    assert tokens is not None
+    total, most = 0, 0
+    for most, weight in enumerate(weights):  # noqa: B007
+        total += weight
+        if total > tokens * ranks:
+            break
+    else:
+        most = ready
+    if most == ready and total < tokens * ranks and not hurry:
+        return None
+    for count in range(max(most, ranks), ranks, -1):
+        shards = balanced(weights[:count], ranks)
+        if all(len(s) == 1 or sum(weights[i] for i in s) <= tokens for s in shards):
+            return shards
+    return balanced(weights[:ranks], ranks)
+
 
 #: Steps that the fastest rank may be ahead of the slowest: steps formed for a slow rank hold space.
 _MAX_STEPS_AHEAD = 64
@@ -93,14 +172,14 @@ class StepPlanner:
         self._returned: dict[int, deque[Lease]] = {rank: deque() for rank in range(size)}
 
     def join(self, rank: int, next_step: int, held: Iterable[Lease] = ()) -> None:
-        """Admit a rank; its process knows its next step, or 0 where it has taken none.
+        """Go on with a rank whose process knows its next step, or 0 where it has taken none.
 
         One that has taken none continues its predecessor's steps, or begins as `begin` says.
         """
         if not next_step:
             return
         if rank in self._provisional and not self._located:
-            self._move_steps(next_step - self.next_steps[rank], held)
+            self._locate(rank, next_step, held)
         self._located = True
         if rank in self._provisional:
             self._provisional.discard(rank)
@@ -125,16 +204,18 @@ class StepPlanner:
                 self._provisional.add(rank)
                 self.next_steps[rank] = self._next_formed[rank] = min(known)
 
-    def _move_steps(self, by: int, held: Iterable[Lease]) -> None:
-        """Renumber all steps: ranks that knew of none counted from 0, beside one that comes late.
+    def _locate(self, rank: int, next_step: int, held: Iterable[Lease]) -> None:
+        """Renumber the steps of ranks that counted from 0, beside one that comes late and knows.
 
-        Ranks train in step, so the steps that they took meanwhile are those that this one takes.
+        Ranks train in step, so the first that they took meanwhile is the oldest that it has to do.
         """
+        own = {lease for lease in held if lease.rank == rank and lease.step >= 0}
+        by = min([next_step, *(lease.step for lease in own)]) - self.next_steps[rank]
         for by_rank in (self.next_steps, self._next_formed):
             by_rank.update({rank: step + by for rank, step in by_rank.items()})
         self._shards = {step + by: shards for step, shards in self._shards.items()}
         self._agreed = {step + by: request for step, request in self._agreed.items()}
-        for lease in {*held, *self.waiting()}:
+        for lease in {*held, *self.waiting()} - own:
             if lease.step >= 0:
                 lease.step += by
 

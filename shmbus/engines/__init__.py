@@ -6,6 +6,7 @@ from shmbus.engines.client_updates import ClientUpdates
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.fleet import EngineFleet
 from shmbus.engines.lora import LoraFleet
+from shmbus.engines.managed import ManagedServer
 from shmbus.engines.report import ServerReport, UpdateReport
 from shmbus.engines.server import EngineServer
 from shmbus.engines.sglang import SglangServer
@@ -17,6 +18,7 @@ __all__ = [
     "EngineFleet",
     "EngineServer",
     "LoraFleet",
+    "ManagedServer",
     "ServerReport",
     "SglangServer",
     "UpdateReport",

@@ -96,7 +96,8 @@ class EngineFleet:
         In the last two the bus is paused with a reason, so that workers hold their requests.
     clear_cache : bool
         Whether keys and values that the old weights made are thrown away. Without it, requests in
-        flight go on with them ("keep"), and a prefix cache may serve them to new requests.
+        flight go on with them ("keep"); new requests are not served from them where they carry
+        `Request.cache_salt`. A version whose number the bus has said before clears them anyway.
     timeout : float
         Seconds for each step of an update.
     quorum : int, optional
@@ -126,25 +127,107 @@ class EngineFleet:
             raise ValueError(f"servers: expected one or more, each once, got {addresses}")
         check_choice("mode", mode, PAUSE_MODES)
         for server in servers:
-            if mode not in server.modes:
-                raise ValueError(
-                    f"mode: {server.address} ({type(server).__name__}) has no {mode!r}; it has "
-                    f"{', '.join(server.modes)}"
-                )
+            _require_mode(server, mode)
         check_flag("clear_cache", clear_cache)
-        most = len(servers)
-        self.quorum = most if quorum is None else check_int("quorum", quorum, 1, most)
+        self._quorum = None if quorum is None else check_int("quorum", quorum, 1, len(servers))
         self.servers = list(servers)
         self.bus = bus
         self.mode = mode
         self.clear_cache = clear_cache
         self.timeout = checked_timeout(timeout)
+        #: Whether this update clears caches: asked to, or since its number is that of others.
+        self._clears = clear_cache
         self._busy = OneAtATime()
         #: Why a step failed at a server, by its address.
         self._failures: dict[str, EngineError] = {}
         self._rows = RankRows(bus)
 
     # -- for users ---------------------------------------------------------------------------------
+
+    @property
+    def quorum(self) -> int:
+        """How many servers must take a version."""
+        return len(self.servers) if self._quorum is None else self._quorum
+
+    async def add(self, server: EngineServer) -> ServerReport | None:
+        """Have a server take part from now on; it joins at the newest version.
+
+        Parameters
+        ----------
+        server : EngineServer
+            It runs, with whatever weights.
+
+        Returns
+        -------
+        ServerReport or None
+            None where no version is published: the first update brings one.
+
+        Raises
+        ------
+        EngineError, UpdateRolledBackError
+            It did not take the newest version, and is none of the fleet's.
+        BlockingIOError
+            Another process is updating servers of this bus.
+        ValueError
+            It is there already, or has no such mode.
+        """
+        checked_addresses([server])
+        _require_mode(server, self.mode)
+        async with self._busy:  # an update that is under way does not know it
+            if server.address in {each.address for each in self.servers}:
+                raise ValueError(f"server: {server.address} is in the fleet already")
+            report = await to_the_end(self._join([server]), shmbus.ShmbusError)
+            self.servers.append(server)
+        return None if report is None else report.servers[0]
+
+    async def remove(self, server: EngineServer | str) -> None:
+        """Have a server take no part any more; an update that is under way ends first.
+
+        Parameters
+        ----------
+        server : EngineServer or str
+            It, or its address. It serves what it has; one that is paused stays so, and is nobody's.
+
+        Raises
+        ------
+        ValueError
+            It is not there, or the last one, or the quorum needs it.
+        """
+        address = server if isinstance(server, str) else server.address
+        async with self._busy:
+            left = [each for each in self.servers if each.address != address]
+            if len(left) == len(self.servers):
+                known = ", ".join(each.address for each in self.servers)
+                raise ValueError(f"server: expected one of {known}, got {address}")
+            if len(left) < max(1, self._quorum or 0):
+                raise ValueError(
+                    f"server: without {address} there are {len(left)} servers, the quorum is "
+                    f"{max(1, self._quorum or 0)}; add another one first"
+                )
+            with PauseNote(self.bus) as note:
+                note.clear({address})
+            self.servers = left
+
+    async def catch_up(self) -> UpdateReport | None:
+        """Bring the newest version to every server that does not run it, and leave the others.
+
+        A server that was started anew has what it was started with until then, or until the next
+        update. Call this when one came back, or now and then.
+
+        Returns
+        -------
+        UpdateReport or None
+            Of the servers that were behind; None where none was, or nothing is published.
+
+        Raises
+        ------
+        EngineError
+            A server stays paused, since its model is not whole.
+        BlockingIOError
+            Another process is updating servers of this bus.
+        """
+        async with self._busy:
+            return await to_the_end(self._join(self.servers, only_behind=True), shmbus.ShmbusError)
 
     async def update(self, publisher: Publisher, version: int) -> UpdateReport:
         """Publish a version, unless it is the newest already, and bring it to the servers.
@@ -335,6 +418,7 @@ class EngineFleet:
             if note.left is not None:
                 await self._recover(note)
             previous = await asyncio.to_thread(self._rows.newest, self.timeout)
+            self._clears = self.clear_cache or self._is_repeated(version)
             try:
                 if previous is None or previous.version != version:
                     await asyncio.to_thread(publisher.publish, version=version)
@@ -345,16 +429,70 @@ class EngineFleet:
                     before = None
                 else:
                     before = version  # the servers may run an older one; nothing older is leased
-                report = self._begin(note, version, before)
-                await self._bring(note, report)
+                report = self._begin(note, version, before, self.servers)
+                await self._bring(note, report, self.servers, self.quorum)
             finally:
                 if previous is not None:
                     previous.close()
-        self._say(version)
         report.total_s = time.monotonic() - began
         return report
 
-    async def _bring(self, note: PauseNote, report: UpdateReport) -> None:
+    def _is_repeated(self, version: int) -> bool:
+        """Whether caches may have entries of other weights under a version's salt."""
+        bus, said = self._open_bus(), 0
+        if bus is not None:
+            with bus:
+                said = bus.policy_version
+        # The bus says less after a trainer has gone back, and 0 before anybody has said anything.
+        rows = [row for server in self.servers for row in self._rows.of(server)]
+        ran = [row.applied_version or 0 for row in rows if row.applied_sequence]
+        return version <= max([*ran, said if said > 0 else -1])
+
+    async def _join(
+        self, servers: Sequence[EngineServer], *, only_behind: bool = False
+    ) -> UpdateReport | None:
+        """Bring the newest version to some servers; those that are caught up may be gone."""
+        began = time.monotonic()
+        with PauseNote(self.bus) as note:
+            if note.left is not None:
+                await self._recover(note)
+            newest = await asyncio.to_thread(self._rows.newest, self.timeout)
+            if newest is None:
+                return None
+            with newest:
+                if only_behind:
+                    behind = await asyncio.gather(
+                        *(self._is_behind(server, newest.version) for server in servers)
+                    )
+                    servers = [each for each, is_so in zip(servers, behind, strict=True) if is_so]
+                if not servers:
+                    return None
+                # What it has cached may be of any weights.
+                self._clears = True
+                report = self._begin(note, newest.version, None, servers)
+                quorum = 0 if only_behind else 1
+                # The others may run another one: what is said is theirs.
+                await self._bring(note, report, servers, quorum, says=False)
+        report.total_s = time.monotonic() - began
+        return report
+
+    async def _is_behind(self, server: EngineServer, version: int) -> bool:
+        """Whether a server has to be brought to a version; one that does not answer has not."""
+        try:
+            ranks = await server.ranks(self.timeout)
+        except EngineError:
+            return False
+        return self._rows.missing(server, ranks, version) is not None
+
+    async def _bring(
+        self,
+        note: PauseNote,
+        report: UpdateReport,
+        servers: Sequence[EngineServer],
+        quorum: int,
+        *,
+        says: bool = True,
+    ) -> None:
         async def restore(behind: Pairs) -> Pairs:
             # A server that has no version from before stays as it is.
             if report.previous is None:
@@ -366,10 +504,13 @@ class EngineFleet:
         await self._in_order(
             note,
             report,
+            servers,
+            quorum,
             prepare=self._prepare(report.version),
             attach=self._attach(report.version),
             load=self._load(report.version),
             restore=restore,
+            says=says,
         )
 
     # -- one step at one server --------------------------------------------------------------------
@@ -403,7 +544,7 @@ class EngineFleet:
                 await self._keep_paused(server, report)
                 if self._rows.are_loading(server):
                     await self._settle(server)
-                await server.load(version, self.clear_cache, self.timeout)
+                await server.load(version, self._clears, self.timeout)
             except EngineError as failed:
                 # Its ranks may have loaded all the same: their rows decide.
                 error = failed
@@ -454,6 +595,9 @@ class EngineFleet:
                 for step in (prepare, self._keep_paused, attach, self._load(version)):
                     mixed = await self._each(mixed, step)
                 untouched += mixed
+            runs = [each.version for _, each in untouched if each.version is not None]
+            if runs:
+                self._say(max(runs))
             await self._each(untouched, self._resume)
         finally:
             if newest is not None:
@@ -473,9 +617,10 @@ class EngineFleet:
             if note.left is not None:
                 await self._recover(note)
             newest, before = await asyncio.to_thread(newest_checkpoints, directory)
-            report = self._begin(note, newest.version, None if before is None else before.version)
+            self._clears = self.clear_cache or self._is_repeated(newest.version)
+            known = None if before is None else before.version
+            report = self._begin(note, newest.version, known, self.servers)
             await self._bring_files(note, report, newest, before)
-        self._say(newest.version)
         report.total_s = time.monotonic() - began
         return report
 
@@ -489,6 +634,8 @@ class EngineFleet:
         await self._in_order(
             note,
             report,
+            self.servers,
+            self.quorum,
             prepare=self._find,
             load=self._read(newest),
             restore=lambda behind: self._read_before(behind, before),
@@ -517,7 +664,7 @@ class EngineFleet:
             report.version = None
             await self._keep_paused(server, report)
             path = str(place.path.absolute())
-            await server.reload(path, place.version, self.clear_cache, self.timeout)
+            await server.reload(path, place.version, self._clears, self.timeout)
             report.version = place.version
             report.load_s = time.monotonic() - began
 
@@ -536,8 +683,10 @@ class EngineFleet:
                 each.error = str(error)
             return report
         report.version = newest.version
-        for step in (self._find, self._read(newest), self._resume):
+        for step in (self._find, self._read(newest)):
             pairs = await self._each(pairs, step)
+        self._say(newest.version)
+        await self._each(pairs, self._resume)
         return self._recovered(note, report)
 
     # -- a step of a trainer that has one copy of the model with its servers -----------------------
@@ -552,7 +701,7 @@ class EngineFleet:
     ) -> None:
         if note.left is not None:
             self._require_shared(note, await self._recover(note))
-        report = self._begin(note, version, shared.version)
+        report = self._begin(note, version, shared.version, self.servers)
         reports = report.servers
         pairs = list(zip(self.servers, reports, strict=True))
         await self._all(await self._each(pairs, self._ask), reports)
@@ -577,9 +726,9 @@ class EngineFleet:
                     f"{', '.join(server.address for server in self.servers)} stay paused: load "
                     "whole weights in a step with heal=True"
                 ) from error
+            self._say(version)
             resumed = await self._each(pairs, self._resume)
         self._clear(note, report)
-        self._say(version)
         await self._all(resumed, reports)
 
     def _require_shared(self, note: PauseNote, left: UpdateReport | None) -> None:
@@ -611,6 +760,7 @@ class EngineFleet:
                 each.error = f"the shared model is no whole one: {why}"
             return report
         report.version = state[0]
+        self._say(state[0])
         for server, each in await self._each(pairs, self._resume):
             del server
             each.version = state[0]
@@ -621,14 +771,14 @@ class EngineFleet:
     async def _pause(self, server: EngineServer, report: ServerReport) -> None:
         report.state = "unknown"
         report.paused_s = -time.monotonic()
-        await server.pause(self.mode, self.clear_cache, self.timeout)
+        await server.pause(self.mode, self._clears, self.timeout)
         report.state = "paused"
 
     async def _keep_paused(self, server: EngineServer, report: ServerReport) -> None:
         """Pause a server that generates after all: it was started anew, or others resumed it."""
         del report  # it counts as paused, whatever comes of this
         if not await server.paused(self.timeout):
-            await server.pause(self.mode, self.clear_cache, self.timeout)
+            await server.pause(self.mode, self._clears, self.timeout)
 
     async def _resume(self, server: EngineServer, report: ServerReport) -> None:
         deadline = time.monotonic() + self.timeout
@@ -649,13 +799,19 @@ class EngineFleet:
         if report.paused_s < 0:
             report.paused_s += time.monotonic()
 
-    def _begin(self, note: PauseNote, version: int, previous: int | None) -> UpdateReport:
+    def _begin(
+        self,
+        note: PauseNote,
+        version: int,
+        previous: int | None,
+        servers: Sequence[EngineServer],
+    ) -> UpdateReport:
         """Begin the report of an update; who could not be resumed before is paused still."""
         paused = {address for _, address in note.named()}
-        servers = [ServerReport(address=server.address) for server in self.servers]
-        for each in servers:
+        reports = [ServerReport(address=server.address) for server in servers]
+        for each in reports:
             each.state = "paused" if each.address in paused else "serving"
-        return UpdateReport(version=version, previous=previous, servers=servers)
+        return UpdateReport(version=version, previous=previous, servers=reports)
 
     def _begin_recovery(self, left: PauseNotice) -> tuple[UpdateReport, Pairs]:
         """Begin the report of what a note names, with pairs of those that are of this fleet."""
@@ -681,22 +837,27 @@ class EngineFleet:
         self,
         note: PauseNote,
         report: UpdateReport,
+        servers: Sequence[EngineServer],
+        quorum: int,
         *,
         prepare: Step,
         load: Step,
         restore: Callable[[Pairs], Awaitable[Pairs]],
         attach: Step | None = None,
         directory: str = "",
+        says: bool = True,
     ) -> None:
         """Take the steps of an update at all servers; go back where too few took it."""
-        pairs = list(zip(self.servers, report.servers, strict=True))
+        pairs = list(zip(servers, report.servers, strict=True))
         torn = [pair for pair in pairs if pair[1].state == "paused"]
         ready = await self._each(pairs, prepare)
-        self._require(ready, report, "nothing was touched, and the old weights are in force")
+        if not ready and not quorum:
+            return
+        self._require(ready, report, quorum, "nothing was touched, the old weights are in force")
         note.write(
             PauseNotice(
                 pid=os.getpid(),
-                servers=[(server.kind, server.address) for server in self.servers],
+                servers=[(server.kind, server.address) for server in servers],
                 version=report.version,
                 previous=report.previous,
                 directory=directory,
@@ -708,24 +869,28 @@ class EngineFleet:
             ended = await self._each([each for each in paused if each not in untouched], self._end)
             aside = [each for each in ready if each not in paused] + ended
             aside = [each for each in aside if each not in torn]
-            if len(untouched) < self.quorum:
+            if len(untouched) < quorum:
                 whole = [each for each in untouched if each not in torn]
                 await self._each(aside + whole, self._resume)
                 self._clear(note, report)
-                self._require(untouched, report, "the old weights are in force")
+                self._require(untouched, report, quorum, "the old weights are in force")
             loaded = await self._each(untouched, load)
             behind = [pair for pair in untouched if pair not in loaded]
-            if len(loaded) < self.quorum:
+            if len(loaded) < quorum:
                 behind, loaded = untouched, []
             restored = await restore(behind)
+            if loaded and says:  # before it serves: the version is the salt of what it caches
+                self._say(report.version)
             await self._each(aside + loaded + restored, self._resume)
         self._clear(note, report)
         left = [each for _, each in behind if each.state not in SETTLED]
-        self._judge(loaded, left, report)
+        self._judge(loaded, left, report, quorum)
 
-    def _judge(self, loaded: Pairs, torn: list[ServerReport], report: UpdateReport) -> None:
+    def _judge(
+        self, loaded: Pairs, torn: list[ServerReport], report: UpdateReport, quorum: int
+    ) -> None:
         first = next((self._failures[each.address] for each in report.servers if each.error), None)
-        if torn and (len(loaded) < self.quorum or not loaded):
+        if torn and (len(loaded) < quorum or not loaded):
             raise EngineError(
                 ", ".join(each.address for each in torn),
                 "load",
@@ -734,14 +899,14 @@ class EngineFleet:
                 "it stays paused, since its model is not whole; repair the cause and update again, "
                 "or restart it",
             ) from first
-        if len(loaded) < self.quorum:
+        if len(loaded) < quorum:
             causes = [f"{each.address}: {each.error}" for each in report.servers if each.error]
             raise UpdateRolledBackError(
                 report.version, report.previous, "; ".join(causes)
             ) from first
 
-    def _require(self, pairs: Pairs, report: UpdateReport, advice: str) -> None:
-        if len(pairs) >= self.quorum:
+    def _require(self, pairs: Pairs, report: UpdateReport, quorum: int, advice: str) -> None:
+        if len(pairs) >= quorum:
             return
         address = next(each.address for each in report.servers if each.error)
         raise self._failure(address, advice)
@@ -814,6 +979,14 @@ class EngineFleet:
 
         done = await asyncio.gather(*(take(server, report) for server, report in pairs))
         return [pair for pair, succeeded in zip(pairs, done, strict=True) if succeeded]
+
+
+def _require_mode(server: EngineServer, mode: str) -> None:
+    if mode not in server.modes:
+        raise ValueError(
+            f"mode: {server.address} ({type(server).__name__}) has no {mode!r}; it has "
+            f"{', '.join(server.modes)}"
+        )
 
 
 def _is_paused_by_others(bus: shmbus.Bus) -> bool:

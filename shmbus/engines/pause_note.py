@@ -15,12 +15,12 @@ from types import TracebackType
 import msgspec
 
 from shmbus import LayoutMismatchError
+from shmbus.segment.cache_salt import NOTE_KIND
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 
 __all__ = ["PauseNote", "PauseNotice", "paused_by"]
 
-KIND = "fleet"
 MAX_BYTES = 1 << 20
 #: Seconds for which a daemon that asks whether the note was left may hold its lock.
 ASKED_S = 0.1
@@ -43,6 +43,9 @@ class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
         Whether they and the trainer have one copy of the model, which a step was to change.
     directory : str
         Where the checkpoint lies that they were to read; empty where they take other weights.
+    updating : bool
+        Whether servers change their weights now, or may have; not so once an update has ended, of
+        which a server stays paused.
     """
 
     pid: int
@@ -51,6 +54,7 @@ class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     previous: int | None
     shared: bool = False
     directory: str = ""
+    updating: bool = True
 
 
 class PauseNote:
@@ -68,7 +72,7 @@ class PauseNote:
     """
 
     def __init__(self, bus: str) -> None:
-        self._path = SHM_DIRECTORY + companion_name(KIND, bus)
+        self._path = SHM_DIRECTORY + companion_name(NOTE_KIND, bus)
         self._file = LockedFile()
         try:
             taken = self._file.take(self._path, _title(bus), ASKED_S)
@@ -105,7 +109,7 @@ class PauseNote:
         """Take it back for servers that are paused no more."""
         others = [each for each in self.named() if each[1] not in addresses]
         if self.left is not None and others:
-            self._write(msgspec.structs.replace(self.left, servers=others))
+            self._write(msgspec.structs.replace(self.left, servers=others, updating=False))
             return
         os.ftruncate(self._file.fd, 0)
         self.left = None
@@ -146,7 +150,7 @@ def paused_by(bus: str) -> tuple[PauseNotice, bool] | None:
     """
     with LockedFile() as file:
         try:
-            file.open(SHM_DIRECTORY + companion_name(KIND, bus), os.O_RDWR, _title(bus))
+            file.open(SHM_DIRECTORY + companion_name(NOTE_KIND, bus), os.O_RDWR, _title(bus))
         except FileNotFoundError:
             return None
         notice = _read(file.fd)

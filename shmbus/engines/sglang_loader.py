@@ -18,11 +18,13 @@ Source: sglang/srt/model_executor/model_runner_components/weight_updater.py of S
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from shmbus.engines.planned import PlannedLoader
 from shmbus.engines.sglang_order import Order, read_order
 from shmbus.weights import Weights, WeightSubscriber
 
@@ -35,6 +37,7 @@ ATTACH_TIMEOUT_S = 30.0
 
 #: One for each rank of this process; SGLang has one.
 _subscribers: dict[tuple[str, str, int], WeightSubscriber] = {}
+_loaders: weakref.WeakKeyDictionary[torch.nn.Module, PlannedLoader] = weakref.WeakKeyDictionary()
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -47,10 +50,11 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         subscriber = _subscriber(order, marker.device)
         if order.verb == "attach" or order.version is None:
             # A manifest that cannot be used is in the row by then, where the trainer reads it.
-            subscriber.latest(timeout=ATTACH_TIMEOUT_S).close()
+            with subscriber.latest(timeout=ATTACH_TIMEOUT_S) as weights:
+                _loader(model, marker.device).prepare(weights)
         else:
             with subscriber.at(order.version) as weights:
-                _load(model, weights, marker.device)
+                _load(_loader(model, marker.device), weights)
     except Exception:
         # Raised here, it would end SGLang's scheduler; the rows say what this rank runs.
         logger.exception("shmbus: new weights were not loaded")
@@ -68,19 +72,26 @@ def _subscriber(order: Order, device: torch.device) -> WeightSubscriber:
     return _subscribers[key]
 
 
-def _load(model: Any, weights: Weights, device: torch.device) -> None:
+def _loader(model: Any, device: torch.device) -> PlannedLoader:
+    known = _loaders.get(model)
+    if known is None:
+        # What SGLang does to quantised weights it does after this, where it is not seen.
+        plain = getattr(model, "quant_config", None) is None
+        known = _loaders[model] = PlannedLoader(
+            model,
+            device,
+            lambda tensors, modules: model.load_weights(tensors),
+            may_plan=lambda module: plain,
+            logger=logger,
+        )
+    return known
+
+
+def _load(loader: PlannedLoader, weights: Weights) -> None:
     weights.report_loading()
     try:
-        model.load_weights(_tensors(weights, device))
-        if device.type != "cpu":
-            # The copies are done before the slot may be written again.
-            torch.get_device_module(device).synchronize()
+        loader.load(weights)
     except Exception as error:
         weights.report_refused(f"load: {type(error).__name__}: {error}")
         raise
     weights.report_applied()
-
-
-def _tensors(weights: Weights, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in weights:
-        yield name, weights[name].to(device)

@@ -11,8 +11,8 @@ Invariants:
 - A version that could not be loaded is never said to be applied, and a row says so before vLLM is
   answered.
 - From start to finish, and at no other time, the row says that a version is being loaded. A trainer
-  that dies in between leaves vLLM's model on no memory at all, and an update open that has to be
-  finished before another is started: each worker raises otherwise.
+  that dies in between leaves an update open that has to be finished before another is started: each
+  worker raises otherwise. vLLM's model has memory all the while but within `receive_weights`.
 
 Source: vllm/distributed/weight_transfer/base.py and ipc_engine.py of vLLM 0.32.
 """
@@ -20,9 +20,10 @@ Source: vllm/distributed/weight_transfer/base.py and ipc_engine.py of vLLM 0.32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -30,7 +31,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
+from shmbus.engines.planned import PlannedLoader
 from shmbus.errors import ShmbusError
 from shmbus.weights import ManifestError, Weights, WeightSubscriber
 from shmbus.weights.errors import LOAD_CODE, MANIFEST_CODE
@@ -84,16 +91,23 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         self._updating = False
         self._problem = ""
         self._code = LOAD_CODE
+        self._loaders: WeakKeyDictionary[torch.nn.Module, PlannedLoader] = WeakKeyDictionary()
 
     def init_transfer_engine(self, init_info: ShmbusInitInfo) -> None:
         """Attach to the weights and check the newest version's manifest; touch nothing."""
         known = self._subscriber
         if known is None or self._attached != init_info or known.removed:
-            self._attach(init_info)
+            known = self._attach(init_info)
+        # A manifest that cannot be used is in the row by then, where the trainer reads it.
+        try:
+            with known.latest(timeout=ATTACH_TIMEOUT_S) as newest:
+                self._loader.prepare(newest)
+        except ShmbusError as error:
+            logger.error("shmbus: %s", error)
         if self._updating:
             self._mark()  # a row of now, for an update that was begun before
 
-    def _attach(self, init_info: ShmbusInitInfo) -> None:
+    def _attach(self, init_info: ShmbusInitInfo) -> WeightSubscriber:
         self.shutdown()
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -105,20 +119,13 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
             label=f"{init_info.server} rank {rank}",
         )
         self._attached = init_info
-        # A manifest that cannot be used is in the row by then, where the trainer reads it.
-        try:
-            self._subscriber.latest(timeout=ATTACH_TIMEOUT_S).close()
-        except ShmbusError as error:
-            logger.error("shmbus: %s", error)
+        return self._subscriber
 
     def start_weight_update(self) -> None:
-        """Have vLLM make room for a whole model in checkpoint form."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
+        """Say that an update is open; vLLM's model is touched once its version is known."""
         self._problem = ""
         self._updating = True
         self._mark()
-        self._guard("start", lambda: initialize_layerwise_reload(self.model))
 
     def receive_weights(self, update_info: ShmbusUpdateInfo) -> None:
         """Load a version; vLLM slices, fuses and quantises it as a checkpoint."""
@@ -135,13 +142,36 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
             return
         weights = self._loading
         weights.report_loading()
-        self._guard("load", lambda: self.model.load_weights(self._tensors(weights)))
+        self._guard("load", lambda: self._loader.load(weights))
+
+    @property
+    def _loader(self) -> PlannedLoader:
+        """Return what loads into the model that is the target now: the engine's, or a draft's."""
+        known = self._loaders.get(self.model)
+        if known is None:
+            known = PlannedLoader(
+                self.model, self.device, self._load, may_plan=_is_plain, logger=logger
+            )
+            self._loaders[self.model] = known
+        return known
+
+    def _load(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], modules: Sequence[torch.nn.Module] | None
+    ) -> None:
+        """Have vLLM load tensors in checkpoint form, layer by layer, and process what they fill."""
+        model = self.model
+        # Attention is processed after what it may have made tensors of.
+        parts = [model] if modules is None else _with_attention(model, modules)
+        for part in parts:
+            initialize_layerwise_reload(part)
+        try:
+            model.load_weights(tensors)
+        finally:  # also after an error: until then its parameters have no memory
+            for part in parts:
+                finalize_layerwise_reload(part, self.model_config)
 
     def finish_weight_update(self) -> None:
-        """Finish vLLM's part, and say in the row what this worker runs."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        self._guard("finish", lambda: finalize_layerwise_reload(self.model, self.model_config))
+        """Say in the row what this worker runs."""
         if self._loading is None:
             self._fail("an update ended to which no version had come")
             self._say(lambda newest: newest.report_refused(self._problem, code=self._code))
@@ -165,10 +195,6 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
                 what(newest)
         except ShmbusError as error:
             logger.warning("shmbus: %s", error)
-
-    def _tensors(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in weights:
-            yield name, weights[name].to(self.device)
 
     def _guard(self, step: str, action: Any) -> None:
         """Run a step of vLLM's; what it raises is kept for the row."""
@@ -196,3 +222,17 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         if self._subscriber is not None:
             self._subscriber.close()
             self._subscriber = None
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """Whether vLLM uses a module's weights as they are: quantised ones it computes with."""
+    method = getattr(module, "quant_method", None)
+    return method is None or type(method).__name__.startswith("Unquantized")
+
+
+def _with_attention(
+    model: torch.nn.Module, modules: Sequence[torch.nn.Module]
+) -> list[torch.nn.Module]:
+    """Return modules, and after them the attention layers that vLLM processes last."""
+    last = [each for each in model.modules() if is_deferred_attention_layer(each)]
+    return [each for each in modules if each not in last] + last

@@ -14,8 +14,6 @@ import shmbus
 from shmbus.gateway import settings
 from shmbus.http.access import Refusal
 
-__all__ = ["SERVER", "json_answer", "refusal_answer", "text_answer"]
-
 JSON: Final = "application/json"
 #: How answers name this program.
 SERVER: Final = f"shmbus/{shmbus.__version__}"

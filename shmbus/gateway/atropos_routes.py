@@ -20,8 +20,6 @@ from shmbus.gateway.registry import NewEnvironment, Registration
 from shmbus.http.access import Refusal
 from shmbus.peers import atropos
 
-__all__ = ["AtroposRoutes"]
-
 
 class _EnvironmentNumber(msgspec.Struct):
     env_id: int

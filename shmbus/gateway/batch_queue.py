@@ -33,8 +33,6 @@ from shmbus.http.access import Refusal
 from shmbus.peers import atropos, slime
 from shmbus.peers.atropos_queue import Availability, GroupQueue, Waiting
 
-__all__ = ["Batch", "BatchQueue", "Deliveries"]
-
 logger = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
 

@@ -25,8 +25,6 @@ from isal import igzip_lib, isal_zlib
 from shmbus.gateway import settings
 from shmbus.http.access import Refusal
 
-__all__ = ["Bodies", "Budget"]
-
 _ISAL_ERROR = cast("type[Exception]", igzip_lib.IsalError)
 
 #: For `isal_zlib.decompressobj`: a gzip header and trailer around the stream.

@@ -16,8 +16,6 @@ import shmbus
 from shmbus.gateway import settings
 from shmbus.http.access import Refusal
 
-__all__ = ["BusReader"]
-
 _R = TypeVar("_R")
 
 #: Groups that one read takes at the most, so that others have their turn.

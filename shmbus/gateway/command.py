@@ -8,27 +8,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import importlib.util
 import os
 import socket
 import sys
 from typing import TYPE_CHECKING
 
 import shmbus
-from shmbus.cli._options import Commands, take_seconds
-from shmbus.http.options import address, allow_connections, count, read_token
+from shmbus.cli._options import Commands, require_extra, seconds, whole
+from shmbus.http.options import address, allow_connections, read_token
 from shmbus.segment.names import check_name, companion_name
 
 if TYPE_CHECKING:
     from shmbus.gateway.settings import Settings
 
-__all__ = ["add_parser", "run"]
-
 #: Parameters of glibc's mallopt.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-
-_NEEDS = ("aiohttp", "isal")
 
 _EXAMPLES = """\
 examples:
@@ -66,21 +61,21 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--body-limit",
         metavar="MIB",
-        type=count,
+        type=whole(1),
         default=64,
         help="MiB of one body, inflated (default 64)",
     )
     parser.add_argument(
         "--memory",
         metavar="MIB",
-        type=count,
+        type=whole(1),
         default=256,
         help="MiB of all bodies that are read or held (default 256)",
     )
     parser.add_argument(
         "--hold",
         metavar="SECONDS",
-        type=take_seconds,
+        type=seconds(),
         default=240.0,
         help="how long a POST waits for room before it is answered 503 (default 240: clients of "
         "Atropos wait 300, and give up after three quick ones)",
@@ -88,14 +83,14 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--keep-batches",
         metavar="N",
-        type=count,
+        type=whole(1),
         default=1,
         help="batches that come again when the trainer dies (default 1: the last one)",
     )
     parser.add_argument(
         "--group-size",
         metavar="N",
-        type=count,
+        type=whole(1),
         default=16,
         help="samples of a group of slime's rollout buffer (default 16)",
     )
@@ -139,14 +134,7 @@ def _keep_memory(spare_bytes: int, own_bytes: int) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve; 1 with a hint where its extra is not installed."""
-    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        print(
-            f"shmbus gateway needs {', '.join(missing)}; install the extra: "
-            "pip install 'shmbus[gateway]'",
-            file=sys.stderr,
-        )
-        return 1
+    require_extra("gateway", "aiohttp", "isal")
     from shmbus.daemon import logs
     from shmbus.gateway.server import serve
     from shmbus.gateway.settings import OWN_BYTES, SPARE_BYTES

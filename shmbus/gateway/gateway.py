@@ -1,7 +1,9 @@
 """One gateway: the bus at one side, registrations, the queue and the journal at the other.
 
 Routes of Atropos and slime are methods of `AtroposRoutes` and `SlimeRoutes`; this holds what both
-use. Invariant: what a successor must know is stored before the client is answered.
+use, and what is counted.
+
+Invariant: what a successor must know is stored before the client is answered.
 """
 
 from __future__ import annotations
@@ -29,8 +31,6 @@ from shmbus.http.access import Refusal
 from shmbus.http.metrics import Metrics
 from shmbus.http.server import Connection
 from shmbus.segment.names import identity, is_named
-
-__all__ = ["Gateway", "connection_of"]
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,6 @@ from shmbus.http.access import Refusal
 from shmbus.peers.atropos import KEYS
 from shmbus_ext import _core
 
-__all__ = ["ScoredGroup", "decode", "decode_groups", "decode_object", "unprocessable"]
-
 _T = TypeVar("_T")
 
 

@@ -32,8 +32,6 @@ from shmbus.gateway.journal import BodyKey, Journal, JournalEntry
 from shmbus.http.access import Refusal
 from shmbus.inspect.dump import inspect
 
-__all__ = ["Body", "IdempotentPut", "Samples", "key_of"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds between two checks whether the client of a held body is there still.

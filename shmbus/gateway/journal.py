@@ -25,8 +25,6 @@ from shmbus.http.access import Refusal
 from shmbus.segment.names import companion_name
 from shmbus.segment.own_file import open_own
 
-__all__ = ["BodyKey", "Journal", "JournalEntry"]
-
 _MAGIC: Final = b"SHMGATE3"
 _HEAD = struct.Struct("<8sQI")
 _PLACE = struct.Struct("<QII")
@@ -50,28 +48,17 @@ class BodyKey(NamedTuple):
 
 
 class JournalEntry(NamedTuple):
-    """A body whose answer was not delivered when its gateway died.
-
-    Attributes
-    ----------
-    groups : int
-        How many groups it had.
-    key : BodyKey
-        Of the body.
-    producer_id, first : int
-        What the groups are called: the producer's number, and theirs from `first` on.
-    done : int
-        How many of them were in the bus, whole, at least.
-    mark : int
-        How many records its producer's slot has committed at least once the group behind those is
-        in the bus; 0 where others may have been committed since that are not of this body.
-    """
+    """A body whose answer was not delivered when its gateway died."""
 
     groups: int
     key: BodyKey
+    #: What its groups are called: the producer's number, and theirs from `first` on.
     producer_id: int
     first: int
+    #: How many of them were in the bus, whole, at least.
     done: int = 0
+    #: How many records its producer's slot has committed at least once the group behind those is in
+    #: the bus; 0 where others may have been committed since that are not of this body.
     mark: int = 0
 
 

@@ -19,8 +19,6 @@ from shmbus.gateway import settings
 from shmbus.http.access import Refusal
 from shmbus.peers.atropos_queue import Availability
 
-__all__ = ["Environment", "NewEnvironment", "Registration", "Registry"]
-
 #: The least weight that an environment is told, so that none starves; as in Atropos.
 MIN_WEIGHT: Final = 0.01
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import hmac
 import logging
 import resource
 import socket
@@ -24,17 +25,20 @@ from aiohttp import web
 
 import shmbus
 from shmbus.gateway import settings as limits
-from shmbus.gateway.access import Access
 from shmbus.gateway.answers import SERVER, json_answer, refusal_answer, text_answer
 from shmbus.gateway.atropos_routes import AtroposRoutes
 from shmbus.gateway.gateway import Gateway, connection_of
 from shmbus.gateway.settings import Settings
 from shmbus.gateway.slime_routes import SlimeRoutes
-from shmbus.http.access import Refusal
-from shmbus.http.server import HttpServer
-from shmbus.http.serving import run, shown_address, stop_signals, wait_for_any
-
-__all__ = ["Server", "serve"]
+from shmbus.http.access import (
+    Refusal,
+    bearer_of,
+    host_of,
+    is_loopback,
+    require_loopback_name,
+    require_program,
+)
+from shmbus.http.server import HttpServer, run_server, url_of
 
 logger = logging.getLogger(__name__)
 #: A line for each request.
@@ -48,6 +52,53 @@ _POLLED: Final = frozenset({"/status-env", "/status", "/healthz", "/metrics"})
 _PATH_CHARS: Final = 200
 #: Open files beside connections, of those that this process may have.
 _OTHER_FILES: Final = 64
+
+#: Routes that only look, and are asked for by dashboards in a browser.
+_READING: Final = frozenset({"/", "/info", "/wandb_info", "/status", "/latest_example", "/healthz"})
+#: What says only that the process lives; a supervisor has no token.
+_OPEN: Final = frozenset({"/healthz"})
+
+
+class Access:
+    """Who may ask what: the token, the name that a client asks by, and pages of other sites.
+
+    Bound to loopback, the gateway answers loopback names only, so that no web page reads it by way
+    of a name of its own that resolves to 127.0.0.1.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._token = None if settings.token is None else settings.token.encode()
+        self._loopback_only = is_loopback(settings.host)
+
+    def require(self, request: web.BaseRequest) -> None:
+        """Refuse a request that may not be answered."""
+        if self._loopback_only:
+            require_loopback_name(request, "the gateway")
+        if request.path not in _READING:
+            require_program(request)
+        if self._token is None or request.path in _OPEN:
+            return
+        given = request.headers.get("Authorization", "")
+        token = bearer_of(given)
+        if token is None or not hmac.compare_digest(token, self._token):
+            raise Refusal(
+                HTTPStatus.UNAUTHORIZED,
+                "Authorization: expected 'Bearer' and the token of this gateway, got "
+                f"{'another one' if given else 'none'}; send what --token-file holds",
+                close=True,
+            )
+
+    def allow_origin(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        """Let a page of this machine read the answer of a route that only looks."""
+        origin = request.headers.get("Origin")
+        if origin is None or response.prepared:
+            return
+        if request.path in _READING and is_loopback(host_of(origin)):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Vary"] = "Origin"
+            if request.method == "OPTIONS":
+                response.headers["Access-Control-Allow-Methods"] = "GET"
+                response.headers["Access-Control-Allow-Headers"] = "Authorization, Content-Type"
 
 
 class Server:
@@ -167,27 +218,29 @@ class Server:
         )
 
 
-async def _run(settings: Settings, parent: socket.socket | None) -> int:
-    stop = stop_signals(parent)
-    async with contextlib.AsyncExitStack() as stack:
-        gateway = Gateway(settings)
-        stack.push_async_callback(gateway.close)
-        http = Server(gateway).http
-        stack.push_async_callback(http.close)
-        # A port that is taken is told before anything of the bus is touched.
-        host, port = await http.bind(settings.host, settings.port)
-        # What a predecessor left is known before the first of its clients asks again.
-        await gateway.start()
-        await http.start()
-        # What is there now stays: the collector need not look at it after each few requests.
-        gc.collect()
-        gc.freeze()
-        logger.info("serving", extra={"bus": settings.bus, "http": shown_address(host, port)})
-        await wait_for_any(stop, gateway.gone)
-        logger.info("stopping", extra={"bus": settings.bus})
-        return 1 if gateway.gone.is_set() else 0
-
-
 def serve(settings: Settings, parent: socket.socket | None = None) -> int:
     """Serve until SIGTERM, SIGINT, or the parent has gone; 1 where the bus was removed."""
-    return run(_run(settings, parent))
+
+    async def answer(stop: asyncio.Event) -> int:
+        async with contextlib.AsyncExitStack() as stack:
+            gateway = Gateway(settings)
+            stack.push_async_callback(gateway.close)
+            http = Server(gateway).http
+            stack.push_async_callback(http.close)
+            # A port that is taken is told before anything of the bus is touched.
+            address = await http.bind(settings.host, settings.port)
+            # What a predecessor left is known before the first of its clients asks again.
+            await gateway.start()
+            await http.start()
+            # What is there now stays: the collector need not look at it after each few requests.
+            gc.collect()
+            gc.freeze()
+            logger.info("serving", extra={"bus": settings.bus, "http": url_of(*address)})
+            waits = [asyncio.ensure_future(event.wait()) for event in (stop, gateway.gone)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+            logger.info("stopping", extra={"bus": settings.bus})
+            return 1 if gateway.gone.is_set() else 0
+
+    return run_server(answer, parent)

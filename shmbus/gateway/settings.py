@@ -6,8 +6,6 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["Settings"]
-
 #: Seconds that a POST may wait for room. A client of Atropos gives a group up after three quick
 #: 5xx, and waits 300 s for an answer: the answer has to come before that, and late.
 HOLD_S: Final = 240.0
@@ -66,42 +64,25 @@ NAME_CHARS: Final = 1024
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a gateway serves one bus.
-
-    Attributes
-    ----------
-    bus : str
-        The bus.
-    host, port : str, int
-        Where it listens; port 0 for any free one.
-    token : str or None
-        What clients send as ``Authorization: Bearer TOKEN``; None where nothing is asked for.
-    body_limit : int
-        Bytes of one body, inflated.
-    memory : int
-        Bytes of all bodies together.
-    hold_s : float
-        Seconds that a POST waits for room.
-    keep_batches : int
-        Batches that a trainer has been given and that stay leased, so that they come again if it
-        dies: 1 acknowledges a batch when the next one is asked for.
-    group_size : int
-        Samples of a group of slime.
-    daemon : bool or None
-        Whether groups come from the daemon of the bus, as for `shmbus.Consumer`.
-    log_format : "json" | "text"
-    log_level : "debug" | "info" | "warning" | "error"
-    """
+    """How a gateway serves one bus."""
 
     bus: str
+    #: Where it listens; port 0 for any free one.
     host: str = "127.0.0.1"
     port: int = 8000
+    #: What clients send as ``Authorization: Bearer TOKEN``; None where nothing is asked for.
     token: str | None = None
+    #: Bytes of one body, inflated, and of all bodies together.
     body_limit: int = BODY_LIMIT
     memory: int = MEMORY
+    #: Seconds that a POST waits for room.
     hold_s: float = HOLD_S
+    #: Batches that a trainer has been given and that stay leased, so that they come again if it
+    #: dies: 1 acknowledges a batch when the next one is asked for.
     keep_batches: int = 1
+    #: Samples of a group of slime.
     group_size: int = 16
+    #: Whether groups come from the daemon of the bus, as for `shmbus.Consumer`.
     daemon: bool | None = None
     log_format: Literal["json", "text"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -17,8 +17,6 @@ from shmbus.gateway.group_json import decode_object, unprocessable
 from shmbus.http.access import Refusal
 from shmbus.peers import slime
 
-__all__ = ["SlimeRoutes"]
-
 
 class SlimeRoutes:
     """The routes of one gateway."""

@@ -8,15 +8,6 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-__all__ = [
-    "Refusal",
-    "bearer_of",
-    "host_of",
-    "is_loopback",
-    "require_loopback_name",
-    "require_program",
-]
-
 
 class Refusal(Exception):
     """Ends a request with a status and a sentence."""

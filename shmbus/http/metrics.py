@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-__all__ = ["Metrics", "escaped"]
-
 _HELP = {
     "requests_total": ("counter", "Requests by route and status."),
     "request_seconds_total": ("counter", "Seconds from a request's head to its answer, by route."),

@@ -7,16 +7,6 @@ import contextlib
 import os
 import resource
 
-__all__ = ["address", "allow_connections", "count", "read_token"]
-
-
-def count(text: str) -> int:
-    """Take a number of 1 or more from the command line."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
-    return value
-
 
 def address(text: str) -> tuple[str, int]:
     """Take HOST:PORT from the command line."""

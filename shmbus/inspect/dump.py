@@ -19,9 +19,11 @@ from shmbus.inspect.tables import read_schema
 from shmbus.inspect.types import ProducerSlot
 from shmbus_ext import _core
 
-__all__ = ["Inspection", "RecordView", "RunView", "SlotView", "inspect"]
-
 _SLOT_STATES = {_core.SLOT_FREE: "free", _core.SLOT_ACTIVE: "active", _core.SLOT_CLOSED: "closed"}
+
+
+#: What a run's view has of its scan.
+_COUNTS = ("reserved", "committed", "aborted", "released", "unknown", "unreadable")
 
 
 class SlotView(ProducerSlot, frozen=True, kw_only=True):
@@ -35,24 +37,11 @@ class SlotView(ProducerSlot, frozen=True, kw_only=True):
     commit_under_way: bool
 
 
-class RunView(msgspec.Struct, frozen=True):
-    """A run: neighbouring extents of one lane, with the records in them."""
+class RunView(Run, frozen=True, kw_only=True):
+    """A run, with the records in it, counted by state."""
 
-    #: First extent, number of extents, generation of their lease, and position in the lane.
-    extent: int
-    span: int
-    generation: int
-    order: int
-    #: The lane, and the producer that leased the run.
-    slot: int
-    producer_id: int
     #: Whether it is the collector's lane of stragglers.
     collector: bool
-    #: Bytes that hold records, and bytes in all.
-    used: int
-    room: int
-    #: Whether nothing more will be written there.
-    sealed: bool
     reserved: int
     committed: int
     aborted: int
@@ -215,23 +204,11 @@ def _run(file: SegmentFile, run: Run, scan: Scan, collects: bool) -> RunView:
         pins.append(
             "views in the collector's process, or its next poll" if collects else "no collector"
         )
+    counts = msgspec.structs.asdict(scan)
     return RunView(
-        extent=run.extent,
-        span=run.span,
-        generation=run.generation,
-        order=run.order,
-        slot=run.slot,
-        producer_id=run.producer_id,
+        **msgspec.structs.asdict(run),
+        **{name: counts[name] for name in _COUNTS},
         collector=own,
-        used=run.used,
-        room=run.room,
-        sealed=run.sealed,
-        reserved=scan.reserved,
-        committed=scan.committed,
-        aborted=scan.aborted,
-        released=scan.released,
-        unknown=scan.unknown,
-        unreadable=scan.unreadable,
         pinned_by=pins,
     )
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["KINDS", "kind_of"]
-
 #: Words of a reason that tell its kind; the first kind with one of them is it.
 _WORDS: Final[dict[str, tuple[str, ...]]] = {
     "died": ("died while it had it",),

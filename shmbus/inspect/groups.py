@@ -23,8 +23,6 @@ from shmbus.inspect.types import GroupCells, SampleCell, WantedStatus
 from shmbus.inspect.undelivered import OpenGroups, counters
 from shmbus.segment.names import check_name
 
-__all__ = ["WALK_RECORDS", "Groups", "joined", "read_groups"]
-
 #: Undelivered trajectories up to which the records are walked: some 0.2 s of work.
 WALK_RECORDS = 20_000
 
@@ -70,10 +68,7 @@ def read_groups(
             )
         found, omitted = OpenGroups(file, undelivered).cells(count)
         return Groups(
-            source="records",
-            groups=joined(file, found),
-            omitted=omitted,
-            problem=problem,
+            source="records", groups=joined(file, found), omitted=omitted, problem=problem
         )
 
 

@@ -20,8 +20,6 @@ from shmbus.inspect.undelivered import OpenGroups, counters
 from shmbus.segment.names import check_name
 from shmbus_ext import _core
 
-__all__ = ["EventList", "GroupHistory", "read_events", "read_group"]
-
 _NO_DAEMON = "events are kept by a daemon, and none serves this bus: `shmbus serve`"
 
 

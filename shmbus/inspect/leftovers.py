@@ -36,8 +36,6 @@ from shmbus.segment.names import (
 )
 from shmbus_ext import _core
 
-__all__ = ["Leftover", "may_go", "of_bus", "remove", "survey"]
-
 Kind: TypeAlias = Literal["segment", "socket", "companion", "other"]
 Verdict: TypeAlias = Literal["removable", "in_use", "not_ours", "unknown"]
 _SEGMENT_PREFIX: Final = PREFIX.removeprefix("/")

@@ -15,10 +15,9 @@ from typing import Final
 
 from shmbus import errors
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.segment.cache_salt import NOTE_KIND
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
-
-__all__ = ["ProducerChecks", "is_stopped", "servers_left"]
 
 #: States of /proc/PID/stat of a process that a signal or a debugger has stopped.
 _STOPPED: Final = frozenset("Tt")
@@ -70,12 +69,18 @@ def is_stopped(pid: int, path: str) -> bool:
         return False  # it has gone, or is another user's
 
 
+def stopped_pids(path: str) -> list[int]:
+    """Find the stopped processes that have the segment mapped."""
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return sorted(pid for pid in pids if is_stopped(pid, path))
+
+
 def servers_left(name: str) -> bool:
     """Whether a trainer ended while inference servers of a bus were paused for its weights."""
     # It keeps a note of them from before it pauses the first, and the note's lock while it lives.
     with LockedFile() as file:
         try:
-            path = SHM_DIRECTORY + companion_name("fleet", name)
+            path = SHM_DIRECTORY + companion_name(NOTE_KIND, name)
             file.open(path, os.O_RDONLY, "the note of paused servers")
         except (OSError, errors.LayoutMismatchError):  # not there, or not this user's
             return False

@@ -22,8 +22,6 @@ from shmbus.inspect.status import join, status_of
 from shmbus.inspect.types import BusEvent, BusStatus
 from shmbus.inspect.verdict import judge
 
-__all__ = ["Rates", "Watcher"]
-
 #: Values that the history keeps: wider than any terminal.
 _HISTORY = 512
 #: Undelivered trajectories up to which a poll also walks and groups them: some 0.2 s of work.
@@ -127,7 +125,8 @@ class Watcher:
             self.sorted = status.groups_incomplete, status.groups_complete
             self._next_walk_s = now + (time.monotonic() - began_s) * (1 / self._share - 1)
         verdict = judge(joined, self.groups.groups, still_s=self.still_s)
-        self.status = msgspec.structs.replace(joined, verdict=verdict)
+        oldest = self.groups.groups[: limits.STATUS_GROUPS]
+        self.status = msgspec.structs.replace(joined, verdict=verdict, oldest_incomplete=oldest)
         self._compare(status, now)
         self._before, self._at_s = status, now
 

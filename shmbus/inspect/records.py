@@ -14,8 +14,6 @@ import numpy as np
 from shmbus._keys import make_key
 from shmbus_ext import _core
 
-__all__ = ["Field", "RecordRow", "Run", "Scan", "parse_fields", "unreadable_rest"]
-
 _SCHEMA: Final[np.dtype[Any]] = np.dtype(dict(_core.layout()["schema_entry"]))  # type: ignore[call-overload]
 
 

@@ -36,7 +36,7 @@ _SLOT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["producer_slot"]))  # type: 
 _EXTENT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["extent_desc"]))  # type: ignore[call-overload]
 _RETRY_BYTES: Final = _core.RETRY_ENTRIES * _LAYOUT["retry_entry"]["itemsize"]
 _DECLARED_BYTES: Final = _LAYOUT["declared_part"]["itemsize"]
-_LEAD_BYTES: Final = _core.request_layout()["lead_table"]["itemsize"] + 8 * _core.LEAD_ROWS
+_LEAD_BYTES: Final = _core.layout()["lead_table"]["itemsize"] + 8 * _core.LEAD_ROWS
 #: The request lane begins at a multiple of this, as its widest fields ask for.
 _LANE_ALIGN: Final = 128
 _FIGURES_BYTES: Final = _core.FIGURES_BYTES

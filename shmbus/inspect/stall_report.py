@@ -13,8 +13,6 @@ from shmbus.inspect.status import read_status
 from shmbus.inspect.text import status_text
 from shmbus.inspect.types import BusStatus
 
-__all__ = ["StallReport", "gather", "wait_sentence"]
-
 #: What trainers wait for; all else is what producers do.
 _OF_TRAINERS = ("a complete group", "this rank's step")
 

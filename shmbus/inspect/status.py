@@ -18,11 +18,12 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from shmbus import limits
 from shmbus._format import label_text, printable
 from shmbus.control import messages
 from shmbus.control.ask import ask_status
 from shmbus.inspect.groups import read_groups
-from shmbus.inspect.processes import ProducerChecks, is_stopped, servers_left
+from shmbus.inspect.processes import ProducerChecks, is_stopped, servers_left, stopped_pids
 from shmbus.inspect.records import Run
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.tables import (
@@ -39,20 +40,16 @@ from shmbus.inspect.types import (
     BusStatus,
     CollectorStatus,
     DaemonStatus,
-    FailedSample,
-    GroupStatus,
     LedgerStatus,
     PauseStatus,
     ProducerStatus,
     SplitStatus,
 )
-from shmbus.inspect.undelivered import MISSING_NAMED, OpenGroups, count_undelivered, counters
+from shmbus.inspect.undelivered import OpenGroups, count_undelivered, counters
 from shmbus.inspect.verdict import judge
 from shmbus.ledger import REASONS
 from shmbus.segment.names import check_name
 from shmbus_ext import _core
-
-__all__ = ["join", "read_status", "status_of"]
 
 #: Walks over the records in search of a count at one instant, before a status says that the bus was
 #: too busy for one.
@@ -72,7 +69,8 @@ def read_status(
         status = _with_waiting(status, os.getpid())
     groups = read_groups(name, ask=status.daemon is not None and status.daemon.answers)
     verdict = judge(status, groups.groups, still_s=still_s, wants=wants or "")
-    return msgspec.structs.replace(status, verdict=verdict)
+    oldest = groups.groups[: limits.STATUS_GROUPS]
+    return msgspec.structs.replace(status, verdict=verdict, oldest_incomplete=oldest)
 
 
 def _with_waiting(status: BusStatus, pid: int) -> BusStatus:
@@ -105,9 +103,11 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
         recovering=reply.recovering,
         draining=reply.draining,
         in_doubt=reply.in_doubt,
+        stopped_pids=_stopped_clients(status, reply),
         world_size=reply.world_size,
         next_steps=reply.next_steps,
         failed_attempts=reply.failed_attempts,
+        oldest_s=reply.oldest_s,
         groups_open=reply.ledger.groups_open,
         groups_ready=reply.ledger.groups_ready,
         groups_leased=reply.ledger.groups_leased,
@@ -120,25 +120,15 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
             for client in reply.clients
         ],
     )
-    oldest = status.oldest_incomplete or [
-        GroupStatus(
-            instance_id=printable(group.instance_id),
-            round=group.round,
-            split=printable(group.split),
-            need=group.need,
-            size=group.size,
-            present=group.present,
-            missing=group.missing[:MISSING_NAMED],
-            age_s=group.age_s,
-            producers=[],
-            failed=[
-                FailedSample(failed.index, failed.attempts, printable(failed.reason))
-                for failed in group.failed[:MISSING_NAMED]
-            ],
-        )
-        for group in reply.oldest
-    ]
-    return msgspec.structs.replace(status, daemon=daemon, oldest_incomplete=oldest)
+    return msgspec.structs.replace(status, daemon=daemon)
+
+
+def _stopped_clients(status: BusStatus, reply: messages.StatusReply) -> list[int]:
+    """Find who may hold what a client has that did not come back to a new daemon."""
+    if not reply.in_doubt or reply.recovering:
+        return []
+    known = {each.pid for each in status.producers} | {each.pid for each in reply.clients}
+    return [pid for pid in stopped_pids(status.path) if pid not in known]
 
 
 def status_of(
@@ -175,7 +165,6 @@ def status_of(
         ledger=ledger,
         groups_incomplete=groups.incomplete if groups else None,
         groups_complete=groups.complete if groups else None,
-        oldest_incomplete=groups.oldest if groups else [],
         collector=collector,
         wanted=read_wanted(file),
         lane_pause=read_lane_pause(file),
@@ -274,12 +263,7 @@ def _activity(file: SegmentFile, runs: list[Run]) -> dict[int, tuple[int, int]]:
 
 
 def _producers(
-    file: SegmentFile,
-    runs: list[Run],
-    waited_s: list[float],
-    checks: ProducerChecks,
-    *,
-    walk: bool,
+    file: SegmentFile, runs: list[Run], waited_s: list[float], checks: ProducerChecks, *, walk: bool
 ) -> list[ProducerStatus]:
     found = []
     held = _held_bytes(runs)

@@ -40,20 +40,6 @@ from shmbus.inspect.types import (
 from shmbus.ledger import LanePauseStatus
 from shmbus_ext import _core
 
-__all__ = [
-    "HISTOGRAMS",
-    "read_claims",
-    "read_histograms",
-    "read_lane_pause",
-    "read_lead",
-    "read_relay",
-    "read_requests",
-    "read_schema",
-    "read_waited",
-    "read_wanted",
-    "with_begun",
-]
-
 #: Names of the core's figures, by their number.
 HISTOGRAMS: Final = ("lag", "age", "length", "score", "solved")
 assert len(HISTOGRAMS) == len(_core.FIGURE_BOUNDS)
@@ -135,7 +121,7 @@ def _text(entry: bytes, at: int, size: int) -> str:
 
 _TYPES: Final[dict[str, np.dtype[Any]]] = {
     name: np.dtype(dict(note))  # type: ignore[call-overload]
-    for name, note in _core.request_layout().items()
+    for name, note in _core.layout().items()
 }
 _STATE, _SOURCE_SHIFT = np.uint64(15), np.uint64(48)
 _IDENTITY_BYTES: Final = 16

@@ -32,9 +32,6 @@ from shmbus.inspect.types import (
     SampleCell,
 )
 
-__all__ = ["events_text", "groups_text", "history_text", "schema_text", "status_text"]
-
-_MISSING_SHOWN = 6
 _WANTED_SHOWN = 8
 
 
@@ -100,37 +97,11 @@ def _ledger(status: BusStatus) -> str:
 def _groups(status: BusStatus) -> str:
     if status.groups_incomplete is None or status.groups_complete is None:
         return "groups  too many trajectories to sort"
-    lines = [
+    head = (
         f"groups  {show_count(status.groups_incomplete)} incomplete, "
         f"{show_count(status.groups_complete)} complete and not acknowledged"
-    ]
-    rows = []
-    for group in status.oldest_incomplete:
-        missing = ", ".join(map(str, group.missing[:_MISSING_SHOWN]))
-        if group.size - group.present > _MISSING_SHOWN:
-            missing += ", ..."
-        round = "" if group.round is None else f" round {group.round}"
-        if group.split != TRAIN:
-            round += f" of {group.split}"
-        needs = f"{group.need} needed of {group.size}" if group.need < group.size else group.size
-        rows.append(
-            (
-                group.instance_id + round,
-                f"{group.present} of {needs}",
-                show_duration(group.age_s),
-                missing,
-                ", ".join(map(str, group.producers)),
-            )
-        )
-    if rows:
-        lines.append(table(("oldest", "present>", "waits>", "missing", "from producers"), rows))
-    alike: dict[str, list[str]] = {}
-    for group in status.oldest_incomplete:
-        for failed in group.failed:
-            why = f"{_times(failed.attempts)}: {failed.reason}"
-            alike.setdefault(why, []).append(f"{group.instance_id}[{failed.index}]")
-    lines += [f"  failed: {fold(samples)}, {why}" for why, samples in alike.items()]
-    return "\n".join(lines)
+    )
+    return "\n".join([head, *_group_lines(status.oldest_incomplete)])
 
 
 def _splits(status: BusStatus) -> str:
@@ -351,13 +322,20 @@ _FAILURES = 20
 def groups_text(found: Groups) -> str:
     """Lay out incomplete groups."""
     omitted = f", and {show_count(found.omitted)} more" if found.omitted else ""
-    lines = [f"{show_count(len(found.groups))} incomplete groups, the oldest first{omitted}"]
-    if found.groups:
-        head = ("instance", "present>", "waits>", "samples", "from producers", "begun by")
-        lines.append(table(head, [_row(group) for group in found.groups]))
-        lines.append(f"  # there   {_MISSING} missing   + begun   x failed   ? asked for again")
+    head = f"{show_count(len(found.groups))} incomplete groups, the oldest first{omitted}"
+    return "\n".join([head, *_group_lines(found.groups)])
+
+
+def _group_lines(groups: Sequence[GroupCells]) -> list[str]:
+    if not groups:
+        return []
+    head = ("oldest", "present>", "waits>", "samples", "from producers", "begun by")
+    lines = [
+        table(head, [_row(group) for group in groups]),
+        f"  # there   {_MISSING} missing   + begun   x failed   ? asked for again",
+    ]
     alike: dict[str, list[str]] = {}
-    for group in found.groups:
+    for group in groups:
         for cell in group.cells:
             if cell.state in ("failed", "asked"):
                 alike.setdefault(_why(cell), []).append(f"{group.instance_id}[{cell.index}]")
@@ -365,35 +343,40 @@ def groups_text(found: Groups) -> str:
     lines += [f"  failed: {fold(samples)}, {why}" for why, samples in told]
     if len(alike) > _FAILURES:
         lines.append(f"  and {show_count(len(alike) - _FAILURES)} more kinds of failures: --json")
-    return "\n".join(lines)
+    return lines
 
 
 def _row(group: GroupCells) -> tuple[str, ...]:
     signs = dict.fromkeys(range(min(group.size, _SIGNS)), _MISSING)
     signs |= {cell.index: _SIGN[cell.state] for cell in group.cells if cell.index < _SIGNS}
-    producers = sorted(
-        {c.producer for c in group.cells if c.producer is not None and c.state != "begun"}
-    )
-    makers = sorted(
-        {c.producer for c in group.cells if c.producer is not None and c.state == "begun"}
+    senders, makers = (
+        ", ".join(map(str, sorted({c.producer for c in cells if c.producer is not None})))
+        for cells in (
+            [c for c in group.cells if c.state != "begun"],
+            [c for c in group.cells if c.state == "begun"],
+        )
     )
     round = "" if group.round is None else f" round {group.round}"
     return (
         group.instance_id + round + ("" if group.split == "train" else f" ({group.split})"),
-        f"{group.present} of {group.need or group.size}",
+        f"{group.present} of {_needs(group)}",
         show_duration(group.age_s),
         "".join(signs[index] for index in sorted(signs)) + ("..." if group.size > _SIGNS else ""),
-        ", ".join(map(str, producers)),
-        ", ".join(map(str, makers)),
+        senders,
+        makers,
     )
+
+
+def _needs(group: GroupCells) -> str:
+    less = 0 < group.need < group.size
+    return f"{group.need} needed of {group.size}" if less else f"{group.size}"
 
 
 def _why(cell: SampleCell) -> str:
     again = "" if cell.state == "failed" else "; asked for again"
     if cell.taken_by is not None:
         again += f", producer {cell.taken_by} makes it"
-    times = "once" if cell.attempts == 1 else f"{cell.attempts} times"
-    return f"{times}: {cell.reason}{again}"
+    return f"{_times(cell.attempts)}: {cell.reason or 'no reason given'}{again}"
 
 
 def _cells_text(group: GroupCells) -> str:
@@ -405,7 +388,7 @@ def _cells_text(group: GroupCells) -> str:
             "" if cell.score is None else f"{cell.score:g}",
             "" if cell.producer is None else str(cell.producer),
             "" if cell.age_s is None else show_duration(cell.age_s),
-            _more(cell),
+            f"failed {_why(cell)}" if cell.state in ("failed", "asked") else "",
         )
         for cell in group.cells[:_SIGNS]
     ]
@@ -413,14 +396,6 @@ def _cells_text(group: GroupCells) -> str:
     more = f"\n  and {show_count(hidden)} more: --json" if hidden else ""
     head = ("sample>", "what", "score>", "producer>", "since>", "")
     return table(head, rows) + more
-
-
-def _more(cell: SampleCell) -> str:
-    if cell.state not in ("failed", "asked"):
-        return ""
-    again = "" if cell.taken_by is None else f"; producer {cell.taken_by} makes it again"
-    times = "once" if cell.attempts == 1 else f"{cell.attempts} times"
-    return f"failed {times}: {cell.reason or 'no reason given'}{again}"
 
 
 _WORDS = {

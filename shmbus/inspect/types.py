@@ -18,30 +18,6 @@ from shmbus._schema import SchemaField
 from shmbus.ledger import LanePauseStatus, TrajectoryCounts
 from shmbus_ext import _core
 
-__all__ = [
-    "BusEvent",
-    "BusStatus",
-    "CollectorStatus",
-    "Count",
-    "DaemonStatus",
-    "FailedSample",
-    "Finding",
-    "GroupCells",
-    "GroupHead",
-    "GroupState",
-    "GroupStatus",
-    "LeaseStatus",
-    "LedgerStatus",
-    "OpenGroup",
-    "PauseStatus",
-    "ProducerSlot",
-    "ProducerStatus",
-    "SampleCell",
-    "Verdict",
-    "WaitedStatus",
-    "WantedStatus",
-]
-
 #: Where a group is: incomplete; complete and not taken; with a trainer; or not on the bus, maybe
 #: not any more.
 GroupState: TypeAlias = Literal["open", "ready", "leased", "gone"]
@@ -87,6 +63,12 @@ class GroupCells(GroupHead, frozen=True, kw_only=True):
     cells: list[SampleCell]
     #: Cells that did not fit into the answer.
     cells_omitted: int = 0
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices that are not there; none of a group that is not shown whole."""
+        there = {cell.index for cell in self.cells if cell.state == "there"}
+        return [] if self.cells_omitted else [i for i in range(self.size) if i not in there]
 
 
 class BusEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -242,30 +224,6 @@ class PauseStatus(msgspec.Struct, frozen=True):
     age_s: float
 
 
-class FailedSample(msgspec.Struct, frozen=True):
-    """A sample of an incomplete group that failed."""
-
-    index: int
-    #: Failed attempts, as far as they were reported.
-    attempts: int
-    reason: str
-
-
-class OpenGroup(GroupHead, frozen=True, kw_only=True):
-    """An incomplete group, as a status has it."""
-
-    #: Missing indices, and those of them that failed; a status names the first.
-    missing: list[int]
-    failed: list[FailedSample] = []
-
-
-class GroupStatus(OpenGroup, frozen=True, kw_only=True):
-    """An incomplete group, as its records show it."""
-
-    #: Numbers of the producers that sent its samples.
-    producers: list[int]
-
-
 class WantedStatus(msgspec.Struct, frozen=True):
     """A retry request: a sample that producers are asked for again."""
 
@@ -333,6 +291,9 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     draining: bool = False
     #: Groups that a client which has not come back may hold.
     in_doubt: int = 0
+    #: While there are such: processes that are stopped, have the bus open and are not attached, as
+    #: whoever reads the status finds.
+    stopped_pids: list[int] = []
     #: Ranks that share the steps; 0 without ranks.
     world_size: int = 0
     next_steps: dict[int, int] = {}
@@ -341,6 +302,8 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     groups_ready: int = 0
     groups_leased: int = 0
     leases: list[LeaseStatus] = []
+    #: Age of the oldest incomplete group.
+    oldest_s: float = 0.0
     #: Failed attempts since it began, by the kind of their reason.
     failed_attempts: dict[str, int] = {}
 
@@ -443,8 +406,6 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     #: records were not sorted into groups.
     groups_incomplete: int | None
     groups_complete: int | None
-    #: The incomplete groups that have waited longest, with their missing samples.
-    oldest_incomplete: list[GroupStatus]
     collector: CollectorStatus
     #: Slots that have been used, by producer number.
     producers: list[ProducerStatus]
@@ -475,5 +436,7 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     schema: list[SchemaField] | None = None
     #: Why these cannot be read; "" where they can.
     schema_problem: str = ""
+    #: The incomplete groups that have waited longest; empty where the records were not walked.
+    oldest_incomplete: list[GroupCells] = []
     #: What is to be said of it in one sentence; None where the records were not walked.
     verdict: Verdict | None = None

@@ -16,10 +16,8 @@ from shmbus import _encoding, limits
 from shmbus._format import printable
 from shmbus.inspect.records import RecordRow
 from shmbus.inspect.segment_file import SegmentFile
-from shmbus.inspect.types import FailedSample, GroupCells, GroupStatus, SampleCell
+from shmbus.inspect.types import GroupCells, SampleCell
 from shmbus_ext import _core
-
-__all__ = ["MISSING_NAMED", "OpenGroups", "count_undelivered", "counters", "undelivered_records"]
 
 
 def counters(file: SegmentFile) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -84,8 +82,6 @@ def undelivered_records(file: SegmentFile, *, payload: bool = False) -> list[Rec
     return sorted(found.values(), key=lambda row: row.committed_ns)
 
 
-#: Missing indices of a group that a status names; their number is always exact.
-MISSING_NAMED = 16
 #: Records that are sorted into groups: about two seconds of work. Beyond that no group is named.
 MAX_RECORDS = 200_000
 #: Samples that are shown one by one; the largest group fits.
@@ -124,8 +120,6 @@ class OpenGroups:
         self.complete: int | None = None
         #: Instance ids, rounds and splits of the complete ones.
         self.whole: list[tuple[str, int | None, str]] = []
-        #: The incomplete ones that have waited longest.
-        self.oldest: list[GroupStatus] = []
         self._groups: dict[object, _Open] = {}
         if undelivered > MAX_RECORDS:
             return
@@ -137,11 +131,8 @@ class OpenGroups:
                 del groups[row.key]
                 self.whole.append((row.instance_id, row.round, file.split_label(row.split)))
         self.complete = len(self.whole)
-        now = _core.monotonic_ns()
         self.incomplete = len(groups)
-        self._file, self._groups, self._now_ns = file, groups, now
-        oldest = list(groups.values())[: limits.STATUS_GROUPS]
-        self.oldest = [_group(file, group, now) for group in oldest]
+        self._file, self._groups, self._now_ns = file, groups, _core.monotonic_ns()
 
     def cells(self, count: int) -> tuple[list[GroupCells], int]:
         """Show the oldest incomplete groups sample by sample, before `file` is closed."""
@@ -204,25 +195,3 @@ def _reason(file: SegmentFile, row: RecordRow) -> str:
     except ValueError:
         return "its reason cannot be read"
     return printable(str(reason))
-
-
-def _group(file: SegmentFile, group: _Open, now_ns: int) -> GroupStatus:
-    rows = [*group.rows.values(), *group.failed.values()]
-    failed = [group.failed[index] for index in sorted(group.failed)]
-    first = min(rows, key=lambda row: row.committed_ns)
-    missing = (index for index in range(group.size) if index not in group.rows)
-    return GroupStatus(
-        instance_id=printable(first.instance_id),
-        round=first.round,
-        need=group.need or group.size,
-        split=printable(file.split_label(first.split)),
-        size=group.size,
-        present=len(group.rows),
-        missing=list(itertools.islice(missing, MISSING_NAMED)),
-        age_s=max(0.0, (now_ns - first.committed_ns) / 1e9),
-        producers=sorted({row.producer_id for row in rows}),
-        failed=[
-            FailedSample(row.index, int(row.score) + 1, _reason(file, row))
-            for row in failed[:MISSING_NAMED]
-        ],
-    )

@@ -18,6 +18,7 @@ from typing import Final, Literal
 from shmbus._format import several, show_count, show_duration
 from shmbus.inspect.types import (
     BusStatus,
+    DaemonStatus,
     Finding,
     GroupCells,
     LeaseStatus,
@@ -26,8 +27,6 @@ from shmbus.inspect.types import (
 )
 from shmbus.inspect.who_is_missing import waiting_for
 from shmbus.segment.explain import DAEMON_LABEL
-
-__all__ = ["judge", "producer_name"]
 
 #: Seconds without any movement after which a bus with something to do stands still.
 STILL_S: Final = 60.0
@@ -56,6 +55,7 @@ _FIRST: Final = (
     "paused",
     "servers_left",
     "trainer_stopped",
+    "not_back",
     "no_trainer",
     "rank_missing",
     "nobody_sends",
@@ -613,10 +613,11 @@ def _trainers(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
     if not daemon.answers or daemon.recovering:
         return []
     here = [lease for lease in daemon.leases if lease.connected]
+    away = _not_back(daemon)
     if not here:
         ready = daemon.groups_ready
         waits = f"{several(ready, 'complete group', 'wait')}, and no"
-        return [
+        return away or [
             Finding(
                 kind="no_trainer" if status.space_wanted else "trainer_away",
                 cost=0.8 if ready else 0.3,
@@ -624,7 +625,7 @@ def _trainers(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
                 advice="start the trainer",
             )
         ]
-    found = [_stopped_trainer(lease, len(here)) for lease in here if lease.stopped]
+    found = away + [_stopped_trainer(lease, len(here)) for lease in here if lease.stopped]
     waiting = [lease for lease in here if lease.waiting]
     absent = sorted(set(range(daemon.world_size)) - {lease.rank for lease in here})
     if waiting and absent:
@@ -651,6 +652,26 @@ def _stopped_trainer(lease: LeaseStatus, trainers: int) -> Finding:
         advice=f"`kill -CONT {lease.pid}` continues it",
         who=[name],
     )
+
+
+def _not_back(daemon: DaemonStatus) -> list[Finding]:
+    """Say that a client of an earlier daemon, or connection, keeps groups from everybody."""
+    if not daemon.in_doubt:
+        return []
+    pids = daemon.stopped_pids[:_NAMED]
+    named = f" (pid {', '.join(map(str, pids))}, stopped)" if pids else ""
+    return [
+        Finding(
+            kind="not_back",
+            cost=0.6,
+            what=f"{several(daemon.in_doubt, 'group')} may be held by a trainer that has not come "
+            f"back to the daemon{named}",
+            advice=f"`kill -CONT {' '.join(map(str, pids))}` continues it; others get them once "
+            "it ends"
+            if pids
+            else "they come back once it attaches again, or ends",
+        )
+    ]
 
 
 def _waiting(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> list[Finding]:

@@ -11,8 +11,6 @@ from typing import Final
 
 from shmbus.inspect.types import GroupCells, ProducerStatus
 
-__all__ = ["waiting_for"]
-
 #: The part from which something is the custom: groups of one producer, an index of one.
 _CUSTOM: Final = 0.8
 #: The part of the busiest producer's samples from which one counts as a worker like the others.

@@ -15,8 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-__all__ = ["Availability", "GroupQueue", "Waiting", "choose", "choose_with_minimums", "fitting"]
-
 #: Groups of one environment that may wait for others to make its group size; above that, the oldest
 #: go on alone. The search for a sum is linear in it, and an environment that never fits must not
 #: hold the bus.

@@ -25,11 +25,7 @@ __all__ = ["ITEM_KEY", "Sample", "SampleGroups", "is_slime", "item_of", "sample_
 #: Where the meta of a record has the item.
 ITEM_KEY: Final = "slime"
 #: Lists of numbers that become arrays, so that a trainer on this machine reads views of them.
-_ARRAYS: Final = (
-    ("tokens", np.int64),
-    ("loss_mask", np.int64),
-    ("rollout_log_probs", np.float64),
-)
+_ARRAYS: Final = (("tokens", np.int64), ("loss_mask", np.int64), ("rollout_log_probs", np.float64))
 #: Ints have no end; NaN and infinity are beyond it, too.
 _LARGEST_SCORE: Final = sys.float_info.max
 

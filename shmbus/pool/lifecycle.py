@@ -22,23 +22,7 @@ OPEN_WAIT_S = 30.0
 
 
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pool is to be.
-
-    Attributes
-    ----------
-    slot_bytes : int | str
-        Bytes of one version, such as "2GiB".
-    slots : int
-        Slots that get their memory now: two for one that is read and one that is written.
-    max_slots : int | None
-        Slots that it may grow to; `slots` by default.
-    meta_bytes : int | str
-        Bytes that a version may say of itself, such as a manifest.
-    block_bytes : int | str
-        Bytes that one digest covers: a power of two from 1 to 64 MiB.
-    patch_bytes : int | str
-        Bytes of each slot for patches, of all ranks together; see `shmbus.pool.patches`.
-    """
+    """What a pool is to be."""
 
     slot_bytes: int | str
     slots: int = 2
@@ -51,7 +35,7 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
 def _companion(bus: str, kind: str) -> Companion[_core.SlotPool]:
     return Companion(
         _core.SlotPool,
-        "POOL",
+        _core.POOL_LAYOUT_VERSION,
         kind,
         bus,
         title=f"pool {kind!r} of bus {bus!r}",

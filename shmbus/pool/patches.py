@@ -15,6 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from shmbus.errors import DamagedError
 from shmbus_ext import _core
@@ -34,17 +36,7 @@ __all__ = [
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Where elements lie in a version's bytes.
-
-    Attributes
-    ----------
-    offset : int
-        Bytes before the first.
-    rows, row_bytes, stride : int
-        So many rows of so many bytes, one each `stride` bytes.
-    width : int
-        Bytes of an element: 1, 2 or 4; larger ones are several of 4.
-    """
+    """Where elements lie in a version's bytes."""
 
     offset: int
     rows: int
@@ -54,24 +46,14 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class PatchRun(msgspec.Struct, frozen=True):
-    """What changed in one piece.
-
-    Attributes
-    ----------
-    rank, place : int
-        The rank that wrote it, and where its stream begins in that rank's patch.
-    piece : Piece
-    changes : int
-        Elements that changed.
-    size : int
-        Bytes of the stream.
-    """
+    """What changed in one piece."""
 
     rank: int
     place: int
     piece: Piece
     changes: int
     size: int
+    base_digest: int
 
 
 class VersionPatch:
@@ -91,6 +73,15 @@ class VersionPatch:
         """Apply what changed in one piece."""
         return _core.pool_patch_apply(self._lease, run.rank, run.place, target, offset)
 
+    def listed(self, run: PatchRun) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
+        """List what a run writes: numbers of elements, rising, and the bytes of their values."""
+        room, width = 2 * run.changes, run.piece.width
+        elements, values = np.empty(room, np.uint32), np.empty(room * width, np.uint8)
+        count = _core.pool_patch_list(self._lease, run.rank, run.place, elements, values)
+        if count is None:
+            raise DamagedError("a patch was damaged after it was checked: load the whole version")
+        return elements[:count], values[: count * width]
+
 
 def find_patch(lease: _core.PoolLease) -> VersionPatch | None:
     """Read the patch of a leased version, checked against its checksums, where it has one."""
@@ -104,8 +95,8 @@ def find_patch(lease: _core.PoolLease) -> VersionPatch | None:
         )
     base_sequence, base_version, rows = found
     runs = [
-        PatchRun(rank, place, Piece(offset, count, row_bytes, stride, width), changes, size)
-        for rank, place, offset, count, row_bytes, stride, width, changes, size in rows
+        PatchRun(rank, place, Piece(offset, count, row_bytes, stride, width), *rest)
+        for rank, place, offset, count, row_bytes, stride, width, *rest in rows
     ]
     return VersionPatch(lease, base_sequence, base_version, runs)
 

@@ -8,8 +8,6 @@ from typing import Final
 from shmbus.errors import BusNotFoundError
 from shmbus.pool.status import ReaderStatus, read_pool
 
-__all__ = ["LOADING_CODE", "WEIGHTS", "row_name", "rows_of_server"]
-
 #: The pool that has weights.
 WEIGHTS: Final = "weights"
 #: What a row says while a version is being loaded, so that the reader runs no whole one.

@@ -5,7 +5,7 @@ Rows come from processes that may be dead or hostile: they are shown, and decide
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,33 +27,7 @@ _LIVES: dict[int, Literal["alive", "dead"]] = {_core.ROW_ALIVE: "alive", _core.R
 
 
 class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One slot.
-
-    Attributes
-    ----------
-    slot : int
-        Its number.
-    state : "empty" | "writing" | "ready" | "damaged"
-        Damaged: its row does not match its checksum.
-    newest : bool
-        Whether readers get this one.
-    version, text : int, str
-        The publisher's number and name of what it holds.
-    sequence : int
-        Publications before it, and one.
-    size, meta_size : int
-        Bytes.
-    digests : int
-        Blocks that have a digest.
-    ranks : int
-        Ranks that wrote it.
-    published_unix_ns : int
-        When; 0 while it is being written.
-    patch_from : int | None
-        The version from which its patch leads here; None where there is none.
-    held_by : list[str]
-        Readers that have views or copy, by label and pid.
-    """
+    """One slot."""
 
     slot: int
     state: str
@@ -71,21 +45,7 @@ class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that writes.
-
-    Attributes
-    ----------
-    rank : int
-        0 is the publisher.
-    state : "alive" | "dead"
-        By its file lock.
-    pid, label : int, str
-        What it called itself.
-    done : int
-        The newest sequence that it has written.
-    error : str
-        Why it could not write the last one that failed.
-    """
+    """A process that writes."""
 
     rank: int
     state: Literal["alive", "dead"]
@@ -96,25 +56,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReaderStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that reads.
-
-    Attributes
-    ----------
-    reader : int
-        Its row.
-    state : "alive" | "dead"
-        By its file lock.
-    pid, label, device : int, str, str
-        What it called itself.
-    applied_version, applied_sequence : int | None
-        What it runs; None before the first. Of two versions with one number the sequence tells.
-    refused_version : int | None
-        What it could not take, when that is newer than what it runs.
-    error_code, error : int, str
-        Why.
-    holds : list[int]
-        Slots.
-    """
+    """A process that reads."""
 
     reader: int
     state: Literal["alive", "dead"]
@@ -130,26 +72,7 @@ class ReaderStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole pool.
-
-    Attributes
-    ----------
-    bus, kind, path : str
-        Its name.
-    size : int
-        Bytes of the slots that have memory.
-    slot_size, slots_open, max_slots : int
-        Bytes of one version; slots with memory; slots that it may grow to.
-    published, skipped : int
-        Versions so far; versions that were given up because every slot was held.
-    version : int | None
-        The newest; None before the first.
-    slots : list[SlotStatus]
-    ranks : list[RankStatus]
-        Those that are there, or died.
-    readers : list[ReaderStatus]
-        The same.
-    """
+    """A whole pool."""
 
     bus: str
     kind: str
@@ -198,7 +121,7 @@ def status_of_pool(bus: str, kind: str, pool: _core.SlotPool) -> PoolStatus:
     )
 
 
-def _slot(row: _core.PoolSlotRow, readers: list[ReaderStatus]) -> SlotStatus:
+def _slot(row: dict[str, Any], readers: list[ReaderStatus]) -> SlotStatus:
     ready = row["state"] == "ready"
     return SlotStatus(
         slot=row["slot"],
@@ -221,7 +144,7 @@ def _slot(row: _core.PoolSlotRow, readers: list[ReaderStatus]) -> SlotStatus:
     )
 
 
-def _rank(row: _core.PoolRankRow) -> RankStatus:
+def _rank(row: dict[str, Any]) -> RankStatus:
     return RankStatus(
         rank=row["rank"],
         state=_LIVES[row["life"]],
@@ -232,7 +155,7 @@ def _rank(row: _core.PoolRankRow) -> RankStatus:
     )
 
 
-def _reader(row: _core.PoolReaderRow) -> ReaderStatus:
+def _reader(row: dict[str, Any]) -> ReaderStatus:
     refused = row["refused"] > row["applied"]
     return ReaderStatus(
         reader=row["reader"],

@@ -23,7 +23,8 @@ import msgspec
 from aiohttp import web
 
 from shmbus.recorder import settings as limits
-from shmbus.recorder.dialects import DIALECTS, Dialect, UnusableCall
+from shmbus.recorder.dialects import DIALECTS
+from shmbus.recorder.dialects.base import Dialect, UnusableCall
 from shmbus.recorder.engine_api import BadAnswer, Reading, refuse_unsampled
 from shmbus.recorder.engines import Engine, EngineGone, Engines, headers_of
 from shmbus.recorder.event_stream import DONE, EventParser, EventTooLarge
@@ -31,9 +32,8 @@ from shmbus.recorder.refusals import CallRefusal
 from shmbus.recorder.sessions import Session, Sessions
 from shmbus.recorder.settings import Settings
 from shmbus.recorder.transcript import Span
-from shmbus.recorder.versions import EngineVersions, cache_salt
-
-__all__ = ["Calls", "decoded"]
+from shmbus.recorder.versions import EngineVersions
+from shmbus.segment.cache_salt import cache_salt
 
 logger = logging.getLogger(__name__)
 
@@ -174,14 +174,12 @@ class _Call:
         """Ask one engine; EngineGone where nothing of an answer has gone out."""
         calls, dialect = self._calls, self._dialect
         self._begun = calls._versions.of(engine.url)
-        experts = calls._settings.experts
-        by_rows = calls._versions.by_rows(engine.url)
         self._reading = Reading(
             dialect.call,
             dialect.endpoint,
             engine.kind,
-            cache_salt=None if by_rows is None else cache_salt(calls._settings.bus, by_rows.newest),
-            experts=experts,
+            cache_salt=cache_salt(calls._settings.bus, self._begun.newest),
+            experts=calls._settings.experts,
         )
         headers = {**headers_of(self._request.headers), **_JSON, "Accept-Encoding": "identity"}
         body = _encode(self._reading.body)

@@ -6,18 +6,13 @@ Invariant: importing this loads nothing of the extra; `run` does.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from urllib.parse import urlsplit
 
-from shmbus.cli._options import Commands, take_int, take_seconds
-from shmbus.http.options import address, allow_connections, count, read_token
+from shmbus.cli._options import Commands, require_extra, seconds, whole
+from shmbus.http.options import address, allow_connections, read_token
 from shmbus.segment.names import check_name
-
-__all__ = ["add_parser", "run"]
-
-_NEEDS = ("aiohttp",)
 
 _EXAMPLES = """\
 examples:
@@ -53,7 +48,7 @@ def add_parser(commands: Commands) -> None:
         "--token-file", metavar="FILE", help="what opens sessions, as 'Authorization: Bearer TOKEN'"
     )
     parser.add_argument(
-        "--max-lag", metavar="N", type=_at_least_0,
+        "--max-lag", metavar="N", type=whole(0),
         help="versions behind the trainer's from which a session ends (default: any)",
     )  # fmt: skip
     parser.add_argument(
@@ -61,24 +56,24 @@ def add_parser(commands: Commands) -> None:
         help="record the experts of each token too, such as 48x8",
     )  # fmt: skip
     parser.add_argument(
-        "--sessions", metavar="N", type=count, default=4096, help="at once (default 4096)"
+        "--sessions", metavar="N", type=whole(1), default=4096, help="at once (default 4096)"
     )
     parser.add_argument(
-        "--calls", metavar="N", type=count, default=1000, help="of a session (default 1000)"
+        "--calls", metavar="N", type=whole(1), default=1000, help="of a session (default 1000)"
     )
     parser.add_argument(
-        "--tokens", metavar="N", type=count, default=1 << 20,
+        "--tokens", metavar="N", type=whole(1), default=1 << 20,
         help="of a session's rows (default 1048576)",
     )  # fmt: skip
     parser.add_argument(
-        "--idle", metavar="SECONDS", type=take_seconds, default=600.0,
+        "--idle", metavar="SECONDS", type=seconds(), default=600.0,
         help="without a call, after which a session that was opened over HTTP fails (default 600)",
     )  # fmt: skip
     parser.add_argument(
-        "--body-limit", metavar="MIB", type=count, default=32, help="of one call (default 32)"
+        "--body-limit", metavar="MIB", type=whole(1), default=32, help="of one call (default 32)"
     )
     parser.add_argument(
-        "--memory", metavar="MIB", type=count, default=2048,
+        "--memory", metavar="MIB", type=whole(1), default=2048,
         help="of all bodies and sessions (default 2048)",
     )  # fmt: skip
     parser.add_argument("--log-format", choices=("json", "text"), default="text")
@@ -86,10 +81,6 @@ def add_parser(commands: Commands) -> None:
         "--log-level", choices=("debug", "info", "warning", "error"), default="warning"
     )
     parser.set_defaults(run=run)
-
-
-def _at_least_0(text: str) -> int:
-    return take_int(text, 0)
 
 
 def _engine(text: str) -> str:
@@ -111,15 +102,8 @@ def _experts(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve; 1 with a hint where its extra is not installed."""
-    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        print(
-            f"shmbus proxy needs {', '.join(missing)}; install the extra: "
-            "pip install 'shmbus[proxy]'",
-            file=sys.stderr,
-        )
-        return 1
+    """Serve."""
+    require_extra("proxy", "aiohttp")
     from shmbus.daemon import logs
     from shmbus.recorder.server import serve
     from shmbus.recorder.settings import Settings

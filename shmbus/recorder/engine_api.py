@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 
 from shmbus.recorder.transcript import Span, Turn
 
-__all__ = ["CHAT", "BadAnswer", "Endpoint", "Kind", "Reading", "canonical", "refuse_unsampled"]
-
 Kind: TypeAlias = Literal["vllm", "sglang"]
 Endpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions"]
 
@@ -189,8 +187,9 @@ class Reading:
         elif body.get("stream"):
             body["stream"] = False
             body.pop("stream_options", None)
-        if cache_salt is not None and body.get("cache_salt") is None:
-            body["cache_salt"] = cache_salt
+        salted = "cache_salt" if kind == "vllm" else "extra_key"
+        if cache_salt is not None and body.get(salted) is None:
+            body[salted] = cache_salt
         if kind == "vllm":
             body["return_token_ids"] = True
             if not self._wants_logprobs:

@@ -22,8 +22,6 @@ from shmbus.recorder import settings as limits
 from shmbus.recorder.engine_api import Kind
 from shmbus.recorder.sessions import Session
 
-__all__ = ["Engine", "EngineGone", "Engines", "headers_of"]
-
 logger = logging.getLogger(__name__)
 
 #: Statuses of an engine that cannot answer now, whatever it was asked.

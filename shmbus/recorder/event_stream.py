@@ -9,8 +9,6 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["DONE", "EventParser", "EventTooLarge", "event"]
-
 #: Bytes of one event: a prompt of 200,000 token ids in its first one, five times over.
 MAX_EVENT_BYTES: Final = 8 << 20
 #: How a stream of OpenAI's form says that it has ended.

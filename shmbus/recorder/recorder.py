@@ -30,8 +30,6 @@ from shmbus.recorder.versions import EngineVersions
 from shmbus.recorder_files import EngineNote, RecorderFile, RecorderNote, SessionNote
 from shmbus.session import PackedArray, PackedSample
 
-__all__ = ["Recorder"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds between two looks for requests that dead workers had in hand, and notes of the file.

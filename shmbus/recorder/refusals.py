@@ -12,8 +12,6 @@ from typing import Final
 
 from shmbus.http.access import Refusal
 
-__all__ = ["CallRefusal", "kind_of"]
-
 _KINDS: Final = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
     404: "not_found_error", 405: "invalid_request_error", 409: "conflict_error",

@@ -34,8 +34,7 @@ from shmbus.http.access import (
     require_program,
 )
 from shmbus.http.metrics import Metrics, escaped
-from shmbus.http.server import Connection, HttpServer
-from shmbus.http.serving import run, shown_address, stop_signals, wait_for_any
+from shmbus.http.server import Connection, HttpServer, run_server, url_of
 from shmbus.recorder import settings as limits
 from shmbus.recorder.dialects import DIALECTS
 from shmbus.recorder.dialects.base import error_body
@@ -44,8 +43,6 @@ from shmbus.recorder.refusals import CallRefusal, kind_of
 from shmbus.recorder.sessions import Session
 from shmbus.recorder.settings import Settings
 from shmbus.session import Opened
-
-__all__ = ["Server", "serve", "serving"]
 
 logger = logging.getLogger(__name__)
 #: A line for each request that is refused or fails.
@@ -410,23 +407,25 @@ async def serving(settings: Settings) -> AsyncIterator[Recorder]:
         http = Server(recorder).http
         stack.push_async_callback(http.close)
         host, port = await http.bind(settings.host, settings.port)
-        await recorder.start(shown_address(host, port))
+        await recorder.start(url_of(host, port))
         await http.start()
         yield recorder
 
 
-async def _run(settings: Settings, say: Callable[[str], None]) -> int:
-    stop = stop_signals()
-    async with serving(settings) as recorder:
-        gc.collect()
-        gc.freeze()
-        say(recorder.url)
-        logger.info("recording", extra={"bus": settings.bus, "http": recorder.url})
-        await wait_for_any(stop, recorder.gone)
-        logger.info("stopping", extra={"bus": settings.bus})
-        return 1 if recorder.gone.is_set() else 0
-
-
 def serve(settings: Settings, say: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT; 1 where the bus was removed."""
-    return run(_run(settings, say))
+
+    async def record(stop: asyncio.Event) -> int:
+        async with serving(settings) as recorder:
+            gc.collect()
+            gc.freeze()
+            say(recorder.url)
+            logger.info("recording", extra={"bus": settings.bus, "http": recorder.url})
+            waits = [asyncio.ensure_future(event.wait()) for event in (stop, recorder.gone)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+            logger.info("stopping", extra={"bus": settings.bus})
+            return 1 if recorder.gone.is_set() else 0
+
+    return run_server(record, None)

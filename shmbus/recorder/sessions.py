@@ -22,8 +22,6 @@ from shmbus.recorder.refusals import CallRefusal
 from shmbus.recorder.settings import Settings
 from shmbus.recorder.transcript import Transcript, Turn
 
-__all__ = ["End", "Place", "Session", "Sessions"]
-
 _KEY_PREFIX: Final = "sk-shmbus-"
 
 

@@ -6,8 +6,6 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["Settings"]
-
 #: Bytes of one call's body: a conversation of a million tokens, or some twenty images.
 BODY_LIMIT: Final = 32 << 20
 #: Bytes of all bodies that are read, and of what sessions keep.
@@ -25,7 +23,7 @@ IDLE_S: Final = 600.0
 #: Seconds that an engine may send nothing: a long prefill behind a pause.
 ENGINE_SILENCE_S: Final = 900.0
 #: Seconds for a connection to an engine; one that is full of connections takes none.
-CONNECT_S: Final = 5.0
+CONNECT_S: Final = 15.0
 #: Seconds for what comes behind the last event of a stream: the end of its body, at once.
 DRAIN_S: Final = 0.1
 #: Engines that are asked for one answer, one after the other.

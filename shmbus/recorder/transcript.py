@@ -14,8 +14,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Span", "Transcript", "Turn"]
-
 _TOKEN: Final = np.dtype(np.int32)
 _LOGPROB: Final = np.dtype(np.float32)
 #: Bytes of a token in a row: id, logprob, mask.

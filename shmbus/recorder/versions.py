@@ -1,4 +1,4 @@
-"""Which version of the weights an engine runs, and what a prefix cache is salted with.
+"""Which version of the weights an engine runs.
 
 What ranks say in their rows of the bus's weights is believed first; without rows, the trainer's own
 version. Both are reads of shared memory.
@@ -13,19 +13,12 @@ import shmbus
 from shmbus.pool.server_rows import LOADING_CODE, rows_of_server
 from shmbus.recorder.transcript import Span
 
-__all__ = ["EngineVersions", "cache_salt"]
-
 #: Seconds for which the rows at a call's begin may be older than it: an older version is the
 #: careful one there. At its end they are read.
 _FRESH_S: Final = 0.05
 #: Seconds for which an engine without rows counts as one, at both ends: rows come with its first
 #: update, and until then the trainer's version is what is known.
 _ROWLESS_S: Final = 1.0
-
-
-def cache_salt(bus: str, version: int) -> str:
-    """Return what keeps keys and values of one version from requests of another."""
-    return f"{bus}:{version}"
 
 
 class EngineVersions:

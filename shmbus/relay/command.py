@@ -6,7 +6,6 @@ Invariant: importing this loads nothing of the extra; `run` does.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
@@ -17,14 +16,13 @@ from shmbus.cli._options import (
     add_command,
     bus_name,
     print_json,
-    take_int,
-    take_seconds,
+    require_extra,
+    seconds,
+    whole,
 )
 
 if TYPE_CHECKING:
     from shmbus.relay.coordinator_party import RelayNote
-
-__all__ = ["add_parser", "run", "show_nodes"]
 
 #: Of what happens to groups before they cross: option, its kind, and what it says.
 _POLICY: Final = (
@@ -53,6 +51,7 @@ def add_parser(commands: Commands) -> None:
             "shmbus relay run1 --stop",
         ],
         json=True,
+        bus=False,
     )
     parser.add_argument(
         "name", metavar="NAME[@RESOURCE]", type=_spec,
@@ -64,7 +63,7 @@ def add_parser(commands: Commands) -> None:
     )  # fmt: skip
     parser.add_argument("--ray", metavar="ADDRESS", help="of the cluster (default: this node's)")
     for option, kind, meaning in _POLICY:
-        type_ = _seconds if kind == "SECONDS" else _count
+        type_ = seconds(endless=True) if kind == "SECONDS" else whole(0)
         parser.add_argument(f"--{option}", type=type_, metavar=kind, help=meaning)
     for option in ("on-timeout", "on-failure"):
         choices = ("wait", "drop", "partial") if option == "on-timeout" else ("drop", "partial")
@@ -96,18 +95,9 @@ def _spec(text: str) -> str:
     return text
 
 
-def _seconds(text: str) -> float:
-    return take_seconds(text, endless=True)
-
-
-def _count(text: str) -> int:
-    return take_int(text, 0)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Do it; 1 with a hint where the extra is not installed, 2 where a trainer is missing."""
-    if not _has_ray():
-        return 1
+    require_extra("ray", "ray")
     from shmbus.relay import on_ray
 
     name = arguments.name.partition("@")[0]
@@ -148,20 +138,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _has_ray() -> bool:
-    found = importlib.util.find_spec("ray") is not None
-    if not found:
-        print(
-            "shmbus relay needs Ray; install the extra on every node: pip install 'shmbus[ray]'",
-            file=sys.stderr,
-        )
-    return found
-
-
 def show_nodes(name: str, address: str | None, *, json: bool) -> int:
     """Print the ledgers of all buses of a relay; 1 where one does not balance, or is silent."""
-    if not _has_ray():
-        return 1
+    require_extra("ray", "ray")
     from shmbus.relay import on_ray
 
     nodes = on_ray.find(name, address).ledgers()

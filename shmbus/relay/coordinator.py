@@ -34,13 +34,11 @@ from shmbus.relay.messages import (
     Unanswered,
     Wanted,
 )
-from shmbus.relay.origins import Origin, OriginHead, bus_of, by_bus, is_of, unpack_heads
+from shmbus.relay.origins import Origin, bus_of, by_bus, is_of, unpack_heads
 from shmbus.relay.retries import RetryRequests
 from shmbus.stash.failures import FailingGroup
 from shmbus.stash.stash import Stash, StashPolicy
-from shmbus_ext._core import GroupEntry
-
-__all__ = ["Coordinator", "OriginHead"]
+from shmbus_ext._core import GroupEntry, OriginHead
 
 #: More than any bus or stash has.
 _ALL = 1 << 30

@@ -45,21 +45,13 @@ from shmbus.relay.messages import (
     Unanswered,
     Wanted,
 )
-from shmbus.relay.origins import OriginHead, bus_of, name_origin
+from shmbus.relay.origins import bus_of, name_origin
 from shmbus.relay.party import Backoff
 from shmbus.stash.stash import Stash, StashPolicy
+from shmbus_ext._core import OriginHead
 
 if TYPE_CHECKING:
     from shmbus.relay.party import Mailbox
-
-__all__ = [
-    "Clocks",
-    "CoordinatorParty",
-    "PeerNote",
-    "RelayNote",
-    "WaitingNote",
-    "waiting_notes",
-]
 
 _log = logging.getLogger("shmbus.relay")
 

@@ -30,8 +30,6 @@ from shmbus.relay.source_party import SourceParty
 from shmbus.segment.names import check_name
 from shmbus.stash.stash import StashPolicy
 
-__all__ = ["Carry", "Host", "PartyPlan", "check_specs", "make_policy"]
-
 _log = logging.getLogger("shmbus.relay")
 
 #: Exit status of a process whose party failed.

@@ -23,36 +23,6 @@ from shmbus.ledger import REASONS
 from shmbus.relay.origins import Origin
 from shmbus_ext import _core
 
-__all__ = [
-    "Announcement",
-    "Assignment",
-    "Assignments",
-    "Confirmation",
-    "Drop",
-    "Envelope",
-    "Fetch",
-    "Fetched",
-    "Hello",
-    "HelloWanted",
-    "Mark",
-    "Message",
-    "MissingSample",
-    "Origin",
-    "Peers",
-    "Release",
-    "Released",
-    "Returned",
-    "Settled",
-    "SinkState",
-    "SinkStateWanted",
-    "Steering",
-    "Subscription",
-    "Unanswered",
-    "Wanted",
-    "pack",
-    "unpack",
-]
-
 #: More than anything that is counted, and what the segment's words of 64 bits hold.
 _LARGEST = 2**62
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]

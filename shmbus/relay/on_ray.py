@@ -33,8 +33,6 @@ except ImportError as error:
         "node: pip install 'shmbus[ray]'"
     ) from error
 
-__all__ = ["Relay", "RelayActor", "find", "start"]
-
 _log = logging.getLogger("shmbus.relay")
 
 #: Ray's namespace of all relays; an actor's name has the relay's.

@@ -19,18 +19,6 @@ from shmbus import errors
 from shmbus_ext import _core
 from shmbus_ext._core import OriginHead
 
-__all__ = [
-    "ORIGIN_BYTES",
-    "Origin",
-    "OriginHead",
-    "bus_of",
-    "by_bus",
-    "is_of",
-    "make_origin",
-    "name_origin",
-    "unpack_heads",
-]
-
 ORIGIN_BYTES: Final = 32
 #: A record among all buses: the bus's identity, then producer id and sequence with their high bytes
 #: first, so that they sort as numbers. Bytes, since a relay hashes each of them many times, and a

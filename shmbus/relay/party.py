@@ -17,8 +17,6 @@ from typing import Protocol
 from shmbus import errors
 from shmbus.relay.messages import Envelope, Message, unpack
 
-__all__ = ["Backoff", "Mailbox", "Opener", "Party", "run_party"]
-
 _log = logging.getLogger("shmbus.relay")
 
 #: Texts of refusals that are remembered, so that each is told once.

@@ -34,8 +34,6 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RecordReader", "reason_of"]
-
 _KEY: Final = operator.attrgetter("key")
 
 

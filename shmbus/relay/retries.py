@@ -20,11 +20,10 @@ from typing import TypeAlias
 
 from shmbus._keys import make_key, split_key
 from shmbus.relay.messages import MissingSample, Unanswered, Wanted
-from shmbus.relay.origins import OriginHead, bus_of
+from shmbus.relay.origins import bus_of
 from shmbus.stash.failures import Failures, Request
 from shmbus_ext import _core
-
-__all__ = ["RetryRequests", "RetryRows"]
+from shmbus_ext._core import OriginHead
 
 _At: TypeAlias = tuple[Hashable, int]
 

@@ -27,7 +27,6 @@ from shmbus.relay.messages import (
     Fetched,
     Mark,
     Message,
-    Origin,
     Release,
     Released,
     Returned,
@@ -35,9 +34,7 @@ from shmbus.relay.messages import (
     SinkState,
     SinkStateWanted,
 )
-from shmbus.relay.origins import by_bus, is_of
-
-__all__ = ["Batch", "Journal", "Sink"]
+from shmbus.relay.origins import Origin, by_bus, is_of
 
 #: Bytes that are fetched at a time: groups are put together until they are as many. What one core's
 #: cache holds is checked and put without coming from memory again.

@@ -26,8 +26,6 @@ from shmbus.relay.messages import (
 from shmbus.relay.origins import Origin
 from shmbus_ext import _core
 
-__all__ = ["Source"]
-
 
 def _pack_heads(held: Mapping[Origin, Any]) -> bytes:
     return _core.pack_heads(held.values())

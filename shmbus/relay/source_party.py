@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shmbus import Bus
-from shmbus.relay.buffer_pool import BufferPool
+from shmbus.relay.direct import BufferPool
 from shmbus.relay.messages import (
     Announcement,
     Envelope,
@@ -35,8 +35,6 @@ from shmbus_ext import _core
 
 if TYPE_CHECKING:
     from shmbus.relay.party import Mailbox
-
-__all__ = ["SourceParty"]
 
 _log = logging.getLogger("shmbus.relay")
 

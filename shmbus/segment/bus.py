@@ -202,18 +202,11 @@ class Bus:
         ----------
         name : str
             1 to 200 bytes without "/".
-        capacity : int or str, optional
+        capacity, max_producers, request_capacity : object, optional
             As for `create`; a bus that is there fits with as much or more. None takes any.
-        max_producers : int, optional
-            Likewise.
-        extent_bytes : int
-            As for `create`; a bus that is there fits with exactly so many. 0 takes any.
-        request_capacity : int or str, optional
-            As for `create`; a bus that is there fits with as much or more. None takes any.
-        max_lead, max_lead_versions : int, optional
-            As for `create`; a bus that is there fits with exactly these. None takes any.
-        schema : mapping of str to dtype or (dtype, shape), optional
-            As for `create`; a bus that is there fits with exactly these fields. None takes any.
+        extent_bytes, max_lead, max_lead_versions, schema : object, optional
+            As for `create`; a bus that is there fits with exactly these. None, or 0 bytes, takes
+            any.
 
         Returns
         -------

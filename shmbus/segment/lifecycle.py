@@ -5,6 +5,7 @@ Invariant: what is read was opened as a file of this user (`own_file`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -13,7 +14,13 @@ from collections.abc import Iterator
 from shmbus import errors
 from shmbus.segment import shared_file
 from shmbus.segment.explain import UnfinishedError, layout_error, not_found_error
-from shmbus.segment.names import check_name, remove_daemon_socket, shm_path
+from shmbus.segment.names import (
+    SHM_DIRECTORY,
+    check_name,
+    companion_name,
+    remove_daemon_socket,
+    shm_path,
+)
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
@@ -161,6 +168,8 @@ def unlink(name: str) -> None:
         os.unlink(shm_path(name))
         if segment is not None:
             segment.note_removal()
+        with contextlib.suppress(OSError, ValueError):
+            os.unlink(SHM_DIRECTORY + companion_name("partial", name))
         # A reader of the next bus of this name would wait for the daemon that died with this one.
         remove_daemon_socket(name)
     except FileNotFoundError as error:

@@ -123,18 +123,15 @@ class Companion(Generic[_H]):
     """A file that goes with a bus: a pool or a channel, by its kind and the bus."""
 
     def __init__(
-        self, type_: type[_H], prefix: str, kind: str, bus: str, *, title: str, unlink: str,
-        maker: str,
+        self, type_: type[_H], layout_version: int, kind: str, bus: str, *, title: str,
+        unlink: str, maker: str,
     ) -> None:  # fmt: skip
         self.path: Final = SHM_DIRECTORY + companion_name(kind, bus)
         self.title: Final = title
         self._type: Any = type_
-        self._prefix = prefix
+        self._layout_version = layout_version
         self._kind, self._bus = kind, bus
         self._unlink, self._maker = unlink, maker
-
-    def _status(self, name: str) -> int:
-        return int(getattr(_core, f"{self._prefix}_{name}"))
 
     def create(self, name: str, needed: int, *sizes: int) -> _H:
         """Make it, named so for the extension; BusExistsError where there is a file."""
@@ -168,7 +165,7 @@ class Companion(Generic[_H]):
 
         while True:
             late = time.monotonic() >= deadline
-            status, number = self._status("UNFINISHED"), 0
+            status, number = _core.SHARED_UNFINISHED, 0
             try:
                 found = _core.uninterrupted(open_once, self.path, self.title, read_only, attach)
                 if found is not None:
@@ -178,7 +175,7 @@ class Companion(Generic[_H]):
                     raise self._missing() from error
             except _NotAttachedError as error:
                 status, number = error.status, error.found
-            if late or status != self._status("UNFINISHED"):
+            if late or status != _core.SHARED_UNFINISHED:
                 raise self._layout_error(status, number)
             time.sleep(_POLL_S)
 
@@ -216,19 +213,17 @@ class Companion(Generic[_H]):
         )
 
     def _layout_error(self, status: int, found: int) -> errors.LayoutMismatchError:
-        needed = self._status("LAYOUT_VERSION")
         noun = self.title.partition(" ")[0]
-        text = {
-            "UNFINISHED": f"{self.path} was never finished; its creator died, or still works",
-            "BAD_MAGIC": f"{self.path} is no {noun}, or its header was overwritten",
-            "BAD_VERSION": f"{self.path} has layout version {found}, this process needs {needed}; "
-            "restart the processes that run another shmbus",
-            "BAD_GEOMETRY": f"the header of {self.path} is damaged (its checksum or sizes are "
-            "wrong)",
-            "TRUNCATED": f"{self.path} has {found} bytes, fewer than its header says",
-        }
-        why = next(text[name] for name in text if self._status(name) == status)
+        path = self.path
+        why = {
+            _core.SHARED_UNFINISHED: "was never finished; its creator died, or still works",
+            _core.SHARED_BAD_MAGIC: f"is no {noun}, or its header was overwritten",
+            _core.SHARED_BAD_VERSION: f"has layout version {found}, this process needs "
+            f"{self._layout_version}; restart the processes that run another shmbus",
+            _core.SHARED_BAD_GEOMETRY: "has a header that is damaged: wrong checksum or sizes",
+            _core.SHARED_TRUNCATED: f"has {found} bytes, fewer than its header says",
+        }[status]
         return errors.LayoutMismatchError(
-            f"{self.title}: {why}; remove it with {self._unlink} once nothing uses it, and start "
-            f"the {self._maker} again"
+            f"{self.title}: {path} {why}; remove it with {self._unlink} once nothing uses it, and "
+            f"start the {self._maker} again"
         )

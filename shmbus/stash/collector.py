@@ -164,9 +164,10 @@ class Collector:
             samples = self.reader.poll(limits.POLL_RECORDS)
             count = len(samples)
             self.add(samples if self.divert is None else self.divert(samples), now)
-        if self._expires:
-            stash.expire(now)
         more = count == limits.POLL_RECORDS
+        # What completes a group may lie unread in the ring, after a long step of the trainer.
+        if self._expires and not more:
+            stash.expire(now)
         if stash.inherited and not more:
             stash.settle_inherited(now)
         if stash.failures.active or stash.failures.dirty:
@@ -276,10 +277,8 @@ class Collector:
 
     def expire(self, now: float) -> None:
         """End groups and requests whose deadline has passed, also when no record arrives."""
-        self.stash.expire(now)
-        failures = self.stash.failures
-        due_s = failures.next_deadline_s()
-        if failures.dirty or (due_s is not None and now >= due_s):
+        due_s = self.stash.next_deadline_s()
+        if self.stash.failures.dirty or (due_s is not None and now >= due_s):
             self.pump_once(now)
         elif self.stash.table.cancelled:
             self.flush()

@@ -1,7 +1,7 @@
 """Failing groups: which samples are requested again, and when a group is given up.
 
-A pure state machine beside the stash: time is an argument, and the collector carries the requests
-to producers (`shmbus.stash.retries`).
+A pure state machine beside the stash, with the pause of the request lane: time is an argument, and
+the collector carries the requests to producers (`shmbus.stash.retries`).
 
 A group with a failed sample is a failing group. It leaves the group table and is kept here. Each
 failed sample is requested again, alone, up to a number of times. The group ends when each index is
@@ -16,8 +16,9 @@ Invariants
 - A failed sample is asked for again only once its backoff is over.
 - A failure that comes while the request lane is paused for failures that are alike uses up none of
   its sample's attempts, however often it comes. Nor does one that may be the engine's: no sample
-  has come since this one was asked for again, and there are others that fail or that nobody has
-  taken. Of these, `limits.ALIKE_FAILURES` of a sample are excused at the most.
+  has come since this one was asked for again, and as many prompts fail as pause the lane, or there
+  are samples that nobody has taken. Of these, `limits.ALIKE_FAILURES` of a sample are excused at
+  the most.
 - Whether a failure that an earlier collector had read has used up an attempt is not known, so it
   uses up none.
 - The report of a failure stays in the ring until its sample has arrived or its group has ended. So
@@ -27,17 +28,126 @@ Invariants
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Callable, Hashable, Iterable
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Final, Generic, Literal, Protocol, TypeVar
 
 from shmbus import limits
 from shmbus._backoff import backoff_s
-from shmbus.stash.lane_pause import LanePause, words_of
 from shmbus_ext._core import GroupEntry
 
-__all__ = ["FailingGroup", "Failures", "FailedIndex", "Reported", "Request"]
+__all__ = [
+    "FailedIndex",
+    "FailingGroup",
+    "Failures",
+    "LanePause",
+    "Reported",
+    "Request",
+]
 
 DiscardReason = Literal["failed", "duplicate", "size_mismatch"]
+
+
+# -- the pause of the request lane -----------------------------------------------------------------
+# An engine that is away fails each sample in the same words, whichever prompt it is of. So the lane
+# is closed then, and probed: one sample is let through each interval, and the first that succeeds
+# opens it again. Invariants: only failures without any success between them pause the lane, of
+# several prompts, in the same words but for those with a digit; a prompt that cannot be sampled
+# never pauses it alone. Failures that come together with successes count for nothing: which came
+# first is not known.
+
+
+#: Words that are no part of what a reason says: numbers, addresses, ids.
+_WITH_DIGIT: Final = re.compile(r"[\w.:-]*\d[\w.:-]*")
+
+
+def words_of(reason: str) -> str:
+    """Return what failures that are alike have in common."""
+    return _WITH_DIGIT.sub("#", reason)
+
+
+class LanePause:
+    """Follows successes and failures of the samples that are asked for through the lane."""
+
+    def __init__(self, backoff: tuple[float, float]) -> None:
+        self._backoff = backoff
+        #: Producers that are attached; twice as many failures tell of more than one each.
+        self.workers = 0
+        #: Why the lane is paused; None while it is open.
+        self.reason: str | None = None
+        #: Whether it was paused or opened, and workers do not know yet.
+        self.changed = False
+        #: When the next sample is let through, while it is paused.
+        self.probe_due_s = 0.0
+        #: Samples that have come since this was made.
+        self.successes = 0
+        self._probes = 0
+        self._accepted = 0
+        self._mixed = False
+        #: How the last failures were alike, how many they are, and some of their groups.
+        self._alike = ""
+        self._count = 0
+        self._keys: set[Hashable] = set()
+        #: Successes after which a lane that was opened is as any other.
+        self._tried_at = 0
+
+    @property
+    def paused(self) -> bool:
+        """Whether samples are let through one at a time."""
+        return self.reason is not None
+
+    def look(self, accepted: int) -> None:
+        """Note how many samples the group table has accepted, before failures are told."""
+        self._mixed = accepted != self._accepted
+        if self._mixed:
+            self.succeeded(accepted - self._accepted)
+            self._accepted = accepted
+
+    def succeeded(self, count: int = 1) -> None:
+        """Note samples that have come: the lane is open, or opened again."""
+        self.successes += count
+        self._count = 0
+        self._keys.clear()
+        if self.reason is not None:
+            self.reason = None
+            self.changed = True
+            self._tried_at = self.successes + limits.ALIKE_FAILURES
+
+    def failed(self, key: Hashable, reason: str, now_s: float) -> None:
+        """Note a sample of a group that a worker reported as failed."""
+        if self._mixed:
+            return
+        alike = words_of(reason)
+        if alike != self._alike:
+            self._alike, self._count = alike, 0
+            self._keys.clear()
+            self._tried_at = 0
+        self._count += 1
+        if len(self._keys) < limits.ALIKE_PROMPTS:
+            self._keys.add(key)
+        if self.reason is not None:
+            return
+        needed = max(limits.ALIKE_FAILURES, 2 * self.workers)
+        if self.successes < self._tried_at:
+            self._pause("a probe succeeded, and the next sample failed as before", reason, now_s)
+        elif self._count >= needed and len(self._keys) >= limits.ALIKE_PROMPTS:
+            self._pause(f"the last {self._count} samples all failed", reason, now_s)
+
+    def _pause(self, what: str, reason: str, now_s: float) -> None:
+        self.restore(f"{what}: {reason}; asked again one at a time", now_s)
+
+    def restore(self, reason: str, now_s: float) -> None:
+        """Pause, as an earlier collector has or as the failures say."""
+        self.reason = reason
+        self.changed = True
+        self.probe_due_s = now_s
+        self._probes = 0
+
+    def probe(self, now_s: float) -> None:
+        """Note that a sample is let through."""
+        self._probes += 1
+        wait_s = backoff_s(self._backoff, self._probes, (self._probes, self._alike))
+        self.probe_due_s = now_s + max(wait_s, limits.PROBE_S)
 
 
 class Reported(Protocol):
@@ -127,10 +237,7 @@ class FailedIndex(Generic[S]):
 
 
 class FailingGroup(Generic[S]):
-    """A group with a failed index. `size` is 0 while it is unknown.
-
-    `need` is 0 until a sample has said it: the report of a failure may not know.
-    """
+    """A group with a failed index. `size` is 0 while it is unknown."""
 
     __slots__ = (
         "born_s", "due_s", "failed", "key", "need", "overdue", "received", "size", "touched_s",
@@ -181,23 +288,7 @@ class FailingGroup(Generic[S]):
 
 
 class Failures(Generic[S]):
-    """All failing groups.
-
-    Parameters
-    ----------
-    retries : int
-        Requests for one sample.
-    retry_timeout_s : float
-        Seconds after which an unanswered request counts as a failed attempt, and that a group with
-        a finally failed sample waits for its others.
-    group_timeout_s : float, optional
-        Seconds that a group may stay incomplete before its missing samples count as failed.
-    backoff : tuple of float
-        Seconds before a failed sample is asked for again: first, and at most.
-    groups : dict
-        The groups by key, shared with the group table, which refuses their samples. None for a
-        group whose first failure the table has just met.
-    """
+    """All failing groups."""
 
     def __init__(
         self,
@@ -361,7 +452,8 @@ class Failures(Generic[S]):
         """Whether a sample that fails while no other comes is not known to fail by itself."""
         if failed.suspect or failed.failures - failed.attempts >= limits.ALIKE_FAILURES:
             return False
-        return failed.failures > 0 and (self.has_open() or len(self.groups) > 1)
+        several = len(self.groups) >= limits.ALIKE_PROMPTS
+        return failed.failures > 0 and (several or self.has_open())
 
     def _withdraw(self, group: FailingGroup[S], index: int, failed: FailedIndex[S]) -> None:
         if failed.request is not None:

@@ -38,15 +38,7 @@ _log = logging.getLogger("shmbus.requests")
 
 
 class Retries:
-    """Publishes the open requests of a stash, and fails those whose producer died.
-
-    Parameters
-    ----------
-    segment : Segment
-        The bus, of which this process is the collector.
-    stash : Stash
-        The stash, which decides what is requested.
-    """
+    """Publishes the open requests of a stash, and fails those whose producer died."""
 
     def __init__(self, segment: _core.Segment, stash: Stash[_core.Trajectory]) -> None:
         self._segment = segment

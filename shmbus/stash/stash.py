@@ -102,9 +102,9 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What happens to groups that are late, stale, useless or too many."""
 
     #: Seconds that a group may stay incomplete; None for ever.
-    group_timeout_s: float | None = None
+    group_timeout_s: float | None = limits.GROUP_TIMEOUT_S
     #: Keep it, discard it, or deliver the samples that are there.
-    on_timeout: Literal["wait", "drop", "partial"] = "wait"
+    on_timeout: Literal["wait", "drop", "partial"] = "drop"
     #: A group is stale if its oldest sample is more than this many versions behind. Of the split
     #: "train" only, as `skip_zero_variance` is: nothing is learned from the others.
     max_policy_lag: int | None = None

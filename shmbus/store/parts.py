@@ -5,11 +5,10 @@ A part holds records of one schema (field names, dtypes, dimensions). Its tensor
 - ``producer_id``, ``sequence``, ``order``, ``committed_ns`` (u64), ``policy_version``, ``round``
   (i64; the lowest one where there is none), ``score`` (f64), ``group_size``, ``index``, ``slot``
   (u32), ``checksum`` (u8: the record's flags), one element a record;
-- ``need`` (u16) and ``version_span`` (u32), as the record has them; 0 in a part that lacks them,
-  which for `need` is the whole group; ``split.bytes`` and ``split.ends``, the label of its split,
-  "train" in a part that lacks it;
-- ``run`` (u64), where it lay in its bus: extents of the run << 32 | the run's first extent + 1; 0,
-  or no such tensor, where that is not known;
+- ``need`` (u16) and ``version_span`` (u32), as the record has them; ``split.bytes`` and
+  ``split.ends``, the label of its split;
+- ``run`` (u64), where it lay in its bus: extents of the run << 32 | the run's first extent + 1; 0
+  where that is not known;
 - ``id.bytes`` and ``id.ends``, ``meta.bytes`` and ``meta.ends``: concatenated texts and
   MessagePack, and where each ends;
 - ``schema``: the fields as the segment describes them;
@@ -57,9 +56,10 @@ _SCALARS: Final = {
     "index": "<u4",
     "slot": "<u4",
     "checksum": "u1",
+    "run": "<u8",
+    "need": "<u2",
+    "version_span": "<u4",
 }
-#: What older parts do not have is 0.
-_LATER: Final = {"run": "<u8", "need": "<u2", "version_span": "<u4"}
 #: What the torch-free side of safetensors writes as it is.
 _KNOWN: Final = frozenset("?bBhHiIlLqQefd")
 
@@ -216,7 +216,7 @@ def _columns(
 ) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     tensors: dict[str, NDArray[Any]] = {
         name: np.array([getattr(record, name) for record in records], dtype)
-        for name, dtype in (_SCALARS | _LATER).items()
+        for name, dtype in _SCALARS.items()
     }
     tensors["schema"], _ = _joined([schema])
     for name, values in (
@@ -313,13 +313,9 @@ def _slices(tensors: dict[str, NDArray[Any]], name: str) -> list[bytes]:
 
 def _records(tensors: dict[str, NDArray[Any]], part: Part) -> Iterator[Record]:
     scalars = {name: tensors[name].tolist() for name in _SCALARS}
-    for name in _LATER:
-        scalars[name] = tensors[name].tolist() if name in tensors else [0] * part.records
     schema = tensors["schema"].tobytes()
     ids, metas = _slices(tensors, "id"), _slices(tensors, "meta")
-    splits = [_core.TRAIN.encode()] * part.records
-    if "split.ends" in tensors:
-        splits = _slices(tensors, "split")
+    splits = _slices(tensors, "split")
     if {len(column) for column in (*scalars.values(), ids, metas, splits)} != {part.records}:
         raise ValueError(f"expected {part.records} records")
     described = parse_schema(schema)

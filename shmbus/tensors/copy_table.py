@@ -30,6 +30,7 @@ __all__ = [
     "is_alike",
     "may_cut",
     "prepare_copies",
+    "spans_of",
 ]
 
 #: A tensor to write, and what is written into it.
@@ -43,6 +44,9 @@ PIECE_BYTES: Final = 32 << 10
 WORD_BYTES: Final = 8
 ADDRESS_BYTES: Final = 16
 
+#: Bytes of a row below which a strided copy is torch's: a table of shorter ones is as long as they.
+ROW_BYTES: Final = 256
+
 Table = npt.NDArray[np.int64]
 
 
@@ -54,7 +58,33 @@ class Cut(NamedTuple):
     odd: Table
 
 
-def cut(spans: Sequence[tuple[int, int, int]]) -> Cut:
+def spans_of(target: torch.Tensor, source: torch.Tensor) -> Table | None:
+    """Return the runs of bytes of a copy, [runs, 3]: to, from, bytes; None where it has others."""
+    size = target.element_size()
+    lazy = any(each.is_conj() or each.is_neg() for each in (target, source))
+    if (target.dtype, target.shape) != (source.dtype, source.shape) or lazy or not target.numel():
+        return None
+    dims = [
+        (count, to * size, of * size)
+        for count, to, of in zip(target.shape, target.stride(), source.stride(), strict=True)
+        if count > 1
+    ]
+    run = size
+    while dims and dims[-1][1:] == (run, run):
+        run *= dims.pop()[0]
+    starts = np.array([[target.data_ptr(), source.data_ptr()]], np.int64)
+    for count, to, of in reversed(dims):
+        steps = np.arange(count, dtype=np.int64)[:, None, None] * np.array([to, of], np.int64)
+        starts = (steps + starts).reshape(-1, 2)
+    uneven = (target.data_ptr() | source.data_ptr()) % ADDRESS_BYTES
+    if uneven or any(step % ADDRESS_BYTES for _, *steps in dims for step in steps):
+        return None
+    if dims and (run < ROW_BYTES or any(min(steps) <= 0 for _, *steps in dims)):
+        return None
+    return np.column_stack([starts, np.full(len(starts), run, np.int64)])
+
+
+def cut(spans: Sequence[tuple[int, int, int]] | Table) -> Cut:
     """Cut copies into pieces."""
     found = np.asarray(spans, np.int64).reshape(-1, 3)
     to, of, size = found.T
@@ -101,30 +131,22 @@ def prepare_copies(device: torch.device) -> None:
 
 
 def is_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a copy is one of bytes, on one CUDA device, at addresses that suit the kernel."""
+    """Whether a copy is one of runs of bytes, on one CUDA device, that suit the kernel."""
     return (
-        target.is_cuda
-        and target.device == source.device
-        and target.dtype == source.dtype
-        and target.is_contiguous()
-        and source.is_contiguous()
-        and target.numel() > 0
-        and not (source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg())
-        and (target.data_ptr() | source.data_ptr()) % ADDRESS_BYTES == 0
+        target.is_cuda and target.device == source.device and spans_of(target, source) is not None
     )
 
 
 class CopyTable:
-    """Copies of one device, cut and ready to be launched, again and again."""
+    """Copies to one device, cut and ready to be launched, again and again.
+
+    Sources may be registered memory of the host, which the kernel reads over PCIe.
+    """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._pairs = pairs  # their memory has to stay
-        found = cut(
-            [
-                (target.data_ptr(), source.data_ptr(), target.numel() * target.element_size())
-                for target, source in pairs
-            ]
-        )
+        spans = [spans_of(*pair) for pair in pairs]
+        found = cut(np.concatenate([each for each in spans if each is not None]))
         device = pairs[0][0].device
         self._device = device
         kinds = zip(found, (True, False, False), (False, False, True), strict=True)

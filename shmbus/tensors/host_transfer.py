@@ -3,7 +3,8 @@
 A transfer over PCIe costs some microseconds whatever its size, so that 64-KiB tensors one by one
 reach a sixth of its rate, and those of a layer 0.97 of it. They are gathered: a run of neighbours
 crosses in one piece, into or out of a chunk on the device, where one launch puts them in their
-places while the next chunk crosses. Runs are planned by `plan`, which is pure.
+places while the next chunk crosses. Runs are planned by `plan`, which is pure. Rows of larger
+tensors, such as a rank's part of each, the kernel itself reads, where the memory is registered.
 
 Invariants: a run has no byte of a tensor that is not copied with it; a chunk is written again only
 when the device has done with it; `settle` returns when every byte is where it belongs.
@@ -18,7 +19,14 @@ from typing import Final, NamedTuple
 
 import torch
 
-from shmbus.tensors.copy_table import ADDRESS_BYTES, LARGE_BYTES, CopyTable, Pair, may_cut
+from shmbus.tensors.copy_table import (
+    ADDRESS_BYTES,
+    LARGE_BYTES,
+    CopyTable,
+    Pair,
+    may_cut,
+    spans_of,
+)
 from shmbus.tensors.views import ALIGNMENT, copy_tensor
 
 __all__ = [
@@ -136,6 +144,7 @@ class HostBatch:
         self._to_device = bool(pairs) and pairs[0][0].is_cuda
         self._alone: list[Pair] = []
         self._odd: list[Pair] = []
+        rows: list[Pair] = []
         together = []
         host = 1 if self._to_device else 0
         for pair in pairs:
@@ -145,13 +154,26 @@ class HostBatch:
                 together.append(pair)
             elif plain and source.is_contiguous() and _is_one_of_bytes(pair):
                 self._alone.append(pair)
+            elif self._may_read(pair):
+                rows.append(pair)
             else:
                 self._odd.append(pair)
-        self._steps = [
-            self._ready(index % CHUNKS, run, members, host)
-            for index, (run, members) in enumerate(_runs(together, host))
-        ]
+        self._steps: list[_Step] = []
+        for run, members in _runs(together, host):
+            which, start, end = run.members[0]
+            lone = members[which]
+            is_whole = len(run.members) == 1 and end - start == _size(lone[0])
+            # By itself a small one would cost a transfer and a launch.
+            if is_whole and end - start < LARGE_BYTES and self._may_read(lone):
+                rows.append(lone)
+            else:
+                self._steps.append(self._ready(len(self._steps) % CHUNKS, run, members, host))
+        self._rows = CopyTable(rows) if rows else None
         self.nbytes = sum(_size(target) for target, _ in pairs)
+
+    def _may_read(self, pair: Pair) -> bool:
+        """Whether the kernel can read a source where it is."""
+        return self._to_device and may_cut() and pair[1].is_pinned() and spans_of(*pair) is not None
 
     def _ready(self, turn: int, run: Run, pairs: Sequence[Pair], host: int) -> _Step:
         chunk = self._transfers.chunks[turn][: run.end - run.start]
@@ -175,6 +197,8 @@ class HostBatch:
         """Begin to copy, after what the device's current stream was asked to do before."""
         way = self._transfers
         current = torch.cuda.current_stream(way.device)
+        if self._rows is not None:
+            self._rows.begin()
         if self._to_device:
             for step in self._steps[:CHUNKS]:
                 way.free[step.turn] = self._read(step)

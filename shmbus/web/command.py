@@ -6,15 +6,12 @@ Invariant: importing this loads nothing of the extra; `run` does.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import secrets
 import socket
 import sys
 
-from shmbus.cli._options import Commands, take_int
-
-__all__ = ["add_parser", "run"]
+from shmbus.cli._options import Commands, require_extra, whole
 
 _EXAMPLES = """\
 examples:
@@ -42,7 +39,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("names", metavar="NAME", nargs="*", help="the buses (default: all)")
     parser.add_argument(
-        "--port", type=_port, default=0, help="where to listen (default 0: any free port)"
+        "--port", type=whole(0, 65535), default=0, help="where to listen (default 0: any free port)"
     )
     parser.add_argument(
         "--host",
@@ -62,19 +59,9 @@ def _host(text: str) -> str:
     return text
 
 
-def _port(text: str) -> int:
-    return take_int(text, 0, 65535)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Serve; 1 with a hint where its extra is not installed, 2 where the arguments are wrong."""
-    if importlib.util.find_spec("aiohttp") is None:
-        print(
-            "shmbus web needs aiohttp; install the extra: pip install 'shmbus[web]'; `shmbus top` "
-            "and `shmbus status` say the same without it",
-            file=sys.stderr,
-        )
-        return 1
+    require_extra("web", "aiohttp")
     from shmbus.segment.names import check_name
     from shmbus.web.server import serve
     from shmbus.web.settings import Settings

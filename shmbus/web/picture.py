@@ -36,8 +36,6 @@ from shmbus.inspect.who_is_missing import waiting_for
 from shmbus.recorder_files import read_recorders
 from shmbus.web import settings
 
-__all__ = ["Curves", "NAMES", "Picture", "difference", "missing", "percentile", "picture"]
-
 Picture: TypeAlias = dict[str, Any]
 
 #: Letters of a cell on the page's way, by its state.

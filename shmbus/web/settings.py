@@ -9,8 +9,6 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["Settings"]
-
 #: Seconds between two polls of a bus, however many pages watch it.
 POLL_S: Final = 1.0
 #: Seconds after which a picture is too old for a page that begins to watch.

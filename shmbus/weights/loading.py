@@ -186,14 +186,7 @@ def _faults(
 
 def _covered(manifest: Manifest, destinations: Mapping[str, torch.Tensor]) -> set[str]:
     """Tensors of which the model takes something, by itself, an alias or a slice."""
-    return {_root(manifest, name) for name in destinations}
-
-
-def _root(manifest: Manifest, name: str) -> str:
-    """Return the tensor that has what a name stands for."""
-    while name in manifest.slices:
-        name = manifest.slices[name].of
-    return manifest.aliases.get(name, name)
+    return {manifest.root(name) for name in destinations}
 
 
 def _tied(manifest: Manifest, pairs: Mapping[str, Pair]) -> list[str]:
@@ -251,7 +244,7 @@ def _is_one(manifest: Manifest, one: str, other: str, pairs: Mapping[str, Pair])
     there = (target2.data_ptr() - target.data_ptr()) // target.element_size()
     here = (source2.data_ptr() - source.data_ptr()) // source.element_size()
     return (
-        _root(manifest, one) == _root(manifest, other)
+        manifest.root(one) == manifest.root(other)
         and target.dtype == target2.dtype
         and there == here
         and (target.stride(), source.stride()) == (target2.stride(), source2.stride())

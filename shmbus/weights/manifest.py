@@ -190,6 +190,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return all names: tensors, aliases, slices."""
         return [tensor.name for tensor in self.tensors] + [*self.aliases, *self.slices]
 
+    def root(self, name: str) -> str:
+        """Return the tensor that has what a name stands for."""
+        while name in self.slices:
+            name = self.slices[name].of
+        return self.aliases.get(name, name)
+
     def by_name(self) -> dict[str, TensorPlace]:
         """Return each tensor by its names, aliases included."""
         found = {tensor.name: tensor for tensor in self.tensors}

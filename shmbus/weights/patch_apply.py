@@ -138,14 +138,6 @@ def _state_of(pairs: Mapping[str, Pair]) -> tuple[object, ...]:
     return tuple(found)
 
 
-def _place_of(manifest: Manifest, places: Mapping[str, TensorPlace], name: str) -> TensorPlace:
-    """Find the tensor that a name, an alias or a slice leads to."""
-    at = name
-    while at in manifest.slices:
-        at = manifest.slices[at].of
-    return places[at]
-
-
 def _is_plain(manifest: Manifest, place: TensorPlace, name: str, target: torch.Tensor) -> bool:
     """Whether the target has the tensor's own elements, in its own order."""
     return (
@@ -170,7 +162,7 @@ def plain_model(
     places = manifest.by_name()
     memory: dict[tuple[int, int], tuple[str, npt.NDArray[np.uint8]]] = {}
     for name, (target, _) in pairs.items():
-        place = _place_of(manifest, places, name)
+        place = places[manifest.root(name)]
         if not _is_plain(manifest, place, name, target):
             return None
         memory[target.data_ptr(), place.offset] = place.name, byte_view(target)
@@ -186,7 +178,7 @@ def apply_changes(
     copied: dict[str, Pair] = {}
     written = 0
     for name, pair in pairs.items():
-        place = _place_of(manifest, places, name)
+        place = places[manifest.root(name)]
         target = pair[0]
         if not patch.changed(place.name):
             continue
@@ -211,8 +203,8 @@ def compare(
     plain = [
         (name, target)
         for name, (target, _) in pairs.items()
-        if target.numel() and _is_plain(manifest, _place_of(manifest, places, name), name, target)
+        if target.numel() and _is_plain(manifest, places[manifest.root(name)], name, target)
     ]
     if sample:
         plain = random.sample(plain, min(SAMPLED_TENSORS, len(plain)))
-    return all(patch.same(_place_of(manifest, places, name).name, it) for name, it in plain)
+    return all(patch.same(places[manifest.root(name)].name, it) for name, it in plain)

@@ -103,7 +103,7 @@ class VersionChanges:
     """A patch, by tensors."""
 
     def __init__(self, patch: VersionPatch, manifest: Manifest, lease: VersionLease) -> None:
-        self._patch, self._lease = patch, lease
+        self._patch, self._lease, self._manifest = patch, lease, manifest
         self.base_sequence = patch.base_sequence
         self.base_version = patch.base_version
         self.changes = patch.changes
@@ -122,6 +122,18 @@ class VersionChanges:
         return all(
             self._patch.apply(run, memory, offset) for run in self._runs[offset] if run.changes
         )
+
+    def runs(self) -> Iterator[tuple[str, list[PatchRun]]]:
+        """Yield each tensor of which something changed, and what did."""
+        names = {place.offset: place.name for place in self._manifest.tensors if place.size}
+        for offset, runs in self._runs.items():
+            changed = [run for run in runs if run.changes]
+            if changed:
+                yield names[offset], changed
+
+    def listed(self, run: PatchRun) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
+        """List what a run writes: numbers of elements of its piece, and their bytes."""
+        return self._patch.listed(run)
 
     def same(self, name: str, target: torch.Tensor) -> bool:
         """Compare a contiguous CPU tensor with what was published."""

@@ -40,7 +40,14 @@ from shmbus.weights.errors import (
     ManifestError,
     PatchBaseError,
 )
-from shmbus.weights.loading import Loading, Targets, named_of, paired, targets_of
+from shmbus.weights.loading import (
+    LoadCache,
+    Loading,
+    Targets,
+    named_of,
+    paired,
+    targets_of,
+)
 from shmbus.weights.manifest import Slice, require_slices, view_of
 from shmbus.weights.patch_apply import LoadedModel, apply_changes, compare, plain_model
 from shmbus.weights.patches import VersionChanges
@@ -49,7 +56,7 @@ from shmbus.weights.probe import choose
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Verify", "WeightSubscriber", "Weights"]
+__all__ = ["Place", "Verify", "WeightSubscriber", "Weights"]
 
 Verify: TypeAlias = Literal["off", "sample", "all"]
 
@@ -58,7 +65,7 @@ Verify: TypeAlias = Literal["off", "sample", "all"]
 MET: Final = 64
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where a version is in the order of publications."""
 
     origin: object
@@ -67,10 +74,10 @@ class _Place(NamedTuple):
 
 def _is_newer(
     version: int,
-    place: _Place,
+    place: Place,
     newer_than: int,
-    known: _Place | None,
-    before: tuple[int, _Place] | None,
+    known: Place | None,
+    before: tuple[int, Place] | None,
 ) -> bool:
     """Whether the newest version follows one that has a number."""
     if known is not None:
@@ -141,7 +148,7 @@ class WeightSubscriber:
         self._verify: Final[Verify] = verify
         self._loaded = LoadedModel() if patches else None
         #: The place of each of the last versions that this subscriber got, by number.
-        self._met: dict[int, _Place] = {}
+        self._met: dict[int, Place] = {}
         self._closed = False
         self._reader: ReaderCarrier = carrier_class(self.carrier.name).reader(
             ReaderOptions(bus, torch.device(device), label, directory)
@@ -207,7 +214,7 @@ class WeightSubscriber:
         deadline = None if timeout is None else time.monotonic() + timeout
         after = 0
         known = None if newer_than is None else self._met.get(newer_than)
-        before: tuple[int, _Place] | None = None
+        before: tuple[int, Place] | None = None
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             with self._open(after, left) as found:
@@ -329,7 +336,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         self._tensors: dict[str, torch.Tensor] | None = None
         self.version = version.version
         self.sequence = version.sequence
-        self.place = _Place(version.origin, version.sequence)
+        self.place = Place(version.origin, version.sequence)
         self.text: Final = version.text
         self.manifest = version.manifest
 
@@ -438,6 +445,32 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
             cast=cast,
             slices=slices,
         )
+
+    def prepare(self, device: torch.device) -> None:
+        """Have copies to a device be as fast as they can, before any is made.
+
+        Parameters
+        ----------
+        device : torch.device
+            Where they go. For a CUDA device the slot's memory is registered, once.
+        """
+        self._open().prepare([device])
+
+    def lasting(self) -> tuple[LoadCache, dict[str, torch.Tensor]] | None:
+        """Return what stands for this memory, and views that keep no lease; None where none lasts.
+
+        The next version in the same slot has the same ones, so that what was found out of them
+        holds. They are read while these weights are open only.
+        """
+        carried = self._open()
+        cache = carried.cache
+        return None if cache is None else (cache, carried.borrow())
+
+    def changes(self) -> tuple[VersionChanges, torch.Tensor | None] | None:
+        """Return what changed since the version before, and the bytes of that, as far as there."""
+        carried = self._open()
+        patch = carried.patch()
+        return None if patch is None else (patch, carried.base(patch))
 
     def report_loading(self) -> None:
         """Say that something else has begun to load this version.

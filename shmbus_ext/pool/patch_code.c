@@ -479,6 +479,78 @@ bool patch_apply(struct patch_in *in, const struct patch_shape *shape, uint8_t *
                                : apply_rows(in, shape, to, 4);
 }
 
+/* Lists a block's changes; returns how many, or UINT32_MAX where there is no room or it is damaged. */
+INLINE uint32_t list_block(const struct block *block, const uint8_t *end, uint32_t elements,
+                           uint32_t first, uint32_t *elements_at, uint8_t *values, uint64_t room,
+                           const uint32_t width) {
+    uint32_t found[BLOCK_ELEMENTS + READ_AT_ONCE];
+    if (!read_places(block, elements, first, end, found)) {
+        return UINT32_MAX;
+    }
+    if (!block->dense) {
+        if (room < block->changes) {
+            return UINT32_MAX;
+        }
+        memcpy(elements_at, found, block->changes * sizeof *found);
+        memcpy(values, block->values, (size_t)block->changes * width);
+        return block->changes;
+    }
+    const uint32_t *next = found;
+    uint32_t done = 0;
+    for (uint32_t span = 0; span < spans_of(elements); span++) {
+        bool all = block->counts[span] == PATCH_ALL;
+        uint32_t count = all ? span_at(elements, span) : block->counts[span];
+        if (room - done < count) {
+            return UINT32_MAX;
+        }
+        for (uint32_t i = 0; i < count; i++) {
+            elements_at[done + i] = all ? first + span * PATCH_SPAN + i : *next++;
+        }
+        done += count;
+    }
+    memcpy(values, block->values, (size_t)done * width);
+    return done;
+}
+
+INLINE uint64_t list_rows(struct patch_in *in, const struct patch_shape *shape,
+                          uint32_t *elements_at, uint8_t *values, uint64_t room,
+                          const uint32_t width) {
+    uint64_t elements = shape->row_bytes / width, listed = 0;
+    if (elements > UINT32_MAX / shape->rows) {
+        return UINT64_MAX;
+    }
+    for (uint64_t row = 0; row < shape->rows; row++) {
+        for (uint64_t done = 0; done < elements; done += BLOCK_ELEMENTS) {
+            uint64_t left = elements - done;
+            uint32_t here = left < BLOCK_ELEMENTS ? (uint32_t)left : BLOCK_ELEMENTS;
+            struct block block;
+            if (!next_block(in, &block, here, width)) {
+                return UINT64_MAX;
+            }
+            if (block.changes == 0 && !block.dense) {
+                continue;
+            }
+            uint32_t count = list_block(&block, in->end, here, (uint32_t)(row * elements + done),
+                                        elements_at + listed, values + listed * width,
+                                        room - listed, width);
+            if (count == UINT32_MAX) {
+                return UINT64_MAX;
+            }
+            listed += count;
+        }
+    }
+    return listed;
+}
+
+uint64_t patch_list(struct patch_in *in, const struct patch_shape *shape, uint32_t *elements_at,
+                    uint8_t *values, uint64_t room) {
+    uint64_t listed = shape->width == 1   ? list_rows(in, shape, elements_at, values, room, 1)
+                      : shape->width == 2 ? list_rows(in, shape, elements_at, values, room, 2)
+                                          : list_rows(in, shape, elements_at, values, room, 4);
+    in->damaged = listed == UINT64_MAX || in->at != in->end;
+    return in->damaged ? UINT64_MAX : listed;
+}
+
 void patch_copy(const struct patch_shape *shape, const uint8_t *now, uint8_t *to) {
     for (uint64_t row = 0; row < shape->rows; row++) {
         copy_non_temporal(to + row * shape->stride, now + row * shape->row_bytes,

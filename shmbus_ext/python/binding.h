@@ -18,6 +18,8 @@
 #endif
 #include <numpy/arrayobject.h>
 #include <structmember.h>
+#include <stdarg.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -37,22 +39,67 @@ static inline bool py_intern_words(const struct word_note *words, size_t count) 
 }
 #define INTERN_WORDS(words) py_intern_words(words, sizeof(words) / sizeof *(words))
 
-/* What Python knows of the core's numbers. */
+/* What Python knows of the core's numbers; a table of them ends with a NULL. */
 struct named_value {
     const char *name;
     long value;
 };
-static inline bool py_add_constants(PyObject *module, const struct named_value *values,
-                                    size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        if (PyModule_AddIntConstant(module, values[i].name, values[i].value) < 0) {
-            return false;
-        }
-    }
-    return true;
+
+/* Adds an object, which it takes; false with an exception, as for none. */
+static inline bool py_add_object(PyObject *module, const char *name, PyObject *object) {
+    bool added = object != NULL && PyModule_AddObjectRef(module, name, object) == 0;
+    Py_XDECREF(object);
+    return added;
 }
-#define ADD_CONSTANTS(module, values) \
-    py_add_constants(module, values, sizeof(values) / sizeof *(values))
+
+/* A row of a method table; the function is of the kind that the flags say. */
+#define METHOD(name, function, flags, doc) \
+    {name, (PyCFunction)(void (*)(void))(function), flags, doc}
+
+/* What Py_BuildValue takes by K. */
+#define U64(value) ((unsigned long long)(value))
+/* A word of the segment for tables and messages, which order nothing by it. */
+#define RELAXED(field) atomic_load_explicit(&(field), memory_order_relaxed)
+
+/* PyErr_Format for a function that answers false with an exception. */
+static inline bool py_refuse(PyObject *type, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    PyErr_FormatV(type, format, arguments);
+    va_end(arguments);
+    return false;
+}
+
+/* Puts an item, which it takes, behind those of a list; false with an exception, as for no item. */
+static inline bool py_append(PyObject *list, PyObject *item) {
+    bool added = item != NULL && PyList_Append(list, item) == 0;
+    Py_XDECREF(item);
+    return added;
+}
+
+/* The same, which clears the list after an exception. */
+static inline void py_list_add(PyObject **list, PyObject *item) {
+    if (!py_append(*list, item)) {
+        Py_CLEAR(*list);
+    }
+}
+
+/* Puts an item, which it takes, into its place of a new list or tuple; where there is no item, that
+ * is cleared, and an exception is set. */
+static inline void py_list_set(PyObject **list, Py_ssize_t at, PyObject *item) {
+    if (item == NULL) {
+        Py_CLEAR(*list);
+    } else {
+        PyList_SET_ITEM(*list, at, item);
+    }
+}
+static inline void py_tuple_set(PyObject **tuple, Py_ssize_t at, PyObject *item) {
+    if (item == NULL) {
+        Py_CLEAR(*tuple);
+    } else {
+        PyTuple_SET_ITEM(*tuple, at, item);
+    }
+}
 
 /* In a setter: false with a TypeError where the attribute was to be deleted. */
 static inline bool py_is_given(const PyObject *value, const char *name) {

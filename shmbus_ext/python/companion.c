@@ -34,16 +34,15 @@ bool py_companion_is_own(const CompanionObject *self) {
 
 bool py_companion_usable(CompanionObject *self) {
     if (self->generation != fork_generation) {
-        PyErr_Format(hooks.closed_error,
-                     "%s '%U': this handle was made in process %d, before a fork; make a new one "
-                     "in this process",
-                     self->kind->noun, self->name, self->pid);
-        return false;
+        return py_refuse(
+            hooks.closed_error,
+            "%s '%U': this handle was made in process %d, before a fork; make a new one "
+            "in this process",
+            self->kind->noun, self->name, self->pid);
     }
     if (self->handle_closed) {
-        PyErr_Format(hooks.closed_error, "%s '%U': this handle is closed; make a new one",
-                     self->kind->noun, self->name);
-        return false;
+        return py_refuse(hooks.closed_error, "%s '%U': this handle is closed; make a new one",
+                         self->kind->noun, self->name);
     }
     return true;
 }
@@ -123,8 +122,7 @@ PyObject *py_companion_open(PyTypeObject *type, const struct companion_kind *kin
     return self == NULL ? NULL : py_companion_result(self, kind->open(self, fd, read_only != 0));
 }
 
-PyObject *py_companion_close(CompanionObject *self, PyObject *ignored) {
-    (void)ignored;
+PyObject *py_companion_close(CompanionObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!self->handle_closed) {
         self->handle_closed = true;
         if (self->users == 0) {
@@ -148,3 +146,12 @@ PyObject *py_companion_wait(CompanionObject *self, struct bell *bell, uint32_t t
     }
     return PyBool_FromLong(result == BELL_RUNG);
 }
+
+/* What opening, or asking for a place, has found. */
+const struct named_value py_companion_constants[] = {
+    {"SHARED_NO_SPACE", SHARED_NO_SPACE},         {"SHARED_UNFINISHED", SHARED_UNFINISHED},
+    {"SHARED_BAD_MAGIC", SHARED_BAD_MAGIC},       {"SHARED_BAD_VERSION", SHARED_BAD_VERSION},
+    {"SHARED_BAD_GEOMETRY", SHARED_BAD_GEOMETRY}, {"SHARED_TRUNCATED", SHARED_TRUNCATED},
+    {"SHARED_NOTHING", SHARED_NOTHING},           {"SHARED_HELD", SHARED_HELD},
+    {"SHARED_DAMAGED", SHARED_DAMAGED},           {NULL, 0},
+};

@@ -26,8 +26,7 @@ void py_raise_hook(PyObject *hook, PyObject *arguments) {
 /* The struct is taken for an array of its members. */
 _Static_assert(sizeof(struct hooks) == 18 * sizeof(PyObject *), "hooks are pointers alone");
 
-static PyObject *py_install(PyObject *module, PyObject *args, PyObject *kwargs) {
-    (void)module;
+static PyObject *py_install(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
     static char *names[] = {"closed_error",    "too_large_error", "unscored_error", "full_error",
                             "busy_error",      "removed_error",   "layout_error",   "space_error",
                             "memory_error",    "encode_meta",     "decode_meta",    "encode_dtype",
@@ -74,14 +73,10 @@ void py_restore_error(PyObject *error) {
 #endif
 }
 
-static PyMethodDef functions[] = {
-    {"install", (PyCFunction)(void (*)(void))py_install, METH_VARARGS | METH_KEYWORDS, NULL},
+PyMethodDef py_hooks_functions[] = {
+    METHOD("install", py_install, METH_VARARGS | METH_KEYWORDS, NULL),
     {NULL, NULL, 0, NULL},
 };
-
-bool py_hooks_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}
 
 /* ---- What the kernel refused. */
 PyObject *py_raise_system(const char *kind, PyObject *name) {

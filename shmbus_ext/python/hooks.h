@@ -32,7 +32,7 @@ void py_raise_hook(PyObject *hook, PyObject *arguments);
 PyObject *py_set_aside_error(void);
 void py_restore_error(PyObject *error);
 
-bool py_hooks_add_functions(PyObject *module);
+extern PyMethodDef py_hooks_functions[];
 
 /* ---- What the kernel refused, as an exception; named where all of shmbus needs what is missing. */
 /* Raises OSError of errno for a file that is open: "bus", "pool" or "channel" is what `kind` calls

@@ -18,8 +18,7 @@
 #include "python/segment/segment.h"
 #include "python/uninterrupted.h"
 
-static PyObject *py_crc32c(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_crc32c(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer data;
     int reference = 0;
     if (!PyArg_ParseTuple(args, "y*|p", &data, &reference)) {
@@ -31,9 +30,7 @@ static PyObject *py_crc32c(PyObject *module, PyObject *args) {
     return PyLong_FromUnsignedLong(crc);
 }
 
-static PyObject *py_monotonic_ns(PyObject *module, PyObject *ignored) {
-    (void)module;
-    (void)ignored;
+static PyObject *py_monotonic_ns(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
     return PyLong_FromUnsignedLongLong(clock_monotonic_ns());
 }
 
@@ -73,67 +70,112 @@ static bool add_types(PyObject *module) {
     return true;
 }
 
+static const struct named_value constants[] = {
+    {"LAYOUT_VERSION", SHMBUS_LAYOUT_VERSION},
+    {"LAYOUT_HASH", (long)SHMBUS_LAYOUT_HASH},
+    {"NO_ROUND", (long)SHMBUS_NO_ROUND},
+    {"PAGE", SHMBUS_PAGE},
+    {"RECORD_ALIGN", SHMBUS_RECORD_ALIGN},
+    {"RECORD_HEADER_BYTES", sizeof(struct record_header)},
+    {"MAX_ID_BYTES", SHMBUS_MAX_ID_BYTES},
+    {"MAX_FIELDS", SHMBUS_MAX_FIELDS},
+    {"MAX_NDIM", SHMBUS_MAX_NDIM},
+    {"MAX_GROUP_SIZE", SHMBUS_MAX_GROUP_SIZE},
+    {"MAX_PRODUCERS", SHMBUS_MAX_PRODUCERS},
+    {"MAX_DIMENSION_NAMES", SHMBUS_MAX_DIMENSION_NAMES},
+    {"MAX_DECLARED_BYTES", SHMBUS_DECLARED_BYTES},
+    {"DECLARED_OPTIONAL", SHMBUS_DECLARED_OPTIONAL},
+    {"DECLARED_ANY_SHAPE", SHMBUS_DECLARED_ANY_SHAPE},
+    {"DIMENSION_FREE", (long)SHMBUS_DIMENSION_FREE},
+    {"DIMENSION_NAMED", (long)SHMBUS_DIMENSION_NAMED},
+    {"LABEL_BYTES", SHMBUS_LABEL_BYTES - 1},               /* less the byte that ends it */
+    {"PAUSE_REASON_BYTES", SHMBUS_PAUSE_REASON_BYTES - 1}, /* likewise */
+    {"MAX_EXTENTS", SHMBUS_MAX_EXTENTS},
+    {"MAX_CLIENTS", SHMBUS_MAX_CLIENTS},
+    {"PLACE_BYTES", sizeof(struct wire_place)},
+    {"SLOT_FREE", SHMBUS_SLOT_FREE},
+    {"SLOT_ACTIVE", SHMBUS_SLOT_ACTIVE},
+    {"SLOT_CLOSED", SHMBUS_SLOT_CLOSED},
+    {"ACKED", SHMBUS_ACKED},
+    {"DROP_DUPLICATE", SHMBUS_DROP_DUPLICATE},
+    {"DROP_MALFORMED", SHMBUS_DROP_MALFORMED},
+    {"DROP_CORRUPT", SHMBUS_DROP_CORRUPT},
+    {"DROP_FAILED", SHMBUS_DROP_FAILED},
+    {"DROP_FILTERED", SHMBUS_DROP_FILTERED},
+    {"RELAYED", SHMBUS_RELAYED},
+    {"LEASE_HELD", LEASE_HELD},
+    {NULL, 0},
+};
+
 static bool add_constants(PyObject *module) {
-    const struct named_value constants[] = {
-        {"LAYOUT_VERSION", SHMBUS_LAYOUT_VERSION},
-        {"LAYOUT_HASH", (long)SHMBUS_LAYOUT_HASH},
-        {"NO_ROUND", (long)SHMBUS_NO_ROUND},
-        {"PAGE", SHMBUS_PAGE},
-        {"RECORD_ALIGN", SHMBUS_RECORD_ALIGN},
-        {"RECORD_HEADER_BYTES", sizeof(struct record_header)},
-        {"MAX_ID_BYTES", SHMBUS_MAX_ID_BYTES},
-        {"MAX_FIELDS", SHMBUS_MAX_FIELDS},
-        {"MAX_NDIM", SHMBUS_MAX_NDIM},
-        {"MAX_GROUP_SIZE", SHMBUS_MAX_GROUP_SIZE},
-        {"MAX_PRODUCERS", SHMBUS_MAX_PRODUCERS},
-        {"MAX_DIMENSION_NAMES", SHMBUS_MAX_DIMENSION_NAMES},
-        {"MAX_DECLARED_BYTES", SHMBUS_DECLARED_BYTES},
-        {"DECLARED_OPTIONAL", SHMBUS_DECLARED_OPTIONAL},
-        {"DECLARED_ANY_SHAPE", SHMBUS_DECLARED_ANY_SHAPE},
-        {"DIMENSION_FREE", (long)SHMBUS_DIMENSION_FREE},
-        {"DIMENSION_NAMED", (long)SHMBUS_DIMENSION_NAMED},
-        {"LABEL_BYTES", SHMBUS_LABEL_BYTES - 1},               /* less the byte that ends it */
-        {"PAUSE_REASON_BYTES", SHMBUS_PAUSE_REASON_BYTES - 1}, /* likewise */
-        {"MAX_EXTENTS", SHMBUS_MAX_EXTENTS},
-        {"MAX_CLIENTS", SHMBUS_MAX_CLIENTS},
-        {"PLACE_BYTES", sizeof(struct wire_place)},
-        {"SLOT_FREE", SHMBUS_SLOT_FREE},
-        {"SLOT_ACTIVE", SHMBUS_SLOT_ACTIVE},
-        {"SLOT_CLOSED", SHMBUS_SLOT_CLOSED},
-        {"ACKED", SHMBUS_ACKED},
-        {"DROP_DUPLICATE", SHMBUS_DROP_DUPLICATE},
-        {"DROP_SIZE_MISMATCH", SHMBUS_DROP_SIZE_MISMATCH},
-        {"DROP_SURPLUS", SHMBUS_DROP_SURPLUS},
-        {"DROP_TIMEOUT", SHMBUS_DROP_TIMEOUT},
-        {"DROP_STALE", SHMBUS_DROP_STALE},
-        {"DROP_ZERO_VARIANCE", SHMBUS_DROP_ZERO_VARIANCE},
-        {"DROP_OVERFLOW", SHMBUS_DROP_OVERFLOW},
-        {"DROP_MALFORMED", SHMBUS_DROP_MALFORMED},
-        {"DROP_CORRUPT", SHMBUS_DROP_CORRUPT},
-        {"DROP_FAILED", SHMBUS_DROP_FAILED},
-        {"DROP_FILTERED", SHMBUS_DROP_FILTERED},
-        {"RELAYED", SHMBUS_RELAYED},
-        {"LEASE_HELD", LEASE_HELD},
-        {"TRAJECTORY_BYTES", sizeof(TrajectoryObject)},
+    const struct named_value *const tables[] = {
+        constants,
+        py_baseline_constants,
+        py_begun_constants,
+        py_channel_constants,
+        py_companion_constants,
+        py_delivery_constants,
+        py_export_constants,
+        py_extra_fields_constants,
+        py_gather_plan_constants,
+        py_group_table_constants,
+        py_inspect_constants,
+        py_measure_constants,
+        py_pool_constants,
+        py_relay_constants,
+        py_request_constants,
+        py_retry_constants,
+        py_splits_constants,
     };
-    return ADD_CONSTANTS(module, constants);
+    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
+        for (const struct named_value *each = tables[i]; each->name != NULL; each++) {
+            if (PyModule_AddIntConstant(module, each->name, each->value) < 0) {
+                return false;
+            }
+        }
+    }
+    return true;
 }
 
 static bool add_functions(PyObject *module) {
+    PyMethodDef *const tables[] = {
+        py_arrays_functions,        py_baseline_functions,
+        py_begun_functions,         py_channel_messages_functions,
+        py_client_lease_functions,  py_convert_functions,
+        py_declared_functions,      py_delivery_functions,
+        py_end_lease_functions,     py_export_functions,
+        py_extra_fields_functions,  py_gather_plan_functions,
+        py_group_functions,         py_hooks_functions,
+        py_import_functions,        py_inspect_functions,
+        py_lift_functions,          py_measure_functions,
+        py_origin_head_functions,   py_pack_functions,
+        py_pool_lease_functions,    py_pool_patch_functions,
+        py_pool_rows_functions,     py_relay_functions,
+        py_request_functions,       py_retry_functions,
+        py_rounds_functions,        py_splits_functions,
+        py_uninterrupted_functions,
+    };
+    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
+        if (PyModule_AddFunctions(module, tables[i]) < 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool add_objects(PyObject *module) {
     bool (*const add[])(PyObject *) = {
-        py_hooks_add_functions, py_inspect_add_functions, py_retry_add_functions,
-        py_group_table_add_constants, py_group_add_functions, py_client_lease_add_functions,
-        py_arrays_add_functions, py_measure_add_functions, py_pack_add_functions,
-        py_gather_plan_add_functions, py_baseline_add_functions, py_uninterrupted_add_functions,
-        py_end_lease_add_functions, py_rounds_add_functions, py_copies_add_methods,
-        py_score_add_attributes, py_extra_fields_add_functions, py_delivery_add_functions,
-        py_begun_add_functions, py_splits_add_functions, py_pool_add_constants,
-        py_pool_lease_add_functions, py_pool_rows_add_functions, py_pool_patch_add_functions,
-        py_request_add_functions,
-        py_declared_add_functions, py_plan_fields_add_constants, py_origin_head_add_functions,
-        py_export_add_functions, py_import_add_functions, py_relay_add_functions,
-        py_channel_add_constants, py_channel_messages_add_functions, py_arguments_add_constants,
-        py_lift_add_functions, py_convert_add_functions, py_gather_threads_add_constants,
+        py_inspect_add_objects,
+        py_group_add_objects,
+        py_client_lease_add_objects,
+        py_gather_plan_add_objects,
+        py_baseline_add_objects,
+        py_delivery_add_objects,
+        py_begun_add_objects,
+        py_splits_add_objects,
+        py_plan_fields_add_constants,
+        py_arguments_add_constants,
+        py_gather_threads_add_constants,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {
@@ -148,11 +190,11 @@ static bool require_main_interpreter(void) {
     if (PyInterpreterState_Get() == PyInterpreterState_Main()) {
         return true;
     }
-    PyErr_SetString(PyExc_ImportError,
-                    "shmbus: expected a process's main interpreter, got a subinterpreter; run what "
-                    "uses shmbus in a process of its own (multiprocessing, "
-                    "concurrent.futures.ProcessPoolExecutor), or in a thread of the main one");
-    return false;
+    return py_refuse(
+        PyExc_ImportError,
+        "shmbus: expected a process's main interpreter, got a subinterpreter; run what "
+        "uses shmbus in a process of its own (multiprocessing, "
+        "concurrent.futures.ProcessPoolExecutor), or in a thread of the main one");
 }
 
 static int execute(PyObject *module) {
@@ -164,11 +206,14 @@ static int execute(PyObject *module) {
     import_array1(-1);
     if (!prepared && (!py_segment_init_fork() || !py_companion_init_fork() ||
                       !py_arguments_init() || !py_plan_fields_init() || !py_take_add_words() ||
-                      !py_closing_init())) {
+                      !py_closing_init() || !py_arrival_init())) {
         return -1;
     }
     prepared = true;
-    return add_types(module) && add_constants(module) && add_functions(module) ? 0 : -1;
+    return add_types(module) && add_constants(module) && add_functions(module) &&
+                   add_objects(module)
+               ? 0
+               : -1;
 }
 
 static PyModuleDef_Slot slots[] = {

@@ -51,8 +51,7 @@ static PyObject *make_errand(PyObject *callable, PyObject *arguments) {
     return capsule;
 }
 
-static PyObject *run_errand(PyObject *capsule, PyObject *ignored) {
-    (void)ignored;
+static PyObject *run_errand(PyObject *capsule, PyObject *Py_UNUSED(ignored)) {
     struct errand *errand = PyCapsule_GetPointer(capsule, ERRAND);
     if (!atomic_exchange(&errand->claimed, true)) {
         errand->result = PyObject_Call(errand->callable, errand->arguments, NULL);
@@ -154,11 +153,9 @@ PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments) {
 }
 
 /* uninterrupted(callable, *arguments): what it returns; no signal's handler runs meanwhile. */
-static PyObject *py_uninterrupted(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_uninterrupted(PyObject *Py_UNUSED(module), PyObject *args) {
     if (PyTuple_GET_SIZE(args) == 0) {
-        PyErr_SetString(PyExc_TypeError, "uninterrupted: expected a callable");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "uninterrupted: expected a callable");
     }
     PyObject *rest = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args));
     PyObject *result =
@@ -167,14 +164,10 @@ static PyObject *py_uninterrupted(PyObject *module, PyObject *args) {
     return result;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_uninterrupted_functions[] = {
     {"uninterrupted", py_uninterrupted, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_uninterrupted_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}
 
 /* ---- What a `with` block closes, also where a signal's handler raises at its end.
  *
@@ -184,8 +177,7 @@ bool py_uninterrupted_add_functions(PyObject *module) {
  * Invariant: the exception that comes out is the first one. */
 static PyObject *close_word;
 
-static PyObject *enter(PyObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *enter(PyObject *self, PyObject *Py_UNUSED(ignored)) {
     return Py_NewRef(self);
 }
 
@@ -205,7 +197,7 @@ static PyObject *leave(PyObject *self, PyObject *const *args, Py_ssize_t count) 
 
 static PyMethodDef methods[] = {
     {"__enter__", enter, METH_NOARGS, NULL},
-    {"__exit__", (PyCFunction)(void (*)(void))leave, METH_FASTCALL, NULL},
+    METHOD("__exit__", leave, METH_FASTCALL, NULL),
     {NULL, NULL, 0, NULL},
 };
 

@@ -8,7 +8,7 @@
  * not ask for a lock that the caller holds. Steals nothing. */
 PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments);
 
-bool py_uninterrupted_add_functions(PyObject *module);
+extern PyMethodDef py_uninterrupted_functions[];
 
 /* ---- ClosedByBlock: the end of a `with` block calls `close()`, and no signal's handler comes between. */
 extern PyTypeObject ClosedByBlockType;

@@ -2,7 +2,7 @@
 #include "count.h"
 
 #include "extents.h"
-#include "lane.h"
+#include "reader_state.h"
 
 static bool is_unread(const struct reader *self, const struct record_place *place, uint64_t room,
                       uint64_t below, uint64_t *bytes) {

@@ -6,7 +6,7 @@
 #include "base/checksum.h"
 #include "extents.h"
 #include "base/failpoints.h"
-#include "lane.h"
+#include "reader_state.h"
 #include "relay_journal.h"
 
 static bool unpack_ref(const struct segment *segment, uint64_t ref, struct record_place *place) {

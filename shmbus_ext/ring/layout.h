@@ -45,6 +45,8 @@
 /* The field of a sample of several rows, int64 [rows, 2]: of each row how many elements of the
  * fields behind this one are its, and how many of them are a prefix that it shares. */
 #define SHMBUS_ROW_LENGTHS "row_lengths"
+/* What the name of a field begins with that the first sample of a group has for all of them. */
+#define SHMBUS_SHARED_PREFIX "shared:"
 #define SHMBUS_MAX_NDIM 32u
 #define SHMBUS_MAX_NAME_BYTES 255u
 #define SHMBUS_MAX_DTYPE_BYTES 1024u

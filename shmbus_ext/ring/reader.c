@@ -6,7 +6,6 @@
 
 #include "extents.h"
 #include "intent_log.h"
-#include "lane.h"
 #include "reclaim.h"
 
 /* Records taken from one lane before the next has its turn. */

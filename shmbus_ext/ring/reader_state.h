@@ -1,7 +1,7 @@
 /* What a collector knows of its bus: private memory that the files of the collector share.
  *
- * lane.h has the cursor, reader.h the walk, reclaim.h frees, attach.h fills this in, count.h
- * counts.
+ * reader.h has the walk, reclaim.h a lane's cursor and what is freed, attach.h fills this in,
+ * count.h counts.
  *
  * Invariant: nothing here is read from shared memory without a bound. */
 #ifndef SHMBUS_RING_READER_STATE_H
@@ -112,5 +112,19 @@ struct reader {
 
     struct record_copy copy; /* of the record that reader_next handed out */
 };
+
+static inline struct record_header *record_of(const struct segment *segment,
+                                              const struct record_place *place) {
+    return (struct record_header *)(void *)(segment_extent(segment, place->extent) + place->offset);
+}
+
+/* Whether the owner of a reservation is known to be gone. */
+static inline bool lane_owner_gone(const struct segment *segment, uint32_t slot,
+                                   uint64_t producer_id) {
+    const struct producer_slot *owner = &segment->slots[slot];
+    /* SYNC: slot-taken. */
+    return atomic_load_explicit(&owner->state, memory_order_acquire) != SHMBUS_SLOT_ACTIVE ||
+           atomic_load_explicit(&owner->producer_id, memory_order_acquire) != producer_id;
+}
 
 #endif

@@ -8,7 +8,6 @@
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "intent_log.h"
-#include "lane.h"
 
 /* Ended runs are tidied when there are this part of the bus of them. */
 #define NOTABLE_SHARE 32u
@@ -16,6 +15,27 @@
  * sleep. To wake a process on an idle processor of a virtual machine takes the reader 35 us, in
  * which it packs ten records. A producer that was not told looks again within 0.1 s. */
 #define WORTH_WAKING_SHARE 8u
+
+bool lane_enter_run(struct reader *self, struct lane *lane, uint64_t link) {
+    struct run run;
+    if (!link_is_run(self->segment, link, lane->slot, &run) ||
+        (lane->any_order && run.order <= lane->last_order)) {
+        return false;
+    }
+    uint32_t extent = link_low(link) - 1;
+    struct run_state *state = &self->runs[extent];
+    if (state->phase != RUN_UNKNOWN) {
+        return false;
+    }
+    *state = (struct run_state){
+        .generation = run.generation, .span = run.span, .slot = lane->slot, .phase = RUN_WALKING};
+    lane->extent = extent;
+    lane->cursor = lane->limit = 0;
+    lane->cut = false;
+    lane->any_order = true;
+    lane->last_order = run.order;
+    return true;
+}
 
 static uint32_t share(const struct reader *self, uint32_t parts) {
     return (self->segment->extent_count + parts - 1) / parts;

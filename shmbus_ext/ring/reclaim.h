@@ -38,4 +38,8 @@ bool reader_any_run_is_sparse(const struct reader *self);
 /* Writes a record again in the collector's lane and ends the first copy; ref follows it. */
 bool reader_move(struct reader *self, struct record_ref *ref);
 
+/* Puts the lane's cursor on the run that a link names, if it really is the lane's next: orders grow
+ * along a lane, so no forged link can make a loop, and a run is entered once, whatever links to it. */
+bool lane_enter_run(struct reader *self, struct lane *lane, uint64_t link);
+
 #endif

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +284,19 @@ def test_the_hot_calls_say_who_runs_them(spawn: Spawner) -> None:
 # --- processes
 
 
+@pytest.fixture(scope="module")
+def forked() -> Iterator[None]:
+    """Fork the processes from one that has this module: no figure counts here."""
+    before = os.environ.get(processes.TEMPLATE)
+    processes.use_template(__name__)
+    processes.context.cache_clear()
+    yield
+    os.environ.pop(processes.TEMPLATE)
+    if before is not None:
+        os.environ[processes.TEMPLATE] = before
+    processes.context.cache_clear()
+
+
 def end_by(start: Callable[[], None], number: int) -> None:
     os.kill(os.getpid(), number)
 
@@ -305,6 +318,7 @@ def fail() -> None:
     raise MemoryError("no sampler")
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("role", "says"),
     [
@@ -319,6 +333,7 @@ def test_a_process_that_fails_says_which_and_why(role: Role, says: str) -> None:
         run_alone(role.function, *role.arguments)
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_comes_to_no_end_is_given_up_and_ended(tmp_path: Path) -> None:
     path = tmp_path / "pid"
     with pytest.raises(MeasurementError, match="not done in 5 s: wait_for_ever"):
@@ -327,6 +342,7 @@ def test_what_comes_to_no_end_is_given_up_and_ended(tmp_path: Path) -> None:
         assert int(path.read_text()) not in processes.descendants(os.getpid())
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_role_that_was_started_alone_tells_its_failure() -> None:
     started = Started(Role(fail))
     try:

@@ -249,21 +249,6 @@ def test_a_waiting_receiver_is_woken_by_a_step_and_told_by_an_end(bus_name: str)
     assert got == [b"wake", ChannelClosedError]
 
 
-def test_a_child_of_a_fork_is_no_side(bus_name: str) -> None:
-    with ChannelReceiverAfter(bus_name) as (sender, receiver):
-        sender.send(b"0")
-        pid = os.fork()
-        if pid == 0:
-            try:
-                sender.send(b"1")
-            except BusClosedError:
-                os._exit(0)
-            os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        sender.close()
-        assert bytes_of(receiver) == b"0"
-
-
 def test_header_rows_and_sides_lie_where_the_page_says(bus_name: str) -> None:
     with ChannelReceiverAfter(bus_name) as (sender, receiver):
         sender.send(b"payload", meta=b"meta")

@@ -16,8 +16,6 @@ from shmbus.channel import unlink_channel
 from shmbus.channel.lifecycle import channel_path
 from shmbus.tensors import (
     ChannelClosedError,
-    CudaCarrier,
-    HostCarrier,
     SpecMismatchError,
     StepOrderError,
     TensorChannel,
@@ -87,6 +85,7 @@ def test_steps_of_varying_lengths_arrive_bit_for_bit_in_order_in_flat_memory(
         child.expect("ready")
         for step in range(STEPS):
             sender.send(scope["made"](step), step=step, meta={"n": step}, timeout=60)
+        assert sender._writer.growths > 0
         sender.close()
         assert f"steps {STEPS} wrong 0 grown 0" in child.finish(timeout=120)
 
@@ -243,18 +242,3 @@ def test_a_job_that_resumes_in_mid_epoch_has_each_step_once(bus_name: str) -> No
         sender.close()
         with pytest.raises(ChannelClosedError):
             receiver.recv(5)
-
-
-def test_an_option_of_another_carrier_is_an_error_at_construction(bus_name: str) -> None:
-    with pytest.raises(ValueError, match="device: expected an option of carrier 'host'"):
-        TensorChannel.create(bus_name, carrier="host", device="cpu")
-    with pytest.raises(ValueError, match="colocated=True"):
-        CudaCarrier(device="cuda:0", colocated=False)
-    with pytest.raises(ValueError, match="slots: expected 1 to 8, got 9"):
-        HostCarrier(slots=9)
-    with pytest.raises(ValueError, match="expected 'auto', 'host', 'memfd' or 'cuda', got 'tcp'"):
-        TensorChannel.create(bus_name, carrier="tcp")
-    with pytest.raises(ValueError, match="slots: options of the carrier"):
-        TensorChannel.create(bus_name, carrier=HostCarrier(), slots=3)
-    with pytest.raises(ValueError, match="dtype of torch, got 'floaty'"):
-        TensorChannel.create(bus_name, specs={"a": ("floaty", (1,))})

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from conftest import Spawner
 from operators import cli
 
 import shmbus
 from shmbus.segment.names import bus_names, companion_name, parse_companion
-from trainer_adapter.demo.weights import WeightsChannel
-
-TRAINER = """
-import sys, time
-from trainer_adapter.demo.weights import WeightsChannel
-channel = WeightsChannel(sys.argv[1], 4, create=True)
-print("ready", flush=True)
-time.sleep(600)
-"""
-
-
-def path_of(bus: str) -> Path:
-    return Path("/dev/shm") / companion_name("weights", bus)[1:]
+from trainer_adapter.demo.worker import WeightsChannel
 
 
 def found(name: str) -> list[dict[str, Any]]:
@@ -32,19 +17,6 @@ def found(name: str) -> list[dict[str, Any]]:
     rows = cli("gc", name, "--json").json()
     assert isinstance(rows, list)
     return rows
-
-
-def test_weights_and_a_bus_called_like_them_do_not_meet(bus_name: str) -> None:
-    weights = WeightsChannel(bus_name, 4, create=True)
-    try:
-        with shmbus.Bus.create(f"{bus_name}.weights", "1MiB"):
-            weights.publish(np.ones(4, np.float32), 3)
-            reader = WeightsChannel(bus_name, 4)
-            assert (reader.read(3) == 1).all()
-            reader.close()
-    finally:
-        weights.close()
-    assert not path_of(bus_name).exists()
 
 
 def test_weights_are_not_listed_as_a_bus(bus_name: str) -> None:
@@ -55,23 +27,6 @@ def test_weights_are_not_listed_as_a_bus(bus_name: str) -> None:
         assert bus_name not in [row["name"] for row in rows]  # type: ignore[index, union-attr, call-overload]
     finally:
         weights.close()
-
-
-def test_gc_removes_weights_only_when_nobody_alive_uses_them(bus_name: str, spawn: Spawner) -> None:
-    trainer = spawn.script(TRAINER, bus_name)
-    trainer.expect("ready")
-    (row,) = found(bus_name)
-    assert (row["kind"], row["verdict"], row["name"]) == ("companion", "in_use", bus_name)
-    assert "nothing to remove" in cli("gc", bus_name, "--yes").out
-    reader = WeightsChannel(bus_name, 4)
-    trainer.kill()
-    assert found(bus_name)[0]["verdict"] == "in_use"
-    reader.close()
-    (row,) = found(bus_name)
-    assert row["verdict"] == "removable" and row["path"] == str(path_of(bus_name))
-    assert cli("gc", bus_name).status == 0 and path_of(bus_name).exists()
-    assert "removed 1 file" in cli("gc", bus_name, "--yes").out
-    assert not path_of(bus_name).exists()
 
 
 def test_gc_names_a_bus_and_its_weights_together(bus_name: str) -> None:

@@ -6,7 +6,7 @@ import argparse
 import math
 
 import pytest
-from operators import cli
+from operators import usage
 
 from shmbus.relay import command
 
@@ -31,7 +31,7 @@ BAD = ("0", "-1", "nan", "soon", "", "1e999")
 )
 def test_seconds_that_are_none_are_a_usage_error_in_one_form(option: str, value: str) -> None:
     line, bound = OPTIONS[option]
-    ended = cli(*line[:-1], f"{line[-1]}={value}")
+    ended = usage(*line[:-1], f"{line[-1]}={value}")
     assert ended.status == 2
     end = "" if option.startswith("relay") else ", with an end"
     assert f"argument {line[-1]}: expected seconds, {bound}{end}, got {value!r}" in ended.err
@@ -47,6 +47,6 @@ def test_a_relays_seconds_may_be_without_end() -> None:
 
 @pytest.mark.parametrize("value", ["0", "inf", "nan", "fast", "-2"])
 def test_a_speed_is_a_number_or_max(value: str) -> None:
-    ended = cli("replay", "traffic", "run1", f"--speed={value}")
+    ended = usage("replay", "traffic", "run1", f"--speed={value}")
     assert ended.status == 2
     assert f"argument --speed: expected more than 0, or max, got {value!r}" in ended.err

@@ -11,20 +11,60 @@ from pathlib import Path
 
 import pytest
 from conftest import segments_named, wait_until
-from operators import cli
+from operators import cli, usage
 
 from shmbus import Bus, Consumer, errors
 from shmbus.segment import creation
 from shmbus.segment.names import shm_path
 
+HOST_PORT = "expected HOST:PORT, such as 127.0.0.1:8000"
+SIZE = "expected a number with KiB, MiB, GiB or TiB"
+NAME = "bus name: expected 1 to 200 bytes without '/'"
+LISTEN = ("--http", "127.0.0.1:0")
+#: The command, what stands behind the bus's name, and the message; nothing is made.
+WRONG: list[tuple[str, tuple[str, ...], str]] = [
+    ("serve", ("--max-producers", "0"), "max_producers: expected 1 to 4096, got 0"),
+    ("serve", ("--max-producers", "4097"), "max_producers: expected 1 to 4096, got 4097"),
+    *(
+        (command, ("--http", address), HOST_PORT)
+        for command in ("serve", "gateway")
+        for address in ("127.0.0.1", "[::1]:70000", "localhost:\u0663", "127.0.0.1:99999")
+    ),
+    ("serve", ("--http-token-file", "/none/such"), "http_token_file: expected a file that may be"),
+    ("gateway", ("--create", "lots", *LISTEN), SIZE),
+    ("gateway", ("--create", "99999TiB", *LISTEN), "capacity: expected"),
+    ("pause", ("--reason", "x" * 120), "expected at most 119 bytes, got 120"),
+    ("restore", ("--capacity", "lots"), SIZE),
+]
 
-@pytest.mark.parametrize("value", ["0", "4097"])
-def test_a_number_of_producers_that_no_bus_has_is_a_usage_error(bus_name: str, value: str) -> None:
-    ended = cli("serve", bus_name, "--max-producers", value)
-    assert ended.status == 2
-    assert f"max_producers: expected 1 to 4096, got {value}" in ended.err
+
+@pytest.mark.parametrize(("command", "options", "said"), WRONG)
+def test_a_wrong_option_is_a_usage_error_before_anything_is_made(
+    bus_name: str, command: str, options: tuple[str, ...], said: str
+) -> None:
+    ended = usage(command, bus_name, *options)
+    assert (ended.status, said in ended.err, segments_named(bus_name)) == (2, True, []), ended.err
     assert "Traceback" not in ended.err
-    assert segments_named(bus_name) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "env", "said"),
+    [
+        (("pause", "a/b"), {}, NAME),
+        (("resume", "a/b"), {}, NAME),
+        (("gateway", "a/b", *LISTEN), {}, NAME),
+        (("bench", "--capacity", "lots"), {}, SIZE),
+        (("web", "--host", ""), {}, "got nothing"),
+        (("web",), {"SHMBUS_WEB_TOKEN": "\u00e9" * 20}, "ASCII letters and digits"),
+        (("list", "--jsn"), {}, "unrecognized arguments"),
+    ],
+)
+def test_a_wrong_word_is_a_usage_error(
+    line: tuple[str, ...], env: dict[str, str], said: str
+) -> None:
+    ended = cli(*line, env=env)
+    assert (ended.status, said in ended.err) == (2, True), ended.err
+    assert "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize("columns", [60, 140])
@@ -53,14 +93,6 @@ def test_a_port_in_use_leaves_no_bus_behind(bus_name: str) -> None:
     assert segments_named(bus_name) == []
 
 
-def test_an_address_that_is_none_is_a_usage_error(bus_name: str) -> None:
-    for address in ("127.0.0.1", "[::1]:70000", "localhost:\u0663"):
-        for command in ("serve", "gateway"):
-            ended = cli(command, bus_name, "--http", address)
-            assert (ended.status, segments_named(bus_name)) == (2, [])
-            assert "expected HOST:PORT, such as 127.0.0.1:8000" in ended.err
-
-
 def test_a_gateway_that_cannot_listen_leaves_no_bus_behind(bus_name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -71,20 +103,6 @@ def test_a_gateway_that_cannot_listen_leaves_no_bus_behind(bus_name: str) -> Non
         with Bus.create(bus_name, "64KiB"):
             assert cli("gateway", bus_name, "--create", "64KiB", "--http", address).status == 1
             assert segments_named(bus_name) != []
-
-
-def test_a_gateway_of_no_capacity_is_a_usage_error(bus_name: str) -> None:
-    for capacity in ("lots", "99999TiB"):
-        ended = cli("gateway", bus_name, "--create", capacity, "--http", "127.0.0.1:0")
-        assert ended.status == 2
-        assert "capacity: expected" in ended.err
-
-
-def test_a_name_that_no_bus_has_is_a_usage_error() -> None:
-    for command in ("gateway", "pause", "resume"):
-        ended = cli(command, "a/b")
-        assert ended.status == 2
-        assert "expected 1 to 200 bytes" in ended.err
 
 
 def test_a_token_that_no_client_can_send_is_refused(bus_name: str, tmp_path: Path) -> None:
@@ -101,33 +119,12 @@ def test_a_token_that_no_client_can_send_is_refused(bus_name: str, tmp_path: Pat
         assert "SHMBUS_GATEWAY_TOKEN: expected a token" in ended.err
 
 
-def test_a_page_on_every_address_by_an_empty_one_is_refused() -> None:
-    ended = cli("web", "--host", "")
-    assert (ended.status, "got nothing" in ended.err) == (2, True)
-    ended = cli("web", env={"SHMBUS_WEB_TOKEN": "\u00e9" * 20})
-    assert (ended.status, "ASCII letters and digits" in ended.err) == (2, True)
-
-
-def test_a_pause_with_too_long_a_reason_is_a_usage_error(bus_name: str) -> None:
-    with Bus.create(bus_name, "64KiB") as bus:
-        ended = cli("pause", bus_name, "--reason", "x" * 120)
-        assert bus.paused is None
-    assert ended.status == 2
-    assert "expected at most 119 bytes, got 120" in ended.err
-
-
 def test_a_snapshot_that_has_no_place_says_so(bus_name: str, tmp_path: Path) -> None:
     with Bus.create(bus_name, "64KiB"):
         ended = cli("snapshot", bus_name, str(tmp_path / "missing" / "snapshot"))
     assert ended.status == 1
     assert "choose a directory in one that is there" in ended.err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_capacity_that_is_no_size_is_a_usage_error(tmp_path: Path) -> None:
-    ended = cli("restore", str(tmp_path), "--capacity", "lots")
-    assert ended.status == 2
-    assert "expected a number with KiB, MiB, GiB or TiB" in ended.err
 
 
 def test_a_daemon_starts_over_where_a_creator_was_killed(bus_name: str) -> None:
@@ -181,40 +178,3 @@ def test_a_command_whose_output_was_closed_before_its_start_ends_as_any_other(
             timeout=60,
         )
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("command", [("pause",), ("resume",), ("gateway", "--http", "127.0.0.1:0")])
-def test_a_name_that_no_bus_can_have_is_a_usage_error(command: tuple[str, ...]) -> None:
-    ended = cli(command[0], "a/b", *command[1:])
-    assert ended.status == 2
-    assert "bus name: expected 1 to 200 bytes without '/'" in ended.err
-    assert "Traceback" not in ended.err
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("--http", "x", "http: expected HOST:PORT, such as 127.0.0.1:8000, got 'x'"),
-        ("--http", "127.0.0.1:99999", "http: expected HOST:PORT"),
-        ("--http-token-file", "/none/such", "http_token_file: expected a file that may be read"),
-    ],
-)
-def test_settings_of_the_gateway_are_checked_before_anything_is_made(
-    bus_name: str, option: str, value: str, said: str
-) -> None:
-    """Else the daemon would serve, and start again for ever what cannot start."""
-    ended = cli("serve", bus_name, "--capacity", "64KiB", "--max-producers", "2", option, value)
-    assert ended.status == 2
-    assert said in ended.err
-    assert segments_named(bus_name) == []
-
-
-def test_a_size_that_is_none_is_a_usage_error_of_gateway_and_bench(bus_name: str) -> None:
-    for command in (
-        ("gateway", bus_name, "--http", "127.0.0.1:0", "--create", "lots"),
-        ("bench", "--capacity", "lots"),
-    ):
-        ended = cli(*command)
-        assert ended.status == 2, ended.err
-        assert "expected a number with KiB, MiB, GiB or TiB" in ended.err
-        assert "Traceback" not in ended.err

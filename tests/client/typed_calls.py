@@ -1,12 +1,197 @@
-"""Calls with a mistake each, for the type checker: `make check` fails unless it finds them all.
+"""Each public call with what is right in it, and then with a mistake, for type checkers.
 
-Strict mypy reports an ignore that ignores nothing, so each ignore below is a claim: this typo in a
-public call of Consumer or Group is found before the program runs. Nothing here is ever executed.
+Strict mypy reports an ignore that ignores nothing, so each ignore below is a claim: `make check`
+fails unless this mistake is found before the program runs. `tests/house/test_typing.py` asks
+pyright the same. A misspelt keyword of `put` that may be left out, such as `score`, is the name of
+an array to a checker. Nothing here is ever executed.
 """
 
 from __future__ import annotations
 
+from typing import cast
+
+import numpy as np
+import torch
+
+import shmbus
 from shmbus import Consumer, Group
+from trainer_adapter import (
+    Batch,
+    ExtraField,
+    FieldNames,
+    OnlineDataHandler,
+    group_advantages,
+    pack,
+    varlen_attention,
+)
+from trainer_adapter.attention import attention_backend, register_with_transformers
+from trainer_adapter.balance import balance, by_budget
+from trainer_adapter.compat import pad_input, unpad_input
+from trainer_adapter.corrections import (
+    cispo_loss,
+    gspo_loss,
+    importance_correction,
+    overlong_penalty,
+)
+from trainer_adapter.losses import aggregate_loss, kl_estimate, policy_loss
+from trainer_adapter.microbatch import micro_batches
+
+producer = cast(shmbus.Producer, None)
+consumer = cast(shmbus.Consumer, None)
+group = cast(shmbus.Group, None)
+handler = cast(OnlineDataHandler, None)
+batch = cast(Batch, None)
+tensor = cast(torch.Tensor, None)
+scores = np.zeros(4, np.float32)
+
+# fmt: off
+shmbus.Bus.create("b", capacity="1MiB")
+shmbus.Bus.create("b", capcity="1MiB")  # type: ignore[call-arg]
+shmbus.Bus.create("b", capacity=1 << 20, max_producers=2)
+shmbus.Bus.create("b", capacity=1 << 20, max_producers="2")  # type: ignore[arg-type]
+shmbus.Bus.open("b")
+shmbus.Bus.open(bus="b")  # type: ignore[call-arg]
+shmbus.unlink("b")
+shmbus.unlink(1)  # type: ignore[arg-type]
+shmbus.Producer("b", checksum=True)
+shmbus.Producer("b", check_sum=True)  # type: ignore[call-arg]
+shmbus.Producer("b", on_stall="raise")
+shmbus.Producer("b", on_stall="rise")  # type: ignore[arg-type]
+producer.put("k", index=0, tokens=scores, group_size=8)
+producer.put("k", index=0, tokens=scores, groupsize=8)  # type: ignore[arg-type, call-arg]
+producer.put("k", group_size=8, index=0, score=1.0)
+producer.put("k", group_size=8, index=0, score="high")  # type: ignore[arg-type]
+producer.put("k", group_size=8, index=0, tokens=[1, 2])
+producer.put("k", group_size=8, index=0, group_siz=2)  # type: ignore[arg-type]
+producer.put("k", group_size=8, index=0, tokens=tensor)
+producer.put("k", group_size=8, index=0, timout=0.5)  # type: ignore[arg-type]
+producer.put("k", group_size=8, index=0, score=tensor)
+producer.put("k", group_size=8, index=0, tokens=7)  # type: ignore[arg-type]
+producer.put(17, group_size=8, index=0)
+producer.put(1.5, group_size=8, index=0)  # type: ignore[arg-type]
+pending = producer.aput("k", group_size=8, index=0, tokens=(1, 2))
+pending = producer.aput("k", group_size=8, index=0, group_siz=2)  # type: ignore[arg-type]
+shmbus.Bus.create("b", schema={"tokens": "int32", "e": ("u1", ("T", 8))})
+shmbus.Bus.create("b", schema=1)  # type: ignore[arg-type]
+shmbus.Producer("b", schema={"tokens": "int32"})
+shmbus.Producer("b", shema={"tokens": "int32"})  # type: ignore[call-arg]
+producer.reserve("k", group_size=1, index=0, fields={"tokens": 5})
+producer.reserve("k", group_size=1, index=0, fields={"tokens": 0.5})  # type: ignore[dict-item]
+repr(producer.aput("k", index=0, tokens=scores, group_size=8))
+repr(producer.aput("k", index=0, tokens=scores, group_siz=8))  # type: ignore[arg-type, call-arg]
+repr(producer.aput("k", group_size=8, index=0, score=1.0))
+repr(producer.aput("k", group_size=8, index=0, score="high"))  # type: ignore[arg-type]
+repr(producer.aput_many([], timeout=1.0))
+repr(producer.aput_many([], time_out=1.0))  # type: ignore[call-arg]
+repr(shmbus.Producer.awaited("b", on_stall="raise"))
+repr(shmbus.Producer.awaited("b", onstall="raise"))  # type: ignore[call-arg]
+shmbus.Producer("b", wait=60.0)
+shmbus.Producer("b", wait="60")  # type: ignore[arg-type]
+shmbus.Consumer("b", wait=None)
+shmbus.Consumer("b", waits=None)  # type: ignore[call-arg]
+OnlineDataHandler("b", wait=60.0)
+OnlineDataHandler("b", waiting=60.0)  # type: ignore[call-arg]
+shmbus.Bus.ensure("b", capacity="1MiB")
+shmbus.Bus.ensure("b", capcity="1MiB")  # type: ignore[call-arg]
+producer.put_many([], timeout=1.0)
+producer.put_many([], time_out=1.0)  # type: ignore[call-arg]
+producer.reserve("k", group_size=1, index=0, fields={})
+producer.reserve("k", group_size=1, index=0, field={})  # type: ignore[call-arg]
+producer.fail("k", group_size=1, index=0, reason="x")
+producer.fail("k", group_size=1, index=0, raeson="x")  # type: ignore[call-arg]
+shmbus.Consumer("b", group_timeout=1.0)
+shmbus.Consumer("b", group_time_out=1.0)  # type: ignore[call-arg]
+shmbus.Consumer("b", on_timeout="drop")
+shmbus.Consumer("b", on_timeout="discard")  # type: ignore[arg-type]
+consumer.take(max_groups=4)
+consumer.take(groups=4)  # type: ignore[call-arg]
+repr(consumer.atake(max_groups=4))
+repr(consumer.atake(groups=4))  # type: ignore[call-arg]
+consumer.take_shard(groups=1, only_full=True)
+consumer.take_shard(groups=1, full_only=True)  # type: ignore[call-arg]
+consumer.ack(group)
+consumer.ack(batch)  # type: ignore[arg-type]
+consumer.ack(group)
+consumer.ack(group.copy())  # type: ignore[arg-type]
+len(group.scores)
+len(group[0].scores)  # type: ignore[attr-defined]
+group.copy()[0]["tokens"]
+group.copy()[0].tokens  # type: ignore[attr-defined]  # noqa: B018
+group[0].copy()
+group[0].clone()  # type: ignore[attr-defined]
+OnlineDataHandler("b", tokens_per_batch=9)
+OnlineDataHandler("b", token_per_batch=9)  # type: ignore[call-arg]
+OnlineDataHandler("b", layout="padded")
+OnlineDataHandler("b", layout="ragged")  # type: ignore[arg-type]
+OnlineDataHandler("b", max_policy_lag=4)
+OnlineDataHandler("b", max_lag=4)  # type: ignore[call-arg]
+OnlineDataHandler("b", on_timeout="drop")
+OnlineDataHandler("b", on_timeout="discard")  # type: ignore[arg-type]
+OnlineDataHandler("b", on_stall=print)
+OnlineDataHandler("b", on_stall=1)  # type: ignore[arg-type]
+OnlineDataHandler("b", advantages="grpo")
+OnlineDataHandler("b", advantags="grpo")  # type: ignore[call-arg]
+OnlineDataHandler("b", extra_fields={"x": "token"})
+OnlineDataHandler("b", extra_fields={"x": "tokn"})  # type: ignore[dict-item]
+OnlineDataHandler("b", on_metrics=print)
+OnlineDataHandler("b", on_metric=print)  # type: ignore[call-arg]
+OnlineDataHandler("b", keep_group=lambda group: len(group) > 1)
+OnlineDataHandler("b", keep_group=1)  # type: ignore[arg-type]
+handler.iter(timeout=1.0)
+handler.iter(timeout="1")  # type: ignore[arg-type]
+handler.metrics(prefix="a/")
+handler.metrics(prefix=1)  # type: ignore[arg-type]
+batch.to("cuda", non_blocking=True)
+batch.to("cuda", nonblocking=True)  # type: ignore[call-arg]
+ExtraField(kind="token", fill=0)
+ExtraField(kind="token", fil=0)  # type: ignore[call-arg]
+importance_correction(tensor, tensor, tensor, mode="mask")
+importance_correction(tensor, tensor, tensor, mode="cut")  # type: ignore[arg-type]
+gspo_loss(tensor, tensor, tensor, tensor, clip_low=0.1)
+gspo_loss(tensor, tensor, tensor, tensor, clip=0.1)  # type: ignore[call-arg]
+cispo_loss(tensor, tensor, tensor, tensor, high=5.0)
+cispo_loss(tensor, tensor, tensor, tensor, epsilon_high=5.0)  # type: ignore[call-arg]
+overlong_penalty([1], longest=9, buffer=3)
+overlong_penalty([1], longest=9, buffer="3")  # type: ignore[arg-type]
+consumer.drop(group, reason="filtered")
+consumer.drop(group, reson=1)  # type: ignore[call-arg]
+handler.next_batch(timeout=1.0)
+handler.next_batch(time_out=1.0)  # type: ignore[call-arg]
+handler.ack(batch)
+handler.ack(group)  # type: ignore[arg-type]
+pack(group, advantages="rloo")
+pack(group, advantage="rloo")  # type: ignore[call-arg]
+pack(group, truncated="mask")
+pack(group, truncated="hide")  # type: ignore[arg-type]
+pack(group, fields=FieldNames(tokens="ids"))
+pack(group, fields=FieldNames(token="ids"))  # type: ignore[call-arg]
+group_advantages(scores, sizes=[4], kind="grpo")
+group_advantages(scores, sizes=[4], kind="ppo")  # type: ignore[call-overload]
+group_advantages(scores, sizes=[4])
+group_advantages(scores, size=[4])  # type: ignore[call-overload]
+micro_batches(batch, max_tokens=9)
+micro_batches(batch, max_token=9)  # type: ignore[call-arg]
+balance([1], 1, fill_all=False)
+balance([1], 1, fill=False)  # type: ignore[call-arg]
+by_budget([1], budget=1)
+by_budget([1], budget="1")  # type: ignore[arg-type]
+policy_loss(tensor, tensor, tensor, tensor, denominator=1.0)
+policy_loss(tensor, tensor, tensor, tensor, denom=1.0)  # type: ignore[call-arg]
+kl_estimate(tensor, tensor, tensor, kind="k3")
+kl_estimate(tensor, tensor, tensor, kind="k4")  # type: ignore[arg-type]
+aggregate_loss(tensor, tensor, normalisation="token")
+aggregate_loss(tensor, tensor, normalize="token")  # type: ignore[call-arg]
+varlen_attention(tensor, tensor, tensor, tensor, tensor, 1, 1, window_size=(-1, 0))
+varlen_attention(tensor, tensor, tensor, tensor, tensor, 1, 1, window=(-1, 0))  # type: ignore[call-overload]
+attention_backend(tensor, tensor, 1, 1, backend="sdpa")
+attention_backend(tensor, tensor, 1, 1, backend="math")  # type: ignore[arg-type]
+register_with_transformers(backend="sdpa")
+register_with_transformers(back_end="sdpa")  # type: ignore[call-arg]
+unpad_input(tensor, tensor)
+unpad_input(scores, tensor)  # type: ignore[arg-type]
+pad_input(tensor, tensor, 1, seqlen=1)
+pad_input(tensor, tensor, 1, length=1)  # type: ignore[call-arg]
+# fmt: on
 
 
 def make_consumers() -> None:

@@ -140,27 +140,6 @@ def test_policies_are_the_daemons_and_a_consumer_that_wants_others_is_told(
         group.ack()
 
 
-def test_a_duplicate_is_raised_by_take_where_the_daemon_was_told_so(
-    daemon: Served, bus_name: str
-) -> None:
-    daemon("--capacity", "8MiB", "--duplicate", "error")
-    with Consumer(bus_name) as consumer, Producer(bus_name) as producer:
-        for index in (0, 0, 1):
-            producer.put("a", group_size=2, index=index, tokens=np.zeros(3, np.int32))
-        with pytest.raises(ProtocolError, match="came twice"):
-            consumer.take(timeout=10)
-        assert len(consumer.take(timeout=10)) == 1
-
-
-def test_several_consumers_share_the_groups(daemon: Served, bus_name: str) -> None:
-    daemon("--capacity", "8MiB")
-    for number in range(20):
-        put(bus_name, f"g{number}", size=1)
-    with Consumer(bus_name) as one, Consumer(bus_name) as two:
-        taken = [g.instance_id for _ in range(10) for c in (one, two) for g in c.take(1, 10)]
-    assert sorted(taken) == sorted(f"g{number}" for number in range(20))
-
-
 def test_groups_asked_for_ahead_are_neither_lost_nor_out_of_turn(
     daemon: Served, bus_name: str
 ) -> None:
@@ -342,24 +321,6 @@ def test_a_handle_pickles_and_finds_the_daemon_again(daemon: Served, bus_name: s
         assert client_of(copy)
 
 
-def test_closing_ends_a_wait_in_another_thread(daemon: Served, bus_name: str) -> None:
-    daemon("--capacity", "8MiB")
-    consumer = Consumer(bus_name)
-    ended = threading.Event()
-
-    def wait() -> None:
-        with pytest.raises(BusClosedError):
-            consumer.take(timeout=None)
-        ended.set()
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    time.sleep(0.1)
-    consumer.close()
-    assert ended.wait(10)
-    thread.join(10)
-
-
 def test_threads_of_one_consumer_take_and_acknowledge_side_by_side(
     daemon: Served, bus_name: str
 ) -> None:
@@ -415,15 +376,6 @@ def still_serves(name: str) -> bool:
         groups = consumer.take(timeout=10)
         consumer.ack(groups)
         return [g.instance_id for g in groups] == [key]
-
-
-def test_more_groups_than_fit_a_word_may_be_asked_for(daemon: Served, bus_name: str) -> None:
-    daemon("--capacity", "8MiB")
-    for _ in range(2):
-        put(bus_name, "a", size=1)
-        with Consumer(bus_name) as consumer:
-            consumer.ack(consumer.take(2**64, timeout=10))
-    assert still_serves(bus_name)
 
 
 def test_bad_clients_are_answered_or_closed_and_nobody_else_notices(

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -225,50 +226,67 @@ STOPPED_RANK = """
 import sys, time
 from pathlib import Path
 from shmbus import Consumer
-_, bus, folder = sys.argv
+_, bus, folder, holds = sys.argv
 consumer = Consumer(bus, rank=0, world_size=2)
+held = []
 for step in range(5):
     while not Path(folder, str(step)).exists():
         time.sleep(0.01)
-    groups = consumer.take_shard(groups=1, max_wait=0, timeout=30)
-    consumer.ack(groups)
-    consumer.stats()  # with it comes the confirmation, so that it holds nothing
-    print("took", *(group.instance_id for group in groups), f"in step {step}", flush=True)
+    held.append(consumer.take_shard(groups=1, max_wait=0, timeout=30))
+    print("took", *(group.instance_id for group in held[-1]), f"in step {step}", flush=True)
+    while len(held) > int(holds):
+        consumer.ack(held.pop(0))
+        consumer.stats()  # with it comes the confirmation, so that it holds nothing of it
+    print("done", step, flush=True)
 time.sleep(600)
 """
 
 
+@pytest.mark.parametrize("asked", [0, 1, 2])
+@pytest.mark.parametrize("holds", [0, 1, 2])
 def test_a_rank_that_returns_after_a_new_process_asked_goes_on_beside_it(
-    daemon: Served, spawn: Spawner, bus_name: str, tmp_path: Path
+    daemon: Served, spawn: Spawner, bus_name: str, tmp_path: Path, holds: int, asked: int
 ) -> None:
-    # The new process knows of no step: it counts from 0, until the other says where they are.
+    # The new process knows of no step: it counts from 0, until the other says where they are. What
+    # the other holds is what both do, so the new one has as many steps to take as that has groups.
     served = daemon("--capacity", "8MiB")
-    put(bus_name, range(10))
-    zero = spawn.script(STOPPED_RANK, bus_name, tmp_path)
+    put(bus_name, range(6))
+    zero = spawn.script(STOPPED_RANK, bus_name, tmp_path, str(holds))
 
     def let_step(number: int) -> None:
         (tmp_path / str(number)).touch()
-        wait_until(lambda: f"in step {number}" in zero.output())
+        wait_until(lambda: f"done {number}" in zero.output())
 
     taken = []
     with Consumer(bus_name, rank=1, world_size=2) as one:
         for number in range(3):
             let_step(number)
             groups = one.take_shard(groups=1, max_wait=0, timeout=10)
-            taken += ids(groups)
-            one.ack(groups)
-        wait_until(lambda: one.stats().acknowledged == 12)
+            if number < 3 - holds:
+                taken += ids(groups)
+                one.ack(groups)
+        wait_until(lambda: one.stats().acknowledged == 2 * (6 - 2 * holds))
     zero.send_signal(signal.SIGSTOP)
     served.kill()
     served.start()
+
+    def step(rank: Consumer) -> list[Group]:
+        return rank.take_shard(groups=1, max_wait=0, timeout=30)
+
     with Consumer(bus_name, rank=1, world_size=2) as one:
-        taken += ids(one.take_shard(groups=1, max_wait=0, timeout=30))
+        if not asked and holds < 2:
+            assert one.take_shard(groups=1, max_wait=0, timeout=0.1) == []
+        put(bus_name, range(6, 10))
+        for _ in range(asked):
+            taken += ids(step(one))
         zero.send_signal(signal.SIGCONT)
         for number in (3, 4):
             let_step(number)
-        taken += ids(one.take_shard(groups=1, max_wait=0, timeout=10))
+        for _ in range(2 + holds - asked):
+            taken += ids(step(one))
     for line in zero.output().splitlines():
-        taken += line.removeprefix("took ").partition(" in step")[0].split()
+        if line.startswith("took"):
+            taken += line.removeprefix("took ").partition(" in step")[0].split()
     assert len(taken) == len(set(taken)) == 10
 
 

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import shmbus
 from shmbus.daemon import metrics
-from shmbus.daemon.metrics import MAX_SLOTS_LABELLED, MAX_THREADS, MetricsServer, health
+from shmbus.daemon.metrics import MAX_SLOTS_LABELLED, MAX_THREADS, MetricsServer
 from shmbus.inspect.tables import HISTOGRAMS
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
 from shmbus_ext import _core
@@ -358,10 +358,6 @@ def get_or_none(server: MetricsServer) -> int | None:
         return None
 
 
-def test_it_listens_on_loopback_unless_told(server: MetricsServer) -> None:
-    assert server.host == "127.0.0.1"
-
-
 def test_a_port_in_use_is_a_clear_message(bus_name: str, server: MetricsServer) -> None:
     with pytest.raises(shmbus.DaemonUnavailableError, match="choose another port"):
         MetricsServer(bus_name, server.port)
@@ -391,11 +387,6 @@ def test_without_the_client_library_there_is_a_message_that_names_the_extra(bus_
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "pip install 'shmbus[metrics]'" in done.stderr
-
-
-def test_health_of_a_bus_that_is_not_there_is_no_exception(bus_name: str) -> None:
-    healthy, body = health(bus_name)
-    assert not healthy and bus_name in body["problem"]
 
 
 def names_in(expressions: Iterable[str]) -> set[str]:
@@ -547,10 +538,3 @@ def test_each_alert_asks_only_for_metrics_that_exist_and_says_what_to_do(
             assert rule["expr"].count(pair[0]) == rule["expr"].count(pair[1]), rule
     wanted = names_in(rule["expr"] for rule in rules)
     assert wanted <= names_of_a_busy_bus(bus_name, server, spawn)
-
-
-def test_pausing_shows(bus_name: str, server: MetricsServer) -> None:
-    with shmbus.Bus.create(bus_name, "1MiB"):
-        assert scrape(server)["shmbus_paused", ()] == 0
-        assert cli("pause", bus_name).status == 0
-        assert scrape(server)["shmbus_paused", ()] == 1

@@ -129,13 +129,6 @@ def test_a_wrong_file_ends_serve_with_status_2_and_makes_no_bus(
     assert not Path(f"/dev/shm/shmbus.{bus_name}").exists()
 
 
-def test_a_file_that_is_not_there_is_a_failure(
-    tmp_path: Path, bus_name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", bus_name, "--config", str(tmp_path / "none.toml")]) in (1, 2)
-    assert "none.toml" in capsys.readouterr().err
-
-
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--help"])
@@ -177,15 +170,6 @@ def test_without_systemd_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     assert not notify("READY=1")
     monkeypatch.setenv("NOTIFY_SOCKET", "/nowhere/at/all")
     assert not notify("READY=1")
-
-
-def test_a_bus_that_is_there_is_adopted_as_it_is(
-    daemon: Callable[..., Daemon], bus_name: str
-) -> None:
-    with Bus.create(bus_name, "2MiB", max_producers=3) as bus:
-        served = daemon("--capacity", "8MiB")
-        served.stop()
-        assert bus.capacity == 2 << 20 and os.path.exists(f"/dev/shm/shmbus.{bus_name}")
 
 
 SCHEMA = '{"tokens": "int32", "experts": ["uint8", ["T", 48, 8]], "pixels?": ["float32", "..."]}'

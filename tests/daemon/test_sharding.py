@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shmbus.daemon.sharding import balanced, balanced_counts, plan_step
+from shmbus.daemon.steps import balanced, balanced_counts, plan_step
 
 
 def loads(weights: list[int], shards: list[list[int]]) -> list[int]:

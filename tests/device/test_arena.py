@@ -5,21 +5,16 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import Spawner, wait_until
+from conftest import Spawner, open_descriptors, wait_until
 
 from shmbus import PeerGoneError
 from shmbus.inspect.leftovers import remove, survey
 from shmbus.segment.names import memory_socket
-from shmbus.tensors.device.arena import (
-    Arena,
-    ArenaView,
-    BufferLostError,
-    BufferName,
-    allocator,
-)
+from shmbus.tensors.device.arena import Arena, ArenaView, BufferLostError, BufferName, allocator
 from shmbus.tensors.device.completion import Completion
 from shmbus.tensors.device.descriptors import fetch_descriptor
 from shmbus.tensors.device.handles import NO_UUID, DeviceHandle
@@ -131,19 +126,17 @@ def test_host_memory_that_is_not_what_it_says_is_refused() -> None:
 
 
 def test_a_thousand_buffers_leave_no_descriptor_and_no_mapping(arena: Arena, place: str) -> None:
-    def counts() -> tuple[int, int]:
-        with open("/proc/self/maps") as maps:
-            mapped = sum("memfd:shmbus" in line for line in maps)
-        return len(os.listdir("/proc/self/fd")), mapped
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:shmbus")
 
     view = ArenaView(place)
     for size in range(1, 1002):
         assert view.memory(arena.buffer(0, size)[0]).nbytes == size
         arena.let_go()
         if size == 1:
-            before = counts()
+            before, mappings = open_descriptors(), mapped()
     # The last answering threads close their connections a moment after their askers have read.
-    wait_until(lambda: counts() <= before, what=f"{before} descriptors and mappings")
+    wait_until(lambda: not open_descriptors() - before and mapped() <= mappings)
 
 
 def test_what_an_action_raises_is_raised_where_its_end_is_awaited() -> None:

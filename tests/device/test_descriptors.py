@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from conftest import Spawner, open_descriptors
 
 from shmbus import PeerGoneError
 from shmbus.tensors.device.descriptors import DescriptorServer, fetch_descriptor
@@ -54,16 +52,6 @@ def server(place: str) -> Iterator[DescriptorServer]:
     assert not os.path.exists(place)
 
 
-def open_descriptors() -> Counter[str]:
-    """What they lead to; memory files have one name, and each socket has one of its own."""
-    found: Counter[str] = Counter()
-    for number in os.listdir("/proc/self/fd"):
-        # The one of the directory is closed by now.
-        with contextlib.suppress(FileNotFoundError):
-            found[os.readlink(f"/proc/self/fd/{number}")] += 1
-    return found
-
-
 def settled_descriptors() -> Counter[str]:
     """Them, once their count has not changed for a tenth of a second."""
     seen = [open_descriptors()]
@@ -74,12 +62,10 @@ def settled_descriptors() -> Counter[str]:
 
 
 def test_another_process_gets_the_descriptor_and_its_message(
-    server: DescriptorServer, place: str
+    server: DescriptorServer, place: str, spawn: Spawner
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ASKER, place], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.split("\n")[0] == "the answer to chunk 0 content of chunk 0"
+    said = spawn.script(ASKER, place).finish()
+    assert said.split("\n")[0] == "the answer to chunk 0 content of chunk 0"
 
 
 def test_an_answer_needs_no_descriptor(server: DescriptorServer, place: str) -> None:
@@ -108,7 +94,6 @@ def test_many_askers_at_once_leave_no_descriptor_open(server: DescriptorServer, 
     for thread in threads:
         thread.join()
     # The last answering threads close their connections a moment after their askers have read.
-    # Others of this process may have been closed meanwhile, as by a collection of garbage.
     assert not settled_descriptors() - before
 
 

@@ -6,20 +6,22 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from small_engine import Running, SmallEngine
+from small_sglang import SmallSglang
 from small_vllm import SmallVllm
 from trainers import Trainer
 
 from shmbus import Bus
 
 StartServer = Callable[..., Running]
+SMALL: dict[str, Callable[[int], SmallEngine]] = {"vllm": SmallVllm, "sglang": SmallSglang}
 
 
 @pytest.fixture
 def servers() -> Iterator[StartServer]:
     started: list[Running] = []
 
-    def start(ranks: int = 1, make: Callable[[int], SmallEngine] = SmallVllm) -> Running:
-        started.append(Running(make, ranks))
+    def start(ranks: int = 1, make: str | Callable[[int], SmallEngine] = "vllm") -> Running:
+        started.append(Running(SMALL[make] if isinstance(make, str) else make, ranks))
         return started[-1]
 
     yield start

@@ -23,6 +23,8 @@ import aiohttp
 import torch
 from aiohttp import web
 
+from shmbus.engines import VllmServer
+
 TOKEN_S = 0.002
 SPAWN = multiprocessing.get_context("forkserver")
 # Only what is installed: the server of forks has not the path of these tests. Others are passed.
@@ -35,6 +37,7 @@ SPAWN.set_forkserver_preload(
     ]
 )
 START_S = 60.0
+ASKED_S = 5.0
 
 
 class SmallEngine:
@@ -42,6 +45,8 @@ class SmallEngine:
 
     #: Which path is which step, where they differ.
     steps: ClassVar[dict[str, str]] = {}
+    #: How a fleet speaks to it.
+    client: ClassVar[type[Any]] = VllmServer
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -163,6 +168,21 @@ class Running:
 
     async def complete(self, length: int) -> dict[str, Any]:
         return await self.post("/v1/completions", {"max_tokens": length})
+
+    async def tokens(self, length: int) -> list[float | str]:
+        found: list[float | str] = (await self.complete(length))["tokens"]
+        return found
+
+    def server(self) -> Any:
+        """How a fleet speaks to it."""
+        return self._make[0].client(self.url)
+
+    async def paused(self) -> bool:
+        server = self.server()
+        try:
+            return bool(await server.paused(ASKED_S))
+        finally:
+            await server.close()
 
     async def calls(self) -> list[Any]:
         async with (

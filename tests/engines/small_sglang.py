@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from sglang_types import decode, named_tensors
 from small_engine import TOKEN_S, SmallEngine
 
+from shmbus.engines import SglangServer
 from shmbus.engines.sglang_loader import load
 from shmbus.engines.sglang_order import LOADER
 
@@ -25,10 +26,11 @@ NOT_FLUSHED = (
 )
 
 
-class Model:
-    """What SGLang hands a loader: it takes a checkpoint's tensors in order."""
+class Model(torch.nn.Module):
+    """What SGLang hands a loader: it takes a checkpoint's tensors in order, and computes."""
 
     def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        super().__init__()
         self.values = values
         self.breaks = False
 
@@ -38,7 +40,7 @@ class Model:
                 half = len(tensor) // 2
                 self.values[name][:half].copy_(tensor[:half])
                 raise RuntimeError("injected: half of it was loaded")
-            self.values[name].copy_(tensor)
+            self.values[name].copy_(tensor + 0)
 
 
 class SmallSglang(SmallEngine):
@@ -51,6 +53,7 @@ class SmallSglang(SmallEngine):
         "/continue_generation": "resume",
         "/flush_cache": "flush",
     }
+    client: ClassVar[type[Any]] = SglangServer
     info: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, ranks: int) -> None:

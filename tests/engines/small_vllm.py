@@ -182,3 +182,27 @@ class SmallVllm(SmallEngine):
             web.post("/update_weight_version", self.set_version),
             web.get("/weight_info", self.weight_info),
         ]
+
+
+class CachingVllm(SmallVllm):
+    """Has a prefix cache: a prompt's first token is what the model was when it was cached."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks)
+        self.cached: dict[tuple[str, str], float] = {}
+        self.clears = 0
+
+    async def pause(self, request: web.Request) -> web.Response:
+        if request.query["clear_cache"] == "true":
+            self.cached.clear()
+            self.clears += 1
+        return await super().pause(request)
+
+    async def complete(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        arrived = float(self.models[0]["value"][0])
+        await self.running.wait()
+        runs = float(self.models[0]["value"][0])
+        found = self.cached.setdefault((asked.get("cache_salt", ""), asked["prompt"]), runs)
+        said = {"cached": found, "arrived": arrived, "runs": runs, "clears": self.clears}
+        return web.json_response(said)

@@ -10,40 +10,18 @@ import contextlib
 from typing import Any
 
 import pytest
-from small_engine import Running
-from trainers import SHORT_S, TIMEOUT_S, Trainer
+from trainers import SHORT_S, TIMEOUT_S, Trainer, update
 
 from shmbus import Bus
 from shmbus.engines import (
     EngineError,
     EngineFleet,
-    UpdateReport,
     UpdateRolledBackError,
     VllmServer,
 )
 from shmbus.engines.pause_note import paused_by
 
 pytest_plugins = ["engine_fixtures"]
-
-
-async def is_paused(running: Running) -> bool:
-    server = VllmServer(running.url)
-    try:
-        return await server.paused(TIMEOUT_S)
-    finally:
-        await server.close()
-
-
-def fleet_of(bus: str, *running: Running, **options: Any) -> EngineFleet:
-    servers = [VllmServer(each.url) for each in running]
-    return EngineFleet(servers, bus=bus, timeout=TIMEOUT_S, **options)
-
-
-async def update(
-    bus: str, trainer: Trainer, version: int, *running: Running, **options: Any
-) -> UpdateReport:
-    async with fleet_of(bus, *running, **options) as fleet:
-        return await fleet.update(trainer, version)
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
@@ -68,7 +46,7 @@ async def test_every_server_runs_the_new_version_and_no_request_meets_a_mix(
         assert answer["finish_reason"] == ("abort" if mode == "abort" else "length")
         if mode == "keep":
             assert set(answer["tokens"]) <= {0.0, 1.0} and len(answer["tokens"]) == 200
-    assert (await running[0].complete(3))["tokens"] == [1.0, 1.0, 1.0]
+    assert await running[0].tokens(3) == [1.0, 1.0, 1.0]
     assert paused_by(bus.name) is None
 
 
@@ -93,8 +71,8 @@ async def test_a_failure_after_the_start_brings_every_server_back_to_the_last_wh
         await update(bus.name, trainer, 8, *running)
     assert caught.value.in_force == 7
     for each in running:
-        assert not await is_paused(each)
-        assert (await each.complete(2))["tokens"] == [7.0, 7.0]
+        assert not await each.paused()
+        assert await each.tokens(2) == [7.0, 7.0]
     assert bus.policy_version == 7
     assert paused_by(bus.name) is None
     # And nothing is left that keeps the next one out.
@@ -111,8 +89,8 @@ async def test_with_a_quorum_the_others_go_on_and_the_one_behind_is_named(
     report = await update(bus.name, trainer, 2, *running, quorum=1)
     assert [each.version for each in report.servers] == [2, 1]
     assert "injected: half of it was loaded" in report.servers[1].error
-    assert (await running[0].complete(1))["tokens"] == [2.0]
-    assert (await running[1].complete(1))["tokens"] == [1.0]
+    assert await running[0].tokens(1) == [2.0]
+    assert await running[1].tokens(1) == [1.0]
 
 
 @pytest.mark.parametrize(("step", "kind"), [("init", "500"), ("pause", "500"), ("pause", "close")])
@@ -125,8 +103,8 @@ async def test_a_failure_before_the_start_touches_nothing(
     with pytest.raises(EngineError, match="old weights"):
         await update(bus.name, trainer, 2, *running, mode="wait")
     for each in running:
-        assert not await is_paused(each)
-        assert (await each.complete(1))["tokens"] == [1.0]
+        assert not await each.paused()
+        assert await each.tokens(1) == [1.0]
     assert bus.policy_version == 1 and bus.paused is None
 
 
@@ -138,13 +116,13 @@ async def test_a_server_without_a_version_to_go_back_to_stays_paused_and_is_name
     with pytest.raises(EngineError, match="stays paused") as caught:
         await update(bus.name, trainer, 1, *running)
     assert running[0].url in caught.value.server
-    assert await is_paused(running[0])
+    assert await running[0].paused()
     left = paused_by(bus.name)
     assert left is not None and not left[1]
     # The next update begins by ending that: the whole version is loaded into all ranks.
     report = await update(bus.name, trainer, 2, *running)
     assert [each.version for each in report.servers] == [2, 2]
-    assert not await is_paused(running[0])
+    assert not await running[0].paused()
     assert paused_by(bus.name) is None
 
 
@@ -157,7 +135,7 @@ async def test_a_server_that_dies_in_the_middle_is_no_reason_to_hang(
     report = await update(bus.name, trainer, 2, *running, quorum=1)
     assert report.servers[1].version == 2
     assert report.servers[0].error
-    assert (await running[1].complete(1))["tokens"] == [2.0]
+    assert await running[1].tokens(1) == [2.0]
 
 
 async def test_a_server_that_hangs_costs_its_deadline(
@@ -169,7 +147,7 @@ async def test_a_server_that_hangs_costs_its_deadline(
     async with EngineFleet([VllmServer(running[0].url)], bus=bus.name, timeout=SHORT_S) as fleet:
         with pytest.raises(UpdateRolledBackError):
             await fleet.update(trainer, 2)
-    assert (await running[0].complete(1))["tokens"] == [1.0]
+    assert await running[0].tokens(1) == [1.0]
 
 
 @pytest.mark.parametrize("step", ["start", "update", "finish"])
@@ -182,7 +160,7 @@ async def test_an_update_that_is_open_still_is_ended_before_the_next_begins(
         await update(bus.name, trainer, 1, *running)
     report = await update(bus.name, trainer, 2, *running)
     assert report.servers[0].version == 2
-    assert (await running[0].complete(1))["tokens"] == [2.0]
+    assert await running[0].tokens(1) == [2.0]
 
 
 async def test_a_resume_that_did_nothing_is_said_again(
@@ -191,7 +169,7 @@ async def test_a_resume_that_did_nothing_is_said_again(
     running = [servers(1)]
     await running[0].fault("resume", "lie")
     await update(bus.name, trainer, 1, *running)
-    assert not await is_paused(running[0])
+    assert not await running[0].paused()
 
 
 async def test_a_cancelled_update_is_ended_first(bus: Bus, trainer: Trainer, servers: Any) -> None:
@@ -206,8 +184,8 @@ async def test_a_cancelled_update_is_ended_first(bus: Bus, trainer: Trainer, ser
             with pytest.raises(asyncio.CancelledError):
                 await task
         for each in running:
-            assert not await is_paused(each)
-            answer = (await each.complete(2))["tokens"]
+            assert not await each.paused()
+            answer = await each.tokens(2)
             assert "torn" not in answer
         assert paused_by(bus.name) is None
     assert cancelled
@@ -242,25 +220,6 @@ async def test_two_trainers_do_not_update_at_once(bus: Bus, trainer: Trainer, se
         await update(bus.name, trainer, 1, *running)
     with pytest.raises(UpdateRolledBackError):
         await first
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"servers": []}, "one or more"),
-        ({"mode": "retract"}, "expected 'keep', 'wait' or 'abort', got 'retract'"),
-        ({"quorum": 3}, "1 to 1"),
-    ],
-)
-def test_what_makes_no_fleet_is_refused(options: dict[str, Any], match: str) -> None:
-    given: dict[str, Any] = {"servers": [VllmServer("http://127.0.0.1:1")], "bus": "b", **options}
-    with pytest.raises(ValueError, match=match):
-        EngineFleet(given.pop("servers"), **given)
-
-
-def test_an_address_without_http_is_refused() -> None:
-    with pytest.raises(ValueError, match="http://host:port"):
-        VllmServer("localhost:8000")
 
 
 def test_without_an_event_loop_an_update_is_one_call(

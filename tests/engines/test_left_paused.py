@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from small_shared import SmallShared
-from test_fleet import is_paused, update
 from test_shared_steps import attached, model_of
-from test_trainer_deaths import fleet_of, start_trainer
-from trainers import SHORT_S, TIMEOUT_S, Trainer
+from test_trainer_deaths import start_trainer
+from trainers import SHORT_S, TIMEOUT_S, Trainer, fleet_of, update
 
 from shmbus import Bus, DamagedError, LayoutMismatchError
 from shmbus.engines import EngineError, EngineFleet, VllmServer
@@ -42,11 +41,11 @@ async def test_a_torn_server_is_not_resumed_where_an_update_goes_no_further_than
     await running[quorum - 1].fault("pause", "500")
     with contextlib.suppress(EngineError):
         await update(bus.name, trainer, 2, *running, quorum=quorum)
-    assert await is_paused(running[0]) and named(bus.name) == [running[0].url]
-    assert not await is_paused(running[1])
+    assert await running[0].paused() and named(bus.name) == [running[0].url]
+    assert not await running[1].paused()
     await update(bus.name, trainer, 3, *running)
     for each in running:
-        assert (await each.complete(1))["tokens"] == [3.0]
+        assert await each.tokens(1) == [3.0]
     assert named(bus.name) == []
 
 
@@ -66,7 +65,7 @@ async def test_a_server_that_answers_nothing_stays_named_over_the_updates_of_the
     running[1].signal(signal.SIGCONT)
     left = await resume(bus.name, timeout=TIMEOUT_S)
     assert left is not None and [each.version for each in left.servers] == [3]
-    assert (await running[1].complete(1))["tokens"] == [3.0] and named(bus.name) == []
+    assert await running[1].tokens(1) == [3.0] and named(bus.name) == []
 
 
 async def test_servers_of_another_fleet_stay_in_the_note_until_somebody_knows_them(
@@ -75,17 +74,17 @@ async def test_servers_of_another_fleet_stay_in_the_note_until_somebody_knows_th
     left, mine = servers(1), servers(1)
     process = start_trainer(bus.name, "vllm", [left], "update", False, signal.SIGKILL)
     await asyncio.to_thread(process.join, 60)
-    async with fleet_of(bus.name, "vllm", [mine]) as fleet:
+    async with fleet_of(bus.name, mine) as fleet:
         report = await fleet.recover()
         assert report is not None and report.torn == [left.url]
         assert "none of this fleet's" in report.servers[0].error
         trainer = Trainer(bus.name)
         await fleet.update(trainer, 3)
-    assert (await mine.complete(1))["tokens"] == [3.0]
-    assert await is_paused(left) and named(bus.name) == [left.url]
+    assert await mine.tokens(1) == [3.0]
+    assert await left.paused() and named(bus.name) == [left.url]
     report = await resume(bus.name, timeout=TIMEOUT_S)
     assert report is not None and report.torn == [] and named(bus.name) == []
-    assert (await left.complete(1))["tokens"] == [3.0]
+    assert await left.tokens(1) == [3.0]
     trainer.publisher.close()
 
 
@@ -96,14 +95,14 @@ async def test_a_checkpoint_that_is_gone_keeps_no_trainer_from_other_weights(
     with PauseNote(bus.name) as note:
         gone = str(tmp_path / "gone")
         note.write(PauseNotice(1, [("vllm", running.url)], 7, None, directory=gone))
-    async with fleet_of(bus.name, "vllm", [running]) as fleet:
+    async with fleet_of(bus.name, running) as fleet:
         report = await fleet.recover()
         assert report is not None and report.torn == [running.url]
         assert "publish first" in report.servers[0].error
         with pytest.raises(WeightsError, match="publish first"):
             await fleet.reload(gone)
         await fleet.update(trainer, 8)
-    assert (await running.complete(1))["tokens"] == [8.0] and named(bus.name) == []
+    assert await running.tokens(1) == [8.0] and named(bus.name) == []
 
 
 async def test_a_step_of_a_shared_model_resumes_no_server_that_an_update_left_torn(
@@ -116,13 +115,13 @@ async def test_a_step_of_a_shared_model_resumes_no_server_that_an_update_left_to
     model = model_of(1)
     await running.fault("update", "refuse")
     with share_model(bus.name, model, version=1) as shared:
-        async with fleet_of(bus.name, "vllm", [running]) as fleet:
+        async with fleet_of(bus.name, running) as fleet:
             with pytest.raises(EngineError, match=f"{running.url}.*nothing was changed"):
                 await fleet.step(shared, lambda: model.value.fill_(2), 2)
-            assert await is_paused(running) and named(bus.name) == [running.url]
+            assert await running.paused() and named(bus.name) == [running.url]
             assert shared.version == 1
             await fleet.step(shared, lambda: model.value.fill_(2), 2)  # by now it could be loaded
-    assert (await running.complete(1))["tokens"] == [1.0] and named(bus.name) == []
+    assert await running.tokens(1) == [1.0] and named(bus.name) == []
 
 
 async def test_a_torn_shared_model_is_served_by_nobody_where_its_healing_cannot_pause(
@@ -137,17 +136,17 @@ async def test_a_torn_shared_model_is_served_by_nobody_where_its_healing_cannot_
 
     with share_model(bus.name, model, version=1) as shared:
         await attached(bus.name, *running)
-        async with fleet_of(bus.name, "vllm", running) as fleet:
+        async with fleet_of(bus.name, *running) as fleet:
             with pytest.raises(DamagedError, match="stay paused"):
                 await fleet.step(shared, broken, 2)
             await running[1].fault("pause", "500")
             with pytest.raises(EngineError, match="nothing was changed"):
                 await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
-            assert await is_paused(running[0]) and await is_paused(running[1])
+            assert await running[0].paused() and await running[1].paused()
             assert named(bus.name) == [each.url for each in running]
             await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
         for each in running:
-            assert (await each.complete(1))["tokens"] == [2.0]
+            assert await each.tokens(1) == [2.0]
     assert named(bus.name) == []
 
 

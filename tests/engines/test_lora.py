@@ -243,20 +243,3 @@ async def test_a_server_that_has_ended_is_reported_gone(
     made = LoraFiles(folder, "run1", CONFIG).publish(lora_state(Peft()), 0)
     report = await bring(bus.name, made, *(server_of(each, "vllm") for each in running), quorum=1)
     assert [each.state for each in report.servers] == ["serving", "gone"]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"name": "a/b"}, ValueError, "letters, digits"),
-        ({"keep": 0}, ValueError, "at least 1"),
-        ({"config": {}}, WeightsError, "peft_type, r, target_modules is missing"),
-    ],
-)
-def test_what_makes_no_adapter_is_refused(
-    options: dict[str, Any], error: Any, match: str, tmp_path: Path
-) -> None:
-    given: dict[str, Any] = {"name": "run1", "config": CONFIG, **options}
-    with pytest.raises(error, match=match):
-        LoraFiles(tmp_path / "adapters", given.pop("name"), given.pop("config"), **given)
-    assert not (tmp_path / "adapters").exists()

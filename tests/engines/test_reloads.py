@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 from small_engine import SPAWN, Running
-from small_sglang import SmallSglang
-from small_vllm import SmallVllm
-from trainers import KINDS, TIMEOUT_S, Trainer
+from trainers import KINDS, TIMEOUT_S, Trainer, fleet_of
 
 from shmbus import Bus
 from shmbus.engines import (
@@ -30,62 +28,44 @@ from shmbus.weights import WeightsError
 
 pytest_plugins = ["engine_fixtures"]
 
-SMALL = {"vllm": SmallVllm, "sglang": SmallSglang}
-
 
 @pytest.fixture
 def writer(bus_name: str, tmp_path: Path) -> Trainer:
     return Trainer(bus_name, carrier="checkpoint", directory=tmp_path)
 
 
-async def reload(
-    bus: str, kind: str, directory: Path, *running: Running, **options: Any
-) -> UpdateReport:
-    servers = [KINDS[kind](each.url) for each in running]
-    async with EngineFleet(servers, bus=bus, timeout=TIMEOUT_S, **options) as fleet:
+async def reload(bus: str, directory: Path, *running: Running, **options: Any) -> UpdateReport:
+    async with fleet_of(bus, *running, **options) as fleet:
         return await fleet.reload(directory)
 
 
-async def tokens(running: Running) -> list[Any]:
-    found: list[Any] = (await running.complete(3))["tokens"]
-    return found
-
-
-async def is_paused(kind: str, running: Running) -> bool:
-    server = KINDS[kind](running.url)
-    try:
-        return bool(await server.paused(TIMEOUT_S))
-    finally:
-        await server.close()
-
-
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", KINDS)
 async def test_every_server_reads_the_newest_checkpoint(
     kind: str, bus: Bus, writer: Trainer, servers: Any, tmp_path: Path
 ) -> None:
-    running = [servers(2, SMALL[kind]), servers(1, SMALL[kind])]
+    running = [servers(2, kind), servers(1, kind)]
     for version in (3, 4, 5):
         writer.publish(version)
-        report = await reload(bus.name, kind, tmp_path, *running)
+        report = await reload(bus.name, tmp_path, *running)
         assert [each.version for each in report.servers] == [version, version]
         assert report.previous == (None if version == 3 else version - 1)
-        assert [await tokens(each) for each in running] == [[float(version)] * 3] * 2
+        assert [await each.tokens(3) for each in running] == [[float(version)] * 3] * 2
         assert bus.policy_version == version and paused_by(bus.name) is None
 
 
 @pytest.mark.parametrize("fault", ["half", "500", "close"])
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_reload_that_fails_is_followed_by_one_of_the_checkpoint_before(
     kind: str, fault: str, bus: Bus, writer: Trainer, servers: Any, tmp_path: Path
 ) -> None:
-    running = [servers(1, SMALL[kind]), servers(1, SMALL[kind])]
+    running = [servers(1, kind), servers(1, kind)]
     writer.publish(1)
-    await reload(bus.name, kind, tmp_path, *running)
+    await reload(bus.name, tmp_path, *running)
     writer.publish(2)
     await running[0].fault("reload", fault)
     with pytest.raises(UpdateRolledBackError, match="every server runs version 1 again"):
-        await reload(bus.name, kind, tmp_path, *running)
-    assert [await tokens(each) for each in running] == [[1.0] * 3] * 2
+        await reload(bus.name, tmp_path, *running)
+    assert [await each.tokens(3) for each in running] == [[1.0] * 3] * 2
     assert bus.policy_version == 1 and paused_by(bus.name) is None
 
 
@@ -94,14 +74,14 @@ async def test_with_a_quorum_the_others_go_on(
 ) -> None:
     running = [servers(1), servers(1)]
     writer.publish(1)
-    await reload(bus.name, "vllm", tmp_path, *running)
+    await reload(bus.name, tmp_path, *running)
     writer.publish(2)
     await running[1].fault("reload", "half")
-    report = await reload(bus.name, "vllm", tmp_path, *running, quorum=1)
+    report = await reload(bus.name, tmp_path, *running, quorum=1)
     assert [each.version for each in report.servers] == [2, 1]
     assert "half of it" in report.servers[1].error
-    assert await tokens(running[0]) == [2.0] * 3
-    assert await tokens(running[1]) == [1.0] * 3
+    assert await running[0].tokens(3) == [2.0] * 3
+    assert await running[1].tokens(3) == [1.0] * 3
 
 
 @pytest.mark.parametrize(("kind", "ranks", "before"), [("vllm", 1, False), ("vllm", 2, True)])
@@ -109,15 +89,15 @@ async def test_a_server_that_cannot_go_back_stays_paused_and_is_named(
     kind: str, ranks: int, before: bool, bus: Bus, writer: Trainer, servers: Any, tmp_path: Path
 ) -> None:
     # Without a version before, or with answers that cannot be told apart: vLLM's of several ranks.
-    running = servers(ranks, SMALL[kind])
+    running = servers(ranks, kind)
     if before:
         writer.publish(1)
-        await reload(bus.name, kind, tmp_path, running)
+        await reload(bus.name, tmp_path, running)
     writer.publish(2)
     await running.fault("reload", "half")
     with pytest.raises(EngineError, match=f"{running.url}.*half of it.*stays paused"):
-        await reload(bus.name, kind, tmp_path, running)
-    assert await is_paused(kind, running)
+        await reload(bus.name, tmp_path, running)
+    assert await running.paused()
     assert paused_by(bus.name) is not None
 
 
@@ -129,7 +109,7 @@ async def test_a_timeout_is_any_number_of_seconds(
     writer.publish(1)
     async with EngineFleet([VllmServer(running.url)], bus=bus.name, timeout=seconds) as fleet:
         await fleet.reload(tmp_path)
-    assert await tokens(running) == [1.0] * 3
+    assert await running.tokens(3) == [1.0] * 3
 
 
 async def test_what_cannot_be_paused_is_left_alone(
@@ -139,10 +119,10 @@ async def test_what_cannot_be_paused_is_left_alone(
     writer.publish(1)
     await running[0].fault("pause", "500")
     with pytest.raises(EngineError, match="the old weights are in force"):
-        await reload(bus.name, "vllm", tmp_path, *running)
-    assert [await tokens(each) for each in running] == [[0.0] * 3] * 2
+        await reload(bus.name, tmp_path, *running)
+    assert [await each.tokens(3) for each in running] == [[0.0] * 3] * 2
     with pytest.raises(WeightsError, match=r"publish first\. Nothing was touched"):
-        await reload(bus.name, "vllm", tmp_path / "none", *running)
+        await reload(bus.name, tmp_path / "none", *running)
 
 
 def end_in_a_reload(bus: str, url: str, directory: str) -> None:
@@ -167,8 +147,8 @@ async def test_what_a_dead_trainer_left_paused_reads_the_newest_and_goes_on(
     trainer.start()
     trainer.join(30)
     assert trainer.exitcode == -signal.SIGKILL
-    assert await is_paused("vllm", running)
+    assert await running.paused()
     report = await resume(bus.name, timeout=TIMEOUT_S)
     assert report is not None and report.servers[0].version == 7
-    assert await tokens(running) == [7.0] * 3
+    assert await running.tokens(3) == [7.0] * 3
     assert paused_by(bus.name) is None

@@ -2,59 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
-from small_engine import Running
-from small_sglang import SmallSglang
-from small_vllm import SmallVllm
-from trainers import KINDS, SHORT_S, Trainer
+from test_trainer_deaths import start_trainer
+from trainers import KINDS, SHORT_S, Trainer, fleet_of
 
 from shmbus import Bus
-from shmbus.engines import EngineFleet
-from shmbus.engines.pause_note import paused_by
+from shmbus.engines import EngineError, EngineFleet, UpdateRolledBackError
+from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
+from shmbus.engines.resume import resume
 
 pytest_plugins = ["engine_fixtures"]
 
-MAKE: dict[str, Any] = {"vllm": SmallVllm, "sglang": SmallSglang}
 STEPS = [
     *(("vllm", step) for step in ("init", "pause", "start", "update", "finish", "resume")),
     *(("sglang", step) for step in ("pause", "begin", "update", "end", "resume")),
 ]
 
 
-def fleet_of(bus: str, kind: str, running: list[Running], **options: Any) -> EngineFleet:
-    servers = [KINDS[kind](each.url) for each in running]
-    return EngineFleet(servers, bus=bus, **{"timeout": 2.0, **options})
-
-
 @pytest.mark.parametrize(("kind", "step"), STEPS)
 async def test_a_server_that_is_killed_is_reported_gone_and_the_others_go_on(
     kind: str, step: str, bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
-    running = [servers(1, MAKE[kind]), servers(2, MAKE[kind])]
-    async with fleet_of(bus.name, kind, running, quorum=1) as fleet:
+    running = [servers(1, kind), servers(2, kind)]
+    async with fleet_of(bus.name, *running, quorum=1, timeout=SHORT_S) as fleet:
         await fleet.update(trainer, 1)
         await running[1].fault(step, "die")
         report = await fleet.update(trainer, 2)
         assert report.servers[0].version == 2 and report.servers[0].state == "serving"
         assert report.servers[1].version != 2 or step == "resume"
         assert report.servers[1].error and running[1].url in report.servers[1].error
-        assert (await running[0].complete(2))["tokens"] == [2.0, 2.0]
+        assert await running[0].tokens(2) == [2.0, 2.0]
         # It is not waited for again.
         report = await fleet.update(trainer, 3)
         assert report.servers[1].state == "gone" and report.torn == []
     assert paused_by(bus.name) is None
-    assert (await running[0].complete(1))["tokens"] == [3.0]
+    assert await running[0].tokens(1) == [3.0]
 
 
 @pytest.mark.parametrize(("kind", "step"), [("vllm", "update"), ("sglang", "update")])
 async def test_a_server_that_is_stopped_costs_its_deadline_and_is_brought_back(
     kind: str, step: str, bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
-    running = [servers(1, MAKE[kind]), servers(1, MAKE[kind])]
-    async with fleet_of(bus.name, kind, running, quorum=1, timeout=SHORT_S) as fleet:
+    running = [servers(1, kind), servers(1, kind)]
+    async with fleet_of(bus.name, *running, quorum=1, timeout=SHORT_S) as fleet:
         await fleet.update(trainer, 1)
         await running[1].fault(step, "stop")
         report = await fleet.update(trainer, 2)
@@ -62,8 +57,72 @@ async def test_a_server_that_is_stopped_costs_its_deadline_and_is_brought_back(
         assert report.torn == [running[1].url]
         assert paused_by(bus.name) is not None
         running[1].signal(signal.SIGCONT)
-    async with fleet_of(bus.name, kind, running, timeout=5.0) as fleet:
+    async with fleet_of(bus.name, *running, timeout=5.0) as fleet:
         await fleet.update(trainer, 3)
     for each in running:
-        assert (await each.complete(2))["tokens"] == [3.0, 3.0]
+        assert await each.tokens(2) == [3.0, 3.0]
+    assert paused_by(bus.name) is None
+
+
+pytest_plugins = ["engine_fixtures"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_it_is_paused_again_before_what_a_dead_trainer_left_is_loaded(
+    kind: str, bus: Bus, servers: Any
+) -> None:
+    running = [servers(1, kind), servers(2, kind)]
+    process = start_trainer(bus.name, kind, running, "update", False, signal.SIGKILL)
+    await asyncio.to_thread(process.join, 60)
+    assert process.exitcode == -signal.SIGKILL
+    running[0].start_anew()
+    request = asyncio.ensure_future(running[0].complete(500))
+    await asyncio.sleep(0.02)
+    async with fleet_of(bus.name, *running) as fleet:
+        report = await fleet.recover()
+    assert report is not None and [each.version for each in report.servers] == [2, 2]
+    assert report.torn == [] and paused_by(bus.name) is None
+    answer = (await request)["tokens"]
+    assert "torn" not in answer and answer[-1] == 2.0
+    for each in running:
+        assert not await each.paused() and await each.tokens(2) == [2.0] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_it_is_paused_again_before_it_reads_a_checkpoint(
+    kind: str, bus: Bus, servers: Any, tmp_path: Path
+) -> None:
+    running = servers(1, kind)
+    Trainer(bus.name, carrier="checkpoint", directory=tmp_path).publish(7)
+    with PauseNote(bus.name) as note:
+        note.write(PauseNotice(1, [(kind, running.url)], 7, None, directory=str(tmp_path)))
+    report = await resume(bus.name, timeout=SHORT_S)
+    assert report is not None and report.servers[0].version == 7 and report.torn == []
+    assert not await running.paused() and await running.tokens(2) == [7.0] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_it_is_paused_again_before_what_ran_before_is_loaded(
+    kind: str, bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = [servers(1, kind), servers(1, kind)]
+    server = KINDS[kind]
+
+    class StartedAnew(server):  # type: ignore[misc, valid-type]
+        """It ends in an update, and by the time that all are to go back it is there again."""
+
+        async def load(self, version: int, *arguments: Any) -> None:
+            if version == 2:
+                await asyncio.to_thread(running[0].start_anew)
+                raise EngineError(self.address, "update", None, "injected: it has ended", "")
+            await super().load(version, *arguments)
+
+    both = [StartedAnew(running[0].url), server(running[1].url)]
+    async with EngineFleet(both, bus=bus.name, timeout=SHORT_S) as fleet:
+        await fleet.update(trainer, 1)
+        await running[1].fault("update", "500")
+        with pytest.raises(UpdateRolledBackError, match="runs version 1 again"):
+            await fleet.update(trainer, 2)
+    for each in running:
+        assert not await each.paused() and await each.tokens(2) == [1.0] * 2
     assert paused_by(bus.name) is None

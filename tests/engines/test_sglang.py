@@ -14,17 +14,15 @@ from typing import Any
 import pytest
 import torch
 from sglang_types import named_tensors
-from small_engine import Running
 from small_sglang import Model, Quantised, Replicated, SmallSglang, WithoutLoader
 from small_vllm import SmallVllm
-from trainers import TIMEOUT_S, Trainer
+from trainers import TIMEOUT_S, Trainer, update
 
 from shmbus import Bus
 from shmbus.engines import (
     EngineError,
     EngineFleet,
     SglangServer,
-    UpdateReport,
     UpdateRolledBackError,
     VllmServer,
 )
@@ -34,22 +32,6 @@ from shmbus.engines.sglang_order import Order, order_for_rank
 from shmbus.pool import read_pool
 
 pytest_plugins = ["engine_fixtures"]
-
-
-async def update(
-    bus: str, trainer: Trainer, version: int, *running: Running, **options: Any
-) -> UpdateReport:
-    servers = [SglangServer(each.url) for each in running]
-    async with EngineFleet(servers, bus=bus, **{"timeout": TIMEOUT_S, **options}) as fleet:
-        return await fleet.update(trainer, version)
-
-
-async def is_paused(running: Running) -> bool:
-    server = SglangServer(running.url)
-    try:
-        return await server.paused(TIMEOUT_S)
-    finally:
-        await server.close()
 
 
 @pytest.mark.parametrize(
@@ -97,11 +79,11 @@ async def test_a_failed_update_brings_every_server_back(
     with pytest.raises(UpdateRolledBackError, match="every server runs version 7 again"):
         await update(bus.name, trainer, 8, *running, timeout=1.0 if kind == "lie" else TIMEOUT_S)
     for each in running:
-        assert not await is_paused(each)
-        assert (await each.complete(2))["tokens"] == [7.0, 7.0]
+        assert not await each.paused()
+        assert await each.tokens(2) == [7.0, 7.0]
     assert paused_by(bus.name) is None and bus.policy_version == 7
     await update(bus.name, trainer, 9, *running)
-    assert (await running[0].complete(1))["tokens"] == [9.0]
+    assert await running[0].tokens(1) == [9.0]
 
 
 @pytest.mark.parametrize("kind", ["500", "503", "close"])
@@ -119,8 +101,8 @@ async def test_after_any_other_failure_all_servers_run_one_whole_version(
         assert step in ("pause", "update") or (step, kind) == ("begin", "close")
         expected = 7.0
     for each in running:
-        assert not await is_paused(each)
-        assert (await each.complete(2))["tokens"] == [expected, expected]
+        assert not await each.paused()
+        assert await each.tokens(2) == [expected, expected]
     assert paused_by(bus.name) is None and bus.policy_version == expected
 
 
@@ -133,7 +115,7 @@ async def test_an_answer_of_failure_after_the_weights_were_changed_is_not_believ
     report = await update(bus.name, trainer, 8, running)
     assert report.servers[0].version == 8 and report.servers[0].error == ""
     assert "the cache was not flushed" in report.servers[0].warning
-    assert (await running.complete(1))["tokens"] == [8.0]
+    assert await running.tokens(1) == [8.0]
 
 
 async def test_a_cache_that_could_not_be_cleared_is_a_warning_beside_the_new_version(
@@ -160,7 +142,7 @@ async def test_a_server_that_cannot_take_weights_is_not_paused(
     with pytest.raises(EngineError, match=match):
         await update(bus.name, trainer, 1, running)
     assert await running.calls() == []
-    assert (await running.complete(1))["tokens"] == [0.0]
+    assert await running.tokens(1) == [0.0]
 
 
 async def test_a_quantised_model_is_never_opened_without_being_loaded(
@@ -182,10 +164,10 @@ async def test_ranks_that_cannot_attach_leave_the_old_weights_in_force(
         EngineError, match=r"0 of 1 ranks read the weights.*old weights are in force"
     ):
         await update(bus.name, trainer, 1, running)
-    assert not await is_paused(running)
+    assert not await running.paused()
     assert paused_by(bus.name) is None
     await update(bus.name, trainer, 2, running)
-    assert (await running.complete(1))["tokens"] == [2.0]
+    assert await running.tokens(1) == [2.0]
 
 
 @pytest.mark.parametrize("step", ["begin", "update", "end"])
@@ -196,8 +178,8 @@ async def test_a_session_in_which_a_rank_did_not_attach_is_ended_before_anybody_
     await running.fault(step, "close")  # it has done it, and nobody knows
     with pytest.raises(EngineError, match=f"{step}: .*the old weights are in force"):
         await update(bus.name, trainer, 1, running)
-    assert not await is_paused(running) and paused_by(bus.name) is None
-    assert (await running.complete(1))["tokens"] == [0.0]
+    assert not await running.paused() and paused_by(bus.name) is None
+    assert await running.tokens(1) == [0.0]
     assert ["/end_weight_update", {}] in await running.calls()
 
 
@@ -209,11 +191,11 @@ async def test_a_session_of_which_nobody_knows_the_end_keeps_the_server_paused_a
     await running[0].fault("end", "503")
     with pytest.raises(EngineError, match="the old weights are in force"):
         await update(bus.name, trainer, 1, *running)
-    assert await is_paused(running[0]) and not await is_paused(running[1])
+    assert await running[0].paused() and not await running[1].paused()
     left = paused_by(bus.name)
     assert left is not None and left[0].servers == [("sglang", running[0].url)]
     await update(bus.name, trainer, 2, *running)
-    assert [(await each.complete(1))["tokens"] for each in running] == [[2.0]] * 2
+    assert [await each.tokens(1) for each in running] == [[2.0]] * 2
 
 
 async def test_servers_of_both_kinds_are_one_fleet(
@@ -229,12 +211,7 @@ async def test_servers_of_both_kinds_are_one_fleet(
         with pytest.raises(UpdateRolledBackError):
             await fleet.update(trainer, 2)
     for each in (first, second):
-        assert (await each.complete(1))["tokens"] == [1.0]
-
-
-def test_a_mode_that_sglang_has_not_is_refused_by_the_servers_name() -> None:
-    with pytest.raises(ValueError, match=r"SglangServer\) has no 'wait'; it has keep, abort"):
-        EngineFleet([SglangServer("http://127.0.0.1:1")], bus="b", mode="wait")
+        assert await each.tokens(1) == [1.0]
 
 
 def test_the_loader_raises_nothing_whatever_it_is_given(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_engine import Running
 from small_shared import SmallShared
-from trainers import TIMEOUT_S
+from trainers import TIMEOUT_S, fleet_of
 
 from shmbus import Bus, DamagedError
 from shmbus.engines import EngineError, EngineFleet, VllmServer
@@ -30,11 +30,6 @@ async def attached(bus: str, *running: Running) -> None:
         await each.post("/attach", {"bus": bus})
 
 
-def fleet_of(bus: str, *running: Running, **options: Any) -> EngineFleet:
-    servers = [VllmServer(each.url) for each in running]
-    return EngineFleet(servers, bus=bus, timeout=TIMEOUT_S, **options)
-
-
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 async def test_requests_in_flight_meet_whole_versions_of_the_one_copy(
     mode: Any, bus: Bus, servers: Any
@@ -53,7 +48,7 @@ async def test_requests_in_flight_meet_whole_versions_of_the_one_copy(
             answer = await request
             assert "torn" not in answer["tokens"]
             assert answer["tokens"] == sorted(answer["tokens"])
-        assert (await running[0].complete(1))["tokens"] == [3.0]
+        assert await running[0].tokens(1) == [3.0]
     assert paused_by(bus.name) is None
 
 
@@ -78,7 +73,7 @@ async def test_a_step_that_failed_leaves_the_servers_paused_until_it_is_healed(
             with pytest.raises(DamagedError, match="stay paused"):
                 await fleet.step(shared, lambda: model.value.fill_(2), 2)
             await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
-        assert (await running.complete(2))["tokens"] == [2.0, 2.0]
+        assert await running.tokens(2) == [2.0, 2.0]
     assert paused_by(bus.name) is None
 
 
@@ -95,7 +90,7 @@ async def test_a_server_that_cannot_be_paused_keeps_the_model_as_it_is(
             with pytest.raises(EngineError, match="nothing was changed"):
                 await fleet.step(shared, lambda: model.value.fill_(2), 2)
         for each in running:
-            assert (await each.complete(1))["tokens"] == [1.0]
+            assert await each.tokens(1) == [1.0]
     assert paused_by(bus.name) is None and shared.version == 1
 
 
@@ -111,7 +106,7 @@ async def test_a_pause_around_a_step_that_was_not_begun_is_ended(bus: Bus, serve
         async with fleet_of(bus.name, running) as fleet:
             report = await fleet.recover()
         assert report is not None and report.servers[0].version == 1
-        assert (await running.complete(1))["tokens"] == [1.0]
+        assert await running.tokens(1) == [1.0]
     assert paused_by(bus.name) is None
 
 
@@ -141,7 +136,7 @@ async def test_what_makes_no_step_is_refused_before_anybody_is_paused(
                 await fleet.step(**whole)
         assert not shared.torn and shared.version == 1
     assert paused_by(bus.name) is None
-    assert (await running.complete(1))["tokens"] == [1.0]
+    assert await running.tokens(1) == [1.0]
 
 
 async def test_a_model_of_another_bus_is_refused(bus: Bus) -> None:

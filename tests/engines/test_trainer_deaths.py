@@ -16,12 +16,9 @@ from typing import Any
 import pytest
 from conftest import wait_until
 from small_engine import SPAWN, Running
-from small_sglang import SmallSglang
-from small_vllm import SmallVllm
-from trainers import KINDS, TIMEOUT_S, end_in_an_update
+from trainers import TIMEOUT_S, end_in_an_update, fleet_of
 
 from shmbus import Bus
-from shmbus.engines import EngineFleet
 from shmbus.engines.pause_note import paused_by
 from shmbus.engines.resume import resume
 from shmbus.inspect.leftovers import survey
@@ -29,7 +26,6 @@ from shmbus.segment.names import companion_name
 
 pytest_plugins = ["engine_fixtures"]
 
-MAKE: dict[str, Any] = {"vllm": SmallVllm, "sglang": SmallSglang}
 STEPS = [
     *(("vllm", step) for step in ("prepare", "pause", "start", "update", "finish", "resume")),
     *(("sglang", step) for step in ("pause", "begin", "update", "end", "resume")),
@@ -51,33 +47,20 @@ def start_trainer(
     return process
 
 
-async def is_paused(kind: str, running: Running) -> bool:
-    server = KINDS[kind](running.url)
-    try:
-        return bool(await server.paused(TIMEOUT_S))
-    finally:
-        await server.close()
-
-
-def fleet_of(bus: str, kind: str, running: list[Running]) -> EngineFleet:
-    servers = [KINDS[kind](each.url) for each in running]
-    return EngineFleet(servers, bus=bus, timeout=TIMEOUT_S)
-
-
 @pytest.mark.parametrize(("kind", "step", "after"), POINTS)
 async def test_a_pause_that_a_killed_trainer_left_is_ended_with_whole_weights(
     kind: str, step: str, after: bool, bus: Bus, servers: Any
 ) -> None:
-    running = [servers(1, MAKE[kind]), servers(2, MAKE[kind])]
+    running = [servers(1, kind), servers(2, kind)]
     process = start_trainer(bus.name, kind, running, step, after, signal.SIGKILL)
     await asyncio.to_thread(process.join, 60)
     assert process.exitcode == -signal.SIGKILL
-    async with fleet_of(bus.name, kind, running) as fleet:
+    async with fleet_of(bus.name, *running) as fleet:
         report = await fleet.recover()
         assert report is None or report.torn == []
     for each in running:
-        assert not await is_paused(kind, each)
-        assert (await each.complete(2))["tokens"] in ([1.0, 1.0], [2.0, 2.0])
+        assert not await each.paused()
+        assert await each.tokens(2) in ([1.0, 1.0], [2.0, 2.0])
     assert paused_by(bus.name) is None
 
 
@@ -86,15 +69,15 @@ async def test_the_daemon_ends_the_pause_that_a_killed_trainer_left(
     kind: str, step: str, bus_name: str, servers: Any, daemon: Any
 ) -> None:
     daemon("--capacity", "1MiB")
-    running = [servers(1, MAKE[kind]), servers(2, MAKE[kind])]
+    running = [servers(1, kind), servers(2, kind)]
     process = start_trainer(bus_name, kind, running, step, False, signal.SIGKILL)
     await asyncio.to_thread(process.join, 60)
     assert process.exitcode == -signal.SIGKILL
-    assert await is_paused(kind, running[0])
+    assert await running[0].paused()
     await asyncio.to_thread(wait_until, lambda: paused_by(bus_name) is None, 60.0)
     for each in running:
-        assert not await is_paused(kind, each)
-        assert (await each.complete(2))["tokens"] == [2.0, 2.0]
+        assert not await each.paused()
+        assert await each.tokens(2) == [2.0, 2.0]
 
 
 async def test_a_server_that_has_ended_is_not_waited_for(bus: Bus, servers: Any) -> None:
@@ -102,7 +85,7 @@ async def test_a_server_that_has_ended_is_not_waited_for(bus: Bus, servers: Any)
     process = start_trainer(bus.name, "vllm", running, "update", False, signal.SIGKILL)
     await asyncio.to_thread(process.join, 60)
     running[1].kill()
-    async with fleet_of(bus.name, "vllm", running) as fleet:
+    async with fleet_of(bus.name, *running) as fleet:
         report = await fleet.recover()
     assert report is not None and [each.state for each in report.servers] == ["serving", "gone"]
     assert paused_by(bus.name) is None
@@ -126,14 +109,14 @@ async def test_a_server_that_stays_torn_is_named_until_the_command_has_it_resume
 
     report = await resume(bus.name, timeout=TIMEOUT_S)
     assert report is not None and report.torn == [running[1].url]
-    assert not await is_paused("vllm", running[0]) and await is_paused("vllm", running[1])
+    assert not await running[0].paused() and await running[1].paused()
     # What is left paused is no rubbish.
     note = companion_name("fleet", bus.name)[1:]
     verdicts = {each.path: each.verdict for each in survey() if each.name == bus.name}
     assert verdicts[f"/dev/shm/{note}"] == "unknown"
     status, said = await command()
     assert status == 0 and "serving, runs version 2" in said
-    assert (await running[1].complete(1))["tokens"] == [2.0]
+    assert await running[1].tokens(1) == [2.0]
     assert await resume(bus.name) is None
 
 
@@ -141,7 +124,7 @@ async def test_a_server_that_stays_torn_is_named_until_the_command_has_it_resume
 async def test_a_stopped_trainer_is_waited_for_and_goes_on(
     kind: str, step: str, bus: Bus, servers: Any
 ) -> None:
-    running = [servers(1, MAKE[kind])]
+    running = [servers(1, kind)]
     process = start_trainer(bus.name, kind, running, step, False, signal.SIGSTOP)
     with open(f"/proc/{process.pid}/stat") as stat:
 
@@ -152,12 +135,12 @@ async def test_a_stopped_trainer_is_waited_for_and_goes_on(
         await asyncio.to_thread(wait_until, stopped)
     note = paused_by(bus.name)
     assert note is not None and note[1] and note[0].pid == process.pid
-    async with fleet_of(bus.name, kind, running) as fleet:
+    async with fleet_of(bus.name, *running) as fleet:
         with pytest.raises(BlockingIOError, match=f"pid {process.pid} is updating"):
             await fleet.recover()
-    assert await is_paused(kind, running[0])
+    assert await running[0].paused()
     os.kill(process.pid, signal.SIGCONT)
     await asyncio.to_thread(process.join, 60)
     assert process.exitcode == 0
-    assert (await running[0].complete(2))["tokens"] == [2.0, 2.0]
+    assert await running[0].tokens(2) == [2.0, 2.0]
     assert paused_by(bus.name) is None

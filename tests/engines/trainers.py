@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shmbus.engines import EngineFleet, SglangServer, VllmServer
+from shmbus.engines import EngineFleet, SglangServer, UpdateReport, VllmServer
 from shmbus.weights import ModuleSource, WeightPublisher
 
 KINDS: dict[str, Any] = {"vllm": VllmServer, "sglang": SglangServer}
@@ -28,6 +28,20 @@ class Trainer:
     def publish(self, version: int) -> None:
         self.model.value.data.fill_(float(version))
         self.publisher.publish(version=version)
+
+
+def fleet_of(bus: str, *running: Any, **options: Any) -> EngineFleet:
+    """A fleet of servers that run."""
+    servers = [each.server() for each in running]
+    return EngineFleet(servers, bus=bus, **{"timeout": TIMEOUT_S, **options})
+
+
+async def update(
+    bus: str, trainer: Trainer, version: int, *running: Any, **options: Any
+) -> UpdateReport:
+    """Bring a version to servers that run."""
+    async with fleet_of(bus, *running, **options) as fleet:
+        return await fleet.update(trainer, version)
 
 
 def end_in_an_update(

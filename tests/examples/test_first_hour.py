@@ -79,8 +79,8 @@ def test_the_page_runs_from_the_first_block_to_the_resumed_run(
 def test_the_programs_of_the_page_run_to_their_last_step_though_samples_fail(
     tmp_path: Path, bus_name: str
 ) -> None:
-    """One sample in a hundred fails for good, so that one group in thirteen is given up."""
-    steps, rate, dies = 300, 0.01, 40
+    """One sample in fifty fails for good, so that one group in seven is given up."""
+    steps, rate, dies = 100, 0.02, 40
     write_programs(tmp_path, bus_name)
     for program, line, new in (
         (

@@ -95,7 +95,7 @@ class FuzzedService:
             ),
             lambda: messages.SetPolicyVersion(id=number(), policy_version=number()),
             lambda: messages.GetLedger(id=number()),
-            lambda: messages.GetStatus(id=number(), oldest=number() % 1000),
+            lambda: messages.GetStatus(id=number()),
             lambda: messages.Bye(),
         ]
         return makers[given.number() % len(makers)]()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import threading
 from typing import Any
 
 import numpy as np
+from conftest import wait_until
 from gateways import REGISTRATION, Gateway
-from http_requests import scored
+from http_requests import request_bytes, reset, scored
 
 import shmbus
 
@@ -253,3 +256,57 @@ def test_behind_a_daemon_the_gateway_is_one_of_its_clients(
         batch = gateway.batch()
         found += [group["tokens"][0][0] for group in batch or ()]
     assert found == [0, 1, 2]
+
+
+def test_what_each_environment_is_told_follows_queue_and_shares(gateway: Gateway) -> None:
+    """The aggregate of all that waits is made again whenever a part of it changes."""
+    gateway.register()
+    gateway.register_env()
+
+    def told(env: int) -> tuple[int, int, float]:
+        request = {"env_id": env}
+        gateway.get("/status-env", request)
+        found = gateway.get("/status-env", request).json()
+        return found["queue_size"], found["self_queue_size"], found["unallocated_fraction"]
+
+    assert told(0) == (0, 0, 1.0)
+    gateway.post("/scored_data", scored([1], [1], env_id=0))
+    assert told(0) == (1, 1, 1.0)
+    other = gateway.register_env(min_batch_allocation=0.5)
+    assert (told(0), told(other)) == ((1, 1, 0.5), (1, 0, 0.5))
+    for _ in range(2):
+        gateway.post("/scored_data", scored([1], [1], env_id=other))
+    # Of the other's two groups, one is its quota of the batch of four.
+    assert (told(0), told(other)) == ((2, 1, 0.5), (3, 2, 0.5))
+    gateway.post("/disconnect-env", {"env_id": other})
+    assert told(0) == (3, 1, 1.0)
+    assert len(gateway.batch()) == 2
+    assert told(0)[0] == 1
+    assert gateway.post("/register", {**REGISTRATION, "batch_size": 8}).status == 200
+    assert told(0)[0] == 3
+
+
+def test_clients_that_poll_and_hang_up_leave_no_connection(gateway: Gateway) -> None:
+    gateway.register()
+    gateway.register_env()
+    request = request_bytes("GET", "/status-env", {"env_id": 0})
+
+    def hang_up(times: int) -> None:
+        for number in range(times):
+            connection = gateway.connect()
+            connection.sendall(request)
+            if number % 2:
+                connection.recv(10)
+            reset(connection)
+
+    threads = [threading.Thread(target=hang_up, args=(50,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    def connections() -> bool:
+        text = gateway.get("/metrics").body.decode()
+        return bool(re.search(r"gateway_connections\{.*\} 1\n", text))
+
+    wait_until(connections, what="the connections to be forgotten")

@@ -10,7 +10,6 @@ import gzip
 import json
 import re
 import socket
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -321,14 +320,6 @@ def test_a_header_that_is_no_text_is_refused_in_text(shared: Gateway, header: st
     still_serves(shared)
 
 
-def test_requests_in_a_row_are_answered_in_their_order(shared: Gateway) -> None:
-    with shared.connect() as connection:
-        connection.sendall(request_bytes("GET", "/info") + request_bytes("GET", "/nothing")[:10])
-        assert read_answer(connection).status == 200
-        connection.sendall(request_bytes("GET", "/nothing")[10:])
-        assert read_answer(connection).status == 404
-
-
 def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(shared: Gateway) -> None:
     head, _, body = request_bytes("POST", "/scored_data", GOOD, Expect="100-continue").partition(
         b"\r\n\r\n"
@@ -338,22 +329,6 @@ def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(shared: Gateway) 
         assert connection.recv(1 << 10).startswith(b"HTTP/1.1 100 Continue")
         connection.sendall(body)
         assert read_answer(connection).status == 200
-    still_serves(shared)
-
-
-def test_a_client_that_sends_a_byte_at_a_time_keeps_nobody_from_being_answered(
-    shared: Gateway,
-) -> None:
-    slow = shared.connect()
-    whole = request_bytes("POST", "/scored_data", GOOD)
-    for number in range(100):
-        slow.sendall(whole[number : number + 1])
-        if number % 10 == 0:
-            still_serves(shared)
-        time.sleep(0.002)
-    slow.sendall(whole[100:])
-    assert read_answer(slow).status == 200
-    slow.close()
     still_serves(shared)
 
 

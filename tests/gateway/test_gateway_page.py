@@ -130,7 +130,9 @@ def test_the_five_minutes_of_atropos(start: Start, bus_name: str) -> None:
     assert gateway.get("/batch").status == 409
 
 
-def test_the_five_minutes_of_slime(start: Start, bus_name: str) -> None:
+def test_the_five_minutes_of_slime(
+    start: Start, bus_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [run] = commands("From slime's")
     gateway = start(run, bus_name)
     for number in range(8):
@@ -140,20 +142,23 @@ def test_the_five_minutes_of_slime(start: Start, bus_name: str) -> None:
     assert [item["uid"] for item in data] == [str(number) for number in range(8)]
     [path] = re.findall(r"--rollout-function-path ([\w.]+)", PAGE)
     module, _, name = path.rpartition(".")
-    assert callable(getattr(import_module(module), name))
-    assert callable(import_module("trainer_adapter.adapters.slime").put_sample)
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    found = import_module(module)
+    assert callable(getattr(found, name)) and callable(found.put_sample)
 
 
 def test_each_option_that_the_page_names_is_one_of_the_command(program: None) -> None:
     named = set(re.findall(r"`(?:shmbus (\w+) )?(--[a-z-]+)", PAGE))
     named.remove(("", "--rollout-function-path"))  # slime's own
     assert len(named) >= 7
-    # An option by itself is the gateway's, or what `shmbus serve` takes for it.
-    for command, option in named:
-        asked = [
-            f"shmbus {each} --help" for each in ([command] if command else ["gateway", "serve"])
-        ]
-        text = subprocess.run(
-            ["bash", "-c", "; ".join(asked)], capture_output=True, text=True
+    commands = {command for command, _ in named if command} | {"gateway", "serve"}
+    helps = {
+        command: subprocess.run(
+            ["bash", "-c", f"shmbus {command} --help"], capture_output=True, text=True
         ).stdout
+        for command in commands
+    }
+    for command, option in named:
+        # An option by itself is the gateway's, or what `shmbus serve` takes for it.
+        text = helps[command] if command else helps["gateway"] + helps["serve"]
         assert option in text, command

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from conftest import wait_until
 from gateways import TIMEOUT_S, Gateway, serving
-from http_answers import more, read_answer
+from http_answers import read_answer
 from http_requests import request_bytes, reset, scored
 
 #: Tokens of a sequence: its group is 600 kB of JSON, which no one piece holds.
@@ -38,66 +38,6 @@ def was_put(gateway: Gateway, group: dict[str, Any]) -> bool:
     """Whether the next batch is this group."""
     [found] = gateway.batch()
     return all(found[key] == group[key] for key in ("tokens", "masks", "scores"))
-
-
-def test_it_comes_in_pieces_of_any_size(shared: Gateway, seed: int) -> None:
-    dice = random.Random(seed)
-    for most in (200, 5_000, 100_000, 10**7):
-        group = large(most)
-        data = request_bytes("POST", "/scored_data", group)
-        with shared.connect() as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            at = 0
-            while at < len(data):
-                count = dice.randint(1, most)
-                connection.sendall(data[at : at + count])
-                at += count
-            assert read_answer(connection).status == 200
-        assert was_put(shared, group)
-
-
-def test_it_comes_with_its_head_after_its_head_and_after_a_pause(shared: Gateway) -> None:
-    for number, cut in enumerate((0, 1, 10, 300_000, -1)):
-        group = large(number)
-        data = request_bytes("POST", "/scored_data", group)
-        head = data.index(b"\r\n\r\n") + 4
-        at = len(data) - 1 if cut < 0 else head + cut
-        with shared.connect() as connection:
-            connection.sendall(data[:at])
-            time.sleep(0.1)
-            connection.sendall(data[at:])
-            assert read_answer(connection).status == 200
-        assert was_put(shared, group)
-
-
-def test_several_over_one_connection_and_others_between_them(shared: Gateway) -> None:
-    with shared.connect() as connection:
-        for number in range(3):
-            group = large(number)
-            connection.sendall(request_bytes("POST", "/scored_data", group))
-            assert read_answer(connection).status == 200
-            assert was_put(shared, group)
-        small = scored([1, 2])
-        for content in (large(3), small, large(4)):
-            connection.sendall(request_bytes("GET", "/status"))
-            assert read_answer(connection).status == 200
-            connection.sendall(request_bytes("POST", "/scored_data", content))
-            assert read_answer(connection).status == 200
-            assert was_put(shared, content)
-
-
-def test_requests_behind_it_are_answered_in_their_order(shared: Gateway) -> None:
-    groups = [large(1), large(2)]
-    posts = b"".join(request_bytes("POST", "/scored_data", group) for group in groups)
-    with shared.connect() as connection:
-        connection.sendall(posts + request_bytes("GET", "/info"))
-        answers = b""
-        # Several come in one piece, as it falls.
-        while not (answers.count(b"HTTP/1.1 200 ") == 3 and answers.endswith(b"}")):
-            answers += more(connection)
-    assert answers.count(b'"received"') == 2
-    assert b"batch_size" in answers.rpartition(b"HTTP/1.1 200 ")[2]
-    assert all(was_put(shared, group) for group in groups)
 
 
 def test_gzip_and_lists_and_what_only_the_parser_reads(shared: Gateway, seed: int) -> None:
@@ -153,21 +93,6 @@ def test_one_that_is_refused_ends_its_connection(
         connection.settimeout(TIMEOUT_S)
         assert connection.recv(1) == b""
     assert shared.batch() is None
-
-
-def test_damaged_ones_are_refused_and_the_connection_stays(shared: Gateway) -> None:
-    text = json.dumps(large(1)).encode()
-    with shared.connect() as connection:
-        for body, headers, status in (
-            (text[:-1], {}, 422),
-            (text.replace(b"100007", b"NaN", 1), {}, 422),
-            (text, {"Content_Encoding": "gzip"}, 400),
-        ):
-            connection.sendall(request_bytes("POST", "/scored_data", body, **headers))
-            assert read_answer(connection).status == status
-        connection.sendall(request_bytes("POST", "/scored_data", large(8)))
-        assert read_answer(connection).status == 200
-    assert was_put(shared, large(8))
 
 
 def test_the_log_and_the_metrics_have_its_bytes(gateway_of: Any) -> None:

@@ -72,8 +72,7 @@ def test_a_write_whose_answer_was_lost_comes_once(buffer: Gateway) -> None:
     connection = buffer.connect()
     connection.sendall(request_bytes("POST", "/buffer/write", lost))
     wait_until(
-        lambda: buffer.post("/get_rollout_data", {}).json()["data"]["meta_info"],
-        what="the sample",
+        lambda: buffer.post("/get_rollout_data", {}).json()["data"]["meta_info"], what="the sample"
     )
     reset(connection)
     write(buffer, lost, item("a", 1))

@@ -61,7 +61,7 @@ def golden(name: str) -> dict[str, Any]:
                 )
             ],
         }
-        for table, note in {**_core.layout(), **_core.request_layout()}.items()
+        for table, note in _core.layout().items()
     }
     records = {
         f"{title}{', checksum' if checksum else ''}": record_of(name, put, checksum)

@@ -35,8 +35,6 @@ FILE = re.compile(r"(?:[\w.-]+/)*[\w.-]+\.(?:py|pyi|c|h|sh|md)|(?:[\w.-]+/)+[\w.
 FOLDER = re.compile(r"(?:[\w.-]+/)+")
 MODULE = re.compile(r"(?:shmbus|shmbus_ext|trainer_adapter|bench)(?:\.\w+)+")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-# A call, or a value given to a name: no prose has either.
-CODE = re.compile(r"\w\(\w.*|\w=\w.*")
 
 
 def prose(page: Path) -> Iterator[tuple[int, str]]:
@@ -136,20 +134,6 @@ def test_each_link_of_a_page_leads_somewhere(page: Path) -> None:
         elif anchor and anchor not in anchors(file):
             offences.append(f"{relative(page)}: {target}: there is no such heading")
     report(offences)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_code_is_marked_as_code(page: Path) -> None:
-    lines = dict(prose(page))
-    text = "\n".join(lines.get(number, "") for number in range(1, max(lines) + 1))
-    for marked in (r"`[^`]*`", r"\]\([^)]*\)"):  # which may be wrapped
-        text = re.sub(marked, lambda found: "\n" * found[0].count("\n"), text)
-    report(
-        [
-            f"{relative(page)}:{text.count(chr(10), 0, found.start()) + 1}: {found[0]}"
-            for found in CODE.finditer(text)
-        ]
-    )
 
 
 def test_every_room_is_on_the_map() -> None:

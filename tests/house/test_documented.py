@@ -241,12 +241,36 @@ def test_each_public_callable_has_a_docstring() -> None:
     report([name for name, value in DOCUMENTED.items() if not docstring_of(value)])
 
 
+def blocking_form(name: str) -> str | None:
+    """The method that a coroutine is another form of: of `aput` that is `put`."""
+    kind, _, method = name.rpartition(".")
+    sibling = f"{kind}.{method[1:]}"
+    return sibling if method.startswith("a") and sibling in DOCUMENTED else None
+
+
+def test_a_coroutine_takes_what_its_blocking_form_takes_and_says_which_it_is() -> None:
+    forms = {name: form for name in DOCUMENTED if (form := blocking_form(name)) is not None}
+    assert {"Producer.aput", "Consumer.atake", "Feeder.arequest"} <= forms.keys()
+    offences = []
+    for name, form in forms.items():
+        taken = set(parameters(name, DOCUMENTED[name])) - {"arguments"}
+        if more := taken - set(parameters(form, DOCUMENTED[form])):
+            offences.append(f"{name}: {form} does not take {sorted(more)}")
+        text = docstring_of(DOCUMENTED[name])
+        if f"`{form.rpartition('.')[2]}`" not in text or "CancelledError" not in text:
+            offences.append(f"{name}: expected its form, and what a CancelledError leaves")
+    report(offences)
+
+
 def callables() -> Iterator[tuple[str, Any]]:
-    """What is called, without properties; a class stands for its constructor."""
+    """What is called, without properties and coroutines that are another form of a method.
+
+    A class stands for its constructor.
+    """
     for name, value in DOCUMENTED.items():
         if isinstance(value, property) or (inspect.isclass(value) and is_data(value)):
             continue
-        if name in MADE_BY_OTHERS:
+        if name in MADE_BY_OTHERS or blocking_form(name) is not None:
             continue
         if inspect.isclass(value) and value.__init__ is object.__init__:
             continue

@@ -230,6 +230,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"meta": object()}, TypeError, ["meta", "msgspec", "object"]),
     ({"meta": {"deep": [np.array([None])]}}, TypeError, ["meta", "ndarray"]),
     ({"meta": 2**64}, TypeError, ["meta", "int"]),
+    ({"meta": "\ud800"}, ValueError, ["meta", "UTF-8"]),
 ]
 BAD_PUT: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"x": [1, 2]}, TypeError, ["x", "array", "list", "np.asarray"]),
@@ -346,6 +347,29 @@ def test_bad_timeouts_are_refused_everywhere(
         assert_refused(ends, use, error, words)
 
 
+def test_bad_arguments_of_a_producers_other_calls_are_refused(ends: Ends) -> None:
+    producer: Any = ends.producer
+    uses: list[tuple[Callable[[], Any], type[Exception], list[str]]] = [
+        (
+            lambda: producer.aput_many(7).send(None),
+            TypeError,
+            ["items", "iterable of dicts", "int"],
+        ),
+        (lambda: producer.wait_ready(below=2.0).send(None), ValueError, ["below", "at most 1"]),
+        (lambda: producer.wait_ready(below="1").send(None), TypeError, ["below", "number", "str"]),
+        (lambda: producer.put_group("q", [{"x": X}] * 2, need=3), ValueError, ["need", "got 3"]),
+        (lambda: producer.fail("a", 0, 5), TypeError, ["reason", "int"]),
+        (lambda: producer.fail("a", "0", "x"), TypeError, ["index", "str"]),
+        (lambda: producer.fail("a", -1, "x"), ValueError, ["index", "got -1"]),
+        (lambda: producer.fail("a", 4, "x", group_size=4), ValueError, ["index", "group_size=4"]),
+        (lambda: producer.requests.retries(0), ValueError, ["limit", "1 or more"]),
+        (lambda: producer.requests.retries("all"), TypeError, ["limit", "int"]),
+        (lambda: producer.begin_sample("a", 0, split="x" * 32), ValueError, ["split"]),
+    ]
+    for use, error, words in uses:
+        assert_refused(ends, use, error, words)
+
+
 def test_a_call_without_what_it_needs_says_what_is_missing(ends: Ends) -> None:
     needed = {"instance_id": "a", "group_size": 2, "index": 0}
     for name in needed:
@@ -423,6 +447,19 @@ def test_a_reservation_ends_once(ends: Ends, verb: str) -> None:
         ({"max_policy_lag": 1.5}, TypeError, ["max_policy_lag", "int", "float"]),
         ({"max_stash_bytes": 0}, ValueError, ["max_stash_bytes", "0"]),
         ({"max_stash_bytes": "1MiB"}, TypeError, ["max_stash_bytes", "int", "str"]),
+        ({"retry_backoff": 0.5}, TypeError, ["retry_backoff", "two numbers"]),
+        ({"retry_backoff": (0.5, "30")}, TypeError, ["retry_backoff", "seconds", "str"]),
+        ({"retry_backoff": (-1, 30)}, ValueError, ["retry_backoff", "0 <= first <= at most"]),
+        ({"retry_backoff": (31, float("inf"))}, ValueError, ["retry_backoff", "31 and inf"]),
+        ({"sample_retries": -1}, ValueError, ["sample_retries", "-1"]),
+        ({"retry_timeout": 0}, ValueError, ["retry_timeout", "0"]),
+        ({"on_failure": "wait"}, ValueError, ["on_failure", "'wait'"]),
+        ({"on_stall": "warn"}, ValueError, ["on_stall", "'log', 'raise'", "'warn'"]),
+        ({"on_stall": 5}, TypeError, ["on_stall", "callable", "int"]),
+        ({"stall_timeout": True}, TypeError, ["stall_timeout", "seconds", "bool"]),
+        ({"stall_timeout": 0}, ValueError, ["stall_timeout", "more than 0"]),
+        ({"wait": True}, TypeError, ["wait", "seconds or None", "bool"]),
+        ({"wait": -1}, ValueError, ["wait", "0 or more seconds"]),
         ({"no_such": 1}, TypeError, ["no_such"]),
         ({"label": 5}, TypeError, ["str", "int"]),
     ],
@@ -449,6 +486,9 @@ def test_bad_arguments_of_a_consumers_methods_are_refused(ends: Ends) -> None:
         (lambda: consumer.take(-1), ValueError, ["max_groups", "got -1"]),
         (lambda: consumer.take(1.0), TypeError, ["max_groups", "int", "float"]),  # type: ignore[arg-type]
         (lambda: consumer.take(True), TypeError, ["max_groups", "int", "bool"]),
+        (lambda: consumer.take(n=4), TypeError, ["Consumer.take()", "'n'"]),  # type: ignore[call-arg]
+        (lambda: consumer.atake(0).send(None), ValueError, ["max_groups", "1 or more"]),
+        (lambda: consumer.atake(1, -0.5).send(None), ValueError, ["timeout", "0 or more"]),
         *(
             (lambda v=verb, w=wrong: v(w), TypeError, ["Group", type(wrong).__name__])
             for wrong in (5, None, 1.5)
@@ -607,6 +647,8 @@ def test_a_closed_producer_refuses_everything_but_its_counts(ends: Ends) -> None
         lambda: producer.put_many([{"instance_id": "a", "group_size": 1, "index": 0}]),
         lambda: producer.reserve("a", group_size=1, index=0, fields={}),
         lambda: producer.aput("a", group_size=1, index=0).send(None),
+        lambda: producer.fail("a", 0, "x"),
+        producer.next_round,
     ]
     for use in uses:
         with pytest.raises(shmbus.BusClosedError, match="closed; make a new one"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,55 @@ os.chmod(path, 0o666)
             attach(bus_name)
     with pytest.raises(shmbus.BusExistsError):
         shmbus.Bus.create(bus_name, "1MiB")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["fifo", "directory", "socket", "sparse"])
+@needs_root
+def test_what_another_user_planted_is_refused_at_once_by_its_owner(
+    bus_name: str, kind: str
+) -> None:
+    place = Path(f"/dev/shm/shmbus.{bus_name}")
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "directory":
+        place.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(place))
+    else:
+        with place.open("wb") as file:
+            file.truncate(1 << 40)
+    os.chown(place, NOBODY, NOBODY)
+    try:
+        for attach in (shmbus.Producer, shmbus.Consumer, shmbus.Bus.open):
+            with pytest.raises(PermissionError, match=f"belongs to uid {NOBODY}"):
+                attach(bus_name)
+    finally:
+        (place.rmdir if kind == "directory" else place.unlink)()
+
+
+def test_control_characters_never_reach_a_terminal_raw(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "256KiB", max_producers=1) as bus:
+        with shmbus.Producer(bus_name, label="evil\x1b[2J\nname") as producer:
+            with pytest.raises(shmbus.BusBusyError) as busy:
+                shmbus.Producer(bus_name)
+            bus.pause("stop\x1b[2J\nINJECTED")
+            with pytest.raises(shmbus.BusFullError) as full:
+                producer.put("a", group_size=1, index=0, tokens=np.arange(3), timeout=0)
+            bus.resume()
+            with pytest.raises(shmbus.BusFullError) as crowded:
+                for _ in range(100_000):
+                    producer.put("a", group_size=9, index=0, tokens=np.arange(99), timeout=0)
+        with (
+            shmbus.Consumer(bus_name, label="who\x1b[0m"),
+            pytest.raises(shmbus.BusBusyError) as taken,
+        ):
+            shmbus.Consumer(bus_name, daemon=False)
+    for caught in (busy, full, crowded, taken):
+        text = str(caught.value)
+        assert text.isprintable(), text
+    assert "INJECTED" in str(full.value)
 
 
 def test_a_segment_is_created_for_its_user_only(bus_name: str) -> None:

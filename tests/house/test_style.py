@@ -41,6 +41,7 @@ FORBIDDEN_IMPORTS = [
 ]
 
 SHMBUS_ALL = [
+    "Annotator",
     "Bus",
     "BusBusyError",
     "BusClosedError",
@@ -50,6 +51,7 @@ SHMBUS_ALL = [
     "BusRemovedError",
     "BusStats",
     "CapacityError",
+    "Columns",
     "Consumer",
     "DaemonUnavailableError",
     "DamagedError",
@@ -74,6 +76,7 @@ SHMBUS_ALL = [
     "StallError",
     "StallReport",
     "Trajectory",
+    "UnannotatedGroup",
     "UnscoredError",
     "WaitTimeoutError",
     "__version__",

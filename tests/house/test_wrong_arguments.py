@@ -49,9 +49,7 @@ from trainer_adapter import (
 )
 from trainer_adapter.adapters.atropos import AtroposTrainer
 from trainer_adapter.adapters.openenv import EpisodeRecord, put_episode
-from trainer_adapter.adapters.prime_rl import ShmbusBatchReceiver, ShmbusBatchSender
 from trainer_adapter.adapters.skyrl import GenerateByBus
-from trainer_adapter.adapters.slime import SlimeRollouts
 from trainer_adapter.adapters.torchtitan import ShmbusBatches
 from trainer_adapter.adapters.trl import ShmbusRollouts, scored
 from trainer_adapter.corrections import (
@@ -60,7 +58,7 @@ from trainer_adapter.corrections import (
     importance_correction,
     overlong_penalty,
 )
-from trainer_adapter.losses import aggregate_loss, importance_weights, kl_estimate, policy_loss
+from trainer_adapter.losses import aggregate_loss, kl_estimate, policy_loss
 
 TOKENS = np.arange(4, dtype=np.int32)
 
@@ -381,7 +379,6 @@ BY_NUMBERS: dict[str, Callable[[Any], object]] = {
     "window_size": lambda v: varlen_attention(*QKV, BORDERS, BORDERS, 3, 3, window_size=(v, 0)),
     "clip_low": lambda v: policy_loss(ROW, ROW, ROW, MASK, clip_low=v),
     "clip_high": lambda v: policy_loss(ROW, ROW, ROW, MASK, clip_high=v),
-    "cap": lambda v: importance_weights(ROW, ROW, MASK, cap=v),
     "denominator": lambda v: aggregate_loss(ROW, MASK, denominator=v),
     "high": lambda v: importance_correction(ROW, ROW, MASK, high=v),
     "low": lambda v: cispo_loss(ROW, ROW, ROW, MASK, low=v),
@@ -486,8 +483,6 @@ for _name in ("RolloutTurnID", "TrainingSample", "TrainingSampleGroup"):
 
 
 OF_ADAPTERS: list[tuple[Callable[[str], object], str]] = [
-    (lambda bus: SlimeRollouts(bus, 0), "group_size: expected 1 to"),
-    (lambda bus: SlimeRollouts(bus, "2"), "group_size: expected an int, got str"),
     (lambda bus: AtroposTrainer(bus, 2.0), "batch_size: expected an int, got float"),
     (lambda bus: AtroposTrainer(bus, True), "batch_size: expected an int, got bool"),
     (lambda bus: AtroposTrainer(bus, 2, keep_batches="1"), "keep_batches: expected an int"),
@@ -502,11 +497,6 @@ OF_ADAPTERS: list[tuple[Callable[[str], object], str]] = [
     (lambda bus: ShmbusRollouts(bus, split="eval"), "split: training and evaluation"),
     (lambda bus: ShmbusBatches(bus, Packer(), advantages="x", types=TYPES), "'rloo' or 'none'"),
     (lambda bus: ShmbusBatches(bus, None, types=TYPES), "batcher: expected torchtitan's Batch"),
-    (lambda bus: ShmbusBatchSender(bus, 0), "data_world_size: expected 1 to"),
-    (lambda bus: ShmbusBatchSender(bus, 1, readers_per_rank=0), "readers_per_rank: expected 1"),
-    (lambda bus: ShmbusBatchSender(bus, 1, "0"), "current_step: expected an int, got str"),
-    (lambda bus: ShmbusBatchSender(bus, 1, micro_batch=int), "micro_batch: expected prime-rl"),
-    (lambda bus: ShmbusBatchReceiver(bus, "0", micro_batch=dict), "data_rank: expected an in"),
     (lambda bus: scored("1e"), "reward: expected a finite number, NaN or None, got '1e'"),
     (lambda bus: scored(None, [1]), "meta: expected a mapping or None, got list"),
 ]

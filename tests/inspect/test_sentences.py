@@ -346,6 +346,18 @@ def daemon_recovers(scene: Scene) -> None:
     scene.daemon.start()
 
 
+def trainer_stopped_since_the_daemon_before(scene: Scene) -> None:
+    daemon_recovers(scene)
+    scene.until(lambda status: status.daemon and not status.daemon.recovering)
+
+
+def trainer_stopped_beside_its_successor(scene: Scene) -> None:
+    """All that the new one waits for may be what the stopped one holds."""
+    trainer_stopped_since_the_daemon_before(scene)
+    scene.trainer(offered=0, then="wait").expect("ready")
+    scene.until(waits)
+
+
 def servers_paused(scene: Scene) -> None:
     healthy(scene)
     # What a trainer notes before it pauses the first; whoever lives holds the file's lock.
@@ -374,6 +386,11 @@ TRAINER_IS = rf"trainer\.py {PID}"
 WORKER_IS = rf"worker\.py {PID}"
 NO_WORKER = (
     rf"no worker is attached; the last was {WORKER_IS}, which (died|is gone)\. Start workers"
+)
+
+NOT_BACK = (
+    r"\d+ groups? may be held by a trainer that has not come back to the daemon \(pid \d+, "
+    r"stopped\)\. `kill -CONT \d+` continues it; others get them once it ends"
 )
 
 TABLE = [
@@ -426,6 +443,8 @@ TABLE = [
     Row(daemon_stopped, rf"shmbus serve {PID} is stopped.*`kill -CONT \d+` continues it",
         where="daemon"),
     Row(daemon_recovers, r"A new daemon waits for the clients of the one before", where="daemon"),
+    Row(trainer_stopped_since_the_daemon_before, NOT_BACK, where="daemon"),
+    Row(trainer_stopped_beside_its_successor, NOT_BACK, where="daemon"),
     Row(servers_paused,
         r"Inference servers are paused by a trainer that died\. `shmbus weights .* --resume`",
         where="embedded"),

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
-from conftest import Daemon, Spawner, wait_until
+from conftest import Daemon, wait_until
 
 from shmbus import Bus, BusFullError, Consumer, Producer
 from shmbus.inspect.groups import read_groups
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import groups_text, status_text
-from shmbus.inspect.types import BusStatus, Finding, GroupCells, SampleCell, Verdict
+from shmbus.inspect.types import BusStatus, GroupCells, SampleCell, Verdict
 from shmbus.inspect.who_is_missing import waiting_for
-
-#: A worker that puts its index of each group, says so, and sleeps.
-WORKER = """
-import sys, time, shmbus
-name, index, groups = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-with shmbus.Producer(name, label=f"rollout-{index}") as producer:
-    for number in range(groups):
-        producer.put(f"q{number}", group_size=4, index=index, score=index / 4, tokens=[1, 2, 3])
-    print("ready", flush=True)
-    time.sleep(600)
-"""
 
 
 def said(name: str) -> Verdict:
@@ -50,15 +37,6 @@ def cell(index: int, producer: int) -> SampleCell:
     return SampleCell(index=index, producer=producer, score=0.0)
 
 
-def test_a_bus_that_nobody_reads_says_so(bus_name: str) -> None:
-    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
-        producer.put("q", group_size=2, index=0, score=1.0, tokens=[1])
-        verdict = said(bus_name)
-        assert verdict.level == "trouble"
-        assert verdict.findings[0].kind == "nobody_reads"
-        assert status_text(read_status(bus_name)).startswith("Nobody reads the bus")
-
-
 def test_a_bus_in_order_has_no_finding(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, Consumer(bus_name) as taker:
         for index in range(2):
@@ -68,40 +46,6 @@ def test_a_bus_in_order_has_no_finding(bus_name: str) -> None:
         verdict = said(bus_name)
         assert (verdict.level, verdict.findings) == ("good", [])
         assert "1 producer" in verdict.sentence
-
-
-def test_a_pause_is_said_with_its_reason(bus_name: str) -> None:
-    with Bus.create(bus_name, "1MiB") as bus, Consumer(bus_name):
-        bus.pause("weights are being loaded")
-        assert "weights are being loaded" in said(bus_name).sentence
-
-
-def test_a_full_ring_names_who_holds_it(bus_name: str) -> None:
-    with Bus.create(bus_name, "1MiB"), Consumer(bus_name) as taker:
-        script = (
-            "import sys, shmbus\n"
-            "producer = shmbus.Producer(sys.argv[1])\n"
-            "for n in range(1000):\n"
-            "    producer.put(f'q{n}', group_size=1, index=0, score=0.0, tokens=[1] * 8000)\n"
-        )
-        filler = subprocess.Popen([sys.executable, "-c", script, bus_name])
-        try:
-            held = [*taker.take(max_groups=1000, timeout=5.0)]
-
-            def full() -> bool:
-                held.extend(taker.take(max_groups=1000, timeout=0.0))
-                status = read_status(bus_name)
-                return (
-                    status.space_wanted and status.ledger.leased > 0 and not status.ledger.in_ring
-                )
-
-            wait_until(full, what="a full ring")
-            verdict = said(bus_name)
-            assert verdict.findings[0].kind == "producers_wait", verdict
-            assert f"(pid {os.getpid()}) holds" in verdict.sentence
-        finally:
-            filler.kill()
-            filler.wait()
 
 
 def test_a_ring_full_of_complete_and_incomplete_groups_names_both(
@@ -148,80 +92,6 @@ def test_aborted_reservations_that_nobody_reads_are_not_a_lack_of_capacity(bus_n
         finally:
             filler.kill()
             filler.wait()
-
-
-@pytest.mark.parametrize(
-    ("number", "kind", "words"),
-    [
-        (signal.SIGKILL, "waits_for_one", "nobody will send"),
-        (signal.SIGSTOP, "waits_for_one", "is stopped"),
-    ],
-)
-def test_a_worker_that_groups_wait_for_is_named(
-    bus_name: str,
-    spawn: Spawner,
-    daemon: Callable[..., object],
-    number: signal.Signals,
-    kind: str,
-    words: str,
-) -> None:
-    daemon("--capacity", "4MiB")
-    for index in range(4):
-        # The last is three groups behind.
-        child = spawn.script(WORKER, bus_name, index, 6 if index < 3 else 3)
-        wait_until(lambda child=child: "ready" in child.output(), what="a worker")
-    child.send_signal(number)
-    try:
-
-        def named() -> Finding | None:
-            found = [f for f in said(bus_name).findings if f.kind == kind and f.groups == 3]
-            return next((f for f in found if words in f.what), None)
-
-        found = wait_until(named, what="the worker in the verdict")
-        assert "rollout-3" in found.who[0]
-    finally:
-        child.send_signal(signal.SIGCONT)
-
-
-@pytest.mark.parametrize("killed", [False, True])
-@pytest.mark.parametrize("with_daemon", [False, True])
-def test_an_incomplete_group_without_any_producer_is_said(
-    bus_name: str,
-    spawn: Spawner,
-    daemon: Callable[..., object],
-    with_daemon: bool,
-    killed: bool,
-) -> None:
-    bus = None if with_daemon else Bus.create(bus_name, "4MiB")
-    if with_daemon:
-        daemon("--capacity", "4MiB")
-    try:
-        with Consumer(bus_name) as taker:
-            child = spawn.script(WORKER, bus_name, 0, 1)
-            wait_until(lambda: "ready" in child.output(), what="a worker")
-            assert not [f for f in said(bus_name).findings if f.kind == "nobody_sends"]
-            if killed:
-                child.kill()
-            else:
-                child.send_signal(signal.SIGINT)
-            child.wait()
-            assert taker.take(timeout=0.0) == []
-
-            def alone() -> Finding | None:
-                return next((f for f in said(bus_name).findings if f.kind == "nobody_sends"), None)
-
-            found = wait_until(alone, what="a group that nobody completes")
-            assert found.groups == 1
-            assert re.match(
-                r"1 incomplete group waits, and no producer is attached; the last was rollout-0 "
-                rf"\(pid {child.pid}\), which (died|has left|is gone)$",
-                found.what,
-            )
-            assert "start producers" in found.advice
-            assert said(bus_name).level != "good"
-    finally:
-        if bus is not None:
-            bus.close()
 
 
 def test_groups_with_one_producer_each_wait_for_it() -> None:

@@ -139,21 +139,6 @@ def test_a_full_table_refuses_and_nothing_else_depends_on_it(bus_name: str) -> N
         assert producer.begin_sample("q", 0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ((1.5, 0), TypeError), ((True, 0), TypeError), (("", 0), ValueError),
-        (("x" * 256, 0), ValueError), (("q", -1), ValueError), (("q", 16_384), ValueError),
-        (("q", "0"), TypeError),
-    ],
-)  # fmt: skip
-def test_wrong_arguments_are_refused(
-    bus_name: str, arguments: tuple[object, object], error: type[Exception]
-) -> None:
-    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, pytest.raises(error):
-        producer.begin_sample(*arguments)  # type: ignore[arg-type]
-
-
 def test_seconds_of_waiting_are_counted_by_what_was_waited_for(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB", max_lead=1) as bus, Producer(bus_name) as producer:
         before = read_status(bus_name).waited

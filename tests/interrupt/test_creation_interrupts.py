@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from conftest import open_descriptors
 
 import shmbus
 from shmbus.channel import lifecycle as channels
@@ -67,7 +68,7 @@ def test_an_interrupted_creation_leaves_no_file_and_no_other_error(
     path_of, latest_s = FILES[create]
     path = path_of(bus_name)
     for _ in range(TRIES):
-        descriptors = len(os.listdir("/proc/self/fd"))
+        before = open_descriptors()
         made, armed[0] = None, True
         try:
             signal.setitimer(signal.ITIMER_REAL, random_s.uniform(1e-5, latest_s))
@@ -83,4 +84,4 @@ def test_an_interrupted_creation_leaves_no_file_and_no_other_error(
             os.unlink(path)
         assert not os.path.lexists(path)
         made = None
-        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert not open_descriptors() - before

@@ -23,22 +23,16 @@ OFFER_STEP = 9
 
 #: What each test runs; `make interrupts` has all of it, and more often.
 OPERATIONS = [
-    "next",
     "next-stale",
-    "next-twice",
     "ack",
     "give-back",
     "state",
     "load",
     "attach",
-    "close",
-    "next-prefetch",
     "next-twice-prefetch",
     "ack-prefetch",
     "close-prefetch",
-    "served-ack",
     "served-give-back",
-    "served-close",
     "rank-ack",
     "rank-next-twice-prefetch",
     "rank-close",
@@ -62,12 +56,3 @@ def test_an_exception_at_some_steps_of_an_offer_offers_each_prompt_once(
     report = run(spawn, "handler.py", bus_name, "offer", *part)
     assert report["faults"] == []
     assert report["offer"] > 20
-
-
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_signal_at_any_instant_loses_no_group_and_trains_none_twice(
-    bus_name: str, seed: int, prefetch: int, spawn: Spawner
-) -> None:
-    report = run(spawn, "handler_signals.py", bus_name, prefetch, seed, 100)
-    assert report["wrong"] == []
-    assert report["interrupts"] >= 100

@@ -21,7 +21,7 @@ compile() { # SOURCE FLAGS...
     # shellcheck disable=SC2086 # several words
     $cc $flags "$@" -c "$source" -o "$into/$(basename "$source" .c).o"
 }
-for name in attach count doorbell extents intent_log lane lead moved_set reader reclaim record \
+for name in attach count doorbell extents intent_log lead moved_set reader reclaim record \
     relay_journal \
     recovery request_feed request_row requests retry_table writer; do
     compile "$ring/$name.c" -include tests/model/hooks.h

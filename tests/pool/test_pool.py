@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Child, Spawner, wait_until
+from conftest import Child, Spawner, open_descriptors, wait_until
 
 from shmbus import BusBusyError, DamagedError, WaitTimeoutError, errors
 from shmbus.pool import (
@@ -429,22 +429,18 @@ def test_rows_run_out_by_name(bus_name: str, publishers: MakePublisher) -> None:
         reader.close()
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_cycles_leave_no_descriptor_mapping_or_file(bus_name: str) -> None:
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count(bus_name)
 
-    before = descriptors()
+    before = open_descriptors()
     for version in range(200):
         publisher = PoolPublisher(bus_name, KIND, spec=PoolSpec(slot_bytes=8192))
         publish(publisher, version, 8192)
         with PoolReader(bus_name, KIND) as reader, reader.latest(timeout=5) as lease:
             assert holds_one_value(lease) == version % 256
         publisher.close(remove=True)
-    assert (descriptors(), mappings()) == (before, 0)
+    assert not open_descriptors() - before and not mappings()
     assert not Path(pool_path(bus_name, KIND)).exists()
 
 

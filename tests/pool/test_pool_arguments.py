@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from shmbus.channel import ChannelSender
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, create_pool, unlink_pool
 from shmbus.weights import ModuleSource, WeightPublisher
 from trainer_adapter.balance import balance, by_budget
@@ -50,14 +49,6 @@ def test_integers_of_numpy_are_ints_of_a_reader(pool: str) -> None:
 def test_a_kind_that_no_file_can_be_named_by_is_refused(bus_name: str) -> None:
     with pytest.raises(ValueError, match="expected a kind of few letters, got one of 300"):
         create_pool(bus_name, "a" * 300, PoolSpec(slot_bytes=4096))
-
-
-def test_a_label_of_a_channel_is_text(bus_name: str) -> None:
-    for label in (ROW, 1, None):
-        with pytest.raises(TypeError, match="label, reason: expected a str"):
-            ChannelSender(bus_name, slots=1, max_bytes=4096, label=label)  # type: ignore[arg-type]
-    with ChannelSender(bus_name, slots=1, max_bytes=4096, label=""):
-        pass
 
 
 def test_a_rank_of_weights_is_an_int_before_it_is_compared(bus_name: str) -> None:

@@ -11,7 +11,6 @@ case.
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
@@ -21,6 +20,8 @@ import time
 from collections.abc import Iterator
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+
+from failpoints import play
 
 from shmbus import BusNotFoundError, PeerGoneError, WaitTimeoutError
 from shmbus.channel import ChannelClosedError, ChannelReceiver, ChannelSender, unlink_channel
@@ -85,9 +86,9 @@ def run_to_point(name: str, kind: str, failpoint: str) -> None:
 
 
 @contextlib.contextmanager
-def child_of(name: str, kind: str, point: str, action: str) -> Iterator[ForkProcess]:
+def child_of(name: str, kind: str, failpoint: str) -> Iterator[ForkProcess]:
     """Run a side that meets its point."""
-    child = FORKS.Process(target=run_to_point, args=(name, kind, f"{point}:1:{action}"))
+    child = FORKS.Process(target=run_to_point, args=(name, kind, failpoint))
     child.start()
     try:
         yield child
@@ -237,21 +238,11 @@ FOLLOW = {
 }
 
 
-def main(name: str, kind: str) -> None:
-    """Run each case of a kind."""
-    for point in POINTS[kind]:
-        for action in ("kill", "stop"):
-            faults, signalled = run(name, kind, point, action)
-            report = {"point": point, "action": action, "faults": faults, "signalled": signalled}
-            print(json.dumps(report), flush=True)
-            with contextlib.suppress(BusNotFoundError):
-                unlink_channel(name)
-
-
-def run(name: str, kind: str, point: str, action: str) -> tuple[list[str], bool]:
+def run(kind: str, failpoint: str, action: str) -> dict[str, object]:
     """Run one case: what went wrong, and whether the child met its point."""
+    name = sys.argv[1]
     seen: list[bool] = []
-    with child_of(name, kind, point, action) as child:
+    with child_of(name, kind, failpoint) as child:
         watcher = threading.Thread(target=lambda: seen.append(met(child, action)))
         watcher.start()
         if kind == "resumer":
@@ -262,8 +253,11 @@ def run(name: str, kind: str, point: str, action: str) -> tuple[list[str], bool]
             resume(child)
             if end_of(child) != 0:
                 faults.append(f"a side that was stopped and went on ended with {child.exitcode}")
-    return faults, seen == [True]
+    with contextlib.suppress(BusNotFoundError):
+        unlink_channel(name)
+    return {"signalled": seen == [True], "faults": faults}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2].rstrip(":"))
+    points = {kind: dict.fromkeys(of_kind, (1,)) for kind, of_kind in POINTS.items()}
+    play(points, run, *sys.argv[2:])

@@ -11,8 +11,6 @@ Usage: ``python daemon_points.py NAME [KIND: or part of cases' names [first]]``
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import mmap
 import os
 import signal
@@ -23,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from failpoints import DEADLINE_S, SPAN_TWO, Child, deadline, pattern, ruin
+from failpoints import DEADLINE_S, SPAN_TWO, Child, deadline, pattern, play, ruin
 from points import arm
 
 import shmbus
@@ -443,18 +441,9 @@ def run(name: str, kind: str, failpoint: str) -> dict[str, object]:
                 shmbus.unlink(name)
 
 
-def main() -> None:
-    """Run all cases, those of some kind, or only the first pass of each point."""
-    only, passes = [*sys.argv[2:], "", ""][:2]
-    for kind, points in CASES.items():
-        for point, hits in points.items():
-            for hit, action in itertools.product(hits, ("kill", "stop")):
-                case = f"{kind}:{point}:{hit}:{action}"
-                chosen = case.startswith(only) if only.endswith(":") else only in case
-                if chosen and (passes != "first" or hit == hits[0]):
-                    report = run(sys.argv[1], kind, f"{point}:{hit}:{action}")
-                    print(json.dumps({"case": case, **report}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    play(
+        CASES,
+        lambda kind, failpoint, action: run(sys.argv[1], kind, failpoint),
+        *sys.argv[2:],
+    )

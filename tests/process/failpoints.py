@@ -8,6 +8,7 @@ test_failpoints.py builds, runs and judges it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -434,25 +435,43 @@ CASES = {
 }
 
 
+def play(
+    points: dict[str, dict[str, tuple[int, ...]]],
+    run: Callable[[str, str, str], dict[str, object]],
+    only: str = "",
+    passes: str = "",
+) -> None:
+    """Run cases by kind, failpoint and action, and print a line each.
+
+    `only` is a kind and a colon, or part of cases' names; of each point all passes, or the "first".
+    """
+    for kind, of_kind in points.items():
+        for point, hits in of_kind.items():
+            for hit, action in itertools.product(hits, ("kill", "stop")):
+                case = f"{kind}:{point}:{hit}:{action}"
+                chosen = case.startswith(only) if only.endswith(":") else only in case
+                if not chosen or (passes == "first" and hit != hits[0]):
+                    continue
+                report: dict[str, object] = {"case": case, "signalled": False}
+                try:
+                    report |= run(kind, f"{point}:{hit}:{action}", action)
+                except Exception as error:
+                    report["faults"] = [repr(error)]
+                print(json.dumps(report), flush=True)
+
+
 def main() -> None:
-    """Run all cases, or those whose name contains the second argument."""
+    """Run all cases, or those that the second argument says."""
     name = sys.argv[1]
-    only = sys.argv[2] if len(sys.argv) > 2 else ""
-    for kind, points in POINTS.items():
-        for point, hits in points.items():
-            for hit in hits:
-                for action in ("kill", "stop"):
-                    case = f"{kind}:{point}:{hit}:{action}"
-                    if only not in case:
-                        continue
-                    report: dict[str, object] = {"case": case, "signalled": False}
-                    try:
-                        report |= CASES[kind](name, f"{point}:{hit}:{action}", action)
-                    except Exception as error:
-                        report["faults"] = [repr(error)]
-                    with contextlib.suppress(shmbus.BusNotFoundError):
-                        shmbus.unlink(name)
-                    print(json.dumps(report), flush=True)
+
+    def run(kind: str, failpoint: str, action: str) -> dict[str, object]:
+        try:
+            return CASES[kind](name, failpoint, action)
+        finally:
+            with contextlib.suppress(shmbus.BusNotFoundError):
+                shmbus.unlink(name)
+
+    play(POINTS, run, *sys.argv[2:])
 
 
 if __name__ == "__main__":

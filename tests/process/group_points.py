@@ -7,12 +7,11 @@ groups of a split that it is the first to name.
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import sys
 
 import numpy as np
-from failpoints import EXTENT, Child, deadline, pattern, verdict
+from failpoints import EXTENT, Child, deadline, pattern, play, verdict
 
 import shmbus
 
@@ -97,22 +96,14 @@ def whole_case(name: str, failpoint: str, action: str) -> dict[str, object]:
     return verdict(signalled, faults, ledger, child)
 
 
-def main() -> None:
-    """Run all cases."""
+def run(kind: str, failpoint: str, action: str) -> dict[str, object]:
     name = sys.argv[1]
-    for point, hits in POINTS.items():
-        for hit in hits:
-            for action in ("kill", "stop"):
-                case = f"whole:{point}:{hit}:{action}"
-                report: dict[str, object] = {"case": case, "signalled": False}
-                try:
-                    report |= whole_case(name, f"{point}:{hit}:{action}", action)
-                except Exception as error:
-                    report["faults"] = [repr(error)]
-                with contextlib.suppress(shmbus.BusNotFoundError):
-                    shmbus.unlink(name)
-                print(json.dumps(report), flush=True)
+    try:
+        return whole_case(name, failpoint, action)
+    finally:
+        with contextlib.suppress(shmbus.BusNotFoundError):
+            shmbus.unlink(name)
 
 
 if __name__ == "__main__":
-    main()
+    play({"whole": POINTS}, run)

@@ -10,7 +10,6 @@ reader has to get it. One line of JSON a case.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from failpoints import Child, deadline
+from failpoints import Child, deadline, play
 
 from shmbus import ShmbusError
 from shmbus.pool import (
@@ -36,7 +35,7 @@ SIZE = 1 << 16
 SPEC = PoolSpec(slot_bytes=SIZE, slots=3, patch_bytes=2 * SIZE)
 VERSIONS = (2, 3, 4)
 
-POINTS = {
+_POINTS = {
     "publisher": (
         "pool-writer-claimed", "pool-slot-locked", "pool-writing", "pool-announced", "pool-written",
         "pool-ready", "pool-unlocked", "pool-latest", "pool-rung",
@@ -50,6 +49,11 @@ POINTS = {
         "pool-piece-done",
     ),
 }  # fmt: skip
+#: Kind: point: passes at which the signal comes.
+POINTS = {
+    kind: {point: (1,) if point.endswith("claimed") else (1, 2) for point in points}
+    for kind, points in _POINTS.items()
+}
 
 
 def run_publisher(bus: str) -> None:
@@ -147,12 +151,12 @@ def lead(bus: str) -> list[str]:
     return []
 
 
-def case(bus: str, kind: str, point: str, hit: int, action: str) -> dict[str, object]:
+def case(bus: str, kind: str, failpoint: str, action: str) -> dict[str, object]:
     """One death or stop, and what is left."""
     faults: list[str] = []
     with PoolPublisher(bus, "weights", spec=SPEC) as publisher:
         publish(publisher, 1)
-    child = Child(lambda: CHILDREN[kind](bus), f"{point}:{hit}:{action}")
+    child = Child(lambda: CHILDREN[kind](bus), failpoint)
     try:
         ends = lead(bus) if kind == "rank" else []
         signalled = await_signal(child, action)
@@ -165,7 +169,7 @@ def case(bus: str, kind: str, point: str, hit: int, action: str) -> dict[str, ob
                 publish(successor, version, patch=kind == "patcher")
                 if newest(bus) != version:
                     faults.append(f"version {version} did not become the newest")
-        if kind == "rank" and ends == [] and point != "pool-piece-done":
+        if kind == "rank" and ends == [] and not failpoint.startswith("pool-piece-done"):
             faults.append("rank 0 published without its other rank")
     except Exception as error:
         faults.append(f"{type(error).__name__}: {error}")
@@ -177,18 +181,12 @@ def case(bus: str, kind: str, point: str, hit: int, action: str) -> dict[str, ob
         f"{reader.label} is still there" for reader in left.readers if reader.state != "dead"
     ]
     unlink_pool(bus, "weights")
-    said = {"point": point, "hit": hit, "action": action}
-    return {**said, "signalled": signalled, "faults": faults}
-
-
-def main() -> None:
-    """Print one line a case."""
-    bus, kind = sys.argv[1], sys.argv[2].rstrip(":")
-    for point in POINTS[kind]:
-        for hit in (1,) if point.endswith("claimed") else (1, 2):
-            for action in ("kill", "stop"):
-                print(json.dumps(case(bus, kind, point, hit, action)), flush=True)
+    return {"signalled": signalled, "faults": faults}
 
 
 if __name__ == "__main__":
-    main()
+    play(
+        POINTS,
+        lambda kind, failpoint, action: case(sys.argv[1], kind, failpoint, action),
+        *sys.argv[2:],
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import mmap
 import os
@@ -17,7 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
-from failpoints import Child, deadline, pattern
+from failpoints import Child, deadline, pattern, play
 
 import shmbus
 from shmbus.inspect.status import read_status
@@ -168,28 +167,16 @@ def audit(reader: Reader, producer: shmbus.Producer, child: Child, log: Path) ->
     return faults
 
 
-def main() -> None:
-    """Run all cases, or those whose name contains the second argument."""
+def run(kind: str, failpoint: str, action: str) -> dict[str, object]:
     name = sys.argv[1]
-    only = sys.argv[2] if len(sys.argv) > 2 else ""
     log = Path(f"/dev/shm/shmbus.{name}.log")
-    for kind, points in POINTS.items():
-        for point, hits in points.items():
-            for hit in hits:
-                for action in ("kill", "stop"):
-                    text = f"{kind}:{point}:{hit}:{action}"
-                    if only not in text:
-                        continue
-                    report: dict[str, object]
-                    try:
-                        report = case(name, kind, f"{point}:{hit}:{action}", log)
-                    except Exception as error:
-                        report = {"signalled": True, "faults": [repr(error)]}
-                    print(json.dumps({"case": text, **report}), flush=True)
-                    log.unlink(missing_ok=True)
-                    with contextlib.suppress(shmbus.BusNotFoundError):
-                        shmbus.unlink(name)
+    try:
+        return case(name, kind, failpoint, log)
+    finally:
+        log.unlink(missing_ok=True)
+        with contextlib.suppress(shmbus.BusNotFoundError):
+            shmbus.unlink(name)
 
 
 if __name__ == "__main__":
-    main()
+    play(POINTS, run, *sys.argv[2:])

@@ -1,15 +1,19 @@
-"""A death and a stop at every named point of the core, the daemon, its ranks and a snapshot."""
+"""A death and a stop at every named point: core, daemon, ranks, snapshot, pool and channel."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import channel_points
+import pool_points
 import pytest
 from conftest import IS_WORKER, Spawner
 
@@ -45,42 +49,53 @@ def _build(tree: Path) -> None:
     subprocess.run(argv, cwd=ROOT, env=env, check=True, capture_output=True, timeout=110)
 
 
-@pytest.mark.timeout(240)
+#: The program, what it is asked for, and how many cases it has at the least.
+RUNS: dict[str, list[tuple[tuple[str, ...], int]]] = {
+    "failpoints": [((f"{kind}:",), 14) for kind in ("producer", "collector", "mover", "partial")],
+    "retry_points": [(("collector:",), 14), (("producer:",), 14)],
+    "group_points": [((), 14)],
+    "relay_points": [((), 14)],
+    "daemon_points": [
+        ((f"{kind}:", PASSES), 4)
+        for kind in ("daemon", "successor", "late_rank", "broken_rank", "rank", "snapshot")
+    ],
+    "pool_points": [((f"{kind}:",), 2 * len(of)) for kind, of in pool_points.POINTS.items()],
+    "channel_points": [((f"{kind}:",), 2 * len(of)) for kind, of in channel_points.POINTS.items()],
+}
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("module", "kind"),
+    ("program", "arguments", "cases"),
     [
-        ("failpoints", "producer"),
-        ("failpoints", "collector"),
-        ("failpoints", "mover"),
-        ("failpoints", "partial"),
-        ("retry_points", "collector"),
-        ("retry_points", "producer"),
-        ("group_points", "whole"),
-        ("relay_points", "whole"),
+        pytest.param(program, *run, id=" ".join([program, *run[0][:1]]))
+        for program, runs in RUNS.items()
+        for run in runs
     ],
 )
 def test_a_death_or_a_stop_at_any_point_loses_doubles_and_tears_nothing(
-    module: str, kind: str, bus_name: str, spawn: Spawner, failpoint_build: Path
+    program: str,
+    arguments: tuple[str, ...],
+    cases: int,
+    bus_name: str,
+    spawn: Spawner,
+    failpoint_build: Path,
 ) -> None:
     env = {"PYTHONPATH": os.pathsep.join([str(failpoint_build), str(HERE), str(HERE.parent)])}
-    child = spawn.module(module, bus_name, f"{kind}:", env=env)
-    reports = [json.loads(line) for line in child.finish(timeout=200).splitlines()]
-    assert len(reports) >= 14
+    child = spawn.module(program, bus_name, *arguments, env=env)
+    reports = [json.loads(line) for line in child.finish(timeout=280).splitlines()]
+    assert len(reports) >= cases
     assert [r for r in reports if r["faults"] or not r["signalled"]] == []
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "kind", ["daemon", "successor", "late_rank", "broken_rank", "rank", "snapshot"]
-)
-def test_a_death_or_a_stop_in_the_daemon_or_a_rank_loses_and_doubles_no_group(
-    kind: str, bus_name: str, spawn: Spawner, failpoint_build: Path
-) -> None:
-    env = {"PYTHONPATH": os.pathsep.join([str(failpoint_build), str(HERE), str(HERE.parent)])}
-    child = spawn.module("daemon_points", bus_name, f"{kind}:", PASSES, env=env)
-    reports = [json.loads(line) for line in child.finish(timeout=200).splitlines()]
-    assert len(reports) >= 4
-    assert [r for r in reports if r["faults"] or not r["signalled"]] == []
+@pytest.mark.parametrize("program", [pool_points, channel_points])
+def test_every_point_of_pool_and_channel_is_passed_by_some_child(program: ModuleType) -> None:
+    room = program.__name__.removesuffix("_points")
+    sources = (ROOT / "shmbus_ext" / room).glob("*.c")
+    points = {
+        name for path in sources for name in re.findall(r'FAILPOINT\("(.*?)"\)', path.read_text())
+    }
+    assert points == {point for points in program.POINTS.values() for point in points}
 
 
 def test_the_shipping_build_has_no_failpoints() -> None:

@@ -336,7 +336,7 @@ class StubEngine:
 async def serving_stub(engine: StubEngine, port: int = 0) -> AsyncIterator[StubEngine]:
     runner = web.AppRunner(engine.routes(), handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
+    site = web.TCPSite(runner, "127.0.0.1", port, backlog=1024)
     await site.start()
     engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     engine.loop = asyncio.get_running_loop()

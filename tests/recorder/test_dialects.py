@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from shmbus.recorder.dialects import DIALECTS, UnusableCall
+from shmbus.recorder.dialects import DIALECTS
+from shmbus.recorder.dialects.base import UnusableCall
 from shmbus.recorder.event_stream import EventParser, EventTooLarge
 
 LOOK = {"type": "object", "properties": {"at": {"type": "string"}}}

@@ -2,7 +2,7 @@
 
 A program: `python tests/relay/relay_nodes.py SCENARIO` prints what happened, and ends with status 1
 at the first thing that is lost, doubled or torn. test_relay_nodes.py runs its short forms. It needs
-root. The relay's parties talk by TCP over a network that may delay, lose and cut off (hub.py).
+root. The relay's connections cross a network that may delay, lose and cut off (hub.py).
 """
 
 from __future__ import annotations
@@ -11,60 +11,35 @@ import argparse
 import json
 import os
 import random
-import socket
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from relay.connections import open_mailbox
 from relay.hub import Hub, Node, address_of
 from relay.relay_storm import SIZE, sample
-from relay.sockets import SocketMailbox, _Outgoing
 
 import shmbus
 from shmbus.inspect.status import read_status
 from shmbus.relay.coordinator_party import CoordinatorParty
+from shmbus.relay.host import HostMailbox
 from shmbus.relay.party import run_party
 from shmbus.relay.sink_party import SinkParty
 from shmbus.relay.source_party import SourceParty
 from shmbus.stash.stash import StashPolicy
 
-PORT = 7000
-#: A connection on which nothing is confirmed for so long is closed; what it had is asked for again.
-DEAD_MS = 3000
 NODES = ("head", "left", "right", "t0", "t1")
 SOURCES, TRAINERS = ("left", "right"), ("t0", "t1")
 QUIET_S = 90.0
 #: Between a worker's groups, so that nodes die in the midst of it.
 PAUSE_S = 0.005
-
-
-class TcpMailbox(SocketMailbox):
-    """The mailbox of sockets, at a port of its node."""
-
-    def __init__(self, directory: str, address: str) -> None:
-        super().__init__(directory, address)  # which has the selector, and a socket that is unused
-        self._selector.unregister(self._listener)
-        self._listener.close()
-        self._listener = socket.create_server((address_of(NODES.index(address)), PORT))
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, 1)
-
-    def _connect(self, to: str) -> _Outgoing | None:
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_MS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with suppress(BlockingIOError):
-            connection.connect((address_of(NODES.index(to)), PORT))
-        self._peers[to] = _Outgoing(connection)
-        return self._peers[to]
 
 
 # -- inside a node ---------------------------------------------------------------------------------
@@ -92,13 +67,13 @@ class Inside:
         """Be that node, for ever."""
         if self.name != "head":
             shmbus.Bus.create(self.name, "8MiB")
-        mailbox = TcpMailbox(str(self.directory), self.name)
+        mailbox = open_mailbox(str(self.directory), self.name, address_of(NODES.index(self.name)))
         threading.Thread(
             target=run_party, args=(lambda: self.make(mailbox), mailbox, lambda: True), daemon=True
         ).start()
         {"head": self.lead, "left": self.work, "right": self.work}.get(self.name, self.train)()
 
-    def make(self, mailbox: TcpMailbox) -> Any:
+    def make(self, mailbox: HostMailbox) -> Any:
         """Make the party."""
         if self.name == "head":
             policy = StashPolicy(sample_retries=2)

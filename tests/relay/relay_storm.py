@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from relay.sockets import SocketMailbox
+from relay.connections import open_mailbox
 
 import shmbus
 from shmbus.relay.coordinator_party import CoordinatorParty
@@ -37,7 +37,7 @@ COORDINATOR = "coordinator"
 CONTEXT = multiprocessing.get_context("forkserver")
 # A party that starts in milliseconds is killed at its work, and not while it is imported.
 CONTEXT.set_forkserver_preload(
-    ["numpy", "shmbus.relay.party", "relay.sockets", "shmbus.relay.coordinator_party",
+    ["numpy", "shmbus.relay.party", "relay.connections", "shmbus.relay.coordinator_party",
      "shmbus.relay.sink_party", "shmbus.relay.source_party"]
 )  # fmt: skip
 SIZE = 6
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 
 def work(plan: Plan, address: str) -> None:
     """Be a party, for ever."""
-    mailbox = SocketMailbox(plan.directory, address)
+    mailbox = open_mailbox(plan.directory, address)
 
     def make() -> Any:
         if address == COORDINATOR:

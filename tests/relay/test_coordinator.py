@@ -30,10 +30,7 @@ def head(
 
 
 def coordinator(
-    buses: int = 1,
-    sinks: int = 1,
-    policy: StashPolicy | None = None,
-    window_bytes: int = 1 << 40,
+    buses: int = 1, sinks: int = 1, policy: StashPolicy | None = None, window_bytes: int = 1 << 40
 ) -> Coordinator:
     names = [f"t{i}" for i in range(sinks)]
     made = Coordinator(3, [B0, B1][:buses], names, policy, window_bytes)

@@ -17,8 +17,7 @@ from conftest import wait_until
 from relay.local import COORDINATOR, put_group, take
 
 import shmbus
-from shmbus.relay.buffer_pool import BufferPool
-from shmbus.relay.direct import Direct, Endpoint
+from shmbus.relay.direct import BufferPool, Direct, Endpoint
 from shmbus.relay.host import Host, PartyPlan
 from shmbus.relay.party import Mailbox, run_party
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import struct
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import Spawner
 from relay.heads import export
 
 import shmbus
@@ -191,38 +186,33 @@ def test_a_record_that_was_moved_is_noted_too(bus: str) -> None:
 
 
 CHILD = """
-    import struct, sys
-    import numpy as np
-    import shmbus
-    from shmbus.segment import lifecycle
-    from shmbus_ext import _core
-    name, point = sys.argv[1:]
-    segment = lifecycle.open_segment(name)
-    assert _core.relay_begin(segment) is not None
-    producer = shmbus.Producer(name)
-    _core.relay_bind(producer)
-    entries = b""
-    origins = b"".join(struct.pack(">16sQQ", bytes(range(16)), 7, i) for i in range(4))
-    entries = _core.relay_intend(producer, origins, b"\\xff" * 16)
-    for i in range(int(point)):
-        producer.put("q", group_size=8, index=i, x=np.zeros(3))
-    print("there", flush=True)
-    sys.stdin.read()
+import struct, sys, time
+import numpy as np
+import shmbus
+from shmbus.segment import lifecycle
+from shmbus_ext import _core
+name, point = sys.argv[1:]
+segment = lifecycle.open_segment(name)
+assert _core.relay_begin(segment) is not None
+producer = shmbus.Producer(name)
+_core.relay_bind(producer)
+entries = b""
+origins = b"".join(struct.pack(">16sQQ", bytes(range(16)), 7, i) for i in range(4))
+entries = _core.relay_intend(producer, origins, b"\\xff" * 16)
+for i in range(int(point)):
+    producer.put("q", group_size=8, index=i, x=np.zeros(3))
+print("there", flush=True)
+time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("committed", [0, 1, 3, 4])
 def test_whoever_takes_a_killed_sinks_slot_heals_the_journal_first(
-    bus: str, committed: int
+    bus: str, committed: int, spawn: Spawner
 ) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(CHILD), bus, str(committed)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
-    assert child.stdout is not None and child.stdout.readline() == "there\n"
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
+    child = spawn.script(CHILD, bus, committed)
+    child.expect("there")
+    child.kill()
     # Others take the dead one's slot, and commit in its lane, before the next sink looks.
     others = [shmbus.Producer(bus) for _ in range(64)]
     for producer in others:

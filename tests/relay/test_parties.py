@@ -57,10 +57,7 @@ def test_a_source_holds_a_record_until_its_trainer_has_acknowledged_it(
 
 
 def test_a_source_learns_why_the_trainer_dropped_a_group(buses: dict[str, str]) -> None:
-    with (
-        relay([buses["a"]], [buses["t"]]),
-        shmbus.Consumer(buses["t"]) as consumer,
-    ):
+    with relay([buses["a"]], [buses["t"]]), shmbus.Consumer(buses["t"]) as consumer:
         put_group([buses["a"]], 1)
         (group,) = take(consumer, 1)
         consumer.drop(group, reason="filtered")

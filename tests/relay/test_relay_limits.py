@@ -66,9 +66,7 @@ def test_a_group_of_more_records_than_the_journal_has_entries_is_dropped(
             take(consumer, 1)
 
 
-def test_a_record_of_a_bus_that_has_gone_ends_nothing_of_another_one(
-    buses: dict[str, str],
-) -> None:
+def test_a_record_of_a_bus_that_has_gone_ends_nothing_of_another_one(buses: dict[str, str]) -> None:
     """Its entry of the journal is not another record's while a record on the bus names it."""
     with (
         relay([buses["a"], buses["b"]], [buses["t"]]) as made,

@@ -54,10 +54,7 @@ WITH_ROUND = changed(ONE_GROUP, round=1)
 #: The same without variance.
 USELESS = changed(ONE_GROUP, score=1.0)
 #: Two groups of one sample each, from one source each.
-TWO_GROUPS = {
-    A: [head("q", 1, 0, 0)],
-    B: [head("r", 1, 0, 0)._replace(score=1.0)],
-}
+TWO_GROUPS = {A: [head("q", 1, 0, 0)], B: [head("r", 1, 0, 0)._replace(score=1.0)]}
 
 
 class TinyBlocks(Sink):
@@ -93,7 +90,7 @@ class Case(NamedTuple):
 
 
 SHORT = [
-    Case("acknowledged, two deaths", Faults(2), release="acknowledged"),
+    Case("acknowledged, two deaths of a sample", Faults(2), ONE_SAMPLE, "acknowledged"),
     Case("put, a death", Faults(1)),
     Case("useless, a death", Faults(1), USELESS),
     Case("acknowledged, a death and a loss", Faults(1, losses=1), release="acknowledged"),
@@ -104,6 +101,7 @@ SHORT = [
     Case("two blocks, a loss", Faults(losses=1), TWO_GROUPS, "put", TwoBlocks, StashPolicy()),
 ]
 LONG = [
+    Case("acknowledged, two deaths", Faults(2), release="acknowledged"),
     Case("put, two deaths", Faults(2)),
     Case("useless, two deaths", Faults(2), USELESS),
     Case("put, two deaths and a loss", Faults(2, losses=1)),

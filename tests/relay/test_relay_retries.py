@@ -195,10 +195,7 @@ def test_what_a_lost_node_had_is_asked_for_elsewhere(buses: dict[str, str]) -> N
     with relay([buses["a"], buses["b"]], [buses["t"]], policy=TWICE) as made:
         with shmbus.Producer(buses["a"]) as producer:
             put(producer, 0)
-        with (
-            shmbus.Producer(buses["b"]) as other,
-            shmbus.Consumer(buses["t"]) as consumer,
-        ):
+        with shmbus.Producer(buses["b"]) as other, shmbus.Consumer(buses["t"]) as consumer:
             wait_until(lambda: made.coordinator.note().announced == 1)
             made.coordinator.forgotten.append(buses["a"])
             asked = wanted(other)

@@ -12,10 +12,10 @@ import shmbus
 
 GROUPS = 300
 SIZE = 4
-#: 400 kB a sample: the trainer's bus has room for halves of 80 groups, a source's for 320.
-TOKENS = 100_000
+#: 100 kB a sample: the trainer's bus has room for halves of 80 groups, a source's for 320.
+TOKENS = 25_000
 SAMPLE_BYTES = 4 * TOKENS
-TRAINER_BYTES = 64 << 20
+TRAINER_BYTES = 16 << 20
 SOURCE_BYTES = 4 * TRAINER_BYTES
 #: Samples that the fast source is ahead of the slow one: these halves alone fill the trainer's bus.
 AHEAD = TRAINER_BYTES // SAMPLE_BYTES + 20

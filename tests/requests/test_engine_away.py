@@ -241,25 +241,6 @@ def test_a_judge_that_raises_for_one_prompt_gives_up_that_prompt(bus: Bus, feede
         assert consumer.stats().lane_pause is None
 
 
-@pytest.mark.parametrize(
-    ("backoff", "error", "match"),
-    [
-        (0.5, TypeError, "two numbers"),
-        ((0.5,), TypeError, "two numbers"),
-        ((0.5, "30"), TypeError, "expected seconds, got str"),
-        ((-1, 30), ValueError, "0 <= first <= at most"),
-        ((0.5, float("inf")), ValueError, "both finite"),
-        ((float("nan"), 30), ValueError, "got nan and 30"),
-        ((31, 30), ValueError, "got 31 and 30"),
-    ],
-)
-def test_a_backoff_that_is_none_is_refused(
-    bus_name: str, backoff: object, error: type[Exception], match: str
-) -> None:
-    with Bus.create(bus_name, "1MiB"), pytest.raises(error, match=f"retry_backoff: .*{match}"):
-        Consumer(bus_name, retry_backoff=backoff)  # type: ignore[arg-type]
-
-
 def test_a_producer_and_a_consumer_end_with_an_async_block(bus_name: str) -> None:
     async def run() -> tuple[Producer, Consumer]:
         with Bus.create(bus_name, "1MiB"):

@@ -78,23 +78,6 @@ def test_a_prompt_that_is_not_as_declared_is_refused_and_offers_nothing(
     assert totals(bus) == (0, 0, 0, 0, 0, 0)
 
 
-def test_without_a_schema_a_list_says_how_to_declare_it(feeder: Feeder, producer: Producer) -> None:
-    with pytest.raises(
-        TypeError, match=r"^types: expected an array, got list.*Feeder\(\.\.\., sch"
-    ):
-        feeder.request("q", group_size=1, types=[1, 2])
-    # Standard fields have their dtypes, and so have the token ids of a prompt.
-    feeder.request("q", group_size=1, tokens=[1, 2], prompt=[3])
-    request = producer.requests.next()
-    assert request is not None
-    assert request["tokens"].dtype == request["prompt"].dtype == np.int32
-
-
-def test_text_is_said_to_belong_into_the_meta(feeder: Feeder) -> None:
-    with pytest.raises(TypeError, match=r"^prompt: expected an array, got str; text goes .*meta="):
-        feeder.request("q", group_size=1, prompt="What is 2 + 2?")
-
-
 def test_who_collects_offers_by_a_schema_too_and_takes_it_along(
     bus: Bus, producer: Producer
 ) -> None:

@@ -297,7 +297,7 @@ def _work(name: str, seed: int) -> None:
                 producer.requests.answer(each, score=float(each.index), x=each["prompt"])
 
 
-KILLS = int(os.environ.get("SHMBUS_TEST_REQUEST_KILLS", "120"))
+KILLS = int(os.environ.get("SHMBUS_TEST_REQUEST_KILLS", "80"))
 
 
 @pytest.mark.timeout(120 + KILLS)

@@ -200,12 +200,3 @@ def test_a_daemon_keeps_the_requests_of_splits_apart(
         trainer.take(timeout=10)[0].ack()
         wait_until(lambda: trainer.stats().requests.groups == 0)
         assert trainer.stats().balanced
-
-
-@pytest.mark.parametrize("split", ["", "x" * 32, "a\0b", 3, None])
-def test_a_label_that_no_sample_can_have_is_refused_where_it_is_offered(
-    bus: Bus, feeder: Feeder, split: str
-) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"^split: expected"):
-        feeder.request("q", group_size=1, split=split)
-    assert totals(bus) == (0, 0, 0, 0, 0, 0)

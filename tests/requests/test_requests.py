@@ -268,33 +268,6 @@ def test_a_stall_report_names_a_lane_that_nobody_serves(bus_name: str) -> None:
 # -- arguments and handles -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"group_size": 0}, ValueError, "group_size"),
-        ({"group_size": 20_000}, ValueError, "16384"),
-        ({"group_size": True}, TypeError, "group_size"),
-        ({"group_size": 2, "need": 3}, ValueError, "need"),
-        ({"group_size": 2, "priority": 8}, ValueError, "priority"),
-        ({"group_size": 2, "priority": -1}, ValueError, "priority"),
-        ({"group_size": 2, "round": -1}, ValueError, "round"),
-        ({"group_size": 2, "split": ""}, ValueError, "split"),
-        ({"group_size": 2, "hidden": [1, 2]}, TypeError, "hidden"),
-        ({"group_size": 2, "prompt": np.array([None])}, TypeError, "prompt"),
-        ({"group_size": 2, "meta": object()}, TypeError, "meta"),
-        ({"group_size": 2, "timeout": -1}, ValueError, "timeout"),
-    ],
-)
-def test_bad_requests_are_refused_and_offer_nothing(
-    bus: Bus, feeder: Feeder, arguments: dict[str, object], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        feeder.request("q", **arguments)  # type: ignore[arg-type]
-    with pytest.raises((TypeError, ValueError), match="instance_id"):
-        feeder.request("", group_size=1)
-    assert totals(bus) == (0, 0, 0, 0, 0, 0)
-
-
 def test_what_the_request_says_is_not_given_again(producer: Producer, feeder: Feeder) -> None:
     feeder.request("q", group_size=1)
     (request,) = take_all(producer)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import shmbus
 from shmbus import Bus, Consumer, Producer
 
 ROOM = 15  # records of one extent each
@@ -47,18 +46,6 @@ async def test_a_list_that_is_longer_than_the_bus_arrives_whole_and_in_order(nam
     assert taken == [f"k{i}" for i in range(5 * ROOM)]
 
 
-async def test_a_list_that_found_no_room_says_how_much_of_it_was_put(name: str) -> None:
-    every = items(3 * ROOM)
-    with Producer(name) as producer, Consumer(name) as consumer:
-        with pytest.raises(shmbus.BusFullError) as caught:
-            await producer.aput_many(every, timeout=0.2)
-        done = caught.value.accepted
-        assert 0 < done <= ROOM
-        rest = asyncio.create_task(producer.aput_many(every[done:], timeout=60))
-        assert await take_all(consumer, 3 * ROOM) == [f"k{i}" for i in range(3 * ROOM)]
-        assert await rest == 3 * ROOM - done
-
-
 async def test_a_cancelled_list_says_how_much_of_it_was_put_and_puts_no_more(name: str) -> None:
     said: list[int] = []
 
@@ -79,16 +66,3 @@ async def test_a_cancelled_list_says_how_much_of_it_was_put_and_puts_no_more(nam
         assert len(await take_all(consumer, said[0])) == said[0]
         await asyncio.sleep(0.05)
         assert consumer.take(1, 0) == []
-
-
-async def test_a_list_with_a_mistake_leaves_the_bus_as_it_was(name: str) -> None:
-    with Producer(name) as producer:
-        wrong = [*items(2), {"instance_id": "k", "group_size": 1}]
-        with pytest.raises(TypeError, match="2"):
-            await producer.aput_many(wrong)
-        with pytest.raises(TypeError, match="items: expected an iterable of dicts, got int"):
-            await producer.aput_many(7)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="timeout"):
-            await producer.aput_many([], timeout=-1)
-        assert await producer.aput_many([]) == 0
-        assert producer.stats().committed == 0

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,66 +55,12 @@ def test_a_long_label_is_cut_between_two_characters(bus: Bus) -> None:
     assert info.label == "ü" * 23
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "match"),
-    [
-        ({"x": (None, 3)}, TypeError, "field 'x': expected a dtype, got None"),
-        ({"x": ("int32", 1 << 40)}, shmbus.RecordTooLargeError, "needs 4398046511104"),
-        ({"x": ("int64", 1 << 70)}, shmbus.RecordTooLargeError, "needs 9444732965739290427392"),
-        ({"x": ("int64", (1 << 70, 0))}, shmbus.RecordTooLargeError, "1180591620717411303424"),
-    ],
-)
-def test_a_reservation_of_nonsense_is_refused_with_what_it_asked_for(
-    bus: Bus, fields: Any, error: type[Exception], match: str
-) -> None:
-    with Producer(bus.name) as producer:
-        with pytest.raises(error, match=match):
-            producer.reserve("a", group_size=1, index=0, fields=fields)
-        assert producer.stats().aborted == 0
-
-
-@pytest.mark.parametrize(
-    ("items", "error", "match"),
-    [
-        (None, TypeError, "put_many: expected an iterable of dicts"),
-        ([sample(0), 3], TypeError, "put_many: item 1: expected a dict .* got int"),
-        ([sample(0), sample(1, score=float("nan"))], ValueError, "put_many: item 1: score"),
-        ([sample(0), {"index": 0}], TypeError, "put_many: item 1: missing the argument"),
-        ([sample(0, x=np.zeros(1 << 20))], shmbus.RecordTooLargeError, "put_many: item 0: bus"),
-    ],
-)
-def test_put_many_names_the_bad_item_and_puts_none(
-    bus: Bus, items: Any, error: type[Exception], match: str
-) -> None:
-    with Producer(bus.name) as producer:
-        with pytest.raises(error, match=match):
-            producer.put_many(items)
-        assert producer.stats().committed == 0
-
-
 def test_an_error_within_the_iterable_is_its_own(bus: Bus) -> None:
     with (
         Producer(bus.name) as producer,
         pytest.raises(ZeroDivisionError, match=r"^[a-z]+ division"),
     ):
         producer.put_many(1 // 0 for _ in range(2))
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "match"),
-    [
-        (lambda p: p.fail("a", -1, "why"), ValueError, "index: expected 0 or more, got -1"),
-        (lambda p: p.put(**sample(meta="\ud800")), ValueError, "meta: expected text that UTF-8"),
-        (lambda p: p.put(**sample(), timeout=0 * "x"), TypeError, "timeout: expected seconds"),
-    ],
-)
-def test_a_producer_call_names_the_argument_that_is_wrong(
-    bus: Bus, call: Callable[[Producer], object], error: type[Exception], match: str
-) -> None:
-    with Producer(bus.name) as producer:
-        with pytest.raises(error, match=match):
-            call(producer)
-        assert producer.stats().committed == 0
 
 
 def test_a_reason_with_surrogates_is_still_a_reason(bus: Bus) -> None:
@@ -133,40 +79,6 @@ def test_a_reason_that_does_not_fit_pauses_nobody(bus: Bus, reason: str) -> None
     with pytest.raises(ValueError, match="reason: expected at most 119 bytes"):
         bus.pause(reason)
     assert bus.paused is None
-
-
-def test_an_unknown_field_is_told_the_ones_that_are_there(bus: Bus) -> None:
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
-        with producer.reserve("a", group_size=1, index=0, fields={"x": ("i4", 2)}) as slot:
-            with pytest.raises(KeyError, match=r"'y': this reservation has the fields \('x',\)"):
-                slot["y"]
-            with pytest.raises(TypeError, match=r"write into its view: slot\['x'\]\[:\]"):
-                slot["x"] = np.zeros(2, np.int32)  # type: ignore[index]
-            slot["x"][:] = 7
-        (group,) = consumer.take(timeout=5)
-        with pytest.raises(KeyError, match=r"'y': this trajectory has the fields \('x',\)"):
-            group[0]["y"]
-        assert group[0]["x"].tolist() == [7, 7]
-        group.give_back()
-        with pytest.raises(shmbus.ProtocolError, match="cannot ack group 'a', since it is given b"):
-            group.ack()
-
-
-def test_a_wait_of_nothing_is_0_s(bus: Bus) -> None:
-    bus.pause("weights")
-    with Producer(bus.name) as producer, pytest.raises(shmbus.BusFullError, match="for 0 s;"):
-        producer.put(**sample(), timeout=0)
-
-
-def test_a_forked_child_that_leaves_the_block_leaves_the_bus(bus_name: str) -> None:
-    with Bus.create(bus_name, "64KiB") as bus:
-        child = os.fork()
-        if child == 0:
-            bus.__exit__(None, None, None)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert segments_named(bus_name) != []
-    assert segments_named(bus_name) == []
 
 
 def test_the_end_of_a_block_spares_another_bus_of_the_same_name(bus_name: str) -> None:

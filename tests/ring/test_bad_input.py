@@ -23,30 +23,11 @@ BAD_SAMPLES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "ragged rows": (
         {"experts": [CELL, CELL, [[1, 2]]]}, ValueError, r"experts\[2\]: expected 2 .*got 1",
     ),
-    "ragged rows, deeper": (
-        {"experts": [CELL, [[1, 2], [3]], CELL]}, ValueError, r"experts\[1\]\[1\]: expected 2 elem",
-    ),
     "a list among tokens": ({"tokens": [1, [2], 3]}, TypeError, r"tokens\[1\]: expected a number"),
     "None in logprobs": (
         {"logprobs": [0.1, None, 0.3]}, TypeError, r"logprobs\[1\]: expected a number.*got None",
     ),
-    "an int beyond int32": (
-        {"tokens": [1, 2**31, 3]}, ValueError, r"tokens\[1\]: .*int32 holds, got 2147483648",
-    ),
-    "an int beyond uint8": (
-        {"loss_mask": [1, 256, 0]}, ValueError, r"loss_mask\[1\]: .*uint8 holds, got 256",
-    ),
     "a negative mask": ({"loss_mask": [1, -1, 0]}, ValueError, r"loss_mask\[1\]: .*got -1"),
-    "an array beyond int32": (
-        {"tokens": np.array([1, 2**40, 3])}, ValueError, r"tokens\[1\]: .*got 1099511627776",
-    ),
-    "a bool for a token": ({"tokens": [1, True, 3]}, TypeError, r"tokens\[1\]: .*int32, got bool"),
-    "bools for tokens": (
-        {"tokens": np.ones(3, bool)}, TypeError, r"tokens: expected an array of int32, got.* bool",
-    ),
-    "a million of mixed types": (
-        {"tokens": [1, 2.5, "x", None] * 250_000}, TypeError, r"tokens\[1\]: .*int32, got float",
-    ),
     "a million, the last one wrong": (
         {"tokens": [1] * 999_999 + ["x"]}, TypeError, r"tokens\[999999\]: .*int32, got str",
     ),
@@ -60,6 +41,8 @@ BAD_SAMPLES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "need above the size": ({"need": 3, "round": 0}, ValueError, r"need: .*group_size=2, got 3"),
+    "a size above all": ({"group_size": 20_000}, ValueError, r"group_size: expected 1 to 16384"),
+    "a priority above all": ({"priority": 8}, ValueError, r"priority: expected 0 to 7, .*got 8"),
     "need without a round": ({"need": 1}, ValueError, r"need: 1 of 2 needs a round"),
     "a score": ({"score": 1.0}, TypeError, r"score: a request says no score"),
     "an index": ({"index": np.int32(1)}, TypeError, r"index: a request says no index"),
@@ -119,5 +102,5 @@ def test_a_bad_request_is_refused_and_offers_nothing(
     _, _, consumer, feeder = wide
     given, kind, message = BAD_REQUESTS[what]
     with pytest.raises(kind, match=f"^{message}"):
-        feeder.request("q", group_size=2, **given, timeout=0)
+        feeder.request("q", **{"group_size": 2, "timeout": 0, **given})
     require_untouched(consumer)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner, wait_until
+from conftest import Spawner
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -227,29 +227,6 @@ def test_a_forked_child_gets_errors_and_handles_of_its_own_and_its_parent_goes_o
         assert (ledger.acknowledged, ledger.balanced) == (4, True)
 
 
-FORKS = """
-import os, sys, time, shmbus
-held = [shmbus.Consumer(sys.argv[1]), *(shmbus.Producer(sys.argv[1]) for _ in range(4))]
-if os.fork() == 0:
-    print("child", os.getpid(), flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_forked_child_that_lives_on_keeps_nothing_of_its_dead_parent(
-    bus: Bus, spawn: Spawner
-) -> None:
-    parent = spawn.script(FORKS, bus.name)
-    wait_until(lambda: "\n" in parent.output(), what="a forked child")
-    child = int(parent.output().split()[1])
-    try:
-        parent.kill()
-        Producer(bus.name).close()
-        Consumer(bus.name).close()
-    finally:
-        os.kill(child, 9)
-
-
 def test_what_a_forked_child_inherited_neither_changes_nor_reaches_the_ring(bus: Bus) -> None:
     def child(view: np.ndarray[Any, Any], room: np.ndarray[Any, Any]) -> None:
         ready.set()
@@ -396,7 +373,7 @@ def test_a_file_that_is_no_segment_is_refused_and_can_be_removed(
 
 # --- damage
 #: Of each byte so many bits are flipped, drawn anew in each run, or all of them.
-BITS_OF_A_BYTE = 8 if "SHMBUS_TEST_LONG" in os.environ else 2
+BITS_OF_A_BYTE = 8 if "SHMBUS_TEST_LONG" in os.environ else 1
 
 
 def flip_one(bus_name: str, byte: int, bit: int, late: bool, aborted: bool) -> str:

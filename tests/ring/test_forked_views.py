@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DEFAULT_DEADLINE_S, Daemon, Spawner, wait_until
+from conftest import DEFAULT_DEADLINE_S, Daemon, Spawner
 
-import shmbus
 from shmbus import Bus, Consumer, Group, Producer
 
 FORK = get_context("fork")
@@ -152,40 +149,6 @@ def test_children_of_children_and_several_forks_see_what_was_there_at_each(bus_n
         assert [child.looks() for child in children] == expected
 
 
-ORPHAN = """
-import os, sys, numpy as np, shmbus
-name, go = sys.argv[1:]
-consumer = shmbus.Consumer(name, daemon=False)
-(group,) = consumer.take(timeout=30)
-view = group[0]["x"]
-group.ack()
-if os.fork() == 0:
-    print("forked", flush=True)
-    with open(go) as gate:  # opens once the test does
-        gate.read()
-    print("saw", set(view.tolist()), flush=True)
-    os._exit(0)
-os.kill(os.getpid(), 9)
-"""
-
-
-def test_a_child_reads_its_views_after_its_parent_died(
-    bus_name: str, spawn: Spawner, tmp_path: Path
-) -> None:
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
-        put(producer, "a", 7)
-        parent = spawn.script(ORPHAN, bus_name, gate)
-        assert parent.wait() == -signal.SIGKILL
-        # Until its first instruction a child holds what its parent held.
-        wait_until(lambda: "forked" in parent.output(), what="the orphan to run")
-        with Consumer(bus_name, daemon=False) as successor:
-            overwrite(producer, successor)
-        gate.write_text("go")
-        wait_until(lambda: "saw {7}" in parent.output(), what=f"the orphan: {parent.output()}")
-
-
 CROWDED = """
 import os, resource, sys, numpy as np, shmbus
 consumer = shmbus.Consumer(sys.argv[1], daemon=False)
@@ -211,29 +174,6 @@ def test_a_fork_without_memory_for_copies_leaves_a_child_that_sees_nothing(
     with Bus.create(bus_name, "16MiB"), Producer(bus_name) as producer:
         put(producer, "a", 7, size=500_000)
         assert "saw" not in spawn.script(CROWDED, bus_name).finish()
-
-
-def test_what_a_child_writes_into_a_reservation_stays_in_the_child(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "1MiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, daemon=False) as consumer,
-    ):
-        slot = producer.reserve("a", group_size=1, index=0, fields={"x": ("int32", 5000)})
-        slot["x"][:] = 5
-        part = slot["x"][:100]
-
-        def write() -> tuple[list[int], list[int]]:
-            before = part.tolist()
-            part[:] = 6
-            return before, part.tolist()
-
-        child = Child(write)
-        slot.abort()
-        overwrite(producer, consumer)
-        assert child.looks() == ([5] * 100, [6] * 100)
-        assert set(part.tolist()) == {5}
-        overwrite(producer, consumer, rounds=5)
 
 
 def test_workers_of_a_data_loader_read_the_views_of_a_data_set(bus_name: str) -> None:
@@ -277,24 +217,3 @@ def test_workers_of_a_data_loader_read_the_views_of_a_data_set(bus_name: str) ->
         overwrite(producer, consumer)
         got += [int(value) for value in loader]
         assert got == wanted
-
-
-def test_a_handle_in_a_child_says_so_and_its_views_stay(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "1MiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, daemon=False) as consumer,
-    ):
-        put(producer, "a", 7)
-        (group,) = take(consumer)
-        view = group[0]["x"]
-
-        def look() -> tuple[str, set[int]]:
-            with pytest.raises(shmbus.BusClosedError) as caught:
-                group[0]["x"]
-            consumer.close()
-            return str(caught.value), set(view.tolist())
-
-        said, values = Child(look).looks()
-        assert "before a fork" in said and values == {7}
-        group.ack()

@@ -198,16 +198,6 @@ def test_any_text_is_an_instance_id_and_the_name_of_a_field(bus: Bus) -> None:
             assert all(np.array_equal(trajectory[name], arrays[name]) for name in names)
 
 
-def test_traces_of_several_megabytes_fit_a_default_bus(bus_name: str, seed: int) -> None:
-    with Bus.create(bus_name) as bus, attached(bus, checksum=True) as (producer, consumer):
-        rng = np.random.default_rng(seed)
-        values = [rng.integers(0, 256, n, np.uint8) for n in (6 << 20, 3 << 20, 17, 24 << 20)]
-        for index, value in enumerate(values):
-            producer.put("big", group_size=4, index=index, x=value, timeout=10)
-        [group] = consumer.take(1, 10)
-        assert all(np.array_equal(t["x"], v) for t, v in zip(group, values, strict=True))
-
-
 def test_the_largest_record_fits(bus: Bus) -> None:
     with attached(bus) as (producer, consumer):
         # Header, shape, id and schema take three cache lines.
@@ -398,20 +388,6 @@ def test_what_was_made_of_an_array_and_kept_never_reaches_a_later_record(small_b
                 assert np.array_equal(group[0]["x"], np.full(3000, 7))
         del kept, view
         wait_until(lambda: consumer.take(1, 0) == [] and consumer.stats().free >= 57344)
-
-
-def test_hundreds_of_reservations_are_open_and_end_in_any_order(bus: Bus, seed: int) -> None:
-    with attached(bus) as (producer, consumer):
-        slots = [reserve(producer, f"r{number}") for number in range(500)]
-        for number, slot in enumerate(slots):
-            slot["tokens"][:] = number
-        order = list(range(500))
-        random.Random(seed).shuffle(order)
-        for position, number in enumerate(order):
-            slots[number].abort() if position % 5 == 0 else slots[number].commit()
-        groups = [group for _ in range(9) for group in consumer.take(100, 0)]
-        committed = {f"r{number}": number for position, number in enumerate(order) if position % 5}
-        assert {group.instance_id: int(group[0]["tokens"][99]) for group in groups} == committed
 
 
 def test_closing_a_producer_aborts_what_is_open(bus: Bus) -> None:

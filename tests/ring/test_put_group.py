@@ -115,11 +115,6 @@ def test_a_bad_group_names_the_sample_and_leaves_the_bus_as_it_was(
         assert consumer.stats().committed == 0
 
 
-def test_need_above_the_size_of_the_group_is_refused(producer: Producer) -> None:
-    with pytest.raises(ValueError, match="need: expected 1 to 2 for group_size=2, got 3"):
-        producer.put_group("q", samples(2), need=3)
-
-
 def test_an_awaited_group_waits_for_room_and_a_cancelled_one_leaves_nothing(bus_name: str) -> None:
     async def story(producer: Producer, consumer: Consumer) -> None:
         while True:

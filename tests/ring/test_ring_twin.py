@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import deque
 from typing import Any
 
 import hypothesis
@@ -25,7 +24,6 @@ from hypothesis.stateful import (
 )
 
 import shmbus
-from trainer_adapter import OnlineDataHandler
 
 CAPACITY = 128 << 10
 EXTENT = 4096
@@ -226,84 +224,3 @@ def test_the_ring_does_what_its_twin_does(seed: int) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-
-
-# --- resuming at any point
-
-STEPS = st.lists(
-    st.sampled_from(["put", "train", "train", "save", "crash", "crash late"]), max_size=40
-)
-
-
-class Trainer:
-    """Trains, saves, acknowledges; after a crash it is what its last checkpoint says."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.trained: list[str] = []
-        self.saved: tuple[list[str], dict[str, Any] | None] = ([], None)
-        self.unacknowledged: deque[Any] = deque()
-        self.handler = OnlineDataHandler(name, groups_per_batch=2, device="cpu")
-
-    def train(self, timeout: float) -> bool:
-        try:
-            batch = self.handler.next_batch(timeout=timeout)
-        except TimeoutError:
-            return False
-        self.trained += sorted(set(batch.instance_ids))
-        self.unacknowledged.append(batch)
-        return True
-
-    def save(self) -> None:
-        """The checkpoint first, then the acknowledgements that it covers."""
-        self.saved = (list(self.trained), self.handler.state_dict())
-        while self.unacknowledged:
-            self.handler.ack(self.unacknowledged.popleft())
-
-    def crash(self, between_save_and_ack: bool) -> None:
-        if between_save_and_ack:
-            self.saved = (list(self.trained), self.handler.state_dict())
-        self.handler.close()
-        trained, state = self.saved
-        self.trained = list(trained)
-        self.unacknowledged.clear()
-        self.handler = OnlineDataHandler(self.name, groups_per_batch=2, device="cpu")
-        if state is not None:
-            self.handler.load_state_dict(state)
-
-
-def put_group(producer: shmbus.Producer, name: str) -> None:
-    for index in range(2):
-        tokens = np.full(3, index, np.int32)
-        producer.put(name, group_size=2, index=index, score=float(index), tokens=tokens)
-
-
-@settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@hypothesis.given(steps=STEPS)
-def test_a_handler_resumed_at_any_point_trains_every_group_once(steps: list[str]) -> None:
-    name = next(_names)
-    with (
-        shmbus.Bus.create(name, "1MiB", max_producers=2),
-        shmbus.Producer(name) as producer,
-    ):
-        trainer = Trainer(name)
-        groups = 0
-        for step in [*steps, "put"]:
-            if step == "put":
-                for _ in range(2):
-                    put_group(producer, f"g{groups}")
-                    groups += 1
-            elif step == "train":
-                trainer.train(timeout=0)
-            elif step == "save":
-                trainer.save()
-            else:
-                trainer.crash(between_save_and_ack=step == "crash late")
-        while trainer.train(timeout=0.05):
-            trainer.save()
-        trainer.save()
-        trainer.handler.close()
-        assert sorted(trainer.trained) == sorted(f"g{number}" for number in range(groups))
-        with shmbus.Consumer(name) as consumer:
-            ledger = consumer.stats()
-            assert ledger.balanced and ledger.acknowledged == 2 * groups, ledger

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SHM_DIR, Child, Spawner, wait_until
+from conftest import SHM_DIR, Spawner, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -18,51 +18,6 @@ from shmbus_ext import _core
 
 DATA = np.arange(10, dtype=np.int32)
 SIZE = 4
-
-
-def test_two_rounds_of_a_prompt_that_arrive_mixed_are_two_whole_groups(bus_name: str) -> None:
-    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, Consumer(bus_name) as reader:
-        first, second = producer.next_round(), producer.next_round()
-        sampled = [(0, first), (1, first), (2, second), (3, second)]
-        sampled += [(0, second), (1, second), (2, first), (3, first)]
-        for index, round in sampled:
-            producer.put(
-                "q", group_size=SIZE, index=index, score=round - first, round=round, tokens=DATA
-            )
-        groups = reader.take(timeout=5)
-        assert sorted([t.score for t in group] for group in groups) == [[0.0] * SIZE, [1.0] * SIZE]
-        reader.ack(groups)
-        ledger = reader.stats()
-        assert (ledger.dropped, ledger.stashed, ledger.balanced) == ({}, 0, True)
-
-
-COUNTER = """
-import sys
-from shmbus import Producer
-with Producer(sys.argv[1]) as producer:
-    while True:
-        print(producer.next_round(), flush=True)
-"""
-
-
-def test_no_number_is_handed_out_twice_whoever_is_killed(
-    bus_name: str, seed: int, spawn: Spawner
-) -> None:
-    rng = random.Random(seed)
-    with Bus.create(bus_name, "1MiB"):
-        children: list[Child] = []
-        for _ in range(3):
-            pair = [spawn.script(COUNTER, bus_name) for _ in range(2)]
-            for child in pair:
-                wait_until(lambda child=child: "\n" in child.output(), what="a round")
-            time.sleep(rng.uniform(0, 0.05))
-            for child in pair:
-                child.kill()
-            children += pair
-    # What follows the last newline was cut by the kill.
-    rounds = [int(line) for child in children for line in child.output().split("\n")[:-1]]
-    assert len(rounds) > len(children)
-    assert len(set(rounds)) == len(rounds)
 
 
 WORKER = """
@@ -157,11 +112,3 @@ def test_a_scribbled_counter_still_gives_rounds_that_put_takes(bus_name: str) ->
 def _next_round_at() -> int:
     header = _core.layout()["bus_header"]
     return int(header["offsets"][header["names"].index("next_round")])
-
-
-def test_a_closed_producer_gives_no_round(bus_name: str) -> None:
-    with Bus.create(bus_name, "1MiB"):
-        producer = Producer(bus_name)
-        producer.close()
-        with pytest.raises(shmbus.BusClosedError):
-            producer.next_round()

@@ -121,15 +121,6 @@ def test_a_report_of_a_failure_needs_no_fields(bus: Bus) -> None:
         assert consumer.stats().balanced
 
 
-def test_fields_come_in_any_order_and_by_computed_names(bus: Bus) -> None:
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
-        computed: dict[str, Any] = {"".join(["log", "probs"]): [0.5], "".join(["to", "kens"]): [1]}
-        producer.put("a", group_size=1, index=0, **computed)
-        [group] = consumer.take(1, 10.0)
-        with group:
-            assert dict(group[0].items())["tokens"].tolist() == [1]
-
-
 # --- who declares it
 
 
@@ -196,12 +187,6 @@ def test_two_schemas_that_differ_are_refused_with_the_field_and_both_sides(bus: 
     assert len(bus.stats().producers) == slots
     with Bus.ensure(bus.name, schema=SCHEMA) as same:
         assert same.schema == SHOWN
-
-
-def test_ensure_creates_a_bus_with_the_schema(bus_name: str) -> None:
-    with Bus.ensure(bus_name, "1MiB", schema=SCHEMA) as made:
-        assert made.schema == SHOWN
-        made.unlink()
 
 
 def test_a_producer_goes_on_in_a_successor_of_the_same_schema_only(bus_name: str) -> None:

@@ -11,7 +11,6 @@ import inspect
 import logging
 import multiprocessing
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Child, Daemon, Spawner, wait_until
+from conftest import Child, Daemon, Spawner
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -73,15 +72,6 @@ def test_a_wait_in_vain_says_how_long_and_what_it_looked_for(
     assert str(path_of(bus_name)) in said
 
 
-def test_a_wait_is_a_time_and_no_flag(bus_name: str) -> None:
-    with pytest.raises(TypeError, match="wait: expected seconds or None, got bool"):
-        Producer(bus_name, wait=True)
-    with pytest.raises(ValueError, match="wait: expected 0 or more seconds"):
-        Consumer(bus_name, wait=-1)
-    with pytest.raises(TypeError, match="wait: expected seconds or None, got str"):
-        Producer(bus_name, wait="60")  # type: ignore[arg-type]
-
-
 def test_a_consumer_that_starts_first_waits_for_the_bus(bus_name: str) -> None:
     maker = make_soon(bus_name)
     with Consumer(bus_name, wait=LONG_S) as consumer:
@@ -103,15 +93,6 @@ def test_a_rank_that_starts_first_waits_for_bus_and_daemon(
     daemon("--capacity", "1MiB", "--unlink-on-exit")
     thread.join(LONG_S)
     assert found == [0]
-
-
-def test_a_handle_that_is_unpickled_first_waits_as_its_original_did(bus_name: str) -> None:
-    with Bus.create(bus_name, "1MiB"), Producer(bus_name, wait=LONG_S) as producer:
-        pickled = pickle.dumps(producer)
-    maker = make_soon(bus_name)
-    with pickle.loads(pickled) as producer:
-        put(producer, "a")
-    maker.join()
 
 
 def test_a_wait_goes_on_past_what_a_dead_creator_left(bus_name: str, spawn: Spawner) -> None:
@@ -182,7 +163,7 @@ def said_by(children: list[Child]) -> set[str]:
 def test_of_eight_processes_that_ensure_a_bus_one_creates_it_and_all_have_it(
     bus_name: str, spawn: Spawner, tmp_path: Path
 ) -> None:
-    for number in range(3):
+    for number in range(2):
         name, gate = f"{bus_name}.{number}", tmp_path / str(number)
         children = [spawn.script(ENSURE, name, gate, "1MiB", "") for _ in range(PROCESSES)]
         for child in children:
@@ -196,7 +177,7 @@ def test_a_creator_that_is_killed_at_any_time_keeps_no_other_from_the_bus(
     bus_name: str, spawn: Spawner, tmp_path: Path, seed: int
 ) -> None:
     rng = random.Random(seed)
-    for number in range(4):
+    for number in range(2):
         name, gate = f"{bus_name}.{number}", tmp_path / str(number)
         # 256 MiB take tens of milliseconds, so that deaths hit the allocation.
         doomed = [
@@ -210,23 +191,6 @@ def test_a_creator_that_is_killed_at_any_time_keeps_no_other_from_the_bus(
         for child in doomed:
             child.wait(LONG_S)
         shmbus.unlink(name)
-
-
-def test_a_bus_of_a_creator_that_was_killed_later_is_opened_with_all_that_it_holds(
-    bus_name: str, spawn: Spawner
-) -> None:
-    child = spawn.script(
-        "import sys, time, numpy as np, shmbus\n"
-        "bus = shmbus.Bus.ensure(sys.argv[1], '1MiB')\n"
-        "shmbus.Producer(sys.argv[1]).put('a', group_size=1, index=0, x=np.arange(3))\n"
-        "print('put', flush=True)\ntime.sleep(600)\n",
-        bus_name,
-    )
-    child.expect("put")
-    child.kill()
-    with Bus.ensure(bus_name, "1MiB"), Consumer(bus_name) as consumer:
-        assert [group.instance_id for group in consumer.take(1, 10)] == ["a"]
-    assert path_of(bus_name).exists()  # no block removes what everybody may use
 
 
 @pytest.mark.parametrize("content", [b"", bytes(4096), bytes(200_000)])
@@ -393,12 +357,3 @@ def busy(name: str) -> str:
     except shmbus.BusBusyError as error:
         return str(error)
     return ""
-
-
-def test_who_insists_on_the_ring_of_a_served_bus_is_told_to_lease(
-    bus_name: str, daemon: Callable[..., Daemon]
-) -> None:
-    daemon("--capacity", "1MiB", "--unlink-on-exit")
-    with pytest.raises(shmbus.BusBusyError, match="that is its daemon: lease groups from it"):
-        Consumer(bus_name, daemon=False)
-    wait_until(lambda: Consumer(bus_name).stats().balanced, what="a lease")

@@ -96,19 +96,6 @@ async def test_a_take_returns_at_its_timeout_and_at_once_for_none(name: str) -> 
         consumer.ack(groups)
 
 
-async def test_wrong_arguments_are_those_of_take(name: str) -> None:
-    with Consumer(name) as consumer:
-        for wrong in (0, -1):
-            with pytest.raises(ValueError, match="max_groups: expected 1 or more"):
-                await consumer.atake(wrong)
-        with pytest.raises(TypeError, match="max_groups: expected an int, got str"):
-            await consumer.atake("1")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="timeout: expected 0 or more seconds"):
-            await consumer.atake(1, -0.5)
-    with pytest.raises(shmbus.BusClosedError, match="closed"):
-        await consumer.atake()
-
-
 async def test_a_loop_over_a_consumer_gets_each_group_and_ends_when_it_is_closed(
     name: str,
 ) -> None:
@@ -243,41 +230,6 @@ async def wait_for(take: CancelledAt) -> list[Group]:
     return await take
 
 
-async def test_what_a_cancelled_task_was_granted_goes_to_another_consumer(
-    bus_name: str, daemon: Callable[..., Daemon]
-) -> None:
-    daemon("--capacity", "4MiB", "--unlink-on-exit")
-    with Consumer(bus_name) as idle, Consumer(bus_name) as other, Producer(bus_name) as producer:
-        for number in range(30):
-            task = asyncio.create_task(idle.atake(1, LONG_S))
-            await asyncio.sleep(0.01)  # the daemon has its request
-            task.cancel()
-            put(producer, f"k{number}")  # granted to a request that nobody waits for
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            [group] = await other.atake(1, LONG_S)
-            assert group.instance_id == f"k{number}"
-            group.ack()
-
-
-@pytest.mark.parametrize("wait_s", [0.0, 0.01])
-async def test_a_deadline_around_a_take_loses_no_group(name: str, wait_s: float) -> None:
-    taken: list[str] = []
-    with Consumer(name) as consumer, Producer(name) as producer:
-        for number in range(20):
-            put(producer, f"k{number}")
-        while len(taken) < 20:
-            try:
-                groups = await asyncio.wait_for(consumer.atake(1, None), wait_s or None)
-            except asyncio.TimeoutError:
-                continue
-            for group in groups:
-                taken.append(group.instance_id)
-                group.ack()
-        assert sorted(taken, key=lambda key: int(key[1:])) == [f"k{n}" for n in range(20)]
-        await balanced(consumer, leased=0)
-
-
 def test_a_consumer_outlives_the_loops_that_it_was_used_in(name: str) -> None:
     async def one(producer: Producer, key: str) -> str:
         taking = asyncio.create_task(consumer.atake(1, LONG_S))
@@ -354,17 +306,6 @@ async def test_closing_ends_takes_that_wait_in_the_loop(name: str) -> None:
         assert isinstance(result, shmbus.BusClosedError)
 
 
-async def test_a_bus_that_is_removed_ends_a_take_once_its_groups_are_taken(bus_name: str) -> None:
-    bus = Bus.create(bus_name, "1MiB")
-    with Consumer(bus_name) as consumer, Producer(bus_name) as producer:
-        put(producer, "a")
-        bus.unlink()
-        [group] = await consumer.atake(1, None)
-        group.ack()
-        with pytest.raises(shmbus.BusRemovedError):
-            await consumer.atake(1, None)
-
-
 async def test_a_stall_is_reported_to_a_loop_too(name: str) -> None:
     reports: list[StallReport] = []
     with Consumer(name, on_stall=reports.append, stall_timeout=0.2) as consumer:
@@ -375,37 +316,6 @@ async def test_a_stall_is_reported_to_a_loop_too(name: str) -> None:
         pytest.raises(shmbus.StallError),
     ):
         await consumer.atake(1, None)
-
-
-async def test_a_duplicate_is_raised_once_and_costs_nothing(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "1MiB"),
-        Consumer(bus_name, duplicate="error") as consumer,
-        Producer(bus_name) as producer,
-    ):
-        put(producer, "a", indices=range(1))
-        put(producer, "a")
-        taken: list[Group] = []
-        raised = 0
-        while not taken:
-            try:
-                taken = await consumer.atake(1, LONG_S)
-            except shmbus.ProtocolError:
-                raised += 1
-        assert raised == 1
-        taken[0].ack()
-
-
-async def test_incomplete_groups_reach_a_loop_at_their_deadline(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "1MiB"),
-        Consumer(bus_name, group_timeout=0.1, on_timeout="partial") as consumer,
-        Producer(bus_name) as producer,
-    ):
-        put(producer, "a", indices=range(1))
-        [group] = await consumer.atake(1, LONG_S)
-        assert len(group) == 1 and not group.complete
-        group.ack()
 
 
 async def test_ranks_take_their_shards_in_a_loop(

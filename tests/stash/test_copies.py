@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import multiprocessing
 import pickle
 import weakref
@@ -254,8 +253,3 @@ def test_a_part_of_a_group_has_the_scores_of_those_who_are_here(bus_name: str) -
         made = group.copy()
         assert (len(made), made.size, made.complete) == (1, 3, False)
         assert made.scores.tolist() == [2.0] and made.metas == [None]
-
-
-def test_a_copy_has_parameters_for_all_that_it_keeps() -> None:
-    parameters = set(inspect.signature(TrajectoryCopy).parameters) - {"fields"}
-    assert parameters <= names_to_read(Trajectory)

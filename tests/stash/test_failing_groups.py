@@ -225,7 +225,7 @@ def test_a_group_that_failed_for_good_does_not_wait_for_ever_for_the_rest() -> N
 
 
 def test_a_group_whose_failure_was_made_good_waits_as_any_other() -> None:
-    bench = Bench(sample_retries=1, retry_timeout_s=10)
+    bench = Bench(sample_retries=1, retry_timeout_s=10, on_timeout="wait")
     bench.add(sample(0), failure(1), sample(1))
     bench.wait(1e6)
     assert bench.stash.open_groups == 1 and bench.stash.next_deadline_s() is None

@@ -168,45 +168,6 @@ def test_a_sample_that_makes_no_sense_raises_and_the_table_goes_on(
     assert (rows.cells, rows.ready_groups) == (0, 1)
 
 
-def test_there_is_no_oldest_of_nothing() -> None:
-    rows: GroupTable[Sample] = GroupTable()
-    assert rows.oldest(3) == [] and rows.oldest_born_s is None
-    with pytest.raises(IndexError):
-        rows.take_oldest()
-
-
-def test_full_rows_are_leased_in_their_order_and_one_given_back_is_the_next() -> None:
-    rows: GroupTable[Sample] = GroupTable()
-    samples = [Sample(key, 2, index) for key in "abc" for index in (1, 0)]
-    assert put(rows, *samples) == []
-    assert (len(rows), rows.ready_groups, rows.ready_cells) == (0, 3, 6)
-    assert rows.ready_samples() == [samples[at] for at in (1, 0, 3, 2, 5, 4)]
-    a, b = rows.lease(2)
-    assert (a.key, b.key) == ("a", "b") and a.samples == [samples[1], samples[0]]
-    assert (rows.ready_groups, rows.leased_groups, rows.leased_cells) == (1, 2, 4)
-    rows.give_back(b)
-    assert not rows.is_leased(b)
-    rows.end_lease(a)
-    assert [row.key for row in rows.lease(9)] == ["b", "c"] and rows.lease(1) == []
-    assert rows.is_leased(b) and not rows.is_leased(a) and not rows.is_leased("b")
-
-
-def test_a_row_ends_once_and_where_it_was_leased() -> None:
-    rows: GroupTable[Sample] = GroupTable()
-    others: GroupTable[Sample] = GroupTable()
-    put(rows, Sample("a", 1, 0))
-    [row] = rows.lease(1)
-    for wrong in (others.end_lease, others.give_back, rows.push):
-        with pytest.raises(ValueError, match="expected an entry"):
-            wrong(row)
-    rows.end_lease(row)
-    for wrong in (rows.end_lease, rows.give_back):
-        with pytest.raises(ValueError, match="expected an entry under lease here"):
-            wrong(row)
-    rows.push(row)
-    assert rows.lease(1) == [row]
-
-
 def test_what_is_ready_or_leased_is_let_go_with_the_table() -> None:
     samples = [Sample(key, 1, 0) for key in "ab"]
     before = [sys.getrefcount(sample) for sample in samples]

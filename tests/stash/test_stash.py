@@ -96,31 +96,6 @@ def test_a_group_of_one_is_complete_at_once() -> None:
     assert keys(stash.lease(1)) == ["a"]
 
 
-def test_groups_come_out_in_the_order_of_completion() -> None:
-    stash = stash_with()
-    a, b, c = group_of("a"), group_of("b"), group_of("c")
-    stash.add([a[0], b[0], c[0], c[1], a[1], b[1]], 0.0)
-    assert keys(stash.lease(2)) == ["c", "a"]
-    assert keys(stash.lease(2)) == ["b"]
-
-
-def test_an_id_and_the_same_id_with_an_round_are_two_groups() -> None:
-    stash = stash_with()
-    stash.add([Sample("a", 2, 0), Sample(("a", 0), 2, 1), Sample(("a", 1), 2, 0)], 0.0)
-    assert stash.open_groups == 3
-    stash.add([Sample(("a", 0), 2, 0)], 0.0)
-    assert keys(stash.lease(9)) == [("a", 0)]
-
-
-def test_a_group_given_back_is_the_next_to_be_delivered() -> None:
-    stash = stash_with()
-    stash.add([*group_of("a"), *group_of("b"), *group_of("c")], 0.0)
-    first, second = stash.lease(2)
-    stash.give_back(first)
-    stash.give_back(second)
-    assert keys(stash.lease(9)) == ["b", "a", "c"]
-
-
 def test_a_group_is_leased_until_its_lease_ends_and_not_before() -> None:
     stash = stash_with()
     other = stash_with()
@@ -136,38 +111,6 @@ def test_a_group_is_leased_until_its_lease_ends_and_not_before() -> None:
 
 
 # --- what producers get wrong
-
-
-def test_the_first_of_two_samples_with_one_index_stays() -> None:
-    stash = stash_with()
-    first, again = Sample("a", 2, 0, score=1.0), Sample("a", 2, 0, score=2.0)
-    stash.add([first, again, Sample("a", 2, 1)], 0.0)
-    [discard] = stash.take_discards()
-    assert (discard.reason, discard.samples) == ("duplicate", [again])
-    [group] = stash.lease(1)
-    assert group.samples[0] is first
-
-
-def test_a_sample_that_disagrees_on_the_size_leaves_its_group_alone() -> None:
-    stash = stash_with()
-    stash.add([Sample("a", 2, 0), Sample("a", 3, 2), Sample("a", 1, 0), Sample("a", 2, 1)], 0.0)
-    assert discarded(stash) == [("size_mismatch", "a", 1), ("size_mismatch", "a", 1)]
-    assert keys(stash.lease(9)) == ["a"]
-
-
-def test_without_rounds_the_next_sample_of_a_complete_group_begins_a_new_one() -> None:
-    stash = stash_with()
-    stash.add([*group_of("a"), *group_of("a"), Sample("a", 2, 1)], 0.0)
-    assert keys(stash.lease(9)) == ["a", "a"]
-    assert discarded(stash) == []
-    assert stash.open_records == 1
-
-
-def test_with_an_round_a_sample_of_a_complete_group_is_surplus() -> None:
-    stash = stash_with()
-    stash.add([*group_of(("a", 7)), Sample(("a", 7), 2, 1), Sample(("a", 8), 2, 1)], 0.0)
-    assert discarded(stash) == [("surplus", ("a", 7), 1)]
-    assert stash.open_records == 1
 
 
 def test_as_many_finished_rounds_are_remembered_as_the_limit_says() -> None:
@@ -205,25 +148,6 @@ def test_a_group_ends_when_its_deadline_is_there_and_not_before(policy: str) -> 
         assert counts(stash) == (1, 1, 0, 0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    "policy", [{}, {"group_timeout_s": 1.0}, {"on_timeout": "drop"}, {"on_timeout": "partial"}]
-)
-def test_without_a_timeout_or_a_policy_for_it_groups_wait_for_ever(policy: dict[str, Any]) -> None:
-    stash = stash_with(**policy)
-    stash.add([Sample("a")], 0.0)
-    stash.expire(1e12)
-    assert stash.next_deadline_s() is None
-    assert (stash.open_groups, stash.timeouts) == (1, 0)
-
-
-def test_a_later_sample_does_not_move_the_deadline() -> None:
-    stash = stash_with(group_timeout_s=10.0, on_timeout="drop")
-    stash.add([Sample("a", 3, 0)], 0.0)
-    stash.add([Sample("a", 3, 1)], 9.0)
-    stash.expire(10.0)
-    assert discarded(stash) == [("timeout", "a", 2)]
-
-
 def test_a_clock_that_goes_back_ends_nothing() -> None:
     stash = stash_with(group_timeout_s=10.0, on_timeout="drop")
     stash.add([Sample("a")], 100.0)
@@ -231,78 +155,7 @@ def test_a_clock_that_goes_back_ends_nothing() -> None:
     assert stash.open_groups == 1
 
 
-# --- memory
-
-
-@pytest.mark.parametrize("policy", ["wait", "drop", "partial"])
-def test_above_the_memory_bound_the_oldest_incomplete_groups_go(policy: str) -> None:
-    stash = stash_with(max_stash_bytes=250, on_overflow=policy)
-    stash.add([Sample("a", 3, 0), Sample("b", 3, 0)], 0.0)
-    assert stash.overflows == 0
-    stash.add([Sample("c", 3, 0), Sample("a", 3, 1)], 0.0)
-    assert stash.overflows == 1
-    if policy == "wait":
-        assert counts(stash) == (3, 4, 0, 0, 0, 0)
-        assert discarded(stash) == []
-    elif policy == "drop":
-        assert counts(stash) == (2, 2, 0, 0, 0, 0)
-        assert discarded(stash) == [("overflow", "a", 2)]
-    else:
-        assert counts(stash) == (2, 2, 1, 2, 0, 0)
-        assert keys(stash.lease(9)) == ["a"]
-
-
-def test_complete_groups_do_not_count_towards_the_memory_bound() -> None:
-    stash = stash_with(max_stash_bytes=150, on_overflow="drop")
-    for key in "abcdef":
-        stash.add(group_of(key), 0.0)
-    stash.add([Sample("g")], 0.0)
-    assert discarded(stash) == []
-    assert (stash.ready_groups, stash.open_groups) == (6, 1)
-
-
-def test_a_group_larger_than_the_whole_bound_is_dropped_and_hurts_no_later_one() -> None:
-    stash = stash_with(max_stash_bytes=150, on_overflow="drop")
-    stash.add([Sample("huge", 2, 0, nbytes=10_000)], 0.0)
-    assert discarded(stash) == [("overflow", "huge", 1)]
-    stash.add([Sample("b"), Sample("b", 2, 1)], 0.0)
-    assert keys(stash.lease(9)) == ["b"]
-
-
 # --- filters of whole groups
-
-
-def test_a_group_is_stale_by_its_oldest_sample_and_when_it_is_taken() -> None:
-    stash = stash_with(max_policy_lag=2)
-    stash.add([Sample("a", 2, 0, policy_version=9), Sample("a", 2, 1, policy_version=5)], 0.0)
-    stash.add(group_of("b", policy_version=8), 0.0)
-    assert keys(stash.lease(1, policy_version=7)) == ["a"]
-    assert keys(stash.lease(1, policy_version=11)) == []
-    assert discarded(stash) == [("stale", "b", 2)]
-
-
-def test_a_lag_of_zero_takes_the_current_version_only() -> None:
-    stash = stash_with(max_policy_lag=0)
-    stash.add([*group_of("old", policy_version=0), *group_of("new", policy_version=1)], 0.0)
-    assert keys(stash.lease(9, policy_version=1)) == ["new"]
-    assert discarded(stash) == [("stale", "old", 2)]
-
-
-def test_a_group_that_became_stale_after_it_was_given_back_is_dropped_whole() -> None:
-    stash = stash_with(max_policy_lag=0)
-    stash.add(group_of("a", 3), 0.0)
-    [group] = stash.lease(1, policy_version=0)
-    stash.give_back(group)
-    assert stash.lease(1, policy_version=1) == []
-    assert discarded(stash) == [("stale", "a", 3)]
-    assert counts(stash) == (0, 0, 0, 0, 0, 0)
-
-
-def test_groups_of_equal_scores_are_dropped_whole_where_asked() -> None:
-    stash = stash_with(skip_zero_variance=True)
-    stash.add([*group_of("level", score=0.5), Sample("a", 2, 0, score=1.0), Sample("a", 2, 1)], 0.0)
-    assert keys(stash.lease(9)) == ["a"]
-    assert discarded(stash) == [("zero_variance", "level", 2)]
 
 
 def test_taking_the_discards_forgets_them() -> None:
@@ -328,9 +181,9 @@ def test_waiting_samples_are_all_those_that_nobody_leases_oldest_group_first() -
 # --- size
 
 
-def test_a_million_open_groups_complete_like_a_few(seed: int) -> None:
+def test_hundreds_of_thousands_of_open_groups_complete_like_a_few(seed: int) -> None:
     stash = stash_with()
-    count = 1_000_000
+    count = 200_000
     stash.add((Sample(f"prompt-{number}") for number in range(count)), 0.0)
     assert counts(stash) == (count, count, 0, 0, 0, 0)
     chosen = [f"prompt-{n}" for n in random.Random(seed).sample(range(count), 10_000)]
@@ -500,7 +353,7 @@ def test_whatever_comes_in_the_stash_does_what_the_model_does(seed: int) -> None
     run_state_machine_as_test(
         hypothesis.seed(seed)(StashMachine),
         settings=settings(
-            max_examples=150,
+            max_examples=100,
             stateful_step_count=40,
             deadline=None,
             database=None,

@@ -11,9 +11,10 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,24 +245,6 @@ def test_numbers_of_all_kinds_are_taken(bus: str) -> None:
         assert len(consumer.take(timeout=None, max_groups=1)) == 1
 
 
-@pytest.mark.parametrize("attached", [False, True])
-def test_what_is_no_number_is_refused_by_name(bus: str, attached: bool) -> None:
-    with Consumer(bus) as consumer:
-        if attached:
-            consumer.take(timeout=0)
-        for arguments, kind, said in [
-            ({"max_groups": True}, TypeError, "max_groups"),
-            ({"max_groups": 1.0}, TypeError, "max_groups"),
-            ({"max_groups": 0}, ValueError, "max_groups"),
-            ({"timeout": -1}, ValueError, "timeout"),
-            ({"timeout": float("nan")}, ValueError, "timeout"),
-            ({"timeout": "1"}, TypeError, "timeout"),
-            ({"groups": 1}, TypeError, "groups"),
-        ]:
-            with pytest.raises(kind, match=said):
-                consumer.take(**arguments)  # type: ignore[arg-type]
-
-
 WITHOUT_MEMORY = """
 import sys, _testcapi, numpy as np
 from shmbus import Consumer, Producer
@@ -309,3 +292,26 @@ def test_a_loop_that_handles_one_group_at_a_time_holds_one(bus: str) -> None:
             group.ack()
             if number == 49:
                 break
+
+
+def test_iteration_with_a_timeout_ends_with_its_error_and_goes_on_behind_it(bus: str) -> None:
+    with Consumer(bus) as consumer, Producer(bus) as producer:
+        for instance_id in ("a", "b"):
+            put(producer, instance_id)
+        groups = consumer.iter(timeout=0.01)
+        assert [next(groups).instance_id, next(groups).instance_id] == ["a", "b"]
+        with pytest.raises(TimeoutError, match=rf"bus '{bus}': no group was complete after"):
+            next(groups)
+        put(producer, "c")
+        assert next(consumer.iter(timeout=10)).instance_id == "c"
+    assert list(consumer.iter(timeout=0.01)) == []
+
+
+@pytest.mark.parametrize("timeout", [-1, "soon"])
+def test_a_timeout_that_is_no_time_is_refused_before_the_first_group(
+    bus: str, timeout: Any
+) -> None:
+    with Consumer(bus) as consumer:
+        iterate: Callable[..., Iterator[Any]] = consumer.iter
+        with pytest.raises((TypeError, ValueError), match="timeout"):
+            iterate(timeout=timeout)

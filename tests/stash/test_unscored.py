@@ -116,11 +116,6 @@ def test_every_way_to_put_takes_none(producer: Producer, way: str) -> None:
         assert not group[0].scored and group[0]["tokens"].tolist() == TOKENS.tolist()
 
 
-def test_a_score_that_is_no_number_is_refused_still(producer: Producer) -> None:
-    with pytest.raises(ValueError, match="put with score=None"):
-        producer.put("q", group_size=1, index=0, score=math.nan, tokens=TOKENS)
-
-
 def test_nobody_counts_what_is_not_known(producer: Producer) -> None:
     for key in ("a", "b"):
         for index in range(2):

@@ -9,9 +9,11 @@ import asyncio
 import math
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,11 +28,15 @@ import shmbus
 from shmbus.channel import unlink_channel
 from trainer_adapter.adapters.atropos import AtroposTrainer, ShmbusEnv
 from trainer_adapter.adapters.openenv import EpisodeRecord, put_episode
-from trainer_adapter.adapters.prime_rl import ShmbusBatchReceiver, ShmbusBatchSender
 from trainer_adapter.adapters.skyrl import GenerateByBus
-from trainer_adapter.adapters.slime import SlimeRollouts, put_sample
 from trainer_adapter.adapters.torchtitan import ShmbusBatches
 from trainer_adapter.adapters.trl import ShmbusRollouts
+
+EXAMPLES = str(Path(__file__).resolve().parents[2] / "examples")
+sys.path.insert(0, EXAMPLES)
+
+from prime_rl_transport import ShmbusBatchReceiver, ShmbusBatchSender  # noqa: E402
+from slime_rollouts import SlimeRollouts, put_sample  # noqa: E402
 
 GOOD: dict[str, Any] = {
     "tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "logprobs": [0.0, -1.0, -2.0],
@@ -105,7 +111,8 @@ def test_a_generator_of_skyrl_outlives_its_event_loop(bus: shmbus.Bus) -> None:
 
 SENDER = """
 import asyncio, sys, msgspec
-from trainer_adapter.adapters.prime_rl import ShmbusBatchSender
+sys.path.insert(0, {examples!r})
+from prime_rl_transport import ShmbusBatchSender
 class Micro(msgspec.Struct, array_like=True):
     input_ids: list[int]
 async def main():
@@ -114,7 +121,7 @@ async def main():
         print("step", step, flush=True)
         await sender.send([[Micro([1, 2, 3])]])
 asyncio.run(main())
-"""
+""".replace("{examples!r}", repr(EXAMPLES))
 
 
 def test_ctrl_c_ends_an_orchestrator_that_waits_for_its_trainer(run: str, spawn: Spawner) -> None:

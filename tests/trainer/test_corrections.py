@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from loss_rows import CU_SEQLENS, TOKENS, Row, padded
 from torch import Tensor
 
 from trainer_adapter.corrections import (
@@ -18,48 +18,7 @@ from trainer_adapter.corrections import (
     overlong_penalty,
     sequence_ratios,
 )
-from trainer_adapter.losses import importance_weights, policy_loss
-
-LENGTHS = [5, 1, 0, 7, 3]
-BORDERS = [0, *itertools.accumulate(LENGTHS)]
-CU_SEQLENS = torch.tensor(BORDERS, dtype=torch.int32)
-TOKENS = sum(LENGTHS)
-POISON = [math.nan, math.inf, -math.inf, 1e30]
-
-
-class Row:
-    """Random logprobs, advantages and mask, one advantage a sequence; one trains no token."""
-
-    def __init__(self, seed: int, spread: float = 0.4) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(count: int) -> Tensor:
-            return torch.randn(count, generator=generator, dtype=torch.float64)
-
-        self.old = normal(TOKENS) - 3
-        self.new = (self.old + spread * normal(TOKENS)).requires_grad_()
-        self.advantages = torch.repeat_interleave(normal(len(LENGTHS)), torch.tensor(LENGTHS))
-        self.weights = normal(TOKENS).abs()
-        self.mask = torch.rand(TOKENS, generator=generator) < 0.7
-        self.mask[5] = False
-        self.mask[[0, 7]] = True
-        for at, poison in zip((~self.mask).nonzero().flatten().tolist(), POISON, strict=False):
-            self.old[at] = poison
-            self.advantages[at] = poison
-
-    def trained(self) -> list[list[int]]:
-        """The trained tokens of each sequence."""
-        return [[i for i in range(a, b) if self.mask[i]] for a, b in itertools.pairwise(BORDERS)]
-
-    def difference(self, i: int) -> float:
-        return self.new[i].item() - self.old[i].item()
-
-
-def padded(values: Tensor) -> Tensor:
-    rows = torch.zeros((len(LENGTHS), max(LENGTHS)), dtype=values.dtype)
-    for row, (start, end) in zip(rows, itertools.pairwise(BORDERS), strict=True):
-        row[: end - start] = values.detach()[start:end]
-    return rows
+from trainer_adapter.losses import policy_loss
 
 
 def ratios_by_hand(row: Row, level: str) -> dict[int, float]:
@@ -84,7 +43,7 @@ def ratios_by_hand(row: Row, level: str) -> dict[int, float]:
 def test_a_correction_weighs_as_its_formula_says(
     level: Any, mode: Any, low: float | None, seed: int
 ) -> None:
-    row = Row(seed)
+    row = Row(seed, 0.4).of_sequences()
     got = importance_correction(
         row.new, row.old, row.mask, level=level, mode=mode, high=1.3, low=low,
         cu_seqlens=CU_SEQLENS,
@@ -115,12 +74,6 @@ def test_a_correction_weighs_as_its_formula_says(
     rows = [padded(values) for values in (row.new, row.old, row.mask)]
     again = importance_correction(*rows, level=level, mode=mode, high=1.3, low=low)
     assert torch.allclose(again.weights[rows[2]], got.weights[row.mask])
-
-
-def test_truncated_tokens_are_what_importance_weights_gives(seed: int) -> None:
-    row = Row(seed, spread=2.0)
-    got = importance_correction(row.new, row.old, row.mask, high=2.0)
-    assert torch.equal(got.weights, importance_weights(row.new, row.old, row.mask, cap=2.0))
 
 
 def test_a_product_over_thousands_of_tokens_stays_finite() -> None:
@@ -164,7 +117,7 @@ def gspo_by_hand(row: Row, low: float, high: float, weighed: bool) -> tuple[floa
 def test_gspo_clips_one_ratio_a_sequence(
     bounds: tuple[float, float], weighed: bool, seed: int
 ) -> None:
-    row = Row(seed)
+    row = Row(seed, 0.4).of_sequences()
     low, high = bounds
     weights = row.weights if weighed else None
     got = gspo_loss(
@@ -204,7 +157,7 @@ def test_gspo_of_one_token_a_sequence_is_the_clipped_surrogate(seed: int) -> Non
 def test_cispo_weighs_log_probabilities_by_clipped_ratios(
     bounds: tuple[float, float], weighed: bool, seed: int
 ) -> None:
-    row = Row(seed)
+    row = Row(seed, 0.4).of_sequences()
     low, high = bounds
     got = cispo_loss(
         row.new, row.old, row.advantages, row.mask, low=low, high=high,
@@ -235,27 +188,3 @@ def test_overlong_samples_are_punished_as_dapo_does(container: Any) -> None:
     assert isinstance(got, Tensor) == (container is torch.tensor)
     half = overlong_penalty(container(lengths), longest=20_480, buffer=4_096, scale=0.5)
     assert half.tolist() == pytest.approx([value / 2 for value in want])
-
-
-MASK = torch.ones(4, dtype=torch.bool)
-ROW = torch.zeros(4)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: importance_correction(ROW, ROW, MASK, level="word"), "level: expected"),  # type: ignore[arg-type]
-        (lambda: importance_correction(ROW, ROW, MASK, high=0), "high and low: expected high > 0"),
-        (lambda: importance_correction(ROW, ROW, MASK, low=3.0), "0 <= low <= high, got 2.0 and 3"),
-        (lambda: importance_correction(ROW, ROW, MASK, level="sequence"), "cu_seqlens: expected"),
-        (lambda: importance_correction(ROW, None, MASK), "inference_logprobs: expected logprobs"),
-        (lambda: sequence_ratios(ROW, None, MASK), "old_logprobs: expected logprobs"),
-        (lambda: gspo_loss(ROW, ROW, ROW, MASK, clip_low=2), "clip_low and clip_high: expected"),
-        (lambda: gspo_loss(ROW, ROW, ROW, MASK), "cu_seqlens: expected the borders"),
-        (lambda: cispo_loss(ROW, ROW, ROW, MASK, high=0.5), "low and high: expected 0 <= low"),
-        (lambda: overlong_penalty([1], longest=4, buffer=5), "buffer and scale: expected 0 < buff"),
-    ],
-)
-def test_what_does_not_fit_is_an_error_that_says_what_was_expected(call: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import Daemon, wait_until
 
-import shmbus
 from shmbus import Bus, Producer
 from trainer_adapter import OnlineDataHandler
 from trainer_adapter.losses import policy_loss
@@ -130,17 +129,3 @@ def test_an_evaluation_says_how_many_groups_came_in_time(bus: Bus, producer: Pro
         assert group.instance_id == "own"
         group.ack()
         assert handler.stats().balanced
-
-
-def test_what_is_no_evaluation_is_refused(bus: Bus) -> None:
-    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
-        with pytest.raises(ValueError, match=r"^split: expected another than 'train'"):
-            handler.take("train")
-        with pytest.raises(ValueError, match=r"^groups: expected 1 or more, got 0"):
-            handler.evaluate(0)
-        with pytest.raises(TypeError, match=r"^groups: expected an int, got str"):
-            handler.evaluate("all")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"^split: expected"):
-            handler.take(3)  # type: ignore[arg-type]
-    with pytest.raises(shmbus.BusClosedError):
-        handler.take("eval")

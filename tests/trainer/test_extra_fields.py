@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import os
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Daemon, Spawner
 from torch.utils.data import DataLoader
 
 from shmbus import Bus, Consumer, Producer
@@ -103,25 +98,6 @@ def test_a_handler_packs_them_beside_the_tokens(
             assert_extra(batch, samples[first : first + 6])
             handler.ack(batch)
         assert handler.stats().dropped == {}
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_checkpoint_goes_on_behind_the_batches_that_had_them(
-    bus: Bus, samples: list[dict[str, Any]], layout: Any, prefetch: int
-) -> None:
-    options: dict[str, Any] = {
-        "groups_per_batch": 2, "extra_fields": FIELDS, "layout": layout, "prefetch": prefetch,
-    }  # fmt: skip
-    with OnlineDataHandler(bus.name, **options) as handler:
-        assert_extra(handler.next_batch(10), samples[:6])
-        state = handler.state_dict()
-    with OnlineDataHandler(bus.name, **options) as handler:
-        handler.load_state_dict(state)
-        batch = handler.next_batch(10)
-        assert_extra(batch, samples[6:12])
-        for part in micro_batches(batch, count=3):
-            assert_extra(part, [samples[6 + i] for i in part.sequence_indices.tolist()])
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -220,64 +196,6 @@ def test_a_sample_without_an_optional_field_gets_its_fill(bus: Bus, producer: Pr
         assert second.extra["env_id"] == [3, None]
 
 
-# --- the kernel, without a GPU
-
-INTERPRETED = """
-import sys
-import numpy as np, torch
-sys.path.insert(0, sys.argv[1])
-from test_extra_fields import FIELDS, OPTIONAL, put, put_optional, random_sample
-from shmbus import Consumer, Producer
-from trainer_adapter import pack
-from trainer_adapter.gpu.gather import begin_gather
-
-def same(groups, **options):
-    got = begin_gather(groups, torch.device("cpu"), **options).finish()
-    want = pack(groups, **options)
-    assert (got.extra_kinds, list(got.extra)) == (want.extra_kinds, list(want.extra))
-    for name, right in want.extra.items():
-        mine = got.extra[name]
-        if isinstance(right, list):
-            assert mine == right, name
-        else:
-            assert mine.dtype == right.dtype and torch.equal(mine, right), name
-    for name, right in want.extra_offsets.items():
-        assert torch.equal(got.extra_offsets[name], right), name
-    for known in ("scores", "policy_versions", "newest_policy_versions", "lengths", "group_sizes"):
-        mine, right = getattr(got.facts, known), getattr(want.facts, known)
-        assert np.allclose(mine, right), (known, mine, right)
-
-name, rng = sys.argv[2], np.random.default_rng(int(sys.argv[3]))
-with Producer(name) as producer, Consumer(name) as consumer:
-    for number in range(4):
-        put(producer, f"k{number}", [random_sample(rng, int(rng.integers(0, 30))) for _ in "abc"])
-    groups = consumer.take(64, 10)
-    for layout in ("packed", "padded"):
-        same(groups, extra_fields=FIELDS, layout=layout)
-    dtypes = ["u1", "i2", "f4", "f8"]
-    put(producer, "long", [
-        {"tokens": np.arange(700),
-         **{kind: rng.integers(0, 99, (700, 3, 13)).astype(kind) for kind in dtypes}}
-        for _ in range(3)
-    ])
-    same(consumer.take(1, 10), extra_fields=dict.fromkeys(dtypes, "token"))
-    put_optional(producer)
-    for group in consumer.take(2, 10):
-        same([group], extra_fields=OPTIONAL)
-print("equal")
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-def test_the_kernel_copies_what_the_host_copies(bus: Bus, spawn: Spawner, seed: int) -> None:
-    here = os.path.dirname(__file__)
-    path = os.pathsep.join(filter(None, [os.path.dirname(here), os.environ.get("PYTHONPATH")]))
-    child = spawn.script(
-        INTERPRETED, here, bus.name, seed, env={"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    )
-    assert child.finish(100).splitlines()[-1] == "equal"
-
-
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("transport", ["gather", "pinned", "copy"])
@@ -332,33 +250,6 @@ def test_a_loader_pins_a_batch_with_its_extra_fields(
         assert_extra(batch.to("cuda", non_blocking=True), samples)
         handler.ack(batch)
         assert handler.stats().acknowledged == 24
-
-
-def test_each_rank_has_those_of_its_shard(daemon: Callable[..., Daemon], bus_name: str) -> None:
-    served = daemon("--capacity", "8MiB")
-    rng = np.random.default_rng(5)
-    sent: dict[str, list[dict[str, Any]]] = {}
-    with Producer(bus_name) as producer, contextlib.ExitStack() as stack:
-        for number in range(8):
-            sent[f"k{number}"] = [random_sample(rng, int(rng.integers(1, 30))) for _ in range(3)]
-            put(producer, f"k{number}", sent[f"k{number}"])
-        handlers = [
-            stack.enter_context(
-                OnlineDataHandler(
-                    bus_name, rank=rank, world_size=2, groups_per_batch=4, extra_fields=FIELDS
-                )
-            )
-            for rank in range(2)
-        ]
-        seen: list[str] = []
-        for handler in handlers:
-            batch = handler.next_batch(20)
-            keys = batch.instance_ids[::3]
-            assert_extra(batch, [sample for key in keys for sample in sent[key]])
-            seen += keys
-            handler.ack(batch)
-        assert sorted(seen) == sorted(sent)
-    assert served.child.running
 
 
 # --- what does not fit
@@ -427,29 +318,6 @@ def test_a_declared_shape_is_required_of_the_first_sample_too(bus: Bus, producer
         groups = consumer.take(1, 10)
         with pytest.raises(ValueError, match=r"expected rows of shape \(48, 8\).*got \(3,\)"):
             pack(groups, extra_fields=wanted)
-
-
-@pytest.mark.parametrize(
-    ("given", "kind", "message"),
-    [
-        (["x"], TypeError, "expected a dict of names and kinds, got list"),
-        ({"x": "tokn"}, ValueError, "did you mean 'token'"),
-        ({"x": 3}, TypeError, "expected a kind or an ExtraField, got 3"),
-        ({3: "token"}, TypeError, "expected str names, got 3"),
-        ({"x": ExtraField(kind="token", fill=0)}, ValueError, "expected a dtype beside fill"),
-        ({"x": ExtraField(kind="token", dtype="flot32")}, ValueError, "one of torch's"),
-        ({"x": ExtraField(kind="meta", dtype="int64")}, ValueError, "no dtype and no shape"),
-        ({"x": ExtraField(kind="token", shape=(-1,))}, TypeError, "a tuple of sizes"),
-    ],
-)
-def test_wrong_extra_fields_are_refused_before_a_bus_is_read(
-    bus: Bus, given: Any, kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=message):
-        OnlineDataHandler(bus.name, extra_fields=given)
-    # It did not become the bus's consumer.
-    with Consumer(bus.name):
-        pass
 
 
 # --- batches that move

@@ -11,10 +11,10 @@ import pytest
 import torch
 from numpy_batches import assert_batch, put, sample
 
-import shmbus
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import FieldNames, OnlineDataHandler, pack
-from trainer_adapter.losses import importance_weights, kl_estimate, policy_loss
+from trainer_adapter.corrections import importance_correction
+from trainer_adapter.losses import kl_estimate, policy_loss
 from trainer_adapter.microbatch import micro_batches
 
 TOKENS = np.arange(6, dtype=np.int32)
@@ -146,7 +146,7 @@ def test_a_loss_says_that_the_logprobs_are_not_there(bus: Bus, producer: Produce
         calls: list[Callable[[], object]] = [
             lambda: policy_loss(new, part.logprobs, part.advantages, part.loss_mask),
             lambda: kl_estimate(new, part.logprobs, part.loss_mask),
-            lambda: importance_weights(new, part.logprobs, part.loss_mask),
+            lambda: importance_correction(new, part.logprobs, part.loss_mask),
         ]
         for call in calls:
             with pytest.raises(ValueError, match=r"logprobs: expected .*, got None.*FieldNames"):
@@ -188,24 +188,6 @@ def test_fields_that_are_named_are_no_news(
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("reward", "score"), ("rewards", "score"), ("prompt_id", "instance_id"),
-        ("version", "policy_version"), ("timout", "timeout"), ("groupsize", "group_size"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("value", [0.7, np.float32(0.7), np.asarray(0.7)])
-def test_a_synonym_of_an_argument_is_refused_with_the_right_name(
-    bus: Bus, producer: Producer, wrong: str, right: str, value: Any
-) -> None:
-    with pytest.raises(TypeError, match=rf"{wrong}.*did you mean {right}=") as caught:
-        producer.put("a", group_size=1, index=0, tokens=TOKENS, **{wrong: value})
-    assert "np.asarray" not in str(caught.value)
-    with Consumer(bus.name) as consumer:
-        assert consumer.take(timeout=0) == []
-
-
 def test_the_advice_for_a_value_that_is_no_array_fits_it(bus: Bus, producer: Producer) -> None:
     for value, advice in (("hello", "meta"), (b"\x89PNG", "np.frombuffer")):
         with pytest.raises(TypeError, match="expected an array") as caught:
@@ -227,7 +209,3 @@ def test_arrays_of_such_a_name_stay_fields(bus: Bus, producer: Producer) -> None
     with Consumer(bus.name) as consumer, consumer.take(1, 5)[0] as group:
         assert group[0]["rewards"].shape == (6,)
         assert group[0]["temperature"] == np.float32(0.7)
-
-
-def test_importing_says_what_the_errors_are() -> None:
-    assert issubclass(shmbus.BusRemovedError, shmbus.ShmbusError)

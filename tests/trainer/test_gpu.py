@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import itertools
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -279,97 +280,16 @@ def test_members_are_those_of_groups_alone() -> None:
 
 # --- the kernel, without a GPU
 
-INTERPRETED = """
-import copy, pickle, sys
-from types import SimpleNamespace
-import numpy as np, torch
-sys.path.insert(0, sys.argv[1])
-from test_gpu import assert_same, put_random
-from shmbus import Consumer, Producer
-from trainer_adapter import pack
-from trainer_adapter.gpu import gather, memory
-from trainer_adapter.gpu.gather import begin_gather
-
-name, seed = sys.argv[2], int(sys.argv[3])
-device = torch.device("cpu")
-with Producer(name) as producer, Consumer(name) as consumer:
-    for round, longest in enumerate((60, 5000, 1)):
-        if round == 1:
-            # A table that is larger than usual, in memory that is not.
-            gather.USUAL_TABLE_BYTES, memory.STAGING_BYTES = 0, 1
-        put_random(producer, seed + round, 3, longest)
-        groups = consumer.take(64, 10)
-        assert len(groups) == 3
-        for options in (
-            {}, {"truncated": "mask"}, {"layout": "padded", "advantages": "rloo"},
-            {"advantages": "batch"}, {"advantages": lambda scores: scores * 2},
-            {"advantages": lambda scores, group: scores + group.lengths},
-        ):
-            assert_same(begin_gather(groups, device, **options).finish(), pack(groups, **options))
-        # However it is looked at first, while its tensors are still to be made.
-        want = pack(groups)
-        for look in (
-            lambda batch: batch.to("cpu"),
-            lambda batch: pickle.loads(pickle.dumps(batch)),
-            lambda batch: SimpleNamespace(**batch.asdict()),
-            copy.copy,
-        ):
-            batch = begin_gather(groups, device).finish()
-            assert batch.num_tokens == want.num_tokens and batch.lengths == want.lengths
-            assert batch.facts.samples.tolist() == want.facts.samples.tolist()
-            seen = look(batch)
-            seen.groups = want.groups  # which are left out of a pickle, and of a dict
-            assert_same(seen, want)
-        assert not hasattr(begin_gather(groups, device).finish(), "no_such_tensor")
-        consumer.ack(groups)
-    for field in ("logprobs", "advantages"):
-        for wrong in (np.nan, np.inf):
-            good = {"tokens": np.arange(9), "logprobs": np.zeros(9), "advantages": np.zeros(9)}
-            producer.put("good", group_size=1, index=0, **good)
-            bad = np.zeros(3000, np.float32)
-            bad[2500:] = wrong
-            producer.put("bad", group_size=1, index=0,
-                         **{"tokens": np.arange(3000), "logprobs": np.zeros(3000), field: bad})
-            groups = consumer.take(64, 10)
-            messages = []
-            for attempt in (lambda: begin_gather(groups, device).finish(), lambda: pack(groups)):
-                try:
-                    attempt()
-                except ValueError as error:
-                    messages.append((str(error), error.sample))
-            assert len(set(messages)) == 1 and len(messages) == 2, messages
-            assert f"'bad'[0]" in messages[0][0] and "token 2500" in messages[0][0], messages
-            consumer.ack(groups)
-    producer.put("huge", group_size=1, index=0, score=1e300, tokens=np.arange(9))
-    groups = consumer.take(64, 10)
-    for attempt in (begin_gather, pack):
-        try:
-            attempt(groups, device=device)
-        except ValueError as error:
-            assert "scores: expected finite numbers up to 1e+38, got 1e+300" in str(error), error
-        else:
-            raise AssertionError(attempt)
-print("equal")
-"""
-
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_the_kernel_makes_the_batch_that_the_host_makes(
     bus: Bus, spawn: Spawner, seed: int
 ) -> None:
-    here = os.path.dirname(__file__)
-    path = os.pathsep.join(filter(None, [os.path.dirname(here), os.environ.get("PYTHONPATH")]))
-    child = spawn.script(
-        INTERPRETED, here, bus.name, seed, env={"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    )
-    assert child.finish(100).splitlines()[-1] == "equal"
-
-
-def test_a_packer_is_for_cuda_devices_only() -> None:
-    with pytest.raises(ValueError, match="device: expected a CUDA device, got cpu"):
-        GpuPacker("cpu")
-    with pytest.raises(ValueError, match=r"transport: expected 'auto'.*got 'rdma'"):
-        GpuPacker("cuda", transport="rdma")  # type: ignore[arg-type]
+    path = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH")]))
+    program = Path(__file__).with_name("interpreted_kernel.py")
+    env = {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    said = spawn.file(program, bus.name, seed, env=env).finish(100).splitlines()
+    assert said[-2:] == ["batches equal", "fields equal"]
 
 
 def test_a_second_thread_is_told_who_is_in_the_packer_and_the_first_goes_on() -> None:

@@ -170,7 +170,10 @@ def assert_matches(text: str, pattern: str) -> None:
         raise ValueError(text.replace("\n", " "))
 
 
-def test_an_error_of_the_callers_own_loses_no_group(bus: Bus, producer: Producer) -> None:
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_error_of_the_callers_own_loses_no_group(
+    bus: Bus, producer: Producer, prefetch: int
+) -> None:
     calls = 0
 
     def moody(scores: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -181,7 +184,9 @@ def test_an_error_of_the_callers_own_loses_no_group(bus: Bus, producer: Producer
         return scores
 
     groups = put_random(producer, 7, 3)
-    with OnlineDataHandler(bus.name, groups_per_batch=3, advantages=moody) as handler:
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=3, advantages=moody, prefetch=prefetch
+    ) as handler:
         with pytest.raises(RuntimeError, match="not today"):
             handler.next_batch(10)
         assert_batch(handler.next_batch(10), groups, "none")
@@ -255,16 +260,19 @@ def test_tensors_of_a_batch_stay_as_they_are_whatever_comes_after(
 # --- resuming
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("acks", ["none", "some", "all"])
 def test_after_a_restart_nothing_is_trained_twice_and_nothing_is_skipped(
-    bus: Bus, producer: Producer, seed: int, acks: str
+    bus: Bus, producer: Producer, seed: int, acks: str, prefetch: int
 ) -> None:
     rng = random.Random(seed)
     groups = put_random(producer, seed, 60)
     trained: list[str] = []
     state: Any = None
     while len(trained) < len(groups):
-        with OnlineDataHandler(bus.name, groups_per_batch=4, max_wait=0.02) as handler:
+        with OnlineDataHandler(
+            bus.name, groups_per_batch=4, max_wait=0.02, prefetch=prefetch
+        ) as handler:
             if state is not None:
                 handler.load_state_dict(state)
                 assert handler.step == state["step"]
@@ -299,33 +307,6 @@ def test_the_state_of_another_bus_filters_nothing(bus_name: str) -> None:
                     handler.load_state_dict(state)
                 assert_batch(handler.next_batch(10), groups)
                 state = handler.state_dict()
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        None,
-        {},
-        [],
-        {"version": 99},
-        {"version": 1},
-        {"version": 1, "step": "x"},
-        "state",
-        {
-            "version": 1,
-            "step": -1,
-            "policy_version": 0,
-            "bus_created_unix_ns": 1,
-            "trained": [],
-        },
-    ],
-)
-def test_what_is_no_state_is_refused_and_changes_nothing(bus: Bus, state: Any) -> None:
-    with OnlineDataHandler(bus.name) as handler:
-        before = handler.state_dict()
-        with pytest.raises(ValueError, match="state_dict: expected"):
-            handler.load_state_dict(state)
-        assert handler.state_dict() == before
 
 
 # --- the end
@@ -373,3 +354,54 @@ def test_the_handlers_step_is_the_version_that_a_batch_makes(
             handler.set_policy_version(handler.step)
             handler.ack(batch)
         assert producer.policy_version == 4
+
+
+def put_pair(
+    producer: Producer, instance_id: str, scores: tuple[float, float] = (0.0, 1.0)
+) -> None:
+    for index, score in enumerate(scores):
+        producer.put(
+            instance_id, group_size=2, index=index, score=score, tokens=np.arange(4, dtype=np.int32)
+        )
+
+
+def test_a_callable_is_called_with_scores_of_the_bus_only(bus: Bus, producer: Producer) -> None:
+    seen = []
+
+    def centred(scores: Any) -> torch.Tensor:
+        seen.append(scores.tolist())
+        return torch.tensor(scores - scores.mean(), dtype=torch.float32, requires_grad=True)
+
+    put_pair(producer, "g", (3.0, 5.0))
+    with OnlineDataHandler(bus.name, groups_per_batch=1, advantages=centred) as handler:
+        batch = handler.next_batch(10)
+        assert batch.advantages.tolist() == [-1.0] * 4 + [1.0] * 4
+        assert not batch.advantages.requires_grad
+    assert seen == [[3.0, 5.0]]
+
+
+def test_a_callable_that_gives_no_advantages_is_named_and_costs_no_group(
+    bus: Bus, producer: Producer
+) -> None:
+    put_pair(producer, "g")
+    answers: list[Any] = [[1.0], [float("nan"), 0.0], None, [1j, 0.0], [2.0, 3.0]]
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, advantages=lambda scores: answers.pop(0)
+    ) as handler:
+        for _ in range(4):
+            with pytest.raises(ValueError, match="advantages: expected 2 finite real numbers from"):
+                handler.next_batch(10)
+        assert handler.next_batch(10).advantages.tolist() == [2.0] * 4 + [3.0] * 4
+        assert handler.stats().dropped == {}
+
+
+def test_numpys_integers_are_integers_to_a_handler(bus: Bus) -> None:
+    sizes: dict[str, Any] = {"groups_per_batch": np.int32(1), "pack_threads": np.int64(1)}
+    with (
+        Producer(bus.name) as producer,
+        OnlineDataHandler(bus.name, prefetch=np.int8(1), **sizes) as handler,  # type: ignore[arg-type]
+    ):
+        put_pair(producer, "a")
+        batch = handler.next_batch(30.0)
+        assert batch.num_sequences == 2
+        handler.ack(batch)

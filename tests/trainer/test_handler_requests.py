@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,65 +18,6 @@ from shmbus import Bus, Producer
 from trainer_adapter import OnlineDataHandler
 
 TOKENS = np.arange(8, dtype=np.int32)
-
-PROMPTS, ROUNDS = 24, 2
-
-
-def work(name: str) -> None:
-    """Sample whatever is asked for."""
-    with Producer(name) as producer:
-        while (request := producer.requests.next()) is not None:
-            producer.requests.answer(
-                request,
-                score=float(request.index),
-                tokens=TOKENS,
-                loss_mask=np.ones(8, np.uint8),
-                logprobs=np.zeros(8, np.float32),
-            )
-
-
-def train(name: str, path: Path, last_batch: int, place: str) -> None:
-    """Train on a data set, at most 6 groups ahead; die with a batch in hand, at a place.
-
-    What was trained, and where this stood in the data, is in a checkpoint of every third step, as
-    weights would be.
-    """
-    batches = 0
-
-    def passing(where: str) -> None:
-        if batches == last_batch and place == where:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with OnlineDataHandler(name, groups_per_batch=2) as handler:
-
-        def save() -> None:
-            state = {"handler": handler.state_dict(), "position": position, "trained": trained}
-            new = path.with_suffix(".new")
-            new.write_text(json.dumps(state))
-            new.rename(path)
-
-        position, trained = 0, []
-        if path.exists():
-            saved = json.loads(path.read_text())
-            handler.load_state_dict(saved["handler"])
-            position, trained = saved["position"], saved["trained"]
-        else:
-            save()
-        while len(trained) < PROMPTS * ROUNDS:
-            while position < PROMPTS * ROUNDS and handler.stats().requests.groups < 6:
-                round, number = divmod(position, PROMPTS)
-                handler.request(f"q{number}", round=round, group_size=2)
-                position += 1
-            batch = handler.next_batch(60)
-            batches += 1
-            passing("yielded")
-            trained += [[one.instance_id, one[0].round] for one in batch.groups]
-            if handler.step % 3 == 0:
-                save()
-            passing("before ack")
-            handler.ack(batch)
-            passing("after ack")
-        save()
 
 
 def sample_all(producer: Producer) -> list[str]:
@@ -136,38 +76,6 @@ def test_a_handler_whose_bus_has_no_requests_saves_none(bus: Bus) -> None:
         with pytest.raises(shmbus.BusFullError):
             while True:
                 handler.request("q", group_size=2, prompt=np.zeros(3000), timeout=0)
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("served", [False, True])
-def test_a_trainer_that_dies_and_resumes_skips_no_prompt_and_trains_none_twice(
-    bus_name: str, tmp_path: Path, seed: int, daemon: Callable[..., Daemon], served: bool
-) -> None:
-    rng = random.Random(seed)
-    path = tmp_path / "checkpoint.json"
-    context = multiprocessing.get_context("fork")
-    with Bus.create(bus_name, "4MiB"):
-        if served:
-            # It lives on, and knows which groups were complete before the trainer went back.
-            daemon()
-        worker = context.Process(target=work, args=(bus_name,), daemon=True)
-        worker.start()
-        for _ in range(6):
-            place = rng.choice(["yielded", "before ack", "after ack"])
-            ended = context.Process(target=train, args=(bus_name, path, rng.randrange(1, 6), place))
-            ended.start()
-            ended.join()
-            assert ended.exitcode == -signal.SIGKILL
-        last = context.Process(target=train, args=(bus_name, path, 0, ""))
-        last.start()
-        last.join()
-        worker.kill()
-        worker.join()
-        assert last.exitcode == 0
-    trained = json.loads(path.read_text())["trained"]
-    assert sorted(map(tuple, trained)) == sorted(
-        (f"q{number}", round) for number in range(PROMPTS) for round in range(ROUNDS)
-    )
 
 
 @pytest.mark.parametrize("reported", [False, True])

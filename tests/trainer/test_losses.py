@@ -8,54 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from loss_rows import BORDERS, CU_SEQLENS, POISON, TOKENS, Row, padded
 from torch import Tensor
 
+from trainer_adapter.corrections import importance_correction
 from trainer_adapter.losses import (
     LOG_RATIO_LIMIT,
     aggregate_loss,
-    importance_weights,
     kl_estimate,
     policy_loss,
 )
-
-LENGTHS = [5, 1, 0, 7, 3]
-CU_SEQLENS = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
-TOKENS = sum(LENGTHS)
-# What filler may hold by accident.
-POISON = [math.nan, math.inf, -math.inf, 1e30]
-
-
-class GroupEntry:
-    """Random logprobs, advantages and mask; the sequence of one token has no token to train."""
-
-    def __init__(self, seed: int, dtype: torch.dtype = torch.float64) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(scale: float) -> Tensor:
-            values = torch.randn(TOKENS, generator=generator, dtype=torch.float64)
-            return (values * scale).to(dtype)
-
-        self.old = normal(1.0) - 3
-        self.new = (self.old + normal(0.3)).requires_grad_()
-        self.reference = self.old + normal(0.5)
-        self.advantages = normal(1.0)
-        self.weights = normal(1.0).abs()
-        self.mask = torch.rand(TOKENS, generator=generator) < 0.7
-        self.mask[5] = False
-        self.mask[[0, 7]] = True
-
-
-def sequences() -> list[range]:
-    edges = CU_SEQLENS.tolist()
-    return [range(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def aggregated(losses: dict[int, float], normalisation: str, denominator: float | None) -> float:
     """`losses` has the trained tokens only."""
     if normalisation == "sequence":
         means = []
-        for sequence in sequences():
-            own = [losses[i] for i in sequence if i in losses]
+        for start, end in itertools.pairwise(BORDERS):
+            own = [losses[i] for i in range(start, end) if i in losses]
             if own:
                 means.append(math.fsum(own) / len(own))
         return math.fsum(means) / (denominator or len(means))
@@ -69,7 +39,7 @@ def aggregated(losses: dict[int, float], normalisation: str, denominator: float 
 def test_the_policy_loss_is_the_clipped_surrogate(
     normalisation: Any, denominator: float | None, seed: int
 ) -> None:
-    row = GroupEntry(seed)
+    row = Row(seed)
     got = policy_loss(
         row.new, row.old, row.advantages, row.mask, clip_low=0.2, clip_high=0.3,
         weights=row.weights, normalisation=normalisation, cu_seqlens=CU_SEQLENS,
@@ -96,26 +66,20 @@ def test_the_policy_loss_is_the_clipped_surrogate(
 
 
 def test_padded_rows_and_packed_rows_give_the_same_loss(seed: int) -> None:
-    row = GroupEntry(seed)
-    longest = max(LENGTHS)
-
-    def padded(values: Tensor) -> Tensor:
-        rows = torch.full((len(LENGTHS), longest), math.nan).to(values.dtype)
-        rows = torch.zeros_like(rows) if values.dtype == torch.bool else rows
-        for i, sequence in enumerate(sequences()):
-            rows[i, : len(sequence)] = values.detach()[sequence.start : sequence.stop]
-        return rows
-
+    row = Row(seed)
     operands = (row.new, row.old, row.advantages, row.mask)
     for normalisation in ("token", "sequence"):
         packed = policy_loss(*operands, normalisation=normalisation, cu_seqlens=CU_SEQLENS)
-        rows = policy_loss(*map(padded, operands), normalisation=normalisation)
+        rows = policy_loss(
+            *(padded(x, 0.0 if x.dtype == torch.bool else math.nan) for x in operands),
+            normalisation=normalisation,
+        )
         torch.testing.assert_close(rows.loss, packed.loss.detach())
 
 
 @pytest.mark.parametrize("poison", POISON, ids=str)
 def test_filler_never_reaches_the_loss_or_a_gradient(poison: float, seed: int) -> None:
-    row = GroupEntry(seed)
+    row = Row(seed)
 
     def results(spoilt: bool) -> list[Tensor]:
         def operand(values: Tensor) -> Tensor:
@@ -127,7 +91,7 @@ def test_filler_never_reaches_the_loss_or_a_gradient(poison: float, seed: int) -
         new, old, reference, advantages = map(
             operand, (row.new, row.old, row.reference, row.advantages)
         )
-        weights = importance_weights(new, old, row.mask)
+        weights = importance_correction(new, old, row.mask).weights
         loss = policy_loss(new, old, advantages, row.mask, weights=weights).loss
         kl = [kl_estimate(new, reference, row.mask, kind=kind) for kind in ("k1", "k2", "k3")]
         total = loss + sum(aggregate_loss(k, row.mask) for k in kl)
@@ -139,7 +103,7 @@ def test_filler_never_reaches_the_loss_or_a_gradient(poison: float, seed: int) -
 
 
 def test_a_mask_without_tokens_gives_zero_and_zero_gradients(seed: int) -> None:
-    row = GroupEntry(seed)
+    row = Row(seed)
     nothing = torch.zeros_like(row.mask)
     for normalisation in ("token", "sequence"):
         got = policy_loss(
@@ -156,7 +120,7 @@ def test_a_mask_without_tokens_gives_zero_and_zero_gradients(seed: int) -> None:
 def test_a_batch_that_trains_no_token_gives_zero_under_its_own_denominator(
     normalisation: Any, denominator: Any, seed: int
 ) -> None:
-    row = GroupEntry(seed)
+    row = Row(seed)
     nothing = torch.zeros_like(row.mask)
     got = policy_loss(
         row.new, row.old, row.advantages, nothing,
@@ -167,11 +131,11 @@ def test_a_batch_that_trains_no_token_gives_zero_under_its_own_denominator(
 
 
 def test_micro_batches_with_one_denominator_add_up_to_the_whole(seed: int) -> None:
-    row = GroupEntry(seed)
+    row = Row(seed)
     losses, mask = row.advantages, row.mask
     for normalisation, count in (
         ("token", int(mask.sum())),
-        ("sequence", sum(bool(mask[s.start : s.stop].any()) for s in sequences())),
+        ("sequence", sum(map(bool, row.trained()))),
     ):
         whole = aggregate_loss(
             losses, mask, normalisation=normalisation, cu_seqlens=CU_SEQLENS
@@ -191,7 +155,7 @@ def test_micro_batches_with_one_denominator_add_up_to_the_whole(seed: int) -> No
 
 
 def test_tokens_after_the_last_border_belong_to_no_sequence(seed: int) -> None:
-    row = GroupEntry(seed)
+    row = Row(seed)
     tail = torch.full((4,), 100.0, dtype=torch.float64)
     longer = torch.cat([row.advantages, tail])
     mask = torch.cat([row.mask, torch.ones(4, dtype=torch.bool)])
@@ -204,7 +168,7 @@ def test_tokens_after_the_last_border_belong_to_no_sequence(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_kl_estimators_are_schulmans(kind: Any, seed: int) -> None:
-    row = GroupEntry(seed)
+    row = Row(seed)
     got = kl_estimate(row.new, row.reference, row.mask, kind=kind)
     (slopes,) = torch.autograd.grad(got.sum(), row.new)
     for i in range(TOKENS):
@@ -227,9 +191,9 @@ def test_k1_and_k3_average_to_the_divergence(seed: int) -> None:
         torch.testing.assert_close((policy.exp() * estimates).sum(), exact)
 
 
-def test_importance_weights_are_ratios_up_to_the_cap(seed: int) -> None:
-    row = GroupEntry(seed)
-    got = importance_weights(row.new, row.old, row.mask, cap=1.1)
+def test_weights_of_tokens_are_ratios_up_to_the_bound(seed: int) -> None:
+    row = Row(seed)
+    got = importance_correction(row.new, row.old, row.mask, high=1.1).weights
     assert not got.requires_grad
     for i in range(TOKENS):
         ratio = math.exp(row.new[i].item() - row.old[i].item())
@@ -248,63 +212,15 @@ def test_ratios_beyond_all_bounds_stay_finite() -> None:
         assert got.loss.isfinite()
         assert gradient.isfinite().all()
         assert got.mean_ratio <= math.exp(LOG_RATIO_LIMIT)
-    assert importance_weights(far, near, mask).tolist() == pytest.approx([2.0, 0.0, 1.0], abs=1e-8)
+    weights = importance_correction(far, near, mask).weights
+    assert weights.tolist() == pytest.approx([2.0, 0.0, 1.0], abs=1e-8)
     assert kl_estimate(near, far, mask).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_half_precision_is_widened_before_any_arithmetic(dtype: torch.dtype, seed: int) -> None:
-    row = GroupEntry(seed, dtype)
+    row = Row(seed, dtype=dtype)
     got = policy_loss(row.new, row.old, row.advantages, row.mask)
     exact = policy_loss(*(x.double() for x in (row.new, row.old, row.advantages)), row.mask)
     assert got.loss.dtype == torch.float32
     assert got.loss.item() == pytest.approx(exact.loss.item(), rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"loss_mask": torch.ones(4)}, TypeError, "loss_mask: expected torch.bool"),
-        ({"loss_mask": [True] * 4}, TypeError, "loss_mask: expected a torch.Tensor, got list"),
-        ({"old_logprobs": [0.0] * 4}, TypeError, "old_logprobs: expected a torch.Tensor, got list"),
-        ({"logprobs": torch.zeros(4).long()}, TypeError, "logprobs: expected a floating"),
-        ({"old_logprobs": torch.zeros(3)}, ValueError, "old_logprobs: expected .T. or .S, L."),
-        ({"weights": torch.zeros(4, 1)}, ValueError, "weights: expected"),
-        ({"clip_low": 1.5}, ValueError, "clip_low and clip_high"),
-        ({"clip_high": math.nan}, ValueError, "clip_low and clip_high"),
-        ({"normalisation": "mean"}, ValueError, "normalisation: expected 'token'"),
-        ({"normalisation": "sequence"}, ValueError, "cu_seqlens: expected the borders"),
-        (
-            {"normalisation": "sequence", "cu_seqlens": torch.tensor([0.0, 4.0])},
-            TypeError,
-            "cu_seqlens: expected an int32 or int64 tensor, got torch.float32",
-        ),
-        (
-            {"normalisation": "sequence", "cu_seqlens": torch.tensor([[0, 4]])},
-            ValueError,
-            "cu_seqlens: expected shape .sequences . 1., got .1, 2.",
-        ),
-        ({"normalisation": "constant"}, ValueError, "denominator: expected a number"),
-        ({"denominator": math.nan}, ValueError, "denominator: expected a finite number.*got nan"),
-        ({"denominator": -2}, ValueError, "denominator: expected a finite number.*got -2"),
-        ({"denominator": "8"}, TypeError, "denominator: expected a number.*got str"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(
-    change: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    arguments: dict[str, Any] = {
-        **{name: torch.zeros(4) for name in ("logprobs", "old_logprobs", "advantages")},
-        "loss_mask": torch.ones(4, dtype=torch.bool),
-        **change,
-    }
-    with pytest.raises(error, match=message):
-        policy_loss(**arguments)
-
-
-def test_an_unknown_estimator_and_a_cap_of_zero_are_refused() -> None:
-    rows = torch.zeros(2), torch.zeros(2), torch.ones(2, dtype=torch.bool)
-    with pytest.raises(ValueError, match="kind: expected 'k1'"):
-        kl_estimate(*rows, kind="k4")
-    with pytest.raises(ValueError, match="cap: expected more than 0"):
-        importance_weights(*rows, cap=0.0)

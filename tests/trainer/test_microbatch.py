@@ -107,21 +107,3 @@ def test_losses_of_the_micro_batches_add_up_to_that_of_the_batch(
         gradient += torch.autograd.grad(one, weight)[0].item()
     assert total == pytest.approx(whole.item())
     assert gradient == pytest.approx(wanted.item())
-
-
-def test_what_cannot_be_cut_is_named(consumer: Consumer) -> None:
-    batch = pack(consumer.take(64, 10))
-    for given in ({}, {"max_tokens": 5, "count": 2}):
-        with pytest.raises(ValueError, match="expected one of max_tokens and count"):
-            micro_batches(batch, **given)
-    longest = batch.max_seqlen
-    for layout in ("packed", "padded"):
-        whole = pack(batch.groups, layout=layout)
-        with pytest.raises(ValueError, match=f"max_tokens: expected at least {longest}.*got"):
-            micro_batches(whole, max_tokens=longest - 1)
-        with pytest.raises(ValueError, match=r"count: expected at most 48.*got 49"):
-            micro_batches(whole, count=49)
-    with pytest.raises(ValueError, match="count: expected 1 or more, got 0"):
-        micro_batches(batch, count=0)
-    with pytest.raises(TypeError, match="max_tokens: expected an int, got float"):
-        micro_batches(batch, max_tokens=64.0)

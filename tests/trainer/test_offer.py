@@ -303,23 +303,6 @@ def test_a_prompt_that_is_wrong_later_is_an_error_of_next_batch_once(bus: Bus) -
         assert sorted(trained) == [f"q{number}" for number in range(5)]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"q": [1]}, "prompts: expected an iterable of dicts.*got one dict.*items"),
-        ("text", "got one str"),
-        (7, "prompts: expected an iterable, or a data set.*got int"),
-    ],
-)
-def test_what_is_no_data_set_is_refused(bus: Bus, wrong: Any, says: str) -> None:
-    with OnlineDataHandler(bus.name) as handler:
-        with pytest.raises(TypeError, match=says):
-            handler.offer(wrong)
-        for name in ("ahead", "group_size"):
-            with pytest.raises(ValueError, match=f"{name}: expected 1 or more, got 0"):
-                handler.offer([], **{name: 0})
-
-
 def test_a_loader_of_batches_is_refused(bus: Bus) -> None:
     from torch.utils.data import DataLoader
 

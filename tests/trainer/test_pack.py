@@ -170,10 +170,6 @@ def test_pack_wants_groups_under_lease(bus: Bus, producer: Producer) -> None:
     with Consumer(bus.name) as consumer:
         [group] = consumer.take(1, 10)
         assert pack(group).step == -1
-        with pytest.raises(ValueError, match="at least one group, got none"):
-            pack([])
-        with pytest.raises(ValueError, match="layout: expected 'packed' or 'padded', got 'ragged'"):
-            pack(group, layout="ragged")  # type: ignore[arg-type]
         group.ack()
         with pytest.raises(shmbus.BusClosedError, match="acknowledged"):
             pack(group)

@@ -365,24 +365,6 @@ def test_parked_threads_use_no_processor(packer: HostPacker) -> None:
     wait_until(asleep, what="both helpers asleep")
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "match"),
-    [
-        (0, ValueError, "pack_threads: expected 1 to 64 threads, got 0"),
-        (65, ValueError, "got 65"),
-        (True, TypeError, "pack_threads: expected an int, got bool"),
-        ("2", TypeError, "got str"),
-    ],
-)
-def test_another_number_of_threads_is_refused(
-    bus: Bus, given: Any, error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        OnlineDataHandler(bus.name, pack_threads=given)
-    with pytest.raises(error, match=match):
-        HostPacker(pack_threads=given)
-
-
 def test_without_a_number_a_rank_takes_a_fourth_of_its_processors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

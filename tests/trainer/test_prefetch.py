@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
 import random
 import signal
@@ -46,17 +45,23 @@ def fill(handler: OnlineDataHandler, count: int) -> None:
     wait_until(lambda: ready(handler) == count, what=f"{count} batches ready")
 
 
-def prefetch_threads() -> int:
-    return sum(thread.name == "shmbus-prefetch" for thread in threading.enumerate())
+def prefetch_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "shmbus-prefetch"}
+
+
+@pytest.fixture
+def others() -> set[threading.Thread]:
+    """Threads of an earlier test, which may end meanwhile."""
+    return prefetch_threads()
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_batches_come_in_the_same_order_and_are_ready_while_the_step_runs(
-    bus: Bus, producer: Producer, prefetch: int
+    bus: Bus, producer: Producer, prefetch: int, others: set[threading.Thread]
 ) -> None:
     keys = put_many(producer, 20)
     with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=prefetch) as handler:
-        assert prefetch_threads() == 0
+        assert prefetch_threads() <= others
         got = []
         for step in range(10):
             batch = handler.next_batch(10)
@@ -66,7 +71,7 @@ def test_batches_come_in_the_same_order_and_are_ready_while_the_step_runs(
             handler.ack(batch)
         assert got == keys
         assert (handler.stats().acknowledged, handler.stats().leased) == (40, 0)
-    assert prefetch_threads() == 0
+    assert prefetch_threads() <= others
 
 
 def next_key(handler: OnlineDataHandler) -> str:
@@ -130,30 +135,6 @@ def test_what_is_ready_is_not_out_and_goes_back_to_the_bus_at_the_end(
         assert consumer.stats().acknowledged == 4
 
 
-@pytest.mark.parametrize("acks", ["some", "all"])
-def test_after_a_restart_nothing_is_trained_twice_and_nothing_is_skipped(
-    bus: Bus, producer: Producer, seed: int, acks: str
-) -> None:
-    rng = random.Random(seed)
-    keys = put_many(producer, 60)
-    trained: list[str] = []
-    state: Any = None
-    while len(trained) < len(keys):
-        with OnlineDataHandler(bus.name, groups_per_batch=4, max_wait=0.02, prefetch=2) as handler:
-            if state is not None:
-                handler.load_state_dict(state)
-            out = []
-            for _ in range(rng.randrange(1, 6)):
-                if len(trained) < len(keys):
-                    out.append(handler.next_batch(10))
-                    trained += keys_of(out[-1])
-            state = json.loads(json.dumps(handler.state_dict()))
-            for batch in out:
-                if acks == "all" or rng.random() < 0.5:
-                    handler.ack(batch)
-    assert trained == keys
-
-
 def test_a_state_that_is_loaded_late_still_filters_what_is_ready(
     bus: Bus, producer: Producer
 ) -> None:
@@ -205,23 +186,6 @@ def test_errors_come_in_their_turn_and_end_nothing(bus: Bus, producer: Producer)
         assert seen.index("before") < seen.index(" 'logprobs'") < seen.index("after")
         ledger = handler.stats()
         assert (ledger.dropped, ledger.acknowledged, ledger.balanced) == ({"malformed": 4}, 4, True)
-
-
-def test_an_error_of_the_callers_own_loses_no_group(bus: Bus, producer: Producer) -> None:
-    calls = 0
-
-    def moody(scores: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise RuntimeError("not today")
-        return scores
-
-    keys = put_many(producer, 3)
-    with OnlineDataHandler(bus.name, groups_per_batch=3, advantages=moody, prefetch=1) as handler:
-        with pytest.raises(RuntimeError, match="not today"):
-            handler.next_batch(10)
-        assert keys_of(handler.next_batch(10)) == keys
 
 
 def test_a_batch_that_is_not_full_is_cut_only_while_somebody_waits(
@@ -276,7 +240,9 @@ def test_what_became_stale_while_it_was_ready_is_dropped_as_stale(
         assert (ledger.dropped, ledger.acknowledged, ledger.balanced) == ({"stale": 10}, 4, True)
 
 
-def test_closing_ends_the_iteration_of_whoever_waits(bus: Bus, producer: Producer) -> None:
+def test_closing_ends_the_iteration_of_whoever_waits(
+    bus: Bus, producer: Producer, others: set[threading.Thread]
+) -> None:
     put_many(producer, 6)
     handler = OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=1)
     with ThreadPoolExecutor(1) as pool:
@@ -286,13 +252,15 @@ def test_closing_ends_the_iteration_of_whoever_waits(bus: Bus, producer: Produce
         handler.close()
         done.result(30)
     handler.close()
-    assert prefetch_threads() == 0
+    assert prefetch_threads() <= others
     with pytest.raises(shmbus.BusClosedError):
         handler.next_batch(1)
     Consumer(bus.name).close()
 
 
-def test_a_handler_that_nobody_has_any_more_frees_the_bus(bus: Bus, producer: Producer) -> None:
+def test_a_handler_that_nobody_has_any_more_frees_the_bus(
+    bus: Bus, producer: Producer, others: set[threading.Thread]
+) -> None:
     put_many(producer, 4)
     handler = OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=1)
     handler.next_batch(10)
@@ -304,7 +272,7 @@ def test_a_handler_that_nobody_has_any_more_frees_the_bus(bus: Bus, producer: Pr
         return gone() is None
 
     wait_until(collected, what="the handler is collected")
-    wait_until(lambda: prefetch_threads() == 0, what="its thread ended")
+    wait_until(lambda: prefetch_threads() <= others, what="its thread ended")
     Consumer(bus.name).close()
 
 
@@ -403,24 +371,3 @@ def test_many_threads_of_acks_and_batches_keep_the_ledger_balanced(
         sending.result()
         assert sorted(got) == sorted(f"k{number}" for number in range(300))
         assert (handler.stats().acknowledged, handler.stats().balanced) == (600, True)
-
-
-@pytest.mark.parametrize(
-    ("prefetch", "error", "match"),
-    [
-        (-1, ValueError, "prefetch: expected 0 to 8 batches, got -1"),
-        (9, ValueError, "got 9"),
-        (True, TypeError, "prefetch: expected an int, got bool"),
-        (1.5, TypeError, "got float"),
-    ],
-)
-def test_a_number_of_batches_that_is_none_is_refused(
-    bus: Bus, prefetch: Any, error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        OnlineDataHandler(bus.name, prefetch=prefetch)
-
-
-def test_what_would_let_ranks_drift_apart_is_refused(bus: Bus) -> None:
-    with pytest.raises(ValueError, match=r"truncated: expected .* with several ranks, got 'drop'"):
-        OnlineDataHandler(bus.name, rank=0, world_size=2, truncated="drop")

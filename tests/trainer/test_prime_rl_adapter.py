@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import doc_pages
@@ -21,8 +22,11 @@ from published_prime_rl import PUBLISHED, PayloadSegment, RoutedExperts, Samplin
 import shmbus
 from shmbus import BusBusyError, PeerGoneError
 from shmbus.channel import StepOrderError, unlink_channel
-from trainer_adapter.adapters import prime_rl
-from trainer_adapter.adapters.prime_rl import transport
+
+EXAMPLES = str(Path(__file__).resolve().parents[2] / "examples")
+sys.path.insert(0, EXAMPLES)
+
+import prime_rl_transport as prime_rl  # noqa: E402
 
 RANKS = 2
 
@@ -160,9 +164,9 @@ def test_a_step_that_was_not_followed_by_another_comes_again(run: str) -> None:
 
 DYING = """
 import asyncio, sys, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {examples!r}]
 from published_prime_rl import installed
-from trainer_adapter.adapters import prime_rl
+import prime_rl_transport as prime_rl
 with installed("0f59b24") as theirs:
     sender = prime_rl.ShmbusBatchSender({run!r}, 1)
     kind = theirs.MicroBatch
@@ -175,7 +179,7 @@ with installed("0f59b24") as theirs:
 def test_a_killed_orchestrator_ends_the_wait_by_an_error(
     run: str, spawn: Spawner, request: pytest.FixtureRequest
 ) -> None:
-    child = spawn.script(DYING.format(tests=str(request.path.parent), run=run))
+    child = spawn.script(DYING.format(tests=str(request.path.parent), examples=EXAMPLES, run=run))
     child.expect("sent")
     with installed("0f59b24") as theirs:
         receiver = prime_rl.ShmbusBatchReceiver(run, 0, micro_batch=theirs.MicroBatch)
@@ -225,7 +229,7 @@ def test_two_trainers_of_one_slice_are_not_both_served(run: str) -> None:
 def test_a_run_before_with_other_ranks_refuses_nobody(
     run: str, spawn: Spawner, request: pytest.FixtureRequest
 ) -> None:
-    child = spawn.script(DYING.format(tests=str(request.path.parent), run=run))
+    child = spawn.script(DYING.format(tests=str(request.path.parent), examples=EXAMPLES, run=run))
     child.expect("sent")
     child.send_signal(signal.SIGKILL)
     child.popen.wait()
@@ -258,8 +262,8 @@ def test_micro_batches_of_another_version_are_refused_by_their_fields(run: str) 
 def test_the_log_says_what_a_trainer_waits_for(
     run: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "_NOTE_S", 0.0)
-    monkeypatch.setattr(transport, "_LOOK_S", 0.02)
+    monkeypatch.setattr(prime_rl, "_NOTE_S", 0.0)
+    monkeypatch.setattr(prime_rl, "_LOOK_S", 0.02)
     with installed("0f59b24") as theirs:
         lost = receiver(run, theirs.MicroBatch, 0)
         sending = threading.Timer(0.2, lambda: senders.append(prime_rl.ShmbusBatchSender(run, 1)))
@@ -279,7 +283,7 @@ def test_the_log_says_what_a_trainer_waits_for(
 def test_the_page_replaces_the_transport(commit: str, run: str) -> None:
     _package, middle, _ = PUBLISHED[commit]
     with installed(commit) as theirs:
-        doc_pages.run("prime-rl.md", "prime_rl.install(", run)
+        doc_pages.run("prime-rl.md", "prime_rl_transport.install(", run)
         sender = getattr(theirs, f"setup_{middle}_sender")("out", 1, 0, None)
         assert isinstance(sender, prime_rl.ShmbusBatchSender)
         sender.close()

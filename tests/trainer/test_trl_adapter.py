@@ -9,8 +9,6 @@ import importlib.util
 import json
 import math
 import random
-import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,9 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import wait_until
 
 import shmbus
+from shmbus.pool.lifecycle import pool_path
+from shmbus.weights import ManifestError, WeightSubscriber
 from trainer_adapter.adapters.trl import (
     ShmbusRollouts,
     ShmbusRolloutWorker,
@@ -483,10 +484,41 @@ def test_without_trl_the_message_says_what_to_install(bus: str) -> None:
     worker.stop()
 
 
-def test_importing_the_adapter_loads_neither_torch_nor_trl() -> None:
-    code = (
-        "import sys, trainer_adapter.adapters.trl; "
-        "print([name for name in ('torch', 'trl', 'transformers') if name in sys.modules])"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert printed.stdout.strip() == "[]", printed.stderr
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def weights(bus: str) -> Iterator[ShmbusWeights]:
+    made = ShmbusWeights(bus)
+    yield made
+    made.destroy()
+
+
+def model(value: float) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter([("a", torch.full((2,), value)), ("b", torch.full((3,), value))])
+
+
+def test_a_first_sync_without_parameters_publishes_nothing(
+    bus: str, weights: ShmbusWeights
+) -> None:
+    with pytest.raises(ValueError, match="send_weights: expected the model's parameters, got none"):
+        weights.send_weights(iter([]))
+    with pytest.raises(FileNotFoundError):
+        open(pool_path(bus, "weights")).close()
+    weights.send_weights(model(1.0))
+    with WeightSubscriber(bus) as subscriber, subscriber.latest(timeout=WAIT_S) as found:
+        assert found.version == 1 and found["a"].tolist() == [1.0, 1.0]
+
+
+def test_a_later_sync_without_parameters_leaves_the_last_version(
+    bus: str, weights: ShmbusWeights
+) -> None:
+    weights.send_weights(model(1.0))
+    with pytest.raises(ManifestError, match="'a' did not come"):
+        weights.send_weights(iter([]))
+    with WeightSubscriber(bus) as subscriber:
+        with subscriber.latest(timeout=WAIT_S) as found:
+            assert found["b"].tolist() == [1.0] * 3
+        weights.send_weights(model(2.0))
+        with subscriber.latest(timeout=WAIT_S) as found:
+            assert found["b"].tolist() == [2.0] * 3

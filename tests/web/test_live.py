@@ -282,11 +282,17 @@ def test_a_bus_that_is_truncated_or_foreign_is_told(web: Start, bus_name: str) -
     with Bus.create(bus_name, "1MiB"):
         next(p for p in pictures if p["state"] not in ("absent", "unreadable"))
         (path,) = segments_named(bus_name)
-    path.write_bytes(b"x" * 5000)
-    shown = next(p for p in pictures if p["state"] == "unreadable")
-    assert bus_name in shown["verdict"]["sentence"]
-    path.write_bytes(b"")
-    next(pictures)
+        whole = path.read_bytes()
+    for bytes_, text in (
+        (whole[:9000], "fewer than its header says"),
+        (whole[:8] + b"\x63" + whole[9:], "layout version 99"),
+        (whole[:24] + b"\x63" + whole[25:], "is damaged"),
+        (b"x" * 5000, "not a shmbus segment"),
+        (b"", "never finished"),
+    ):
+        path.write_bytes(bytes_)
+        shown = next(p for p in pictures if text in p["verdict"]["sentence"])
+        assert shown["state"] == "unreadable" and bus_name in shown["verdict"]["sentence"]
     path.unlink()
     next(p for p in pictures if p["state"] == "removed")
 

@@ -172,6 +172,7 @@ def fork_rank(*arguments: Any) -> int:
 def main() -> None:
     """Run the ranks of each task in turn; the exit status says whether all went well."""
     directory, *tasks = sys.argv[1:]
+    torch.set_num_threads(1)
     if not any("cuda" in task for task in tasks):
         # Else the first operation on a DTensor imports it, in each rank; CUDA may not live through
         # the fork of a process that has.

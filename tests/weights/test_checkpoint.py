@@ -1,9 +1,10 @@
-"""The carrier of files: whole versions under one link, whatever the writer dies of."""
+"""The carrier of files: whole versions under one link, one writer at a time, whatever fails."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,16 @@ from conftest import Spawner, wait_until
 from safetensors.torch import load_file
 from weight_models import Odd, bits, many, same
 
-from shmbus import DamagedError, WaitTimeoutError
+from shmbus import BusBusyError, DamagedError, WaitTimeoutError
 from shmbus.weights import (
+    LoraFiles,
     ManifestError,
     ModuleSource,
     WeightPublisher,
     WeightsError,
     WeightSubscriber,
 )
+from shmbus.weights.carriers import checkpoint
 
 
 def publisher_of(model: torch.nn.Module, directory: Path) -> WeightPublisher:
@@ -91,14 +94,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
             reader.latest(timeout=1)
 
 
-def test_options_of_the_other_carrier_are_refused(tmp_path: Path) -> None:
-    source = ModuleSource(many(1))
-    with pytest.raises(ValueError, match="world_size=1"):
-        WeightPublisher("x", source, carrier="checkpoint", directory=tmp_path, world_size=2)
-    with pytest.raises(ValueError, match="digests=False"):
-        WeightPublisher("x", source, carrier="checkpoint", directory=tmp_path, digests=True)
-    with pytest.raises(WeightsError, match="no directory was given"):
-        WeightPublisher("x", source, carrier="checkpoint")
+def test_a_reader_cannot_verify_what_has_no_digests(tmp_path: Path) -> None:
     with publisher_of(many(1), tmp_path) as publisher:
         publisher.publish(version=1)
     with (
@@ -106,3 +102,126 @@ def test_options_of_the_other_carrier_are_refused(tmp_path: Path) -> None:
         pytest.raises(WeightsError, match="writes no digests"),
     ):
         reader.latest(timeout=1)
+
+
+CONFIG = {"peft_type": "LORA", "r": 4, "target_modules": ["q"]}
+
+
+def test_a_directory_has_one_publisher_at_a_time(tmp_path: Path) -> None:
+    linked = tmp_path / "linked"
+    linked.symlink_to(tmp_path)
+    with publisher_of(many(3), tmp_path) as publisher:
+        begun = tmp_path / ".new-0123abcd"  # what it is about to write
+        begun.mkdir()
+        with pytest.raises(BusBusyError, match="another publisher writes there"):
+            publisher_of(many(3), linked)
+        assert begun.exists()
+        publisher.publish(version=1)
+    with publisher_of(many(3), linked) as publisher:
+        assert not begun.exists()
+        publisher.publish(version=2)
+    with reader_of(tmp_path) as reader:
+        assert reader.wait(timeout=5) == 2
+
+
+def test_a_dtype_that_files_have_not_is_refused_before_a_version(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
+    model.register_buffer("plain", torch.zeros(2))
+    model.register_buffer("__metadata__", torch.zeros(2))  # which would leave a file of no reader
+    with pytest.raises(ManifestError, match=r"'wide': torch\.complex128") as caught:
+        publisher_of(model, tmp_path / "files")
+    assert len(caught.value.faults) == 2 and not (tmp_path / "files").exists()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": torch.zeros(1, dtype=torch.complex128)},
+        {"__metadata__": torch.zeros(1)},
+        {"\ud800": torch.zeros(1)},
+    ],
+)
+def test_an_adapter_that_files_cannot_hold_is_not_written(
+    state: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    with pytest.raises(ManifestError, match="'run1-v1' was not written"):
+        LoraFiles(tmp_path, "run1", CONFIG).publish(state, version=1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_adapter_without_room_says_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    files = LoraFiles(tmp_path, "run1", CONFIG)
+    files.publish({"a": torch.zeros(1)}, version=4)
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(WeightsError, match=r"'run1-v5' .* No space .* there: 4"):
+        files.publish({"a": torch.zeros(1)}, version=5)
+    assert os.listdir(tmp_path) == ["run1-v4"]
+
+
+def test_adapters_that_share_a_directory_remove_their_own_remains_alone(tmp_path: Path) -> None:
+    begun = tmp_path / ".new-run1-b-0123abcd"  # another trainer is in the middle of it
+    left = tmp_path / ".new-run1-0123abcd"
+    for each in (begun, left):
+        each.mkdir()
+    LoraFiles(tmp_path, "run1", CONFIG)
+    assert begun.exists() and not left.exists()
+
+
+def test_an_older_version_of_a_directory_that_is_not_there_yet_is_not_there(tmp_path: Path) -> None:
+    with reader_of(tmp_path / "later") as reader, pytest.raises(WaitTimeoutError, match="none"):
+        reader.at(3)
+
+
+@pytest.mark.parametrize("step", ["save_file", "fsync", "rename", "symlink_to", "replace"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_version_that_could_not_be_written_is_not_there_and_says_what_is(
+    step: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    model, replica = many(3), many(3, 7)
+    with publisher_of(model, tmp_path) as publisher, reader_of(tmp_path) as reader:
+        publisher.publish(version=1)
+        with monkeypatch.context() as broken:
+            if step == "save_file":
+                broken.setattr("safetensors.torch.save_file", fail)
+            else:
+                broken.setattr(os if step == "fsync" else Path, step, fail)
+            expected = WeightsError if isinstance(error, OSError) else KeyboardInterrupt
+            with pytest.raises(expected) as caught:
+                publisher.publish(version=2)
+        if isinstance(error, OSError):
+            text = str(caught.value)
+            assert "version 2" in text and "No space" in text and "version-1-00000001" in text
+        with pytest.raises(WaitTimeoutError, match="version 2 is not there"):
+            reader.at(2)
+        assert sorted(os.listdir(tmp_path)) == ["latest", "version-1-00000001"]
+        publisher.publish(version=3)
+        with reader.latest(timeout=5) as weights:
+            weights.load_into(replica)
+            assert weights.version == 3 and same(model, replica)
+
+
+def test_a_file_system_without_locks_of_directories_takes_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(checkpoint.fcntl, "flock", refuse)
+    with publisher_of(many(3), tmp_path) as publisher, reader_of(tmp_path) as reader:
+        publisher.publish(version=1)
+        assert reader.wait(timeout=5) == 1
+
+
+def test_tensors_of_an_adapter_may_share_memory(tmp_path: Path) -> None:
+    both = torch.ones(4)
+    written = LoraFiles(tmp_path, "run1", CONFIG).publish({"a": both, "b": both}, version=1)
+    assert written.size == 32

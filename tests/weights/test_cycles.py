@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conftest import Spawner
 
-CYCLES = os.environ.get("SHMBUS_TEST_CYCLES", "60")
+CYCLES = os.environ.get("SHMBUS_TEST_CYCLES", "30")
 HERE = Path(__file__).parent
 
 

@@ -23,7 +23,8 @@ from shmbus.weights.carriers import exported
 
 
 def test_a_publisher_that_is_dropped_unclosed_makes_place_for_the_next(bus_name: str) -> None:
-    threads = threading.active_count()
+    others = set(threading.enumerate())
+    started: set[threading.Thread] = set()
     for version in range(3):
         publisher = WeightPublisher(
             bus_name, ModuleSource(torch.nn.Linear(3, 3)), carrier="memfd", slots=2
@@ -31,11 +32,13 @@ def test_a_publisher_that_is_dropped_unclosed_makes_place_for_the_next(bus_name:
         publisher.publish(version)
         gone = weakref.ref(publisher._writer.memory.buffers._arena)  # type: ignore[attr-defined]
         assert os.path.exists(memory_socket("weights", bus_name))
+        started |= set(threading.enumerate()) - others
         del publisher
         gc.collect()
         assert gone() is None
         assert not os.path.exists(memory_socket("weights", bus_name))
-    wait_until(lambda: threading.active_count() == threads)
+    assert len(started) >= 3
+    wait_until(lambda: not any(thread.is_alive() for thread in started))
     Path(pool_path(bus_name, "weights")).unlink()
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from weight_models import move, replace, square, swap, turn, write
 
 from shmbus.weights import (
     ManifestError,
@@ -20,29 +20,8 @@ from shmbus.weights import (
 )
 
 
-def model() -> torch.nn.Module:
-    module = torch.nn.Module()
-    for number in range(6):
-        value = torch.arange(64, dtype=torch.float32).view(8, 8) + 100 * number
-        module.register_parameter(f"p{number}", torch.nn.Parameter(value))
-    module.register_buffer("scale", torch.ones(3))
-    return module
-
-
-def replace_data(module: Any) -> None:
-    module.p1.data = torch.full((8, 8), 7.0)
-
-
-def turn(module: Any) -> None:
-    module.p2.data = module.p2.data.t()  # the same memory, seen otherwise
-
-
-def replace_parameter(module: Any) -> None:
-    module.p3 = torch.nn.Parameter(torch.full((8, 8), 9.0))
-
-
-def swap(module: Any) -> None:
-    module.p4, module.p5 = module.p5, module.p4
+def nothing(module: Any) -> None:
+    del module
 
 
 def change_values(module: Any) -> None:
@@ -50,11 +29,9 @@ def change_values(module: Any) -> None:
         module.p0.add_(0.5)
 
 
-def nothing(module: Any) -> None:
-    del module
-
-
-CHANGES = [change_values, replace_data, turn, nothing, replace_parameter, swap, change_values]
+EACH = [change_values, move, turn, nothing, replace, swap, write]
+#: Each change meets both slots, with and without what was known of them.
+IN_TURN = [nothing, nothing, *EACH, *reversed(EACH)]
 
 
 on_a_device = (
@@ -81,51 +58,35 @@ def both_sides(
         yield publisher, subscriber
 
 
-@pytest.mark.parametrize(("carrier", "device"), CARRIERS)
-def test_a_model_that_was_changed_in_any_way_arrives_as_it_is(carrier: Any, device: str) -> None:
-    bus = f"test-lasting-{carrier}-{os.getpid()}"
-    module = model().to(device)
-    live = {name: torch.zeros_like(value) for name, value in module.state_dict().items()}
-    with both_sides(bus, module, carrier, device) as (publisher, subscriber):
-        # Each change meets both slots, with and without what was known of them.
-        for version, change in enumerate([nothing, nothing, *CHANGES, *reversed(CHANGES)]):
-            change(module)
-            module.to(device)
-            told = publisher.publish(version)
-            assert told.copied_bytes == sum(v.numel() * 4 for v in live.values())
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(live)
-            for name, value in module.state_dict().items():
-                assert torch.equal(live[name], value), (version, change.__name__, name)
+def arrived(live: torch.nn.Module, module: torch.nn.Module) -> bool:
+    expected = module.state_dict()
+    return all(torch.equal(value, expected[name]) for name, value in live.state_dict().items())
 
 
+@pytest.mark.parametrize("changed", ["the trainer's", "the server's"])
 @pytest.mark.parametrize(("carrier", "device"), CARRIERS)
-def test_a_live_model_that_was_changed_in_any_way_gets_what_was_published(
-    carrier: Any, device: str
+def test_a_model_that_was_changed_in_any_way_arrives_as_it_is(
+    carrier: Any, device: str, changed: str, bus_name: str
 ) -> None:
-    bus = f"test-lasting-live-{carrier}-{os.getpid()}"
-    module, live = model().to(device), model().to(device)
-    with both_sides(bus, module, carrier, device) as (publisher, subscriber):
-        for version, change in enumerate([nothing, nothing, *CHANGES, *reversed(CHANGES)]):
+    module, live = square().to(device), square().to(device)
+    with both_sides(bus_name, module, carrier, device) as (publisher, subscriber):
+        for version, change in enumerate(IN_TURN):
             change_values(module)
-            publisher.publish(version)
-            change(live)
-            live.to(device)
+            change(module if changed == "the trainer's" else live)
+            told = publisher.publish(version)
+            assert told.copied_bytes == sum(v.numel() * 4 for v in live.state_dict().values())
             with subscriber.latest(timeout=5) as weights:
                 weights.load_into(live)
-            expected = module.state_dict()
-            for name, value in live.state_dict().items():
-                assert torch.equal(value, expected[name]), (version, change.__name__, name)
+            assert arrived(live, module), (version, change.__name__)
 
 
 @pytest.mark.parametrize(("carrier", "device"), CARRIERS)
 def test_after_a_model_that_does_not_fit_the_next_one_gets_what_is_newest(
-    carrier: Any, device: str
+    carrier: Any, device: str, bus_name: str
 ) -> None:
-    bus = f"test-lasting-misfit-{carrier}-{os.getpid()}"
-    module, live = model().to(device), model().to(device)
+    module, live = square().to(device), square().to(device)
     other = {name: torch.zeros(5, device=device) for name in module.state_dict()}
-    with both_sides(bus, module, carrier, device) as (publisher, subscriber):
+    with both_sides(bus_name, module, carrier, device) as (publisher, subscriber):
         numbers = itertools.count()
         for version in range(6):
             change_values(module)
@@ -141,9 +102,7 @@ def test_after_a_model_that_does_not_fit_the_next_one_gets_what_is_newest(
             publisher.publish(next(numbers))
             with subscriber.latest(timeout=5) as weights:
                 weights.load_into(live)
-            expected = module.state_dict()
-            for name, value in live.state_dict().items():
-                assert torch.equal(value, expected[name]), (version, name)
+            assert arrived(live, module), version
     assert not any(value.any() for value in other.values())
 
 
@@ -164,15 +123,14 @@ def in_a_thread_of_its_own(call: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(("carrier", "device"), CARRIERS)
-def test_a_thread_that_never_used_the_device_publishes_and_loads(carrier: Any, device: str) -> None:
-    bus = f"test-lasting-thread-{carrier}-{os.getpid()}"
-    module, live = model().to(device), model().to(device)
-    with both_sides(bus, module, carrier, device) as (publisher, subscriber):
+def test_a_thread_that_never_used_the_device_publishes_and_loads(
+    carrier: Any, device: str, bus_name: str
+) -> None:
+    module, live = square().to(device), square().to(device)
+    with both_sides(bus_name, module, carrier, device) as (publisher, subscriber):
         for version in range(6):
             change_values(module)
             in_a_thread_of_its_own(lambda version=version: publisher.publish(version))  # type: ignore[misc]
             with subscriber.latest(timeout=5) as weights:
                 in_a_thread_of_its_own(lambda weights=weights: weights.load_into(live))  # type: ignore[misc]
-            expected = module.state_dict()
-            for name, value in live.state_dict().items():
-                assert torch.equal(value, expected[name]), (version, name)
+            assert arrived(live, module), version

@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Spawner
+from weight_models import many
 
-from shmbus import WaitTimeoutError
+from shmbus import BusRemovedError, WaitTimeoutError
 from shmbus.engines.rows import RankRows
-from shmbus.pool import read_pool
+from shmbus.pool import read_pool, unlink_pool
 from shmbus.pool.lifecycle import pool_path
-from shmbus.weights import ModuleSource, VersionOrderError, WeightPublisher, WeightSubscriber
+from shmbus.weights import (
+    ModuleSource,
+    VersionOrderError,
+    WeightPublisher,
+    WeightSubscriber,
+)
 
 MakePublisher = Callable[..., WeightPublisher]
 CARRIERS = ["shm", "memfd"]
@@ -198,3 +204,11 @@ def test_a_server_that_runs_a_number_of_the_life_before_does_not_run_the_new_ver
                 weights.load_into(trainer.model)
             assert rows.missing(Named(), 1, 7) is None
             assert rows.whole_version(Named(), 1) == 7
+
+
+def test_weights_that_were_removed_are_not_published_to_nobody(bus_name: str) -> None:
+    with WeightPublisher(bus_name, ModuleSource(many(2))) as publisher:
+        publisher.publish(version=1)
+        unlink_pool(bus_name, "weights")
+        with pytest.raises(BusRemovedError, match="make a new publisher"):
+            publisher.publish(version=2)

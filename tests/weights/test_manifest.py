@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from shmbus.pool.lifecycle import pool_path
 from shmbus.tensors.views import TensorPlace
 from shmbus.weights import (
     LocalPiece,
     ManifestError,
+    ModuleSource,
     ParamMeta,
     Slice,
     WeightPublisher,
@@ -25,9 +28,12 @@ from shmbus.weights.manifest import Manifest
 class Strange:
     """A source of one's own, with what it is told to have."""
 
-    def __init__(self, *params: ParamMeta, slices: dict[str, Slice] | None = None) -> None:
+    def __init__(
+        self, *params: ParamMeta, slices: dict[str, Slice] | None = None, pieces: Any = ()
+    ) -> None:
         self._params = list(params)
         self._slices = slices or {}
+        self.pieces = pieces
 
     def params(self) -> list[ParamMeta]:
         return self._params
@@ -39,7 +45,7 @@ class Strange:
         return self._slices
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        yield from ()
+        yield from self.pieces
 
 
 @pytest.mark.parametrize(
@@ -123,3 +129,46 @@ def test_no_bytes_deceive_who_reads_a_manifest(seed: int) -> None:
             continue
         for place in found.tensors:
             assert 0 <= place.offset <= place.offset + place.size <= 512
+
+
+def test_two_tensors_of_one_name_are_refused_not_lost() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    with pytest.raises(ManifestError, match=r"'bias' is what rename gives '1\.bias'"):
+        ModuleSource(model, rename=lambda name: name.split(".")[1]).params()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "match"),
+    [
+        (lambda t: [LocalPiece("a", (0, 0), t), LocalPiece("a", (0, 0), t)], "'b' did not come"),
+        (lambda t: [LocalPiece("a", (0, 0), t)], "24 of 48 bytes"),
+        (lambda t: [LocalPiece("a", (0, 0), t), LocalPiece("b", (-1, 0), t)], "is not inside"),
+        (lambda t: [LocalPiece("a", (0, 0), t), LocalPiece("z", (0, 0), t)], "not in the manifest"),
+    ],
+)
+def test_a_source_that_gives_something_else_publishes_nothing(
+    pieces: Any, match: str, bus_name: str
+) -> None:
+    params = [ParamMeta(name, "float32", (2, 3)) for name in "ab"]
+    source = Strange(*params, pieces=pieces(torch.ones(2, 3)))
+    with WeightPublisher(bus_name, source) as publisher:
+        with pytest.raises(ManifestError, match=match):
+            publisher.publish(version=1)
+        source.pieces = [LocalPiece(name, (0, 0), torch.ones(2, 3)) for name in ("a", "b")]
+        assert publisher.publish(version=2).copied_bytes == 48
+
+
+@pytest.mark.parametrize(
+    ("pieces", "match"),
+    [
+        ([("a", torch.ones(2, 3))], "expected LocalPieces, got tuple"),
+        ([None], "expected LocalPieces, got NoneType"),
+    ],
+)
+def test_a_source_that_gives_no_pieces_is_told_so(pieces: Any, match: str, bus_name: str) -> None:
+    source = Strange(ParamMeta("a", "float32", (2, 3)), pieces=pieces)
+    with (
+        WeightPublisher(bus_name, source) as publisher,
+        pytest.raises(TypeError, match=match),
+    ):
+        publisher.publish(version=1)

@@ -1,9 +1,10 @@
-"""One copy of a model for trainer and server: views and the guard of a step."""
+"""One copy of a model for trainer and server: views, the guard of a step, and who dies in it."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import threading
 import time
@@ -14,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from shmbus import BusBusyError, DamagedError, WaitTimeoutError
+from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
 from shmbus.inspect.leftovers import survey
-from shmbus.weights import ManifestError, Slice, WeightsError
-from shmbus.weights.shared_file import shared_state
-from shmbus.weights.shared_model import SharedModel, attach_model, share_model
+from shmbus.weights import ManifestError, Slice, WeightsError, attach_model, share_model
+from shmbus.weights.shared_file import path_of, shared_state
+from shmbus.weights.shared_model import SharedModel
 
 SPAWN = multiprocessing.get_context("forkserver")
 SPAWN.set_forkserver_preload(["shmbus.weights.shared_model"])
@@ -288,3 +289,99 @@ def test_a_file_that_is_none_is_not_mapped(bus_name: str) -> None:
             attach_model(bus_name, Tiny(), timeout=0)
     finally:
         path.unlink(missing_ok=True)
+
+
+def test_a_parameter_that_was_replaced_is_not_stepped_for_nobody(bus_name: str) -> None:
+    model, replica = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    with share_model(bus_name, model) as shared, attach_model(bus_name, replica) as server:
+        mine = model.weight
+        model.weight = torch.nn.Parameter(torch.zeros(3, 4))
+        refused = pytest.raises(WeightsError, match="'weight' of the model")
+        with refused, shared.stepping(version=1):
+            raise AssertionError("it was begun")
+        model.weight = mine
+        with shared.stepping(version=1):
+            mine.data.fill_(7.0)
+        with server.reading(timeout=20.0) as version:
+            assert version == 1 and bool((replica.weight == 7.0).all())
+
+
+def test_a_closed_copy_says_so(bus_name: str) -> None:
+    shared = share_model(bus_name, torch.nn.Linear(4, 3))
+    server = attach_model(bus_name, torch.nn.Linear(4, 3))
+    server.close()
+    shared.close()
+    with pytest.raises(BusClosedError, match="are closed"), server.reading():
+        pass
+    with pytest.raises(BusClosedError, match="are closed"), shared.stepping(version=1):
+        pass
+
+
+def test_a_step_that_raised_is_torn_until_it_is_healed(bus_name: str) -> None:
+    with share_model(bus_name, torch.nn.Linear(4, 3)) as shared:
+        with pytest.raises(KeyError), shared.stepping(version=1):
+            raise KeyError("in the user's step")
+        with pytest.raises(DamagedError), shared.stepping(version=1):
+            pass
+        with shared.stepping(version=1, heal=True):
+            pass
+        assert not shared.torn
+
+
+PARTS = 4
+
+
+#: Elements of a part: copying all of them takes longer than to look for the file twice.
+ELEMENTS = 4 << 20
+
+
+def model_of(value: float) -> torch.nn.Module:
+    parts = [torch.full((ELEMENTS,), value) for _ in range(PARTS)]
+    return torch.nn.ParameterList(torch.nn.Parameter(part) for part in parts)
+
+
+def read_at_once(bus: str, pipe: Any) -> None:
+    model = model_of(0.0)
+    pipe.send("looks")
+    with attach_model(bus, model, timeout=60) as shared, shared.reading() as version:
+        pipe.send((version, [float(part[-1].detach()) for part in model]))
+
+
+def share_one(bus: str, pipe: Any) -> None:
+    model = model_of(1.0)
+    pipe.send("begins")
+    share_model(bus, model, version=1)
+    pipe.send("has shared")
+    signal.pause()
+
+
+def test_a_server_that_waits_for_a_model_gets_all_of_it(bus_name: str) -> None:
+    ours, theirs = SPAWN.Pipe()
+    server = SPAWN.Process(target=read_at_once, args=(bus_name, theirs))
+    server.start()
+    model = model_of(1.0)
+    assert ours.recv() == "looks"
+    with share_model(bus_name, model, version=1):
+        assert ours.recv() == (1, [1.0] * PARTS)
+        server.join()
+
+
+def test_a_trainer_that_is_killed_while_it_shares_leaves_all_or_nothing(
+    bus_name: str, seed: int
+) -> None:
+    chance = random.Random(seed)
+    for _ in range(8 if "SHMBUS_TEST_LONG" in os.environ else 4):
+        ours, theirs = SPAWN.Pipe()
+        trainer = SPAWN.Process(target=share_one, args=(bus_name, theirs))
+        trainer.start()
+        assert ours.recv() == "begins"
+        time.sleep(chance.uniform(0, 0.1))
+        trainer.kill()
+        trainer.join()
+        if os.path.exists(path_of(bus_name)):
+            model = model_of(0.0)
+            with attach_model(bus_name, model) as shared, shared.reading() as version:
+                assert version == 1
+                assert all(bool((part == 1).all()) for part in model)
+        assert all(each.verdict == "removable" for each in survey() if each.name == bus_name)
+        share_model(bus_name, torch.nn.Linear(2, 2), version=0).close()  # over what was left

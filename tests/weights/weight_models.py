@@ -80,3 +80,47 @@ class Unwritable(torch.Tensor):
         if function in (torch.Tensor.copy_, torch._foreach_copy_):
             raise RuntimeError("injected: no memory")
         return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def square() -> torch.nn.Module:
+    """A model of float32 matrices of one shape, and a buffer."""
+    module = torch.nn.Module()
+    for number in range(6):
+        value = torch.arange(64, dtype=torch.float32).view(8, 8) + 100 * number
+        module.register_parameter(f"p{number}", torch.nn.Parameter(value))
+    module.register_buffer("scale", torch.ones(3))
+    return module
+
+
+# -- what may be done to the matrix p3 of a model
+
+
+def write(model: Any) -> None:
+    with torch.no_grad():
+        model.p3.add_(1)
+
+
+def move(model: Any) -> None:
+    # The same parameter, in other memory; torch counts no write.
+    model.p3.data = torch.full_like(model.p3, 7)
+
+
+def turn(model: Any) -> None:
+    # The same memory, seen in another order.
+    value: torch.Tensor = model.p3.data
+    rows, columns = value.shape
+    strides = (1, rows) if value.is_contiguous() else (columns, 1)
+    model.p3.data = value.as_strided((rows, columns), strides)
+
+
+def replace(model: Any) -> None:
+    model.p3 = torch.nn.Parameter(torch.full_like(model.p3, 9))
+
+
+#: Each of them, on a model of any shapes.
+CHANGES = (write, move, turn, replace)
+
+
+def swap(model: Any) -> None:
+    """Exchange two matrices of one shape."""
+    model.p4, model.p5 = model.p5, model.p4

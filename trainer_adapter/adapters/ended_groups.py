@@ -14,8 +14,6 @@ from typing import Final
 
 import shmbus
 
-__all__ = ["EndedGroups", "Key", "still_leased"]
-
 #: Instance id and round.
 Key = tuple[str, int | None]
 #: Seconds after a drop in which a request may still be on its way to its end.

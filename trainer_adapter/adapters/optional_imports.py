@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["BUS_VARIABLE", "Stack"]
-
 #: The variable that names the bus, where a stack's configuration has no place for it.
 BUS_VARIABLE: Final = "SHMBUS_BUS"
 

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-
-__all__ = ["Parted", "experts_of", "float32s", "int32s", "not_of_its_kind", "part_row"]
+from shmbus.rows import SHARED_PREFIX
 
 _LARGEST: Final = np.iinfo(np.int64).max
 #: Kinds of dtypes that a field may have, and what they are called.
@@ -36,6 +35,11 @@ def not_of_its_kind(name: str, array: NDArray[Any]) -> tuple[str, str] | None:
     if name == "tokens" and array.dtype.kind == "u" and array.max(initial=0) > _LARGEST:
         return expected, str(array.max())
     return None
+
+
+def shared_name(t: shmbus.Trajectory) -> str | None:
+    """Return a field that its whole group has, for which these stacks have no place."""
+    return next((name for name in t.keys() if name.startswith(SHARED_PREFIX)), None)  # noqa: SIM118
 
 
 def _numbers(where: str, values: Any, expected: str, kinds: str) -> NDArray[Any]:
@@ -88,6 +92,8 @@ class Parted(NamedTuple):
 
 def part_row(t: shmbus.Trajectory, row: Mapping[str, NDArray[Any]], logprobs: bool) -> Parted:
     """Part a row of a sample."""
+    if (name := shared_name(t)) is not None:
+        raise _bad(t, name, "what samples have of their own", "an array of the whole group")
     length = len(row["tokens"]) if "tokens" in row else 0
     for name in ("tokens", "loss_mask", *(("logprobs",) if logprobs else ())):
         array = row.get(name)

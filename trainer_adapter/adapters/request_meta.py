@@ -11,8 +11,6 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["columns_for"]
-
 _LOG: Final = logging.getLogger("shmbus.adapters")
 #: What was named already: the stack and the column.
 _named: Final[set[tuple[str, str]]] = set()

@@ -11,8 +11,6 @@ from typing import Any
 
 import shmbus
 
-__all__ = ["Place", "Unusable", "place_of"]
-
 
 class Unusable(Exception):
     """A sample that failed where it was made; its text says why."""

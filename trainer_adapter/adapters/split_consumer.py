@@ -7,21 +7,21 @@ split has a Consumer of its own.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, Final
 
 import shmbus
 from shmbus.segment.names import check_name
 
-__all__ = ["SplitConsumer", "check_options"]
+#: Options that an adapter chooses itself, and why.
+BY_CALLS: Final = {"split": "training and evaluation are told apart by the trainer's calls"}
 
 
-def check_options(bus: str, options: dict[str, Any]) -> None:
+def check_options(bus: str, options: dict[str, Any], taken: Mapping[str, str] = BY_CALLS) -> None:
     """Refuse what is no bus, no option of a consumer, or the adapter's to choose."""
     check_name(bus)
-    if "split" in options:
-        raise TypeError(
-            "split: training and evaluation are told apart by the trainer's calls; leave it out"
-        )
+    for name in taken.keys() & options.keys():
+        raise TypeError(f"{name}: {taken[name]}; leave it out")
     inspect.signature(shmbus.Consumer).bind(bus, **options)
 
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from shmbus._arguments import check_choice
 from trainer_adapter.attention.arguments import Call
 from trainer_adapter.attention.flash import call_flash, flash_obstacle
-from trainer_adapter.attention.jagged import attend_jagged, is_less_work_jagged, may_be_jagged
 from trainer_adapter.attention.native import (
     call_native,
     is_for_lengths_to_decide,
@@ -161,13 +160,7 @@ def _run_sdpa(
         for borders, rows, longest, name in call.sides(q, k)
     ]
     plan = make_plan(*lengths, call.window, q.shape[1] * q.shape[2], q.device.type)
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    if is_less_work_jagged(plan) and may_be_jagged(q, k, lengths[0], lengths[1], call.window):
-        attend = functools.partial(
-            attend_jagged, lengths=lengths[0], window=call.window, scale=call.scale
-        )
-    else:
-        attend = functools.partial(attend_by_plan, plan=plan, scale=call.scale)
+    attend = functools.partial(attend_by_plan, plan=plan, scale=call.scale)
     out = attend(q, k, v)
     if not return_lse:
         return out

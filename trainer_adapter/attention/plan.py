@@ -86,10 +86,6 @@ class Plan:
     queries: Moves
     keys: Moves
     window: Window
-    #: Slots of queries that are copies.
-    moved: int
-    #: Pairs of a row and a key of the same sequence.
-    work: int
 
 
 @functools.lru_cache(maxsize=8)
@@ -156,9 +152,7 @@ def _laid_out(
     ends_q, ends_k = np.cumsum(n_q), np.cumsum(n_k)
     queries = _moves([(ends_q[m] - rows[m], rows[m]) for _, m in groups], int(n_q.sum()))
     all_keys = _moves([(ends_k[m] - keys[m], keys[m]) for _, m in groups], int(n_k.sum()))
-    sizes = zip(queries.sizes, queries.starts, strict=True)
-    moved = sum(size for size, start in sizes if start < 0)
-    return Plan(buckets, queries, all_keys, window, moved, int((rows * keys).sum()))
+    return Plan(buckets, queries, all_keys, window)
 
 
 def _grouped(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer_adapter.attention.dispatch import Backend
+from trainer_adapter.attention.prefixes import prefix_attention
 from trainer_adapter.attention.varlen import varlen_attention
 from trainer_adapter.compat import pad_input, unpad_input
 
@@ -52,10 +53,11 @@ def register_with_transformers(name: str = "shmbus_varlen", *, backend: Backend 
 
     Notes
     -----
-    The borders of sequences are taken from ``cu_seq_lens_q`` and the like, as transformers' own
-    flash attention takes them. Without them, a single row is split at each 0 of ``position_ids``;
-    without those, a mask marks padding; otherwise each row is a sequence. Causal attention, sliding
-    windows and a cache of keys are supported; dropout, soft caps and attention sinks are refused.
+    With a ``prefix_tree`` it is `prefix_attention`. Else the borders of sequences are taken from
+    ``cu_seq_lens_q`` and the like, as transformers' own flash attention takes them. Without them, a
+    single row is split at each 0 of ``position_ids``; without those, a mask marks padding;
+    otherwise each row is a sequence. Causal attention, sliding windows and a cache of keys are
+    supported; dropout, soft caps and attention sinks are refused.
     """
     try:
         from transformers import AttentionInterface
@@ -87,20 +89,29 @@ def transformers_inputs(batch: Any) -> dict[str, Any]:
     Parameters
     ----------
     batch : Batch or MicroBatch
-        Packed.
+        Packed, with a prefix tree or without.
 
     Returns
     -------
     dict
-        Keyword arguments for the model's call; ``logits[0]`` of its output is [T, vocabulary].
+        Keyword arguments for the model's call; ``logits[0]`` of its output is [T, vocabulary], or
+        [R, vocabulary] with a prefix tree: `trainer_adapter.logprobs` takes either.
 
     Raises
     ------
     ValueError
         The batch is padded.
     """
-    if batch.layout != "packed":
-        raise ValueError(f"batch: expected layout 'packed', got {batch.layout!r}; pack it so")
+    if batch.layout == "padded":
+        raise ValueError("batch: expected layout 'packed' or 'prefix', got 'padded'; pack it so")
+    tree = batch.prefix_tree
+    if tree is not None:
+        return {
+            "input_ids": tree.tokens[None],
+            "position_ids": tree.position_ids[None],
+            "prefix_tree": tree,
+            "use_cache": False,
+        }
     return {
         "input_ids": batch.tokens[None],
         "position_ids": batch.position_ids[None],
@@ -140,6 +151,14 @@ def _forward(
     rows, length = query.shape[0], query.shape[2]
     # [B, L, H, D], as the projections gave it.
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    tree = options.get("prefix_tree")
+    if tree is not None:
+        if not causal:
+            raise ValueError("prefix_tree: expected causal attention, got a module without it")
+        return prefix_attention(
+            q[0], k[0], v[0], tree,
+            scale=options.get("scaling"), window=left, enable_gqa=True, backend=backend,
+        )[None]  # fmt: skip
     places = None
     if mask is not None:
         k_packed, _, cu_k, max_k, _ = unpad_input(k, mask)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,34 +19,15 @@ from torch import Tensor
 
 import shmbus
 from shmbus._format import several
+from trainer_adapter.batches.prefix_tree import PrefixTree
 from trainer_adapter.batches.tensors import TensorHolder, indexable
 
 __all__ = ["Batch", "BatchFacts", "Layout", "copy_to_device", "pad_batch"]
 
-Layout = Literal["packed", "padded"]
+Layout = Literal["packed", "padded", "prefix"]
 
 #: Tensors of a batch with an element a token.
 PER_TOKEN: Final = ("tokens", "position_ids", "loss_mask", "logprobs", "advantages")
-
-#: Tensors that may lie in one block of a device. A view takes 2.4 us, as much as planning a record
-#: of twenty, and of a small batch there are nine.
-IN_BLOCK: Final = frozenset(
-    {
-        *PER_TOKEN, "cu_seqlens", "scores", "policy_versions", "newest_policy_versions",
-        "group_sizes",
-    }
-)  # fmt: skip
-#: Where a batch has it.
-BLOCK: Final = "_block"
-
-
-class BatchBlock(Protocol):
-    """Memory of a device that tensors of a batch lie in."""
-
-    memory: Tensor
-
-    def view(self, name: str) -> Tensor:
-        """Return one of `IN_BLOCK`, as it was packed."""
 
 
 def _not_given() -> Any:
@@ -92,20 +73,24 @@ class Batch(TensorHolder):
     groups : list[shmbus.Group]
         The leased groups, which `OnlineDataHandler.ack` acknowledges together; none in a batch that
         was pickled.
-    layout : "packed" | "padded"
+    layout : "packed" | "padded" | "prefix"
+        A batch of the last one is packed, and has a `prefix_tree`.
     step : int
         The handler's count of batches, from 0; -1 for one that `pack` made.
     transport : str
         How it was moved to its device: "cpu", "gather", "pinned" or "copy" (`GpuPacker`).
     extra : dict[str, Tensor | list]
         The `extra_fields` that were asked for. "token": [T, ...] or [S, L, ...]; "sequence":
-        [S, ...]; "ragged": [rows, ...]; "meta": a list of S values.
-    extra_offsets : dict[str, int64 [S + 1]]
-        Of each "ragged" one, where each sequence's rows begin.
+        [S, ...]; "ragged" and "group": [rows, ...]; "support": [ids]; "meta": a list of S values.
+    extra_offsets : dict[str, int64]
+        Where the rows of each sequence begin, [S + 1], of a "ragged" one; of each group, [G + 1],
+        of a "group" one; of each token, [T + 1], of a "support" one.
     extra_kinds : dict[str, str]
         The kind of each.
     facts : BatchFacts or None
         What is known of it on the host.
+    prefix_tree : PrefixTree or None
+        What sequences of a group share, once: the model's input of ``layout="prefix"``.
     """
 
     tokens: Tensor
@@ -127,6 +112,7 @@ class Batch(TensorHolder):
     extra_offsets: dict[str, Tensor] = field(default_factory=dict)
     extra_kinds: dict[str, str] = field(default_factory=dict)
     facts: BatchFacts | None = None
+    prefix_tree: PrefixTree | None = None
     # By a factory, so that the class has no attribute of these names: see __getattr__.
     newest_policy_versions: Tensor = field(default_factory=_not_given)
     sample_of: Tensor = field(default_factory=_not_given)
@@ -139,15 +125,13 @@ class Batch(TensorHolder):
             self.sample_of = _one_each(self)
 
     @classmethod
-    def of_facts(cls, facts: BatchFacts, *, block: BatchBlock | None = None, **parts: Any) -> Batch:
+    def of_facts(cls, facts: BatchFacts, **parts: Any) -> Batch:
         """Make a batch whose tensors of sequences are made when they are first asked for.
 
         Parameters
         ----------
         facts : BatchFacts
             Of samples of one row each.
-        block : BatchBlock, optional
-            Has the tensors `IN_BLOCK`: they are made when they are first asked for too.
         **parts
             The other attributes, but for those that have a default.
 
@@ -157,34 +141,21 @@ class Batch(TensorHolder):
         """
         made = object.__new__(cls)
         vars(made).update(parts, facts=facts)
-        if block is not None:
-            vars(made)[BLOCK] = block
         return made
-
-    @property
-    def block(self) -> BatchBlock | None:
-        """Return the memory on a device in which tensors lie that nobody has asked for yet."""
-        found: BatchBlock | None = vars(self).get(BLOCK)
-        return found
 
     if not TYPE_CHECKING:  # mypy would let any name pass
 
         def __getattr__(self, name: str) -> Any:
-            block, make = vars(self).get(BLOCK), MADE_LATER.get(name)
-            if block is not None and name in IN_BLOCK:
-                found = block.view(name)
-            elif make is not None:
-                found = make(self)
-            else:
+            make = MADE_LATER.get(name)
+            if make is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            vars(self)[name] = found
+            found = vars(self)[name] = make(self)
             return found
 
     def _complete(self) -> None:
         """Make what nobody has asked for yet."""
-        for name in {*MADE_LATER, *(() if self.block is None else IN_BLOCK)}:
+        for name in MADE_LATER:
             getattr(self, name)
-        vars(self).pop(BLOCK, None)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         self._complete()

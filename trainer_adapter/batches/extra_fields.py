@@ -25,16 +25,23 @@ import shmbus
 from shmbus._arguments import check_text
 from shmbus.batch import extra_fields as bus_extras
 from shmbus.batch.extra_fields import ExtraRows, ExtraSpec, PackedExtra
+from shmbus.rows import SHARED_PREFIX
 
 __all__ = ["ExtraField", "ExtraFields", "ExtraKind", "GivenExtraFields", "MeasuredExtras"]
 
-ExtraKind = Literal["token", "ragged", "sequence", "meta"]
-KINDS: Final = ("token", "ragged", "sequence", "meta")
+ExtraKind = Literal["token", "ragged", "sequence", "support", "group", "meta"]
+KINDS: Final = ("token", "ragged", "sequence", "support", "group", "meta")
 _CODES: Final = {
     "token": bus_extras.TOKEN,
     "ragged": bus_extras.RAGGED,
     "sequence": bus_extras.SEQUENCE,
+    "support": bus_extras.RAGGED,
+    "group": bus_extras.RAGGED,
 }
+#: Kinds with any number of rows a sample.
+_OF_ROWS: Final = ("ragged", "support", "group")
+#: What the field is called that has the length of a token's part of a "support" one.
+COUNTS: Final = "_counts"
 
 #: Dtypes that NumPy lacks: an array of integers, or of void, of so many bytes is their bits.
 _BYTES_OF_BITS: Final = {
@@ -54,10 +61,14 @@ class ExtraField(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes
     ----------
-    kind : "token" | "ragged" | "sequence" | "meta"
+    kind : "token" | "ragged" | "sequence" | "support" | "group" | "meta"
         "token": a row a token, [n, ...], packed as the tokens are, [T, ...]. "ragged": any number
         of rows, joined along the first dimension. "sequence": an array of one shape a sample,
-        stacked, [S, ...]. "meta": a value of the meta, one a sample, in a list.
+        stacked, [S, ...]. "support": the ids that each token was sampled among, integers, all of a
+        sample in one array, beside a "token" field NAME_counts of how many are each token's, 0 for
+        all of the vocabulary. "group": what `Producer.put_group` was given as ``shared=``, once a
+        group, joined along the first dimension. "meta": a value of the meta, one a sample, in a
+        list.
     dtype : torch.dtype or str, optional
         Of the batch's tensor; the record's without it. Integers of two bytes are the bits of a
         "bfloat16", and those of one byte the bits of a "float8", since NumPy has neither.
@@ -105,7 +116,8 @@ class _Field(NamedTuple):
 
     @property
     def source(self) -> str:
-        return self.given.field or self.name
+        named = self.given.field or self.name
+        return SHARED_PREFIX + named if self.given.kind == "group" else named
 
 
 class _Column(NamedTuple):
@@ -171,7 +183,7 @@ class MeasuredExtras(NamedTuple):
             np.cumsum(one.rows, out=borders[1:])
             extra[name] = _tensor(one, block, borders)
             kinds[name] = one.field.given.kind
-            if one.field.given.kind == "ragged":
+            if one.field.given.kind in _OF_ROWS:
                 offsets[name] = torch.from_numpy(borders).to(block.device)
         return extra, offsets, kinds
 
@@ -186,6 +198,10 @@ class ExtraFields:
                 'pass {"ref_logprobs": "token"}'
             )
         fields = [_checked(name, one) for name, one in given.items()]
+        for one in [one for one in fields if one.given.kind == "support"]:
+            counts = ExtraField(kind="token", dtype=torch.int64, shape=())
+            counts = msgspec.structs.replace(counts, field=one.source + COUNTS)
+            fields.append(_Field(one.name + COUNTS, counts, torch.int64))
         self._arrays = [one for one in fields if one.given.kind != "meta"]
         self._metas = [one for one in fields if one.given.kind == "meta"]
         self._forms: dict[str, _Form] = {}
@@ -199,23 +215,40 @@ class ExtraFields:
         return made if given else None
 
     @property
+    def supports(self) -> dict[str, str]:
+        """The producers' names of the "support" fields, by the batch's."""
+        return {one.name: one.source for one in self._arrays if one.given.kind == "support"}
+
+    def declared(self, name: str) -> ExtraField | None:
+        """Return what was declared of a name of the batch; None for nothing."""
+        return next((one.given for one in (*self._arrays, *self._metas) if one.name == name), None)
+
+    @property
     def sources(self) -> list[str]:
         """The producers' names of the array fields."""
         return [one.source for one in self._arrays]
 
-    def measure(self, trajectories: list[shmbus.Trajectory], lengths: list[int]) -> MeasuredExtras:
-        """Find the extra fields of a batch's samples, after all checks."""
+    def measure(
+        self,
+        trajectories: list[shmbus.Trajectory],
+        lengths: list[int],
+        given: tuple[str, ...] = (),
+    ) -> MeasuredExtras:
+        """Find the extra fields of a batch's samples, but for columns, after all checks."""
         columns: list[_Column] = []
         at = 0
-        if self._arrays:
-            specs = tuple(_spec(one, self._forms.get(one.name)) for one in self._arrays)
+        arrays = [one for one in self._arrays if one.name not in given]
+        if arrays:
+            specs = tuple(_spec(one, self._forms.get(one.name)) for one in arrays)
             found = bus_extras.measure_extras(trajectories, lengths, specs)
+            for one, rows in zip(arrays, found, strict=True):
+                if one.given.kind == "group" and not one.given.optional:
+                    _require_shared(one, rows.rows, trajectories)
             # All are checked before one is kept: a batch that is refused decides nothing.
             forms = [
-                self._form(one, rows, trajectories)
-                for one, rows in zip(self._arrays, found, strict=True)
+                self._form(one, rows, trajectories) for one, rows in zip(arrays, found, strict=True)
             ]
-            for one, rows, form in zip(self._arrays, found, forms, strict=True):
+            for one, rows, form in zip(arrays, found, forms, strict=True):
                 if rows.dtype is not None:
                     self._forms[one.name] = form
                 columns.append(_column(one, form, rows.rows, lengths, at))
@@ -247,6 +280,29 @@ class ExtraFields:
                 f"{found.dtype.str!r}; send it as another one, or as bytes",
             )
         return _Form(found.dtype, found.sizes, bits)
+
+
+def _require_shared(
+    field: _Field, rows: NDArray[np.int64], trajectories: list[shmbus.Trajectory]
+) -> None:
+    """Raise ValueError for a group whose first sample lacks what all have in common."""
+    before = None
+    for t, count in zip(trajectories, rows.tolist(), strict=True):
+        group = t.instance_id, t.round
+        if group != before and count < 0:
+            raise _refusal(t, field, "it once for the group, by put_group(shared=)", "none")
+        before = group
+
+
+def of_groups(
+    extra_offsets: dict[str, Tensor], kinds: dict[str, str], sizes: NDArray[np.int64]
+) -> None:
+    """Make the borders of samples those of groups, of the fields that groups have once."""
+    starts = torch.from_numpy(np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]))
+    for name, kind in kinds.items():
+        if kind == "group":
+            borders = extra_offsets[name]
+            extra_offsets[name] = borders.index_select(0, starts.to(borders.device))
 
 
 def _checked(name: object, given: object) -> _Field:
@@ -303,11 +359,18 @@ def _checked_dtype(name: str, field: ExtraField) -> torch.dtype | None:
     return found
 
 
+def declared_dtype(field: ExtraField) -> torch.dtype | None:
+    """Return the dtype of the batch's tensor, None for the record's."""
+    return _checked_dtype("", field)
+
+
 def _spec(field: _Field, form: _Form | None) -> ExtraSpec:
     code = _CODES[field.given.kind]
+    # Of a group, one sample has it.
+    optional = field.given.optional or field.given.kind == "group"
     if form is None:
-        return ExtraSpec(field.source, code, field.given.optional)
-    return ExtraSpec(field.source, code, field.given.optional, form.dtype, form.sizes)
+        return ExtraSpec(field.source, code, optional)
+    return ExtraSpec(field.source, code, optional, form.dtype, form.sizes)
 
 
 def _column(
@@ -316,7 +379,7 @@ def _column(
     lacks = found < 0
     rows = found
     if lacks.any():
-        ragged, token = field.given.kind == "ragged", field.given.kind == "token"
+        ragged, token = field.given.kind in _OF_ROWS, field.given.kind == "token"
         filler = lengths if token else 0 if ragged else 1
         rows = np.where(lacks, filler, found)
     return _Column(field, form, rows, lacks, at)
@@ -358,7 +421,7 @@ def _tensor(one: _Column, block: Tensor, borders: NDArray[np.int64]) -> Tensor:
     values = flat.view(int(borders[-1]), *form.sizes)
     if field.target is not None:
         values = values.to(field.target)
-    if one.lacks.any() and field.given.kind != "ragged":
+    if one.lacks.any() and field.given.kind not in _OF_ROWS:
         for sample in np.flatnonzero(one.lacks).tolist():
             values[int(borders[sample]) : int(borders[sample + 1])] = field.given.fill
     return values

@@ -1,4 +1,4 @@
-"""The check that no nan or infinity among logprobs and advantages reaches a loss.
+"""Samples that are found wrong while they are packed, such as by a nan that would reach a loss.
 
 Invariant: the error names the sample, so that its group alone can be dropped.
 """
@@ -16,15 +16,19 @@ import shmbus
 from shmbus.batch.gather import FieldNames, PackedBatch
 from shmbus.batch.gather_plan import find_not_finite
 
-__all__ = ["NotFiniteError", "group_of_sample", "not_finite", "require_finite"]
+__all__ = ["NotFiniteError", "SampleError", "group_of_sample", "not_finite", "require_finite"]
 
 
-class NotFiniteError(ValueError):
-    """A sample has a nan or an infinity at a token that is trained."""
+class SampleError(ValueError):
+    """A sample that no batch may have; its group alone is dropped."""
 
     def __init__(self, message: str, sample: int) -> None:
         super().__init__(message)
         self.sample = sample
+
+
+class NotFiniteError(SampleError):
+    """A sample has a nan or an infinity at a token that is trained."""
 
 
 def require_finite(

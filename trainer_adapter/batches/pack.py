@@ -27,15 +27,19 @@ from trainer_adapter._arguments import (
 )
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of, check_kind
 from trainer_adapter.batches.batch import Batch, BatchFacts, Layout, copy_to_device, pad_batch
+from trainer_adapter.batches.columns import add_columns, column_names
 from trainer_adapter.batches.extra_fields import (
     ExtraField,
     ExtraFields,
     GivenExtraFields,
     MeasuredExtras,
+    of_groups,
 )
 from trainer_adapter.batches.finite import require_finite
 from trainer_adapter.batches.memory import BatchMemory
+from trainer_adapter.batches.prefixes import share_in_batch
 from trainer_adapter.batches.sample_flags import Truncated, apply_flags, sample_flags
+from trainer_adapter.batches.support import join_support
 from trainer_adapter.batches.tensors import indexable
 from trainer_adapter.scored_group import groups_of
 
@@ -71,6 +75,11 @@ class HostPacker:
         self._names = fields or FieldNames()
         self._truncated: Truncated = truncated
         self._extra_fields = ExtraFields.of(extra_fields)
+        if layout == "padded" and self._extra_fields is not None and self._extra_fields.supports:
+            raise ValueError(
+                "extra_fields: expected no 'support' with layout='padded', got "
+                f"{sorted(self._extra_fields.supports)}; take layout='packed' or 'prefix'"
+            )
         self._threads = bus_gather.GatherThreads(pack_threads) if pack_threads > 1 else None
 
     def pack(self, groups: list[shmbus.Group], memory: BatchMemory | None = None) -> Batch:
@@ -115,11 +124,19 @@ class HostPacker:
             groups=groups,
             **extra,
         )
+        if batch.extra_kinds:
+            of_groups(batch.extra_offsets, batch.extra_kinds, packed.sizes)
+        if self._extra_fields is not None and self._extra_fields.supports:
+            join_support(batch, self._extra_fields, facts.lengths, packed.trajectories)
         if packed.has_rows:
             split = RowSplit.of(packed.trajectories, facts.lengths, names.tokens)
             split_rows(batch, split, extras.row_sources())
+        if any([group.annotated for group in groups]):
+            add_columns(batch, groups, self._extra_fields)
         if self._layout == "padded":
             pad_batch(batch)
+        elif self._layout == "prefix":
+            share_in_batch(batch, packed.trajectories, names)
         return batch if self._device.type == "cpu" else copy_to_device(batch, self._device)
 
     def _gather_in_steps(
@@ -136,7 +153,8 @@ class HostPacker:
             groups=lambda: groups_of(trajectories, lengths, sizes.tolist()),
         )
         wanted = self._extra_fields
-        extras = NO_EXTRAS if wanted is None else wanted.measure(trajectories, lengths)
+        given = column_names(groups)
+        extras = NO_EXTRAS if wanted is None else wanted.measure(trajectories, lengths, given)
         size = bus_gather.packed_bytes(sum(lengths), len(lengths))
         block = _block(size + extras.nbytes, memory)
         extra_block = block[size : size + extras.nbytes]
@@ -180,9 +198,9 @@ def pack(
         Leased, of one Consumer.
     advantages : "grpo" | "dr_grpo" | "rloo" | "batch" | "batch_std" | "none" or callable
         As for `group_advantages`; token-level advantages that a producer sent win.
-    layout : "packed" | "padded"
+    layout : "packed" | "padded" | "prefix"
         All sequences in one row, with `Batch.cu_seqlens` for their borders; or a row for each,
-        padded to the longest.
+        padded to the longest; or packed, with `Batch.prefix_tree`.
     device : torch.device or str
         Where the batch's tensors are.
     fields : FieldNames, optional
@@ -209,7 +227,9 @@ def pack(
         Arguments that do not fit; no group; a trajectory without tokens, without a field that
         another sample of its group has, with fields that do not fit together, or with logprobs or
         advantages that are not finite where the loss mask is True; logprobs in some groups only; an
-        extra field that is missing, or of another dtype or shape than in the others.
+        extra field that is missing, or of another dtype or shape than in the others; for
+        ``layout="prefix"``, samples of a group with other prompts, or a row without the prefix that
+        its `prefix_length` says.
     OSError
         So many threads cannot be started.
 

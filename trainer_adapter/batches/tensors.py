@@ -12,9 +12,9 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["TensorHolder", "indexable"]
+__all__ = ["TensorHolder", "TensorParts", "indexable"]
 
-HolderT = TypeVar("HolderT", bound="TensorHolder")
+PartsT = TypeVar("PartsT", bound="TensorParts")
 
 #: Dtypes that torch stores and moves, but cannot index or fill on every device.
 _SIGNED: Final = {
@@ -40,7 +40,64 @@ def indexable(values: Tensor) -> Tensor:
     return values.view(_SIGNED.get(values.dtype, values.dtype))
 
 
-class TensorHolder:
+class TensorParts:
+    """Tensors and values in attributes, which move to a device together."""
+
+    def to(self: PartsT, device: torch.device | str | int, *, non_blocking: bool = False) -> PartsT:
+        """Return a copy whose tensors are on a device.
+
+        Parameters
+        ----------
+        device : torch.device, str or int
+            As for `torch.Tensor.to`.
+        non_blocking : bool
+            Do not wait for copies from pinned memory; see `pin_memory`. Keep the original until
+            the copies are done.
+
+        Returns
+        -------
+        Batch, MicroBatch or PrefixTree
+            Of the same sequences. Tensors that are on the device already are not copied.
+        """
+        return self._with(lambda one: one.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self: PartsT, device: torch.device | str | None = None) -> PartsT:
+        """Return a copy whose tensors are in pinned memory; a DataLoader calls this.
+
+        Parameters
+        ----------
+        device : torch.device or str, optional
+            The accelerator; the present one without it. torch has deprecated the argument.
+
+        Returns
+        -------
+        Batch, MicroBatch or PrefixTree
+            Of the same sequences. Tensors on an accelerator stay as they are.
+
+        Raises
+        ------
+        RuntimeError
+            torch has no accelerator here.
+        """
+        return self._with(lambda one: one.pin_memory() if one.device.type == "cpu" else one)
+
+    def _with(self: PartsT, change: Callable[[Tensor], Tensor]) -> PartsT:
+        """Return a copy with every tensor changed."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return change(value)
+            if isinstance(value, TensorParts):
+                return value._with(change)
+            if isinstance(value, dict):
+                return {name: changed(one) for name, one in value.items()}
+            return value
+
+        values = {name: changed(value) for name, value in vars(self).items()}
+        return type(self)(**values)
+
+
+class TensorHolder(TensorParts):
     """Some sequences, as tensors and values in attributes."""
 
     cu_seqlens: Tensor
@@ -61,56 +118,3 @@ class TensorHolder:
         """T, the tokens of all sequences, padding not counted."""
         facts = getattr(self, "facts", None)
         return int(self.cu_seqlens[-1]) if facts is None else facts.tokens
-
-    def to(
-        self: HolderT, device: torch.device | str | int, *, non_blocking: bool = False
-    ) -> HolderT:
-        """Return a copy whose tensors are on a device.
-
-        Parameters
-        ----------
-        device : torch.device, str or int
-            As for `torch.Tensor.to`.
-        non_blocking : bool
-            Do not wait for copies from pinned memory; see `pin_memory`. Keep the original until
-            the copies are done.
-
-        Returns
-        -------
-        Batch or MicroBatch
-            Of the same sequences. Tensors that are on the device already are not copied.
-        """
-        return self._with(lambda one: one.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self: HolderT, device: torch.device | str | None = None) -> HolderT:
-        """Return a copy whose tensors are in pinned memory; a DataLoader calls this.
-
-        Parameters
-        ----------
-        device : torch.device or str, optional
-            The accelerator; the present one without it. torch has deprecated the argument.
-
-        Returns
-        -------
-        Batch or MicroBatch
-            Of the same sequences. Tensors on an accelerator stay as they are.
-
-        Raises
-        ------
-        RuntimeError
-            torch has no accelerator here.
-        """
-        return self._with(lambda one: one.pin_memory() if one.device.type == "cpu" else one)
-
-    def _with(self: HolderT, change: Callable[[Tensor], Tensor]) -> HolderT:
-        """Return a copy with every tensor changed."""
-
-        def changed(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return change(value)
-            if isinstance(value, dict):
-                return {name: changed(one) for name, one in value.items()}
-            return value
-
-        values = {name: changed(value) for name, value in vars(self).items()}
-        return type(self)(**values)

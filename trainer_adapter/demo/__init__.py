@@ -1,5 +1,4 @@
-"""The learning part of ``shmbus demo``: a task, a policy, its sampler, and a GRPO step.
+"""``shmbus demo``: a sorting task, a small policy, rollout workers, and a trainer that runs GRPO.
 
-Invariant: importing this package, `task`, `sampler` or `evaluate` loads no torch; `policy` and
-`learner` do.
+Invariant: importing this package, `task`, `sampler` or `worker` loads no torch.
 """

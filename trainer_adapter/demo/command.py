@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_NEEDS = ("torch", "rich", "matplotlib")
-
 
 def add_parser(commands: Commands) -> None:
     """Add the command to the parser of the command line."""
@@ -29,16 +27,21 @@ def add_parser(commands: Commands) -> None:
         "  shmbus demo --chaos             # kill a random worker every few seconds\n"
         "  shmbus demo --no-live --seed 3 --output /tmp/run3",
     )
-    parser.add_argument("--workers", type=_count, default=4, help="rollout processes (default 4)")
-    parser.add_argument(
-        "--group-size", type=_count, default=8, help="completions a prompt (default 8)"
-    )
+    for option, default, help in (
+        ("--workers", 4, "rollout processes"),
+        ("--group-size", 8, "completions a prompt"),
+        ("--steps", 500, "optimizer steps"),
+    ):
+        parser.add_argument(
+            option, type=_count, default=default, help=f"{help} (default {default})"
+        )
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts (default 0)")
-    parser.add_argument("--steps", type=_count, default=500, help="optimizer steps (default 500)")
     parser.add_argument(
         "--chaos", action="store_true", help="kill and restart a random worker every few seconds"
     )
-    parser.add_argument("--no-live", action="store_true", help="plain lines instead of a live view")
+    parser.add_argument(
+        "--no-live", dest="live", action="store_false", help="plain lines instead of a live view"
+    )
     parser.add_argument(
         "--output", default="shmbus-demo", help="folder for the report (default shmbus-demo)"
     )
@@ -54,7 +57,8 @@ def _count(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; 1 with a hint where its extra is not installed."""
-    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    needed = ("torch", "rich", "matplotlib")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         print(
             f"shmbus demo needs {', '.join(missing)}; install the extra: "
@@ -65,13 +69,5 @@ def run(arguments: argparse.Namespace) -> int:
     from trainer_adapter.demo.run import DemoConfig, main
 
     return main(
-        DemoConfig(
-            workers=arguments.workers,
-            group_size=arguments.group_size,
-            seed=arguments.seed,
-            steps=arguments.steps,
-            chaos=arguments.chaos,
-            live=not arguments.no_live,
-            output=arguments.output,
-        )
+        DemoConfig(**{name: vars(arguments)[name] for name in DemoConfig.__struct_fields__})
     )

@@ -1,4 +1,4 @@
-"""The policy's training side: a small decoder-only transformer over packed sequences, in torch.
+"""The policy's training side, in torch: a small decoder-only transformer, and a GRPO step of it.
 
 It reads a packed batch as the trainer's handler gives it, with attention through
 `varlen_attention`, so that sequences of any lengths share one row of tokens and no padding is
@@ -7,12 +7,16 @@ computed. `sampler.py` runs the same weights in numpy; `PolicyConfig` fixes the 
 Invariants:
 
 - A sequence's output depends on that sequence alone, not on its neighbours in the row.
-- ``export_weights`` and ``load_weights`` are inverse to each other, bit for bit.
+- The ratio is taken against the logprobs of the tokens, by the policy version that sampled them, so
+  batches a few versions old are corrected for and then clipped.
+- Every completion token weighs the same, whatever the length of its sequence.
+- A batch whose loss or gradient is not finite changes no weight.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +25,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer_adapter.attention.varlen import varlen_attention
+from trainer_adapter.batches.batch import Batch
 from trainer_adapter.demo.sampler import NORM_EPS, PolicyConfig
+from trainer_adapter.losses import policy_loss
+
+#: Peak learning rate of Adam, the steps over which it is reached, and Adam's averaging factors.
+LEARNING_RATE: Final = 3e-3
+WARMUP_STEPS: Final = 10
+BETAS: Final = (0.9, 0.99)
+#: The ratio is clipped to ``[1 - CLIP_LOW, 1 + CLIP_HIGH]``.
+CLIP_LOW: Final = 0.2
+CLIP_HIGH: Final = 0.28
+#: Weight of the mean token entropy in the objective. Without it the policy settles early on answers
+#: that are partly right.
+ENTROPY_BONUS: Final = 0.1
+#: Gradients longer than this are scaled down to it.
+MAX_GRAD_NORM: Final = 0.3
 
 
 class Policy(nn.Module):
@@ -38,7 +57,7 @@ class Policy(nn.Module):
     def forward(
         self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
     ) -> Tensor:
-        """Run a packed batch up to the last norm; `logits` does the rest."""
+        """Run a packed batch up to the last norm; ``states @ weights["head"]`` does the rest."""
         config, w = self.config, self.weights
         x = w["token_embedding"][tokens] + w["position_embedding"][position_ids]
         for i in range(config.layers):
@@ -53,43 +72,12 @@ class Policy(nn.Module):
             x = x + functional.relu(h @ w[prefix + "mlp_in"]) @ w[prefix + "mlp_out"]
         return self._norm(x, w["final_norm"])
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Turn states into logits."""
-        head: Tensor = self.weights["head"]
-        return states @ head
-
-    def export_weights(self, out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Write all weights to one flat vector."""
-        if out is None:
-            out = np.empty(self.config.num_parameters, np.float32)
-        self._check(out)
+    def export_weights(self) -> npt.NDArray[np.float32]:
+        """Return all weights as one flat vector."""
         with torch.no_grad():
-            torch.cat([p.reshape(-1) for p in self._ordered()], out=torch.from_numpy(out))
-        return out
-
-    def load_weights(self, flat: npt.NDArray[np.float32]) -> None:
-        """Read all weights from one flat vector."""
-        self._check(flat)
-        # A copy, since torch warns about arrays that it may not write to, such as views of the bus.
-        source = torch.from_numpy(flat.copy())
-        start = 0
-        with torch.no_grad():
-            for p in self._ordered():
-                p.copy_(source[start : start + p.numel()].view_as(p))
-                start += p.numel()
-
-    def _check(self, flat: npt.NDArray[np.float32]) -> None:
-        """Raise ValueError unless `flat` has this policy's length and dtype."""
-        expected = (self.config.num_parameters,)
-        if flat.shape != expected or flat.dtype != np.float32:
-            raise ValueError(
-                f"flat weights are {flat.dtype} {flat.shape}, this policy needs float32 "
-                f"{expected}; give trainer and workers the same PolicyConfig"
-            )
-
-    def _ordered(self) -> list[Tensor]:
-        """Return the weights in the order of the flat vector."""
-        return [self.weights[name] for name, _ in self.config.parameters()]
+            ordered = [self.weights[name].reshape(-1) for name, _ in self.config.parameters()]
+            flat: npt.NDArray[np.float32] = torch.cat(ordered).numpy()
+        return flat
 
     def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
         """RMS norm over the last axis."""
@@ -108,3 +96,58 @@ def _initial(
     if name.endswith(("attn_out", "mlp_out")):
         std /= math.sqrt(2 * config.layers)
     return torch.randn(shape, generator=generator) * std
+
+
+class StepResult(NamedTuple):
+    """The mean reward of a batch's sequences; whether the step was applied, its gradient finite."""
+
+    mean_score: float
+    applied: bool
+
+
+class Learner:
+    """Policy, optimizer and step count; one call of `step` a batch."""
+
+    def __init__(self, policy: Policy, learning_rate: float = LEARNING_RATE) -> None:
+        self.policy = policy
+        self.steps = 0
+        self._rate = learning_rate
+        self._optimizer = torch.optim.Adam(
+            policy.parameters(), lr=learning_rate, betas=BETAS, fused=True
+        )
+
+    def step(self, batch: Batch) -> StepResult:
+        """Take one gradient step."""
+        logprobs, entropies = token_logprobs(self.policy, batch)
+        if batch.logprobs is None:
+            raise ValueError("expected logprobs in the batch, got None; workers have to put them")
+        loss, _, _ = policy_loss(
+            logprobs,
+            batch.logprobs[batch.loss_mask],
+            batch.advantages[batch.loss_mask],
+            torch.ones_like(logprobs, dtype=torch.bool),
+            clip_low=CLIP_LOW,
+            clip_high=CLIP_HIGH,
+        )
+        self._optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss - ENTROPY_BONUS * entropies.mean())
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), MAX_GRAD_NORM)
+        applied = bool(torch.isfinite(grad_norm))
+        if applied:
+            self.steps += 1
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._rate * min(1.0, self.steps / WARMUP_STEPS)
+            self._optimizer.step()
+        return StepResult(float(batch.scores.mean()), applied)
+
+
+def token_logprobs(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the policy's logprob of each completion token, and the entropy at it."""
+    where = batch.loss_mask.nonzero().squeeze(1)
+    if bool((batch.position_ids[where] == 0).any()):
+        raise ValueError("a sequence begins with a completion token: nothing predicts it")
+    states = policy(batch.tokens, batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
+    # The token at i is predicted by the state at i - 1; the head runs on those rows alone.
+    all_logprobs = torch.log_softmax(states[where - 1] @ policy.weights["head"], dim=-1)
+    picked = all_logprobs.gather(1, batch.tokens[where, None]).squeeze(1)
+    return picked, -(all_logprobs.exp() * all_logprobs).sum(-1)

@@ -1,56 +1,108 @@
-"""A rollout worker of the demo, as a process of its own: numpy and the bus, no torch.
+"""A rollout worker of the demo, as a process of its own, and what keeps them running: no torch.
 
-It takes prompts that the trainer requests, many samples at once, and puts the answers interleaved,
-some of them a round later, as rollouts of different lengths would finish. So the groups of all
-workers mix in the ring. What a worker that is killed had in hand is taken by others. The trainer
-requests a bounded number of groups, which keeps the samples fresh.
+A worker takes prompts that the trainer requests, many samples at once, and puts the answers
+interleaved, some of them a round later, as rollouts of different lengths would finish. So the
+groups of all workers mix in the ring. What a worker that is killed had in hand is taken by others.
+
+Invariants:
+
+- A set of weights that `WeightsChannel.newest` returns is one that `publish` was given, whole.
+- Only processes that a `Supervisor` started are ever ended, by their own handle; after `stop` none
+  of them is left. They live in sessions of their own, so that Ctrl-C reaches the trainer alone.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import subprocess
 import sys
+import time
 from typing import Any, Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 import shmbus
+from shmbus._programs import program
+from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
 from trainer_adapter.demo.sampler import PolicyConfig, Sampler
 from trainer_adapter.demo.task import SortTask, reward
-from trainer_adapter.demo.weights import WeightsChannel
 
-#: Seconds that a worker waits for a prompt before it looks whether the trainer is there still.
+#: Seconds that a worker waits for a prompt before it checks whether the trainer is there still.
 REQUEST_WAIT_S: Final = 0.5
 #: Share of the samples at hand that finish a round later.
 KEPT_BACK_SHARE: Final = 0.3
 #: Seconds that a put waits for space.
 PUT_TIMEOUT_S: Final = 30.0
+#: Samples that a worker makes as one batch.
+SAMPLES_AT_ONCE: Final = 48
+#: Sets of weights that are kept while workers are stopped: one has some hundred kilobytes.
+MAX_WEIGHT_SETS: Final = 8
+#: Seconds between two kills in chaos mode, on average: each is drawn between half and one and a
+#: half of it. And unplanned deaths of one worker in a row before the demo gives up.
+CHAOS_PERIOD_S: Final = 3.0
+MAX_UNEXPECTED_DEATHS: Final = 5
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class WeightsChannel:
+    """The way back, through a slot pool: one trainer publishes weights, all workers read."""
+
+    def __init__(self, bus: str, size: int, *, create: bool = False) -> None:
+        self._bytes = 4 * size
+        self._end: Any
+        if create:
+            spec = PoolSpec(slot_bytes=self._bytes, max_slots=MAX_WEIGHT_SETS)
+            label = "demo trainer"
+            self._end = PoolPublisher(bus, "weights", spec=spec, label=label, when_held="grow")
+        else:
+            self._end = PoolReader(bus, "weights", label="demo worker")
+
+    def publish(self, weights: FloatArray, version: int) -> None:
+        """Write one set; the one before it stays readable until the next."""
+        with self._end.begin(version, self._bytes) as write:
+            np.copyto(write.view().view(np.float32), weights)
+
+    def newest(self, known: int = -1) -> tuple[int, FloatArray] | None:
+        """Copy the newest set, with its version; None where it is the known one."""
+        try:
+            lease = self._end.latest(timeout=0)
+        except shmbus.WaitTimeoutError:
+            return None
+        with lease:
+            if lease.version == known or lease.size != self._bytes:
+                return None
+            copy: FloatArray = lease.view().view(np.float32).copy()
+            self._end.applied(lease)
+            return lease.version, copy
+
+    def close(self) -> None:
+        """Let go of the memory; the trainer's end removes the name."""
+        self._end.close(**({"remove": True} if isinstance(self._end, PoolPublisher) else {}))
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
     """Parameters of a worker, as JSON on its command line."""
 
     bus: str
-    #: Which worker it is, and how often it was restarted: its randomness follows from both.
-    number: int
-    life: int
     seed: int
-    #: Samples that one batch of the sampler makes.
-    samples_at_once: int
     #: Process id of the trainer: the worker ends when that is gone.
     parent: int
-    #: Take the newest weights there are, and not those that the bus announces: where weights and
-    #: announcement come from another machine, each by its own way.
-    newest: bool = False
+    #: Which worker it is, and how often it was restarted: its randomness follows from both.
+    number: int = 0
+    life: int = 0
 
 
 class Worker:
     """Samples and puts until the trainer is gone."""
 
-    def __init__(self, config: WorkerConfig, task: SortTask, policy: PolicyConfig) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
+        policy = PolicyConfig()
         self.config = config
-        self.task = task
+        self.task = SortTask()
         self.sampler = Sampler(policy)
         self.rng = np.random.default_rng((config.seed, config.number, config.life))
         self.weights = WeightsChannel(config.bus, policy.num_parameters)
@@ -61,31 +113,18 @@ class Worker:
     def run(self) -> None:
         """Work until the trainer is gone or the bus is closed."""
         while os.getppid() == self.config.parent:
-            self.refresh()
-            requests = self.take()
-            if requests:
-                self.sample(requests)
-
-    def refresh(self) -> None:
-        """Load the newest weights, if they are newer than these."""
-        if self.config.newest:
             found = self.weights.newest(self.version)
             if found is not None:
                 self.version, weights = found
                 self.sampler.load(weights)
-            return
-        version = self.producer.policy_version
-        if version == self.version:
-            return
-        announced = self.weights.read(version)
-        if announced is not None:
-            self.sampler.load(announced)
-            self.version = version
+            requests = self.take()
+            if requests:
+                self.sample(requests)
 
     def take(self) -> list[shmbus.Request]:
         """Take samples to make, as many as one batch of the sampler; wait where there is none."""
         found: list[shmbus.Request] = []
-        while len(found) < self.config.samples_at_once:
+        while len(found) < SAMPLES_AT_ONCE:
             request = self.producer.requests.next(timeout=0)
             if request is None:
                 break
@@ -100,13 +139,10 @@ class Worker:
     def sample(self, requests: list[shmbus.Request]) -> None:
         """Sample once for each request, and put most of the samples at hand."""
         prompts = [request["prompt"] for request in requests]
-        groups = self.sampler.sample(prompts, 1, self.task.max_completion_len, self.rng)
-        for request, prompt, (sample,) in zip(requests, prompts, groups, strict=True):
-            answer = {
-                "score": reward(prompt, sample.completion),
-                "policy_version": self.version,
-                **sample.fields(),
-            }
+        found = self.sampler.sample(prompts, self.task.max_completion_len, self.rng)
+        for request, prompt, sample in zip(requests, prompts, found, strict=True):
+            score = reward(prompt, sample.completion)
+            answer = {"score": score, "policy_version": self.version, **sample.fields()}
             self.unsent.append((request, answer))
         self.send(round(len(self.unsent) * (1 - KEPT_BACK_SHARE)))
 
@@ -119,11 +155,81 @@ class Worker:
             self.producer.requests.answer(request, timeout=PUT_TIMEOUT_S, **answer)
 
 
-def main() -> None:
-    """Start a worker from the JSON in the first argument."""
-    config = msgspec.json.decode(sys.argv[1], type=WorkerConfig)
-    Worker(config, SortTask(), PolicyConfig()).run()
+class WorkersFailedError(RuntimeError):
+    """A worker dies again and again by itself; its last words are in the message."""
+
+
+class Supervisor:
+    """A fixed number of worker processes, kept alive; for ``--chaos`` it kills some."""
+
+    def __init__(self, template: WorkerConfig, count: int, *, chaos: bool = False) -> None:
+        self._template = template
+        self._random = random.Random(template.seed)
+        self._lives = [0] * count
+        self._unexpected = [0] * count
+        self._chaos = chaos
+        self.kills = 0
+        self._workers = [self._start(number) for number in range(count)]
+        self._next_kill_s = self._draw_kill_s()
+
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        config = msgspec.structs.replace(self._template, number=number, life=self._lives[number])
+        return subprocess.Popen(
+            program("trainer_adapter.demo.worker", msgspec.json.encode(config).decode()),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            # One thread for numpy's BLAS: the workers share the cores with the trainer.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+
+    def _draw_kill_s(self) -> float:
+        return time.monotonic() + CHAOS_PERIOD_S * (0.5 + self._random.random())
+
+    @property
+    def alive(self) -> int:
+        """Workers that run now."""
+        return sum(worker.poll() is None for worker in self._workers)
+
+    @property
+    def restarts(self) -> int:
+        """How often a worker was started again."""
+        return sum(self._lives)
+
+    def tend(self) -> None:
+        """Restart dead workers; in chaos mode, sometimes kill one. Cheap: call it often."""
+        if self._chaos and time.monotonic() >= self._next_kill_s:
+            victim = self._random.randrange(len(self._workers))
+            self._workers[victim].kill()
+            self._workers[victim].wait()
+            self._unexpected[victim] = -1
+            self.kills += 1
+            self._next_kill_s = self._draw_kill_s()
+        for number, worker in enumerate(self._workers):
+            if worker.poll() is None:
+                continue
+            self._unexpected[number] += 1
+            assert worker.stderr is not None
+            with worker.stderr as stream:
+                last_words = stream.read()[-2000:].decode(errors="replace")
+            if self._unexpected[number] >= MAX_UNEXPECTED_DEATHS:
+                raise WorkersFailedError(
+                    f"worker {number} ended with status {worker.returncode} "
+                    f"{MAX_UNEXPECTED_DEATHS} times in a row; its last words:\n{last_words}"
+                )
+            self._lives[number] += 1
+            self._workers[number] = self._start(number)
+
+    def stop(self) -> None:
+        """End every worker."""
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.wait()
+            if worker.stderr is not None:
+                worker.stderr.close()
 
 
 if __name__ == "__main__":
-    main()
+    Worker(msgspec.json.decode(sys.argv[1], type=WorkerConfig)).run()

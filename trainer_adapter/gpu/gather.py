@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -31,7 +30,13 @@ from shmbus.batch.gather import FieldNames, describe, measure, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
 from trainer_adapter.batches.batch import PER_TOKEN, Batch, BatchFacts, Layout, pad_batch
-from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields, MeasuredExtras
+from trainer_adapter.batches.columns import add_columns, column_names
+from trainer_adapter.batches.extra_fields import (
+    ExtraFields,
+    GivenExtraFields,
+    MeasuredExtras,
+    of_groups,
+)
 from trainer_adapter.batches.finite import not_finite
 from trainer_adapter.batches.sample_flags import Truncated, request_words, sample_flags
 from trainer_adapter.gpu.memory import Staging, StagingBlock
@@ -46,10 +51,6 @@ PART_TOKENS: Final = 64
 USUAL_TABLE_BYTES: Final = 160
 #: Field kinds of a launch that packs no token.
 NO_FIELDS: Final = (0, -1, -1, -1)
-#: Bytes of a batch that is there as soon: 9 of each 25 cross at 50 GB/s.
-SOON_BYTES: Final = 8 << 20
-#: Seconds that a batch is waited for without sleeping: what it takes to be woken up.
-SOON_S: Final = 0.00005
 #: Dtypes of a batch's tensors; of the others int64.
 TYPES: Final = {
     "loss_mask": torch.bool,
@@ -76,10 +77,8 @@ class Pending:
         keep: object = None,
         check: Callable[[], None] | None = None,
         done: torch.cuda.Event | None = None,
-        soon: bool = False,
     ) -> None:
         self._done = done
-        self._soon = soon
         self._batch = batch
         self._keep = keep
         self._check = check
@@ -102,10 +101,8 @@ class Pending:
         return self._batch
 
     def _wait(self) -> None:
-        # To sleep costs a wake-up: what is nearly there is looked at for as long as that takes.
-        done = self._done
-        if done is not None and not (self.arrived or (self._soon and _is_soon(done))):
-            done.synchronize()
+        if self._done is not None:
+            self._done.synchronize()
         self._done = None  # it is another batch's from now on
 
     def __del__(self) -> None:
@@ -155,19 +152,25 @@ def begin_gather(
         there = _launch(block, table, device)
         batch = Batch.of_facts(
             facts,
-            block=there,
+            **there.tensors(),
             max_seqlen=table.longest,
             instance_ids=table.instance_ids,
             groups=groups,
             transport="gather",
         )
-        if extra_fields is not None:
-            asked = facts.lengths.tolist(), extra_fields, device, device_shift
+        wanted = ExtraFields.of(extra_fields)
+        if wanted is not None:
+            asked = facts.lengths.tolist(), wanted, device, device_shift
             vars(batch).update(copy_extras(groups, *asked, blocks, staging))
+            of_groups(batch.extra_offsets, batch.extra_kinds, facts.group_sizes)
+        newest = batch.policy_versions
         if table.has_spans:
-            batch.newest_policy_versions = torch.tensor(facts.newest_policy_versions).to(device)
+            newest = torch.tensor(facts.newest_policy_versions).to(device)
+        batch.newest_policy_versions = newest
         if not table.has_logprobs:
             batch.logprobs = None
+        if any([group.annotated for group in groups]):
+            add_columns(batch, groups, wanted)
         if layout == "padded":
             pad_batch(batch)
 
@@ -177,8 +180,7 @@ def begin_gather(
             for one in blocks:
                 staging.give_back(one)
 
-        soon = there.memory.nbytes <= SOON_BYTES
-        return Pending(batch, stream, check=check, done=block.done, soon=soon)
+        return Pending(batch, stream, check=check, done=block.done)
     except BaseException:
         # The kernel may read the block already.
         if stream is not None:
@@ -244,18 +246,21 @@ class _Block:
         self.places = 0, tokens, position_ids, loss_mask, logprobs, advantages
         self.memory = torch.empty(advantages + wide * 4, dtype=torch.uint8, device=device)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors of the batch that lie here."""
+        names = (*PER_TOKEN, "cu_seqlens", "scores", "policy_versions", "group_sizes")
+        return {name: self.view(name) for name in names}
+
     def view(self, name: str) -> Tensor:
         """Return a tensor of the batch by its name."""
         table, total, sequences = self._table, self._table.tokens, len(self._table.instance_ids)
         if name in PER_TOKEN:
             at = self.places[1 + PER_TOKEN.index(name)]
             return self._part(at, TYPES.get(name, torch.int64), total)
-        # One policy version a sample: else the newest ones lie elsewhere.
         at, count = {
             "cu_seqlens": (table.borders_at, sequences + 1),
             "scores": (table.scores_at, sequences),
             "policy_versions": (table.versions_at, sequences),
-            "newest_policy_versions": (table.versions_at, sequences),
             "group_sizes": (table.sizes_at, len(table.known) // 8 - 4 * sequences),
         }[name]
         return self._part(at - table.borders_at, TYPES.get(name, torch.int64), count)
@@ -286,15 +291,6 @@ def _kernel() -> Any:
     return kernel
 
 
-def _is_soon(done: torch.cuda.Event) -> bool:
-    """Wait a moment for an event, without sleeping; whether it has happened."""
-    deadline = time.perf_counter() + SOON_S
-    while time.perf_counter() < deadline:
-        if done.query():  # type: ignore[no-untyped-call]
-            return True
-    return False
-
-
 def _raise_not_finite(
     block: StagingBlock,
     table: GatherTable,
@@ -320,18 +316,15 @@ CHUNK_ENTRY_BYTES: Final = COPY_WORDS * 8
 def copy_extras(
     groups: list[shmbus.Group],
     lengths: list[int],
-    wanted: GivenExtraFields | ExtraFields | None,
+    wanted: ExtraFields,
     device: torch.device,
     shift: int,
     blocks: list[StagingBlock],
     staging: Staging,
 ) -> dict[str, Any]:
     """Start the copies of extra fields, on the current stream."""
-    fields = ExtraFields.of(wanted)
-    if fields is None:
-        return {}
     trajectories = members(groups)[0]
-    measured = fields.measure(trajectories, lengths)
+    measured = wanted.measure(trajectories, lengths, column_names(groups))
     # Rows of a sample that lacks an optional field are not copied.
     make = torch.zeros if measured.lacking else torch.empty
     there = make(measured.nbytes, dtype=torch.uint8, device=device)

@@ -5,6 +5,7 @@
   and 64 more for each further 2,048 tokens of it. Extra fields are copied by a second kernel, with
   a launch for each.
 - ``pinned``: packed by the CPU into pinned memory, and copied from there without waiting.
+  So go batches of shared prefixes and of sampling masks, which are checked on the host.
 - ``copy``: packed by the CPU, and copied as pageable memory. So go batches with samples of several
   rows where ``gather`` is the transport of the others: the kernel packs a record as one sequence.
 
@@ -80,18 +81,24 @@ class GpuPacker:
             "truncated": truncated,
             "extra_fields": ExtraFields.of(extra_fields),
         }
-        self._host = HostPacker(**self._options, pack_threads=pack_threads)
+        # What sequences share is found on the host; a batch is padded on the device.
+        first: Layout = "prefix" if layout == "prefix" else "packed"
+        self._host = HostPacker(**self._options, layout=first, pack_threads=pack_threads)
         self._layout: Layout = layout
         self._memory: BatchMemory = BatchMemory()
         self._pinned: PinnedMemory | None = None
         self._ring: RegisteredRing | None = None
-        if transport in ("auto", "gather"):
+        if transport == "auto":
+            wanted = self._options["extra_fields"]
+            on_host = layout == "prefix" or (wanted is not None and bool(wanted.supports))
+            transport = "pinned" if on_host else "gather"
+        if transport == "gather":
             import_kernels("trainer_adapter.gpu.kernel")
         self._staging = Staging(self.device)
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._one_thread = OneThread("GpuPacker", "give each thread a packer of its own")
         self.reason = ""
-        self.transport: Transport = "gather" if transport == "auto" else transport
+        self.transport: Transport = transport
 
     def pack(self, groups: list[shmbus.Group]) -> Batch:
         """Pack leased groups into one batch on the device, and wait until it is there."""
@@ -137,9 +144,9 @@ class GpuPacker:
         # Its memory belongs to the packer's stream: without this, it could be used again there
         # while kernels of the current stream still read it.
         stream = torch.cuda.current_stream(self.device)
-        if batch.block is not None:
-            batch.block.memory.record_stream(stream)
-        for value in (*vars(batch).values(), *batch.extra.values(), *batch.extra_offsets.values()):
+        tree = () if batch.prefix_tree is None else vars(batch.prefix_tree).values()
+        extra = (*batch.extra.values(), *batch.extra_offsets.values())
+        for value in (*vars(batch).values(), *extra, *tree):
             if isinstance(value, Tensor) and value.is_cuda:
                 value.record_stream(stream)
         return batch

@@ -28,6 +28,7 @@ from shmbus.batch.field_presence import MixedLogprobsError
 from shmbus.batch.gather import FieldNames, measure
 from trainer_adapter._arguments import check_lengths, score_error
 from trainer_adapter.batches.batch import Batch
+from trainer_adapter.batches.columns import column_names
 from trainer_adapter.batches.extra_fields import ExtraFields
 from trainer_adapter.batches.sample_flags import Truncated, is_truncated
 from trainer_adapter.handler.planner import BatchPlanner
@@ -170,7 +171,7 @@ class Admission:
         if not measured.scores_fit:
             raise score_error(trajectories)
         if self._extra_fields is not None:
-            self._extra_fields.measure(trajectories, lengths)
+            self._extra_fields.measure(trajectories, lengths, column_names(groups))
         if self._tokens_per_batch is not None and max(lengths) > self._tokens_per_batch:
             check_lengths(trajectories, lengths, self._tokens_per_batch)
         left = iter(lengths)

@@ -17,7 +17,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
@@ -44,12 +44,13 @@ from trainer_adapter._arguments import (
 from trainer_adapter.advantages import Kind
 from trainer_adapter.batches.batch import Batch, Layout
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
-from trainer_adapter.batches.finite import NotFiniteError, group_of_sample
+from trainer_adapter.batches.finite import SampleError, group_of_sample
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import FieldNames, HostPacker
 from trainer_adapter.batches.sample_flags import Truncated
 from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.handler.admission import Admission
+from trainer_adapter.handler.annotation import AnnotateGroup, GroupAnnotation
 from trainer_adapter.handler.checkpoint import HandlerState
 from trainer_adapter.handler.evaluation import MOST_AT_ONCE, Evaluation
 from trainer_adapter.handler.metrics import HandlerMetrics, OnMetrics, checked_on_metrics
@@ -58,7 +59,14 @@ from trainer_adapter.handler.prefetch import Prefetcher
 from trainer_adapter.handler.progress import DropNotes, Progress, describe_wait
 from trainer_adapter.handler.prompts import PromptOffers, PromptsEndedError
 from trainer_adapter.handler.scoring import ScoreGroup, group_scoring
-from trainer_adapter.handler.take import QUIET_NOTE_S, Take, take_groups, take_shard, take_until_due
+from trainer_adapter.handler.take import (
+    QUIET_NOTE_S,
+    Take,
+    take_groups,
+    take_shard,
+    take_until_due,
+    take_with,
+)
 from trainer_adapter.scored_group import ScoredGroup
 
 if TYPE_CHECKING:
@@ -90,9 +98,10 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Instead: exactly so many groups a batch.
     advantages : "grpo" | "dr_grpo" | "rloo" | "batch" | "batch_std" | "none" or callable
         As for `group_advantages`.
-    layout : "packed" | "padded"
+    layout : "packed" | "padded" | "prefix"
         All sequences in one row, with `Batch.cu_seqlens` for their borders; or a row for each,
-        padded to the longest.
+        padded to the longest; or packed, with what sequences of a group share once for the model,
+        in `Batch.prefix_tree`. Then samples of a group have one prompt.
     device : torch.device or str
         Where the batch's tensors are. With "cuda" the GPU reads the ring itself where it can.
     rank, world_size : int
@@ -145,6 +154,14 @@ class OnlineDataHandler(IterableDataset[Batch]):
         that have a score keep theirs; or None, and the group is dropped as "filtered" (with one
         rank only). A coroutine function scores all groups of a take at the same time. What it
         raises is raised by `next_batch`, and the groups wait for the next call.
+    annotate_group : callable, or list of them, optional
+        Adds arrays to each group before it goes into a batch, such as reference logprobs: called
+        with the leased `shmbus.Group`, scored, it returns a dict of names and lists, of an array a
+        sample with a row a token. They come to `Batch.extra` as `extra_fields` do, which may say
+        "sequence" for one that has an array or a number a sample. A coroutine function annotates
+        all groups of a take at the same time; `shmbus.Columns` is one, for annotators in processes
+        of their own. Of a list, each one sees what those before it added, in `Group.columns`. What
+        it raises is raised by `next_batch`, and the groups wait for the next call.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
         duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, retry_backoff,
@@ -182,6 +199,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         keep_group: Callable[[ScoredGroup], object] | None = None,
         pack_threads: int | None = None,
         score_group: ScoreGroup | None = None,
+        annotate_group: AnnotateGroup | Sequence[AnnotateGroup] | None = None,
         **consumer_options: Unpack[ConsumerOptions],
     ) -> None:
         tokens_per_batch = checked_budget(tokens_per_batch, groups_per_batch)
@@ -227,6 +245,11 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 world_size,
                 drop_equal=bool(consumer_options.get("skip_zero_variance")),
             )
+            self._annotation = (
+                None
+                if annotate_group is None
+                else GroupAnnotation(annotate_group, self._fields.tokens, options["extra_fields"])
+            )
             self._evaluation = Evaluation(self._consumer, self._fields, self._scoring)
             max_policy_lag = consumer_options.get("max_policy_lag")
             self._admission = Admission(
@@ -267,7 +290,11 @@ class OnlineDataHandler(IterableDataset[Batch]):
         if self._world_size > 1:
             step = {**self._planner.step_options(), "field": self._fields.tokens}
             take = take_shard(self._consumer, step)
-        return take if self._scoring is None else self._scoring.before(take)
+        if self._scoring is not None:
+            take = take_with(take, self._scoring.score)
+        if self._annotation is not None:
+            take = take_with(take, self._annotation.annotate)
+        return take
 
     # -- batches --------------------------------------------------------------------------------
 
@@ -486,7 +513,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             began_s = time.monotonic()
             batch = self._packer.pack(groups)
             packed_s = time.monotonic() - began_s
-        except NotFiniteError as error:
+        except SampleError as error:
             self._admission.drop(groups[group_of_sample(groups, error.sample)], error)
             if self._malformed == "raise":
                 raise
@@ -905,6 +932,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
             return
         if self._scoring is not None:
             self._scoring.close()  # first: the thread may wait for scores
+        if self._annotation is not None:
+            self._annotation.close()
         if self._prefetcher is not None:
             self._prefetcher.stop()
         self._packer.close()

@@ -14,7 +14,15 @@ import shmbus
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.handler.planner import BatchPlanner
 
-__all__ = ["QUIET_NOTE_S", "Look", "Take", "take_groups", "take_shard", "take_until_due"]
+__all__ = [
+    "QUIET_NOTE_S",
+    "Look",
+    "Take",
+    "take_groups",
+    "take_shard",
+    "take_until_due",
+    "take_with",
+]
 
 #: Groups taken from the bus in one call.
 TAKE_GROUPS: Final = 64
@@ -47,6 +55,20 @@ def take_shard(consumer: shmbus.Consumer, options: dict[str, Any]) -> Take:
         return consumer.take_shard(**options, timeout=seconds, only_full=not awaited)
 
     return take
+
+
+def take_with(take: Take, work: Callable[[list[shmbus.Group]], list[shmbus.Group]]) -> Take:
+    """Return a `Take` whose groups are worked on; where that fails, they wait for the next call."""
+    waiting: list[shmbus.Group] = []
+
+    def take_worked_on(seconds: float, awaited: bool) -> list[shmbus.Group]:
+        nonlocal waiting
+        waiting = waiting or take(seconds, awaited)
+        done = work(waiting)
+        waiting = []
+        return done
+
+    return take_worked_on
 
 
 def take_until_due(

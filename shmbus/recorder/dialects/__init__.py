@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from shmbus.recorder.dialects.base import Dialect, UnusableCall
+from shmbus.recorder.dialects.base import Dialect
 from shmbus.recorder.dialects.messages import Messages
 from shmbus.recorder.dialects.plain import ChatCompletions, Completions
 from shmbus.recorder.dialects.responses import Responses
-
-__all__ = ["DIALECTS", "Dialect", "UnusableCall"]
 
 DIALECTS: Final[dict[str, type[Dialect]]] = {
     "/v1/chat/completions": ChatCompletions,

@@ -10,8 +10,6 @@ import msgspec
 from shmbus.recorder.engine_api import CHAT, Endpoint
 from shmbus.recorder.event_stream import event
 
-__all__ = ["Dialect", "UnusableCall", "error_body", "new_id", "object_of"]
-
 
 class UnusableCall(Exception):
     """A call that cannot be made; the client is told why."""

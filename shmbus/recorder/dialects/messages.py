@@ -14,8 +14,6 @@ import msgspec
 from shmbus.recorder.dialects.base import Dialect, UnusableCall, error_body, new_id, object_of
 from shmbus.recorder.event_stream import event
 
-__all__ = ["Messages"]
-
 #: Fields that become others; all else is passed on by its name.
 _TURNED: Final = frozenset({
     "max_tokens", "messages", "metadata", "output_config", "stop_sequences", "system", "thinking",

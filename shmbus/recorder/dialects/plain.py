@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shmbus.recorder.dialects.base import Dialect
 
-__all__ = ["ChatCompletions", "Completions"]
-
 
 class ChatCompletions(Dialect):
     """Chat completions."""

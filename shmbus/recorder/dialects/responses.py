@@ -16,8 +16,6 @@ import msgspec
 from shmbus.recorder.dialects.base import Dialect, UnusableCall, new_id, object_of
 from shmbus.recorder.event_stream import event
 
-__all__ = ["Responses"]
-
 #: Fields that become others; all else is passed on by its name.
 _TURNED: Final = frozenset({
     "background", "include", "input", "instructions", "max_output_tokens", "metadata",

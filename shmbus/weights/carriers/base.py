@@ -118,6 +118,9 @@ class CarriedVersion(Protocol):
     def patch(self) -> VersionChanges | None:
         """Return what changed since the version before, where the publisher has made that."""
 
+    def base(self, patch: VersionChanges) -> torch.Tensor | None:
+        """Return the bytes of the version that a patch was made from, where they are still here."""
+
     def verify(self, *, sample: bool) -> None:
         """Compare digests, of some blocks or of all."""
 

@@ -284,6 +284,9 @@ class CheckpointVersion:
     def patch(self) -> VersionChanges | None:
         """Return None: a file is whole."""
 
+    def base(self, patch: VersionChanges) -> torch.Tensor | None:
+        """Return None: there is no patch."""
+
     def verify(self, *, sample: bool) -> None:
         """Refuse: the file has no digests."""
         del sample

@@ -17,7 +17,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 import msgspec
 import torch
 
-from shmbus.errors import DamagedError, WeightsError
+from shmbus.errors import DamagedError, WaitTimeoutError, WeightsError
 from shmbus.pool import (
     PoolPublisher,
     PoolReader,
@@ -231,7 +231,9 @@ class PoolWriter:
     def scratch(self, size: int) -> torch.Tensor:
         """Return so many bytes that stay with this writer."""
         if self._scratch is None or self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8)
+            # Pieces of a device come into it.
+            pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            self._scratch = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         return self._scratch[:size]
 
     def close(self, *, remove: bool) -> None:
@@ -505,6 +507,14 @@ class PooledVersion:
     def patch(self) -> VersionChanges | None:
         """Return what changed since the version before, where the publisher has made that."""
         return self._memory.patch(self.manifest)
+
+    def base(self, patch: VersionChanges) -> torch.Tensor | None:
+        """Return the bytes of the version that a patch was made from, where they are still here."""
+        try:
+            lease = self._reader.at(patch.base_version)
+        except WaitTimeoutError:
+            return None
+        return payload_tensor(lease.buffer) if lease.sequence == patch.base_sequence else None
 
     def verify(self, *, sample: bool) -> None:
         """Compare digests, of some blocks or of all."""

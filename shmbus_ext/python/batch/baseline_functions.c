@@ -10,8 +10,8 @@ bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule) {
         return false;
     }
     if (kind < 0 || kind >= BASELINE_KINDS) {
-        PyErr_Format(PyExc_ValueError, "kind: expected 0 to %d, got %d", BASELINE_KINDS - 1, kind);
-        return false;
+        return py_refuse(PyExc_ValueError, "kind: expected 0 to %d, got %d", BASELINE_KINDS - 1,
+                         kind);
     }
     rule->kind = (enum baseline_kind)kind;
     rule->bessel = bessel != 0;
@@ -30,8 +30,7 @@ static bool sizes_fit(const int64_t *sizes, uint64_t groups, uint64_t samples) {
 
 /* relative_scores(scores float64 [S], sizes int64 [G], (kind, bessel, eps)) -> float64 [S], or None
  * where scores or sizes do not fit. */
-static PyObject *py_relative_scores(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_relative_scores(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *arrays[2], *tuple;
     struct baseline rule;
     const double *scores;
@@ -59,17 +58,18 @@ static PyObject *py_relative_scores(PyObject *module, PyObject *args) {
     return result;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_baseline_functions[] = {
     {"relative_scores", py_relative_scores, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool py_baseline_add_functions(PyObject *module) {
-    PyObject *most = PyFloat_FromDouble(BASELINE_MAX_SCORE);
-    bool added = most != NULL && PyModule_AddObjectRef(module, "BASELINE_MAX_SCORE", most) == 0;
-    Py_XDECREF(most);
-    return added && PyModule_AddIntMacro(module, BASELINE_MEAN) == 0 &&
-           PyModule_AddIntMacro(module, BASELINE_LEAVE_ONE_OUT) == 0 &&
-           PyModule_AddIntMacro(module, BASELINE_DEVIATION) == 0 &&
-           PyModule_AddFunctions(module, functions) == 0;
+const struct named_value py_baseline_constants[] = {
+    {"BASELINE_MEAN", BASELINE_MEAN},
+    {"BASELINE_LEAVE_ONE_OUT", BASELINE_LEAVE_ONE_OUT},
+    {"BASELINE_DEVIATION", BASELINE_DEVIATION},
+    {NULL, 0},
+};
+
+bool py_baseline_add_objects(PyObject *module) {
+    return py_add_object(module, "BASELINE_MAX_SCORE", PyFloat_FromDouble(BASELINE_MAX_SCORE));
 }

@@ -153,7 +153,7 @@ bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total)
 
 bool py_copy_job_run(struct copy_job *job, struct threads *helpers) {
     threads_run(helpers, job->count, copy_piece, job);
-    return !atomic_load_explicit(&job->not_finite, memory_order_relaxed);
+    return !RELAXED(job->not_finite);
 }
 
 void py_copy_job_clear(struct copy_job *job) {
@@ -190,9 +190,8 @@ static void end_if_unused(GatherThreadsObject *self) {
 
 bool py_gather_threads_check(PyObject *object) {
     if (object != Py_None && !Py_IS_TYPE(object, &GatherThreadsType)) {
-        PyErr_Format(PyExc_TypeError, "threads: expected GatherThreads or None, got %.100s",
-                     Py_TYPE(object)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "threads: expected GatherThreads or None, got %.100s",
+                         Py_TYPE(object)->tp_name);
     }
     return true;
 }
@@ -206,11 +205,10 @@ bool py_gather_threads_begin(PyObject *object, struct threads **threads) {
     if (self->threads == NULL && self->count > 1 && !self->closed) {
         self->threads = threads_start(self->count - 1);
         if (self->threads == NULL) {
-            PyErr_Format(PyExc_OSError,
-                         "pack_threads: %u threads could not be started: %s; ask for fewer, or "
-                         "for 1",
-                         self->count, strerror(errno));
-            return false;
+            return py_refuse(PyExc_OSError,
+                             "pack_threads: %u threads could not be started: %s; ask for fewer, or "
+                             "for 1",
+                             self->count, strerror(errno));
         }
     }
     self->users++;
@@ -226,8 +224,8 @@ void py_gather_threads_finish(PyObject *object) {
     }
 }
 
-static PyObject *py_gather_threads_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    (void)kwargs;
+static PyObject *py_gather_threads_new(PyTypeObject *type, PyObject *args,
+                                       PyObject *Py_UNUSED(kwargs)) {
     unsigned int count;
     if (!PyArg_ParseTuple(args, "I", &count)) {
         return NULL;
@@ -245,8 +243,7 @@ static PyObject *py_gather_threads_new(PyTypeObject *type, PyObject *args, PyObj
 }
 
 /* close(): ends the threads; whoever packs by them afterwards does so alone. */
-static PyObject *py_gather_threads_close(GatherThreadsObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_gather_threads_close(GatherThreadsObject *self, PyObject *Py_UNUSED(ignored)) {
     self->closed = true;
     end_if_unused(self);
     Py_RETURN_NONE;
@@ -259,7 +256,7 @@ static void py_gather_threads_dealloc(GatherThreadsObject *self) {
 }
 
 static PyMethodDef methods[] = {
-    {"close", (PyCFunction)(void (*)(void))py_gather_threads_close, METH_NOARGS, NULL},
+    METHOD("close", py_gather_threads_close, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -268,8 +265,7 @@ static PyMemberDef members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-bool py_gather_threads_add_constants(PyObject *module) {
-    (void)module;
+bool py_gather_threads_add_constants(PyObject *Py_UNUSED(module)) {
     PyObject *most = PyLong_FromLong(MOST_THREADS);
     bool added = most != NULL &&
                  PyDict_SetItemString(GatherThreadsType.tp_dict, "MOST", most) == 0;

@@ -9,9 +9,9 @@
 static bool read_sizes(struct extra *extra, PyObject *sizes) {
     extra->ndim = (int)PyTuple_GET_SIZE(sizes);
     if (extra->ndim > (int)SHMBUS_MAX_NDIM) {
-        PyErr_Format(PyExc_ValueError, "field %R: expected a row of at most %u dimensions, got %d",
-                     extra->name, SHMBUS_MAX_NDIM, extra->ndim);
-        return false;
+        return py_refuse(PyExc_ValueError,
+                         "field %R: expected a row of at most %u dimensions, got %d", extra->name,
+                         SHMBUS_MAX_NDIM, extra->ndim);
     }
     for (int d = 0; d < extra->ndim; d++) {
         extra->sizes[d] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(sizes, d));
@@ -24,7 +24,7 @@ static bool read_sizes(struct extra *extra, PyObject *sizes) {
 
 /* A row that no memory could have is as large as can be said: no array is large enough for it. */
 static void count_row_bytes(struct extra *extra) {
-    unsigned long long bytes = (unsigned long long)PyDataType_ELSIZE(extra->dtype);
+    unsigned long long bytes = U64(PyDataType_ELSIZE(extra->dtype));
     for (int d = 0; d < extra->ndim; d++) {
         if (__builtin_mul_overflow(bytes, extra->sizes[d], &bytes)) {
             bytes = UINT64_MAX;
@@ -41,9 +41,8 @@ static bool read_spec(struct extra *extra, PyObject *spec) {
         return false;
     }
     if (kind < 0 || kind >= EXTRA_KINDS || (dtype != Py_None && !PyArray_DescrCheck(dtype))) {
-        PyErr_Format(PyExc_ValueError, "field %R: expected a kind and a dtype, got %d and %R",
-                     extra->name, kind, dtype);
-        return false;
+        return py_refuse(PyExc_ValueError, "field %R: expected a kind and a dtype, got %d and %R",
+                         extra->name, kind, dtype);
     }
     extra->kind = (enum extra_kind)kind;
     extra->optional = optional != 0;
@@ -89,13 +88,11 @@ void py_extras_clear(struct extras *self) {
 
 static bool read_output(struct extra *extra, PyObject *spec) {
     if (PyTuple_GET_SIZE(spec) != 6) {
-        PyErr_SetString(PyExc_TypeError, "extras: expected where each field goes");
-        return false;
+        return py_refuse(PyExc_TypeError, "extras: expected where each field goes");
     }
     if (extra->row_bytes > 0 && extra->rows > (uint64_t)INT64_MAX / extra->row_bytes) {
-        PyErr_Format(PyExc_ValueError, "field %R: its rows are more than memory can hold",
-                     extra->name);
-        return false;
+        return py_refuse(PyExc_ValueError, "field %R: its rows are more than memory can hold",
+                         extra->name);
     }
     return py_check_array(PyTuple_GET_ITEM(spec, 5), "extra", NPY_UINT8,
                           extra->rows * extra->row_bytes, true, &extra->out);
@@ -125,12 +122,7 @@ static int row_from(const struct extra *extra) {
 static PyObject *tuple_of_sizes(const uint64_t *sizes, int ndim) {
     PyObject *tuple = PyTuple_New(ndim);
     for (int d = 0; tuple != NULL && d < ndim; d++) {
-        PyObject *size = PyLong_FromUnsignedLongLong(sizes[d]);
-        if (size == NULL) {
-            Py_CLEAR(tuple);
-        } else {
-            PyTuple_SET_ITEM(tuple, d, size);
-        }
+        py_tuple_set(&tuple, d, PyLong_FromUnsignedLongLong(sizes[d]));
     }
     return tuple;
 }
@@ -215,10 +207,9 @@ static bool find_one(struct extras *self, struct extra *extra, const TrajectoryO
         return rows_differ(t, extra, extra->dtype, sizes, extra->ndim);
     }
     if (extra->kind == EXTRA_TOKEN && source->rows != tokens) {
-        return extra_error(t, extra, "as many rows as tokens",
-                           PyUnicode_FromFormat("%llu, tokens has %llu",
-                                                (unsigned long long)source->rows,
-                                                (unsigned long long)tokens));
+        return extra_error(
+            t, extra, "as many rows as tokens",
+            PyUnicode_FromFormat("%llu, tokens has %llu", U64(source->rows), U64(tokens)));
     }
     extra->rows += source->rows;
     return true;
@@ -259,8 +250,7 @@ static bool find_all(struct extras *self, PyObject *items, PyObject *lengths) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
         PyObject *item = PyList_GET_ITEM(items, i);
         if (!Py_IS_TYPE(item, &TrajectoryType) || PyList_GET_SIZE(lengths) <= i) {
-            PyErr_SetString(PyExc_TypeError, "expected trajectories, each with its tokens");
-            return false;
+            return py_refuse(PyExc_TypeError, "expected trajectories, each with its tokens");
         }
         const uint64_t tokens = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(lengths, i));
         if (PyErr_Occurred() != NULL) {
@@ -300,8 +290,7 @@ static PyObject *describe_extra(const struct extras *self, Py_ssize_t e, npy_int
 
 /* measure_extras(trajectories, lengths, specs) -> list of (dtype, row sizes, rows of each), after
  * all the checks that pack makes. */
-static PyObject *py_measure_extras(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_measure_extras(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *lengths, *specs, *result = NULL;
     if (!PyArg_ParseTuple(args, "O!O!O!", &PyList_Type, &items, &PyList_Type, &lengths,
                           &PyTuple_Type, &specs)) {
@@ -313,12 +302,7 @@ static PyObject *py_measure_extras(PyObject *module, PyObject *args) {
         result = PyList_New(extras.count);
     }
     for (Py_ssize_t e = 0; result != NULL && e < extras.count; e++) {
-        PyObject *one = describe_extra(&extras, e, count);
-        if (one == NULL) {
-            Py_CLEAR(result);
-        } else {
-            PyList_SET_ITEM(result, e, one);
-        }
+        py_list_set(&result, e, describe_extra(&extras, e, count));
     }
     py_extras_clear(&extras);
     return result;
@@ -357,22 +341,21 @@ static PyObject *plan_field(struct copy_plan *plan, const struct extras *extras,
     const struct extra *extra = &extras->fields[e];
     const uint64_t first = plan->done;
     if (width == 0 || extra->row_bytes % width != 0 || place % width != 0) {
-        PyErr_SetString(PyExc_ValueError, "plan_extras: expected a width that divides each row");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError,
+                            "plan_extras: expected a width that divides each row");
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         const struct extra_source *source = &extras->sources[i * extras->count + e];
         plan_copy(plan, extra, source, place, width);
         place += source->rows * extra->row_bytes;
     }
-    return Py_BuildValue("KK", (unsigned long long)first, (unsigned long long)(plan->done - first));
+    return Py_BuildValue("KK", U64(first), U64(plan->done - first));
 }
 
 /* plan_extras(trajectories, lengths, specs, places, memory int64 [n], shift, chunk_bytes) ->
  * (chunks, [(first chunk, chunks) of each field]): how a kernel copies each field to its place;
  * places: (byte where it begins, bytes of a word). */
-static PyObject *py_plan_extras(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_plan_extras(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *lengths, *specs, *places, *memory, *launches = NULL;
     long long shift;
     unsigned long long chunk_bytes;
@@ -395,29 +378,25 @@ static PyObject *py_plan_extras(PyObject *module, PyObject *args) {
     }
     for (Py_ssize_t e = 0; launches != NULL && e < extras.count; e++) {
         unsigned long long place, width;
-        PyObject *one = PyArg_ParseTuple(PyTuple_GET_ITEM(places, e), "KK", &place, &width)
-                            ? plan_field(&plan, &extras, e, count, place, width)
-                            : NULL;
-        if (one == NULL) {
-            Py_CLEAR(launches);
-        } else {
-            PyList_SET_ITEM(launches, e, one);
-        }
+        py_list_set(&launches, e,
+                    PyArg_ParseTuple(PyTuple_GET_ITEM(places, e), "KK", &place, &width)
+                        ? plan_field(&plan, &extras, e, count, place, width)
+                        : NULL);
     }
     py_extras_clear(&extras);
-    return launches == NULL ? NULL : Py_BuildValue("KN", (unsigned long long)plan.done, launches);
+    return launches == NULL ? NULL : Py_BuildValue("KN", U64(plan.done), launches);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_extra_fields_functions[] = {
     {"measure_extras", py_measure_extras, METH_VARARGS, NULL},
     {"plan_extras", py_plan_extras, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool py_extra_fields_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0 &&
-           PyModule_AddIntConstant(module, "EXTRA_TOKEN", EXTRA_TOKEN) == 0 &&
-           PyModule_AddIntConstant(module, "EXTRA_RAGGED", EXTRA_RAGGED) == 0 &&
-           PyModule_AddIntConstant(module, "EXTRA_SEQUENCE", EXTRA_SEQUENCE) == 0 &&
-           PyModule_AddIntConstant(module, "COPY_WORDS", COPY_WORDS) == 0;
-}
+const struct named_value py_extra_fields_constants[] = {
+    {"EXTRA_TOKEN", EXTRA_TOKEN},
+    {"EXTRA_RAGGED", EXTRA_RAGGED},
+    {"EXTRA_SEQUENCE", EXTRA_SEQUENCE},
+    {"COPY_WORDS", COPY_WORDS},
+    {NULL, 0},
+};

@@ -11,8 +11,7 @@ bool py_field_error(const TrajectoryObject *t, PyObject *name, const char *expec
     if (got != NULL) {
         PyErr_Format(PyExc_ValueError,
                      "trajectory %R[%S] of producer %llu: field %R: expected %s, got %S",
-                     t->instance_id, t->index, (unsigned long long)t->producer_id, name, expected,
-                     got);
+                     t->instance_id, t->index, U64(t->producer_id), name, expected, got);
         Py_DECREF(got);
     }
     return false;
@@ -24,8 +23,7 @@ static bool check_range(const struct source *source, PyObject *name) {
     uint64_t at = gather_find_beyond_i64(ids, source->length);
     return at == source->length ||
            py_field_error(source->trajectory, name, "ids below 2**63",
-                       PyUnicode_FromFormat("%llu at token %llu", (unsigned long long)ids[at],
-                                            (unsigned long long)at));
+                          PyUnicode_FromFormat("%llu at token %llu", U64(ids[at]), U64(at)));
 }
 
 /* A nan is not 0, so it would count as a token to be trained. */
@@ -44,9 +42,7 @@ static bool check_mask(const struct source *source, PyObject *name) {
         return true;
     }
     PyObject *value = PyFloat_FromDouble(found);
-    PyObject *got = value == NULL ? NULL
-                                  : PyUnicode_FromFormat("%S at token %llu", value,
-                                                         (unsigned long long)at);
+    PyObject *got = value == NULL ? NULL : PyUnicode_FromFormat("%S at token %llu", value, U64(at));
     Py_XDECREF(value);
     return py_field_error(source->trajectory, name, "finite numbers", got);
 }
@@ -120,16 +116,15 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
 }
 
 bool py_length_error(const struct source *source, uint64_t length, PyObject *name) {
-    return py_field_error(source->trajectory, name, "as many elements as tokens",
-                       PyUnicode_FromFormat("%llu, tokens has %llu", (unsigned long long)length,
-                                            (unsigned long long)source->length));
+    return py_field_error(
+        source->trajectory, name, "as many elements as tokens",
+        PyUnicode_FromFormat("%llu, tokens has %llu", U64(length), U64(source->length)));
 }
 
 bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names) {
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
-        PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                     Py_TYPE(item)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "expected trajectories, got %.100s",
+                         Py_TYPE(item)->tp_name);
     }
     TrajectoryObject *t = (TrajectoryObject *)item;
     /* A dtype that is met for the first time is made by Python code, which may drop anything. */
@@ -173,22 +168,21 @@ bool py_batch_fits(uint64_t tokens) {
         PyErr_Format(PyExc_ValueError,
                      "a batch of %llu tokens is more than int32 cu_seqlens can index; lower "
                      "tokens_per_batch",
-                     (unsigned long long)tokens);
+                     U64(tokens));
     }
     return tokens <= INT32_MAX;
 }
 
 /* mapping_of(trajectory) -> (address, bytes, segment) of the mapping that it lies in. The segment
  * keeps it. */
-static PyObject *py_mapping_of(PyObject *module, PyObject *item) {
-    (void)module;
+static PyObject *py_mapping_of(PyObject *Py_UNUSED(module), PyObject *item) {
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
         return PyErr_Format(PyExc_TypeError, "expected a trajectory, got %.100s",
                             Py_TYPE(item)->tp_name);
     }
     SegmentObject *segment = ((TrajectoryObject *)item)->holder->segment;
-    return Py_BuildValue("KKO", (unsigned long long)(uintptr_t)segment->c.base,
-                         (unsigned long long)segment->c.bytes, (PyObject *)segment);
+    return Py_BuildValue("KKO", U64((uintptr_t)segment->c.base), U64(segment->c.bytes),
+                         (PyObject *)segment);
 }
 
 /* ---- Which trajectories mention a word in their encoded meta, without decoding it: apart from the
@@ -237,8 +231,7 @@ static bool append_if_mentioned(PyObject *found, Py_ssize_t position, PyObject *
 }
 
 /* mentioning(trajectories, words) -> positions of those whose encoded meta contains one of them. */
-static PyObject *py_mentioning(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_mentioning(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *words;
     if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &items, &words) || !py_check_words(words)) {
         return NULL;
@@ -273,7 +266,7 @@ bool py_check_array(PyObject *object, const char *name, int type, uint64_t lengt
         PyArray_Descr *dtype = PyArray_DescrFromType(type);
         PyErr_Format(PyExc_ValueError,
                      "%s: expected a contiguous%s array of dtype %R with %llu elements, got %R",
-                     name, writeable ? " writable" : "", dtype, (unsigned long long)length,
+                     name, writeable ? " writable" : "", dtype, U64(length),
                      PyArray_Check(object) ? (PyObject *)PyArray_DESCR(array) : object);
         Py_XDECREF(dtype);
         return false;
@@ -283,14 +276,13 @@ bool py_check_array(PyObject *object, const char *name, int type, uint64_t lengt
 }
 
 /* find_not_finite(array float32 [n]) -> position of the first nan or infinity, or -1. */
-static PyObject *py_find_not_finite(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_find_not_finite(PyObject *Py_UNUSED(module), PyObject *object) {
     PyArrayObject *array = (PyArrayObject *)object;
     if (!PyArray_Check(object) || PyArray_TYPE(array) != NPY_FLOAT32 ||
         PyArray_NDIM(array) != 1 || !PyArray_IS_C_CONTIGUOUS(array)) {
-        PyErr_SetString(PyExc_TypeError,
-                        "find_not_finite: expected a contiguous float32 array of one dimension");
-        return NULL;
+        return PyErr_Format(
+            PyExc_TypeError,
+            "find_not_finite: expected a contiguous float32 array of one dimension");
     }
     npy_intp n = PyArray_SIZE(array);
     const float *values = PyArray_DATA(array);
@@ -301,13 +293,9 @@ static PyObject *py_find_not_finite(PyObject *module, PyObject *object) {
     return PyLong_FromSsize_t(at < (uint64_t)n ? (npy_intp)at : -1);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_arrays_functions[] = {
     {"mapping_of", py_mapping_of, METH_O, NULL},
     {"mentioning", py_mentioning, METH_VARARGS, NULL},
     {"find_not_finite", py_find_not_finite, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_arrays_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

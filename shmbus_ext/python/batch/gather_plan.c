@@ -208,9 +208,8 @@ static bool compare(struct plan *self, PyObject *samples, Py_ssize_t size) {
     for (Py_ssize_t i = 0; i < size; i++) {
         PyObject *item = PyList_GET_ITEM(samples, i);
         if (!Py_IS_TYPE(item, &TrajectoryType)) {
-            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                         Py_TYPE(item)->tp_name);
-            return false;
+            return py_refuse(PyExc_TypeError, "expected trajectories, got %.100s",
+                             Py_TYPE(item)->tp_name);
         }
         const TrajectoryObject *t = (const TrajectoryObject *)item;
         if (isnan(t->score) && !py_trajectory_require_score(t)) {
@@ -278,9 +277,8 @@ static bool add_launch(PyObject *launches, uint64_t first, uint64_t chunks, uint
     for (int f = FIELDS - 1; f >= 0; f--, word >>= 8) {
         kinds[f] = (word & 0xff) == 0xff ? -1 : (int)(word & 0xff);
     }
-    PyObject *launch =
-        Py_BuildValue("(KK(iiii))", (unsigned long long)first, (unsigned long long)chunks,
-                      kinds[0], kinds[1], kinds[2], kinds[3]);
+    PyObject *launch = Py_BuildValue("(KK(iiii))", U64(first), U64(chunks), kinds[0], kinds[1],
+                                     kinds[2], kinds[3]);
     bool added = launch != NULL && PyList_Append(launches, launch) == 0;
     Py_XDECREF(launch);
     return added;
@@ -404,8 +402,7 @@ static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advanta
  * mentions, scores_fit, has_rows, has_spans, fields that a trajectory has, fields that one lacks): the table,
  * with all addresses shifted; where the memory is less than bytes, there are no launches, and what is in it is
  * arbitrary. */
-static PyObject *py_plan_gather(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_plan_gather(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *groups, *memory, *advantages, *flags;
     long long shift;
     unsigned int chunk_tokens;
@@ -421,9 +418,9 @@ static PyObject *py_plan_gather(PyObject *module, PyObject *args) {
         return NULL;
     }
     if (chunk_tokens == 0 || (uintptr_t)self.memory % sizeof(int64_t) != 0) {
-        PyErr_SetString(PyExc_ValueError, "plan_gather: expected chunks of 1 token or more, and "
-                                          "memory on a word's border");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError,
+                            "plan_gather: expected chunks of 1 token or more, and "
+                            "memory on a word's border");
     }
     self.shift = shift;
     self.chunk_tokens = chunk_tokens;
@@ -431,7 +428,7 @@ static PyObject *py_plan_gather(PyObject *module, PyObject *args) {
     return plan_all(&self, groups, advantages, flags);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_gather_plan_functions[] = {
     {"plan_gather", py_plan_gather, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -444,12 +441,13 @@ static PyObject *kind_names(void) {
 _Static_assert(ELEMENT_BOOL == 0 && ELEMENT_U64 == 8 && ELEMENT_F32 == 9 && ELEMENT_F64 == 10,
                "kind_names has them in this order");
 
-bool py_gather_plan_add_functions(PyObject *module) {
-    PyObject *names = kind_names();
-    bool added = names != NULL && PyModule_AddObjectRef(module, "ELEMENT_KINDS", names) == 0 &&
-                 PyModule_AddIntMacro(module, CHUNK_WORDS) == 0;
-    Py_XDECREF(names);
-    return added && PyModule_AddFunctions(module, functions) == 0;
+const struct named_value py_gather_plan_constants[] = {
+    {"CHUNK_WORDS", CHUNK_WORDS},
+    {NULL, 0},
+};
+
+bool py_gather_plan_add_objects(PyObject *module) {
+    return py_add_object(module, "ELEMENT_KINDS", kind_names());
 }
 
 /* ---- What trajectories have, before a batch is made of them: checked, counted, described.
@@ -458,8 +456,7 @@ bool py_gather_plan_add_functions(PyObject *module) {
 /* measure(trajectories, names) -> (tokens of each, fields that one has, fields that one lacks, names
  * of all fields of each schema that was met, whether all scores can be compared), after the checks
  * that pack makes. */
-static PyObject *py_measure(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_measure(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *names[FIELDS];
     if (!PyArg_ParseTuple(args, "O!(OOOO)", &PyList_Type, &items, &names[0], &names[1], &names[2],
                           &names[3])) {
@@ -478,12 +475,7 @@ static PyObject *py_measure(PyObject *module, PyObject *args) {
     bool scores_fit = true;
     for (Py_ssize_t i = 0; lengths != NULL && i < count; i++) {
         scores_fit &= baseline_scores_fit(&sources[i].trajectory->score, 1);
-        PyObject *length = PyLong_FromUnsignedLongLong(sources[i].length);
-        if (length == NULL) {
-            Py_CLEAR(lengths);
-        } else {
-            PyList_SET_ITEM(lengths, i, length);
-        }
+        py_list_set(&lengths, i, PyLong_FromUnsignedLongLong(sources[i].length));
     }
     PyMem_Free(sources);
     PyObject *result = lengths == NULL ? NULL
@@ -500,11 +492,9 @@ static PyObject *py_measure(PyObject *module, PyObject *args) {
 
 /* describe(trajectories) -> (scores float64 [S], policy_versions int64 [S], instance_ids,
  * newest_policy_versions int64 [S]). */
-static PyObject *py_describe(PyObject *module, PyObject *items) {
-    (void)module;
+static PyObject *py_describe(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "describe: expected a list of trajectories");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "describe: expected a list of trajectories");
     }
     npy_intp count = PyList_GET_SIZE(items);
     PyObject *scores = PyArray_SimpleNew(1, &count, NPY_FLOAT64);
@@ -538,13 +528,13 @@ static PyObject *py_describe(PyObject *module, PyObject *items) {
     return result;
 }
 
-static PyMethodDef measure_functions[] = {
+PyMethodDef py_measure_functions[] = {
     {"describe", py_describe, METH_O, NULL},
     {"measure", py_measure, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool py_measure_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, measure_functions) == 0 &&
-           PyModule_AddIntConstant(module, "HAS_LOGPROBS", 1 << FIELD_LOGPROBS) == 0;
-}
+const struct named_value py_measure_constants[] = {
+    {"HAS_LOGPROBS", 1 << FIELD_LOGPROBS},
+    {NULL, 0},
+};

@@ -32,8 +32,7 @@ static uint64_t plan_columns(struct column *columns, uint64_t total, uint64_t se
 }
 
 /* packed_bytes(total, sequences) -> int: what pack needs for so many tokens. */
-static PyObject *py_packed_bytes(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_packed_bytes(PyObject *Py_UNUSED(module), PyObject *args) {
     struct column columns[COLUMNS];
     unsigned int total, sequences;
     if (!PyArg_ParseTuple(args, "II", &total, &sequences)) {
@@ -50,7 +49,7 @@ static PyObject *choose_memory(PyObject *memory, uint64_t bytes) {
         uint64_t room = py_array_elements(memory);
         if (room < bytes) {
             return PyErr_Format(PyExc_ValueError, "memory: expected uint8 [%llu] or more, got %R",
-                                (unsigned long long)bytes, memory);
+                                U64(bytes), memory);
         }
         return py_check_array(memory, "memory", NPY_UINT8, room, true, &data) ? memory : NULL;
     }
@@ -352,8 +351,7 @@ static PyObject *gather(struct batch *self, PyObject *const *names, PyObject *me
 /* pack(groups, names, memory, advantages, extras, threads) -> PackedBatch's parts; or the bytes that are
  * needed, where memory is a list of blocks without one that is free and large enough; or None where
  * samples lack what their siblings have, or a score is not fit to be compared. */
-static PyObject *py_pack(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pack(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *groups, *names[FIELDS], *memory, *advantages, *specs, *threads;
     if (!PyArg_ParseTuple(args, "O!(OOOO)OOO!O", &PyList_Type, &groups, &names[0], &names[1],
                           &names[2], &names[3], &memory, &advantages, &PyTuple_Type, &specs,
@@ -369,12 +367,8 @@ static PyObject *py_pack(PyObject *module, PyObject *args) {
     return result;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_pack_functions[] = {
     {"packed_bytes", py_packed_bytes, METH_VARARGS, NULL},
     {"pack", py_pack, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_pack_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

@@ -50,7 +50,7 @@ bool py_channel_has_side(ChannelObject *self, enum channel_side_name side);
 bool py_channel_end_memory(ChannelObject *self);
 
 /* What module.c adds. */
-bool py_channel_add_constants(PyObject *module);
-bool py_channel_messages_add_functions(PyObject *module);
+extern const struct named_value py_channel_constants[];
+extern PyMethodDef py_channel_messages_functions[];
 
 #endif

@@ -59,8 +59,7 @@ bool py_channel_end_memory(ChannelObject *self) {
 
 /* channel_begin(channel, bytes, meta_bytes): memory for the next message's payload; None while no
  * slot is free; a status where there is no memory, or the segment is damaged. */
-static PyObject *py_channel_begin(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_channel_begin(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     unsigned long long bytes, meta_bytes;
     uint32_t slot = 0;
@@ -70,10 +69,11 @@ static PyObject *py_channel_begin(PyObject *module, PyObject *args) {
     }
     if (bytes > self->c.max_bytes || meta_bytes > CHANNEL_MAX_META_BYTES ||
         channel_meta_at(bytes) + meta_bytes > self->c.slot_stride) {
-        return PyErr_Format(PyExc_ValueError,
-                            "channel '%U': a message of %llu bytes and %llu of meta fits no slot of "
-                            "%llu bytes",
-                            self->base.name, bytes, meta_bytes, (unsigned long long)self->c.max_bytes);
+        return PyErr_Format(
+            PyExc_ValueError,
+            "channel '%U': a message of %llu bytes and %llu of meta fits no slot of "
+            "%llu bytes",
+            self->base.name, bytes, meta_bytes, U64(self->c.max_bytes));
     }
     if (!py_channel_end_memory(self)) {
         return NULL;
@@ -104,8 +104,7 @@ static PyObject *py_channel_begin(PyObject *module, PyObject *args) {
 }
 
 /* channel_send(channel, kind, meta, reason): publishes what channel_begin gave memory for. */
-static PyObject *py_channel_send(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_channel_send(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     int kind;
     Py_buffer meta;
@@ -140,8 +139,7 @@ done:
 
 /* channel_receive(channel): (kind, step, memory, meta, reason) of the oldest message; None where
  * there is none; a status where what is there is damaged. */
-static PyObject *py_channel_receive(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_channel_receive(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     struct channel_row row;
     if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_companion_usable(&self->base) ||
@@ -186,16 +184,14 @@ static PyObject *py_channel_receive(PyObject *module, PyObject *args) {
 }
 
 /* channel_ack(channel): the message that channel_receive gave; its views keep a copy. */
-static PyObject *py_channel_ack(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_channel_ack(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_companion_usable(&self->base) ||
         !py_channel_has_side(self, CHANNEL_RECEIVER)) {
         return NULL;
     }
     if (self->memory == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "channel_ack: no message was received");
-        return NULL;
+        return PyErr_Format(PyExc_RuntimeError, "channel_ack: no message was received");
     }
     if (!py_channel_end_memory(self)) {
         return NULL;
@@ -205,8 +201,7 @@ static PyObject *py_channel_ack(PyObject *module, PyObject *args) {
 }
 
 /* channel_drop(channel): ends the current memory; a message that was received stays the oldest. */
-static PyObject *py_channel_drop(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_channel_drop(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self)) {
         return NULL;
@@ -218,8 +213,7 @@ static PyObject *py_channel_drop(PyObject *module, PyObject *args) {
 }
 
 /* channel_counts(channel): (sent, acked, step_base, growths), or a status. */
-static PyObject *py_channel_counts(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_channel_counts(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     struct channel_counts counts;
     if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_companion_usable(&self->base)) {
@@ -229,15 +223,13 @@ static PyObject *py_channel_counts(PyObject *module, PyObject *args) {
     if (status != SHARED_OK) {
         return PyLong_FromLong(status);
     }
-    uint64_t growths = atomic_load_explicit(&self->c.header->growths, memory_order_relaxed);
-    return Py_BuildValue("(KKLK)", (unsigned long long)counts.sent,
-                         (unsigned long long)counts.acked, (long long)counts.step_base,
-                         (unsigned long long)growths);
+    uint64_t growths = RELAXED(self->c.header->growths);
+    return Py_BuildValue("(KKLK)", U64(counts.sent), U64(counts.acked), (long long)counts.step_base,
+                         U64(growths));
 }
 
 /* channel_begin_at(channel, step): a status. */
-static PyObject *py_channel_begin_at(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_channel_begin_at(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     long long step;
     if (!PyArg_ParseTuple(args, "O!L", &ChannelType, &self, &step) || !py_companion_usable(&self->base) ||
@@ -249,7 +241,7 @@ static PyObject *py_channel_begin_at(PyObject *module, PyObject *args) {
                                           : PyLong_FromLong(status);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_channel_messages_functions[] = {
     {"channel_begin", py_channel_begin, METH_VARARGS, NULL},
     {"channel_send", py_channel_send, METH_VARARGS, NULL},
     {"channel_receive", py_channel_receive, METH_VARARGS, NULL},
@@ -259,7 +251,3 @@ static PyMethodDef functions[] = {
     {"channel_begin_at", py_channel_begin_at, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_channel_messages_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

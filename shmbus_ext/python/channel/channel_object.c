@@ -15,15 +15,14 @@
 bool py_channel_has_side(ChannelObject *self, enum channel_side_name side) {
     if (self->c.side < 0) {
         /* By a close() that was interrupted, as a rule. */
-        PyErr_Format(hooks.closed_error,
-                     "channel '%U': this handle is no side, or has left; open the channel again",
-                     self->base.name);
-        return false;
+        return py_refuse(
+            hooks.closed_error,
+            "channel '%U': this handle is no side, or has left; open the channel again",
+            self->base.name);
     }
     if (self->c.side != (int32_t)side) {
-        PyErr_Format(PyExc_RuntimeError, "channel '%U': this handle is not the %s", self->base.name,
-                     side == CHANNEL_SENDER ? "sender" : "receiver");
-        return false;
+        return py_refuse(PyExc_RuntimeError, "channel '%U': this handle is not the %s",
+                         self->base.name, side == CHANNEL_SENDER ? "sender" : "receiver");
     }
     return true;
 }
@@ -79,10 +78,10 @@ static PyObject *py_channel_create(PyTypeObject *type, PyObject *args) {
         return NULL;
     }
     if (!channel_fits(slots, max_bytes)) {
-        PyErr_Format(PyExc_ValueError,
-                     "channel '%U': expected 1 to %u slots of 1 to %llu bytes, got %u of %llu", name,
-                     CHANNEL_MAX_SLOTS, (unsigned long long)CHANNEL_MAX_BYTES, slots, max_bytes);
-        return NULL;
+        return PyErr_Format(
+            PyExc_ValueError,
+            "channel '%U': expected 1 to %u slots of 1 to %llu bytes, got %u of %llu", name,
+            CHANNEL_MAX_SLOTS, U64(CHANNEL_MAX_BYTES), slots, max_bytes);
     }
     CompanionObject *self = py_companion_alloc(type, &channel_kind, name);
     if (self == NULL) {
@@ -99,8 +98,7 @@ static PyObject *py_channel_open(PyTypeObject *type, PyObject *args) {
 
 static bool is_side(unsigned int side) {
     if (side >= CHANNEL_SIDES) {
-        PyErr_Format(PyExc_ValueError, "side: expected 0 or 1, got %u", side);
-        return false;
+        return py_refuse(PyExc_ValueError, "side: expected 0 or 1, got %u", side);
     }
     return true;
 }
@@ -176,8 +174,7 @@ static PyObject *py_channel_statement(ChannelObject *self, PyObject *args) {
     enum shared_status status =
         sides_statement(&self->c, (enum channel_side_name)side, copy, &length, &version);
     PyObject *result = status == SHARED_OK
-                           ? Py_BuildValue("(Ky#)", (unsigned long long)version, (char *)copy,
-                                           (Py_ssize_t)length)
+                           ? Py_BuildValue("(Ky#)", U64(version), (char *)copy, (Py_ssize_t)length)
                            : PyLong_FromLong(status);
     PyMem_Free(copy);
     return result;
@@ -201,8 +198,8 @@ static PyObject *py_channel_look(ChannelObject *self, PyObject *args) {
         Py_XDECREF(reason);
         return NULL;
     }
-    return Py_BuildValue("(iIKNN)", (int)life, (unsigned int)row.pid,
-                         (unsigned long long)row.claims, label, reason);
+    return Py_BuildValue("(iIKNN)", (int)life, (unsigned int)row.pid, U64(row.claims), label,
+                         reason);
 }
 
 /* announce(side): a ticket for waiting until that side does something. */
@@ -228,21 +225,18 @@ static PyObject *py_channel_wait(ChannelObject *self, PyObject *args) {
                              timeout_s);
 }
 
-#define METHOD(name, function, flags) \
-    {name, (PyCFunction)(void (*)(void))(function), flags, NULL}
-
 static PyMethodDef channel_methods[] = {
-    METHOD("create", py_channel_create, METH_VARARGS | METH_CLASS),
-    METHOD("open", py_channel_open, METH_VARARGS | METH_CLASS),
-    METHOD("claim", py_channel_claim, METH_VARARGS),
-    METHOD("leave", py_channel_leave, METH_VARARGS),
-    METHOD("close", py_companion_close, METH_NOARGS),
-    METHOD("state", py_channel_state, METH_VARARGS),
-    METHOD("stated", py_channel_stated, METH_VARARGS),
-    METHOD("statement", py_channel_statement, METH_VARARGS),
-    METHOD("look", py_channel_look, METH_VARARGS),
-    METHOD("announce", py_channel_announce, METH_VARARGS),
-    METHOD("wait", py_channel_wait, METH_VARARGS),
+    METHOD("create", py_channel_create, METH_VARARGS | METH_CLASS, NULL),
+    METHOD("open", py_channel_open, METH_VARARGS | METH_CLASS, NULL),
+    METHOD("claim", py_channel_claim, METH_VARARGS, NULL),
+    METHOD("leave", py_channel_leave, METH_VARARGS, NULL),
+    METHOD("close", py_companion_close, METH_NOARGS, NULL),
+    METHOD("state", py_channel_state, METH_VARARGS, NULL),
+    METHOD("stated", py_channel_stated, METH_VARARGS, NULL),
+    METHOD("statement", py_channel_statement, METH_VARARGS, NULL),
+    METHOD("look", py_channel_look, METH_VARARGS, NULL),
+    METHOD("announce", py_channel_announce, METH_VARARGS, NULL),
+    METHOD("wait", py_channel_wait, METH_VARARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -264,37 +258,22 @@ PyTypeObject ChannelType = {
     .tp_members = channel_members,
 };
 
-bool py_channel_add_constants(PyObject *module) {
-    const struct named_value constants[] = {
-        {"CHANNEL_LAYOUT_VERSION", CHANNEL_LAYOUT_VERSION},
-        {"CHANNEL_MAX_SLOTS", CHANNEL_MAX_SLOTS},
-        {"CHANNEL_MAX_BYTES", (long)CHANNEL_MAX_BYTES},
-        {"CHANNEL_MAX_META_BYTES", (long)CHANNEL_MAX_META_BYTES},
-        {"CHANNEL_META_ALIGN", CHANNEL_META_ALIGN},
-        {"CHANNEL_STATEMENT_BYTES", CHANNEL_STATEMENT_BYTES},
-        {"CHANNEL_REASON_BYTES", CHANNEL_REASON_BYTES - 1}, /* less the byte that ends it */
-        {"CHANNEL_LABEL_BYTES", CHANNEL_LABEL_BYTES - 1},   /* likewise */
-        {"CHANNEL_SENDER", CHANNEL_SENDER},
-        {"CHANNEL_RECEIVER", CHANNEL_RECEIVER},
-        {"CHANNEL_STEP", CHANNEL_STEP},
-        {"CHANNEL_SKIP", CHANNEL_SKIP},
-        {"CHANNEL_FAIL", CHANNEL_FAIL},
-        {"CHANNEL_NO_SPACE", SHARED_NO_SPACE},
-        {"CHANNEL_UNFINISHED", SHARED_UNFINISHED},
-        {"CHANNEL_BAD_MAGIC", SHARED_BAD_MAGIC},
-        {"CHANNEL_BAD_VERSION", SHARED_BAD_VERSION},
-        {"CHANNEL_BAD_GEOMETRY", SHARED_BAD_GEOMETRY},
-        {"CHANNEL_TRUNCATED", SHARED_TRUNCATED},
-        {"CHANNEL_NOTHING", SHARED_NOTHING},
-        {"CHANNEL_HELD", SHARED_HELD},
-        {"CHANNEL_DAMAGED", SHARED_DAMAGED},
-        {"CHANNEL_ABSENT", CHANNEL_ABSENT},
-        {"CHANNEL_ALIVE", CHANNEL_ALIVE},
-        {"CHANNEL_DEAD", CHANNEL_DEAD},
-        {"CHANNEL_LEFT", CHANNEL_LEFT},
-    };
-    return ADD_CONSTANTS(module, constants);
-}
+const struct named_value py_channel_constants[] = {
+    {"CHANNEL_LAYOUT_VERSION", CHANNEL_LAYOUT_VERSION},
+    {"CHANNEL_META_ALIGN", CHANNEL_META_ALIGN},
+    {"CHANNEL_REASON_BYTES", CHANNEL_REASON_BYTES - 1}, /* less the byte that ends it */
+    {"CHANNEL_LABEL_BYTES", CHANNEL_LABEL_BYTES - 1},   /* likewise */
+    {"CHANNEL_SENDER", CHANNEL_SENDER},
+    {"CHANNEL_RECEIVER", CHANNEL_RECEIVER},
+    {"CHANNEL_STEP", CHANNEL_STEP},
+    {"CHANNEL_SKIP", CHANNEL_SKIP},
+    {"CHANNEL_FAIL", CHANNEL_FAIL},
+    {"CHANNEL_ABSENT", CHANNEL_ABSENT},
+    {"CHANNEL_ALIVE", CHANNEL_ALIVE},
+    {"CHANNEL_DEAD", CHANNEL_DEAD},
+    {"CHANNEL_LEFT", CHANNEL_LEFT},
+    {NULL, 0},
+};
 
 /* ---- ChannelMemory: a message's payload as a buffer, in place.
  *
@@ -360,8 +339,7 @@ static int memory_get(ChannelMemoryObject *self, Py_buffer *view, int flags) {
     return rc;
 }
 
-static void memory_release(ChannelMemoryObject *self, Py_buffer *view) {
-    (void)view;
+static void memory_release(ChannelMemoryObject *self, Py_buffer *Py_UNUSED(view)) {
     self->exports--;
 }
 

@@ -6,7 +6,7 @@
 
 #include <string.h>
 
-#include "gateway/json_object.h"
+#include "gateway/json_text.h"
 
 /* Keys that one call may look for. */
 #define MOST_KEYS 16
@@ -174,8 +174,7 @@ static PyObject *joined(const struct piece *pieces, size_t count) {
 
 /* lift_numbers(text, {key: whether its numbers are floats}) -> (rest, {key: [array, ...]}), or None
  * where the text is not plain. */
-static PyObject *py_lift_numbers(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_lift_numbers(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer data;
     PyObject *kinds, *result = NULL;
     struct wanted wanted[MOST_KEYS + 1];
@@ -201,11 +200,7 @@ static PyObject *py_lift_numbers(PyObject *module, PyObject *args) {
     return result;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_lift_functions[] = {
     {"lift_numbers", py_lift_numbers, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_lift_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

@@ -4,6 +4,6 @@
 
 #include "python/binding.h"
 
-bool py_lift_add_functions(PyObject *module);
+extern PyMethodDef py_lift_functions[];
 
 #endif

@@ -78,15 +78,13 @@ static void py_client_lease_dealloc(ClientLeaseObject *self) {
 }
 
 static PyMemberDef client_lease_members[] = {
-    {"key", T_OBJECT_EX, offsetof(ClientLeaseObject, key), READONLY, "Its samples' key."},
-    {"samples", T_OBJECT_EX, offsetof(ClientLeaseObject, samples), READONLY,
-     "By index. Not to be changed."},
-    {"number", T_LONGLONG, offsetof(ClientLeaseObject, number), 0, "The daemon's."},
-    {"step", T_LONGLONG, offsetof(ClientLeaseObject, step), READONLY, "Of the ranks, or -1."},
-    {"size", T_UINT, offsetof(ClientLeaseObject, size), READONLY, "Samples of a complete group."},
-    {"reason", T_INT, offsetof(ClientLeaseObject, reason), READONLY,
-     "How it was ended; -1 while held."},
-    {"lost", T_BOOL, offsetof(ClientLeaseObject, lost), 0, "Whether another may have it now."},
+    {"key", T_OBJECT_EX, offsetof(ClientLeaseObject, key), READONLY, NULL},
+    {"samples", T_OBJECT_EX, offsetof(ClientLeaseObject, samples), READONLY, NULL},
+    {"number", T_LONGLONG, offsetof(ClientLeaseObject, number), 0, NULL},
+    {"step", T_LONGLONG, offsetof(ClientLeaseObject, step), READONLY, NULL},
+    {"size", T_UINT, offsetof(ClientLeaseObject, size), READONLY, NULL},
+    {"reason", T_INT, offsetof(ClientLeaseObject, reason), READONLY, NULL},
+    {"lost", T_BOOL, offsetof(ClientLeaseObject, lost), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -102,8 +100,7 @@ PyTypeObject ClientLeaseType = {
 static PyObject *pack_each(PyObject *items, size_t each,
                            void (*pack)(const TrajectoryObject *t, char *to)) {
     if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "expected a list of trajectories");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "expected a list of trajectories");
     }
     Py_ssize_t count = PyList_GET_SIZE(items);
     PyObject *packed = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)each);
@@ -132,28 +129,26 @@ static void pack_identity(const TrajectoryObject *t, char *to) {
 }
 
 /* places(trajectories) -> bytes, PLACE_BYTES each. */
-static PyObject *py_places(PyObject *module, PyObject *items) {
-    (void)module;
+static PyObject *py_places(PyObject *Py_UNUSED(module), PyObject *items) {
     return pack_each(items, sizeof(struct wire_place), pack_place);
 }
 
 /* identities(trajectories) -> bytes: producer_id and sequence, two native u64 each. */
-static PyObject *py_identities(PyObject *module, PyObject *items) {
-    (void)module;
+static PyObject *py_identities(PyObject *Py_UNUSED(module), PyObject *items) {
     return pack_each(items, 2 * sizeof(uint64_t), pack_identity);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_client_lease_functions[] = {
     {"places", py_places, METH_O, NULL},
     {"identities", py_identities, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool py_client_lease_add_functions(PyObject *module) {
+bool py_client_lease_add_objects(PyObject *Py_UNUSED(module)) {
     const struct word_note words[] = {
         {&word.number, "number"},
         {&word.size, "size"},
         {&word.places, "places"},
     };
-    return INTERN_WORDS(words) && PyModule_AddFunctions(module, functions) == 0;
+    return INTERN_WORDS(words);
 }

@@ -49,8 +49,7 @@ static void count_entry(struct figure_tally *tally, const GroupEntryObject *entr
 }
 
 void py_delivery_count(SegmentObject *segment, PyObject *entries) {
-    const int64_t version =
-        atomic_load_explicit(&segment->c.header->policy_version, memory_order_relaxed);
+    const int64_t version = RELAXED(segment->c.header->policy_version);
     struct figure_tally tally;
     bool any = false;
     figure_tally_begin(&tally);
@@ -66,22 +65,11 @@ void py_delivery_count(SegmentObject *segment, PyObject *entries) {
     }
 }
 
-static SegmentObject *usable(PyObject *object) {
-    if (!PyObject_TypeCheck(object, &SegmentType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Segment");
-        return NULL;
-    }
-    SegmentObject *segment = (SegmentObject *)object;
-    return py_segment_usable(segment, "handle") ? segment : NULL;
-}
-
 /* count_delivered(segment, entries): for the collector; each entry is under lease. */
-static PyObject *py_count_delivered(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *object, *entries;
+static PyObject *py_count_delivered(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *entries;
     SegmentObject *segment;
-    if (!PyArg_ParseTuple(args, "OO!", &object, &PyList_Type, &entries) ||
-        (segment = usable(object)) == NULL) {
+    if (!PyArg_ParseTuple(args, "O&O!", py_take_segment, &segment, &PyList_Type, &entries)) {
         return NULL;
     }
     py_delivery_count(segment, entries);
@@ -89,12 +77,10 @@ static PyObject *py_count_delivered(PyObject *module, PyObject *args) {
 }
 
 /* note_useless(segment, groups): so many more, for the collector. */
-static PyObject *py_note_useless(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *object;
+static PyObject *py_note_useless(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned long long groups;
-    if (!PyArg_ParseTuple(args, "OK", &object, &groups) || (segment = usable(object)) == NULL) {
+    if (!PyArg_ParseTuple(args, "O&K", py_take_segment, &segment, &groups)) {
         return NULL;
     }
     atomic_fetch_add_explicit(&segment->c.figures->groups_dropped, groups, memory_order_relaxed);
@@ -102,15 +88,14 @@ static PyObject *py_note_useless(PyObject *module, PyObject *args) {
 }
 
 /* groups_dropped(segment) -> int: since the bus was created. */
-static PyObject *py_groups_dropped(PyObject *module, PyObject *object) {
-    (void)module;
-    SegmentObject *segment = usable(object);
-    return segment == NULL ? NULL
-                           : PyLong_FromUnsignedLongLong(atomic_load_explicit(
-                                 &segment->c.figures->groups_dropped, memory_order_relaxed));
+static PyObject *py_groups_dropped(PyObject *Py_UNUSED(module), PyObject *object) {
+    SegmentObject *segment;
+    return !py_take_segment(object, &segment)
+               ? NULL
+               : PyLong_FromUnsignedLongLong(RELAXED(segment->c.figures->groups_dropped));
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_delivery_functions[] = {
     {"count_delivered", py_count_delivered, METH_VARARGS, NULL},
     {"note_useless", py_note_useless, METH_VARARGS, NULL},
     {"groups_dropped", py_groups_dropped, METH_O, NULL},
@@ -123,31 +108,20 @@ static PyObject *bounds_tuple(void) {
     for (int f = 0; all != NULL && f < SHMBUS_FIGURES; f++) {
         PyObject *own = PyTuple_New(SHMBUS_FIGURE_BOUNDS);
         for (unsigned i = 0; own != NULL && i < SHMBUS_FIGURE_BOUNDS; i++) {
-            PyObject *bound = PyFloat_FromDouble(figure_bound((enum shmbus_figure)f, i));
-            if (bound == NULL) {
-                Py_CLEAR(own);
-            } else {
-                PyTuple_SET_ITEM(own, i, bound);
-            }
+            py_tuple_set(&own, i, PyFloat_FromDouble(figure_bound((enum shmbus_figure)f, i)));
         }
-        if (own == NULL) {
-            Py_CLEAR(all);
-        } else {
-            PyTuple_SET_ITEM(all, f, own);
-        }
+        py_tuple_set(&all, f, own);
     }
     return all;
 }
 
-bool py_delivery_add_functions(PyObject *module) {
+const struct named_value py_delivery_constants[] = {
+    {"FIGURES_BYTES", (long)sizeof(struct delivery_figures)},
+    {"FIGURE_WORDS", (long)(sizeof(struct figure_entry) / 8)},
+    {NULL, 0},
+};
+
+bool py_delivery_add_objects(PyObject *module) {
     tokens_field = PyUnicode_InternFromString(TOKENS_FIELD);
-    PyObject *bounds = tokens_field == NULL ? NULL : bounds_tuple();
-    bool added = bounds != NULL && PyModule_AddObjectRef(module, "FIGURE_BOUNDS", bounds) == 0 &&
-                 PyModule_AddIntConstant(module, "FIGURES_BYTES",
-                                         (long)sizeof(struct delivery_figures)) == 0 &&
-                 PyModule_AddIntConstant(module, "FIGURE_WORDS",
-                                         (long)(sizeof(struct figure_entry) / 8)) == 0 &&
-                 PyModule_AddFunctions(module, functions) == 0;
-    Py_XDECREF(bounds);
-    return added;
+    return tokens_field != NULL && py_add_object(module, "FIGURE_BOUNDS", bounds_tuple());
 }

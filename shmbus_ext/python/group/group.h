@@ -45,8 +45,7 @@ struct entry_list {
     uint64_t samples;
 };
 
-/* What the object of a group table begins with: group_lists.c has those of its methods that are
- * about lists. */
+/* What the object of a group table begins with. */
 typedef struct group_lists {
     PyObject_HEAD
     struct entry_list leased;
@@ -57,13 +56,6 @@ typedef struct group_lists {
     } leased_of[SHMBUS_MAX_SPLITS];
 } GroupListsObject;
 
-void py_group_lists_init(GroupListsObject *self);
-void py_group_lists_clear(GroupListsObject *self);
-
-/* A group of a table as an object, without its samples yet. */
-GroupEntryObject *py_group_entry_new(const struct group_entry *entry, PyObject *key);
-/* One that is in no list becomes the last that is ready. */
-void py_group_lists_push_ready(GroupListsObject *self, GroupEntryObject *entry);
 /* What has been ready longest of a split is under lease since `now_ns`: a list of at most `limit`
  * entries. NULL with an exception, and then nothing is leased. */
 PyObject *py_group_lists_lease_ready(GroupListsObject *self, uint32_t split, Py_ssize_t limit,
@@ -77,38 +69,6 @@ bool py_group_lists_have_leased(const GroupListsObject *self, const PyObject *ob
 /* When the oldest lease was given, or 0; CLOCK_MONOTONIC. */
 uint64_t py_group_lists_leased_since(const GroupListsObject *self);
 
-/* Methods of GroupTable. */
-PyObject *py_group_lists_push(GroupListsObject *self, PyObject *entry);
-PyObject *py_group_lists_lease(GroupListsObject *self, PyObject *args);
-PyObject *py_group_lists_count_ready(GroupListsObject *self, PyObject *split);
-PyObject *py_group_lists_end_lease(GroupListsObject *self, PyObject *entry);
-PyObject *py_group_lists_give_back(GroupListsObject *self, PyObject *entry);
-PyObject *py_group_lists_withdraw(GroupListsObject *self, PyObject *entry);
-PyObject *py_group_lists_is_leased(GroupListsObject *self, PyObject *entry);
-PyObject *py_group_lists_ready_samples(GroupListsObject *self, PyObject *ignored);
-PyObject *py_group_lists_full(GroupListsObject *self, PyObject *key);
-
-/* ---- What the group table asks of a sample. */
-/* What one sample says of itself; the strings are borrowed from it. */
-struct arrival {
-    PyObject *sample;
-    PyObject *key; /* owned */
-    struct group_key at;
-    uint32_t width;
-    uint32_t need;
-    uint32_t cell;
-    uint64_t nbytes;
-    bool failed;
-    bool leased; /* by an earlier collector, in a group without all of its samples */
-};
-
-/* False with an exception; then there is no key to let go. */
-bool py_arrival_read(struct arrival *to, PyObject *sample, bool count_bytes);
-/* A key is a str, or (str, int), or (str, int or None, number of the split). */
-bool py_key_read(struct group_key *at, PyObject *key);
-PyObject *py_key_of(PyObject *sample);
-/* The ring bytes of a list of samples; false with an exception. */
-bool py_sum_bytes(PyObject *samples, uint64_t *total);
 bool py_arrival_init(void);
 
 /* ---- ClientLease: one group that a daemon leased to this process; how its places travel. */
@@ -201,9 +161,13 @@ bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples
                                 double now_s, PyObject *left);
 
 /* What module.c adds. */
-bool py_client_lease_add_functions(PyObject *module);
-bool py_delivery_add_functions(PyObject *module);
-bool py_group_add_functions(PyObject *module);
-bool py_group_table_add_constants(PyObject *module);
+extern PyMethodDef py_client_lease_functions[];
+bool py_client_lease_add_objects(PyObject *module);
+extern const struct named_value py_delivery_constants[];
+extern PyMethodDef py_delivery_functions[];
+bool py_delivery_add_objects(PyObject *module);
+extern PyMethodDef py_group_functions[];
+bool py_group_add_objects(PyObject *module);
+extern const struct named_value py_group_table_constants[];
 
 #endif

@@ -78,13 +78,8 @@ static PyObject *py_group_make(PyObject *type, PyObject *args) {
     }
     PyObject *groups = PyList_New(PyList_GET_SIZE(leases));
     for (Py_ssize_t i = 0; groups != NULL && i < PyList_GET_SIZE(groups); i++) {
-        PyObject *group =
-            py_group_new((PyTypeObject *)type, consumer, PyList_GET_ITEM(leases, i));
-        if (group == NULL) {
-            Py_CLEAR(groups);
-        } else {
-            PyList_SET_ITEM(groups, i, group);
-        }
+        py_list_set(&groups, i,
+                    py_group_new((PyTypeObject *)type, consumer, PyList_GET_ITEM(leases, i)));
     }
     return groups;
 }
@@ -120,8 +115,7 @@ static PyObject *visible(const GroupObject *self) {
     return self->trajectories != NULL ? self->trajectories : self->samples;
 }
 
-static PyObject *py_group_trajectories(GroupObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_group_trajectories(GroupObject *self, void *Py_UNUSED(ignored)) {
     self->seen = true;
     if (self->trajectories == NULL) {
         self->trajectories = PyList_GetSlice(self->samples, 0, PY_SSIZE_T_MAX);
@@ -129,14 +123,12 @@ static PyObject *py_group_trajectories(GroupObject *self, void *ignored) {
     return Py_XNewRef(self->trajectories);
 }
 
-static PyObject *py_group_instance_id(GroupObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_group_instance_id(GroupObject *self, void *Py_UNUSED(ignored)) {
     self->seen = true;
     return Py_NewRef(PyTuple_CheckExact(self->key) ? PyTuple_GET_ITEM(self->key, 0) : self->key);
 }
 
-static PyObject *py_group_round(GroupObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_group_round(GroupObject *self, void *Py_UNUSED(ignored)) {
     self->seen = true;
     return Py_NewRef(PyTuple_CheckExact(self->key) ? PyTuple_GET_ITEM(self->key, 1) : Py_None);
 }
@@ -183,7 +175,7 @@ static void py_group_dealloc(GroupObject *self) {
 }
 
 static PyMethodDef group_methods[] = {
-    {"make", (PyCFunction)(void (*)(void))py_group_make, METH_VARARGS | METH_CLASS, DOC_GroupBase_make},
+    METHOD("make", py_group_make, METH_VARARGS | METH_CLASS, DOC_GroupBase_make),
     {NULL, NULL, 0, NULL},
 };
 
@@ -225,9 +217,8 @@ PyTypeObject GroupBaseType = {
 
 PyObject *py_group_samples(PyObject *group) {
     if (!PyObject_TypeCheck(group, &GroupBaseType)) {
-        PyErr_Format(PyExc_TypeError, "groups: expected Groups of a Consumer, got %.100s",
-                     Py_TYPE(group)->tp_name);
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "groups: expected Groups of a Consumer, got %.100s",
+                            Py_TYPE(group)->tp_name);
     }
     return visible((const GroupObject *)group);
 }
@@ -262,8 +253,7 @@ PyObject *py_group_members(PyObject *groups, PyObject **sizes) {
 }
 
 /* members(groups) -> (trajectories, sizes int64 [G]): those of all groups, one behind the other. */
-static PyObject *py_members(PyObject *module, PyObject *groups) {
-    (void)module;
+static PyObject *py_members(PyObject *Py_UNUSED(module), PyObject *groups) {
     if (!PyList_Check(groups)) {
         return PyErr_Format(PyExc_TypeError, "groups: expected a list, got %.100s",
                             Py_TYPE(groups)->tp_name);
@@ -275,17 +265,17 @@ static PyObject *py_members(PyObject *module, PyObject *groups) {
     return result;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_group_functions[] = {
     {"members", py_members, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool py_group_add_functions(PyObject *module) {
+bool py_group_add_objects(PyObject *Py_UNUSED(module)) {
     const struct word_note words[] = {
         {&word.key, "key"},
         {&word.samples, "samples"},
         {&word.size, "size"},
         {&word.leased, "leased"},
     };
-    return INTERN_WORDS(words) && PyModule_AddFunctions(module, functions) == 0;
+    return INTERN_WORDS(words);
 }

@@ -53,9 +53,9 @@ void py_pool_write_leave(PoolWriteObject *self);
 extern PyTypeObject PoolWriteType;
 
 /* What module.c adds. */
-bool py_pool_add_constants(PyObject *module);
-bool py_pool_lease_add_functions(PyObject *module);
-bool py_pool_patch_add_functions(PyObject *module);
-bool py_pool_rows_add_functions(PyObject *module);
+extern const struct named_value py_pool_constants[];
+extern PyMethodDef py_pool_lease_functions[];
+extern PyMethodDef py_pool_patch_functions[];
+extern PyMethodDef py_pool_rows_functions[];
 
 #endif

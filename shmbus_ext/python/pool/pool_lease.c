@@ -13,8 +13,8 @@ static bool is_reader(PoolObject *pool) {
         return false;
     }
     if (pool->c.reader < 0) {
-        PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", pool->base.name);
-        return false;
+        return py_refuse(PyExc_RuntimeError, "pool '%U': this handle is no reader",
+                         pool->base.name);
     }
     return true;
 }
@@ -42,8 +42,7 @@ static PyObject *leased(PoolLeaseObject *self, PoolObject *pool, enum shared_sta
 }
 
 /* pool_lease(pool, after): a PoolLease of the newest version, or a status. */
-static PyObject *py_pool_lease(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_lease(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *pool;
     unsigned long long after;
     if (!PyArg_ParseTuple(args, "O!K", &PoolType, &pool, &after) || !is_reader(pool)) {
@@ -56,8 +55,7 @@ static PyObject *py_pool_lease(PyObject *module, PyObject *args) {
 }
 
 /* pool_lease_version(pool, version): a PoolLease of that version, or a status. */
-static PyObject *py_pool_lease_version(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_lease_version(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *pool;
     long long version;
     if (!PyArg_ParseTuple(args, "O!L", &PoolType, &pool, &version) || !is_reader(pool)) {
@@ -81,10 +79,9 @@ static void py_pool_lease_dealloc(PoolLeaseObject *self) {
 
 bool py_pool_lease_is_readable(const PoolLeaseObject *self) {
     if (!py_companion_is_own(&self->pool->base)) {
-        PyErr_SetString(PyExc_BufferError,
-                        "this lease was taken before a fork: its memory is not mapped in the "
-                        "child; open the pool there");
-        return false;
+        return py_refuse(PyExc_BufferError,
+                         "this lease was taken before a fork: its memory is not mapped in the "
+                         "child; open the pool there");
     }
     return true;
 }
@@ -99,8 +96,7 @@ static int py_pool_lease_buffer(PoolLeaseObject *self, Py_buffer *view, int flag
 }
 
 /* meta(): a copy of it; None where it does not match its checksum. */
-static PyObject *py_pool_lease_meta(PoolLeaseObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_pool_lease_meta(PoolLeaseObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_pool_lease_is_readable(self)) {
         return NULL;
     }
@@ -136,15 +132,14 @@ static PyObject *py_pool_lease_check(PoolLeaseObject *self, PyObject *args) {
     return PyLong_FromUnsignedLong(wrong);
 }
 
-static PyObject *py_pool_lease_text(PoolLeaseObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_pool_lease_text(PoolLeaseObject *self, void *Py_UNUSED(ignored)) {
     size_t length = strnlen(self->row.text, sizeof self->row.text);
     return PyUnicode_DecodeUTF8(self->row.text, (Py_ssize_t)length, "replace");
 }
 
 static PyMethodDef lease_methods[] = {
-    {"meta", (PyCFunction)(void (*)(void))py_pool_lease_meta, METH_NOARGS, NULL},
-    {"check", (PyCFunction)(void (*)(void))py_pool_lease_check, METH_VARARGS, NULL},
+    METHOD("meta", py_pool_lease_meta, METH_NOARGS, NULL),
+    METHOD("check", py_pool_lease_check, METH_VARARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -178,12 +173,8 @@ PyTypeObject PoolLeaseType = {
     .tp_as_buffer = &lease_buffer,
 };
 
-static PyMethodDef functions[] = {
+PyMethodDef py_pool_lease_functions[] = {
     {"pool_lease", py_pool_lease, METH_VARARGS, NULL},
     {"pool_lease_version", py_pool_lease_version, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_pool_lease_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

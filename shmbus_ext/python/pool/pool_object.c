@@ -46,15 +46,14 @@ static PyObject *py_pool_create(PyTypeObject *type, PyObject *args) {
     plan.block_bytes = block_bytes;
     plan.patch_bytes = patch_bytes;
     if (!pool_plan(&plan)) {
-        PyErr_Format(PyExc_ValueError,
-                     "pool '%U': no pool can be laid out for slots=%u of max_slots=%u (1 to %u), "
-                     "slot_bytes=%llu, meta_bytes=%llu (to %llu), block_bytes=%llu (a power of two "
-                     "from %llu to %llu), patch_bytes=%llu",
-                     name, plan.slots, plan.max_slots, POOL_MAX_SLOTS, slot_bytes, meta_bytes,
-                     (unsigned long long)POOL_MAX_META_BYTES, block_bytes,
-                     (unsigned long long)POOL_MIN_BLOCK, (unsigned long long)POOL_MAX_BLOCK,
-                     patch_bytes);
-        return NULL;
+        return PyErr_Format(
+            PyExc_ValueError,
+            "pool '%U': no pool can be laid out for slots=%u of max_slots=%u (1 to %u), "
+            "slot_bytes=%llu, meta_bytes=%llu (to %llu), block_bytes=%llu (a power of two "
+            "from %llu to %llu), patch_bytes=%llu",
+            name, plan.slots, plan.max_slots, POOL_MAX_SLOTS, slot_bytes, meta_bytes,
+            U64(POOL_MAX_META_BYTES), block_bytes, U64(POOL_MIN_BLOCK), U64(POOL_MAX_BLOCK),
+            patch_bytes);
     }
     PoolObject *self = (PoolObject *)py_companion_alloc(type, &pool_kind, name);
     if (self == NULL) {
@@ -73,10 +72,10 @@ static PyObject *py_pool_open(PyTypeObject *type, PyObject *args) {
 
 static bool has_no_role(PoolObject *self) {
     if (self->c.rank >= 0 || self->c.reader >= 0 || self->c.file.read_only) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "pool '%U': a handle has one role, and this one has it: open another handle",
-                     self->base.name);
-        return false;
+        return py_refuse(
+            PyExc_RuntimeError,
+            "pool '%U': a handle has one role, and this one has it: open another handle",
+            self->base.name);
     }
     return true;
 }
@@ -117,8 +116,7 @@ static PyObject *py_pool_claim_reader(PoolObject *self, PyObject *args) {
 }
 
 /* True; False where all slots have their memory; raises where there is no memory. */
-static PyObject *py_pool_grow(PoolObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_pool_grow(PoolObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_companion_usable(&self->base)) {
         return NULL;
     }
@@ -132,8 +130,7 @@ static PyObject *py_pool_grow(PoolObject *self, PyObject *ignored) {
     return PyBool_FromLong(status == SHARED_OK);
 }
 
-static PyObject *py_pool_newest(PoolObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_pool_newest(PoolObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_companion_usable(&self->base)) {
         return NULL;
     }
@@ -142,8 +139,7 @@ static PyObject *py_pool_newest(PoolObject *self, PyObject *ignored) {
 
 static bool parse_bell(PoolObject *self, unsigned int which) {
     if (which >= POOL_BELLS) {
-        PyErr_Format(PyExc_ValueError, "bell: expected 0 to %d, got %u", POOL_BELLS - 1, which);
-        return false;
+        return py_refuse(PyExc_ValueError, "bell: expected 0 to %d, got %u", POOL_BELLS - 1, which);
     }
     return py_companion_usable(&self->base);
 }
@@ -196,8 +192,7 @@ static PyObject *py_pool_refused(PoolObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *py_pool_count_skipped(PoolObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_pool_count_skipped(PoolObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_companion_usable(&self->base)) {
         return NULL;
     }
@@ -232,20 +227,20 @@ static PyObject *py_pool_piece_state(PoolObject *self, PyObject *args) {
 }
 
 static PyMethodDef pool_methods[] = {
-    {"create", (PyCFunction)(void (*)(void))py_pool_create, METH_VARARGS | METH_CLASS, NULL},
-    {"open", (PyCFunction)(void (*)(void))py_pool_open, METH_VARARGS | METH_CLASS, NULL},
-    {"close", (PyCFunction)(void (*)(void))py_companion_close, METH_NOARGS, NULL},
-    {"claim_writer", (PyCFunction)(void (*)(void))py_pool_claim_writer, METH_VARARGS, NULL},
-    {"claim_reader", (PyCFunction)(void (*)(void))py_pool_claim_reader, METH_VARARGS, NULL},
-    {"grow", (PyCFunction)(void (*)(void))py_pool_grow, METH_NOARGS, NULL},
-    {"newest", (PyCFunction)(void (*)(void))py_pool_newest, METH_NOARGS, NULL},
-    {"announce", (PyCFunction)(void (*)(void))py_pool_announce, METH_VARARGS, NULL},
-    {"wait", (PyCFunction)(void (*)(void))py_pool_wait, METH_VARARGS, NULL},
-    {"applied", (PyCFunction)(void (*)(void))py_pool_applied, METH_VARARGS, NULL},
-    {"refused", (PyCFunction)(void (*)(void))py_pool_refused, METH_VARARGS, NULL},
-    {"count_skipped", (PyCFunction)(void (*)(void))py_pool_count_skipped, METH_NOARGS, NULL},
-    {"outcome", (PyCFunction)(void (*)(void))py_pool_outcome, METH_VARARGS, NULL},
-    {"piece_state", (PyCFunction)(void (*)(void))py_pool_piece_state, METH_VARARGS, NULL},
+    METHOD("create", py_pool_create, METH_VARARGS | METH_CLASS, NULL),
+    METHOD("open", py_pool_open, METH_VARARGS | METH_CLASS, NULL),
+    METHOD("close", py_companion_close, METH_NOARGS, NULL),
+    METHOD("claim_writer", py_pool_claim_writer, METH_VARARGS, NULL),
+    METHOD("claim_reader", py_pool_claim_reader, METH_VARARGS, NULL),
+    METHOD("grow", py_pool_grow, METH_NOARGS, NULL),
+    METHOD("newest", py_pool_newest, METH_NOARGS, NULL),
+    METHOD("announce", py_pool_announce, METH_VARARGS, NULL),
+    METHOD("wait", py_pool_wait, METH_VARARGS, NULL),
+    METHOD("applied", py_pool_applied, METH_VARARGS, NULL),
+    METHOD("refused", py_pool_refused, METH_VARARGS, NULL),
+    METHOD("count_skipped", py_pool_count_skipped, METH_NOARGS, NULL),
+    METHOD("outcome", py_pool_outcome, METH_VARARGS, NULL),
+    METHOD("piece_state", py_pool_piece_state, METH_VARARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -274,44 +269,26 @@ PyTypeObject PoolType = {
     .tp_members = pool_members,
 };
 
-bool py_pool_add_constants(PyObject *module) {
-    const struct named_value constants[] = {
-        {"POOL_LAYOUT_VERSION", POOL_LAYOUT_VERSION},
-        {"POOL_MAX_SLOTS", POOL_MAX_SLOTS},
-        {"POOL_MAX_RANKS", POOL_MAX_RANKS},
-        {"POOL_MAX_READERS", POOL_MAX_READERS},
-        {"POOL_MAX_META_BYTES", (long)POOL_MAX_META_BYTES},
-        {"POOL_MAX_SLOT_BYTES", (long)POOL_MAX_SLOT_BYTES},
-        {"POOL_MIN_BLOCK", (long)POOL_MIN_BLOCK},
-        {"POOL_MAX_BLOCK", (long)POOL_MAX_BLOCK},
-        {"POOL_LABEL_BYTES", POOL_LABEL_BYTES - 1}, /* less the byte that ends it */
-        {"POOL_DEVICE_BYTES", POOL_DEVICE_BYTES - 1},
-        {"POOL_TEXT_BYTES", POOL_TEXT_BYTES - 1},
-        {"POOL_ERROR_BYTES", POOL_ERROR_BYTES - 1},
-        {"POOL_NO_SPACE", SHARED_NO_SPACE},
-        {"POOL_UNFINISHED", SHARED_UNFINISHED},
-        {"POOL_BAD_MAGIC", SHARED_BAD_MAGIC},
-        {"POOL_BAD_VERSION", SHARED_BAD_VERSION},
-        {"POOL_BAD_GEOMETRY", SHARED_BAD_GEOMETRY},
-        {"POOL_TRUNCATED", SHARED_TRUNCATED},
-        {"POOL_NOTHING", SHARED_NOTHING},
-        {"POOL_HELD", SHARED_HELD},
-        {"POOL_DAMAGED", SHARED_DAMAGED},
-        {"POOL_BELL_VERSION", POOL_BELL_VERSION},
-        {"POOL_BELL_SPACE", POOL_BELL_SPACE},
-        {"POOL_BELL_RANKS", POOL_BELL_RANKS},
-        {"PIECE_ABSENT", PIECE_ABSENT},
-        {"PIECE_AWAITED", PIECE_AWAITED},
-        {"PIECE_BEGUN", PIECE_BEGUN},
-        {"PIECE_DONE", PIECE_DONE},
-        {"PIECE_FAILED", PIECE_FAILED},
-        {"PIECE_DEAD", PIECE_DEAD},
-        {"ROW_FREE", ROW_FREE},
-        {"ROW_ALIVE", ROW_ALIVE},
-        {"ROW_DEAD", ROW_DEAD},
-    };
-    return ADD_CONSTANTS(module, constants);
-}
+const struct named_value py_pool_constants[] = {
+    {"POOL_LAYOUT_VERSION", POOL_LAYOUT_VERSION},
+    {"POOL_MAX_SLOTS", POOL_MAX_SLOTS},
+    {"POOL_MAX_RANKS", POOL_MAX_RANKS},
+    {"POOL_MAX_READERS", POOL_MAX_READERS},
+    {"POOL_LABEL_BYTES", POOL_LABEL_BYTES - 1}, /* less the byte that ends it */
+    {"POOL_DEVICE_BYTES", POOL_DEVICE_BYTES - 1},
+    {"POOL_TEXT_BYTES", POOL_TEXT_BYTES - 1},
+    {"POOL_ERROR_BYTES", POOL_ERROR_BYTES - 1},
+    {"POOL_BELL_VERSION", POOL_BELL_VERSION},
+    {"POOL_BELL_SPACE", POOL_BELL_SPACE},
+    {"POOL_BELL_RANKS", POOL_BELL_RANKS},
+    {"PIECE_ABSENT", PIECE_ABSENT},
+    {"PIECE_DONE", PIECE_DONE},
+    {"PIECE_FAILED", PIECE_FAILED},
+    {"PIECE_DEAD", PIECE_DEAD},
+    {"ROW_ALIVE", ROW_ALIVE},
+    {"ROW_DEAD", ROW_DEAD},
+    {NULL, 0},
+};
 
 /* ---- The tables of a pool as dictionaries. Nothing here is a bound for anything. */
 static PyObject *text_of(const char *text, size_t room) {
@@ -320,34 +297,30 @@ static PyObject *text_of(const char *text, size_t room) {
     return PyUnicode_DecodeUTF8(copy, (Py_ssize_t)strnlen(copy, room), "replace");
 }
 
-#define LOAD(field) atomic_load_explicit(&(field), memory_order_relaxed)
-
 static PyObject *describe_slot(const struct pool *pool, uint32_t slot, uint64_t latest) {
     struct slot_row row;
     bool whole = lease_peek(pool, slot, &row);
-    uint32_t state = LOAD(row.state);
+    uint32_t state = RELAXED(row.state);
     const char *name = whole                   ? "ready"
                        : state == POOL_EMPTY   ? "empty"
                        : state == POOL_WRITING ? "writing"
                                                : "damaged";
     return Py_BuildValue(
-        "{s:I,s:s,s:O,s:K,s:L,s:K,s:K,s:I,s:I,s:K,s:K,s:L,s:N}", "slot", slot, "state", name, "newest",
-        latest == pool_word(row.sequence, slot) ? Py_True : Py_False, "sequence",
-        (unsigned long long)row.sequence, "version", (long long)row.version, "bytes",
-        (unsigned long long)row.bytes, "meta_bytes", (unsigned long long)row.meta_bytes, "digests",
-        row.digests, "ranks", row.ranks, "published_unix_ns",
-        (unsigned long long)row.published_unix_ns, "base_sequence",
-        (unsigned long long)row.base_sequence, "base_version", (long long)row.base_version, "text", text_of(row.text, sizeof row.text));
+        "{s:I,s:s,s:O,s:K,s:L,s:K,s:K,s:I,s:I,s:K,s:K,s:L,s:N}", "slot", slot, "state", name,
+        "newest", latest == pool_word(row.sequence, slot) ? Py_True : Py_False, "sequence",
+        U64(row.sequence), "version", (long long)row.version, "bytes", U64(row.bytes), "meta_bytes",
+        U64(row.meta_bytes), "digests", row.digests, "ranks", row.ranks, "published_unix_ns",
+        U64(row.published_unix_ns), "base_sequence", U64(row.base_sequence), "base_version",
+        (long long)row.base_version, "text", text_of(row.text, sizeof row.text));
 }
 
 static PyObject *describe_rank(const struct pool *pool, uint32_t rank) {
     const struct rank_row *row = &pool->rank_rows[rank];
     return Py_BuildValue("{s:I,s:i,s:I,s:N,s:K,s:K,s:K,s:N}", "rank", rank, "life",
-                         (int)rows_writer_life(pool, rank), "pid", LOAD(row->pid), "label",
+                         (int)rows_writer_life(pool, rank), "pid", RELAXED(row->pid), "label",
                          text_of(row->label, sizeof row->label), "started",
-                         (unsigned long long)LOAD(row->started), "done",
-                         (unsigned long long)LOAD(row->done), "failed",
-                         (unsigned long long)LOAD(row->failed), "error",
+                         U64(RELAXED(row->started)), "done", U64(RELAXED(row->done)), "failed",
+                         U64(RELAXED(row->failed)), "error",
                          text_of(row->error, sizeof row->error));
 }
 
@@ -358,34 +331,29 @@ static PyObject *describe_reader(const struct pool *pool, uint32_t index) {
     unsigned long long refused = atomic_load_explicit(&row->refused, memory_order_acquire);
     return Py_BuildValue(
         "{s:I,s:i,s:I,s:N,s:N,s:I,s:K,s:L,s:K,s:L,s:i,s:N}", "reader", index, "life",
-        (int)rows_reader_life(pool, index), "pid", LOAD(row->pid), "label",
+        (int)rows_reader_life(pool, index), "pid", RELAXED(row->pid), "label",
         text_of(row->label, sizeof row->label), "device", text_of(row->device, sizeof row->device),
-        "holds", LOAD(row->holds), "applied", applied, "applied_version",
-        (long long)LOAD(row->applied_version), "refused", refused, "refused_version",
-        (long long)LOAD(row->refused_version), "error_code", (int)LOAD(row->error_code), "error",
-        text_of(row->error, sizeof row->error));
-}
-
-static bool append(PyObject *list, PyObject *item) {
-    bool done = item != NULL && PyList_Append(list, item) == 0;
-    Py_XDECREF(item);
-    return done;
+        "holds", RELAXED(row->holds), "applied", applied, "applied_version",
+        (long long)RELAXED(row->applied_version), "refused", refused, "refused_version",
+        (long long)RELAXED(row->refused_version), "error_code", (int)RELAXED(row->error_code),
+        "error", text_of(row->error, sizeof row->error));
 }
 
 static bool fill(const struct pool *pool, PyObject *slots, PyObject *ranks, PyObject *readers) {
     uint64_t latest = lease_newest(pool);
     for (uint32_t i = 0; i < pool->max_slots; i++) {
-        if (!append(slots, describe_slot(pool, i, latest))) {
+        if (!py_append(slots, describe_slot(pool, i, latest))) {
             return false;
         }
     }
     for (uint32_t i = 0; i < POOL_MAX_RANKS; i++) {
-        if (rows_writer_life(pool, i) != ROW_FREE && !append(ranks, describe_rank(pool, i))) {
+        if (rows_writer_life(pool, i) != ROW_FREE && !py_append(ranks, describe_rank(pool, i))) {
             return false;
         }
     }
     for (uint32_t i = 0; i < POOL_MAX_READERS; i++) {
-        if (rows_reader_life(pool, i) != ROW_FREE && !append(readers, describe_reader(pool, i))) {
+        if (rows_reader_life(pool, i) != ROW_FREE &&
+            !py_append(readers, describe_reader(pool, i))) {
             return false;
         }
     }
@@ -393,8 +361,7 @@ static bool fill(const struct pool *pool, PyObject *slots, PyObject *ranks, PyOb
 }
 
 /* pool_rows(pool): the tables; rows of nobody are left out. */
-static PyObject *py_pool_rows(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_rows(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *self;
     if (!PyArg_ParseTuple(args, "O!", &PoolType, &self) || !py_companion_usable(&self->base)) {
         return NULL;
@@ -404,12 +371,11 @@ static PyObject *py_pool_rows(PyObject *module, PyObject *args) {
     PyObject *result = NULL;
     if (slots != NULL && ranks != NULL && readers != NULL &&
         fill(&self->c, slots, ranks, readers)) {
-        result = Py_BuildValue(
-            "{s:O,s:O,s:O,s:I,s:K,s:K,s:K}", "slots", slots, "ranks", ranks, "readers", readers,
-            "slots_open", LOAD(header->slots_open), "published",
-            (unsigned long long)LOAD(header->published), "skipped",
-            (unsigned long long)LOAD(header->skipped), "writing",
-            (unsigned long long)pool_word_sequence(LOAD(header->writing)));
+        result = Py_BuildValue("{s:O,s:O,s:O,s:I,s:K,s:K,s:K}", "slots", slots, "ranks", ranks,
+                               "readers", readers, "slots_open", RELAXED(header->slots_open),
+                               "published", U64(RELAXED(header->published)), "skipped",
+                               U64(RELAXED(header->skipped)), "writing",
+                               U64(pool_word_sequence(RELAXED(header->writing))));
     }
     Py_XDECREF(slots);
     Py_XDECREF(ranks);
@@ -417,11 +383,7 @@ static PyObject *py_pool_rows(PyObject *module, PyObject *args) {
     return result;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_pool_rows_functions[] = {
     {"pool_rows", py_pool_rows, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_pool_rows_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

@@ -58,8 +58,7 @@ static PyObject *status_of(PoolObject *pool, enum shared_status status) {
 }
 
 /* pool_begin(pool, version, bytes, meta, text, ranks, patches): a PoolWrite, or a status. */
-static PyObject *py_pool_begin(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_begin(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *pool;
     PyObject *meta;
     long long version;
@@ -85,9 +84,8 @@ static PyObject *py_pool_begin(PyObject *module, PyObject *args) {
         return PyErr_Format(PyExc_ValueError,
                             "pool '%U': expected at most %llu bytes, %llu of meta and 1 to %u "
                             "ranks, got %llu, %zd and %u; make a pool with larger slots",
-                            pool->base.name, (unsigned long long)pool->c.slot_bytes,
-                            (unsigned long long)pool->c.meta_bytes, POOL_MAX_RANKS, bytes,
-                            PyBytes_GET_SIZE(meta), facts.ranks);
+                            pool->base.name, U64(pool->c.slot_bytes), U64(pool->c.meta_bytes),
+                            POOL_MAX_RANKS, bytes, PyBytes_GET_SIZE(meta), facts.ranks);
     }
     PoolWriteObject *self = (PoolWriteObject *)py_pool_write_new(pool, 0, false, meta);
     if (self == NULL) {
@@ -109,8 +107,7 @@ static PyObject *py_pool_begin(PyObject *module, PyObject *args) {
 }
 
 /* pool_join(pool): a PoolWrite of the version that rank 0 writes, or a status. */
-static PyObject *py_pool_join(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_join(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *pool;
     struct slot_row row;
     if (!PyArg_ParseTuple(args, "O!", &PoolType, &pool) || !py_companion_usable(&pool->base)) {
@@ -157,8 +154,7 @@ static void py_pool_write_dealloc(PoolWriteObject *self) {
 
 bool py_pool_write_is_open(const PoolWriteObject *self) {
     if (self->ended || self->given_up || !py_companion_is_own(&self->pool->base)) {
-        PyErr_SetString(PyExc_BufferError, "this version is not being written any more");
-        return false;
+        return py_refuse(PyExc_BufferError, "this version is not being written any more");
     }
     return true;
 }
@@ -187,18 +183,17 @@ static int py_pool_write_buffer(PoolWriteObject *self, Py_buffer *view, int flag
     return 0;
 }
 
-static void py_pool_write_release(PoolWriteObject *self, Py_buffer *view) {
-    (void)view;
+static void py_pool_write_release(PoolWriteObject *self, Py_buffer *Py_UNUSED(view)) {
     py_pool_write_leave(self);
 }
 
 static bool has_no_buffers(const PoolWriteObject *self) {
     if (self->buffers > 0) {
-        PyErr_Format(PyExc_BufferError,
-                     "%zd buffers of this version are still out: delete the arrays, and release "
-                     "the memoryviews, before it is finished",
-                     self->buffers);
-        return false;
+        return py_refuse(
+            PyExc_BufferError,
+            "%zd buffers of this version are still out: delete the arrays, and release "
+            "the memoryviews, before it is finished",
+            self->buffers);
     }
     return true;
 }
@@ -250,8 +245,8 @@ static PyObject *py_pool_write_give_up(PoolWriteObject *self, PyObject *args) {
 }
 
 static PyMethodDef write_methods[] = {
-    {"finish", (PyCFunction)(void (*)(void))py_pool_write_finish, METH_VARARGS, NULL},
-    {"give_up", (PyCFunction)(void (*)(void))py_pool_write_give_up, METH_VARARGS, NULL},
+    METHOD("finish", py_pool_write_finish, METH_VARARGS, NULL),
+    METHOD("give_up", py_pool_write_give_up, METH_VARARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -281,8 +276,7 @@ PyTypeObject PoolWriteType = {
 /* ---- A set of weights is far larger than any cache: by ordinary stores each line that is written would
  * be fetched first, which is a third of the traffic. */
 /* pool_copy(target, source): two buffers of the same length that do not overlap. */
-static PyObject *py_pool_copy(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_copy(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer target, source;
     if (!PyArg_ParseTuple(args, "w*y*", &target, &source)) {
         return NULL;
@@ -311,8 +305,7 @@ static PyObject *py_pool_copy(PyObject *module, PyObject *args) {
  * Invariant: a place in a patch that Python hands back is checked like one that was never seen. */
 /* pool_patch_put(write, offset, rows, row_bytes, stride, width, source): how many elements of the
  * piece changed; None where it was written without a patch. */
-static PyObject *py_pool_patch_put(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_patch_put(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolWriteObject *self;
     unsigned long long offset, rows, row_bytes, stride;
     unsigned int width;
@@ -354,22 +347,8 @@ done:
     return result;
 }
 
-/* pool_patch_give_up(write): the version gets no patch. */
-static PyObject *py_pool_patch_give_up(PyObject *module, PyObject *args) {
-    (void)module;
-    PoolWriteObject *self;
-    if (!PyArg_ParseTuple(args, "O!", &PoolWriteType, &self)) {
-        return NULL;
-    }
-    if (!self->patch_in_use) {
-        patch_give_up(&self->patch);
-    }
-    Py_RETURN_NONE;
-}
-
 /* pool_patch_is_made(write): whether a patch is being made, or was. */
-static PyObject *py_pool_patch_is_made(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_patch_is_made(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolWriteObject *self;
     if (!PyArg_ParseTuple(args, "O!", &PoolWriteType, &self)) {
         return NULL;
@@ -378,11 +357,9 @@ static PyObject *py_pool_patch_is_made(PyObject *module, PyObject *args) {
 }
 
 static PyObject *describe_run(uint32_t rank, uint64_t place, const struct patch_run *run) {
-    return Py_BuildValue("(IKKKKKIKK)", rank, (unsigned long long)place,
-                         (unsigned long long)run->offset, (unsigned long long)run->rows,
-                         (unsigned long long)run->row_bytes, (unsigned long long)run->stride,
-                         run->width, (unsigned long long)run->changes,
-                         (unsigned long long)run->bytes);
+    return Py_BuildValue("(IKKKKKIKKK)", rank, U64(place), U64(run->offset), U64(run->rows),
+                         U64(run->row_bytes), U64(run->stride), run->width, U64(run->changes),
+                         U64(run->bytes), U64(run->base_digest));
 }
 
 /* Adds the runs of a rank's patch; false with or without an error set. */
@@ -421,8 +398,7 @@ static bool add_runs(PyObject *list, const PoolLeaseObject *self, uint32_t rank)
 
 /* pool_patch_runs(lease): (base sequence, base version, runs), all of which were checked; None where
  * the version has no patch, False where it has one that is not what was made. */
-static PyObject *py_pool_patch_runs(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_patch_runs(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolLeaseObject *self;
     if (!PyArg_ParseTuple(args, "O!", &PoolLeaseType, &self) || !py_pool_lease_is_readable(self)) {
         return NULL;
@@ -440,8 +416,8 @@ static PyObject *py_pool_patch_runs(PyObject *module, PyObject *args) {
             return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
         }
     }
-    return Py_BuildValue("(KLN)", (unsigned long long)self->row.base_sequence,
-                         (long long)self->row.base_version, list);
+    return Py_BuildValue("(KLN)", U64(self->row.base_sequence), (long long)self->row.base_version,
+                         list);
 }
 
 /* The run at a place of a rank's patch, once more from the slot: memory that others share. */
@@ -468,8 +444,7 @@ static bool run_at(const PoolLeaseObject *self, uint32_t rank, uint64_t place,
 
 /* pool_patch_apply(lease, rank, place, target, offset): applies a run to a buffer that stands for
  * the version's bytes from `offset` on. Whether those were the base's; else some may be changed. */
-static PyObject *py_pool_patch_apply(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_patch_apply(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolLeaseObject *self;
     unsigned int rank;
     unsigned long long place, offset;
@@ -507,9 +482,46 @@ done:
     return result;
 }
 
-/* pool_same(one, other): whether two buffers have the same bytes. */
-static PyObject *py_pool_same(PyObject *module, PyObject *args) {
+/* pool_patch_list(lease, rank, place, elements_at, values): lists what a run writes, in buffers of
+ * uint32 and of elements. How many; None where the run is damaged, or has more. */
+static PyObject *py_pool_patch_list(PyObject *module, PyObject *args) {
     (void)module;
+    PoolLeaseObject *self;
+    unsigned int rank;
+    unsigned long long place;
+    Py_buffer elements_at, values;
+    if (!PyArg_ParseTuple(args, "O!IKw*w*", &PoolLeaseType, &self, &rank, &place, &elements_at,
+                          &values)) {
+        return NULL;
+    }
+    struct patch_run run;
+    const uint8_t *stream;
+    PyObject *result = NULL;
+    if (!py_pool_lease_is_readable(self)) {
+        goto done;
+    }
+    uint64_t room = (uint64_t)elements_at.len / sizeof(uint32_t);
+    if (!run_at(self, rank, place, &run, &stream) || (uint64_t)values.len / run.width < room) {
+        PyErr_Format(PyExc_ValueError,
+                     "patch: expected a run of rank %u at place %llu, and room for its values",
+                     rank, place);
+        goto done;
+    }
+    struct patch_shape shape = {run.rows, run.row_bytes, run.stride, run.width};
+    struct patch_in in = {.at = stream, .end = stream + run.bytes};
+    uint64_t listed;
+    Py_BEGIN_ALLOW_THREADS
+    listed = patch_list(&in, &shape, elements_at.buf, values.buf, room);
+    Py_END_ALLOW_THREADS
+    result = listed == UINT64_MAX ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(listed);
+done:
+    PyBuffer_Release(&elements_at);
+    PyBuffer_Release(&values);
+    return result;
+}
+
+/* pool_same(one, other): whether two buffers have the same bytes. */
+static PyObject *py_pool_same(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer one, other;
     if (!PyArg_ParseTuple(args, "y*y*", &one, &other)) {
         return NULL;
@@ -525,19 +537,15 @@ static PyObject *py_pool_same(PyObject *module, PyObject *args) {
     return PyBool_FromLong(same);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_pool_patch_functions[] = {
     {"pool_begin", py_pool_begin, METH_VARARGS, NULL},
     {"pool_join", py_pool_join, METH_VARARGS, NULL},
     {"pool_copy", py_pool_copy, METH_VARARGS, NULL},
     {"pool_patch_put", py_pool_patch_put, METH_VARARGS, NULL},
-    {"pool_patch_give_up", py_pool_patch_give_up, METH_VARARGS, NULL},
     {"pool_patch_is_made", py_pool_patch_is_made, METH_VARARGS, NULL},
     {"pool_patch_runs", py_pool_patch_runs, METH_VARARGS, NULL},
     {"pool_patch_apply", py_pool_patch_apply, METH_VARARGS, NULL},
+    {"pool_patch_list", py_pool_patch_list, METH_VARARGS, NULL},
     {"pool_same", py_pool_same, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_pool_patch_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

@@ -14,12 +14,12 @@ struct sample {
 static bool take_sample(WriterObject *self, PyObject *args, struct sample *sample) {
     const char *id;
     Py_ssize_t id_bytes;
-    PyObject *round_object, *split_object;
+    PyObject *split_object;
     int64_t round;
     uint32_t split = SHMBUS_SPLIT_TRAIN;
-    if (!PyArg_ParseTuple(args, "s#OOI", &id, &id_bytes, &round_object, &split_object,
+    if (!PyArg_ParseTuple(args, "s#O&OI", &id, &id_bytes, py_take_round, &round, &split_object,
                           &sample->index) ||
-        !py_writer_usable(self) || !py_take_round(round_object, &round)) {
+        !py_writer_usable(self)) {
         return false;
     }
     if (split_object != Py_None) {
@@ -56,15 +56,12 @@ PyObject *py_writer_leave_begun(WriterObject *self, PyObject *args) {
 }
 
 /* begun_key(id, round, split number) -> int: what the table calls a group. */
-static PyObject *py_begun_key(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_begun_key(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *id;
     Py_ssize_t id_bytes;
-    PyObject *round_object;
     unsigned int split;
     int64_t round;
-    if (!PyArg_ParseTuple(args, "s#OI", &id, &id_bytes, &round_object, &split) ||
-        !py_take_round(round_object, &round)) {
+    if (!PyArg_ParseTuple(args, "s#O&I", &id, &id_bytes, py_take_round, &round, &split)) {
         return NULL;
     }
     return PyLong_FromUnsignedLongLong(begun_key(id, (uint32_t)id_bytes, round, split));
@@ -72,12 +69,10 @@ static PyObject *py_begun_key(PyObject *module, PyObject *args) {
 
 /* note_waited(segment, seconds): trainers have waited for groups so much longer; for the
  * collector. */
-static PyObject *py_note_waited(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *object;
+static PyObject *py_note_waited(PyObject *Py_UNUSED(module), PyObject *args) {
     double seconds;
     SegmentObject *segment;
-    if (!PyArg_ParseTuple(args, "Od", &object, &seconds) || !py_take_segment(object, &segment)) {
+    if (!PyArg_ParseTuple(args, "O&d", py_take_segment, &segment, &seconds)) {
         return NULL;
     }
     if (seconds > 0) {
@@ -87,19 +82,21 @@ static PyObject *py_note_waited(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_begun_functions[] = {
     {"begun_key", py_begun_key, METH_VARARGS, NULL},
     {"note_waited", py_note_waited, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool py_begun_add_functions(PyObject *module) {
+const struct named_value py_begun_constants[] = {
+    {"BEGUN_ROWS", SHMBUS_BEGUN_ROWS},
+    {"WAIT_ROW_BYTES", (long)sizeof(struct wait_row)},
+    {NULL, 0},
+};
+
+bool py_begun_add_objects(PyObject *module) {
     /* WAITS: what is waited for, by number. */
-    PyObject *waits = Py_BuildValue("(ssss)", "space", "paused", "ahead", "groups");
-    bool added = waits != NULL && PyTuple_GET_SIZE(waits) == SHMBUS_WAITS &&
-                 PyModule_AddObjectRef(module, "WAITS", waits) == 0;
-    Py_XDECREF(waits);
-    return added && PyModule_AddIntConstant(module, "BEGUN_ROWS", SHMBUS_BEGUN_ROWS) == 0 &&
-           PyModule_AddIntConstant(module, "WAIT_ROW_BYTES", (long)sizeof(struct wait_row)) == 0 &&
-           PyModule_AddFunctions(module, functions) == 0;
+    return py_add_object(module, "WAITS",
+                         Py_BuildValue("(ssss)", "space", "paused", "ahead", "groups"));
 }
+_Static_assert(SHMBUS_WAITS == 4, "WAITS has a name for each");

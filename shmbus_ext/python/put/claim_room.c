@@ -33,8 +33,7 @@
 
 bool py_writer_usable(WriterObject *self) {
     if (!self->attached || self->closing) {
-        PyErr_SetString(hooks.closed_error, "this Producer is closed; make a new one");
-        return false;
+        return py_refuse(hooks.closed_error, "this Producer is closed; make a new one");
     }
     return py_segment_usable(self->segment, "Producer");
 }
@@ -112,8 +111,7 @@ static void raise_too_large(const WriterObject *self, uint64_t bytes) {
                  "bus '%U': a record takes at most %llu bytes, this one needs %llu; create the "
                  "bus with a larger capacity (a record may take a quarter of it) or split the "
                  "trajectory",
-                 self->segment->name, (unsigned long long)self->segment->c.record_limit,
-                 (unsigned long long)bytes);
+                 self->segment->name, U64(self->segment->c.record_limit), U64(bytes));
 }
 
 void py_writer_sleep(WriterObject *self, SegmentObject *here, uint32_t ticket, int64_t longest_ns) {
@@ -163,8 +161,7 @@ static int await_room(WriterObject *self, SegmentObject *here, const struct want
         }
         if (wait->timeout_s >= 0 && waited_s(wait) >= wait->timeout_s) {
             py_raise_hook(hooks.full_error,
-                          Py_BuildValue("(OKd)", here,
-                                        (unsigned long long)(self->too_far ? 0 : wanted->bytes),
+                          Py_BuildValue("(OKd)", here, U64(self->too_far ? 0 : wanted->bytes),
                                         waited_s(wait)));
             return -1;
         }
@@ -221,7 +218,7 @@ void py_writer_tell_reader(WriterObject *self) {
     struct bus_header *header = self->segment->c.header;
     bool woken = doorbell_ring(header);
     if (woken) {
-        uint64_t seen_ns = atomic_load_explicit(&header->collector_seen_ns, memory_order_relaxed);
+        uint64_t seen_ns = RELAXED(header->collector_seen_ns);
         woken = clock_monotonic_ns() - seen_ns > LONG_SILENCE_NS;
     }
     if (woken || self->c.ahead) {
@@ -237,8 +234,7 @@ static bool copies_non_temporally(const WriterObject *self, const struct record_
     if ((self->flags & SHMBUS_FLAG_PAYLOAD_CRC) != 0) {
         return false;
     }
-    return atomic_load_explicit(&self->segment->c.header->consumer_packs, memory_order_relaxed) !=
-               0 ||
+    return RELAXED(self->segment->c.header->consumer_packs) != 0 ||
            spec->record_bytes * spec->group_size >= FAR_GROUP_BYTES;
 }
 
@@ -375,9 +371,8 @@ static PyObject *describe(WriterObject *self, const struct request_claim *claim,
     if (text == NULL || (text == Py_None && !again)) {
         return text;
     }
-    return Py_BuildValue("((KKIII)N)", (unsigned long long)claim->number,
-                         (unsigned long long)claim->word, claim->row, claim->cell, claim->index,
-                         text);
+    return Py_BuildValue("((KKIII)N)", U64(claim->number), U64(claim->word), claim->row,
+                         claim->cell, claim->index, text);
 }
 
 /* Gives back what the items of a list say; an exception that is set stays. */
@@ -430,8 +425,7 @@ PyObject *py_writer_take_requests(WriterObject *self, PyObject *args) {
 bool py_take_claim(const WriterObject *self, PyObject *object, struct request_claim *claim) {
     unsigned long long number, word;
     if (!PyTuple_Check(object)) {
-        PyErr_SetString(PyExc_TypeError, "expected the claim of a request");
-        return false;
+        return py_refuse(PyExc_TypeError, "expected the claim of a request");
     }
     if (!PyArg_ParseTuple(object, "KKIII", &number, &word, &claim->row, &claim->cell,
                           &claim->index)) {
@@ -440,8 +434,7 @@ bool py_take_claim(const WriterObject *self, PyObject *object, struct request_cl
     const struct request_parts *parts = &self->segment->c.requests;
     if (claim->row >= parts->row_count ||
         claim->cell >= parts->block_count * SHMBUS_REQUEST_CELLS_A_BLOCK) {
-        PyErr_SetString(PyExc_IndexError, "claim: the request lane of this bus has no such cell");
-        return false;
+        return py_refuse(PyExc_IndexError, "claim: the request lane of this bus has no such cell");
     }
     claim->number = number;
     claim->word = word;
@@ -467,8 +460,7 @@ PyObject *py_writer_holds_request(WriterObject *self, PyObject *object) {
 }
 
 /* _recover_dead() -> int: gives back what dead workers had in hand; a system call for each slot. */
-PyObject *py_writer_recover_dead(WriterObject *self, PyObject *ignored) {
-    (void)ignored;
+PyObject *py_writer_recover_dead(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_writer_usable(self)) {
         return NULL;
     }

@@ -233,8 +233,7 @@ static bool is_array_like(PyObject *value) {
 static bool convert_row(struct conversion *self, PyObject *value, int depth) {
     if (!is_array_like(value)) {
         return refuse(self, depth, PyExc_TypeError,
-                      PyUnicode_FromFormat("a list of %llu, got %.100s",
-                                           (unsigned long long)self->sizes[depth],
+                      PyUnicode_FromFormat("a list of %llu, got %.100s", U64(self->sizes[depth]),
                                            Py_TYPE(value)->tp_name));
     }
     PyArrayObject *given = array_of(self->name, value);
@@ -277,7 +276,7 @@ static bool convert_level(struct conversion *self, PyObject *value, int depth) {
         return refuse(self, depth, PyExc_ValueError,
                       PyUnicode_FromFormat("%llu elements, as the first has, got %zd; give rows of "
                                            "one length, or fields of their own",
-                                           (unsigned long long)self->sizes[depth], size));
+                                           U64(self->sizes[depth]), size));
     }
     for (Py_ssize_t i = 0; i < size; i++) {
         self->path[depth] = i;
@@ -378,8 +377,7 @@ PyArrayObject *py_convert_array(PyObject *name, PyArrayObject *array, PyArray_De
 }
 
 /* convert_field(name, value, dtype) -> array: of a list, a tuple, a number or an array. */
-static PyObject *py_convert_field(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_convert_field(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *name, *value, *given;
     uint64_t sizes[SHMBUS_MAX_NDIM];
     if (!PyArg_ParseTuple(args, "UOO!", &name, &value, &PyArrayDescr_Type, &given)) {
@@ -394,14 +392,10 @@ static PyObject *py_convert_field(PyObject *module, PyObject *args) {
     return ndim < 0 ? NULL : (PyObject *)py_convert_list(name, value, dtype, kind, ndim, sizes);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_convert_functions[] = {
     {"convert_field", py_convert_field, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_convert_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}
 
 /* ---- The quick way from lists into a record.
  *

@@ -30,8 +30,8 @@ static const char *const faults[] = {
 
 static void raise_fault(const struct block_report *report) {
     char text[200], which[40] = "";
-    PyOS_snprintf(text, sizeof text, faults[report->fault], (unsigned long long)report->got,
-                  (unsigned long long)report->expected);
+    PyOS_snprintf(text, sizeof text, faults[report->fault], U64(report->got),
+                  U64(report->expected));
     if (report->fault >= BLOCK_BAD_LENGTH) {
         PyOS_snprintf(which, sizeof which, "record %u: ", report->record);
     }
@@ -117,8 +117,7 @@ static PyObject *check_records(const struct block_header *header, struct block_c
 
 /* check_block(buffer) -> (origins, checks): the records' origins one behind the other, and for each
  * u32 record_checks' number. ValueError for a block with anything wrong in it. */
-static PyObject *py_check_block(PyObject *module, PyObject *argument) {
-    (void)module;
+static PyObject *py_check_block(PyObject *Py_UNUSED(module), PyObject *argument) {
     Py_buffer block;
     if (PyObject_GetBuffer(argument, &block, PyBUF_SIMPLE) < 0) {
         return NULL;
@@ -200,8 +199,7 @@ static Py_ssize_t import_records(WriterObject *self, struct block_cursor *cursor
  * committed, from number `first` of the block on, at most `limit`. Waits for space for the first one
  * only. The block was checked before. `entries` are what relay_intend gave for these records, whose
  * end the collector then notes there. */
-static PyObject *py_import_block(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_import_block(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object, *timeout;
     Py_buffer block, entries = {0};
     Py_ssize_t first, limit;
@@ -237,12 +235,8 @@ static PyObject *py_import_block(PyObject *module, PyObject *args) {
     return done < 0 ? NULL : PyLong_FromSsize_t(done);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_import_functions[] = {
     {"check_block", py_check_block, METH_O, NULL},
     {"import_block", py_import_block, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_import_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

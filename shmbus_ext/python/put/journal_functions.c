@@ -8,28 +8,10 @@
 #include "ring/recovery.h"
 #include "ring/relay_journal.h"
 
-/* A segment that this process may write; false with an exception. */
-static bool take_segment(PyObject *object, SegmentObject **segment) {
-    if (!PyObject_TypeCheck(object, &SegmentType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Segment");
-        return false;
-    }
-    *segment = (SegmentObject *)object;
-    if (!py_segment_usable(*segment, "handle")) {
-        return false;
-    }
-    if ((*segment)->c.read_only) {
-        PyErr_Format(PyExc_TypeError, "bus '%U' is mapped read-only here", (*segment)->name);
-        return false;
-    }
-    return true;
-}
-
 /* relay_begin(segment) -> int | None: the incarnation of this sink; None where there is another. */
-static PyObject *py_relay_begin(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_relay_begin(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
-    if (!take_segment(object, &segment)) {
+    if (!py_take_writable(object, &segment)) {
         return NULL;
     }
     enum relay_begun begun;
@@ -42,27 +24,13 @@ static PyObject *py_relay_begin(PyObject *module, PyObject *object) {
     if (begun == RELAY_BUSY) {
         Py_RETURN_NONE;
     }
-    return PyLong_FromUnsignedLongLong(
-        atomic_load_explicit(&segment->c.relay->incarnation, memory_order_relaxed));
-}
-
-/* relay_end(segment): another process may be the sink. */
-static PyObject *py_relay_end(PyObject *module, PyObject *object) {
-    (void)module;
-    SegmentObject *segment;
-    if (!take_segment(object, &segment)) {
-        return NULL;
-    }
-    relay_end(&segment->c);
-    Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(RELAXED(segment->c.relay->incarnation));
 }
 
 /* relay_bind(writer): its lane is the one that the sink puts into. */
-static PyObject *py_relay_bind(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_relay_bind(PyObject *Py_UNUSED(module), PyObject *object) {
     if (!PyObject_TypeCheck(object, &WriterType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Writer");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "expected a Writer");
     }
     WriterObject *writer = (WriterObject *)object;
     if (!py_writer_usable(writer)) {
@@ -75,16 +43,14 @@ static PyObject *py_relay_bind(PyObject *module, PyObject *object) {
 /* Whether the packed entries are numbers of this journal, or RELAY_NEW where that may be. */
 static bool entries_hold(const SegmentObject *segment, const Py_buffer *packed, bool new_too) {
     if (packed->len % (Py_ssize_t)sizeof(uint32_t) != 0) {
-        PyErr_SetString(PyExc_ValueError, "entries: expected 4 bytes each");
-        return false;
+        return py_refuse(PyExc_ValueError, "entries: expected 4 bytes each");
     }
     for (Py_ssize_t i = 0; i < packed->len; i += (Py_ssize_t)sizeof(uint32_t)) {
         uint32_t entry;
         memcpy(&entry, (const uint8_t *)packed->buf + i, sizeof entry);
         if (entry >= segment->c.relay_entry_count && !(new_too && entry == RELAY_NEW)) {
-            PyErr_Format(PyExc_ValueError, "entry: expected less than %u, got %u",
-                         segment->c.relay_entry_count, entry);
-            return false;
+            return py_refuse(PyExc_ValueError, "entry: expected less than %u, got %u",
+                             segment->c.relay_entry_count, entry);
         }
     }
     return true;
@@ -109,8 +75,7 @@ static struct relay_origin *unpack_origins(const Py_buffer *packed) {
 
 /* relay_intend(writer, origins, entries) -> bytes | None: the entries' numbers. Origins are one
  * behind the other (ring/origin.h). None where the journal has no room for them. */
-static PyObject *py_relay_intend(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_relay_intend(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     Py_buffer origins, entries;
     if (!PyArg_ParseTuple(args, "O!y*y*", &WriterType, &object, &origins, &entries)) {
@@ -139,13 +104,11 @@ static PyObject *py_relay_intend(PyObject *module, PyObject *args) {
 
 /* relay_drop(segment, origins, reason) -> bytes | None: the entries of records that are not put, and
  * have ended for that reason. */
-static PyObject *py_relay_drop(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *object;
+static PyObject *py_relay_drop(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     Py_buffer origins;
     int reason;
-    if (!PyArg_ParseTuple(args, "Oy*i", &object, &origins, &reason)) {
+    if (!PyArg_ParseTuple(args, "O&y*i", py_take_writable, &segment, &origins, &reason)) {
         return NULL;
     }
     PyObject *result = NULL;
@@ -154,7 +117,7 @@ static PyObject *py_relay_drop(PyObject *module, PyObject *args) {
     if (origins.len % (Py_ssize_t)RELAY_ORIGIN_BYTES != 0 || reason < 0 ||
         reason >= SHMBUS_REASONS) {
         PyErr_SetString(PyExc_ValueError, "relay_drop: expected origins of 32 bytes, and a reason");
-    } else if (take_segment(object, &segment) && (each = unpack_origins(&origins)) != NULL) {
+    } else if ((each = unpack_origins(&origins)) != NULL) {
         result = PyBytes_FromStringAndSize(NULL, n * (Py_ssize_t)sizeof(uint32_t));
     }
     if (result != NULL &&
@@ -168,8 +131,7 @@ static PyObject *py_relay_drop(PyObject *module, PyObject *args) {
 }
 
 /* relay_settle(writer, entries): those that were committed are settled. */
-static PyObject *py_relay_settle(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_relay_settle(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     Py_buffer entries;
     if (!PyArg_ParseTuple(args, "O!y*", &WriterType, &object, &entries)) {
@@ -186,15 +148,13 @@ static PyObject *py_relay_settle(PyObject *module, PyObject *args) {
 }
 
 /* relay_forget(segment, entries): their sources hold them no more, or nobody will put them. */
-static PyObject *py_relay_forget(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *object;
+static PyObject *py_relay_forget(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     Py_buffer entries;
-    if (!PyArg_ParseTuple(args, "Oy*", &object, &entries)) {
+    if (!PyArg_ParseTuple(args, "O&y*", py_take_writable, &segment, &entries)) {
         return NULL;
     }
-    bool good = take_segment(object, &segment) && entries_hold(segment, &entries, false);
+    bool good = entries_hold(segment, &entries, false);
     if (good) {
         relay_forget(&segment->c, entries.buf, (uint32_t)((size_t)entries.len / sizeof(uint32_t)));
     }
@@ -204,10 +164,9 @@ static PyObject *py_relay_forget(PyObject *module, PyObject *args) {
 
 /* relay_notes(segment) -> list[(entry, origin, state, ended)]: all that is in force; `ended` is the
  * number of a reason, or -1. */
-static PyObject *py_relay_notes(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_relay_notes(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
-    if (!take_segment(object, &segment)) {
+    if (!py_take_writable(object, &segment)) {
         return NULL;
     }
     PyObject *notes = PyList_New(0);
@@ -218,13 +177,9 @@ static PyObject *py_relay_notes(PyObject *module, PyObject *object) {
         }
         char origin[RELAY_ORIGIN_BYTES];
         origin_pack(origin, note.origin.identity, note.origin.producer_id, note.origin.sequence);
-        PyObject *item = Py_BuildValue("(Iy#ii)", i, origin, (Py_ssize_t)sizeof origin,
-                                       (int)note.state,
-                                       note.ended > SHMBUS_REASONS ? -1 : (int)note.ended - 1);
-        if (item == NULL || PyList_Append(notes, item) < 0) {
-            Py_CLEAR(notes);
-        }
-        Py_XDECREF(item);
+        py_list_add(&notes,
+                    Py_BuildValue("(Iy#ii)", i, origin, (Py_ssize_t)sizeof origin, (int)note.state,
+                                  note.ended > SHMBUS_REASONS ? -1 : (int)note.ended - 1));
     }
     return notes;
 }
@@ -244,10 +199,9 @@ static PyObject *pack_ends(const uint32_t (*pairs)[2], uint32_t n, uint32_t reas
 }
 
 /* relay_ends(segment) -> dict[reason, entries]: settled entries whose records have ended, packed. */
-static PyObject *py_relay_ends(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_relay_ends(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
-    if (!take_segment(object, &segment)) {
+    if (!py_take_writable(object, &segment)) {
         return NULL;
     }
     uint32_t n = 0, counts[SHMBUS_REASONS] = {0};
@@ -257,9 +211,8 @@ static PyObject *py_relay_ends(PyObject *module, PyObject *object) {
     }
     for (uint32_t i = 0; i < segment->c.relay_entry_count; i++) {
         struct relay_note note;
-        if (atomic_load_explicit(&segment->c.relay_entries[i].ended, memory_order_relaxed) == 0 ||
-            !relay_read(&segment->c, i, &note) || note.state != RELAY_SETTLED ||
-            note.ended == 0 || note.ended > SHMBUS_REASONS) {
+        if (RELAXED(segment->c.relay_entries[i].ended) == 0 || !relay_read(&segment->c, i, &note) ||
+            note.state != RELAY_SETTLED || note.ended == 0 || note.ended > SHMBUS_REASONS) {
             continue;
         }
         pairs[n][0] = i;
@@ -285,55 +238,41 @@ static PyObject *py_relay_ends(PyObject *module, PyObject *object) {
 
 /* relay_words(segment) -> (entries, writer, incarnation, source_incarnation, term, ended, seen_ns,
  * figures): what the journal says beside its entries. */
-static PyObject *py_relay_words(PyObject *module, PyObject *object) {
-    (void)module;
-    if (!PyObject_TypeCheck(object, &SegmentType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Segment");
-        return NULL;
-    }
-    SegmentObject *segment = (SegmentObject *)object;
-    if (!py_segment_usable(segment, "handle")) {
+static PyObject *py_relay_words(PyObject *Py_UNUSED(module), PyObject *object) {
+    SegmentObject *segment;
+    if (!py_take_segment(object, &segment)) {
         return NULL;
     }
     struct relay_journal *journal = segment->c.relay;
     PyObject *figures = PyTuple_New(SHMBUS_RELAY_FIGURES);
     for (int i = 0; figures != NULL && i < (int)SHMBUS_RELAY_FIGURES; i++) {
-        PyObject *figure = PyLong_FromUnsignedLongLong(
-            atomic_load_explicit(&journal->figures[i], memory_order_relaxed));
-        if (figure == NULL) {
-            Py_CLEAR(figures);
-        } else {
-            PyTuple_SET_ITEM(figures, i, figure);
-        }
+        py_tuple_set(&figures, i, PyLong_FromUnsignedLongLong(RELAXED(journal->figures[i])));
     }
     if (figures == NULL) {
         return NULL;
     }
-    return Py_BuildValue(
-        "(IKKKLKKN)", segment->c.relay_entry_count,
-        (unsigned long long)atomic_load_explicit(&journal->writer, memory_order_acquire),
-        (unsigned long long)atomic_load_explicit(&journal->incarnation, memory_order_relaxed),
-        (unsigned long long)atomic_load_explicit(&journal->source_incarnation,
-                                                 memory_order_relaxed),
-        (long long)atomic_load_explicit(&journal->term, memory_order_relaxed),
-        (unsigned long long)atomic_load_explicit(&journal->ended, memory_order_acquire),
-        (unsigned long long)atomic_load_explicit(&journal->seen_ns, memory_order_relaxed), figures);
+    return Py_BuildValue("(IKKKLKKN)", segment->c.relay_entry_count,
+                         U64(atomic_load_explicit(&journal->writer, memory_order_acquire)),
+                         U64(RELAXED(journal->incarnation)),
+                         U64(RELAXED(journal->source_incarnation)),
+                         (long long)RELAXED(journal->term),
+                         U64(atomic_load_explicit(&journal->ended, memory_order_acquire)),
+                         U64(RELAXED(journal->seen_ns)), figures);
 }
 
 /* relay_note(segment, term, seen_ns, figures): for the sink's successor, and for messages. */
-static PyObject *py_relay_note(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *object, *figures;
+static PyObject *py_relay_note(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *figures;
     SegmentObject *segment;
     long long term;
     unsigned long long seen_ns;
-    if (!PyArg_ParseTuple(args, "OLKO!", &object, &term, &seen_ns, &PyTuple_Type, &figures) ||
-        !take_segment(object, &segment)) {
+    if (!PyArg_ParseTuple(args, "O&LKO!", py_take_writable, &segment, &term, &seen_ns,
+                          &PyTuple_Type, &figures)) {
         return NULL;
     }
     if (PyTuple_GET_SIZE(figures) > (Py_ssize_t)SHMBUS_RELAY_FIGURES) {
-        PyErr_SetString(PyExc_ValueError, "figures: there are more than the journal has room for");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError,
+                            "figures: there are more than the journal has room for");
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(figures); i++) {
         unsigned long long figure = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(figures, i));
@@ -348,10 +287,9 @@ static PyObject *py_relay_note(PyObject *module, PyObject *args) {
 }
 
 /* relay_next_source(segment) -> int: greater than that of any earlier relay that read this bus. */
-static PyObject *py_relay_next_source(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_relay_next_source(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
-    if (!take_segment(object, &segment)) {
+    if (!py_take_writable(object, &segment)) {
         return NULL;
     }
     return PyLong_FromUnsignedLongLong(
@@ -360,8 +298,7 @@ static PyObject *py_relay_next_source(PyObject *module, PyObject *object) {
 }
 
 /* relay_journal_bytes(capacity) -> int: what the journal of a bus of so many bytes takes. */
-static PyObject *py_relay_journal_bytes(PyObject *module, PyObject *argument) {
-    (void)module;
+static PyObject *py_relay_journal_bytes(PyObject *Py_UNUSED(module), PyObject *argument) {
     unsigned long long capacity = PyLong_AsUnsignedLongLong(argument);
     if (capacity == (unsigned long long)-1 && PyErr_Occurred()) {
         return NULL;
@@ -370,10 +307,9 @@ static PyObject *py_relay_journal_bytes(PyObject *module, PyObject *argument) {
                                        relay_entries_of(capacity) * sizeof(struct relay_entry));
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_relay_functions[] = {
     {"relay_journal_bytes", py_relay_journal_bytes, METH_O, NULL},
     {"relay_begin", py_relay_begin, METH_O, NULL},
-    {"relay_end", py_relay_end, METH_O, NULL},
     {"relay_bind", py_relay_bind, METH_O, NULL},
     {"relay_intend", py_relay_intend, METH_VARARGS, NULL},
     {"relay_drop", py_relay_drop, METH_VARARGS, NULL},
@@ -387,9 +323,9 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-bool py_relay_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0 &&
-           PyModule_AddIntConstant(module, "RELAY_INTENDED", RELAY_INTENDED) == 0 &&
-           PyModule_AddIntConstant(module, "RELAY_OWED", RELAY_OWED) == 0 &&
-           PyModule_AddIntConstant(module, "RELAY_SETTLED", RELAY_SETTLED) == 0;
-}
+const struct named_value py_relay_constants[] = {
+    {"RELAY_INTENDED", RELAY_INTENDED},
+    {"RELAY_OWED", RELAY_OWED},
+    {"RELAY_SETTLED", RELAY_SETTLED},
+    {NULL, 0},
+};

@@ -270,9 +270,12 @@ extern PyTypeObject WriterType;
 /* What module.c adds. */
 bool py_arguments_add_constants(PyObject *module);
 bool py_plan_fields_add_constants(PyObject *module);
-bool py_begun_add_functions(PyObject *module);
-bool py_convert_add_functions(PyObject *module);
-bool py_import_add_functions(PyObject *module);
-bool py_relay_add_functions(PyObject *module);
+extern const struct named_value py_begun_constants[];
+extern PyMethodDef py_begun_functions[];
+bool py_begun_add_objects(PyObject *module);
+extern PyMethodDef py_convert_functions[];
+extern PyMethodDef py_import_functions[];
+extern PyMethodDef py_relay_functions[];
+extern const struct named_value py_relay_constants[];
 
 #endif

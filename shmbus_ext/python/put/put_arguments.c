@@ -29,7 +29,8 @@ bool py_arguments_init(void) {
 }
 
 bool py_arguments_add_constants(PyObject *module) {
-    return PyModule_AddObjectRef(module, "ROW_LENGTHS", word_row_lengths) == 0;
+    return PyModule_AddObjectRef(module, "ROW_LENGTHS", word_row_lengths) == 0 &&
+           PyModule_AddStringConstant(module, "SHARED_PREFIX", SHMBUS_SHARED_PREFIX) == 0;
 }
 
 void py_arguments_begin(struct put_arguments *self) {
@@ -119,10 +120,9 @@ bool py_parse_policy_versions(PyObject *value, int64_t *oldest, uint32_t *span) 
     }
     int64_t newest;
     if (PySequence_Fast_GET_SIZE(value) != 2) {
-        PyErr_Format(PyExc_ValueError,
-                     "policy_version: expected an int, or two: the oldest and the newest, got %R",
-                     value);
-        return false;
+        return py_refuse(
+            PyExc_ValueError,
+            "policy_version: expected an int, or two: the oldest and the newest, got %R", value);
     }
     /* Converting runs code of the caller's, which may empty the list. */
     PyObject *pair = PySequence_Tuple(value);
@@ -163,9 +163,8 @@ static PyObject *score_item(PyObject *value) {
 
 static bool score_of_number(PyObject *value, double *number) {
     if (!PyNumber_Check(value) || PyComplex_Check(value)) {
-        PyErr_Format(PyExc_TypeError, "score: expected a float, got %.100s",
-                     Py_TYPE(value)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "score: expected a float, got %.100s",
+                         Py_TYPE(value)->tp_name);
     }
     *number = PyFloat_AsDouble(value);
     if (*number == -1.0 && PyErr_Occurred()) {
@@ -200,11 +199,11 @@ bool py_parse_score(PyObject *value, double *score) {
         return false;
     }
     if (!isfinite(number)) {
-        PyErr_Format(PyExc_ValueError,
-                     "score: expected a finite number, got %S; a sample without a reward should "
-                     "not be put, and one that is scored later is put with score=None",
-                     value);
-        return false;
+        return py_refuse(
+            PyExc_ValueError,
+            "score: expected a finite number, got %S; a sample without a reward should "
+            "not be put, and one that is scored later is put with score=None",
+            value);
     }
     *score = number;
     return true;
@@ -221,9 +220,8 @@ bool py_parse_timeout(PyObject *value, double *timeout_s) {
         return true;
     }
     if (!PyNumber_Check(value) || PyComplex_Check(value)) {
-        PyErr_Format(PyExc_TypeError, "timeout: expected seconds or None, got %.100s",
-                     Py_TYPE(value)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "timeout: expected seconds or None, got %.100s",
+                         Py_TYPE(value)->tp_name);
     }
     *timeout_s = PyFloat_AsDouble(value);
     if (*timeout_s == -1.0 && PyErr_Occurred()) {
@@ -231,10 +229,9 @@ bool py_parse_timeout(PyObject *value, double *timeout_s) {
         return false;
     }
     if (!(*timeout_s >= 0.0)) {
-        PyErr_Format(PyExc_ValueError,
-                     "timeout: expected 0 or more seconds, or None to wait for ever, got %R",
-                     value);
-        return false;
+        return py_refuse(PyExc_ValueError,
+                         "timeout: expected 0 or more seconds, or None to wait for ever, got %R",
+                         value);
     }
     if (isinf(*timeout_s)) {
         *timeout_s = -1.0;
@@ -248,9 +245,8 @@ static PyObject *id_text(PyObject *value) {
         PyIndex_Check(value)) {
         return PyNumber_ToBase(value, 10);
     }
-    PyErr_Format(PyExc_TypeError, "instance_id: expected a str or an int, got %.100s",
-                 Py_TYPE(value)->tp_name);
-    return NULL;
+    return PyErr_Format(PyExc_TypeError, "instance_id: expected a str or an int, got %.100s",
+                        Py_TYPE(value)->tp_name);
 }
 
 bool py_parse_round(PyObject *value, int64_t *round) {
@@ -297,9 +293,9 @@ bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
 
 bool py_arguments_take_field(struct put_arguments *self, PyObject *name, PyObject *value) {
     if (self->array_count == SHMBUS_MAX_FIELDS) {
-        PyErr_Format(PyExc_ValueError, "expected at most %u array fields; put the rest into meta",
-                     SHMBUS_MAX_FIELDS);
-        return false;
+        return py_refuse(PyExc_ValueError,
+                         "expected at most %u array fields; put the rest into meta",
+                         SHMBUS_MAX_FIELDS);
     }
     uint32_t i = self->array_count;
     self->names[i] = Py_NewRef(name);
@@ -310,11 +306,10 @@ bool py_arguments_take_field(struct put_arguments *self, PyObject *name, PyObjec
 }
 
 static bool refuse_row_lengths(void) {
-    PyErr_Format(PyExc_ValueError,
-                 "%U: this field is made of rows=, and cannot be given; pass "
-                 "rows=[{...}, {...}], or call the array something else",
-                 word_row_lengths);
-    return false;
+    return py_refuse(PyExc_ValueError,
+                     "%U: this field is made of rows=, and cannot be given; pass "
+                     "rows=[{...}, {...}], or call the array something else",
+                     word_row_lengths);
 }
 
 static bool take_split(struct put_arguments *self, PyObject *value) {
@@ -396,8 +391,7 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
     }
     if (name == word_instance_id) {
         if (self->id_object != NULL) {
-            PyErr_SetString(PyExc_TypeError, "got two values for the argument 'instance_id'");
-            return false;
+            return py_refuse(PyExc_TypeError, "got two values for the argument 'instance_id'");
         }
         return py_arguments_take_id(self, value);
     }
@@ -417,18 +411,15 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
 
 bool py_arguments_take_mapping(struct put_arguments *arguments, PyObject *item) {
     if (!PyDict_Check(item)) {
-        PyErr_Format(PyExc_TypeError,
-                     "expected a dict of put's arguments, got %.100s",
-                     Py_TYPE(item)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "expected a dict of put's arguments, got %.100s",
+                         Py_TYPE(item)->tp_name);
     }
     PyObject *key, *value;
     Py_ssize_t position = 0;
     while (PyDict_Next(item, &position, &key, &value)) {
         if (!PyUnicode_Check(key)) {
-            PyErr_Format(PyExc_TypeError, "expected str keys, got %.100s",
-                         Py_TYPE(key)->tp_name);
-            return false;
+            return py_refuse(PyExc_TypeError, "expected str keys, got %.100s",
+                             Py_TYPE(key)->tp_name);
         }
         Py_INCREF(key);
         Py_INCREF(value);
@@ -446,33 +437,29 @@ bool py_arguments_take_mapping(struct put_arguments *arguments, PyObject *item) 
  * must be told from the next group's. */
 static bool check_need(const struct record_spec *spec) {
     if (spec->need > spec->group_size) {
-        PyErr_Format(PyExc_ValueError, "need: expected 1 to %u for group_size=%u, got %u",
-                     spec->group_size, spec->group_size, spec->need);
-        return false;
+        return py_refuse(PyExc_ValueError, "need: expected 1 to %u for group_size=%u, got %u",
+                         spec->group_size, spec->group_size, spec->need);
     }
     if (spec->need != 0 && spec->need < spec->group_size && spec->round == SHMBUS_NO_ROUND) {
-        PyErr_Format(PyExc_ValueError,
-                     "need: %u of group_size=%u needs a round, by which a late sample is told "
-                     "from the prompt's next group; pass round=, such as producer.next_round() "
-                     "once for the group, or use put_group",
-                     spec->need, spec->group_size);
-        return false;
+        return py_refuse(PyExc_ValueError,
+                         "need: %u of group_size=%u needs a round, by which a late sample is told "
+                         "from the prompt's next group; pass round=, such as producer.next_round() "
+                         "once for the group, or use put_group",
+                         spec->need, spec->group_size);
     }
     return true;
 }
 
 bool py_arguments_finish_head(struct put_arguments *self) {
     if (self->id_object == NULL || !self->has_group_size || !self->has_index) {
-        PyErr_Format(PyExc_TypeError, "missing the argument '%s'",
-                     self->id_object == NULL ? "instance_id"
-                     : !self->has_group_size ? "group_size"
-                                             : "index");
-        return false;
+        return py_refuse(PyExc_TypeError, "missing the argument '%s'",
+                         self->id_object == NULL ? "instance_id"
+                         : !self->has_group_size ? "group_size"
+                                                 : "index");
     }
     if (self->spec.index >= self->spec.group_size) {
-        PyErr_Format(PyExc_ValueError, "index: expected 0 to %u for group_size=%u, got %u",
-                     self->spec.group_size - 1, self->spec.group_size, self->spec.index);
-        return false;
+        return py_refuse(PyExc_ValueError, "index: expected 0 to %u for group_size=%u, got %u",
+                         self->spec.group_size - 1, self->spec.group_size, self->spec.index);
     }
     if (!check_need(&self->spec)) {
         return false;
@@ -483,8 +470,7 @@ bool py_arguments_finish_head(struct put_arguments *self) {
             return false;
         }
         if (!PyBytes_Check(self->meta_encoded)) {
-            PyErr_SetString(PyExc_TypeError, "meta: the encoder must give bytes");
-            return false;
+            return py_refuse(PyExc_TypeError, "meta: the encoder must give bytes");
         }
         self->spec.meta_bytes = (uint64_t)PyBytes_GET_SIZE(self->meta_encoded);
     }
@@ -526,9 +512,7 @@ bool py_plan_fields_add_constants(PyObject *module) {
             Py_CLEAR(dtypes);
         }
     }
-    bool added = dtypes != NULL && PyModule_AddObjectRef(module, "STANDARD_DTYPES", dtypes) == 0;
-    Py_XDECREF(dtypes);
-    return added;
+    return py_add_object(module, "STANDARD_DTYPES", dtypes);
 }
 
 static PyObject *as_array(PyObject *name, PyObject *value, bool declared) {
@@ -736,17 +720,16 @@ static bool plan_declared_fields(struct put_arguments *self, DeclaredSchemaObjec
 
 bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim) {
     if (ndim > (Py_ssize_t)SHMBUS_MAX_NDIM) {
-        PyErr_Format(PyExc_ValueError, "%U: expected at most %u dimensions, got %zd", name,
-                     SHMBUS_MAX_NDIM, ndim);
-        return false;
+        return py_refuse(PyExc_ValueError, "%U: expected at most %u dimensions, got %zd", name,
+                         SHMBUS_MAX_NDIM, ndim);
     }
     if (words + 1 + (uint64_t)ndim > SHMBUS_MAX_SHAPE_WORDS) {
-        PyErr_Format(PyExc_ValueError,
-                     "%U: expected at most %u words of shapes in a record, one a field and one a "
-                     "dimension, got %zd with this field of %zd dimensions; give fewer fields, or "
-                     "flatten some",
-                     name, SHMBUS_MAX_SHAPE_WORDS, (Py_ssize_t)words + 1 + ndim, ndim);
-        return false;
+        return py_refuse(
+            PyExc_ValueError,
+            "%U: expected at most %u words of shapes in a record, one a field and one a "
+            "dimension, got %zd with this field of %zd dimensions; give fewer fields, or "
+            "flatten some",
+            name, SHMBUS_MAX_SHAPE_WORDS, (Py_ssize_t)words + 1 + ndim, ndim);
     }
     return true;
 }
@@ -800,10 +783,9 @@ bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache,
         return false;
     }
     if (!record_plan(spec)) {
-        PyErr_SetString(hooks.too_large_error,
-                        "the record's parts add up to more than a record can hold (2^48 bytes a "
-                        "field, 4 GiB of meta); split it");
-        return false;
+        return py_refuse(hooks.too_large_error,
+                         "the record's parts add up to more than a record can hold (2^48 bytes a "
+                         "field, 4 GiB of meta); split it");
     }
     return true;
 }

@@ -196,10 +196,10 @@ PyObject *py_writer_put_many(WriterObject *self, PyObject *args, PyObject *kwarg
         return NULL;
     }
     if (Py_TYPE(sequence)->tp_iter == NULL && !PySequence_Check(sequence)) {
-        PyErr_Format(PyExc_TypeError,
-                     "put_many: expected an iterable of dicts of put's arguments, got %.100s",
-                     Py_TYPE(sequence)->tp_name);
-        return NULL;
+        return PyErr_Format(
+            PyExc_TypeError,
+            "put_many: expected an iterable of dicts of put's arguments, got %.100s",
+            Py_TYPE(sequence)->tp_name);
     }
     PyObject *items = PySequence_List(sequence);
     if (items == NULL) {
@@ -285,13 +285,12 @@ static bool read_samples(WriterObject *self, struct whole_group *group, PyObject
 static bool claim(WriterObject *self, struct whole_group *group, double timeout_s) {
     uint64_t limit = self->segment->c.record_limit;
     if (group->bytes > limit) {
-        PyErr_Format(hooks.too_large_error,
-                     "bus '%U': a group that is put whole takes at most %llu bytes, this one needs "
-                     "%llu; put its samples with put_many and a round from next_round(), or "
-                     "create the bus with a larger capacity (a group may take a quarter of it)",
-                     self->segment->name, (unsigned long long)limit,
-                     (unsigned long long)group->bytes);
-        return false;
+        return py_refuse(
+            hooks.too_large_error,
+            "bus '%U': a group that is put whole takes at most %llu bytes, this one needs "
+            "%llu; put its samples with put_many and a round from next_round(), or "
+            "create the bus with a larger capacity (a group may take a quarter of it)",
+            self->segment->name, U64(limit), U64(group->bytes));
     }
     struct wanted_room wanted = py_writer_wants(self, &group->samples[0]);
     wanted.bytes = group->bytes;
@@ -330,9 +329,8 @@ PyObject *py_writer_put_group(WriterObject *self, PyObject *args) {
     }
     struct whole_group group = {.count = PyList_GET_SIZE(items)};
     if (group.count < 1 || group.count > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
-        PyErr_Format(PyExc_ValueError, "samples: expected 1 to %u, got %zd", SHMBUS_MAX_GROUP_SIZE,
-                     group.count);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "samples: expected 1 to %u, got %zd",
+                            SHMBUS_MAX_GROUP_SIZE, group.count);
     }
     group.samples = PyMem_Malloc((size_t)group.count * sizeof *group.samples);
     group.at = PyMem_Malloc((size_t)group.count * sizeof *group.at);
@@ -366,8 +364,7 @@ PyObject *py_writer_cancelled(WriterObject *self, PyObject *args, PyObject *kwar
         return NULL;
     }
     if (round == NULL) {
-        PyErr_SetString(PyExc_TypeError, "missing the argument 'round'");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "missing the argument 'round'");
     }
     uint32_t number = SHMBUS_SPLIT_TRAIN;
     if (split != Py_None) {

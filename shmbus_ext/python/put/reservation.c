@@ -68,9 +68,8 @@ static void py_reservation_finish(ReservationObject *self, bool commit) {
 
 static bool py_reservation_usable(ReservationObject *self) {
     if (self->ended) {
-        PyErr_SetString(hooks.closed_error,
-                        "this reservation has been committed or aborted; reserve a new one");
-        return false;
+        return py_refuse(hooks.closed_error,
+                         "this reservation has been committed or aborted; reserve a new one");
     }
     return py_writer_usable(self->writer);
 }
@@ -221,9 +220,8 @@ static int py_reservation_index_of(ReservationObject *self, PyObject *name) {
 }
 
 /* Not an assignment of one's own array: what is to be committed is in the ring already. */
-static int py_reservation_assign(ReservationObject *self, PyObject *name, PyObject *value) {
-    (void)self;
-    (void)value;
+static int py_reservation_assign(ReservationObject *Py_UNUSED(self), PyObject *name,
+                                 PyObject *Py_UNUSED(value)) {
     PyErr_Format(PyExc_TypeError,
                  "a field of a reservation cannot be replaced; write into its view: slot[%R][:] = "
                  "...",
@@ -266,10 +264,9 @@ static PyObject *py_reservation_resize(ReservationObject *self, PyObject *args) 
     }
     PyArrayObject *array = self->arrays[field];
     if (PyArray_NDIM(array) < 1 || length < 0 || length > PyArray_DIM(array, 0)) {
-        PyErr_Format(PyExc_ValueError, "%U: expected 0 to %zd elements, got %R", name,
-                     PyArray_NDIM(array) < 1 ? (Py_ssize_t)0 : (Py_ssize_t)PyArray_DIM(array, 0),
-                     given);
-        return NULL;
+        return PyErr_Format(
+            PyExc_ValueError, "%U: expected 0 to %zd elements, got %R", name,
+            PyArray_NDIM(array) < 1 ? (Py_ssize_t)0 : (Py_ssize_t)PyArray_DIM(array, 0), given);
     }
     uint64_t *shape = (uint64_t *)(void *)((uint8_t *)self->at.record + sizeof *self->at.record) +
                       self->shape_at[field];
@@ -296,13 +293,11 @@ static PyObject *py_reservation_end(ReservationObject *self, bool commit) {
     Py_RETURN_NONE;
 }
 
-static PyObject *py_reservation_commit(ReservationObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reservation_commit(ReservationObject *self, PyObject *Py_UNUSED(ignored)) {
     return py_reservation_end(self, true);
 }
 
-static PyObject *py_reservation_abort(ReservationObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reservation_abort(ReservationObject *self, PyObject *Py_UNUSED(ignored)) {
     return py_reservation_end(self, false);
 }
 
@@ -331,25 +326,23 @@ static PyObject *py_reservation_exit(ReservationObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *py_reservation_enter(ReservationObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reservation_enter(ReservationObject *self, PyObject *Py_UNUSED(ignored)) {
     return py_reservation_usable(self) ? Py_NewRef((PyObject *)self) : NULL;
 }
 
-static PyObject *py_reservation_get_score(ReservationObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_reservation_get_score(ReservationObject *self, void *Py_UNUSED(ignored)) {
     return isnan(self->score) ? Py_NewRef(Py_None) : PyFloat_FromDouble(self->score);
 }
 
-static int py_reservation_set_score(ReservationObject *self, PyObject *value, void *ignored) {
-    (void)ignored;
+static int py_reservation_set_score(ReservationObject *self, PyObject *value,
+                                    void *Py_UNUSED(ignored)) {
     bool set = py_is_given(value, "score") && py_reservation_usable(self) &&
                py_parse_score(value, &self->score);
     return set ? 0 : -1;
 }
 
-static PyObject *py_reservation_get_policy_version(ReservationObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_reservation_get_policy_version(ReservationObject *self,
+                                                   void *Py_UNUSED(ignored)) {
     return self->version_span == 0
                ? PyLong_FromLongLong(self->policy_version)
                : Py_BuildValue("(LL)", (long long)self->policy_version,
@@ -357,15 +350,14 @@ static PyObject *py_reservation_get_policy_version(ReservationObject *self, void
 }
 
 static int py_reservation_set_policy_version(ReservationObject *self, PyObject *value,
-                                             void *ignored) {
-    (void)ignored;
+                                             void *Py_UNUSED(ignored)) {
     bool set = py_is_given(value, "policy_version") && py_reservation_usable(self) &&
                py_parse_policy_versions(value, &self->policy_version, &self->version_span);
     return set ? 0 : -1;
 }
 
-static int py_reservation_set_meta(ReservationObject *self, PyObject *value, void *ignored) {
-    (void)ignored;
+static int py_reservation_set_meta(ReservationObject *self, PyObject *value,
+                                   void *Py_UNUSED(ignored)) {
     if (!py_reservation_usable(self)) {
         return -1;
     }
@@ -417,20 +409,16 @@ static void py_reservation_dealloc(ReservationObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyObject *py_reservation_get_ended(ReservationObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_reservation_get_ended(ReservationObject *self, void *Py_UNUSED(ignored)) {
     return PyBool_FromLong(self->ended);
 }
 
 static PyMethodDef reservation_methods[] = {
-    {"resize", (PyCFunction)(void (*)(void))py_reservation_resize, METH_VARARGS,
-     DOC_Reservation_resize},
-    {"commit", (PyCFunction)(void (*)(void))py_reservation_commit, METH_NOARGS,
-     DOC_Reservation_commit},
-    {"abort", (PyCFunction)(void (*)(void))py_reservation_abort, METH_NOARGS,
-     DOC_Reservation_abort},
-    {"__enter__", (PyCFunction)(void (*)(void))py_reservation_enter, METH_NOARGS, NULL},
-    {"__exit__", (PyCFunction)(void (*)(void))py_reservation_exit, METH_VARARGS, NULL},
+    METHOD("resize", py_reservation_resize, METH_VARARGS, DOC_Reservation_resize),
+    METHOD("commit", py_reservation_commit, METH_NOARGS, DOC_Reservation_commit),
+    METHOD("abort", py_reservation_abort, METH_NOARGS, DOC_Reservation_abort),
+    METHOD("__enter__", py_reservation_enter, METH_NOARGS, NULL),
+    METHOD("__exit__", py_reservation_exit, METH_VARARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -552,9 +540,8 @@ bool py_plan_reservation(WriterObject *self, struct put_arguments *arguments, Py
     }
     if (count > (Py_ssize_t)SHMBUS_MAX_FIELDS || PyTuple_GET_SIZE(fields->dtypes) != count ||
         PyTuple_GET_SIZE(fields->shapes) != count) {
-        PyErr_Format(PyExc_ValueError, "fields: expected at most %u, got %zd", SHMBUS_MAX_FIELDS,
-                     count);
-        return false;
+        return py_refuse(PyExc_ValueError, "fields: expected at most %u, got %zd",
+                         SHMBUS_MAX_FIELDS, count);
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         names[i] = PyTuple_GET_ITEM(fields->names, i);
@@ -580,8 +567,7 @@ bool py_plan_reservation(WriterObject *self, struct put_arguments *arguments, Py
     }
     spec->meta_bytes = meta_room > spec->meta_bytes ? meta_room : spec->meta_bytes;
     if (!record_plan(spec)) {
-        PyErr_SetString(hooks.too_large_error, "the reservation is larger than any record");
-        return false;
+        return py_refuse(hooks.too_large_error, "the reservation is larger than any record");
     }
     return true;
 }

@@ -75,8 +75,7 @@ static int py_restorer_init(RestorerObject *self, PyObject *args, PyObject *kwar
 
 static bool py_restorer_usable(RestorerObject *self) {
     if (!self->attached) {
-        PyErr_SetString(hooks.closed_error, "this restorer is closed; make a new one");
-        return false;
+        return py_refuse(hooks.closed_error, "this restorer is closed; make a new one");
     }
     return py_segment_usable(self->segment, "restorer");
 }
@@ -137,9 +136,8 @@ static bool copy_fields(const struct put_arguments *a, struct record_header *rec
         }
         PyBuffer_Release(&data);
         if (!fits) {
-            PyErr_Format(PyExc_ValueError, "field %u: expected %llu bytes", i,
-                         (unsigned long long)a->field_bytes[i]);
-            return false;
+            return py_refuse(PyExc_ValueError, "field %u: expected %llu bytes", i,
+                             U64(a->field_bytes[i]));
         }
         shape += 1 + a->field_ndim[i];
     }
@@ -320,8 +318,7 @@ static bool restore_slot(struct segment *segment, PyObject *row) {
         return false;
     }
     if (slot >= segment->max_producers) {
-        PyErr_Format(PyExc_ValueError, "slot %u: the bus has %u", slot, segment->max_producers);
-        return false;
+        return py_refuse(PyExc_ValueError, "slot %u: the bus has %u", slot, segment->max_producers);
     }
     struct producer_slot *to = &segment->slots[slot];
     size_t length = strlen(label);
@@ -345,8 +342,7 @@ static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
     }
     struct segment *segment = &self->segment->c;
     if (PyTuple_GET_SIZE(released) != SHMBUS_REASONS) {
-        PyErr_Format(PyExc_ValueError, "released: expected %d counts", SHMBUS_REASONS);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "released: expected %d counts", SHMBUS_REASONS);
     }
     for (int i = 0; i < SHMBUS_REASONS; i++) {
         unsigned long long count = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(released, i));
@@ -363,7 +359,7 @@ static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
     seal_runs(self);
     atomic_store_explicit(&segment->header->policy_version, policy_version, memory_order_relaxed);
     rounds_resume(segment->header, next_round);
-    uint64_t own = atomic_load_explicit(&segment->header->next_producer_id, memory_order_relaxed);
+    uint64_t own = RELAXED(segment->header->next_producer_id);
     atomic_store_explicit(&segment->header->next_producer_id,
                           next_producer_id > own ? next_producer_id : own, memory_order_release);
     self->attached = false;
@@ -379,8 +375,7 @@ static PyObject *py_restorer_ancestors(RestorerObject *self, PyObject *rows) {
     }
     const Py_ssize_t count = PyList_Check(rows) ? PyList_GET_SIZE(rows) : -1;
     if (count < 0) {
-        PyErr_SetString(PyExc_TypeError, "ancestors: expected a list");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "ancestors: expected a list");
     }
     const Py_ssize_t skipped = Py_MAX(count - (Py_ssize_t)SHMBUS_ANCESTORS, 0);
     for (Py_ssize_t i = skipped; i < count; i++) {
@@ -391,9 +386,8 @@ static PyObject *py_restorer_ancestors(RestorerObject *self, PyObject *rows) {
             return NULL;
         }
         if (size != SHMBUS_IDENTITY_BYTES) {
-            PyErr_Format(PyExc_ValueError, "identity: expected %u bytes, got %zd",
-                         SHMBUS_IDENTITY_BYTES, size);
-            return NULL;
+            return PyErr_Format(PyExc_ValueError, "identity: expected %u bytes, got %zd",
+                                SHMBUS_IDENTITY_BYTES, size);
         }
         struct bus_ancestor *to = &self->segment->c.header->ancestors[i - skipped];
         memcpy(to->identity, identity, SHMBUS_IDENTITY_BYTES);
@@ -411,8 +405,7 @@ static PyObject *py_restorer_split(RestorerObject *self, PyObject *args) {
         return NULL;
     }
     if (number >= SHMBUS_MAX_SPLITS) {
-        PyErr_Format(PyExc_ValueError, "split %u: a bus has %u", number, SHMBUS_MAX_SPLITS);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "split %u: a bus has %u", number, SHMBUS_MAX_SPLITS);
     }
     struct split_entry *entry = &self->segment->c.splits[number];
     atomic_store_explicit(&entry->acked, acked, memory_order_relaxed);
@@ -431,10 +424,10 @@ static void py_restorer_dealloc(RestorerObject *self) {
 }
 
 static PyMethodDef restorer_methods[] = {
-    {"put", (PyCFunction)(void (*)(void))py_restorer_put, METH_VARARGS, NULL},
-    {"ancestors", (PyCFunction)(void (*)(void))py_restorer_ancestors, METH_O, NULL},
-    {"split", (PyCFunction)(void (*)(void))py_restorer_split, METH_VARARGS, NULL},
-    {"finish", (PyCFunction)(void (*)(void))py_restorer_finish, METH_VARARGS, NULL},
+    METHOD("put", py_restorer_put, METH_VARARGS, NULL),
+    METHOD("ancestors", py_restorer_ancestors, METH_O, NULL),
+    METHOD("split", py_restorer_split, METH_VARARGS, NULL),
+    METHOD("finish", py_restorer_finish, METH_VARARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 

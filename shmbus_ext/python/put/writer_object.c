@@ -57,11 +57,11 @@ static int py_writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) 
 static bool take_call(struct put_arguments *arguments, PyObject *const *args, Py_ssize_t count,
                       PyObject *kwnames) {
     if (count > 1) {
-        PyErr_Format(PyExc_TypeError,
-                     "expected one positional argument, instance_id, got %zd; give the others by "
-                     "name",
-                     count);
-        return false;
+        return py_refuse(
+            PyExc_TypeError,
+            "expected one positional argument, instance_id, got %zd; give the others by "
+            "name",
+            count);
     }
     if (count == 1 && !py_arguments_take_id(arguments, args[0])) {
         return false;
@@ -121,8 +121,8 @@ static PyObject *py_writer_answer(WriterObject *self, PyObject *const *args, Py_
                                   PyObject *kwnames) {
     struct request_claim claim;
     if (count < 2) {
-        PyErr_SetString(PyExc_TypeError, "_answer: expected a claim, failed, and put's arguments");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError,
+                            "_answer: expected a claim, failed, and put's arguments");
     }
     if (!py_writer_usable(self) || !py_take_claim(self, args[0], &claim)) {
         return NULL;
@@ -132,8 +132,7 @@ static PyObject *py_writer_answer(WriterObject *self, PyObject *const *args, Py_
 }
 
 /* Announces the wish for space; try again after it, and then await_space with the ticket. */
-static PyObject *py_writer_want_space(WriterObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_writer_want_space(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_writer_usable(self)) {
         return NULL;
     }
@@ -184,8 +183,7 @@ static void py_writer_detach(WriterObject *self) {
     py_segment_release_handle(self->segment);
 }
 
-static PyObject *py_writer_close(WriterObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_writer_close(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
     py_writer_detach(self);
     Py_RETURN_NONE;
 }
@@ -216,56 +214,47 @@ static PyObject *py_writer_watch_waits(WriterObject *self, PyObject *args) {
 /* _declare(schema or None): what is put from now on is checked by it. */
 static PyObject *py_writer_declare(WriterObject *self, PyObject *schema) {
     if (schema != Py_None && !PyObject_TypeCheck(schema, &DeclaredSchemaType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a DeclaredSchema or None");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "expected a DeclaredSchema or None");
     }
     Py_XSETREF(self->declared,
                schema == Py_None ? NULL : (DeclaredSchemaObject *)Py_NewRef(schema));
     Py_RETURN_NONE;
 }
 
-static PyObject *py_writer_counts(WriterObject *self, PyObject *ignored) {
-    (void)ignored;
-    return Py_BuildValue("(KKKK)", (unsigned long long)(self->c.sequence - self->committed_base),
-                         (unsigned long long)(self->c.aborted - self->aborted_base),
-                         (unsigned long long)self->bytes,
-                         (unsigned long long)self->full_waits);
+static PyObject *py_writer_counts(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
+    return Py_BuildValue("(KKKK)", U64(self->c.sequence - self->committed_base),
+                         U64(self->c.aborted - self->aborted_base), U64(self->bytes),
+                         U64(self->full_waits));
 }
 
-static PyObject *py_writer_get_closed(WriterObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_writer_get_closed(WriterObject *self, void *Py_UNUSED(ignored)) {
     return PyBool_FromLong(!self->attached || self->segment->handle_closed ||
                            self->segment->generation != fork_generation);
 }
 
 static PyMethodDef writer_methods[] = {
-    {"put", (PyCFunction)(void (*)(void))py_writer_put, METH_FASTCALL | METH_KEYWORDS,
-     DOC_Writer_put},
-    {"put_many", (PyCFunction)(void (*)(void))py_writer_put_many, METH_VARARGS | METH_KEYWORDS,
-     DOC_Writer_put_many},
-    {"_put_group", (PyCFunction)(void (*)(void))py_writer_put_group, METH_VARARGS, NULL},
-    {"cancelled", (PyCFunction)(void (*)(void))py_writer_cancelled, METH_VARARGS | METH_KEYWORDS,
-     DOC_Writer_cancelled},
-    {"_fail", (PyCFunction)(void (*)(void))py_writer_fail, METH_FASTCALL | METH_KEYWORDS, NULL},
-    {"_fail_unsized", (PyCFunction)(void (*)(void))py_writer_fail_unsized,
-     METH_FASTCALL | METH_KEYWORDS, NULL},
-    {"_answer", (PyCFunction)(void (*)(void))py_writer_answer, METH_FASTCALL | METH_KEYWORDS, NULL},
-    {"_take_requests", (PyCFunction)(void (*)(void))py_writer_take_requests, METH_VARARGS, NULL},
-    {"_give_back_request", (PyCFunction)(void (*)(void))py_writer_give_back_request, METH_O, NULL},
-    {"_holds_request", (PyCFunction)(void (*)(void))py_writer_holds_request, METH_O, NULL},
-    {"_recover_dead", (PyCFunction)(void (*)(void))py_writer_recover_dead, METH_NOARGS, NULL},
-    {"_begin", (PyCFunction)(void (*)(void))py_writer_begin, METH_VARARGS, NULL},
-    {"_leave_begun", (PyCFunction)(void (*)(void))py_writer_leave_begun, METH_VARARGS, NULL},
-    {"_reserve", (PyCFunction)(void (*)(void))py_writer_reserve, METH_VARARGS, NULL},
-    {"_want_space", (PyCFunction)(void (*)(void))py_writer_want_space, METH_NOARGS, NULL},
-    {"_await_space", (PyCFunction)(void (*)(void))py_writer_await_space, METH_VARARGS, NULL},
-    {"_watch_waits", (PyCFunction)(void (*)(void))py_writer_watch_waits, METH_VARARGS, NULL},
-    {"_follow", (PyCFunction)(void (*)(void))py_writer_follow, METH_NOARGS, NULL},
-    {"_go_on", (PyCFunction)(void (*)(void))py_writer_go_on_call, METH_O, NULL},
-    {"_declare", (PyCFunction)(void (*)(void))py_writer_declare, METH_O, NULL},
-    {"_counts", (PyCFunction)(void (*)(void))py_writer_counts, METH_NOARGS, NULL},
-    {"close", (PyCFunction)(void (*)(void))py_writer_close, METH_NOARGS,
-     DOC_Writer_close},
+    METHOD("put", py_writer_put, METH_FASTCALL | METH_KEYWORDS, DOC_Writer_put),
+    METHOD("put_many", py_writer_put_many, METH_VARARGS | METH_KEYWORDS, DOC_Writer_put_many),
+    METHOD("_put_group", py_writer_put_group, METH_VARARGS, NULL),
+    METHOD("cancelled", py_writer_cancelled, METH_VARARGS | METH_KEYWORDS, DOC_Writer_cancelled),
+    METHOD("_fail", py_writer_fail, METH_FASTCALL | METH_KEYWORDS, NULL),
+    METHOD("_fail_unsized", py_writer_fail_unsized, METH_FASTCALL | METH_KEYWORDS, NULL),
+    METHOD("_answer", py_writer_answer, METH_FASTCALL | METH_KEYWORDS, NULL),
+    METHOD("_take_requests", py_writer_take_requests, METH_VARARGS, NULL),
+    METHOD("_give_back_request", py_writer_give_back_request, METH_O, NULL),
+    METHOD("_holds_request", py_writer_holds_request, METH_O, NULL),
+    METHOD("_recover_dead", py_writer_recover_dead, METH_NOARGS, NULL),
+    METHOD("_begin", py_writer_begin, METH_VARARGS, NULL),
+    METHOD("_leave_begun", py_writer_leave_begun, METH_VARARGS, NULL),
+    METHOD("_reserve", py_writer_reserve, METH_VARARGS, NULL),
+    METHOD("_want_space", py_writer_want_space, METH_NOARGS, NULL),
+    METHOD("_await_space", py_writer_await_space, METH_VARARGS, NULL),
+    METHOD("_watch_waits", py_writer_watch_waits, METH_VARARGS, NULL),
+    METHOD("_follow", py_writer_follow, METH_NOARGS, NULL),
+    METHOD("_go_on", py_writer_go_on_call, METH_O, NULL),
+    METHOD("_declare", py_writer_declare, METH_O, NULL),
+    METHOD("_counts", py_writer_counts, METH_NOARGS, NULL),
+    METHOD("close", py_writer_close, METH_NOARGS, DOC_Writer_close),
     {NULL, NULL, 0, NULL},
 };
 
@@ -413,8 +402,7 @@ static bool follow(WriterObject *self, double timeout_s) {
     return moved > 0;
 }
 
-PyObject *py_writer_follow(WriterObject *self, PyObject *ignored) {
-    (void)ignored;
+PyObject *py_writer_follow(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
     self->follow = follow;
     Py_RETURN_NONE;
 }

@@ -1,5 +1,4 @@
-/* Borrower: the groups that a daemon leased to this process: received, handed out, ended. Their
- * locks are in borrower_state.c.
+/* Borrower: the groups that a daemon leased to this process: received, handed out, ended.
  *
  * Invariants:
  *  - The segment is mapped read-only; nothing that a message or the segment says is used before it
@@ -9,10 +8,218 @@
  *  - The locks come first: what is read behind them cannot be delivered to another any more. */
 #include "python/read/read.h"
 
+#include <errno.h>
 #include <poll.h>
 
+#include "base/file_lock.h"
 #include "python/group/group.h"
 #include "python/hooks.h"
+#include "ring/extents.h"
+
+/* ---- What a Borrower keeps.
+ *
+ * Invariants:
+ *  - Each extent of a lease has this client's lease lock until the lease has ended for good, and
+ *    each extent that an array looks into has a view lock. The kernel drops both when the process
+ *    dies, and a daemon that dies does not take them with it: they are what the next one believes.
+ *  - A view lock is taken while its record is leased, and found by the reader before it frees.
+ *  - Locks of either kind are counted by extent; the kernel hears of the first and the last, of
+ *    neighbours in one call. */
+typedef struct {
+    HOLDER_HEAD
+    uint32_t client;
+    uint32_t *lease_counts; /* groups' records, by extent */
+    uint32_t *view_counts;  /* pins and copies under way, by extent */
+    uint32_t *changed;      /* extents that the kernel is to hear of, within one call */
+    PyObject *ready;        /* list: received and not handed out, the next first */
+    Py_ssize_t unconfirmed; /* leases that have ended here, and are locked still */
+    struct record_copy copy;
+} BorrowerObject;
+
+/* Whether it can be used in this process; false with an exception. */
+static bool py_borrower_usable(BorrowerObject *self) {
+    if (!self->attached) {
+        return py_refuse(hooks.closed_error, "this Consumer is closed; make a new one");
+    }
+    return py_segment_usable(self->segment, "Consumer");
+}
+
+static int64_t lease_bytes(uint32_t client) {
+    return SHMBUS_LOCK_LEASE + (int64_t)client * SHMBUS_MAX_EXTENTS;
+}
+
+/* Behind the last of extents[from..count), which are in order, that follow each other. */
+static size_t end_of_range(const uint32_t *extents, size_t from, size_t count) {
+    size_t to = from + 1;
+    while (to < count && extents[to] == extents[to - 1] + 1) {
+        to++;
+    }
+    return to;
+}
+
+static void unlock_changed(BorrowerObject *self, size_t count, int64_t base) {
+    int fd = self->segment->c.fd;
+    extents_sort(self->changed, count);
+    for (size_t i = 0, end; fd >= 0 && i < count; i = end) {
+        end = end_of_range(self->changed, i, count);
+        file_lock_drop_range(fd, base + self->changed[i], (int64_t)(end - i));
+    }
+}
+
+/* All, or none and false with an exception. */
+static bool lock_changed(BorrowerObject *self, size_t count, int64_t base) {
+    extents_sort(self->changed, count);
+    for (size_t i = 0, end; i < count; i = end) {
+        end = end_of_range(self->changed, i, count);
+        if (file_lock_share_range(self->segment->c.fd, base + self->changed[i],
+                                  (int64_t)(end - i)) != LOCK_TAKEN) {
+            int why = errno;
+            unlock_changed(self, i, base);
+            errno = why;
+            PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->segment->name);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* How many extents have changed, with those that did before: theirs are the first records now. */
+static size_t count_up(BorrowerObject *self, uint32_t *counts, const struct record_ref *refs,
+                       Py_ssize_t records, size_t changed) {
+    for (Py_ssize_t i = 0; i < records; i++) {
+        uint32_t extent = refs[i].place.extent;
+        if (counts[extent]++ == 0) {
+            self->changed[changed++] = extent;
+        }
+    }
+    return changed;
+}
+
+/* The same for extents that have none any more. */
+static size_t count_down(BorrowerObject *self, uint32_t *counts, const struct record_ref *refs,
+                         Py_ssize_t records, size_t changed) {
+    for (Py_ssize_t i = 0; i < records; i++) {
+        uint32_t extent = refs[i].place.extent;
+        if (--counts[extent] == 0) {
+            self->changed[changed++] = extent;
+        }
+    }
+    return changed;
+}
+
+/* The view locks of records; hold and let_go of its holder_kind. */
+static bool py_borrower_hold_views(HolderObject *holder, const struct record_ref *refs,
+                                   Py_ssize_t count) {
+    BorrowerObject *self = (BorrowerObject *)holder;
+    size_t changed = count_up(self, self->view_counts, refs, count, 0);
+    if (!lock_changed(self, changed, SHMBUS_LOCK_VIEW)) {
+        (void)count_down(self, self->view_counts, refs, count, 0);
+        return false;
+    }
+    return true;
+}
+
+static void py_borrower_let_go_of_views(HolderObject *holder, const struct record_ref *refs,
+                                        Py_ssize_t count) {
+    BorrowerObject *self = (BorrowerObject *)holder;
+    unlock_changed(self, count_down(self, self->view_counts, refs, count, 0), SHMBUS_LOCK_VIEW);
+}
+
+/* Moves all lease locks to another client's number; false with an exception, and as before. */
+static bool py_borrower_move_locks(BorrowerObject *self, uint32_t client) {
+    size_t changed = 0;
+    for (uint32_t i = 0; client != self->client && i < self->segment->c.extent_count; i++) {
+        if (self->lease_counts[i] > 0) {
+            self->changed[changed++] = i;
+        }
+    }
+    /* The new ones first: at no moment does a lease look like that of a dead client. */
+    if (!lock_changed(self, changed, lease_bytes(client))) {
+        return false;
+    }
+    unlock_changed(self, changed, lease_bytes(self->client));
+    self->client = client;
+    return true;
+}
+
+/* Takes the locks of all leases of a list; false with an exception, and none. */
+static bool py_borrower_lock(BorrowerObject *self, PyObject *leases) {
+    size_t changed = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
+        ClientLeaseObject *lease = (ClientLeaseObject *)PyList_GET_ITEM(leases, i);
+        changed = count_up(self, self->lease_counts, lease->refs, py_client_lease_records(lease),
+                           changed);
+        lease->locked = true;
+    }
+    if (lock_changed(self, changed, lease_bytes(self->client))) {
+        return true;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
+        ClientLeaseObject *lease = (ClientLeaseObject *)PyList_GET_ITEM(leases, i);
+        (void)count_down(self, self->lease_counts, lease->refs, py_client_lease_records(lease), 0);
+        lease->locked = false;
+    }
+    return false;
+}
+
+/* Drops the locks of leases that have ended for good, or that were not delivered. */
+static void py_borrower_unlock(BorrowerObject *self, PyObject *leases) {
+    size_t changed = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
+        ClientLeaseObject *lease = (ClientLeaseObject *)PyList_GET_ITEM(leases, i);
+        if (lease->locked) {
+            lease->locked = false;
+            self->unconfirmed -= lease->reason != LEASE_HELD;
+            changed = count_down(self, self->lease_counts, lease->refs,
+                                 py_client_lease_records(lease), changed);
+        }
+    }
+    unlock_changed(self, changed, lease_bytes(self->client));
+}
+
+/* Puts a lease into the dictionary of all, which is by number, or takes it out. */
+static bool py_borrower_note(PyObject *all, ClientLeaseObject *lease, bool known) {
+    PyObject *number = PyLong_FromLongLong(lease->number);
+    bool good =
+        number != NULL && (known ? PyDict_SetItem(all, number, (PyObject *)lease) == 0
+                                 : PyDict_GetItemWithError(all, number) != (PyObject *)lease ||
+                                       PyDict_DelItem(all, number) == 0);
+    Py_XDECREF(number);
+    return good && !PyErr_Occurred();
+}
+
+/* The next that is ready, out of the list; NULL, without an exception, if none is. */
+static ClientLeaseObject *py_borrower_pop_ready(BorrowerObject *self) {
+    while (PyList_GET_SIZE(self->ready) > 0) {
+        PyObject *lease = Py_NewRef(PyList_GET_ITEM(self->ready, 0));
+        if (PyList_SetSlice(self->ready, 0, 1, NULL) < 0) {
+            Py_DECREF(lease);
+            return NULL;
+        }
+        if (!((ClientLeaseObject *)lease)->lost) {
+            return (ClientLeaseObject *)lease;
+        }
+        Py_DECREF(lease);
+    }
+    return NULL;
+}
+
+/* A lease that was handed out and did not reach its caller is ready again, as the next; one that is
+ * not held stays as it is. The exception that is set stays. take_back of its holder_kind. */
+static void py_borrower_take_back(HolderObject *holder, PyObject *item) {
+    BorrowerObject *self = (BorrowerObject *)holder;
+    ClientLeaseObject *lease = (ClientLeaseObject *)item;
+    if (!self->attached || lease->lost || !lease->locked || lease->reason != LEASE_HELD) {
+        return;
+    }
+    PyObject *error = py_set_aside_error();
+    if (PyList_Insert(self->ready, 0, (PyObject *)lease) < 0) {
+        PyErr_Clear(); /* it stays leased, as if its group had been seen */
+    }
+    if (error != NULL) {
+        py_restore_error(error);
+    }
+}
 
 static const struct holder_kind borrower_kind = {false, py_borrower_hold_views,
                                                  py_borrower_let_go_of_views,
@@ -54,9 +261,8 @@ static PyObject *py_borrower_set_client(BorrowerObject *self, PyObject *argument
         return NULL;
     }
     if (client >= SHMBUS_MAX_CLIENTS) {
-        PyErr_Format(PyExc_ValueError, "client: expected 0 to %u, got %lu", SHMBUS_MAX_CLIENTS - 1,
-                     client);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "client: expected 0 to %u, got %lu",
+                            SHMBUS_MAX_CLIENTS - 1, client);
     }
     if (!py_borrower_move_locks(self, (uint32_t)client)) {
         return NULL;
@@ -71,7 +277,7 @@ static TrajectoryObject *borrow_one(BorrowerObject *self, const struct record_re
     struct record_copy *copy = &self->copy;
     if (record_read_frame(shared, ref->bytes, &ref->place, &copy->header) != RECORD_OK ||
         copy->header.record_bytes != ref->bytes ||
-        !shmbus_is_committed(atomic_load_explicit(&copy->header.state, memory_order_relaxed)) ||
+        !shmbus_is_committed(RELAXED(copy->header.state)) ||
         record_read_body(shared, copy) != RECORD_OK) {
         return NULL;
     }
@@ -82,12 +288,7 @@ static TrajectoryObject *borrow_one(BorrowerObject *self, const struct record_re
 static bool read_lease(BorrowerObject *self, ClientLeaseObject *lease) {
     PyObject *samples = PyList_New(py_client_lease_records(lease));
     for (Py_ssize_t i = 0; samples != NULL && i < py_client_lease_records(lease); i++) {
-        PyObject *t = (PyObject *)borrow_one(self, &lease->refs[i]);
-        if (t == NULL) {
-            Py_CLEAR(samples);
-        } else {
-            PyList_SET_ITEM(samples, i, t);
-        }
+        py_list_set(&samples, i, (PyObject *)borrow_one(self, &lease->refs[i]));
     }
     if (samples == NULL) {
         return false;
@@ -239,8 +440,7 @@ static PyObject *py_borrower_hand_out(BorrowerObject *self, PyObject *args) {
         return NULL;
     }
     if (!PyType_IsSubtype((PyTypeObject *)kind, &GroupBaseType)) {
-        PyErr_SetString(PyExc_TypeError, "kind: expected a type that is made of GroupBase");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "kind: expected a type that is made of GroupBase");
     }
     PyObject *groups = PyList_New(0);
     long long step = 0;
@@ -275,9 +475,8 @@ static bool own_lease(const BorrowerObject *self, PyObject *item) {
 
 static bool require_lease(const BorrowerObject *self, PyObject *item) {
     if (!own_lease(self, item)) {
-        PyErr_Format(PyExc_TypeError, "expected a lease of this Consumer, got %s",
-                     Py_TYPE(item)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "expected a lease of this Consumer, got %s",
+                         Py_TYPE(item)->tp_name);
     }
     return true;
 }
@@ -383,17 +582,12 @@ static PyObject *py_borrower_give_back_group(BorrowerObject *self, PyObject *arg
 /* give_back_ready(all) -> list of int: the same for all that are ready. */
 static PyObject *py_borrower_give_back_ready(BorrowerObject *self, PyObject *all) {
     if (!PyDict_Check(all)) {
-        PyErr_SetString(PyExc_TypeError, "give_back_ready: expected a dict of leases");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "give_back_ready: expected a dict of leases");
     }
     PyObject *numbers = py_borrower_usable(self) ? PyList_New(0) : NULL;
     ClientLeaseObject *lease;
     while (numbers != NULL && (lease = py_borrower_pop_ready(self)) != NULL) {
-        PyObject *number = give_back(self, lease, all);
-        if (number == NULL || PyList_Append(numbers, number) < 0) {
-            Py_CLEAR(numbers);
-        }
-        Py_XDECREF(number);
+        py_list_add(&numbers, give_back(self, lease, all));
         Py_DECREF(lease);
     }
     if (PyErr_Occurred()) {
@@ -435,8 +629,7 @@ static PyObject *py_borrower_confirm(BorrowerObject *self, PyObject *args) {
 /* forget(leases): the daemon has confirmed their end, or they are lost, or given back. */
 static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *leases) {
     if (!PyList_Check(leases)) {
-        PyErr_SetString(PyExc_TypeError, "forget: expected a list of leases");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "forget: expected a list of leases");
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
         if (!require_lease(self, PyList_GET_ITEM(leases, i))) {
@@ -450,8 +643,7 @@ static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *leases) {
 }
 
 /* (extents under a lease's lock, extents under a view's lock), for tests and messages. */
-static PyObject *py_borrower_locks(BorrowerObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_borrower_locks(BorrowerObject *self, PyObject *Py_UNUSED(ignored)) {
     unsigned int leases = 0, views = 0;
     for (uint32_t i = 0; self->attached && i < self->segment->c.extent_count; i++) {
         leases += self->lease_counts[i] > 0;
@@ -470,8 +662,7 @@ static void py_borrower_detach(BorrowerObject *self) {
     }
 }
 
-static PyObject *py_borrower_close(BorrowerObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_borrower_close(BorrowerObject *self, PyObject *Py_UNUSED(ignored)) {
     py_borrower_detach(self);
     Py_RETURN_NONE;
 }
@@ -489,18 +680,17 @@ static void py_borrower_dealloc(BorrowerObject *self) {
 }
 
 static PyMethodDef borrower_methods[] = {
-    {"set_client", (PyCFunction)(void (*)(void))py_borrower_set_client, METH_O, NULL},
-    {"receive", (PyCFunction)(void (*)(void))py_borrower_receive, METH_VARARGS, NULL},
-    {"hand_out", (PyCFunction)(void (*)(void))py_borrower_hand_out, METH_VARARGS, NULL},
-    {"give_back_group", (PyCFunction)(void (*)(void))py_borrower_give_back_group, METH_VARARGS,
-     NULL},
-    {"give_back_ready", (PyCFunction)(void (*)(void))py_borrower_give_back_ready, METH_O, NULL},
-    {"confirm", (PyCFunction)(void (*)(void))py_borrower_confirm, METH_VARARGS, NULL},
-    {"end", (PyCFunction)(void (*)(void))py_borrower_end, METH_VARARGS, NULL},
-    {"end_groups", (PyCFunction)(void (*)(void))py_borrower_end_groups, METH_VARARGS, NULL},
-    {"forget", (PyCFunction)(void (*)(void))py_borrower_forget, METH_O, NULL},
-    {"locks", (PyCFunction)(void (*)(void))py_borrower_locks, METH_NOARGS, NULL},
-    {"close", (PyCFunction)(void (*)(void))py_borrower_close, METH_NOARGS, NULL},
+    METHOD("set_client", py_borrower_set_client, METH_O, NULL),
+    METHOD("receive", py_borrower_receive, METH_VARARGS, NULL),
+    METHOD("hand_out", py_borrower_hand_out, METH_VARARGS, NULL),
+    METHOD("give_back_group", py_borrower_give_back_group, METH_VARARGS, NULL),
+    METHOD("give_back_ready", py_borrower_give_back_ready, METH_O, NULL),
+    METHOD("confirm", py_borrower_confirm, METH_VARARGS, NULL),
+    METHOD("end", py_borrower_end, METH_VARARGS, NULL),
+    METHOD("end_groups", py_borrower_end_groups, METH_VARARGS, NULL),
+    METHOD("forget", py_borrower_forget, METH_O, NULL),
+    METHOD("locks", py_borrower_locks, METH_NOARGS, NULL),
+    METHOD("close", py_borrower_close, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 

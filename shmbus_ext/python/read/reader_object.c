@@ -49,8 +49,7 @@ bool py_reader_is_open(const ReaderObject *self) {
 
 bool py_reader_usable(ReaderObject *self) {
     if (!self->attached) {
-        PyErr_SetString(hooks.closed_error, "this Consumer is closed; make a new one");
-        return false;
+        return py_refuse(hooks.closed_error, "this Consumer is closed; make a new one");
     }
     return py_segment_usable(self->segment, "Consumer");
 }
@@ -66,12 +65,12 @@ bool py_reader_can_read(ReaderObject *self) {
         return false;
     }
     if (self->orphans > 0 || self->cut_short) {
-        PyErr_Format(hooks.closed_error,
-                     "bus %R: this Consumer reads no more, since a call failed half way (out of "
-                     "memory?) with samples in its hands; acknowledge the groups that you hold, "
-                     "close it and make a new one: it gets all others",
-                     self->segment->name);
-        return false;
+        return py_refuse(
+            hooks.closed_error,
+            "bus %R: this Consumer reads no more, since a call failed half way (out of "
+            "memory?) with samples in its hands; acknowledge the groups that you hold, "
+            "close it and make a new one: it gets all others",
+            self->segment->name);
     }
     return true;
 }
@@ -156,10 +155,7 @@ static PyObject *py_reader_poll(ReaderObject *self, PyObject *argument) {
         if (t == NULL) {
             break;
         }
-        if (PyList_Append(found, t) < 0) {
-            Py_CLEAR(found);
-        }
-        Py_DECREF(t);
+        py_list_add(&found, t);
     }
     if (PyErr_Occurred()) {
         Py_CLEAR(found);
@@ -284,8 +280,7 @@ static PyObject *py_reader_wait(ReaderObject *self, PyObject *argument) {
 }
 
 /* Wakes a thread of this process that sleeps in wait(). */
-static PyObject *py_reader_wake(ReaderObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reader_wake(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (self->segment != NULL && self->segment->generation == fork_generation) {
         doorbell_ring(self->segment->c.header);
     }
@@ -295,18 +290,17 @@ static PyObject *py_reader_wake(ReaderObject *self, PyObject *ignored) {
 static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
     if (!Py_IS_TYPE(item, &TrajectoryType) ||
         ((TrajectoryObject *)item)->holder != (HolderObject *)self) {
-        PyErr_Format(PyExc_TypeError, "expected trajectories of this Consumer, got %.100s",
-                     Py_TYPE(item)->tp_name);
-        return NULL;
+        return (TrajectoryObject *)PyErr_Format(
+            PyExc_TypeError, "expected trajectories of this Consumer, got %.100s",
+            Py_TYPE(item)->tp_name);
     }
     return (TrajectoryObject *)item;
 }
 
 static bool is_reason(int reason) {
     if (reason < 0 || reason >= SHMBUS_REASONS) {
-        PyErr_Format(PyExc_ValueError, "release: expected a reason of 0 to %d, got %d",
-                     SHMBUS_REASONS - 1, reason);
-        return false;
+        return py_refuse(PyExc_ValueError, "release: expected a reason of 0 to %d, got %d",
+                         SHMBUS_REASONS - 1, reason);
     }
     return true;
 }
@@ -319,9 +313,8 @@ static bool can_release(ReaderObject *self, PyObject *items) {
             return false;
         }
         if (t->released) {
-            PyErr_Format(PyExc_ValueError, "trajectory %R[%S] was released before",
-                         t->instance_id, t->index);
-            return false;
+            return py_refuse(PyExc_ValueError, "trajectory %R[%S] was released before",
+                             t->instance_id, t->index);
         }
     }
     return true;
@@ -371,9 +364,8 @@ static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
         return NULL;
     }
     if (PyList_GET_SIZE(items) > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
-        PyErr_Format(PyExc_ValueError, "release: expected at most %u trajectories, got %zd",
-                     SHMBUS_MAX_GROUP_SIZE, PyList_GET_SIZE(items));
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "release: expected at most %u trajectories, got %zd",
+                            SHMBUS_MAX_GROUP_SIZE, PyList_GET_SIZE(items));
     }
     if (!py_reader_release_all(self, items, reason)) {
         return NULL;
@@ -385,8 +377,7 @@ static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
  * half a run alive, all of it in this list, none of it under a view. */
 static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "evacuate: expected a list of trajectories");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "evacuate: expected a list of trajectories");
     }
     if (!py_reader_usable(self)) {
         return NULL;
@@ -425,8 +416,7 @@ static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     return PyLong_FromUnsignedLongLong(reader->runs_freed - freed);
 }
 
-static PyObject *py_reader_sweep(ReaderObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reader_sweep(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
     }
@@ -434,8 +424,7 @@ static PyObject *py_reader_sweep(ReaderObject *self, PyObject *ignored) {
     return PyLong_FromUnsignedLong(reader_sweep(&self->c));
 }
 
-static PyObject *py_reader_tidy(ReaderObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reader_tidy(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
     }
@@ -444,14 +433,13 @@ static PyObject *py_reader_tidy(ReaderObject *self, PyObject *ignored) {
 }
 
 /* count_unread() -> (committed, unread), both as of one instant. */
-static PyObject *py_reader_count_unread(ReaderObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reader_count_unread(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
     }
     uint64_t committed;
     uint64_t unread = reader_count_unread(&self->c, &committed) + self->orphans;
-    return Py_BuildValue("(KK)", (unsigned long long)committed, (unsigned long long)unread);
+    return Py_BuildValue("(KK)", U64(committed), U64(unread));
 }
 
 /* What waits of each split that this reader has met. */
@@ -508,9 +496,8 @@ void py_reader_note_table(ReaderObject *self, const GroupTableObject *table) {
 /* note(table): what others can read of this consumer. */
 static PyObject *py_reader_note(ReaderObject *self, PyObject *argument) {
     if (!Py_IS_TYPE(argument, &GroupTableType)) {
-        PyErr_Format(PyExc_TypeError, "note: expected GroupTable, got %.100s",
-                     Py_TYPE(argument)->tp_name);
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "note: expected GroupTable, got %.100s",
+                            Py_TYPE(argument)->tp_name);
     }
     if (!py_reader_usable(self)) {
         return NULL;
@@ -520,8 +507,7 @@ static PyObject *py_reader_note(ReaderObject *self, PyObject *argument) {
 }
 
 /* Says that other processes may borrow what this reader reads, for as long as the bus exists. */
-static PyObject *py_reader_lend(ReaderObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reader_lend(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
     }
@@ -531,8 +517,7 @@ static PyObject *py_reader_lend(ReaderObject *self, PyObject *ignored) {
 
 /* Says that payload is packed into batches, here or by a borrower: producers write it past their
  * caches from now on. */
-static PyObject *py_reader_note_packing(ReaderObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reader_note_packing(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
     }
@@ -557,8 +542,7 @@ static void py_reader_detach(ReaderObject *self) {
     reader_detach(&self->c);
 }
 
-static PyObject *py_reader_close(ReaderObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reader_close(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     py_reader_detach(self);
     Py_RETURN_NONE;
 }
@@ -572,19 +556,19 @@ static void py_reader_dealloc(ReaderObject *self) {
 }
 
 static PyMethodDef reader_methods[] = {
-    {"poll", (PyCFunction)(void (*)(void))py_reader_poll, METH_O, NULL},
-    {"poll_into", (PyCFunction)(void (*)(void))py_reader_poll_into, METH_VARARGS, NULL},
-    {"wait", (PyCFunction)(void (*)(void))py_reader_wait, METH_O, NULL},
-    {"wake", (PyCFunction)(void (*)(void))py_reader_wake, METH_NOARGS, NULL},
-    {"release", (PyCFunction)(void (*)(void))py_reader_release, METH_VARARGS, NULL},
-    {"evacuate", (PyCFunction)(void (*)(void))py_reader_evacuate, METH_O, NULL},
-    {"sweep", (PyCFunction)(void (*)(void))py_reader_sweep, METH_NOARGS, NULL},
-    {"tidy", (PyCFunction)(void (*)(void))py_reader_tidy, METH_NOARGS, NULL},
-    {"count_unread", (PyCFunction)(void (*)(void))py_reader_count_unread, METH_NOARGS, NULL},
-    {"note", (PyCFunction)(void (*)(void))py_reader_note, METH_O, NULL},
-    {"lend", (PyCFunction)(void (*)(void))py_reader_lend, METH_NOARGS, NULL},
-    {"note_packing", (PyCFunction)(void (*)(void))py_reader_note_packing, METH_NOARGS, NULL},
-    {"close", (PyCFunction)(void (*)(void))py_reader_close, METH_NOARGS, NULL},
+    METHOD("poll", py_reader_poll, METH_O, NULL),
+    METHOD("poll_into", py_reader_poll_into, METH_VARARGS, NULL),
+    METHOD("wait", py_reader_wait, METH_O, NULL),
+    METHOD("wake", py_reader_wake, METH_NOARGS, NULL),
+    METHOD("release", py_reader_release, METH_VARARGS, NULL),
+    METHOD("evacuate", py_reader_evacuate, METH_O, NULL),
+    METHOD("sweep", py_reader_sweep, METH_NOARGS, NULL),
+    METHOD("tidy", py_reader_tidy, METH_NOARGS, NULL),
+    METHOD("count_unread", py_reader_count_unread, METH_NOARGS, NULL),
+    METHOD("note", py_reader_note, METH_O, NULL),
+    METHOD("lend", py_reader_lend, METH_NOARGS, NULL),
+    METHOD("note_packing", py_reader_note_packing, METH_NOARGS, NULL),
+    METHOD("close", py_reader_close, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -607,4 +591,72 @@ PyTypeObject ReaderType = {
     .tp_members = reader_members,
     .tp_init = (initproc)py_reader_init,
     .tp_new = PyType_GenericNew,
+};
+
+/* ---- What ends a lease: records are released in the ring, entries leave their table, and groups get
+ * their new state, all of it in one call.
+ *
+ * Invariant: between the first and the last of these steps no code of Python's runs, so no signal's
+ * handler does, and a lease that ends has ended for all three. */
+/* The entry of a group that this consumer holds under lease by this table, borrowed; NULL, without
+ * an exception, of anything else. */
+static GroupEntryObject *entry_of(PyObject *group, PyObject *consumer,
+                                  const GroupTableObject *table) {
+    PyObject *lease = py_group_lease(group, consumer);
+    return lease != NULL && py_group_lists_have_leased(&table->lists, lease)
+               ? (GroupEntryObject *)lease
+               : NULL;
+}
+
+/* end_groups(reader, table, consumer, groups, reason, state) -> int: ends the leases of groups from the first
+ * on, until one is not this consumer's, or not held. How many. Each is ended in the ring, in the
+ * table and by its own account in one step, which nothing can interrupt. */
+static PyObject *py_end_groups(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *reader, *table, *consumer, *groups, *state;
+    int reason;
+    if (!PyArg_ParseTuple(args, "O!O!OO!iU", &ReaderType, &reader, &GroupTableType, &table,
+                          &consumer, &PyList_Type, &groups, &reason, &state) ||
+        !py_reader_usable((ReaderObject *)reader)) {
+        return NULL;
+    }
+    Py_ssize_t done = 0;
+    for (; done < PyList_GET_SIZE(groups); done++) {
+        PyObject *group = PyList_GET_ITEM(groups, done);
+        GroupEntryObject *entry = entry_of(group, consumer, (GroupTableObject *)table);
+        if (entry == NULL) {
+            break;
+        }
+        if (!py_reader_release_all((ReaderObject *)reader, entry->samples, reason)) {
+            return NULL;
+        }
+        py_group_entry_end(entry);
+        py_group_set_state(group, state);
+    }
+    return PyLong_FromSsize_t(done);
+}
+
+/* give_back_group(reader, table, consumer, group, state) -> bool: makes it the next to be leased, as
+ * end_groups ends it; False of one that is not this consumer's, or not held. */
+static PyObject *py_give_back_group(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *reader, *table, *consumer, *group, *state;
+    if (!PyArg_ParseTuple(args, "O!O!OOU", &ReaderType, &reader, &GroupTableType, &table, &consumer,
+                          &group, &state) ||
+        !py_reader_usable((ReaderObject *)reader)) {
+        return NULL;
+    }
+    GroupEntryObject *entry = entry_of(group, consumer, (GroupTableObject *)table);
+    if (entry == NULL) {
+        Py_RETURN_FALSE;
+    }
+    py_group_entry_give_back(entry);
+    py_group_set_state(group, state);
+    /* Also to who sleeps in take. */
+    doorbell_ring(((ReaderObject *)reader)->segment->c.header);
+    Py_RETURN_TRUE;
+}
+
+PyMethodDef py_end_lease_functions[] = {
+    {"end_groups", py_end_groups, METH_VARARGS, NULL},
+    {"give_back_group", py_give_back_group, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
 };

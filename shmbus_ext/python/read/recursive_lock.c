@@ -57,18 +57,14 @@ void py_recursive_lock_release(RecursiveLockObject *self) {
     }
 }
 
-static PyObject *py_recursive_lock_enter(RecursiveLockObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_recursive_lock_enter(RecursiveLockObject *self, PyObject *Py_UNUSED(ignored)) {
     return py_recursive_lock_acquire(self) ? Py_NewRef((PyObject *)self) : NULL;
 }
 
-static PyObject *py_recursive_lock_exit(RecursiveLockObject *self, PyObject *const *args,
-                                        Py_ssize_t count) {
-    (void)args;
-    (void)count;
+static PyObject *py_recursive_lock_exit(RecursiveLockObject *self, PyObject *const *Py_UNUSED(args),
+                                        Py_ssize_t Py_UNUSED(count)) {
     if (self->depth == 0 || self->owner != PyThread_get_thread_ident()) {
-        PyErr_SetString(PyExc_RuntimeError, "this thread does not hold the guard");
-        return NULL;
+        return PyErr_Format(PyExc_RuntimeError, "this thread does not hold the guard");
     }
     py_recursive_lock_release(self);
     Py_RETURN_NONE;
@@ -108,8 +104,8 @@ typedef struct {
     bool mine;
 } AttemptObject;
 
-static PyObject *py_recursive_lock_attempt(RecursiveLockObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_recursive_lock_attempt(RecursiveLockObject *self,
+                                           PyObject *Py_UNUSED(ignored)) {
     AttemptObject *attempt = PyObject_New(AttemptObject, &LockAttemptType);
     if (attempt != NULL) {
         attempt->lock = (RecursiveLockObject *)Py_NewRef((PyObject *)self);
@@ -118,8 +114,7 @@ static PyObject *py_recursive_lock_attempt(RecursiveLockObject *self, PyObject *
     return (PyObject *)attempt;
 }
 
-static PyObject *py_attempt_enter(AttemptObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_attempt_enter(AttemptObject *self, PyObject *Py_UNUSED(ignored)) {
     const RecursiveLockObject *lock = self->lock;
     if (lock->generation != fork_generation || lock->depth == 0 ||
         lock->owner == PyThread_get_thread_ident()) {
@@ -129,9 +124,8 @@ static PyObject *py_attempt_enter(AttemptObject *self, PyObject *ignored) {
     return PyErr_Occurred() ? NULL : PyBool_FromLong(self->mine);
 }
 
-static PyObject *py_attempt_exit(AttemptObject *self, PyObject *const *args, Py_ssize_t count) {
-    (void)args;
-    (void)count;
+static PyObject *py_attempt_exit(AttemptObject *self, PyObject *const *Py_UNUSED(args),
+                                 Py_ssize_t Py_UNUSED(count)) {
     if (self->mine) {
         self->mine = false;
         py_recursive_lock_release(self->lock);
@@ -145,8 +139,8 @@ static void py_attempt_dealloc(AttemptObject *self) {
 }
 
 static PyMethodDef attempt_methods[] = {
-    {"__enter__", (PyCFunction)(void (*)(void))py_attempt_enter, METH_NOARGS, NULL},
-    {"__exit__", (PyCFunction)(void (*)(void))py_attempt_exit, METH_FASTCALL, NULL},
+    METHOD("__enter__", py_attempt_enter, METH_NOARGS, NULL),
+    METHOD("__exit__", py_attempt_exit, METH_FASTCALL, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -159,9 +153,9 @@ PyTypeObject LockAttemptType = {
 };
 
 static PyMethodDef recursive_lock_methods[] = {
-    {"__enter__", (PyCFunction)(void (*)(void))py_recursive_lock_enter, METH_NOARGS, NULL},
-    {"__exit__", (PyCFunction)(void (*)(void))py_recursive_lock_exit, METH_FASTCALL, NULL},
-    {"attempt", (PyCFunction)(void (*)(void))py_recursive_lock_attempt, METH_NOARGS, NULL},
+    METHOD("__enter__", py_recursive_lock_enter, METH_NOARGS, NULL),
+    METHOD("__exit__", py_recursive_lock_exit, METH_FASTCALL, NULL),
+    METHOD("attempt", py_recursive_lock_attempt, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 

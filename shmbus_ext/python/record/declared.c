@@ -51,12 +51,11 @@ enum stored_kind py_stored_kind(PyArray_Descr *dtype) {
 /* ---- checks ---- */
 
 bool py_declared_refuse_missing(const DeclaredSchemaObject *self, uint64_t missing) {
-    PyErr_Format(PyExc_TypeError,
-                 "missing the field %R, which the schema requires; give it, or declare it as "
-                 "\"%U?\" if samples may lack it",
-                 PyTuple_GET_ITEM(self->names, __builtin_ctzll(missing)),
-                 PyTuple_GET_ITEM(self->names, __builtin_ctzll(missing)));
-    return false;
+    return py_refuse(PyExc_TypeError,
+                     "missing the field %R, which the schema requires; give it, or declare it as "
+                     "\"%U?\" if samples may lack it",
+                     PyTuple_GET_ITEM(self->names, __builtin_ctzll(missing)),
+                     PyTuple_GET_ITEM(self->names, __builtin_ctzll(missing)));
 }
 
 static int find_field(const DeclaredSchemaObject *self, PyObject *name) {
@@ -74,9 +73,19 @@ static int find_field(const DeclaredSchemaObject *self, PyObject *name) {
     return -1;
 }
 
+static bool is_shared(PyObject *name) {
+    const char *text = PyUnicode_AsUTF8(name);
+    if (text == NULL) {
+        PyErr_Clear();
+        return false;
+    }
+    return strncmp(text, SHMBUS_SHARED_PREFIX, sizeof SHMBUS_SHARED_PREFIX - 1) == 0;
+}
+
 int py_declared_find(const DeclaredSchemaObject *self, PyObject *name) {
     int field = find_field(self, name);
-    if (field < 0 && PyUnicode_CompareWithASCIIString(name, SHMBUS_ROW_LENGTHS) == 0) {
+    if (field < 0 && (PyUnicode_CompareWithASCIIString(name, SHMBUS_ROW_LENGTHS) == 0 ||
+                      is_shared(name))) {
         return DECLARED_BY_THE_CORE;
     }
     if (field < 0) {
@@ -91,16 +100,11 @@ static PyObject *shape_text(const DeclaredSchemaObject *self, uint32_t field) {
     PyObject *shape = PyTuple_New(declared->ndim);
     for (uint32_t d = 0; shape != NULL && d < declared->ndim; d++) {
         int64_t size = declared_schema_dimension(declared, d);
-        PyObject *item = size == SHMBUS_DIMENSION_FREE ? Py_NewRef(Py_None)
-                         : size >= 0
-                             ? PyLong_FromLongLong(size)
-                             : Py_NewRef(PyTuple_GET_ITEM(self->dimension_names,
-                                                          SHMBUS_DIMENSION_NAMED - size));
-        if (item == NULL) {
-            Py_CLEAR(shape);
-        } else {
-            PyTuple_SET_ITEM(shape, d, item);
-        }
+        py_tuple_set(&shape, d,
+                     size == SHMBUS_DIMENSION_FREE ? Py_NewRef(Py_None)
+                     : size >= 0                   ? PyLong_FromLongLong(size)
+                                 : Py_NewRef(PyTuple_GET_ITEM(self->dimension_names,
+                                                              SHMBUS_DIMENSION_NAMED - size)));
     }
     return shape;
 }
@@ -130,19 +134,13 @@ bool py_declared_refuse_shape(const DeclaredSchemaObject *self,
     PyObject *wanted = shape_text(self, field);
     PyObject *got = PyTuple_New(ndim);
     for (int d = 0; got != NULL && d < ndim; d++) {
-        PyObject *size = PyLong_FromUnsignedLongLong(sizes[d]);
-        if (size == NULL) {
-            Py_CLEAR(got);
-        } else {
-            PyTuple_SET_ITEM(got, d, size);
-        }
+        py_tuple_set(&got, d, PyLong_FromUnsignedLongLong(sizes[d]));
     }
     if (wanted != NULL && got != NULL && name >= 0) {
         PyErr_Format(PyExc_ValueError,
                      "%U: expected the shape %R with %U = %llu, as %U has it, got %R",
                      PyTuple_GET_ITEM(self->names, field), wanted,
-                     PyTuple_GET_ITEM(self->dimension_names, name),
-                     (unsigned long long)bindings->sizes[name],
+                     PyTuple_GET_ITEM(self->dimension_names, name), U64(bindings->sizes[name]),
                      PyTuple_GET_ITEM(self->names, bindings->fields[name]), got);
     } else if (wanted != NULL && got != NULL) {
         PyErr_Format(PyExc_ValueError, "%U: expected the shape %R, got %R",
@@ -247,8 +245,7 @@ static bool take_dtype(DeclaredSchemaObject *self, uint32_t i) {
     return true;
 }
 
-static PyObject *py_declared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    (void)kwargs;
+static PyObject *py_declared_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *encoded;
     if (!PyArg_ParseTuple(args, "S", &encoded)) {
         return NULL;
@@ -287,22 +284,17 @@ static void py_declared_dealloc(DeclaredSchemaObject *self) {
 }
 
 /* fields() -> [(name, dtype, shape or None for any, required)] */
-static PyObject *py_declared_list(DeclaredSchemaObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_declared_list(DeclaredSchemaObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *found = PyList_New(0);
     for (uint32_t i = 0; found != NULL && i < self->parsed.count; i++) {
         const struct declared_field *field = &self->parsed.fields[i];
         PyObject *shape = field->flags & SHMBUS_DECLARED_ANY_SHAPE ? Py_NewRef(Py_None)
                                                                    : shape_text(self, i);
-        PyObject *row = shape == NULL
-                            ? NULL
-                            : Py_BuildValue("(OONO)", PyTuple_GET_ITEM(self->names, i),
-                                            self->dtypes[i], shape,
-                                            self->required >> i & 1 ? Py_True : Py_False);
-        if (row == NULL || PyList_Append(found, row) < 0) {
-            Py_CLEAR(found);
-        }
-        Py_XDECREF(row);
+        py_list_add(&found,
+                    shape == NULL
+                        ? NULL
+                        : Py_BuildValue("(OONO)", PyTuple_GET_ITEM(self->names, i), self->dtypes[i],
+                                        shape, self->required >> i & 1 ? Py_True : Py_False));
     }
     return found;
 }
@@ -314,8 +306,8 @@ static PyObject *py_declared_dtype(DeclaredSchemaObject *self, PyObject *name) {
 }
 
 static PyMethodDef declared_methods[] = {
-    {"fields", (PyCFunction)(void (*)(void))py_declared_list, METH_NOARGS, NULL},
-    {"dtype", (PyCFunction)(void (*)(void))py_declared_dtype, METH_O, NULL},
+    METHOD("fields", py_declared_list, METH_NOARGS, NULL),
+    METHOD("dtype", py_declared_dtype, METH_O, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -337,8 +329,7 @@ PyTypeObject DeclaredSchemaType = {
 
 /* declared_bytes(part) -> bytes or None; ValueError where it is damaged. Of a Segment, or of the
  * part's bytes as they were read from its file. */
-static PyObject *py_declared_bytes(PyObject *module, PyObject *source) {
-    (void)module;
+static PyObject *py_declared_bytes(PyObject *Py_UNUSED(module), PyObject *source) {
     struct declared_part *part = NULL, *copy = NULL;
     if (PyObject_TypeCheck(source, &SegmentType)) {
         if (!py_segment_usable((SegmentObject *)source, "handle")) {
@@ -351,8 +342,7 @@ static PyObject *py_declared_bytes(PyObject *module, PyObject *source) {
             memcpy(copy, PyBytes_AS_STRING(source), sizeof *copy);
         }
     } else {
-        PyErr_SetString(PyExc_TypeError, "expected a Segment, or the bytes of a declared part");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "expected a Segment, or the bytes of a declared part");
     }
     uint8_t *text = part == NULL ? NULL : PyMem_Malloc(SHMBUS_DECLARED_BYTES);
     PyObject *found = NULL;
@@ -374,11 +364,7 @@ static PyObject *py_declared_bytes(PyObject *module, PyObject *source) {
     return found;
 }
 
-static PyMethodDef functions[] = {
-    {"declared_bytes", (PyCFunction)(void (*)(void))py_declared_bytes, METH_O, NULL},
+PyMethodDef py_declared_functions[] = {
+    METHOD("declared_bytes", py_declared_bytes, METH_O, NULL),
     {NULL, NULL, 0, NULL},
 };
-
-bool py_declared_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

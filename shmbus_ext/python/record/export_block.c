@@ -13,9 +13,8 @@
 /* A trajectory that can be read; NULL with an exception. */
 static TrajectoryObject *readable(PyObject *item) {
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
-        PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                     Py_TYPE(item)->tp_name);
-        return NULL;
+        return (TrajectoryObject *)PyErr_Format(
+            PyExc_TypeError, "expected trajectories, got %.100s", Py_TYPE(item)->tp_name);
     }
     TrajectoryObject *t = (TrajectoryObject *)item;
     return py_trajectory_readable(t) ? t : NULL;
@@ -37,18 +36,18 @@ static bool add_all(struct block_maker *maker, PyObject *items) {
         struct record_header head;
         memcpy(&head, py_trajectory_bytes(t), sizeof head);
         if (head.split != SHMBUS_SPLIT_TRAIN) {
-            PyErr_Format(PyExc_ValueError,
-                         "trajectory %R[%S] is of split number %u of bus '%U'; a block carries what "
-                         "is trained on: leave it on its own bus, or release it",
-                         t->instance_id, t->index, head.split, t->holder->segment->name);
-            return false;
+            return py_refuse(
+                PyExc_ValueError,
+                "trajectory %R[%S] is of split number %u of bus '%U'; a block carries what "
+                "is trained on: leave it on its own bus, or release it",
+                t->instance_id, t->index, head.split, t->holder->segment->name);
         }
         if (maker->room - maker->used < t->ref.bytes) {
-            PyErr_Format(PyExc_ValueError,
-                         "block: %zd records need more than the %llu bytes that there are; export "
-                         "fewer of them",
-                         PyList_GET_SIZE(items), (unsigned long long)maker->room);
-            return false;
+            return py_refuse(
+                PyExc_ValueError,
+                "block: %zd records need more than the %llu bytes that there are; export "
+                "fewer of them",
+                PyList_GET_SIZE(items), U64(maker->room));
         }
         if (!block_add(maker, py_trajectory_bytes(t), t->ref.bytes)) {
             raise_changed(t);
@@ -60,8 +59,7 @@ static bool add_all(struct block_maker *maker, PyObject *items) {
 
 /* export_block(trajectories, into) -> int: how many bytes of `into` the block takes. All of one
  * bus. */
-static PyObject *py_export_block(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_export_block(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items;
     Py_buffer into;
     if (!PyArg_ParseTuple(args, "O!w*", &PyList_Type, &items, &into)) {
@@ -86,11 +84,9 @@ static PyObject *py_export_block(PyObject *module, PyObject *args) {
 }
 
 /* record_checks(trajectories) -> list[int]: the checksum of each one's head, as a block has it. */
-static PyObject *py_record_checks(PyObject *module, PyObject *items) {
-    (void)module;
+static PyObject *py_record_checks(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "record_checks: expected a list of trajectories");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "record_checks: expected a list of trajectories");
     }
     PyObject *checks = PyList_New(PyList_GET_SIZE(items));
     for (Py_ssize_t i = 0; checks != NULL && i < PyList_GET_SIZE(checks); i++) {
@@ -101,22 +97,15 @@ static PyObject *py_record_checks(PyObject *module, PyObject *items) {
             raise_changed(t);
             good = false;
         }
-        PyObject *number = good ? PyLong_FromUnsignedLong(check) : NULL;
-        if (number == NULL) {
-            Py_CLEAR(checks);
-        } else {
-            PyList_SET_ITEM(checks, i, number);
-        }
+        py_list_set(&checks, i, good ? PyLong_FromUnsignedLong(check) : NULL);
     }
     return checks;
 }
 
 /* record_origins(trajectories) -> list[bytes]: what each is known by among all buses. */
-static PyObject *py_record_origins(PyObject *module, PyObject *items) {
-    (void)module;
+static PyObject *py_record_origins(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "record_origins: expected a list of trajectories");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "record_origins: expected a list of trajectories");
     }
     PyObject *origins = PyList_New(PyList_GET_SIZE(items));
     for (Py_ssize_t i = 0; origins != NULL && i < PyList_GET_SIZE(origins); i++) {
@@ -166,11 +155,9 @@ static PyObject *lasting_of(const TrajectoryObject *t) {
 }
 
 /* lasting_origins(trajectories) -> list[tuple[bytes, ...]] */
-static PyObject *py_lasting_origins(PyObject *module, PyObject *items) {
-    (void)module;
+static PyObject *py_lasting_origins(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "lasting_origins: expected a list of trajectories");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "lasting_origins: expected a list of trajectories");
     }
     PyObject *origins = PyList_New(PyList_GET_SIZE(items));
     for (Py_ssize_t i = 0; origins != NULL && i < PyList_GET_SIZE(origins); i++) {
@@ -181,78 +168,58 @@ static PyObject *py_lasting_origins(PyObject *module, PyObject *items) {
         } else if (py_segment_usable(((TrajectoryObject *)item)->holder->segment, "Consumer")) {
             found = lasting_of((TrajectoryObject *)item);
         }
-        if (found == NULL) {
-            Py_CLEAR(origins);
-        } else {
-            PyList_SET_ITEM(origins, i, found);
-        }
+        py_list_set(&origins, i, found);
     }
     return origins;
 }
 
 /* lineage(segment) -> list[bytes]: its identity, and those of the buses that it was restored from. */
-static PyObject *py_lineage(PyObject *module, PyObject *object) {
-    (void)module;
-    if (!PyObject_TypeCheck(object, &SegmentType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Segment");
+static PyObject *py_lineage(PyObject *Py_UNUSED(module), PyObject *object) {
+    SegmentObject *segment;
+    if (!py_take_segment(object, &segment)) {
         return NULL;
     }
-    if (!py_segment_usable((SegmentObject *)object, "handle")) {
-        return NULL;
-    }
-    const struct bus_header *header = ((SegmentObject *)object)->c.header;
+    const struct bus_header *header = segment->c.header;
     PyObject *found = PyList_New(0);
     for (uint32_t i = 0; found != NULL && i <= SHMBUS_ANCESTORS; i++) {
         if (i > 0 && header->ancestors[i - 1].producers == 0) {
             continue;
         }
-        PyObject *identity = PyBytes_FromStringAndSize(
-            (const char *)(i == 0 ? header->identity : header->ancestors[i - 1].identity),
-            SHMBUS_IDENTITY_BYTES);
-        if (identity == NULL || PyList_Append(found, identity) < 0) {
-            Py_CLEAR(found);
-        }
-        Py_XDECREF(identity);
+        py_list_add(&found, PyBytes_FromStringAndSize(
+                                (const char *)(i == 0 ? header->identity
+                                                      : header->ancestors[i - 1].identity),
+                                SHMBUS_IDENTITY_BYTES));
     }
     return found;
 }
 
 /* leased_in_part(segment) -> bool: whether a group was ever leased without all of its samples. */
-static PyObject *py_leased_in_part(PyObject *module, PyObject *object) {
-    (void)module;
-    if (!PyObject_TypeCheck(object, &SegmentType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Segment");
+static PyObject *py_leased_in_part(PyObject *Py_UNUSED(module), PyObject *object) {
+    SegmentObject *segment;
+    if (!py_take_segment(object, &segment)) {
         return NULL;
     }
-    if (!py_segment_usable((SegmentObject *)object, "handle")) {
-        return NULL;
-    }
-    const struct bus_header *header = ((SegmentObject *)object)->c.header;
-    return PyBool_FromLong(
-        (long)atomic_load_explicit(&header->leased_in_part, memory_order_relaxed));
+    const struct bus_header *header = segment->c.header;
+    return PyBool_FromLong((long)RELAXED(header->leased_in_part));
 }
 
 /* leased_state(sample) -> int: what it says of an earlier collector's lease; 0 for nothing. */
-static PyObject *py_leased_state(PyObject *module, PyObject *item) {
-    (void)module;
+static PyObject *py_leased_state(PyObject *Py_UNUSED(module), PyObject *item) {
     return PyLong_FromUnsignedLong(
         Py_IS_TYPE(item, &TrajectoryType) ? ((TrajectoryObject *)item)->leased : 0);
 }
 
 /* leased_members(state) -> int: the members of that lease. */
-static PyObject *py_leased_members(PyObject *module, PyObject *argument) {
-    (void)module;
+static PyObject *py_leased_members(PyObject *Py_UNUSED(module), PyObject *argument) {
     unsigned long state = PyLong_AsUnsignedLong(argument);
     return PyErr_Occurred() ? NULL
                             : PyLong_FromUnsignedLong(shmbus_leased_members((uint32_t)state));
 }
 
 /* forget_leased(samples): they are samples as any other from here on. */
-static PyObject *py_forget_leased(PyObject *module, PyObject *items) {
-    (void)module;
+static PyObject *py_forget_leased(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "forget_leased: expected a list of samples");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "forget_leased: expected a list of samples");
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
         PyObject *item = PyList_GET_ITEM(items, i);
@@ -263,7 +230,7 @@ static PyObject *py_forget_leased(PyObject *module, PyObject *items) {
     Py_RETURN_NONE;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_export_functions[] = {
     {"lasting_origins", py_lasting_origins, METH_O, NULL},
     {"lineage", py_lineage, METH_O, NULL},
     {"leased_in_part", py_leased_in_part, METH_O, NULL},
@@ -276,8 +243,8 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-bool py_export_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0 &&
-           PyModule_AddIntConstant(module, "BLOCK_MAX_RECORDS", BLOCK_MAX_RECORDS) == 0 &&
-           PyModule_AddIntConstant(module, "BLOCK_HEADER_BYTES", sizeof(struct block_header)) == 0;
-}
+const struct named_value py_export_constants[] = {
+    {"BLOCK_MAX_RECORDS", BLOCK_MAX_RECORDS},
+    {"BLOCK_HEADER_BYTES", sizeof(struct block_header)},
+    {NULL, 0},
+};

@@ -137,18 +137,15 @@ static PyObject *py_origin_head_new(PyTypeObject *type, PyObject *args, PyObject
     return head;
 }
 
-static PyObject *py_origin_head_round(OriginHeadObject *self, void *ignored) {
-    (void)ignored;
-    return self->round == SHMBUS_NO_ROUND ? Py_NewRef(Py_None) : PyLong_FromLongLong(self->round);
+static PyObject *py_origin_head_round(OriginHeadObject *self, void *Py_UNUSED(ignored)) {
+    return py_round(self->round);
 }
 
-static PyObject *py_origin_head_failed(OriginHeadObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_origin_head_failed(OriginHeadObject *self, void *Py_UNUSED(ignored)) {
     return PyBool_FromLong(self->reason != Py_None);
 }
 
-static PyObject *py_origin_head_committed_ns(OriginHeadObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_origin_head_committed_ns(OriginHeadObject *self, void *Py_UNUSED(ignored)) {
     return PyLong_FromLongLong(self->made_ns - self->clock_ns);
 }
 
@@ -202,8 +199,7 @@ static bool append(struct sink *to, struct head_row *row, PyObject *id, PyObject
 
 static bool append_head(struct sink *to, PyObject *item) {
     if (!Py_IS_TYPE(item, &OriginHeadType)) {
-        PyErr_Format(PyExc_TypeError, "expected heads, got %.100s", Py_TYPE(item)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "expected heads, got %.100s", Py_TYPE(item)->tp_name);
     }
     const OriginHeadObject *head = (OriginHeadObject *)item;
     struct head_row row = {
@@ -223,8 +219,8 @@ static bool append_head(struct sink *to, PyObject *item) {
 
 static bool append_record(struct sink *to, PyObject *item, PyObject *reason_of) {
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
-        PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s", Py_TYPE(item)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "expected trajectories, got %.100s",
+                         Py_TYPE(item)->tp_name);
     }
     const TrajectoryObject *t = (TrajectoryObject *)item;
     struct head_row row = {
@@ -241,11 +237,10 @@ static bool append_record(struct sink *to, PyObject *item, PyObject *reason_of) 
         return false;
     }
     if (!block_head_check(py_trajectory_bytes(t), t->ref.bytes, &row.check)) {
-        PyErr_Format(PyExc_ValueError,
-                     "trajectory %R[%S]: its record in bus '%U' has changed since it was read; "
-                     "`shmbus inspect` shows where it is damaged",
-                     t->instance_id, t->index, t->holder->segment->name);
-        return false;
+        return py_refuse(PyExc_ValueError,
+                         "trajectory %R[%S]: its record in bus '%U' has changed since it was read; "
+                         "`shmbus inspect` shows where it is damaged",
+                         t->instance_id, t->index, t->holder->segment->name);
     }
     if (row.group_size == 0) {
         row.need = 0;
@@ -288,15 +283,13 @@ static PyObject *pack_all(PyObject *items, PyObject *reason_of) {
 }
 
 /* pack_heads(heads) -> bytes: to be unpacked elsewhere. */
-static PyObject *py_pack_heads(PyObject *module, PyObject *heads) {
-    (void)module;
+static PyObject *py_pack_heads(PyObject *Py_UNUSED(module), PyObject *heads) {
     return pack_all(heads, NULL);
 }
 
 /* read_heads(trajectories, reason_of) -> bytes: the heads of records that lie in the ring; of a
  * report that its sample failed, reason_of(trajectory) says why. */
-static PyObject *py_read_heads(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_read_heads(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *reason_of;
     if (!PyArg_ParseTuple(args, "OO", &items, &reason_of)) {
         return NULL;
@@ -326,15 +319,14 @@ static PyObject *unpack_one(const char **at, const char *end) {
             return make_head(&row, origin, text, why);
         }
     }
-    PyErr_SetString(PyExc_ValueError,
-                    "heads: expected them one behind the other, got bytes that say what no record "
-                    "can; run the same shmbus on both nodes");
-    return NULL;
+    return PyErr_Format(
+        PyExc_ValueError,
+        "heads: expected them one behind the other, got bytes that say what no record "
+        "can; run the same shmbus on both nodes");
 }
 
 /* unpack_heads(bytes) -> list[OriginHead]. ValueError for bytes that are none. */
-static PyObject *py_unpack_heads(PyObject *module, PyObject *argument) {
-    (void)module;
+static PyObject *py_unpack_heads(PyObject *Py_UNUSED(module), PyObject *argument) {
     Py_buffer packed;
     if (PyObject_GetBuffer(argument, &packed, PyBUF_SIMPLE) < 0) {
         return NULL;
@@ -342,11 +334,7 @@ static PyObject *py_unpack_heads(PyObject *module, PyObject *argument) {
     PyObject *heads = PyList_New(0);
     const char *at = packed.buf, *end = at + packed.len;
     while (heads != NULL && at < end) {
-        PyObject *head = unpack_one(&at, end);
-        if (head == NULL || PyList_Append(heads, head) < 0) {
-            Py_CLEAR(heads);
-        }
-        Py_XDECREF(head);
+        py_list_add(&heads, unpack_one(&at, end));
     }
     PyBuffer_Release(&packed);
     return heads;
@@ -411,13 +399,9 @@ PyTypeObject OriginHeadType = {
     .tp_repr = (reprfunc)py_origin_head_repr,
 };
 
-static PyMethodDef functions[] = {
+PyMethodDef py_origin_head_functions[] = {
     {"pack_heads", py_pack_heads, METH_O, NULL},
     {"read_heads", py_read_heads, METH_VARARGS, NULL},
     {"unpack_heads", py_unpack_heads, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_origin_head_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

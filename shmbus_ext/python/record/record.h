@@ -280,10 +280,9 @@ bool py_trajectory_require_score(const TrajectoryObject *self);
 /* Adds `score` and `scored` to Trajectory. */
 
 /* What module.c adds. */
-bool py_copies_add_methods(PyObject *module);
-bool py_declared_add_functions(PyObject *module);
-bool py_export_add_functions(PyObject *module);
-bool py_origin_head_add_functions(PyObject *module);
-bool py_score_add_attributes(PyObject *module);
+extern PyMethodDef py_declared_functions[];
+extern PyMethodDef py_export_functions[];
+extern const struct named_value py_export_constants[];
+extern PyMethodDef py_origin_head_functions[];
 
 #endif

@@ -274,10 +274,9 @@ PyArray_Descr *py_schema_dtype(SchemaObject *self, int field) {
             (uint32_t)PyDataType_ELSIZE((PyArray_Descr *)dtype) != entry.itemsize ||
             PyDataType_REFCHK((PyArray_Descr *)dtype)) {
             Py_DECREF(dtype);
-            PyErr_Format(PyExc_TypeError, "field %R: its dtype %R does not fit its itemsize %u",
-                         PyTuple_GET_ITEM(self->names, field), self->dtype_names[field],
-                         entry.itemsize);
-            return NULL;
+            return (PyArray_Descr *)PyErr_Format(
+                PyExc_TypeError, "field %R: its dtype %R does not fit its itemsize %u",
+                PyTuple_GET_ITEM(self->names, field), self->dtype_names[field], entry.itemsize);
         }
         self->dtypes[field] = (PyArray_Descr *)dtype;
         self->kinds[field] = (uint8_t)py_kind_of_dtype(self->dtypes[field]);

@@ -96,7 +96,7 @@ TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_co
     self->meta_offset = header->meta_offset;
     self->meta_bytes = header->meta_bytes;
     self->failed = (header->flags & SHMBUS_FLAG_FAILED) != 0;
-    const uint32_t state = atomic_load_explicit(&header->state, memory_order_relaxed);
+    const uint32_t state = RELAXED(header->state);
     self->leased = shmbus_is_leased(state) ? state : 0;
     self->unscored = isnan(header->score) && !self->failed;
     self->shape = self->inline_shape;
@@ -150,18 +150,18 @@ static void py_trajectory_dealloc(TrajectoryObject *self) {
 
 bool py_trajectory_readable(const TrajectoryObject *self) {
     if (self->released) {
-        PyErr_Format(hooks.closed_error,
-                     "trajectory %R[%S] was acknowledged or dropped, and its space given back to "
-                     "the ring; take its arrays before that (they stay valid), or copy them",
-                     self->instance_id, self->index);
-        return false;
+        return py_refuse(
+            hooks.closed_error,
+            "trajectory %R[%S] was acknowledged or dropped, and its space given back to "
+            "the ring; take its arrays before that (they stay valid), or copy them",
+            self->instance_id, self->index);
     }
     if (!self->holder->attached) {
-        PyErr_Format(hooks.closed_error,
-                     "trajectory %R[%S]: its Consumer is closed; take its arrays before that (they "
-                     "stay valid)",
-                     self->instance_id, self->index);
-        return false;
+        return py_refuse(
+            hooks.closed_error,
+            "trajectory %R[%S]: its Consumer is closed; take its arrays before that (they "
+            "stay valid)",
+            self->instance_id, self->index);
     }
     return py_segment_usable(self->holder->segment, "Consumer");
 }
@@ -198,9 +198,8 @@ PyObject *py_trajectory_view(TrajectoryObject *self, int field) {
 static PyObject *py_trajectory_get(TrajectoryObject *self, PyObject *name) {
     int field = py_schema_find(self->schema, name);
     if (field < 0) {
-        PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
-                     self->schema->names);
-        return NULL;
+        return PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
+                            self->schema->names);
     }
     return py_trajectory_readable(self) ? py_trajectory_view(self, field) : NULL;
 }
@@ -229,8 +228,7 @@ static PyObject *py_trajectory_iter(TrajectoryObject *self) {
     return PyObject_GetIter(self->schema->names);
 }
 
-static PyObject *py_trajectory_keys(TrajectoryObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_keys(TrajectoryObject *self, PyObject *Py_UNUSED(ignored)) {
     return Py_NewRef(self->schema->names);
 }
 
@@ -238,25 +236,18 @@ static PyObject *py_trajectory_keys(TrajectoryObject *self, PyObject *ignored) {
 static PyObject *py_trajectory_shape(TrajectoryObject *self, PyObject *name) {
     int field = py_schema_find(self->schema, name);
     if (field < 0) {
-        PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
-                     self->schema->names);
-        return NULL;
+        return PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
+                            self->schema->names);
     }
     const uint64_t *shape = self->shape + self->schema->shape_at[field];
     PyObject *result = PyTuple_New(self->schema->ndim[field]);
     for (int d = 0; result != NULL && d < self->schema->ndim[field]; d++) {
-        PyObject *size = PyLong_FromUnsignedLongLong(shape[1 + d]);
-        if (size == NULL) {
-            Py_CLEAR(result);
-        } else {
-            PyTuple_SET_ITEM(result, d, size);
-        }
+        py_tuple_set(&result, d, PyLong_FromUnsignedLongLong(shape[1 + d]));
     }
     return result;
 }
 
-static PyObject *py_trajectory_meta(TrajectoryObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_meta(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
     if (self->meta == NULL) {
         if (self->meta_bytes == 0) {
             Py_RETURN_NONE;
@@ -275,27 +266,23 @@ static PyObject *py_trajectory_meta(TrajectoryObject *self, void *ignored) {
     return Py_XNewRef(self->meta);
 }
 
-static PyObject *py_trajectory_round(TrajectoryObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_round(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
     if (self->round == SHMBUS_NO_ROUND) {
         Py_RETURN_NONE;
     }
     return PyLong_FromLongLong(self->round);
 }
 
-static PyObject *py_trajectory_split(TrajectoryObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_split(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
     return py_split_label(self->holder->segment, self->split);
 }
 
-static PyObject *py_trajectory_rows(TrajectoryObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_rows(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
     return py_trajectory_readable(self) ? PyObject_CallOneArg(hooks.rows_of, (PyObject *)self)
                                         : NULL;
 }
 
-static PyObject *py_trajectory_newest(TrajectoryObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_newest(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
     return PyLong_FromLongLong(self->policy_version + (long long)self->version_span);
 }
 
@@ -313,13 +300,165 @@ static PyObject *py_trajectory_repr(TrajectoryObject *self) {
     return text;
 }
 
+/* ---- The score of a trajectory. */
+static PyObject *py_trajectory_get_scored(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
+    return PyBool_FromLong(py_trajectory_has_score(self));
+}
+
+bool py_trajectory_require_score(const TrajectoryObject *self) {
+    if (py_trajectory_has_score(self)) {
+        return true;
+    }
+    return py_refuse(
+        hooks.unscored_error,
+        "trajectory %R[%S] of producer %llu: expected a score, got none yet: it was put "
+        "with score=None; set trajectory.score, or give OnlineDataHandler a score_group, "
+        "before it is trained on",
+        self->instance_id, self->index, U64(self->producer_id));
+}
+
+static PyObject *py_trajectory_get_score(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
+    return py_trajectory_require_score(self) ? PyFloat_FromDouble(self->score) : NULL;
+}
+
+/* Of this object alone: the record keeps what its producer said, for whoever reads it next. */
+static int py_trajectory_set_score(TrajectoryObject *self, PyObject *value,
+                                   void *Py_UNUSED(ignored)) {
+    if (!self->unscored) {
+        PyErr_Format(PyExc_AttributeError,
+                     "trajectory %R[%S]: score: expected one that its producer left open, by "
+                     "score=None, got one that it has set; it cannot be changed",
+                     self->instance_id, self->index);
+        return -1;
+    }
+    if (value == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "score cannot be deleted");
+        return -1;
+    }
+    double score = PyFloat_AsDouble(value);
+    if (score == -1.0 && PyErr_Occurred()) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Format(PyExc_TypeError, "trajectory %R[%S]: score: expected a float, got %.100s",
+                         self->instance_id, self->index, Py_TYPE(value)->tp_name);
+        }
+        return -1;
+    }
+    if (!isfinite(score)) {
+        PyErr_Format(PyExc_ValueError,
+                     "trajectory %R[%S]: score: expected a finite number, got %S; drop a group "
+                     "that cannot be scored",
+                     self->instance_id, self->index, value);
+        return -1;
+    }
+    self->score = score;
+    return 0;
+}
+
+/* ---- Methods of Trajectory that read all of its fields at once, and copy them out of the ring.
+ *
+ * Invariants: an array that is copied here is a view with a pin until its copy is made, so another
+ * thread may acknowledge the group in between. A copy holds nothing of the ring, nor of a consumer. */
+/* A tuple with what `make` gives for each field, in the producer's order. */
+static PyObject *each_field(TrajectoryObject *self,
+                            PyObject *(*make)(TrajectoryObject *self, int field)) {
+    if (!py_trajectory_readable(self)) {
+        return NULL;
+    }
+    PyObject *all = PyTuple_New((Py_ssize_t)self->schema->count);
+    for (int field = 0; all != NULL && field < (int)self->schema->count; field++) {
+        py_tuple_set(&all, field, make(self, field));
+    }
+    return all;
+}
+
+static PyObject *name_of(const TrajectoryObject *self, int field) {
+    return PyTuple_GET_ITEM(self->schema->names, field);
+}
+
+static PyObject *make_item(TrajectoryObject *self, int field) {
+    PyObject *view = py_trajectory_view(self, field);
+    PyObject *item = view == NULL ? NULL : PyTuple_Pack(2, name_of(self, field), view);
+    Py_XDECREF(view);
+    return item;
+}
+
+static PyObject *py_trajectory_items(TrajectoryObject *self, PyObject *Py_UNUSED(ignored)) {
+    return each_field(self, make_item);
+}
+
+static PyObject *py_trajectory_values(TrajectoryObject *self, PyObject *Py_UNUSED(ignored)) {
+    return each_field(self, py_trajectory_view);
+}
+
+static PyObject *owned_fields(TrajectoryObject *self) {
+    PyObject *fields = PyDict_New();
+    for (int field = 0; fields != NULL && field < (int)self->schema->count; field++) {
+        PyObject *view = py_trajectory_view(self, field);
+        PyObject *own =
+            view == NULL ? NULL : PyArray_NewCopy((PyArrayObject *)view, NPY_CORDER);
+        Py_XDECREF(view);
+        if (own == NULL || PyDict_SetItem(fields, name_of(self, field), own) < 0) {
+            Py_CLEAR(fields);
+        }
+        Py_XDECREF(own);
+    }
+    return fields;
+}
+
+/* The hook gets the arguments of TrajectoryCopy, its meta still encoded. */
+static PyObject *py_trajectory_copy(TrajectoryObject *self, PyObject *Py_UNUSED(ignored)) {
+    if (!py_trajectory_readable(self)) {
+        return NULL;
+    }
+    /* Before the fields: other threads may run while those are copied. */
+    PyObject *meta = PyBytes_FromStringAndSize(
+        (const char *)py_trajectory_bytes(self) + self->meta_offset, self->meta_bytes);
+    PyObject *round = py_round(self->round);
+    PyObject *split = py_split_label(self->holder->segment, self->split);
+    PyObject *fields =
+        meta == NULL || round == NULL || split == NULL ? NULL : owned_fields(self);
+    if (fields == NULL) {
+        Py_XDECREF(meta);
+        Py_XDECREF(round);
+        Py_XDECREF(split);
+        return NULL;
+    }
+    PyObject *arguments = Py_BuildValue(
+        "(OOOiNNOdLLKKKKNN)", self->instance_id, self->index, self->group_size, (int)self->need,
+        round, split, self->key, self->score, (long long)self->policy_version,
+        (long long)self->policy_version + (long long)self->version_span, U64(self->producer_id),
+        U64(self->sequence), U64(self->committed_ns), U64(self->ref.bytes), meta, fields);
+    PyObject *copy = arguments == NULL
+                         ? NULL
+                         : PyObject_CallOneArg(hooks.copy_trajectory, arguments);
+    Py_XDECREF(arguments);
+    return copy;
+}
+
+static PyObject *py_trajectory_to_dict(TrajectoryObject *self, PyObject *ignored) {
+    PyObject *copy = py_trajectory_copy(self, ignored);
+    PyObject *dict = copy == NULL ? NULL : PyObject_CallMethod(copy, "to_dict", NULL);
+    Py_XDECREF(copy);
+    return dict;
+}
+
+static PyObject *py_trajectory_reduce(TrajectoryObject *self, PyObject *Py_UNUSED(ignored)) {
+    return PyErr_Format(PyExc_TypeError,
+                        "trajectory %R[%S] is under lease, and its arrays are views of the ring: "
+                        "it cannot be pickled or sent to another process; pickle its .copy(), "
+                        "which owns its arrays",
+                        self->instance_id, self->index);
+}
+
 static PyMethodDef trajectory_methods[] = {
-    {"keys", (PyCFunction)(void (*)(void))py_trajectory_keys, METH_NOARGS,
-     DOC_Trajectory_keys},
-    {"get", (PyCFunction)(void (*)(void))py_trajectory_get_or, METH_VARARGS,
-     DOC_Trajectory_get},
-    {"shape", (PyCFunction)(void (*)(void))py_trajectory_shape, METH_O,
-     DOC_Trajectory_shape},
+    METHOD("keys", py_trajectory_keys, METH_NOARGS, DOC_Trajectory_keys),
+    METHOD("get", py_trajectory_get_or, METH_VARARGS, DOC_Trajectory_get),
+    METHOD("shape", py_trajectory_shape, METH_O, DOC_Trajectory_shape),
+    METHOD("items", py_trajectory_items, METH_NOARGS, DOC_Trajectory_items),
+    METHOD("values", py_trajectory_values, METH_NOARGS, DOC_Trajectory_values),
+    METHOD("copy", py_trajectory_copy, METH_NOARGS, DOC_Trajectory_copy),
+    METHOD("to_dict", py_trajectory_to_dict, METH_NOARGS, DOC_Trajectory_to_dict),
+    METHOD("__reduce__", py_trajectory_reduce, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -331,6 +470,9 @@ static PyGetSetDef trajectory_getset[] = {
      "Its rows, each a mapping of names to views; one, unless it was put with rows=.", NULL},
     {"newest_policy_version", (getter)py_trajectory_newest, NULL,
      "The newest policy that sampled a part of it: int.", NULL},
+    {"score", (getter)py_trajectory_get_score, (setter)py_trajectory_set_score,
+     "The reward: float; of one that was put with score=None, what was set here.", NULL},
+    {"scored", (getter)py_trajectory_get_scored, NULL, "Whether it has a score: bool.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -380,213 +522,3 @@ PyTypeObject TrajectoryType = {
     .tp_iter = (getiterfunc)py_trajectory_iter,
     .tp_repr = (reprfunc)py_trajectory_repr,
 };
-
-/* ---- The score of a trajectory. */
-static PyObject *py_trajectory_get_scored(TrajectoryObject *self, void *ignored) {
-    (void)ignored;
-    return PyBool_FromLong(py_trajectory_has_score(self));
-}
-
-bool py_trajectory_require_score(const TrajectoryObject *self) {
-    if (py_trajectory_has_score(self)) {
-        return true;
-    }
-    PyErr_Format(hooks.unscored_error,
-                 "trajectory %R[%S] of producer %llu: expected a score, got none yet: it was put "
-                 "with score=None; set trajectory.score, or give OnlineDataHandler a score_group, "
-                 "before it is trained on",
-                 self->instance_id, self->index, (unsigned long long)self->producer_id);
-    return false;
-}
-
-static PyObject *py_trajectory_get_score(TrajectoryObject *self, void *ignored) {
-    (void)ignored;
-    return py_trajectory_require_score(self) ? PyFloat_FromDouble(self->score) : NULL;
-}
-
-/* Of this object alone: the record keeps what its producer said, for whoever reads it next. */
-static int py_trajectory_set_score(TrajectoryObject *self, PyObject *value, void *ignored) {
-    (void)ignored;
-    if (!self->unscored) {
-        PyErr_Format(PyExc_AttributeError,
-                     "trajectory %R[%S]: score: expected one that its producer left open, by "
-                     "score=None, got one that it has set; it cannot be changed",
-                     self->instance_id, self->index);
-        return -1;
-    }
-    if (value == NULL) {
-        PyErr_SetString(PyExc_AttributeError, "score cannot be deleted");
-        return -1;
-    }
-    double score = PyFloat_AsDouble(value);
-    if (score == -1.0 && PyErr_Occurred()) {
-        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
-            PyErr_Format(PyExc_TypeError, "trajectory %R[%S]: score: expected a float, got %.100s",
-                         self->instance_id, self->index, Py_TYPE(value)->tp_name);
-        }
-        return -1;
-    }
-    if (!isfinite(score)) {
-        PyErr_Format(PyExc_ValueError,
-                     "trajectory %R[%S]: score: expected a finite number, got %S; drop a group "
-                     "that cannot be scored",
-                     self->instance_id, self->index, value);
-        return -1;
-    }
-    self->score = score;
-    return 0;
-}
-
-static PyGetSetDef attributes[] = {
-    {"score", (getter)py_trajectory_get_score, (setter)py_trajectory_set_score,
-     "The reward: float; of one that was put with score=None, what was set here.", NULL},
-    {"scored", (getter)py_trajectory_get_scored, NULL, "Whether it has a score: bool.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
-bool py_score_add_attributes(PyObject *module) {
-    (void)module;
-    for (PyGetSetDef *each = attributes; each->name != NULL; each++) {
-        PyObject *descriptor = PyDescr_NewGetSet(&TrajectoryType, each);
-        if (descriptor == NULL ||
-            PyDict_SetItemString(TrajectoryType.tp_dict, each->name, descriptor) < 0) {
-            Py_XDECREF(descriptor);
-            return false;
-        }
-        Py_DECREF(descriptor);
-    }
-    PyType_Modified(&TrajectoryType);
-    return true;
-}
-
-/* ---- Methods of Trajectory that read all of its fields at once, and copy them out of the ring.
- *
- * Invariants: an array that is copied here is a view with a pin until its copy is made, so another
- * thread may acknowledge the group in between. A copy holds nothing of the ring, nor of a consumer. */
-/* A tuple with what `make` gives for each field, in the producer's order. */
-static PyObject *each_field(TrajectoryObject *self,
-                            PyObject *(*make)(TrajectoryObject *self, int field)) {
-    if (!py_trajectory_readable(self)) {
-        return NULL;
-    }
-    PyObject *all = PyTuple_New((Py_ssize_t)self->schema->count);
-    for (int field = 0; all != NULL && field < (int)self->schema->count; field++) {
-        PyObject *one = make(self, field);
-        if (one == NULL) {
-            Py_CLEAR(all);
-        } else {
-            PyTuple_SET_ITEM(all, field, one);
-        }
-    }
-    return all;
-}
-
-static PyObject *name_of(const TrajectoryObject *self, int field) {
-    return PyTuple_GET_ITEM(self->schema->names, field);
-}
-
-static PyObject *make_item(TrajectoryObject *self, int field) {
-    PyObject *view = py_trajectory_view(self, field);
-    PyObject *item = view == NULL ? NULL : PyTuple_Pack(2, name_of(self, field), view);
-    Py_XDECREF(view);
-    return item;
-}
-
-static PyObject *py_trajectory_items(TrajectoryObject *self, PyObject *ignored) {
-    (void)ignored;
-    return each_field(self, make_item);
-}
-
-static PyObject *py_trajectory_values(TrajectoryObject *self, PyObject *ignored) {
-    (void)ignored;
-    return each_field(self, py_trajectory_view);
-}
-
-static PyObject *owned_fields(TrajectoryObject *self) {
-    PyObject *fields = PyDict_New();
-    for (int field = 0; fields != NULL && field < (int)self->schema->count; field++) {
-        PyObject *view = py_trajectory_view(self, field);
-        PyObject *own =
-            view == NULL ? NULL : PyArray_NewCopy((PyArrayObject *)view, NPY_CORDER);
-        Py_XDECREF(view);
-        if (own == NULL || PyDict_SetItem(fields, name_of(self, field), own) < 0) {
-            Py_CLEAR(fields);
-        }
-        Py_XDECREF(own);
-    }
-    return fields;
-}
-
-/* The hook gets the arguments of TrajectoryCopy, its meta still encoded. */
-static PyObject *py_trajectory_copy(TrajectoryObject *self, PyObject *ignored) {
-    (void)ignored;
-    if (!py_trajectory_readable(self)) {
-        return NULL;
-    }
-    /* Before the fields: other threads may run while those are copied. */
-    PyObject *meta = PyBytes_FromStringAndSize(
-        (const char *)py_trajectory_bytes(self) + self->meta_offset, self->meta_bytes);
-    PyObject *round = self->round == SHMBUS_NO_ROUND ? Py_NewRef(Py_None)
-                                                     : PyLong_FromLongLong(self->round);
-    PyObject *split = py_split_label(self->holder->segment, self->split);
-    PyObject *fields =
-        meta == NULL || round == NULL || split == NULL ? NULL : owned_fields(self);
-    if (fields == NULL) {
-        Py_XDECREF(meta);
-        Py_XDECREF(round);
-        Py_XDECREF(split);
-        return NULL;
-    }
-    PyObject *arguments = Py_BuildValue(
-        "(OOOiNNOdLLKKKKNN)", self->instance_id, self->index, self->group_size, (int)self->need,
-        round, split, self->key, self->score, (long long)self->policy_version,
-        (long long)self->policy_version + (long long)self->version_span,
-        (unsigned long long)self->producer_id,
-        (unsigned long long)self->sequence, (unsigned long long)self->committed_ns,
-        (unsigned long long)self->ref.bytes, meta, fields);
-    PyObject *copy = arguments == NULL
-                         ? NULL
-                         : PyObject_CallOneArg(hooks.copy_trajectory, arguments);
-    Py_XDECREF(arguments);
-    return copy;
-}
-
-static PyObject *py_trajectory_to_dict(TrajectoryObject *self, PyObject *ignored) {
-    PyObject *copy = py_trajectory_copy(self, ignored);
-    PyObject *dict = copy == NULL ? NULL : PyObject_CallMethod(copy, "to_dict", NULL);
-    Py_XDECREF(copy);
-    return dict;
-}
-
-static PyObject *py_trajectory_reduce(TrajectoryObject *self, PyObject *ignored) {
-    (void)ignored;
-    return PyErr_Format(PyExc_TypeError,
-                        "trajectory %R[%S] is under lease, and its arrays are views of the ring: "
-                        "it cannot be pickled or sent to another process; pickle its .copy(), "
-                        "which owns its arrays",
-                        self->instance_id, self->index);
-}
-
-static PyMethodDef methods[] = {
-    {"items", (PyCFunction)(void (*)(void))py_trajectory_items, METH_NOARGS, DOC_Trajectory_items},
-    {"values", (PyCFunction)(void (*)(void))py_trajectory_values, METH_NOARGS, DOC_Trajectory_values},
-    {"copy", (PyCFunction)(void (*)(void))py_trajectory_copy, METH_NOARGS, DOC_Trajectory_copy},
-    {"to_dict", (PyCFunction)(void (*)(void))py_trajectory_to_dict, METH_NOARGS, DOC_Trajectory_to_dict},
-    {"__reduce__", (PyCFunction)(void (*)(void))py_trajectory_reduce, METH_NOARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
-bool py_copies_add_methods(PyObject *module) {
-    (void)module;
-    for (PyMethodDef *method = methods; method->ml_name != NULL; method++) {
-        PyObject *descriptor = PyDescr_NewMethod(&TrajectoryType, method);
-        if (descriptor == NULL ||
-            PyDict_SetItemString(TrajectoryType.tp_dict, method->ml_name, descriptor) < 0) {
-            Py_XDECREF(descriptor);
-            return false;
-        }
-        Py_DECREF(descriptor);
-    }
-    PyType_Modified(&TrajectoryType);
-    return true;
-}

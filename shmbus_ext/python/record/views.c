@@ -49,8 +49,7 @@ PyTypeObject KeeperType = {
 /* ---- Pin: behind views that are read ---- */
 
 /* The holder closes the handle before it is gone. */
-static void pin_handle_closed(struct view *view, bool detached) {
-    (void)detached;
+static void pin_handle_closed(struct view *view, bool Py_UNUSED(detached)) {
     LIST_ENTRY(view, PinObject, view)->holder = NULL;
 }
 

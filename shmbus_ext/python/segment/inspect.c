@@ -11,6 +11,7 @@
 
 #include "base/file_lock.h"
 #include "ring/layout.h"
+#include "ring/relay_journal.h"
 #include "ring/record.h"
 #include "ring/segment.h"
 
@@ -22,8 +23,7 @@ static PyObject *lock_answer(enum lock_status status) {
 }
 
 /* lock_held(fd, byte) -> bool: whether a living process holds it. Works on a read-only fd. */
-static PyObject *py_lock_held(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_lock_held(PyObject *Py_UNUSED(module), PyObject *args) {
     int fd;
     long long byte;
     if (!PyArg_ParseTuple(args, "iL", &fd, &byte)) {
@@ -33,8 +33,7 @@ static PyObject *py_lock_held(PyObject *module, PyObject *args) {
 }
 
 /* any_lock_held(fd) -> bool: the same for every byte there is. */
-static PyObject *py_any_lock_held(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_any_lock_held(PyObject *Py_UNUSED(module), PyObject *args) {
     int fd;
     if (!PyArg_ParseTuple(args, "i", &fd)) {
         return NULL;
@@ -43,8 +42,7 @@ static PyObject *py_any_lock_held(PyObject *module, PyObject *args) {
 }
 
 /* lock_all(fd) -> bool: whether this description now holds every lock there is. */
-static PyObject *py_lock_all(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_lock_all(PyObject *Py_UNUSED(module), PyObject *args) {
     int fd;
     if (!PyArg_ParseTuple(args, "i", &fd)) {
         return NULL;
@@ -103,7 +101,7 @@ struct scan {
 };
 
 static void count_record(struct scan *scan, const struct record_header *header, uint64_t below) {
-    uint32_t state = atomic_load_explicit(&header->state, memory_order_relaxed);
+    uint32_t state = RELAXED(header->state);
     if ((shmbus_is_committed(state) || state == SHMBUS_RELEASED) &&
         header->committed_ns > scan->newest_ns) {
         scan->newest_ns = header->committed_ns;
@@ -162,8 +160,7 @@ static void scan_all(const struct run_at *start, uint64_t below, struct scan *sc
  * keys: u64 pairs (producer, sequence) of the committed records that are numbered below; counts:
  * (reserved, committed, aborted, released, other). newest: when the last commit was, in ns. cut:
  * the walk met no record at end. */
-static PyObject *py_scan_run(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_scan_run(PyObject *Py_UNUSED(module), PyObject *args) {
     struct run_at run = {0};
     unsigned long long below;
     if (!PyArg_ParseTuple(args, "iLKIIK", &run.fd, &run.position, &run.used, &run.place.extent,
@@ -175,16 +172,13 @@ static PyObject *py_scan_run(PyObject *module, PyObject *args) {
     /* SYNC: record-exposed. The caller has read `used` before this. */
     atomic_thread_fence(memory_order_acquire);
     scan_all(&run, below, &scan);
-    Py_END_ALLOW_THREADS
-    PyObject *result =
+    Py_END_ALLOW_THREADS PyObject *result =
         scan.no_memory
             ? PyErr_NoMemory()
             : Py_BuildValue("y#(KKKKK)KKKN", scan.keys == NULL ? "" : (const char *)scan.keys,
-                            (Py_ssize_t)(scan.count * sizeof *scan.keys),
-                            (unsigned long long)scan.reserved, (unsigned long long)scan.committed,
-                            (unsigned long long)scan.aborted, (unsigned long long)scan.released,
-                            (unsigned long long)scan.other, (unsigned long long)scan.bytes,
-                            (unsigned long long)scan.newest_ns, (unsigned long long)scan.at,
+                            (Py_ssize_t)(scan.count * sizeof *scan.keys), U64(scan.reserved),
+                            U64(scan.committed), U64(scan.aborted), U64(scan.released),
+                            U64(scan.other), U64(scan.bytes), U64(scan.newest_ns), U64(scan.at),
                             PyBool_FromLong(scan.cut));
     free(scan.keys);
     return result;
@@ -230,7 +224,7 @@ static enum record_verdict read_body(const struct run_at *run, struct record_cop
 static PyObject *record_row(const struct run_at *run, struct record_copy *copy, bool payload) {
     static const char *const verdicts[] = {"ok", "frame", "header", "payload"};
     struct record_header *h = &copy->header;
-    uint32_t state = atomic_load_explicit(&h->state, memory_order_relaxed);
+    uint32_t state = RELAXED(h->state);
     uint32_t flags = h->flags;
     bool has_body = shmbus_is_committed(state) || state == SHMBUS_RELEASED;
     enum record_verdict verdict = RECORD_OK;
@@ -247,15 +241,13 @@ static PyObject *record_row(const struct run_at *run, struct record_copy *copy, 
     PyObject *id = PyUnicode_DecodeUTF8(readable ? copy->id : "", readable ? h->id_bytes : 0,
                                         "backslashreplace");
     PyObject *row = Py_BuildValue(
-        "(KssKKKKILIdIIIINKIIKNIy#y#)", (unsigned long long)run->place.offset, state_name(state),
-        verdicts[verdict], (unsigned long long)h->record_bytes,
-        (unsigned long long)h->producer_id, (unsigned long long)h->sequence,
-        (unsigned long long)h->lane_number, flags, (long long)h->policy_version,
-        h->version_span, h->score, (unsigned int)h->group_size, (unsigned int)h->need,
-        (unsigned int)h->index, (unsigned int)h->split, round, (unsigned long long)h->committed_ns, h->meta_offset,
-        h->meta_bytes, (unsigned long long)h->payload_bytes, id, (unsigned int)h->field_count,
-        readable ? (const char *)copy->schema : "",
-        (Py_ssize_t)(readable ? h->schema_bytes : 0),
+        "(KssKKKKILIdIIIINKIIKNIy#y#)", U64(run->place.offset), state_name(state),
+        verdicts[verdict], U64(h->record_bytes), U64(h->producer_id), U64(h->sequence),
+        U64(h->lane_number), flags, (long long)h->policy_version, h->version_span, h->score,
+        (unsigned int)h->group_size, (unsigned int)h->need, (unsigned int)h->index,
+        (unsigned int)h->split, round, U64(h->committed_ns), h->meta_offset, h->meta_bytes,
+        U64(h->payload_bytes), id, (unsigned int)h->field_count,
+        readable ? (const char *)copy->schema : "", (Py_ssize_t)(readable ? h->schema_bytes : 0),
         readable ? (const char *)copy->shape : "",
         (Py_ssize_t)(readable ? h->shape_words * 8u : 0));
     Py_XDECREF(image);
@@ -263,8 +255,7 @@ static PyObject *record_row(const struct run_at *run, struct record_copy *copy, 
 }
 
 /* read_run(fd, position, used, extent, generation, start, limit, payload) -> (rows, end, cut) */
-static PyObject *py_read_run(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_read_run(PyObject *Py_UNUSED(module), PyObject *args) {
     struct run_at run = {0};
     unsigned long long start, limit;
     int payload;
@@ -289,20 +280,15 @@ static PyObject *py_read_run(PyObject *module, PyObject *args) {
             break;
         }
         uint64_t bytes = copy->header.record_bytes;
-        PyObject *row = record_row(&run, copy, payload != 0);
-        if (row == NULL || PyList_Append(rows, row) < 0) {
-            Py_CLEAR(rows);
-        }
-        Py_XDECREF(row);
+        py_list_add(&rows, record_row(&run, copy, payload != 0));
         run.place.offset += bytes;
     }
     PyMem_Free(copy);
     return rows == NULL ? NULL
-                        : Py_BuildValue("(NKN)", rows, (unsigned long long)run.place.offset,
-                                        PyBool_FromLong(cut));
+                        : Py_BuildValue("(NKN)", rows, U64(run.place.offset), PyBool_FromLong(cut));
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_inspect_functions[] = {
     {"layout", py_layout, METH_NOARGS, NULL},
     {"lock_held", py_lock_held, METH_VARARGS, NULL},
     {"any_lock_held", py_any_lock_held, METH_VARARGS, NULL},
@@ -312,38 +298,25 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-bool py_inspect_add_functions(PyObject *module) {
-    static const struct {
-        const char *name;
-        unsigned long long value;
-    } constants[] = {
-        {"MAGIC", SHMBUS_MAGIC},
-        {"HEADER_BYTES", SHMBUS_HEADER_BYTES},
-        {"RELEASED_OFFSET", offsetof(struct bus_header, released)},
-        {"REASONS", SHMBUS_REASONS},
-        {"LOCK_COLLECTOR", SHMBUS_LOCK_COLLECTOR},
-        {"LOCK_USERS", SHMBUS_LOCK_USERS},
-        {"LOCK_SLOT", SHMBUS_LOCK_SLOT},
-        {"LOCK_VIEW", SHMBUS_LOCK_VIEW},
-        {"LINK_END", SHMBUS_LINK_END},
-        {"REF_OFFSET_BITS", REF_OFFSET_BITS},
-        {"FLAG_PAYLOAD_CRC", SHMBUS_FLAG_PAYLOAD_CRC},
-        {"FLAG_MOVED", SHMBUS_FLAG_MOVED},
-        {"FLAG_FAILED", SHMBUS_FLAG_FAILED},
-        {"FLAG_NO_SIZE", SHMBUS_FLAG_NO_SIZE},
-        {"FLAGS_KEPT", SHMBUS_FLAGS_KEPT},
-        {"RETRY_BUSY", SHMBUS_RETRY_BUSY},
-        {"RETRY_PAUSE", SHMBUS_RETRY_PAUSE},
-    };
-    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
-        PyObject *value = PyLong_FromUnsignedLongLong(constants[i].value);
-        if (value == NULL || PyModule_AddObjectRef(module, constants[i].name, value) < 0) {
-            Py_XDECREF(value);
-            return false;
-        }
-        Py_DECREF(value);
-    }
-    return PyModule_AddFunctions(module, functions) == 0;
+const struct named_value py_inspect_constants[] = {
+    {"MAGIC", (long)SHMBUS_MAGIC},
+    {"HEADER_BYTES", (long)SHMBUS_HEADER_BYTES},
+    {"RELEASED_OFFSET", (long)offsetof(struct bus_header, released)},
+    {"REASONS", SHMBUS_REASONS},
+    {"LOCK_COLLECTOR", SHMBUS_LOCK_COLLECTOR},
+    {"LOCK_SLOT", SHMBUS_LOCK_SLOT},
+    {"LOCK_VIEW", SHMBUS_LOCK_VIEW},
+    {"REF_OFFSET_BITS", (long)REF_OFFSET_BITS},
+    {"FLAG_MOVED", SHMBUS_FLAG_MOVED},
+    {"FLAG_FAILED", SHMBUS_FLAG_FAILED},
+    {"FLAG_NO_SIZE", SHMBUS_FLAG_NO_SIZE},
+    {"FLAGS_KEPT", SHMBUS_FLAGS_KEPT},
+    {"RETRY_PAUSE", SHMBUS_RETRY_PAUSE},
+    {NULL, 0},
+};
+
+bool py_inspect_add_objects(PyObject *module) {
+    return py_add_object(module, "RETRY_BUSY", PyLong_FromUnsignedLongLong(SHMBUS_RETRY_BUSY));
 }
 
 /* ---- The tables of layout_tables.h: each shared field by name, offset, size and kind.
@@ -356,124 +329,169 @@ struct field_note {
     char kind; /* as numpy has it: u, i, f, S, V */
 };
 
-#define NAMED(name, type, field, kind)                                                        \
-    {name, offsetof(struct type, field), sizeof(((struct type *)0)->field), kind}
-#define FIELD(type, field, kind) NAMED(#field, type, field, kind)
+/* Of the struct OF, which is defined before each table. */
+#define NAMED(name, field, kind) \
+    {name, offsetof(struct OF, field), sizeof(((struct OF *)0)->field), kind}
+#define UINT(field) NAMED(#field, field, 'u')
+#define INT(field) NAMED(#field, field, 'i')
+#define TEXT(field) NAMED(#field, field, 'S')
+#define BYTES(field) NAMED(#field, field, 'V')
 
+#define OF bus_header
 static const struct field_note header_fields[] = {
-    FIELD(bus_header, magic, 'u'),
-    FIELD(bus_header, layout_version, 'u'),
-    FIELD(bus_header, layout_hash, 'u'),
-    FIELD(bus_header, segment_bytes, 'u'),
-    FIELD(bus_header, data_offset, 'u'),
-    FIELD(bus_header, extent_bytes, 'u'),
-    FIELD(bus_header, extent_count, 'u'),
-    FIELD(bus_header, max_producers, 'u'),
-    FIELD(bus_header, created_unix_ns, 'u'),
-    FIELD(bus_header, geometry_crc, 'u'),
-    FIELD(bus_header, bell, 'u'),
-    NAMED("space_bell", bus_header, space_bell.count, 'u'),
-    NAMED("space_wanted", bus_header, space_bell.wanted, 'u'),
-    FIELD(bus_header, next_producer_id, 'u'),
-    FIELD(bus_header, attach_epoch, 'u'),
-    FIELD(bus_header, policy_version, 'i'),
-    FIELD(bus_header, consumer_packs, 'u'),
-    FIELD(bus_header, collector_pid, 'u'),
-    FIELD(bus_header, collector_leased_groups, 'u'),
-    FIELD(bus_header, collector_leased_records, 'u'),
-    FIELD(bus_header, collector_stashed_groups, 'u'),
-    FIELD(bus_header, collector_stashed_records, 'u'),
-    FIELD(bus_header, collector_seen_ns, 'u'),
-    FIELD(bus_header, collector_lease_ns, 'u'),
-    FIELD(bus_header, collector_label, 'S'),
-    FIELD(bus_header, intent_count, 'u'),
-    FIELD(bus_header, intent_reason, 'u'),
-    FIELD(bus_header, intent_base, 'u'),
-    FIELD(bus_header, intent_crc, 'u'),
-    FIELD(bus_header, intent_split, 'u'),
-    FIELD(bus_header, intent_split_base, 'u'),
-    FIELD(bus_header, free_span, 'u'),
-    FIELD(bus_header, free_first, 'u'),
-    FIELD(bus_header, paused, 'u'),
-    FIELD(bus_header, pause_policy_version, 'i'),
-    FIELD(bus_header, pause_unix_ns, 'u'),
-    FIELD(bus_header, pause_reason, 'S'),
-    FIELD(bus_header, retries_open, 'u'),
-    FIELD(bus_header, groups_failed, 'u'),
-    FIELD(bus_header, next_round, 'u'),
-    FIELD(bus_header, cancelled_count, 'u'),
-    FIELD(bus_header, leased_in_part, 'u'),
-    FIELD(bus_header, identity, 'V'),
-    FIELD(bus_header, ancestors, 'V'),
+    UINT(magic),
+    UINT(layout_version),
+    UINT(layout_hash),
+    UINT(segment_bytes),
+    UINT(data_offset),
+    UINT(extent_bytes),
+    UINT(extent_count),
+    UINT(max_producers),
+    UINT(created_unix_ns),
+    UINT(geometry_crc),
+    UINT(bell),
+    NAMED("space_bell", space_bell.count, 'u'),
+    NAMED("space_wanted", space_bell.wanted, 'u'),
+    UINT(next_producer_id),
+    UINT(attach_epoch),
+    INT(policy_version),
+    UINT(consumer_packs),
+    UINT(collector_pid),
+    UINT(collector_leased_groups),
+    UINT(collector_leased_records),
+    UINT(collector_stashed_groups),
+    UINT(collector_stashed_records),
+    UINT(collector_seen_ns),
+    UINT(collector_lease_ns),
+    TEXT(collector_label),
+    UINT(intent_count),
+    UINT(intent_reason),
+    UINT(intent_base),
+    UINT(intent_crc),
+    UINT(intent_split),
+    UINT(intent_split_base),
+    UINT(free_span),
+    UINT(free_first),
+    UINT(paused),
+    INT(pause_policy_version),
+    UINT(pause_unix_ns),
+    TEXT(pause_reason),
+    UINT(retries_open),
+    UINT(groups_failed),
+    UINT(next_round),
+    UINT(cancelled_count),
+    UINT(leased_in_part),
+    BYTES(identity),
+    BYTES(ancestors),
     {NULL, 0, 0, 0},
 };
+#undef OF
 
+#define OF producer_slot
 static const struct field_note slot_fields[] = {
-    FIELD(producer_slot, committed, 'u'),
-    FIELD(producer_slot, aborted, 'u'),
-    FIELD(producer_slot, first, 'u'),
-    FIELD(producer_slot, current, 'u'),
-    FIELD(producer_slot, next_order, 'u'),
-    FIELD(producer_slot, producer_id, 'u'),
-    FIELD(producer_slot, state, 'u'),
-    FIELD(producer_slot, pid, 'u'),
-    FIELD(producer_slot, label, 'S'),
-    FIELD(producer_slot, committing, 'u'),
-    FIELD(producer_slot, commit_ref, 'u'),
-    FIELD(producer_slot, commit_generation, 'u'),
+    UINT(committed),  UINT(aborted),     UINT(first),      UINT(current),
+    UINT(next_order), UINT(producer_id), UINT(state),      UINT(pid),
+    TEXT(label),      UINT(committing),  UINT(commit_ref), UINT(commit_generation),
     {NULL, 0, 0, 0},
 };
+#undef OF
 
+#define OF extent_desc
 static const struct field_note extent_fields[] = {
-    FIELD(extent_desc, word, 'u'),   FIELD(extent_desc, order, 'u'),
-    FIELD(extent_desc, used, 'u'),   FIELD(extent_desc, next, 'u'),
-    FIELD(extent_desc, span, 'u'),   FIELD(extent_desc, sealed, 'u'),
-    FIELD(extent_desc, writer_pins, 'u'), FIELD(extent_desc, producer_id, 'u'),
-    {NULL, 0, 0, 0},
+    UINT(word),   UINT(order),       UINT(used),        UINT(next),      UINT(span),
+    UINT(sealed), UINT(writer_pins), UINT(producer_id), {NULL, 0, 0, 0},
 };
+#undef OF
 
+#define OF retry_entry
 static const struct field_note retry_fields[] = {
-    FIELD(retry_entry, claim, 'u'),      FIELD(retry_entry, number, 'u'),
-    FIELD(retry_entry, round, 'i'),      FIELD(retry_entry, asked_ns, 'u'),
-    FIELD(retry_entry, group_size, 'u'), FIELD(retry_entry, index, 'u'),
-    FIELD(retry_entry, attempt, 'u'),    FIELD(retry_entry, id_bytes, 'u'),
-    FIELD(retry_entry, reason_bytes, 'u'), FIELD(retry_entry, need, 'u'),
-    FIELD(retry_entry, split, 'u'),       FIELD(retry_entry, crc, 'u'),
-    FIELD(retry_entry, id, 'S'),         FIELD(retry_entry, reason, 'S'),
-    {NULL, 0, 0, 0},
+    UINT(claim), UINT(number),  INT(round),     UINT(asked_ns),     UINT(group_size),
+    UINT(index), UINT(attempt), UINT(id_bytes), UINT(reason_bytes), UINT(need),
+    UINT(split), UINT(crc),     TEXT(id),       TEXT(reason),       {NULL, 0, 0, 0},
 };
+#undef OF
 
+#define OF split_entry
 static const struct field_note split_fields[] = {
-    FIELD(split_entry, label, 'S'),        FIELD(split_entry, acked, 'u'),
-    FIELD(split_entry, dropped, 'u'),      FIELD(split_entry, stashed, 'u'),
-    FIELD(split_entry, ready_groups, 'u'), FIELD(split_entry, open_groups, 'u'),
-    {NULL, 0, 0, 0},
+    TEXT(label),        UINT(acked),       UINT(dropped),   UINT(stashed),
+    UINT(ready_groups), UINT(open_groups), {NULL, 0, 0, 0},
 };
+#undef OF
 
+#define OF schema_entry
 static const struct field_note schema_fields[] = {
-    FIELD(schema_entry, name_bytes, 'u'),
-    FIELD(schema_entry, dtype_bytes, 'u'),
-    FIELD(schema_entry, itemsize, 'u'),
-    FIELD(schema_entry, ndim, 'u'),
-    {NULL, 0, 0, 0},
+    UINT(name_bytes), UINT(dtype_bytes), UINT(itemsize), UINT(ndim), {NULL, 0, 0, 0},
 };
+#undef OF
 
+#define OF declared_part
 static const struct field_note declared_fields[] = {
-    FIELD(declared_part, bytes, 'u'), FIELD(declared_part, crc, 'u'),
-    FIELD(declared_part, text, 'S'),  {NULL, 0, 0, 0},
-};
-
-static const struct field_note declared_entry_fields[] = {
-    FIELD(declared_entry, name_bytes, 'u'), FIELD(declared_entry, dtype_bytes, 'u'),
-    FIELD(declared_entry, itemsize, 'u'),   FIELD(declared_entry, ndim, 'u'),
-    FIELD(declared_entry, flags, 'u'),      {NULL, 0, 0, 0},
-};
-
-static const struct field_note begun_fields[] = {
-    FIELD(begun_row, owner, 'u'), FIELD(begun_row, key, 'u'),
-    FIELD(begun_row, begun_ns, 'u'), FIELD(begun_row, index, 'u'),
+    UINT(bytes),
+    UINT(crc),
+    TEXT(text),
     {NULL, 0, 0, 0},
 };
+#undef OF
+
+#define OF declared_entry
+static const struct field_note declared_entry_fields[] = {
+    UINT(name_bytes), UINT(dtype_bytes), UINT(itemsize), UINT(ndim), UINT(flags), {NULL, 0, 0, 0},
+};
+#undef OF
+
+#define OF begun_row
+static const struct field_note begun_fields[] = {
+    UINT(owner), UINT(key), UINT(begun_ns), UINT(index), {NULL, 0, 0, 0},
+};
+#undef OF
+
+#define OF lead_table
+static const struct field_note lead_fields[] = {
+    UINT(limit), UINT(max_groups),   UINT(max_versions), INT(version),
+    UINT(ended), UINT(ended_before), UINT(a_version),    {NULL, 0, 0, 0},
+};
+#undef OF
+
+#define OF request_lane
+static const struct field_note lane_fields[] = {
+    UINT(taken_ns),  UINT(feeding), UINT(number),       UINT(offered),          UINT(done),
+    UINT(given_up),  UINT(freeing), UINT(freeing_done), UINT(freeing_given_up), UINT(returned),
+    {NULL, 0, 0, 0},
+};
+#undef OF
+
+#define OF request_row
+static const struct field_note row_fields[] = {
+    UINT(word),       UINT(place),      INT(round),       UINT(offered_ns), UINT(offered),
+    UINT(first_cell), UINT(first_unit), UINT(data_bytes), UINT(data_crc),   UINT(group_size),
+    UINT(need),       UINT(id_bytes),   UINT(split),      UINT(level),      UINT(crc),
+    UINT(next),       UINT(returned),   UINT(admitted),   UINT(ended_done), UINT(ended_given_up),
+    {NULL, 0, 0, 0},
+};
+#undef OF
+
+#define OF request_cell
+static const struct field_note cell_fields[] = {
+    UINT(claim),
+    UINT(commit),
+    {NULL, 0, 0, 0},
+};
+#undef OF
+
+#define OF relay_journal
+static const struct field_note journal_fields[] = {
+    UINT(writer),    UINT(slot),  UINT(batch),   UINT(incarnation), UINT(source_incarnation),
+    INT(term),       UINT(ended), UINT(seen_ns), BYTES(figures),    BYTES(sources),
+    {NULL, 0, 0, 0},
+};
+#undef OF
+
+#define OF relay_entry
+static const struct field_note entry_fields[] = {
+    UINT(word),   UINT(producer_id), UINT(sequence),  UINT(writer),
+    UINT(commit), UINT(ended),       {NULL, 0, 0, 0},
+};
+#undef OF
 
 static const struct {
     const char *name;
@@ -487,29 +505,25 @@ static const struct {
     {"split_entry", split_fields, sizeof(struct split_entry)},
     {"schema_entry", schema_fields, sizeof(struct schema_entry)},
     {"declared_part", declared_fields, sizeof(struct declared_part)},
-    {"begun_row", begun_fields, sizeof(struct begun_row)},
     {"declared_entry", declared_entry_fields, sizeof(struct declared_entry)},
+    {"begun_row", begun_fields, sizeof(struct begun_row)},
+    {"lead_table", lead_fields, sizeof(struct lead_table)},
+    {"request_lane", lane_fields, sizeof(struct request_lane)},
+    {"request_row", row_fields, sizeof(struct request_row)},
+    {"request_cell", cell_fields, sizeof(struct request_cell)},
+    {"relay_journal", journal_fields, sizeof(struct relay_journal)},
+    {"relay_entry", entry_fields, sizeof(struct relay_entry)},
 };
 
 static bool add_field(PyObject *names, PyObject *formats, PyObject *offsets,
                       const struct field_note *field) {
-    PyObject *name = PyUnicode_FromString(field->name);
-    PyObject *format = PyUnicode_FromFormat(field->kind == 'S' || field->kind == 'V' ? "%c%zu"
-                                                                                      : "<%c%zu",
-                                            field->kind, field->bytes);
-    PyObject *offset = PyLong_FromSize_t(field->offset);
-    bool added = name != NULL && format != NULL && offset != NULL &&
-                 PyList_Append(names, name) == 0 && PyList_Append(formats, format) == 0 &&
-                 PyList_Append(offsets, offset) == 0;
-    Py_XDECREF(name);
-    Py_XDECREF(format);
-    Py_XDECREF(offset);
-    return added;
+    const char *format = field->kind == 'S' || field->kind == 'V' ? "%c%zu" : "<%c%zu";
+    return py_append(names, PyUnicode_FromString(field->name)) &&
+           py_append(formats, PyUnicode_FromFormat(format, field->kind, field->bytes)) &&
+           py_append(offsets, PyLong_FromSize_t(field->offset));
 }
 
-PyObject *py_layout(PyObject *module, PyObject *ignored) {
-    (void)module;
-    (void)ignored;
+PyObject *py_layout(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyDict_New();
     for (size_t i = 0; i < sizeof structs / sizeof *structs && result != NULL; i++) {
         PyObject *names = PyList_New(0), *formats = PyList_New(0), *offsets = PyList_New(0);
@@ -536,8 +550,7 @@ PyObject *py_layout(PyObject *module, PyObject *ignored) {
 /* segment_plan(capacity, max_producers, extent_bytes) ->
  * (segment bytes, bytes of an extent, extents, producers that get one each), or None where no
  * segment can be laid out. */
-static PyObject *py_segment_plan(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_segment_plan(PyObject *Py_UNUSED(module), PyObject *args) {
     unsigned long long capacity, extent_bytes;
     unsigned int max_producers;
     struct segment_geometry plan;
@@ -547,36 +560,23 @@ static PyObject *py_segment_plan(PyObject *module, PyObject *args) {
     if (!segment_plan(capacity, max_producers, extent_bytes, &plan)) {
         Py_RETURN_NONE;
     }
-    return Py_BuildValue("(KKII)", (unsigned long long)plan.segment_bytes,
-                         (unsigned long long)plan.extent_bytes, plan.extent_count,
+    return Py_BuildValue("(KKII)", U64(plan.segment_bytes), U64(plan.extent_bytes),
+                         plan.extent_count,
                          plan.extent_count - reserved_extents(plan.extent_count));
 }
 
 /* ---- next_round, for shmbus.Producer. */
 /* next_round(segment): a number that this bus has handed out to nobody else. */
-static PyObject *py_next_round(PyObject *module, PyObject *object) {
-    (void)module;
-    if (!PyObject_TypeCheck(object, &SegmentType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Segment");
-        return NULL;
-    }
-    SegmentObject *segment = (SegmentObject *)object;
-    if (!py_segment_usable(segment, "handle")) {
-        return NULL;
-    }
-    if (segment->c.read_only) {
-        PyErr_Format(PyExc_TypeError, "bus '%U' is mapped read-only here", segment->name);
+static PyObject *py_next_round(PyObject *Py_UNUSED(module), PyObject *object) {
+    SegmentObject *segment;
+    if (!py_take_writable(object, &segment)) {
         return NULL;
     }
     return PyLong_FromLongLong(shmbus_next_round(segment->c.header));
 }
 
-static PyMethodDef segment_functions[] = {
+PyMethodDef py_rounds_functions[] = {
     {"segment_plan", py_segment_plan, METH_VARARGS, NULL},
     {"next_round", py_next_round, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_rounds_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, segment_functions) == 0;
-}

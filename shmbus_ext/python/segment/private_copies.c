@@ -78,8 +78,7 @@ void py_copies_lock_instead(const struct segment *segment, const struct list_lin
  * Invariant: it takes no lock, so whoever holds one is not disturbed. */
 PyObject *py_locks_held(const struct segment *segment, unsigned int kind) {
     if (kind > SHMBUS_MAX_CLIENTS) {
-        PyErr_Format(PyExc_ValueError, "locks_held: kind %u out of range", kind);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "locks_held: kind %u out of range", kind);
     }
     int64_t base = kind == 0 ? SHMBUS_LOCK_VIEW
                              : SHMBUS_LOCK_LEASE + (int64_t)(kind - 1) * SHMBUS_MAX_EXTENTS;

@@ -58,6 +58,14 @@ extern PyTypeObject SegmentType;
 void py_segment_add_view(SegmentObject *self, struct view *view);
 /* Sets an exception when the handle is closed or was made before a fork. */
 bool py_segment_usable(SegmentObject *self, const char *what);
+/* For O& of PyArg_ParseTuple: a Segment that may be used (SegmentObject *), and the number of a round
+ * or None (int64_t). 0 with an exception. */
+int py_take_segment(PyObject *object, void *segment);
+/* The same, of one that this process may write. */
+int py_take_writable(PyObject *object, void *segment);
+int py_take_round(PyObject *object, void *round);
+/* The number of a round, or None where it is SHMBUS_NO_ROUND. */
+PyObject *py_round(int64_t round);
 /* Raises BusRemovedError. */
 void py_segment_raise_removed(SegmentObject *self);
 /* Maps the segment for views; false with an exception. */
@@ -80,9 +88,14 @@ PyObject *py_split_label(SegmentObject *segment, uint32_t number);
 bool py_key_hash(PyObject *key, uint64_t *hash);
 
 /* What module.c adds. */
-bool py_inspect_add_functions(PyObject *module);
-bool py_retry_add_functions(PyObject *module);
-bool py_rounds_add_functions(PyObject *module);
-bool py_splits_add_functions(PyObject *module);
+extern const struct named_value py_inspect_constants[];
+extern PyMethodDef py_inspect_functions[];
+bool py_inspect_add_objects(PyObject *module);
+extern PyMethodDef py_retry_functions[];
+extern const struct named_value py_retry_constants[];
+extern PyMethodDef py_rounds_functions[];
+extern const struct named_value py_splits_constants[];
+extern PyMethodDef py_splits_functions[];
+bool py_splits_add_objects(PyObject *module);
 
 #endif

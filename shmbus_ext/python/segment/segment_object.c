@@ -67,16 +67,15 @@ bool py_segment_init_fork(void) {
 
 bool py_segment_usable(SegmentObject *self, const char *what) {
     if (self->generation != fork_generation) {
-        PyErr_Format(hooks.closed_error,
-                     "bus '%U': this %s was made in process %d, before a fork; make a new one in "
-                     "this process",
-                     self->name, what, self->pid);
-        return false;
+        return py_refuse(
+            hooks.closed_error,
+            "bus '%U': this %s was made in process %d, before a fork; make a new one in "
+            "this process",
+            self->name, what, self->pid);
     }
     if (self->handle_closed) {
-        PyErr_Format(hooks.closed_error, "bus '%U': this %s is closed; make a new one", self->name,
-                     what);
-        return false;
+        return py_refuse(hooks.closed_error, "bus '%U': this %s is closed; make a new one",
+                         self->name, what);
     }
     return true;
 }
@@ -190,13 +189,12 @@ static PyObject *py_segment_create(PyTypeObject *type, PyObject *args) {
     if (declared_bytes > (Py_ssize_t)SHMBUS_DECLARED_BYTES ||
         !segment_plan(capacity, max_producers, extent_bytes, &plan) ||
         (request_bytes > 0 && !segment_plan_requests(&plan, request_bytes))) {
-        PyErr_Format(PyExc_ValueError,
-                     "bus '%U': no segment can be laid out for capacity=%llu bytes, "
-                     "max_producers=%u (1 to %u), extent_bytes=%llu (a multiple of %u, at most the "
-                     "capacity)",
-                     name, capacity, max_producers, SHMBUS_MAX_PRODUCERS, extent_bytes,
-                     SHMBUS_PAGE);
-        return NULL;
+        return PyErr_Format(
+            PyExc_ValueError,
+            "bus '%U': no segment can be laid out for capacity=%llu bytes, "
+            "max_producers=%u (1 to %u), extent_bytes=%llu (a multiple of %u, at most the "
+            "capacity)",
+            name, capacity, max_producers, SHMBUS_MAX_PRODUCERS, extent_bytes, SHMBUS_PAGE);
     }
     plan.max_lead = max_lead;
     plan.max_lead_versions = max_versions;
@@ -242,16 +240,14 @@ static PyObject *py_segment_open(PyTypeObject *type, PyObject *args) {
     return (PyObject *)self;
 }
 
-static PyObject *py_segment_close(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_close(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     py_segment_release_handle(self);
     Py_RETURN_NONE;
 }
 
 /* Number of extents that each slot holds: {slot: extents}; the collector's slot is
  * max_producers. */
-static PyObject *py_segment_holders(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_holders(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyDict_New();
     uint32_t *counts = PyMem_Calloc((size_t)self->c.max_producers + 1, sizeof *counts);
     if (result == NULL || counts == NULL) {
@@ -260,8 +256,7 @@ static PyObject *py_segment_holders(SegmentObject *self, PyObject *ignored) {
         return PyErr_NoMemory();
     }
     for (uint32_t i = 0; i < self->c.extent_count; i++) {
-        uint32_t low = link_low(
-            atomic_load_explicit(&self->c.extents[i].word, memory_order_relaxed));
+        uint32_t low = link_low(RELAXED(self->c.extents[i].word));
         if (low >= 1 && low <= self->c.max_producers + 1) {
             counts[low - 1]++;
         }
@@ -290,8 +285,7 @@ static PyObject *label_text(const char *label) {
 }
 
 /* [(slot, state, producer_id, pid, label, committed, aborted)] of every slot ever used. */
-static PyObject *py_segment_producers(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_producers(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyList_New(0);
     for (uint32_t i = 0; i < self->c.max_producers && result != NULL; i++) {
         struct producer_slot *slot = &self->c.slots[i];
@@ -300,22 +294,18 @@ static PyObject *py_segment_producers(SegmentObject *self, PyObject *ignored) {
         if (producer_id == 0) {
             continue;
         }
-        PyObject *row = Py_BuildValue(
-            "(IIKINKK)", i, atomic_load_explicit(&slot->state, memory_order_acquire), producer_id,
-            atomic_load_explicit(&slot->pid, memory_order_relaxed), label_text(slot->label),
-            (unsigned long long)atomic_load_explicit(&slot->committed, memory_order_acquire),
-            (unsigned long long)atomic_load_explicit(&slot->aborted, memory_order_acquire));
-        if (row == NULL || PyList_Append(result, row) < 0) {
-            Py_CLEAR(result);
-        }
-        Py_XDECREF(row);
+        py_list_add(&result,
+                    Py_BuildValue("(IIKINKK)", i,
+                                  atomic_load_explicit(&slot->state, memory_order_acquire),
+                                  producer_id, RELAXED(slot->pid), label_text(slot->label),
+                                  U64(atomic_load_explicit(&slot->committed, memory_order_acquire)),
+                                  U64(atomic_load_explicit(&slot->aborted, memory_order_acquire))));
     }
     return result;
 }
 
 /* Whether a process holds the collector's lock now. */
-static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_segment_usable(self, "handle")) {
         return NULL;
     }
@@ -324,24 +314,14 @@ static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *ignored
 }
 
 /* {"pid", "label", "leased_groups", ...}: what the collector last said of itself. */
-static PyObject *py_segment_collector(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_collector(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     struct bus_header *h = self->c.header;
     return Py_BuildValue(
-        "{s:I,s:N,s:I,s:K,s:K,s:K,s:K}", "pid",
-        atomic_load_explicit(&h->collector_pid, memory_order_relaxed), "label",
-        label_text(h->collector_label), "leased_groups",
-        atomic_load_explicit(&h->collector_leased_groups, memory_order_relaxed), "leased_records",
-        (unsigned long long)atomic_load_explicit(&h->collector_leased_records,
-                                                 memory_order_relaxed),
-        "stashed_groups",
-        (unsigned long long)atomic_load_explicit(&h->collector_stashed_groups,
-                                                 memory_order_relaxed),
-        "stashed_records",
-        (unsigned long long)atomic_load_explicit(&h->collector_stashed_records,
-                                                 memory_order_relaxed),
-        "seen_ns",
-        (unsigned long long)atomic_load_explicit(&h->collector_seen_ns, memory_order_relaxed));
+        "{s:I,s:N,s:I,s:K,s:K,s:K,s:K}", "pid", RELAXED(h->collector_pid), "label",
+        label_text(h->collector_label), "leased_groups", RELAXED(h->collector_leased_groups),
+        "leased_records", U64(RELAXED(h->collector_leased_records)), "stashed_groups",
+        U64(RELAXED(h->collector_stashed_groups)), "stashed_records",
+        U64(RELAXED(h->collector_stashed_records)), "seen_ns", U64(RELAXED(h->collector_seen_ns)));
 }
 
 /* pause(reason, policy_version): producers wait from now on, as where the bus is full. */
@@ -354,9 +334,9 @@ static PyObject *py_segment_pause(SegmentObject *self, PyObject *args) {
         return NULL;
     }
     if (self->c.read_only || length >= (Py_ssize_t)SHMBUS_PAUSE_REASON_BYTES) {
-        PyErr_Format(PyExc_ValueError, "bus '%U': the reason of a pause takes at most %u bytes",
-                     self->name, SHMBUS_PAUSE_REASON_BYTES - 1);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError,
+                            "bus '%U': the reason of a pause takes at most %u bytes", self->name,
+                            SHMBUS_PAUSE_REASON_BYTES - 1);
     }
     struct bus_header *h = self->c.header;
     if (removal_happened(&self->c)) {
@@ -373,8 +353,7 @@ static PyObject *py_segment_pause(SegmentObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *py_segment_resume(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_resume(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_segment_usable(self, "handle")) {
         return NULL;
     }
@@ -388,21 +367,49 @@ static PyObject *py_segment_resume(SegmentObject *self, PyObject *ignored) {
     Py_RETURN_NONE;
 }
 
+int py_take_segment(PyObject *object, void *segment) {
+    if (!PyObject_TypeCheck(object, &SegmentType)) {
+        PyErr_SetString(PyExc_TypeError, "expected a Segment");
+        return 0;
+    }
+    *(SegmentObject **)segment = (SegmentObject *)object;
+    return py_segment_usable((SegmentObject *)object, "handle");
+}
+
+int py_take_writable(PyObject *object, void *segment) {
+    if (!py_take_segment(object, segment)) {
+        return 0;
+    }
+    if (((SegmentObject *)object)->c.read_only) {
+        PyErr_Format(PyExc_TypeError, "bus '%U' is mapped read-only here",
+                     ((SegmentObject *)object)->name);
+        return 0;
+    }
+    return 1;
+}
+
+int py_take_round(PyObject *object, void *to) {
+    int64_t *round = to;
+    *round = object == Py_None ? SHMBUS_NO_ROUND : PyLong_AsLongLong(object);
+    return *round != -1 || !PyErr_Occurred();
+}
+
+PyObject *py_round(int64_t round) {
+    return round == SHMBUS_NO_ROUND ? Py_NewRef(Py_None) : PyLong_FromLongLong(round);
+}
+
 void py_segment_raise_removed(SegmentObject *self) {
-    uint64_t removed_ns =
-        atomic_load_explicit(&self->c.header->pause_unix_ns, memory_order_relaxed);
-    py_raise_hook(hooks.removed_error, Py_BuildValue("(OK)", self, (unsigned long long)removed_ns));
+    uint64_t removed_ns = RELAXED(self->c.header->pause_unix_ns);
+    py_raise_hook(hooks.removed_error, Py_BuildValue("(OK)", self, U64(removed_ns)));
 }
 
 /* note_removal() -> bool: whether the bus has lost its name; then whoever holds it is told. */
-static PyObject *py_segment_note_removal(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_note_removal(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     return py_segment_usable(self, "handle") ? PyBool_FromLong(removal_note(&self->c)) : NULL;
 }
 
 /* require_name(): BusRemovedError where the bus has no name any more. A system call. */
-static PyObject *py_segment_require_name(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_require_name(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     if (removal_note(&self->c)) {
         py_segment_raise_removed(self);
         return NULL;
@@ -411,8 +418,7 @@ static PyObject *py_segment_require_name(SegmentObject *self, PyObject *ignored)
 }
 
 /* (reason, policy_version, unix_ns) of the pause, or None. */
-static PyObject *py_segment_paused(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_paused(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     struct bus_header *h = self->c.header;
     if (atomic_load_explicit(&h->paused, memory_order_acquire) != SHMBUS_PAUSED) {
         Py_RETURN_NONE;
@@ -422,8 +428,7 @@ static PyObject *py_segment_paused(SegmentObject *self, PyObject *ignored) {
     reason[SHMBUS_PAUSE_REASON_BYTES] = '\0';
     return Py_BuildValue(
         "(NLK)", PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace"),
-        (long long)atomic_load_explicit(&h->pause_policy_version, memory_order_relaxed),
-        (unsigned long long)atomic_load_explicit(&h->pause_unix_ns, memory_order_relaxed));
+        (long long)RELAXED(h->pause_policy_version), U64(RELAXED(h->pause_unix_ns)));
 }
 
 /* locks_held(kind) -> [(first, count)]: what others hold of the views' locks of
@@ -436,40 +441,28 @@ static PyObject *py_segment_locks_held(SegmentObject *self, PyObject *args) {
     return py_locks_held(&self->c, kind);
 }
 
-static PyObject *py_segment_released(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_released(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyTuple_New(SHMBUS_REASONS);
     for (int i = 0; i < SHMBUS_REASONS && result != NULL; i++) {
-        PyObject *count = PyLong_FromUnsignedLongLong(
-            atomic_load_explicit(&self->c.header->released[i], memory_order_relaxed));
-        if (count == NULL) {
-            Py_CLEAR(result);
-        } else {
-            PyTuple_SET_ITEM(result, i, count);
-        }
+        py_tuple_set(&result, i, PyLong_FromUnsignedLongLong(RELAXED(self->c.header->released[i])));
     }
     return result;
 }
 
-static PyObject *py_segment_free_extents(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_free_extents(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     return PyLong_FromUnsignedLong(extent_count_free(&self->c));
 }
 
-static PyObject *py_segment_space_wanted(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
-    return PyBool_FromLong(
-        (long)atomic_load_explicit(&self->c.header->space_bell.wanted, memory_order_relaxed));
+static PyObject *py_segment_space_wanted(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
+    return PyBool_FromLong((long)RELAXED(self->c.header->space_bell.wanted));
 }
 
-static PyObject *py_segment_get_policy_version(SegmentObject *self, void *ignored) {
-    (void)ignored;
-    return PyLong_FromLongLong(
-        atomic_load_explicit(&self->c.header->policy_version, memory_order_relaxed));
+static PyObject *py_segment_get_policy_version(SegmentObject *self, void *Py_UNUSED(ignored)) {
+    return PyLong_FromLongLong(RELAXED(self->c.header->policy_version));
 }
 
-static int py_segment_set_policy_version(SegmentObject *self, PyObject *value, void *ignored) {
-    (void)ignored;
+static int py_segment_set_policy_version(SegmentObject *self, PyObject *value,
+                                         void *Py_UNUSED(ignored)) {
     if (!py_is_given(value, "policy_version")) {
         return -1;
     }
@@ -489,44 +482,40 @@ static int py_segment_set_policy_version(SegmentObject *self, PyObject *value, v
     return 0;
 }
 
-static PyObject *py_segment_get_capacity(SegmentObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_segment_get_capacity(SegmentObject *self, void *Py_UNUSED(ignored)) {
     return PyLong_FromUnsignedLongLong(self->c.extent_bytes * self->c.extent_count);
 }
 
-static PyObject *py_segment_get_attach_epoch(SegmentObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_segment_get_attach_epoch(SegmentObject *self, void *Py_UNUSED(ignored)) {
     return PyLong_FromUnsignedLong(
         atomic_load_explicit(&self->c.header->attach_epoch, memory_order_acquire));
 }
 
-static PyObject *py_segment_get_removed(SegmentObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_segment_get_removed(SegmentObject *self, void *Py_UNUSED(ignored)) {
     return PyBool_FromLong(removal_happened(&self->c));
 }
 
-static PyObject *py_segment_get_closed(SegmentObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_segment_get_closed(SegmentObject *self, void *Py_UNUSED(ignored)) {
     return PyBool_FromLong(self->handle_closed || self->generation != fork_generation);
 }
 
 static PyMethodDef segment_methods[] = {
-    {"create", (PyCFunction)(void (*)(void))py_segment_create, METH_VARARGS | METH_CLASS, NULL},
-    {"open", (PyCFunction)(void (*)(void))py_segment_open, METH_VARARGS | METH_CLASS, NULL},
-    {"close", (PyCFunction)(void (*)(void))py_segment_close, METH_NOARGS, NULL},
-    {"holders", (PyCFunction)(void (*)(void))py_segment_holders, METH_NOARGS, NULL},
-    {"producers", (PyCFunction)(void (*)(void))py_segment_producers, METH_NOARGS, NULL},
-    {"has_collector", (PyCFunction)(void (*)(void))py_segment_has_collector, METH_NOARGS, NULL},
-    {"collector", (PyCFunction)(void (*)(void))py_segment_collector, METH_NOARGS, NULL},
-    {"pause", (PyCFunction)(void (*)(void))py_segment_pause, METH_VARARGS, NULL},
-    {"resume", (PyCFunction)(void (*)(void))py_segment_resume, METH_NOARGS, NULL},
-    {"paused", (PyCFunction)(void (*)(void))py_segment_paused, METH_NOARGS, NULL},
-    {"note_removal", (PyCFunction)(void (*)(void))py_segment_note_removal, METH_NOARGS, NULL},
-    {"require_name", (PyCFunction)(void (*)(void))py_segment_require_name, METH_NOARGS, NULL},
-    {"locks_held", (PyCFunction)(void (*)(void))py_segment_locks_held, METH_VARARGS, NULL},
-    {"released", (PyCFunction)(void (*)(void))py_segment_released, METH_NOARGS, NULL},
-    {"free_extents", (PyCFunction)(void (*)(void))py_segment_free_extents, METH_NOARGS, NULL},
-    {"space_wanted", (PyCFunction)(void (*)(void))py_segment_space_wanted, METH_NOARGS, NULL},
+    METHOD("create", py_segment_create, METH_VARARGS | METH_CLASS, NULL),
+    METHOD("open", py_segment_open, METH_VARARGS | METH_CLASS, NULL),
+    METHOD("close", py_segment_close, METH_NOARGS, NULL),
+    METHOD("holders", py_segment_holders, METH_NOARGS, NULL),
+    METHOD("producers", py_segment_producers, METH_NOARGS, NULL),
+    METHOD("has_collector", py_segment_has_collector, METH_NOARGS, NULL),
+    METHOD("collector", py_segment_collector, METH_NOARGS, NULL),
+    METHOD("pause", py_segment_pause, METH_VARARGS, NULL),
+    METHOD("resume", py_segment_resume, METH_NOARGS, NULL),
+    METHOD("paused", py_segment_paused, METH_NOARGS, NULL),
+    METHOD("note_removal", py_segment_note_removal, METH_NOARGS, NULL),
+    METHOD("require_name", py_segment_require_name, METH_NOARGS, NULL),
+    METHOD("locks_held", py_segment_locks_held, METH_VARARGS, NULL),
+    METHOD("released", py_segment_released, METH_NOARGS, NULL),
+    METHOD("free_extents", py_segment_free_extents, METH_NOARGS, NULL),
+    METHOD("space_wanted", py_segment_space_wanted, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 

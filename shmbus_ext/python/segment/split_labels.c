@@ -8,24 +8,22 @@
 
 bool py_split_check(PyObject *label) {
     if (!PyUnicode_Check(label)) {
-        PyErr_Format(PyExc_TypeError, "split: expected a str, got %.100s",
-                     Py_TYPE(label)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "split: expected a str, got %.100s",
+                         Py_TYPE(label)->tp_name);
     }
     Py_ssize_t bytes;
     const char *text = PyUnicode_AsUTF8AndSize(label, &bytes);
     if (text == NULL) {
         PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "split: expected text that UTF-8 can encode, got %A", label);
-        return false;
+        return py_refuse(PyExc_ValueError, "split: expected text that UTF-8 can encode, got %A",
+                         label);
     }
     if (bytes < 1 || bytes > (Py_ssize_t)SHMBUS_SPLIT_LABEL_BYTES ||
         memchr(text, 0, (size_t)bytes) != NULL) {
-        PyErr_Format(PyExc_ValueError,
-                     "split: expected 1 to %u bytes of UTF-8 without NUL, such as 'train' or "
-                     "'eval', got %R",
-                     SHMBUS_SPLIT_LABEL_BYTES, label);
-        return false;
+        return py_refuse(PyExc_ValueError,
+                         "split: expected 1 to %u bytes of UTF-8 without NUL, such as 'train' or "
+                         "'eval', got %R",
+                         SHMBUS_SPLIT_LABEL_BYTES, label);
     }
     return true;
 }
@@ -65,11 +63,7 @@ static uint32_t known_number(const SegmentObject *segment, PyObject *label) {
 static void raise_too_many(SegmentObject *segment, PyObject *label) {
     PyObject *labels = PyList_New(0);
     for (uint32_t number = 0; labels != NULL && number < SHMBUS_MAX_SPLITS; number++) {
-        PyObject *each = py_split_label(segment, number);
-        if (each == NULL || PyList_Append(labels, each) < 0) {
-            Py_CLEAR(labels);
-        }
-        Py_XDECREF(each);
+        py_list_add(&labels, py_split_label(segment, number));
     }
     if (labels != NULL) {
         PyErr_Format(PyExc_ValueError,
@@ -126,24 +120,13 @@ bool py_key_hash(PyObject *key, uint64_t *hash) {
     return true;
 }
 
-static SegmentObject *take_segment(PyObject *object) {
-    if (!PyObject_TypeCheck(object, &SegmentType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Segment");
-        return NULL;
-    }
-    return py_segment_usable((SegmentObject *)object, "handle") ? (SegmentObject *)object : NULL;
-}
-
 /* split_number(segment, label) -> int: which gets one if it has none, unless the segment is mapped
  * read-only; then KeyError. */
-static PyObject *py_split_number_call(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *object, *label;
-    if (!PyArg_ParseTuple(args, "OO", &object, &label)) {
-        return NULL;
-    }
-    SegmentObject *segment = take_segment(object);
-    if (segment == NULL || !py_split_check(label)) {
+static PyObject *py_split_number_call(PyObject *Py_UNUSED(module), PyObject *args) {
+    SegmentObject *segment;
+    PyObject *label;
+    if (!PyArg_ParseTuple(args, "O&O", py_take_segment, &segment, &label) ||
+        !py_split_check(label)) {
         return NULL;
     }
     uint32_t number = py_split_number(segment, label);
@@ -153,61 +136,45 @@ static PyObject *py_split_number_call(PyObject *module, PyObject *args) {
 static PyObject *split_row(SegmentObject *segment, uint32_t number) {
     struct split_entry *entry = &segment->c.splits[number];
     PyObject *label = py_split_label(segment, number);
-    return label == NULL
-               ? NULL
-               : Py_BuildValue(
-                     "(INKKKII)", number, label,
-                     (unsigned long long)atomic_load_explicit(&entry->acked, memory_order_relaxed),
-                     (unsigned long long)atomic_load_explicit(&entry->dropped,
-                                                              memory_order_relaxed),
-                     (unsigned long long)atomic_load_explicit(&entry->stashed,
-                                                              memory_order_relaxed),
-                     atomic_load_explicit(&entry->ready_groups, memory_order_relaxed),
-                     atomic_load_explicit(&entry->open_groups, memory_order_relaxed));
+    return label == NULL ? NULL
+                         : Py_BuildValue("(INKKKII)", number, label, U64(RELAXED(entry->acked)),
+                                         U64(RELAXED(entry->dropped)), U64(RELAXED(entry->stashed)),
+                                         RELAXED(entry->ready_groups), RELAXED(entry->open_groups));
 }
 
 /* splits(segment) -> list of (number, label, acked, dropped, stashed, ready_groups, open_groups):
  * those that have a label. */
-static PyObject *py_splits(PyObject *module, PyObject *object) {
-    (void)module;
-    SegmentObject *segment = take_segment(object);
-    PyObject *found = segment == NULL ? NULL : PyList_New(0);
+static PyObject *py_splits(PyObject *Py_UNUSED(module), PyObject *object) {
+    SegmentObject *segment;
+    PyObject *found = py_take_segment(object, &segment) ? PyList_New(0) : NULL;
     for (uint32_t number = 0; found != NULL && number < SHMBUS_MAX_SPLITS; number++) {
         char text[SHMBUS_SPLIT_LABEL_BYTES + 1];
         if (split_label(&segment->c, number, text) == 0) {
             continue;
         }
-        PyObject *row = split_row(segment, number);
-        if (row == NULL || PyList_Append(found, row) < 0) {
-            Py_CLEAR(found);
-        }
-        Py_XDECREF(row);
+        py_list_add(&found, split_row(segment, number));
     }
     return found;
 }
 
 /* split_label(segment, number) -> str */
-static PyObject *py_split_label_call(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *object;
+static PyObject *py_split_label_call(PyObject *Py_UNUSED(module), PyObject *args) {
+    SegmentObject *segment;
     unsigned int number;
-    if (!PyArg_ParseTuple(args, "OI", &object, &number)) {
-        return NULL;
-    }
-    SegmentObject *segment = take_segment(object);
-    return segment == NULL ? NULL : py_split_label(segment, number);
+    return PyArg_ParseTuple(args, "O&I", py_take_segment, &segment, &number)
+               ? py_split_label(segment, number)
+               : NULL;
 }
 
 /* check_split(label): TypeError or ValueError of one that no split can have. */
-static PyObject *py_check_split(PyObject *module, PyObject *label) {
-    (void)module;
+static PyObject *py_check_split(PyObject *Py_UNUSED(module), PyObject *label) {
     if (!py_split_check(label)) {
         return NULL;
     }
     Py_RETURN_NONE;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_splits_functions[] = {
     {"check_split", py_check_split, METH_O, NULL},
     {"split_number", py_split_number_call, METH_VARARGS, NULL},
     {"split_label", py_split_label_call, METH_VARARGS, NULL},
@@ -215,11 +182,14 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-bool py_splits_add_functions(PyObject *module) {
-    return PyModule_AddIntConstant(module, "MAX_SPLITS", SHMBUS_MAX_SPLITS) == 0 &&
-           PyModule_AddIntConstant(module, "SPLIT_TRAIN", SHMBUS_SPLIT_TRAIN) == 0 &&
-           PyModule_AddStringConstant(module, "TRAIN", SHMBUS_SPLIT_TRAIN_LABEL) == 0 &&
-           PyModule_AddIntConstant(module, "SPLIT_LABEL_BYTES", SHMBUS_SPLIT_LABEL_BYTES) == 0 &&
-           PyModule_AddIntConstant(module, "CANCELLED_GROUPS", SHMBUS_CANCELLED) == 0 &&
-           PyModule_AddFunctions(module, functions) == 0;
+const struct named_value py_splits_constants[] = {
+    {"MAX_SPLITS", SHMBUS_MAX_SPLITS},
+    {"SPLIT_TRAIN", SHMBUS_SPLIT_TRAIN},
+    {"SPLIT_LABEL_BYTES", SHMBUS_SPLIT_LABEL_BYTES},
+    {"CANCELLED_GROUPS", SHMBUS_CANCELLED},
+    {NULL, 0},
+};
+
+bool py_splits_add_objects(PyObject *module) {
+    return PyModule_AddStringConstant(module, "TRAIN", SHMBUS_SPLIT_TRAIN_LABEL) == 0;
 }

@@ -105,8 +105,7 @@ def test_groups_of_two_nodes_reach_the_third_and_every_actor_may_die(
 ) -> None:
     sources = [buses["left"], buses["right"]]
     relay = shmbus.relay.start(
-        [f"{buses['left']}@left", f"{buses['right']}@right"],
-        [f"{buses['trainer']}@trainer"],
+        [f"{buses['left']}@left", f"{buses['right']}@right"], [f"{buses['trainer']}@trainer"]
     )
     try:
         with shmbus.Consumer(buses["trainer"]) as consumer:

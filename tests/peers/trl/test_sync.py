@@ -91,10 +91,7 @@ def check_slots(prompts: list[str], answer: dict[str, list[Any]]) -> None:
 def test_the_reward_rises_and_the_samplers_policy_is_corrected_for(
     bus_name: str, tmp_path: Path
 ) -> None:
-    with (
-        shmbus.Bus.create(bus_name, capacity="4MiB") as bus,
-        workers(bus_name, tmp_path / "model"),
-    ):
+    with shmbus.Bus.create(bus_name, capacity="4MiB") as bus, workers(bus_name, tmp_path / "model"):
         train(bus_name, tmp_path, 60, evaluate=True, per_device_train_batch_size=32)
         counts = bus.stats()
         assert counts.acknowledged == counts.committed and not sum(counts.dropped.values())
@@ -113,10 +110,7 @@ def test_the_reward_rises_and_the_samplers_policy_is_corrected_for(
 
 @pytest.mark.slow
 def test_two_ranks_share_groups_that_straddle_them(bus_name: str, tmp_path: Path) -> None:
-    with (
-        shmbus.Bus.create(bus_name, capacity="4MiB") as bus,
-        workers(bus_name, tmp_path / "model"),
-    ):
+    with shmbus.Bus.create(bus_name, capacity="4MiB") as bus, workers(bus_name, tmp_path / "model"):
         # 6 slots a rank, groups of 4: the second group has two of each.
         train(bus_name, tmp_path, 3, ranks=2, per_device_train_batch_size=6, ddp_backend="gloo")
         assert bus.stats().acknowledged == bus.stats().committed
@@ -147,10 +141,7 @@ def test_workers_of_two_ranks_are_told_how_to_sample_and_the_rows_columns(
                     logprobs=[*logprobs, -1.0, -1.0],
                 )  # fmt: skip
 
-    with (
-        shmbus.Bus.create(bus_name, capacity="4MiB"),
-        shmbus.Producer(bus_name) as producer,
-    ):
+    with shmbus.Bus.create(bus_name, capacity="4MiB"), shmbus.Producer(bus_name) as producer:
         worker = threading.Thread(target=work, args=(producer,))
         worker.start()
         try:
@@ -174,10 +165,7 @@ def test_workers_of_two_ranks_are_told_how_to_sample_and_the_rows_columns(
 def test_workers_that_are_killed_lose_no_group(seed: int, bus_name: str, tmp_path: Path) -> None:
     dice = random.Random(seed)
     model = tmp_path / "model"
-    with (
-        shmbus.Bus.create(bus_name, capacity="4MiB") as bus,
-        workers(bus_name, model) as processes,
-    ):
+    with shmbus.Bus.create(bus_name, capacity="4MiB") as bus, workers(bus_name, model) as processes:
         command = [sys.executable, "-W", "ignore", str(HERE / "sync_trainer.py"), bus_name]
         trainer = subprocess.Popen([*command, str(tmp_path), "30"])
         kills = 0

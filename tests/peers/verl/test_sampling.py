@@ -268,12 +268,7 @@ def test_a_row_that_is_longer_than_verl_allows_is_named(
     mask, logprobs = [0] * prompt + [1] * response, [-0.5] * (prompt + response)
     with shmbus.Producer(bus_name) as producer:
         producer.put(
-            "long",
-            group_size=1,
-            index=0,
-            tokens=tokens,
-            loss_mask=mask,
-            logprobs=logprobs,
+            "long", group_size=1, index=0, tokens=tokens, loss_mask=mask, logprobs=logprobs
         )
     with pytest.raises(ValueError, match=f"group 'long', sample 0, field 'tokens': {words}"):
         sampler.sample(global_steps=1, partition_id="train", batch_size=1)

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 from trainer_adapter.adapters.trl.stack import needed
 
-__all__ = ["TrainerArguments", "make_callback"]
-
 #: The name under which transformers files the state of the callback.
 CALLBACK_NAME = "ShmbusCallback"
 

@@ -20,8 +20,6 @@ from typing import Any, Final
 
 from trainer_adapter.adapters.trl.progress import Identity, OpenGroup
 
-__all__ = ["TrainedRows", "last_whole_checkpoint"]
-
 #: The form of what is saved.
 _VERSION: Final = 1
 #: Newer groups after which a row that has not come again is taken for acknowledged. A bus delivers

@@ -9,13 +9,10 @@ Invariants:
 
 from __future__ import annotations
 
-import inspect
 import time
 from typing import Any
 
 import shmbus
-from shmbus._arguments import check_choice
-from shmbus.segment.names import check_name
 from trainer_adapter.adapters.trl.checkpoints import TrainedRows
 from trainer_adapter.adapters.trl.progress import Account, OpenGroup, Row, RowMetrics
 from trainer_adapter.adapters.trl.rows import read_rows
@@ -29,21 +26,6 @@ from trainer_adapter.adapters.trl.samples import (
     rewards_of,
 )
 from trainer_adapter.adapters.trl.stack import versions
-
-__all__ = ["HeldGroups", "check_options", "open_within"]
-
-
-def check_options(bus: str, options: dict[str, Any], advantages: Advantages = "grpo") -> None:
-    """Refuse what is no bus, no option of a consumer, or TRL's to choose."""
-    check_name(bus)
-    if not callable(advantages):
-        check_choice("advantages", advantages, ("grpo", "dr_grpo", "rloo", "none"))
-    for taken in ("rank", "world_size"):
-        if taken in options:
-            raise TypeError(
-                f"{taken}: TRL's main process takes all rows and shares them out; leave it out"
-            )
-    inspect.signature(shmbus.Consumer).bind(bus, **options)
 
 
 def open_within(bus: str, lag: int | None, options: dict[str, Any]) -> shmbus.Consumer:

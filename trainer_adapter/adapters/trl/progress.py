@@ -19,8 +19,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final, Literal
 
-__all__ = ["Account", "Identity", "OpenGroup", "Row", "RowMetrics"]
-
 #: Producer id, sequence and row: unique on a bus for ever.
 Identity = tuple[int, int, int]
 

@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 
 import shmbus
 from shmbus.batch.gather import FieldNames, PackedBatch, gather, measure, packed_bytes
-from shmbus.rows import row_fields, row_lengths
-from trainer_adapter.adapters.prompt_response import not_of_its_kind
+from shmbus.rows import SHARED_PREFIX, row_fields, row_lengths
+from trainer_adapter.adapters.prompt_response import not_of_its_kind, shared_name
 from trainer_adapter.adapters.trl.samples import Expected
-
-__all__ = ["RowArrays", "read_rows", "read_sample"]
 
 _NAMES: Final = FieldNames()
 _NEEDED: Final = frozenset({"tokens", "loss_mask", "logprobs"})
@@ -73,6 +71,8 @@ def _packed_rows(group: shmbus.Group) -> tuple[PackedBatch | None, list[list[int
     for names in measured.field_names:
         if not _NEEDED.issubset(row_fields(names)) or "advantages" in names:
             return None, []
+        if any(name.startswith(SHARED_PREFIX) for name in names):
+            return None, []
     lengths = [[length] for length in measured.lengths]
     if measured.has_rows:
         for position, t in enumerate(group):
@@ -87,6 +87,11 @@ def _packed_rows(group: shmbus.Group) -> tuple[PackedBatch | None, list[list[int
 
 def read_sample(t: shmbus.Trajectory, expected: Expected) -> list[RowArrays]:
     """Copy a sample out of the ring, row by row, with every check."""
+    if (name := shared_name(t)) is not None:
+        raise _bad(
+            t, name, "what samples have of their own", "an array of the whole group",
+            "TRL has no place for it: leave shared= out",
+        )  # fmt: skip
     if "advantages" in t:
         raise _bad(
             t, "advantages", "no such field", "one",

@@ -19,18 +19,6 @@ from shmbus._arguments import check_int
 if TYPE_CHECKING:
     from trainer_adapter.adapters.trl.callback import TrainerArguments
 
-__all__ = [
-    "Advantages",
-    "Expected",
-    "advantages_of",
-    "check_size",
-    "ledger_metrics",
-    "messages_of",
-    "metrics_of",
-    "rewards_of",
-    "scored",
-]
-
 Advantages = Literal["grpo", "dr_grpo", "rloo", "none"] | Callable[..., Any]
 
 #: A key of a sample's meta: it has no reward. TRL's own word for such a sample.

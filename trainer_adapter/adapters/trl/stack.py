@@ -6,8 +6,6 @@ from typing import Final
 
 from trainer_adapter.adapters.optional_imports import Stack
 
-__all__ = ["needed", "versions"]
-
 _TRL: Final = Stack(
     "TRL", {"trl": "1.16.0", "transformers": "5.23.0", "accelerate": "1.15.0"}, "trl==1.16.0"
 )

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from shmbus.weights import LocalPiece, ParamMeta, Slice, WeightPublisher
 
-__all__ = ["ShmbusWeights"]
-
 
 class ShmbusWeights:
     """TRL's WeightTransferProtocol: each weight sync publishes a version on a bus.

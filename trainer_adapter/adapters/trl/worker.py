@@ -15,21 +15,63 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections import deque
 from functools import partial
 from typing import Any, Final, Literal
 
 import shmbus
 from shmbus._arguments import check_choice
-from trainer_adapter.adapters.trl.buffer import RolloutBuffer
+from trainer_adapter.adapters.split_consumer import check_options
 from trainer_adapter.adapters.trl.callback import TrainerArguments, make_callback
 from trainer_adapter.adapters.trl.checkpoints import TrainedRows
-from trainer_adapter.adapters.trl.held import HeldGroups, check_options, open_within
+from trainer_adapter.adapters.trl.held import HeldGroups, open_within
+from trainer_adapter.adapters.trl.progress import RowMetrics
 from trainer_adapter.adapters.trl.samples import Advantages, Expected, ledger_metrics
 from trainer_adapter.adapters.trl.stack import needed
 
-__all__ = ["ShmbusRolloutWorker"]
-
 _LOG: Final = logging.getLogger("shmbus.trl")
+
+
+class RolloutBuffer:
+    """What TRL takes rows from: a queue whose other end is the bus."""
+
+    def __init__(self, worker: ShmbusRolloutWorker) -> None:
+        self._worker = worker
+        self._ready: deque[Any] = deque()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Return the next row; takes the next group when the rows of the last are gone."""
+        ready = self._ready
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not ready:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready.extend(self._worker._next_rows(left_s if block else 0.0))
+            if not ready and (not block or (left_s is not None and left_s == 0)):
+                raise queue.Empty
+        sample = ready.popleft()
+        self._worker._hand_out(sample)
+        return sample
+
+    def get_nowait(self) -> Any:
+        """Return the next row, as ``get(block=False)``."""
+        return self.get(block=False)
+
+    def put_nowait(self, sample: Any) -> None:
+        """Give a row back that `get` gave: it is the next one again."""
+        if not isinstance(getattr(sample, "metrics", None), RowMetrics):
+            raise TypeError(
+                f"put_nowait: expected a row that get() gave, got {type(sample).__name__}; put "
+                "samples into the bus by shmbus.Producer.put"
+            )
+        self._ready.appendleft(sample)
+
+    def qsize(self) -> int:
+        """Return the rows that are here; complete groups on the bus are not counted."""
+        return len(self._ready)
+
+    def empty(self) -> bool:
+        """Whether no row is here."""
+        return not self._ready
 
 
 class ShmbusRolloutWorker:
@@ -100,7 +142,10 @@ class ShmbusRolloutWorker:
     ) -> None:
         check_choice("acknowledge", acknowledge, ("version", "save"))
         check_choice("refused", refused, ("raise", "drop"))
-        check_options(bus, consumer_options, advantages)
+        if not callable(advantages):
+            check_choice("advantages", advantages, ("grpo", "dr_grpo", "rloo", "none"))
+        shared = "TRL's main process takes all rows and shares them out"
+        check_options(bus, consumer_options, dict.fromkeys(("rank", "world_size"), shared))
         self.bus: Final = bus
         self.rollout_buffer = RolloutBuffer(self)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()

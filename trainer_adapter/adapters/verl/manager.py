@@ -19,10 +19,12 @@ import threading
 from typing import Any, Final
 
 import shmbus
+from trainer_adapter.adapters.optional_imports import BUS_VARIABLE, Stack
 from trainer_adapter.adapters.request_meta import columns_for
-from trainer_adapter.adapters.verl.stack import BUS_VARIABLE, needed
 
-__all__ = ["PROMPTS", "ShmbusAgentLoopManager"]
+_VERL: Final = Stack("verl", {"verl": "0.9.1"}, "verl[verl-core]==0.9.1")
+needed = _VERL.needed
+
 
 _LOG: Final = logging.getLogger("shmbus.verl")
 #: Seconds of one attempt to offer a prompt; between two of them `close` is seen.

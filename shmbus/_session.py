@@ -1,0 +1,48 @@
+"""A command in a session of its own, ended with whoever holds the other end of a pipe.
+
+``python -m shmbus._session DESCRIPTOR COMMAND...``: a server that is started so ends also where its
+trainer is killed, with all that it has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from typing import Final
+
+__all__ = ["main"]
+
+#: Seconds that a command has to end in order.
+END_S: Final = 10.0
+#: Seconds between two questions whether it has ended by itself.
+ASK_S: Final = 0.2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command until it ends, or the other end of the pipe is closed."""
+    descriptor, *command = sys.argv[1:] if arguments is None else arguments
+    process = subprocess.Popen(command, start_new_session=True)
+    with selectors.DefaultSelector() as ready:
+        ready.register(int(descriptor), selectors.EVENT_READ)
+        while process.poll() is None and not ready.select(ASK_S):
+            pass
+    _end(process)  # also what is left of one that has ended
+    return process.returncode
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a command with all that is in its session."""
+    for number, seconds in ((signal.SIGTERM, END_S), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

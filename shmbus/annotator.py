@@ -1,0 +1,438 @@
+"""Columns that processes of their own add to complete groups: annotators, and who asks them.
+
+A trainer's `Columns` offers each group to the annotators of its columns, with the arrays that they
+need, and waits for their answer; an `Annotator` takes such groups and writes their columns. They
+meet on a bus of their own, ``NAME.columns.COLUMN+COLUMN``: its request lane hands a group to one
+annotator at a time, and again after a death; its ledger says who waits for whom.
+
+Invariants:
+
+- A group is called by its first sample's identity on its bus. So what was written for it is never
+  another's, and a trainer that starts again finds what was written for the one before.
+- A column is committed once, as a whole group's, with the dtype that both sides were told.
+- What was written stays in the ring until its group has ended, so a trainer's death loses none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from shmbus import errors
+from shmbus._arguments import check_timeout
+from shmbus._encoding import parse_dtype
+from shmbus._prompts import Request
+from shmbus.consumer import Consumer
+from shmbus.group import Group
+from shmbus.producer import Producer
+from shmbus.segment.bus import Bus
+from shmbus.segment.names import check_name
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
+__all__ = ["Annotator", "Columns", "UnannotatedGroup"]
+
+#: Where each sample's rows begin in a column, and in what an annotator is given.
+_BORDERS: Final = "borders"
+#: Seconds that one task waits for answers while the others wait for it.
+_SLICE_S: Final = 0.1
+
+
+def _columns(writes: object) -> dict[str, np.dtype[Any]]:
+    if not isinstance(writes, Mapping) or not writes:
+        raise TypeError(
+            f"writes: expected a mapping of columns to dtypes, got {writes!r}; "
+            "writes={'ref_logprobs': 'float32'}"
+        )
+    for name in writes:
+        if not isinstance(name, str) or not name.isidentifier() or name == _BORDERS:
+            raise ValueError(f"writes: expected names of columns, got {name!r}")
+    return {name: parse_dtype(f"writes: {name!r}", writes[name]) for name in sorted(writes)}
+
+
+def _bus_of(bus: str, columns: Mapping[str, object]) -> str:
+    return check_name(f"{check_name(bus)}.columns.{'+'.join(columns)}")
+
+
+class UnannotatedGroup(Sequence[Mapping[str, "NDArray[Any]"]]):
+    """A group that lacks columns: of each sample the arrays that its trainer sent.
+
+    Parameters
+    ----------
+    annotator : Annotator
+        Who took it, and makes this.
+    request : Request
+        What the trainer offered.
+
+    Attributes
+    ----------
+    instance_id : str
+        The prompt's key.
+    round : int or None
+        The producers' round.
+    written : bool
+        Whether its columns were written.
+    """
+
+    def __init__(self, annotator: Annotator, request: Request) -> None:
+        self._annotator = annotator
+        self._request = request
+        meta = request.meta
+        self.instance_id: str = meta["instance_id"]
+        self.round: int | None = meta["round"]
+        fields = request.fields
+        self.written = False
+        self._borders = fields.pop(_BORDERS)
+        cuts = self._borders[1:-1]
+        parts = {name: np.split(values, cuts) for name, values in fields.items()}
+        self._samples = [
+            {name: values[at] for name, values in parts.items()}
+            for at in range(len(self._borders) - 1)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._samples[index]
+
+    def __repr__(self) -> str:
+        return f"<UnannotatedGroup {self.instance_id!r} of {len(self)}>"
+
+    def write(self, **columns: Any) -> bool:
+        """Write the columns of the group, all of them at once, once.
+
+        Parameters
+        ----------
+        **columns
+            By name a list of an array a sample, with a row for each of its tokens and the dtype
+            that was said.
+
+        Returns
+        -------
+        bool
+            False where nobody waits for them any more.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Columns are missing or unknown, or an array is of another length or dtype; the message
+            names group, sample and column. The group is still this annotator's.
+        ProtocolError
+            It was written before.
+        BusFullError, BusClosedError, BusRemovedError
+            As for `Producer.put`.
+        """
+        return self._annotator._write(self, columns)
+
+
+class Annotator:
+    """Adds columns to complete groups, in a process of its own: takes, computes, writes once.
+
+    Any number of them share the work. A group of one that dies goes to another.
+
+    Parameters
+    ----------
+    bus : str
+        The bus of the groups.
+    writes : mapping of str to dtype
+        The columns that this one writes, as the trainer's `Columns` has them.
+    wait : float, optional
+        Seconds to wait for the trainer's `Columns`: None waits for ever, 0 does not wait.
+    label : str, optional
+        How messages of other processes name this one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `writes` is no mapping of names to dtypes.
+    BusNotFoundError
+        No trainer has asked for these columns, also after `wait` seconds.
+
+    Examples
+    --------
+    ::
+
+        with shmbus.Annotator("run1", writes={"ref_logprobs": "float32"}) as annotator:
+            for group in annotator:
+                group.write(ref_logprobs=[logprobs(model, sample["tokens"]) for sample in group])
+    """
+
+    def __init__(
+        self,
+        bus: str,
+        writes: Mapping[str, DTypeLike],
+        *,
+        wait: float | None = 60.0,
+        label: str | None = None,
+    ) -> None:
+        self._columns = _columns(writes)
+        self.name = _bus_of(bus, self._columns)
+        self._producer = Producer(self.name, wait=wait, label=label, attach="successor")
+
+    def take(self, timeout: float | None = None) -> UnannotatedGroup | None:
+        """Take the next group to annotate.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        UnannotatedGroup or None
+            None where none came in time.
+
+        Raises
+        ------
+        TypeError, ValueError, BusClosedError, StallError
+            As for `ProducerRequests.next`.
+        """
+        check_timeout(timeout)
+        # typing has no overload for a float that may be None.
+        next_: Any = self._producer.requests.next
+        request = next_(timeout)
+        return None if request is None else UnannotatedGroup(self, request)
+
+    def __iter__(self) -> Iterator[UnannotatedGroup]:
+        """Take groups for ever."""
+        while True:
+            group = self.take()
+            if group is not None:
+                yield group
+
+    def give_back(self, group: UnannotatedGroup) -> bool:
+        """Give a group back to the others; this one gets none for a while.
+
+        Parameters
+        ----------
+        group : UnannotatedGroup
+            What `take` gave.
+
+        Returns
+        -------
+        bool
+            False where it was not this annotator's any more.
+        """
+        return self._producer.requests.release(group._request)
+
+    def _write(self, group: UnannotatedGroup, given: Mapping[str, Any]) -> bool:
+        what = f"write: group {group.instance_id!r}"
+        if given.keys() != self._columns.keys():
+            raise ValueError(
+                f"{what}: expected the columns {', '.join(self._columns)}, got "
+                f"{', '.join(sorted(given)) or 'none'}"
+            )
+        lengths = np.diff(group._borders).tolist()
+        arrays: dict[str, Any] = {}
+        for name, dtype in self._columns.items():
+            values = list(given[name])
+            if len(values) != len(lengths):
+                raise ValueError(
+                    f"{what}: column {name!r}: expected {len(lengths)} arrays, one a sample, got "
+                    f"{len(values)}"
+                )
+            for sample, (one, length) in enumerate(zip(values, lengths, strict=True)):
+                array = values[sample] = np.asarray(one)
+                if array.dtype != dtype:
+                    raise TypeError(
+                        f"{what}, sample {sample}: column {name!r}: expected {dtype}, got "
+                        f"{array.dtype}; convert it, or say so in writes="
+                    )
+                if array.shape[:1] != (length,) or array.shape[1:] != values[0].shape[1:]:
+                    raise ValueError(
+                        f"{what}, sample {sample}: column {name!r}: expected {length} rows, one a "
+                        f"token, as the others are, got shape {array.shape}"
+                    )
+            arrays[name] = np.concatenate(values)
+        if group.written:
+            raise errors.ProtocolError(f"{what}: it was written before; each group is written once")
+        group.written = True
+        try:
+            return self._producer.requests.answer(group._request, **arrays)
+        except BaseException:
+            group.written = self._producer.requests.is_wanted(group._request) is False
+            raise
+
+    def close(self) -> None:
+        """Leave; a group that was taken and not written goes to another annotator."""
+        self._producer.close()
+
+    def __enter__(self) -> Annotator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Columns:
+    """What annotators write, for ``OnlineDataHandler(annotate_group=...)``.
+
+    Parameters
+    ----------
+    bus : str
+        The bus of the groups.
+    writes : mapping of str to dtype
+        The columns, as the annotators write them.
+    fields : tuple of str
+        The fields of samples, and columns of earlier passes, that annotators are sent: arrays with
+        a row a token.
+    tokens : str
+        The field that says how many tokens a sample has.
+    timeout : float, optional
+        Seconds to wait for a group; None waits for ever.
+    capacity, request_capacity : int or str
+        Of the bus of the columns: for what was written and not trained yet, and for the groups that
+        wait for annotators.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `writes` is no mapping of names to dtypes.
+    BusExistsError, BusBusyError
+        The bus of the columns is another, or another process asks for them.
+    """
+
+    def __init__(
+        self,
+        bus: str,
+        writes: Mapping[str, DTypeLike],
+        *,
+        fields: tuple[str, ...] = ("tokens",),
+        tokens: str = "tokens",
+        timeout: float | None = None,
+        capacity: int | str = "256MiB",
+        request_capacity: int | str = "64MiB",
+    ) -> None:
+        self._columns = _columns(writes)
+        self._fields, self._tokens = tuple(fields), tokens
+        self._timeout = check_timeout(timeout)
+        self.name = _bus_of(bus, self._columns)
+        Bus.ensure(self.name, capacity, request_capacity=request_capacity).close()
+        self._consumer = Consumer(self.name, daemon=False, on_stall=None)
+        #: What was written, by the group's name, and not asked for yet.
+        self._written: dict[str, Group] = {}
+        #: Groups that have their columns, each with what these lie in.
+        self._used: list[tuple[Group, str, Group]] = []
+        self._pulling = False
+        self._came = asyncio.Event()
+
+    async def __call__(self, group: Group) -> dict[str, list[NDArray[Any]]]:
+        """Have a group annotated; call it by a handler.
+
+        Parameters
+        ----------
+        group : Group
+            Under lease.
+
+        Returns
+        -------
+        dict of str to list of array
+            By column an array of each sample.
+
+        Raises
+        ------
+        TimeoutError
+            No annotator has written it in time. It is asked for still: the next call waits on.
+        """
+        self._end_used()
+        first = group.trajectories[0]
+        name = f"{first.producer_id}.{first.sequence}"
+        began_s = time.monotonic()
+        offered = False
+        while name not in self._written:
+            offered = offered or self._offer(name, group)
+            wait_s = None if offered else _SLICE_S
+            if self._timeout is not None:
+                rest_s = began_s + self._timeout - time.monotonic()
+                if rest_s <= 0:
+                    raise TimeoutError(self._overdue(group))
+                wait_s = min(rest_s, _SLICE_S)
+            await self._news(wait_s)
+        written = self._written.pop(name)
+        self._used.append((group, name, written))
+        borders = self._borders(group)[1:-1]
+        return {column: np.split(written[0][column], borders) for column in self._columns}
+
+    def _borders(self, group: Group) -> NDArray[np.int64]:
+        lengths = [t.shape(self._tokens)[0] for t in group.trajectories]
+        return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+    def _offer(self, name: str, group: Group) -> bool:
+        """Offer a group to annotators, unless it is; False where there is no room."""
+        if (name, None, "train") in self._consumer.open_requests():
+            return True
+        sent: dict[str, Any] = {_BORDERS: self._borders(group)}
+        for field in self._fields:
+            own = group.columns.get(field) or [t[field] for t in group.trajectories]
+            sent[field] = np.concatenate(own)
+        meta = {"instance_id": group.instance_id, "round": group.round}
+        try:
+            self._consumer.request(name, group_size=1, meta=meta, timeout=0, **sent)
+        except errors.BusFullError:
+            return False
+        return True
+
+    async def _news(self, wait_s: float | None) -> None:
+        """Wait until something was written, or for so long; one task takes it for all."""
+        if self._pulling:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._came.wait(), wait_s)
+            return
+        self._pulling = True
+        try:
+            for written in await self._consumer.atake(64, wait_s):
+                self._written[written.instance_id] = written
+        finally:
+            # Another one takes the next, where this one has what it waits for.
+            self._pulling = False
+            came, self._came = self._came, asyncio.Event()
+            came.set()
+
+    def _end_used(self) -> None:
+        """End what was written for groups that have ended; keep it for those that come again."""
+        for group, name, written in self._used:
+            if group.state == "given_back":
+                self._written[name] = written
+            elif group.state != "leased":
+                written.ack()
+        self._used = [one for one in self._used if one[0].state == "leased"]
+
+    def _overdue(self, group: Group) -> str:
+        stats = self._consumer.stats()
+        waiting = stats.requests
+        return (
+            f"group {group.instance_id!r}: columns {', '.join(self._columns)}: expected within "
+            f"{self._timeout:g} s, got none; {stats.producers} annotators are attached, "
+            f"{waiting.open} groups wait for one and {waiting.claimed} are in work: start "
+            f"shmbus.Annotator, or see `shmbus status {self.name}`"
+        )
+
+    def close(self) -> None:
+        """Leave; what was written for groups that have not ended comes to the next trainer."""
+        if not self._consumer.closed:
+            self._end_used()
+            self._consumer.close()
+
+    def __enter__(self) -> Columns:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

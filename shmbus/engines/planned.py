@@ -1,0 +1,171 @@
+"""How an engine's rank loads a version: by the engine's own loader once, then by what that did.
+
+Invariants: the memory of a version is registered before its first byte is copied; whatever happens,
+a model that is not whole is never taken for one; a plan is used only after it gave what the loader
+gave, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import torch
+
+from shmbus.tensors.copy_plan import CopyPlan
+from shmbus.tensors.copy_table import Pair
+from shmbus.weights import Weights
+from shmbus.weights.load_plan import LoadPlan, LoadRecorder
+from shmbus.weights.loading import LoadCache
+from shmbus.weights.plan_patch import PlanPatch
+from shmbus.weights.subscriber import Place
+
+__all__ = ["EngineLoad", "PlannedLoader"]
+
+#: An engine's loader: tensors by name, and the modules that they go into; None for all.
+EngineLoad = Callable[
+    [Iterator[tuple[str, torch.Tensor]], Sequence[torch.nn.Module] | None], object
+]
+
+#: By the engine's loader, by what that did once, by what changed.
+How = Literal["loader", "plan", "patch"]
+
+#: Tensors that a message names.
+SHOWN = 8
+
+
+class PlannedLoader:
+    """Brings versions into one model of an engine."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        load: EngineLoad,
+        *,
+        may_plan: Callable[[torch.nn.Module], bool] = lambda module: True,
+        logger: logging.Logger | None = None,
+    ) -> None:
+        self._model, self._device, self._load = model, device, load
+        self._may_plan = may_plan
+        self._logger = logger or logging.getLogger("shmbus.engines")
+        self._plan: LoadPlan | None = None
+        #: The version that the model has, whole; and what a patch would write, of which version.
+        self._has: Place | None = None
+        self._patch: tuple[Place, PlanPatch | None] | None = None
+        self._ready: weakref.WeakKeyDictionary[LoadCache, tuple[LoadPlan, CopyPlan, list[Pair]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def prepare(self, weights: Weights) -> None:
+        """Do all that can be done before the engine pauses."""
+        weights.prepare(self._device)
+        plan = self._usable(weights)
+        if plan is not None:
+            self._copies(weights, plan)
+            self._patch_of(weights, plan)
+        else:
+            with LoadRecorder(self._model, weights.manifest):
+                torch.empty(0)  # whatever torch imports for it, which takes seconds, it does now
+
+    def load(self, weights: Weights) -> How:
+        """Bring the model to a version; every byte is there when this returns how it came."""
+        weights.prepare(self._device)
+        plan = self._usable(weights)
+        patch = None if plan is None else self._patch_of(weights, plan)
+        how: How = "plan" if patch is None else "patch"
+        self._has = self._patch = None  # until it is whole again
+        if plan is None:
+            how = "loader"
+            self._record(weights)
+        else:
+            if patch is None:
+                self._copies(weights, plan)[0].copy()
+            else:
+                patch.apply()
+            if plan.refused and (patch is None or patch.needs_loader):
+                self._load(_tensors(weights, self._device, plan.refused), plan.modules)
+        if self._device.type != "cpu":
+            # The copies are done before the slot may be written again.
+            torch.get_device_module(self._device).synchronize(self._device)
+        self._has = weights.place
+        return how
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a version's copies move, as far as a plan stands for the loader."""
+        return 0 if self._plan is None else self._plan.nbytes
+
+    def _usable(self, weights: Weights) -> LoadPlan | None:
+        plan = self._plan
+        if plan is None or weights.lasting() is None:
+            return None
+        return plan if plan.still(self._model, weights.manifest) else None
+
+    def _patch_of(self, weights: Weights, plan: LoadPlan) -> PlanPatch | None:
+        """Return what to write where the model has a version from which a patch leads here."""
+        if self._patch is not None and self._patch[0] == weights.place:
+            return self._patch[1]
+        found = weights.changes()
+        made = None
+        if found is not None and self._has is not None:
+            changes, base = found
+            if self._has == weights.place._replace(sequence=changes.base_sequence):
+                made = PlanPatch.of(plan, changes, self._copies(weights, plan)[1], base)
+        self._patch = weights.place, made
+        return made
+
+    def _copies(self, weights: Weights, plan: LoadPlan) -> tuple[CopyPlan, list[Pair]]:
+        """Return the plan's copies out of a version's slot, sorted once for each slot."""
+        lasting = weights.lasting()
+        assert lasting is not None
+        cache, tensors = lasting
+        known = self._ready.get(cache)
+        if known is None or known[0] is not plan:
+            pairs = plan.pairs(tensors)
+            known = self._ready[cache] = plan, CopyPlan(pairs), pairs
+        return known[1:]
+
+    def _record(self, weights: Weights) -> None:
+        lasting = weights.lasting()
+        if lasting is None:
+            self._load(_tensors(weights, self._device), None)
+            return
+        recorder = LoadRecorder(self._model, weights.manifest)
+        with recorder:
+            self._load(_tensors(weights, self._device, recorder=recorder), None)
+        self._plan = plan = recorder.plan(lasting[1], self._may_plan)
+        again = ", ".join(plan.refused[:SHOWN]) + (", ..." if len(plan.refused) > SHOWN else "")
+        self._logger.info(
+            "shmbus: %d copies of %d bytes stand for the engine's loader from now on%s",
+            len(plan.copies),
+            plan.nbytes,
+            f"; it still loads {len(plan.refused)} tensors, with which it computes: {again}"
+            if again
+            else "",
+        )
+
+
+def _tensors(
+    weights: Weights,
+    device: torch.device,
+    only: Sequence[str] | None = None,
+    recorder: LoadRecorder | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors as a checkpoint has them, on the device."""
+    wanted = None if only is None else set(only)
+    for name in weights:
+        if wanted is not None and weights.manifest.root(name) not in wanted:
+            continue
+        view = weights[name]
+        if recorder is None:
+            yield name, view.to(device)
+            continue
+        offset = int(view.storage_offset()) * view.element_size()
+        recorder.add_source(view, offset)
+        moved = view.to(device)
+        if moved is not view and view.is_contiguous():
+            recorder.add_source(moved, offset)
+        yield name, moved

@@ -1,0 +1,218 @@
+"""Partial rollouts: what was sampled of a request before it was given back, for who goes on.
+
+They lie in a companion file of the bus, ``shmbus-partial.NAME``: entries one behind the other, each
+with a checksum; the newest of a sample counts. A prompt's encoding has the arrays.
+
+Invariants:
+
+- Whoever reads or writes has the lock of the file, which ends with its process. A death in between
+  costs entries that were not whole, never one that is wrong.
+- An entry is of one sample of one offer, by its time; so no other group of the prompt ever gets it.
+- It is a saving, and no truth: a sample whose entry is lost starts anew. Who has the sample, and
+  whether it was answered, the request lane knows.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from shmbus import errors
+from shmbus._prompts import Prompt, Request, encode_prompt
+from shmbus.segment.locked_file import LockedFile
+from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["PartialRollouts", "check_continuation", "version_span"]
+
+KIND: Final = "partial"
+#: Bytes and checksum of an entry, which lies behind them.
+_HEAD: Final = struct.Struct("<II")
+#: Part of the bus's bytes that all entries may have, the fewest, and seconds to wait for the lock.
+_PART: Final = 8
+_LEAST_BYTES: Final = 1 << 20
+_PATIENCE_S: Final = 10.0
+
+
+class _Key(NamedTuple):
+    """A sample of one offer."""
+
+    bus: str
+    offered_ns: int
+    instance_id: str
+    round: int | None
+    split: str
+    sample: int
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    """What was sampled so far; no prompt once the sample was answered, or starts anew."""
+
+    key: _Key
+    prompt: bytes = b""
+    times: int = 0
+    oldest: int | None = None
+    max_lag: int | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Entry)
+
+
+class PartialRollouts:
+    """The file of one bus, opened for each use."""
+
+    def __init__(self, name: str, segment: _core.Segment) -> None:
+        self._name = name
+        self.segment = segment
+        try:
+            self._path = SHM_DIRECTORY + companion_name(KIND, name)
+        except ValueError:
+            self._path = ""  # a name to which no companion can belong
+
+    def _key(self, request: Request) -> _Key:
+        return _Key(
+            self.segment.identity, request._offered_ns, request.instance_id, request.round,
+            request.split, request.index,
+        )  # fmt: skip
+
+    def find(self, request: Request) -> tuple[Prompt, int] | None:
+        """Return what is there of a sample, and how often it was given back; None for nothing."""
+        if not os.path.exists(self._path):
+            return None
+        with self._locked() as file:
+            entry = _newest(_read(file.fd)).get(self._key(request))
+        if entry is None or not entry.prompt:
+            return None
+        version = self.segment.policy_version
+        if None not in (entry.oldest, entry.max_lag) and version - entry.oldest > entry.max_lag:  # type: ignore[operator]
+            return None
+        return Prompt(entry.prompt, 0), entry.times
+
+    def keep(
+        self, request: Request, so_far: Mapping[str, Any], state: Any, max_lag: int | None
+    ) -> None:
+        """Keep what was sampled so far; raises BusFullError where there is no room."""
+        versions = so_far.get("token_versions")
+        entry = _Entry(
+            self._key(request),
+            encode_prompt(so_far, state),
+            request.releases + 1,
+            None if versions is None else version_span(so_far)[0],
+            max_lag,
+        )
+        self._append(entry)
+
+    def forget(self, request: Request) -> None:
+        """Forget what is there of a sample, once it was answered or starts anew."""
+        if os.path.exists(self._path):
+            self._append(_Entry(self._key(request)))
+
+    def _append(self, entry: _Entry) -> None:
+        raw = _encoder.encode(entry)
+        with self._locked() as file:
+            entries = _read(file.fd)
+            live = {key: one for key, one in _newest(entries).items() if self._is_open(one)}
+            live.pop(entry.key, None)
+            whole = b"".join(_packed(_encoder.encode(one)) for one in live.values())
+            most = max(_LEAST_BYTES, self.segment.capacity // _PART)
+            if entry.prompt:
+                if len(whole) + len(raw) > most:
+                    raise errors.BusFullError(
+                        f"bus {self._name!r}: expected room for {len(raw)} bytes of a partial "
+                        f"rollout, got {most - len(whole)} of {most}; release it without so_far, "
+                        "or answer it"
+                    )
+                whole += _packed(raw)
+            # In this order: a death leaves fewer entries, and none that another has replaced.
+            os.ftruncate(file.fd, 0)
+            os.pwrite(file.fd, whole, 0)
+
+    def _is_open(self, entry: _Entry) -> bool:
+        """Whether a request of this bus may still ask for the sample."""
+        key = entry.key
+        if not entry.prompt or key.bus != self.segment.identity:
+            return False
+        split = _core.split_number(self.segment, key.split)
+        text = _core.request_find(self.segment, key.instance_id, key.round, split)
+        return text is not None
+
+    def _locked(self) -> LockedFile:
+        if not self._path:
+            companion_name(KIND, self._name)  # raises, and says why
+        file = LockedFile()
+        if not file.take(self._path, f"partial rollouts of bus {self._name!r}", _PATIENCE_S):
+            file.close()
+            raise errors.BusBusyError(
+                f"bus {self._name!r}: {self._path} is held by a process that does not go on; end "
+                "it, or remove the file: what is in there starts anew then"
+            )
+        return file
+
+
+def _packed(raw: bytes) -> bytes:
+    return _HEAD.pack(len(raw), zlib.crc32(raw)) + raw
+
+
+def _read(fd: int) -> list[_Entry]:
+    """Return the entries that are whole, up to the first that is not."""
+    raw = os.pread(fd, os.fstat(fd).st_size, 0)
+    found: list[_Entry] = []
+    at = 0
+    while at + _HEAD.size <= len(raw):
+        size, checksum = _HEAD.unpack_from(raw, at)
+        at += _HEAD.size
+        own = raw[at : at + size]
+        if len(own) != size or zlib.crc32(own) != checksum:
+            break
+        try:
+            found.append(_decoder.decode(own))
+        except msgspec.DecodeError:
+            break
+        at += size
+    return found
+
+
+def _newest(entries: list[_Entry]) -> dict[_Key, _Entry]:
+    return {one.key: one for one in entries}
+
+
+def check_continuation(
+    request: Request, before: Mapping[str, NDArray[Any]], arrays: Mapping[str, Any], what: str
+) -> None:
+    """Raise ValueError unless arrays go on where others end, which say who sampled each token."""
+    for name, known in before.items():
+        given = arrays.get(name)
+        if given is None:
+            got = "none"
+        else:
+            own = np.asarray(given)
+            head = own[: len(known)]
+            if own.ndim == known.ndim and np.array_equal(head, known):
+                continue
+            same = min(len(head), len(known)) if own.ndim == known.ndim else 0
+            differ = [at for at in range(same) if not np.array_equal(head[at], known[at])]
+            got = f"another at {differ[0]}" if differ else f"{len(head)} of them"
+        raise ValueError(
+            f"{what}: group {request.instance_id!r}, sample {request.index}: field {name!r}: "
+            f"expected it to begin with the {len(known)} elements that the request has, got {got}; "
+            "go on from request.so_far, or set request.so_far = None to start anew"
+        )
+
+
+def version_span(arrays: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the oldest and the newest version of the trained tokens."""
+    versions = np.asarray(arrays["token_versions"])
+    mask = arrays.get("loss_mask")
+    if mask is not None:
+        versions = versions[np.asarray(mask) != 0]
+    return (int(versions.min()), int(versions.max())) if len(versions) else (0, 0)

@@ -1,0 +1,565 @@
+"""What an engine's own loader did with a version, as a plan: which bytes of it went where.
+
+A loader narrows, fuses and casts what a checkpoint has into what its rank needs. It is run once
+under `LoadRecorder`, which sees every operation of torch on the version's bytes; copies become a
+plan, by which each later version is gathered without the loader, and of which only those bytes
+move that the rank needs. What cannot be recorded is named, and goes through the loader each time.
+
+Invariants:
+
+- A tensor is in the plan only if all that became of it were copies into memory that the model has
+  now, and no operation computed with it: who computes once would have to compute again.
+- What shares a module with a tensor that is not in the plan is not in it either: engines load a
+  module as a whole.
+- Targets of a plan do not overlap, so its copies may be made in any order.
+
+What goes past torch, such as a kernel that is launched on addresses, is not seen. What it fills is
+not memory that copies have filled, so it is never taken for one; what it keeps elsewhere of weights
+that it leaves alone is not found out, and an engine that does so has to say it (`may_plan`).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shmbus.tensors.copy_plan import CopyPlan
+from shmbus.tensors.copy_table import Pair
+from shmbus.tensors.tensor_cache import SeenTensors
+from shmbus.weights.manifest import Manifest
+
+__all__ = ["LoadPlan", "LoadRecorder", "Recorded", "bits"]
+
+#: torch has no types for it.
+StorageWeakRef: Any = _StorageWeakRef
+
+#: Operations that look at no element of what they are given.
+_BLIND: Final = (
+    "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones",
+    "new_full", "is_same_size", "record_stream", "set_", "resize_", "is_pinned",
+)  # fmt: skip
+#: Operations that are dispatched, and seen there.
+_OWN: Final = ("aten", "prim", "prims")
+_COPIES: Final = ("_to_copy", "clone")
+_CONSTANTS: Final = ("fill_", "zero_")
+
+#: Bytes that are kept at once while a plan is compared.
+LOT_BYTES: Final = 256 << 20
+_WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Box(NamedTuple):
+    """Elements of a memory: bytes before the first, and how they lie, in elements."""
+
+    start: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, shift: int = 0) -> _Box:
+        start = int(tensor.storage_offset()) * tensor.element_size() + shift
+        # What a dimension of one element steps by means nothing.
+        lies = zip(tensor.shape, tensor.stride(), strict=True)
+        strides = tuple(step if size > 1 else 0 for size, step in lies)
+        return cls(start, tuple(tensor.shape), strides, tensor.dtype)
+
+    @property
+    def end(self) -> int:
+        last = sum((n - 1) * step for n, step in zip(self.sizes, self.strides, strict=True))
+        return self.start + (last + 1) * self.dtype.itemsize
+
+    def view(self, storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+        start = self.start // self.dtype.itemsize
+        made = torch.empty(0, dtype=self.dtype, device=device)
+        return made.set_(storage, start, self.sizes, self.strides)
+
+    def moved(self, nbytes: int) -> _Box:
+        return self._replace(start=self.start + nbytes)
+
+    def is_disjoint(self, other: _Box) -> bool:
+        """Whether no byte is in both, as far as it is easily told."""
+        if self.end <= other.start or other.end <= self.start:
+            return True
+        if (self.strides, self.dtype) != (other.strides, other.dtype):
+            return False
+        origin = min(self.start, other.start)
+        mine, theirs = self.firsts(origin), other.firsts(origin)
+        return (
+            mine is not None
+            and theirs is not None
+            and any(
+                a + n <= b or b + m <= a
+                for a, n, b, m in zip(mine, self.sizes, theirs, other.sizes, strict=True)
+            )
+        )
+
+    def firsts(self, origin: int) -> list[int] | None:
+        """Return the first index in each dimension, counted from an origin; None between rows."""
+        left = (self.start - origin) // self.dtype.itemsize
+        found = [0] * len(self.strides)
+        row = None
+        for dim in sorted(range(len(self.strides)), key=lambda dim: -self.strides[dim]):
+            step = self.strides[dim]
+            if step > 0:
+                found[dim], left = divmod(left, step)
+                if row is not None and (found[dim] + self.sizes[dim] - 1) * step >= row:
+                    return None  # it goes on in the next row
+                row = step
+        return None if left else found
+
+    def part(self, own: _Box, of: _Box) -> _Box | None:
+        """Return where this has what `of` is of `own`, which was copied from this."""
+        firsts = of.firsts(own.start) if of.start >= own.start else None
+        if firsts is None or any(
+            first + size > room
+            for first, size, room in zip(firsts, of.sizes, own.sizes, strict=True)
+        ):
+            return None
+        steps = zip(firsts, self.strides, strict=True)
+        ahead = sum(first * step for first, step in steps) * self.dtype.itemsize
+        return self._replace(start=self.start + ahead, sizes=of.sizes)
+
+
+class Recorded(NamedTuple):
+    """A copy: what it writes, and where in a version its elements lie."""
+
+    target: torch.Tensor
+    source: _Box
+
+
+class _Memory:
+    """A storage that copies of a version's bytes have reached."""
+
+    def __init__(self, tensor: torch.Tensor, owners: frozenset[int]) -> None:
+        self.alive = StorageWeakRef(tensor.untyped_storage())
+        self.owners = owners
+        self.copies: list[tuple[_Box, _Box]] = []  # of it, of a version
+        #: Names of tensors of which something else than copies is here.
+        self.mixed: set[str] = set()
+        self.passed_on = False
+
+
+class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees what a loader does with the tensors of a version; a ``with`` block around its calls."""
+
+    def __init__(self, model: torch.nn.Module, manifest: Manifest) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model = model
+        self._manifest = manifest
+        ordered = sorted((place.offset, place.size, place.name) for place in manifest.tensors)
+        self._starts = [offset for offset, _, _ in ordered]
+        self._places = ordered
+        #: Memory of versions, by address: what to add to an offset in it, and whether it is there.
+        self._sources: dict[int, tuple[Any, int]] = {}
+        self._memories: dict[int, _Memory] = {}
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._owners: dict[int, frozenset[int]] = {}
+        self._read: set[str] = set()
+        self._computed: set[str] = set()
+        self._owned: dict[str, set[int]] = {}
+        #: Memory that was filled with what is none of a version's bytes, as far as that is seen.
+        self._foreign: set[int] = set()
+
+    def add_source(self, tensor: torch.Tensor, offset: int) -> None:
+        """Know a tensor for what lies at an offset of a version."""
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        storage = tensor.untyped_storage()
+        self._sources[storage.data_ptr()] = StorageWeakRef(storage), offset - start
+        self._memories.pop(storage.data_ptr(), None)
+
+    def __enter__(self) -> Any:
+        self._calls = _Calls(self)
+        self._calls.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._calls.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        if name == "copy_":
+            self._copied(args[0], args[1])
+        elif name in _COPIES:
+            self._copied(made, args[0])
+        elif name in _CONSTANTS:
+            self._overwritten(args[0])
+        elif name not in _BLIND:
+            self._done(func, args, kwargs, made)
+        return made
+
+    # -- what operations do ------------------------------------------------------------------------
+
+    def _source(self, tensor: torch.Tensor) -> _Box | None:
+        """Return where in a version a tensor lies."""
+        address = tensor.untyped_storage().data_ptr()
+        known = self._sources.get(address)
+        if known is None:
+            return None
+        if known[0].expired():  # another tensor has that memory now
+            del self._sources[address]
+            return None
+        return _Box.of(tensor, known[1])
+
+    def _memory(self, tensor: torch.Tensor) -> _Memory | None:
+        address = tensor.untyped_storage().data_ptr()
+        known = self._memories.get(address)
+        if known is not None and known.alive.expired():
+            self._end(self._memories.pop(address))
+            return None
+        return known
+
+    def _end(self, memory: _Memory) -> None:
+        """Judge memory that is gone, or is none of the model: what was copied on is elsewhere."""
+        if not memory.passed_on:
+            self._computed |= self._names_in(memory)
+
+    def _names_in(self, memory: _Memory) -> set[str]:
+        return {self._name(source) for _, source in memory.copies} | memory.mixed
+
+    def _name(self, box: _Box) -> str:
+        return self._places[bisect.bisect_right(self._starts, box.start) - 1][2]
+
+    def _names(self, tensor: torch.Tensor) -> set[str]:
+        """Return which tensors of a version something is, or was made of."""
+        box = self._source(tensor)
+        if box is not None:
+            first = bisect.bisect_right(self._starts, box.start) - 1
+            last = bisect.bisect_left(self._starts, box.end)
+            return {self._places[at][2] for at in range(first, max(last, first + 1))}
+        memory = self._memory(tensor)
+        return set() if memory is None else self._names_in(memory)
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if target.is_meta or source.is_meta or target.numel() == 0:
+            return
+        names = self._names(source)
+        if not names:
+            self._overwritten(target)
+            self._foreign.add(target.untyped_storage().data_ptr())
+            return
+        self._read |= names
+        memory = self._memory(target) or self._known(target)
+        for name in names:
+            self._owned.setdefault(name, set()).update(memory.owners)
+        found = self._traced(target, source)
+        if found is None or not self._make_room(memory, [box for box, _ in found]):
+            memory.mixed |= names
+            self._computed |= names
+            return
+        memory.copies += found
+        passed = self._memory(source)
+        if passed is not None:
+            passed.passed_on = True
+
+    def _known(self, target: torch.Tensor) -> _Memory:
+        made = self._memories[target.untyped_storage().data_ptr()] = _Memory(
+            target, self._owners_of(target)
+        )
+        return made
+
+    def _owners_of(self, target: torch.Tensor) -> frozenset[int]:
+        """Return the modules that have this memory."""
+        address = target.untyped_storage().data_ptr()
+        for _ in range(2):
+            found = self._owners.get(address)
+            if found is not None and any(
+                each.untyped_storage().data_ptr() == address
+                for owner in found
+                for each in _own_tensors(self._modules[owner])
+            ):
+                return found
+            owners: dict[int, set[int]] = {}
+            for module in self._model.modules():
+                self._modules[id(module)] = module
+                for each in _own_tensors(module):
+                    owners.setdefault(each.untyped_storage().data_ptr(), set()).add(id(module))
+            self._owners = {at: frozenset(modules) for at, modules in owners.items()}
+        return frozenset()
+
+    def _traced(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Box, _Box]] | None:
+        """Say which bytes of a version a copy brings; None where it is not told."""
+        to = _Box.of(target)
+        if target.shape != source.shape or target.is_complex() or source.is_complex():
+            return None
+        box = self._source(source)
+        if box is not None:
+            return [(to, box)]
+        memory = self._memory(source)
+        if memory is None or memory.mixed:
+            return None
+        of = _Box.of(source)
+        if (of.sizes, of.strides, of.dtype) == (to.sizes, to.strides, to.dtype):
+            inside = [(own, src) for own, src in memory.copies if not own.is_disjoint(of)]
+            if all(of.start <= own.start and own.end <= of.end for own, _ in inside):
+                return [(own.moved(to.start - of.start), src) for own, src in inside]
+        # A part of one copy, and cast once more: that is one cast, if nothing was lost before.
+        for own, src in memory.copies:
+            if (own.strides, own.dtype) == (of.strides, of.dtype) and _is_wider(
+                own.dtype, src.dtype
+            ):
+                part = src.part(own, of)
+                if part is not None:
+                    return [(to, part)]
+        return None
+
+    def _make_room(self, memory: _Memory, boxes: list[_Box]) -> bool:
+        """Forget copies that are overwritten; False where one is so in part."""
+        kept = []
+        for own, src in memory.copies:
+            hit = [box for box in boxes if not own.is_disjoint(box)]
+            if any(own[:3] != box[:3] for box in hit):
+                return False
+            if not hit:
+                kept.append((own, src))
+        memory.copies = kept
+        return True
+
+    def _overwritten(self, target: torch.Tensor) -> None:
+        """Learn that something else is there now, which is not a version's."""
+        memory = None if target.is_meta else self._memory(target)
+        if memory is None:
+            return
+        if not self._make_room(memory, [_Box.of(target)]):
+            names = self._names_in(memory)
+            memory.mixed |= names
+            self._computed |= names
+
+    def _done(self, func: Any, args: tuple[Any, ...], kwargs: Any, made: Any) -> None:
+        """Look at any other operation: a view is nothing, all else is not told."""
+        given = [*_tensors(args), *_tensors(kwargs)]
+        names = set().union(*(self._names(each) for each in given)) if given else set()
+        if not names:
+            return
+        addresses = {each.untyped_storage().data_ptr() for each in given}
+        results = [*_tensors(made)]
+        writes = _writes(func)
+        if (
+            not writes
+            and results
+            and all(each.untyped_storage().data_ptr() in addresses for each in results)
+        ):
+            return
+        self._read |= names
+        self._computed |= names
+        for each in given:
+            memory = self._memory(each)
+            if writes and memory is not None:
+                memory.mixed |= names
+
+    # -- what follows ------------------------------------------------------------------------------
+
+    def plan(
+        self, tensors: Mapping[str, torch.Tensor], may_plan: Callable[[torch.nn.Module], bool]
+    ) -> LoadPlan:
+        """Return what was recorded, as far as it gives what the loader gave of the same tensors."""
+        kept = self._kept(may_plan)
+        plan = self._without(self._closed(self._computed), kept)
+        wrong = plan.differing(plan.pairs(tensors))
+        if wrong:
+            self._computed |= wrong
+            plan = self._without(self._closed(self._computed), kept)
+        return plan
+
+    def _kept(
+        self, may_plan: Callable[[torch.nn.Module], bool]
+    ) -> list[tuple[torch.Tensor, _Memory]]:
+        """Return the model's memory that copies have filled; judge what is in it, and all else."""
+        there = {
+            each.untyped_storage().data_ptr(): each
+            for module in self._model.modules()
+            for each in _own_tensors(module)
+        }
+        kept: list[tuple[torch.Tensor, _Memory]] = []
+        for address, memory in list(self._memories.items()):
+            if memory.alive.expired() or address not in there:
+                self._end(memory)
+                continue
+            kept.append((there[address], memory))
+            if memory.mixed:
+                self._computed |= self._names_in(memory)
+            owners = self._owners_of(there[address]) | memory.owners
+            if not all(may_plan(self._modules[owner]) for owner in owners):
+                self._computed |= self._names_in(memory)
+            for name in self._names_in(memory):
+                self._owned.setdefault(name, set()).update(owners)
+        # What was read in a way that is not seen has filled something with what is not known.
+        if any(
+            address in there and isinstance(there[address], torch.nn.Parameter)
+            for address in self._foreign
+        ):
+            self._computed |= {place.name for place in self._manifest.tensors} - self._read
+        return kept
+
+    def _without(self, refused: set[str], kept: list[tuple[torch.Tensor, _Memory]]) -> LoadPlan:
+        """Make the plan of all that is not refused."""
+        copies = [
+            Recorded(box.view(tensor.untyped_storage(), tensor.device), src)
+            for tensor, memory in kept
+            for box, src in memory.copies
+            if self._name(src) not in refused
+        ]
+        modules = {at for name in refused for at in self._owned.get(name, ())}
+        return LoadPlan(
+            self._manifest,
+            SeenTensors(self._model.state_dict(keep_vars=True)),
+            copies,
+            [place.name for place in self._manifest.tensors if place.name in refused],
+            [self._modules[at] for at in modules],
+        )
+
+    def _closed(self, names: set[str]) -> set[str]:
+        """Add what shares a module with one of these, again and again."""
+        sharing: dict[int, set[str]] = {}
+        for name, owners in self._owned.items():
+            for owner in owners:
+                sharing.setdefault(owner, set()).add(name)
+        found, left = set(names), list(names)
+        while left:
+            for owner in self._owned.get(left.pop(), ()):
+                new = sharing.pop(owner, set()) - found
+                found |= new
+                left += new
+        return found
+
+
+class _Calls(TorchFunctionMode):
+    """Sees calls of operations that are not torch's own, some of which it would not dispatch."""
+
+    def __init__(self, recorder: LoadRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        made = func(*args, **(kwargs or {}))
+        if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            name: str = getattr(func, "_qualified_op_name", "") or str(func.name())  # type: ignore[no-untyped-call]
+            if name.partition("::")[0] not in _OWN:
+                self._recorder._done(func, args, kwargs or {}, made)
+        return made
+
+
+def _writes(func: Any) -> bool:
+    """Whether an operation writes what it is given."""
+    each = (
+        [func] if hasattr(func, "_schema") else [getattr(func, name) for name in func.overloads()]
+    )
+    return any(
+        argument.alias_info is not None and argument.alias_info.is_write
+        for overload in each
+        for argument in overload._schema.arguments
+    )
+
+
+class LoadPlan:
+    """Which bytes of a version go where in a model."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        seen: SeenTensors,
+        copies: list[Recorded],
+        refused: list[str],
+        modules: list[torch.nn.Module],
+    ) -> None:
+        self.manifest: Final = manifest
+        self._seen = seen
+        self.copies: Final = copies
+        #: Tensors that the loader has to load each time, and the modules that they go into.
+        self.refused: Final = refused
+        self.modules: Final = modules
+        self.nbytes: Final = sum(each.target.nbytes for each in copies)
+
+    def still(self, model: torch.nn.Module, manifest: Manifest) -> bool:
+        """Whether it holds for that model and what a version has."""
+        return manifest == self.manifest and self._seen.still(model.state_dict(keep_vars=True))
+
+    def pairs(self, tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
+        """Return its copies out of a version, all of whose tensors lie in one memory."""
+        if not self.copies:
+            return []
+        first = next(iter(tensors.values()))
+        payload = first.untyped_storage()
+        return [(each.target, each.source.view(payload, first.device)) for each in self.copies]
+
+    @torch.no_grad()
+    def differing(self, pairs: list[Pair]) -> set[str]:
+        """Make the copies anew over what the loader left; tensors of which another came out."""
+        wrong: set[str] = set()
+        names = list(self.names())
+        for first, last in _lots([target.nbytes for target, _ in pairs]):
+            lot = pairs[first:last]
+            before = [target.clone() for target, _ in lot]
+            for target, _ in lot:
+                bits(target).bitwise_not_()  # what is not copied is wrong then
+            CopyPlan(lot).copy()
+            for (target, _), was, name in zip(lot, before, names[first:last], strict=True):
+                if not torch.equal(bits(was), bits(target)):
+                    wrong.add(name)
+                    target.copy_(was)
+        return wrong
+
+    def names(self) -> Iterator[str]:
+        """Yield each copy's tensor."""
+        places = sorted((place.offset, place.size, place.name) for place in self.manifest.tensors)
+        starts = [offset for offset, _, _ in places]
+        for each in self.copies:
+            yield places[bisect.bisect_right(starts, each.source.start) - 1][2]
+
+
+def _lots(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Cut a list into runs of so many bytes."""
+    first = held = 0
+    for last, size in enumerate(sizes):
+        if held and held + size > LOT_BYTES:
+            yield first, last
+            first, held = last, 0
+        held += size
+    if first < len(sizes):
+        yield first, len(sizes)
+
+
+def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a dtype has each number that another has."""
+    both_float = dtype.is_floating_point and other.is_floating_point
+    return dtype == other or (both_float and torch.promote_types(dtype, other) == dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View elements as whole numbers of the same size, which are equal where their bits are."""
+    return tensor.view(_WHOLE[tensor.element_size()])
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield a module's parameters and buffers that have memory, without its children's."""
+    for each in (*module._parameters.values(), *module._buffers.values()):
+        if each is not None and not each.is_meta and each.numel():
+            yield each
+
+
+def _tensors(given: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an operation's arguments or results."""
+    if isinstance(given, torch.Tensor):
+        if not given.is_meta and given.layout == torch.strided:
+            yield given
+    elif isinstance(given, Mapping):
+        for each in given.values():
+            yield from _tensors(each)
+    elif isinstance(given, (list, tuple)):
+        for each in given:
+            yield from _tensors(each)

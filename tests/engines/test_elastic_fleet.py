@@ -1,0 +1,104 @@
+"""Servers join and leave a fleet, and those that come back get what the others run."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from trainers import TIMEOUT_S, Trainer
+
+from shmbus import Bus
+from shmbus.engines import EngineError, EngineFleet, VllmServer
+from shmbus.engines.pause_note import paused_by
+
+pytest_plugins = ["engine_fixtures"]
+
+
+async def token(running: Any) -> float:
+    return float((await running.complete(1))["tokens"][0])
+
+
+def fleet_of(bus: Bus, *running: Any, **options: Any) -> EngineFleet:
+    servers = [VllmServer(each.url) for each in running]
+    return EngineFleet(servers, bus=bus.name, timeout=TIMEOUT_S, **options)
+
+
+async def test_a_server_joins_at_the_newest_version_and_the_others_go_on(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    first, second = servers(1), servers(2)
+    async with fleet_of(bus, first) as fleet:
+        assert await fleet.add(VllmServer(second.url)) is None, "nothing was published"
+        await fleet.remove(second.url)
+        await fleet.update(trainer, 1)
+        going_on = asyncio.ensure_future(first.complete(300))
+        joined = await fleet.add(VllmServer(second.url))
+        assert joined is not None and (joined.version, joined.state) == (1, "serving")
+        assert (fleet.quorum, await token(second)) == (2, 1.0)
+        assert set((await going_on)["tokens"]) == {1.0}
+        await fleet.update(trainer, 2)
+        assert [await token(each) for each in (first, second)] == [2.0, 2.0]
+        with pytest.raises(ValueError, match="already"):
+            await fleet.add(VllmServer(second.url))
+
+
+async def test_a_server_that_joins_in_the_middle_of_an_update_waits_for_its_end(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    first, second = servers(1), servers(1)
+    async with fleet_of(bus, first) as fleet:
+        await fleet.update(trainer, 1)
+        await first.fault("update", "slow")
+        updating = asyncio.ensure_future(fleet.update(trainer, 2))
+        await asyncio.sleep(0.2)
+        joined = await fleet.add(VllmServer(second.url))
+        assert updating.done() and joined is not None and joined.version == 2
+        assert [await token(each) for each in (first, second)] == [2.0, 2.0]
+
+
+async def test_a_server_that_does_not_take_the_weights_is_none_of_the_fleet(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    first, second = servers(1), servers(1)
+    async with fleet_of(bus, first) as fleet:
+        await fleet.update(trainer, 1)
+        await second.fault("init", "500")
+        with pytest.raises(EngineError):
+            await fleet.add(VllmServer(second.url))
+        assert [each.address for each in fleet.servers] == [first.url]
+        assert paused_by(bus.name) is None and await token(second) == 0.0
+        joined = await fleet.add(VllmServer(second.url))
+        assert joined is not None and joined.version == 1
+
+
+async def test_a_server_that_was_started_anew_catches_up_and_no_other_is_paused(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    first, second = servers(1), servers(1)
+    async with fleet_of(bus, first, second) as fleet:
+        assert await fleet.catch_up() is None
+        await fleet.update(trainer, 1)
+        assert await fleet.catch_up() is None
+        second.kill()
+        assert await fleet.catch_up() is None, "it is gone, and there is nothing to bring"
+        second.start_anew()
+        assert await token(second) == 0.0
+        report = await fleet.catch_up()
+        assert report is not None and [each.address for each in report.servers] == [second.url]
+        assert [await token(each) for each in (first, second)] == [1.0, 1.0]
+
+
+async def test_a_server_leaves_and_the_last_one_stays(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    first, second = servers(1), servers(1)
+    async with fleet_of(bus, first, second, quorum=1) as fleet:
+        await fleet.update(trainer, 1)
+        await fleet.remove(fleet.servers[1])
+        await fleet.update(trainer, 2)
+        assert [await token(each) for each in (first, second)] == [2.0, 1.0]
+        with pytest.raises(ValueError, match="expected one of"):
+            await fleet.remove(second.url)
+        with pytest.raises(ValueError, match="add another one first"):
+            await fleet.remove(first.url)

@@ -1,0 +1,132 @@
+"""A server that this process manages runs the newest checkpoint, and ends with this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import wait_until
+from trainers import TIMEOUT_S, Trainer
+
+from shmbus import Bus
+from shmbus.engines import EngineError, EngineFleet, ManagedServer, UpdateRolledBackError
+
+PROGRAM = Path(__file__).with_name("small_restarted.py")
+START_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        return int(chosen.getsockname()[1])
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    with Bus.create(bus_name, "1MiB", max_producers=4) as bus:
+        yield bus
+
+
+@pytest.fixture
+def trainer(bus: Bus, tmp_path: Path) -> Iterator[Trainer]:
+    made = Trainer(bus.name, carrier="checkpoint", directory=tmp_path)
+    made.publish(1)
+    yield made
+    made.publisher.close()
+
+
+def server_of(checkpoint: Path) -> ManagedServer:
+    port = free_port()
+    command = [sys.executable, str(PROGRAM), "{checkpoint}", str(port)]
+    return ManagedServer(
+        command, url=f"http://127.0.0.1:{port}", checkpoint=checkpoint, start_timeout=START_S
+    )
+
+
+def says(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+async def test_it_runs_each_checkpoint_that_a_reload_brings_and_ends_with_its_block(
+    bus: Bus, trainer: Trainer, tmp_path: Path
+) -> None:
+    async with server_of(tmp_path / "latest") as server:
+        assert says(server.address)["value"] == 1.0
+        fleet = EngineFleet([server], bus=bus.name, mode="abort", timeout=TIMEOUT_S)
+        for version in (2, 3):
+            trainer.publish(version)
+            report = await fleet.reload(tmp_path)
+            assert [each.version for each in report.servers] == [version]
+            assert says(server.address)["value"] == version
+        assert bus.policy_version == 3
+        with pytest.raises(EngineError, match="takes weights when it starts"):
+            await fleet.update(trainer, 4)
+        pid = says(server.address)["pid"]
+    assert not is_alive(pid) and not server.running
+
+
+async def test_one_that_died_is_started_again_with_what_it_had(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    async with server_of(tmp_path / "latest") as server:
+        os.kill(says(server.address)["pid"], signal.SIGKILL)
+        await asyncio.to_thread(wait_until, lambda: not server.running)
+        await server.start()
+        assert says(server.address)["value"] == 1.0
+
+
+async def test_one_that_cannot_start_with_a_checkpoint_goes_back_to_the_one_before(
+    bus: Bus, trainer: Trainer, tmp_path: Path
+) -> None:
+    async with server_of(tmp_path / "latest") as server:
+        fleet = EngineFleet([server], bus=bus.name, mode="abort", timeout=TIMEOUT_S)
+        await fleet.reload(tmp_path)
+        trainer.publish(2)
+        (tmp_path / "latest" / "model.safetensors").write_bytes(b"no weights")
+        with pytest.raises(UpdateRolledBackError, match="version 1 again"):
+            await fleet.reload(tmp_path)
+        assert says(server.address)["value"] == 1.0
+    with pytest.raises(EngineError, match="ended with status"):
+        await server_of(tmp_path / "latest").start()
+
+
+def test_it_ends_with_a_process_that_is_killed(trainer: Trainer, tmp_path: Path) -> None:
+    port = free_port()
+    code = f"""
+import asyncio, sys
+from shmbus.engines import ManagedServer
+async def main():
+    command = [sys.executable, {str(PROGRAM)!r}, "{{checkpoint}}", "{port}"]
+    url = "http://127.0.0.1:{port}"
+    async with ManagedServer(command, url=url, checkpoint={str(tmp_path / "latest")!r}):
+        print("there", flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"there\n"
+    pid = says(f"http://127.0.0.1:{port}")["pid"]
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    wait_until(lambda: not is_alive(pid))

@@ -1,0 +1,167 @@
+"""`annotate_group`: arrays that come to a complete group before its batch, refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shmbus
+from shmbus import Bus, Producer
+from trainer_adapter import ExtraField, OnlineDataHandler
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    with Bus.create(bus_name, capacity="16MiB") as handle:
+        yield handle
+
+
+@pytest.fixture
+def producer(bus: Bus) -> Iterator[Producer]:
+    with Producer(bus.name) as handle:
+        yield handle
+
+
+def put(producer: Producer, key: str, lengths: tuple[int, ...] = (3, 5)) -> None:
+    producer.put_group(
+        key, [{"tokens": np.arange(n, dtype=np.int32), "score": float(n)} for n in lengths]
+    )
+
+
+def reference(group: shmbus.Group) -> dict[str, Any]:
+    return {
+        "ref_logprobs": [-t["tokens"].astype(np.float32) for t in group],
+        "values": [t.score for t in group],
+    }
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("layout", ["packed", "padded", "prefix"])
+def test_columns_come_to_the_batch_each_to_its_own_sample(
+    bus: Bus, producer: Producer, layout: Any, prefetch: int
+) -> None:
+    put(producer, "a")
+    put(producer, "b", (2, 4, 1))
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=2, annotate_group=reference, layout=layout, prefetch=prefetch,
+        extra_fields={"values": "sequence"},
+    ) as handler:  # fmt: skip
+        batch = handler.next_batch(30)
+        assert torch.equal(batch.extra["ref_logprobs"], -batch.tokens.float())
+        assert batch.extra["values"].tolist() == batch.scores.tolist()
+        assert batch.extra_kinds == {"ref_logprobs": "token", "values": "sequence"}
+        handler.ack(batch)
+
+
+def test_a_coroutine_annotates_all_groups_of_a_take_at_once(bus: Bus, producer: Producer) -> None:
+    barrier = asyncio.Barrier(5) if hasattr(asyncio, "Barrier") else None
+    together: list[str] = []
+
+    async def annotate(group: shmbus.Group) -> dict[str, Any]:
+        together.append(group.instance_id)
+        if barrier is not None:
+            await barrier.wait()
+        while len(together) < 5:
+            await asyncio.sleep(0)
+        return {"teacher": [torch.ones(len(t["tokens"]), 4).bfloat16() for t in group]}
+
+    for number in range(5):
+        put(producer, f"q{number}")
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=5, annotate_group=annotate,
+        extra_fields={"teacher": ExtraField(kind="token", dtype="bfloat16")},
+    ) as handler:  # fmt: skip
+        batch = handler.next_batch(30)
+        assert batch.extra["teacher"].shape == (40, 4)
+        assert batch.extra["teacher"].dtype == torch.bfloat16
+        handler.ack(batch)
+
+
+def test_what_it_raises_is_raised_and_the_group_is_annotated_once_by_the_next_call(
+    bus: Bus, producer: Producer
+) -> None:
+    asked: list[str] = []
+
+    def annotate(group: shmbus.Group) -> dict[str, Any]:
+        asked.append(group.instance_id)
+        if asked == ["a", "b"]:
+            raise OSError("the teacher is away")
+        return reference(group)
+
+    put(producer, "a")
+    put(producer, "b")
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=2, annotate_group=annotate, extra_fields={"values": "sequence"}
+    ) as handler:
+        with pytest.raises(OSError, match="the teacher is away"):
+            handler.next_batch(30)
+        batch = handler.next_batch(30)
+        assert asked == ["a", "b", "b"]
+        handler.give_back(batch)
+        assert torch.equal(handler.next_batch(30).extra["ref_logprobs"], -batch.tokens.float())
+        assert len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (None, TypeError, "expected a dict of names and arrays for group 'a', got NoneType"),
+        ({"x": 3}, TypeError, "group 'a': column 'x': expected a list, got int"),
+        ({"x": [np.ones(3)]}, ValueError, "column 'x': expected 2 arrays, one a sample, got 1"),
+        (
+            {"x": [np.ones(3), np.ones(4)]},
+            ValueError,
+            r"column 'x': sample 1: expected 5 rows, one a token, got shape \(4,\)",
+        ),
+        (
+            {"x": [np.ones(3), np.array(list("abcde"))]},
+            TypeError,
+            "column 'x': sample 1: expected numbers, got <U1",
+        ),
+        (
+            {"x": [np.ones(3), np.ones(5, np.float32)]},
+            ValueError,
+            r"column 'x': sample 1: expected float64 of shape \(\), as the first",
+        ),
+        (
+            {"tokens": [1, 2]},
+            ValueError,
+            "expected names that no field of its samples and no column",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named_by_group_column_and_sample(
+    bus: Bus, producer: Producer, given: Any, error: type[Exception], message: str
+) -> None:
+    put(producer, "a")
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, annotate_group=lambda group: given
+    ) as handler:
+        with pytest.raises(error, match=message):
+            handler.next_batch(30)
+        assert handler.stats().dropped.get("malformed", 0) == 0
+        assert handler.stats().leased == 2
+
+
+def test_groups_of_a_batch_have_the_same_columns(bus: Bus, producer: Producer) -> None:
+    put(producer, "a")
+    put(producer, "b")
+
+    def annotate(group: shmbus.Group) -> dict[str, Any]:
+        return reference(group) if group.instance_id == "a" else {"values": [1.0, 2.0]}
+
+    with (
+        OnlineDataHandler(
+            bus.name,
+            groups_per_batch=2,
+            annotate_group=annotate,
+            extra_fields={"values": "sequence"},
+        ) as handler,
+        pytest.raises(ValueError, match="group 'b': expected the column 'ref_logprobs'"),
+    ):
+        handler.next_batch(30)

@@ -1,0 +1,241 @@
+"""Annotators in processes of their own: each column once, to its own sample, whoever dies."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Spawner, wait_until
+
+import shmbus
+from shmbus import Annotator, Bus, Columns, Consumer, Producer, ProtocolError
+from trainer_adapter import OnlineDataHandler
+
+REFERENCE = {"ref_logprobs": "float32"}
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[Bus]:
+    with Bus.create(bus_name, capacity="16MiB") as handle:
+        yield handle
+    for writes in ("ref_logprobs", "teacher"):
+        try:
+            shmbus.unlink(f"{bus_name}.columns.{writes}")
+        except shmbus.BusNotFoundError:
+            continue
+
+
+def put(bus: Bus, groups: int, first: int = 0) -> None:
+    with Producer(bus.name) as producer:
+        for number in range(first, first + groups):
+            tokens = [np.arange(n, n + 3 + n, dtype=np.int32) + number for n in range(3)]
+            producer.put_group(f"q{number}", [{"tokens": one} for one in tokens], timeout=10)
+
+
+def reference(group: Any) -> list[Any]:
+    return [-sample["tokens"].astype(np.float32) for sample in group]
+
+
+def in_thread(work: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_batch_waits_for_its_column_and_two_passes_see_each_other(bus: Bus) -> None:
+    put(bus, 4)
+    with (
+        Columns(bus.name, {"teacher": "float64"}) as teacher,
+        Columns(bus.name, REFERENCE, fields=("tokens", "teacher")) as second,
+        OnlineDataHandler(
+            bus.name, groups_per_batch=4, annotate_group=[teacher, second]
+        ) as handler,
+        Annotator(bus.name, {"teacher": "float64"}) as first_pass,
+        Annotator(bus.name, writes=REFERENCE) as second_pass,
+    ):
+
+        def work(annotator: Annotator, made: Any) -> None:
+            for _ in range(4):
+                group = annotator.take(30)
+                assert group is not None
+                assert group.write(**made(group))
+
+        threads = [
+            in_thread(
+                lambda: work(
+                    first_pass,
+                    lambda group: {"teacher": [one["tokens"] * 2.0 for one in group]},
+                )
+            ),
+            in_thread(
+                lambda: work(
+                    second_pass,
+                    lambda group: {
+                        "ref_logprobs": [
+                            (one["tokens"] + one["teacher"]).astype(np.float32) for one in group
+                        ]
+                    },
+                )
+            ),
+        ]
+        batch = handler.next_batch(60)
+        assert torch.equal(batch.extra["teacher"], batch.tokens * 2.0)
+        assert torch.equal(batch.extra["ref_logprobs"], batch.tokens.float() * 3)
+        handler.ack(batch)
+        for thread in threads:
+            thread.join(30)
+
+
+def test_one_that_never_writes_is_told_by_a_deadline_and_asked_still(bus: Bus) -> None:
+    put(bus, 1)
+    with (
+        Columns(bus.name, REFERENCE, timeout=0.3) as columns,
+        OnlineDataHandler(bus.name, groups_per_batch=1, annotate_group=columns) as handler,
+        Annotator(bus.name, REFERENCE) as annotator,
+    ):
+        with pytest.raises(
+            TimeoutError,
+            match=r"group 'q0': columns ref_logprobs: expected within 0\.3 s, got none; 1 "
+            r"annotators are attached, 1 groups wait for one and 0 are in work",
+        ):
+            handler.next_batch(10)
+        group = annotator.take(10)
+        assert group is not None
+        assert annotator.give_back(group)
+        with Annotator(bus.name, REFERENCE) as other:
+            group = other.take(10)
+            assert group is not None
+            assert (group.instance_id, len(group)) == ("q0", 3)
+            group.write(ref_logprobs=reference(group))
+            batch = handler.next_batch(10)
+        assert torch.equal(batch.extra["ref_logprobs"], -batch.tokens.float())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({}, ValueError, "group 'q0': expected the columns ref_logprobs, got none"),
+        ({"values": [1]}, ValueError, "expected the columns ref_logprobs, got values"),
+        ({"ref_logprobs": [np.zeros(3, np.float32)]}, ValueError, "expected 3 arrays, one a sampl"),
+        (
+            {"ref_logprobs": [np.zeros(3, np.float32)] * 3},
+            ValueError,
+            r"group 'q0', sample 1: column 'ref_logprobs': expected 4 rows, one a token, .* \(3,\)",
+        ),
+        (
+            {"ref_logprobs": [np.zeros(3), np.zeros(4), np.zeros(5)]},
+            TypeError,
+            "group 'q0', sample 0: column 'ref_logprobs': expected float32, got float64",
+        ),
+    ],
+)
+def test_what_an_annotator_writes_wrong_is_named(
+    bus: Bus, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    put(bus, 1)
+    with (
+        Columns(bus.name, REFERENCE) as columns,
+        OnlineDataHandler(bus.name, groups_per_batch=1, annotate_group=columns) as handler,
+        Annotator(bus.name, REFERENCE) as annotator,
+    ):
+        waiting = in_thread(lambda: handler.next_batch(60))
+        group = annotator.take(30)
+        assert group is not None
+        with pytest.raises(error, match=message):
+            group.write(**given)
+        assert group.write(ref_logprobs=reference(group))
+        with pytest.raises(ProtocolError, match="group 'q0': it was written before; each group"):
+            group.write(ref_logprobs=reference(group))
+        waiting.join(60)
+
+
+def test_columns_are_named_and_an_annotator_of_others_meets_no_trainer(bus: Bus) -> None:
+    with pytest.raises(TypeError, match="writes: expected a mapping of columns to dtypes, got"):
+        Annotator(bus.name, ["ref_logprobs"], wait=0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="writes: expected names of columns, got 'a b'"):
+        Columns(bus.name, {"a b": "float32"})
+    with pytest.raises(shmbus.BusNotFoundError, match=r"columns\.values"):
+        Annotator(bus.name, {"values": "float32"}, wait=0)
+
+
+ANNOTATOR = """
+import os, random, signal, sys
+import numpy as np, shmbus
+rng = random.Random(int(sys.argv[2]))
+with shmbus.Annotator(sys.argv[1], {"ref_logprobs": "float32"}) as annotator:
+    while True:
+        group = annotator.take(1)
+        if group is None:
+            continue
+        if rng.random() < 0.05:
+            os.kill(os.getpid(), signal.SIGKILL)
+        group.write(ref_logprobs=[-sample["tokens"].astype(np.float32) for sample in group])
+        with open(sys.argv[3], "a") as log:
+            log.write(f"{group.instance_id}\\n")
+        if rng.random() < 0.02:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+TRAINER = """
+import os, signal, sys
+import torch, shmbus
+from trainer_adapter import OnlineDataHandler
+with shmbus.Columns(sys.argv[1], {"ref_logprobs": "float32"}) as columns, OnlineDataHandler(
+    sys.argv[1], groups_per_batch=4, annotate_group=columns
+) as handler:
+    for number in range(int(sys.argv[3])):
+        batch = handler.next_batch(60)
+        assert torch.equal(batch.extra["ref_logprobs"], -batch.tokens.float())
+        with open(sys.argv[2], "a") as log:
+            for group in batch.groups:
+                log.write(f"{group.instance_id}\\n")
+        handler.ack(batch)
+    next_one = handler.next_batch(60)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_annotators_and_trainers_that_are_killed_cost_nothing(
+    bus: Bus, spawn: Spawner, seed: int, tmp_path: Path
+) -> None:
+    groups, lives = 80, 3
+    written, trained = tmp_path / "written", tmp_path / "trained"
+    written.touch()
+    put(bus, groups)
+    Columns(bus.name, REFERENCE).close()
+    started = 0
+
+    def annotator() -> Any:
+        nonlocal started
+        started += 1
+        return spawn.script(ANNOTATOR, bus.name, seed + started, written)
+
+    annotators = [annotator() for _ in range(2)]
+    for _ in range(lives):
+        trainer = spawn.script(TRAINER, bus.name, trained, 4)
+
+        def ended(trainer: Any = trainer) -> bool:
+            for at, one in enumerate(annotators):
+                if not one.running:
+                    assert one.popen.returncode == -signal.SIGKILL, one.output()
+                    annotators[at] = annotator()
+            return not trainer.running
+
+        wait_until(ended, timeout=90)
+        assert trainer.popen.returncode == -signal.SIGKILL, trainer.output()
+    for one in annotators:
+        one.kill()
+    counts = Counter(trained.read_text().split())
+    assert counts.most_common(1)[0][1] == 1
+    assert len(counts) == 4 * 4 * lives
+    # The log comes after the column, so a death in between leaves a line out, and never adds one.
+    assert Counter(written.read_text().split()).most_common(1)[0][1] == 1
+    with Consumer(bus.name) as consumer:
+        assert {group.instance_id for group in consumer.take(groups, 10)}.isdisjoint(counts)

@@ -1,0 +1,230 @@
+"""Wrong arguments of the trainer's side: refused by name, before anything is taken or trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import RUN_PREFIX
+from refusals import refused
+
+from shmbus import Bus, Consumer, Producer
+from trainer_adapter import ExtraField, OnlineDataHandler, pack
+from trainer_adapter.batches.pack import HostPacker
+from trainer_adapter.compat import pad_input, unpad_input
+from trainer_adapter.corrections import (
+    cispo_loss,
+    gspo_loss,
+    importance_correction,
+    overlong_penalty,
+    sequence_ratios,
+)
+from trainer_adapter.gpu.packer import GpuPacker
+from trainer_adapter.losses import kl_estimate, policy_loss
+from trainer_adapter.microbatch import micro_batches
+
+Call = Callable[[Any], object]
+ROW, MASK = torch.zeros(4), torch.ones(4, dtype=torch.bool)
+HIDDEN, TWO = torch.zeros(2, 3, 4), torch.zeros(2, 4)
+INDICES = torch.zeros(2, dtype=torch.int64)
+
+
+def handler(**options: Any) -> Call:
+    """Make a handler; it is closed at once where it can be made."""
+    return lambda g: OnlineDataHandler(g.bus.name, **options).close()
+
+
+def asked(verb: str, *given: Any, **more: Any) -> Call:
+    """Ask a handler that lives."""
+    return lambda g: getattr(g.handler, verb)(*given, **more)
+
+
+def packed(**options: Any) -> Call:
+    return lambda g: pack(g.group, **options)
+
+
+def cut(**options: Any) -> Call:
+    return lambda g: micro_batches(g.batch, **options)
+
+
+def loss(**changes: Any) -> Call:
+    names = ("logprobs", "old_logprobs", "advantages")
+    whole = {**dict.fromkeys(names, ROW), "loss_mask": MASK, **changes}
+    return lambda g: policy_loss(**whole)
+
+
+def state(**changes: Any) -> Call:
+    return lambda g: g.handler.load_state_dict({**g.handler.state_dict(), **changes})
+
+
+STATE = {"version": 1, "step": -1, "policy_version": 0, "bus_created_unix_ns": 1, "trained": []}
+BORDERS = {"normalisation": "sequence"}
+REFUSED: list[tuple[Call, str]] = [
+    # -- pack
+    (packed(layout="ragged"), "ValueError: layout: expected .*'ragged'"),
+    (packed(truncated="cut"), "ValueError: truncated: expected .*'cut'"),
+    (packed(advantages="ppo"), "ValueError: advantages: expected .*'ppo'"),
+    (packed(device="cuda:99"), "ValueError: device: expected .*'cuda:99'"),
+    (packed(fields={}), "TypeError: fields: expected FieldNames, got dict"),
+    (lambda g: pack([]), "ValueError: at least one group, got none"),
+    # -- a handler's options
+    (handler(prefetch=-1), "ValueError: prefetch: expected 0 to 8 batches, got -1"),
+    (handler(prefetch=9), "ValueError: got 9"),
+    (handler(prefetch=True), "TypeError: prefetch: expected an int, got bool"),
+    (handler(prefetch=1.5), "TypeError: got float"),
+    (handler(world_size=2, truncated="drop"), "ValueError: truncated: .*several ranks, got 'drop'"),
+    (handler(world_size=2, keep_group=bool), "ValueError: keep_group: expected none with several"),
+    (handler(keep_group="dapo"), "TypeError: keep_group: expected a callable, got 'dapo'"),
+    (handler(score_group=0.5), "TypeError: score_group: expected a callable, got float"),
+    (handler(on_metrics="wandb"), "TypeError: expected a callable, or a dict of them .*'wandb'"),
+    (handler(on_metrics={"reward": 3}), "TypeError: expected a callable"),
+    (handler(on_metrics={"rewards": print}), "ValueError: among 'reward', 'lag'.*got 'rewards'"),
+    (handler(extra_fields=["x"]), "TypeError: expected a dict of names and kinds, got list"),
+    (handler(extra_fields={"x": "tokn"}), "ValueError: did you mean 'token'"),
+    (handler(extra_fields={"x": 3}), "TypeError: expected a kind or an ExtraField, got 3"),
+    (handler(extra_fields={3: "token"}), "TypeError: expected str names, got 3"),
+    *(
+        (handler(extra_fields={"x": ExtraField(**options)}), said)
+        for options, said in (
+            ({"kind": "token", "fill": 0}, "ValueError: expected a dtype beside fill"),
+            ({"kind": "token", "dtype": "flot32"}, "ValueError: one of torch's"),
+            ({"kind": "meta", "dtype": "int64"}, "ValueError: no dtype and no shape"),
+            ({"kind": "token", "shape": (-1,)}, "TypeError: a tuple of sizes"),
+        )
+    ),
+    *(
+        (make(pack_threads=given), said)
+        for make in (handler, lambda **options: lambda g: HostPacker(**options))
+        for given, said in (
+            (0, "ValueError: pack_threads: expected 1 to 64 threads, got 0"),
+            (65, "ValueError: got 65"),
+            (True, "TypeError: pack_threads: expected an int, got bool"),
+            ("2", "TypeError: got str"),
+        )
+    ),
+    # -- what a handler is asked
+    (asked("next_batch", -1), "ValueError: timeout: expected .*seconds,? or None"),
+    (asked("next_batch", math.nan), "ValueError: timeout: expected .*seconds,? or None"),
+    (asked("next_batch", "soon"), "TypeError: timeout: expected .*seconds,? or None"),
+    (asked("iter", timeout="10"), "TypeError: timeout: expected seconds or None, got str"),
+    (asked("ack", []), "TypeError: expected a Batch, got list"),
+    (asked("give_back", []), "TypeError: expected a Batch, got list"),
+    (asked("evaluate", 0), "ValueError: ^groups: expected 1 or more, got 0"),
+    (asked("evaluate", "all"), "TypeError: ^groups: expected an int, got str"),
+    (asked("evaluate", torch.ones(2)), "TypeError: groups: expected an int, got Tensor"),
+    (asked("evaluate", 1, timeout="soon"), "TypeError: timeout: expected seconds or None, got str"),
+    (asked("take", "train"), "ValueError: ^split: expected another than 'train'"),
+    (asked("take", 3), "TypeError: ^split: expected"),
+    (asked("offer", {"q": [1]}), "TypeError: iterable of dicts.*got one dict.*items"),
+    (asked("offer", "text"), "TypeError: got one str"),
+    (asked("offer", 7), "TypeError: prompts: expected an iterable, or a data set.*got int"),
+    (asked("offer", [], ahead=0), "ValueError: ahead: expected 1 or more, got 0"),
+    (asked("offer", [], group_size=0), "ValueError: group_size: expected 1 or more, got 0"),
+    *(
+        (asked("load_state_dict", given), "ValueError: state_dict: expected")
+        for given in (None, {}, {"version": 99}, {"version": 1}, {**STATE, "step": "x"}, "s", STATE)
+    ),
+    *(
+        (state(step=step), "ValueError: state_dict: expected what state_dict")
+        for step in (math.inf, math.nan, torch.tensor(1 + 2j), None, "x")
+    ),
+    # -- micro-batches
+    (cut(), "ValueError: expected one of max_tokens and count"),
+    (cut(max_tokens=5, count=2), "ValueError: expected one of max_tokens and count"),
+    (cut(max_tokens=3), "ValueError: max_tokens: expected at least 4.*got"),
+    (cut(max_tokens=64.0), "TypeError: max_tokens: expected an int, got float"),
+    (cut(count=3), "ValueError: count: expected at most 2.*got 3"),
+    (cut(count=0), "ValueError: count: expected 1 or more, got 0"),
+    # -- losses and corrections
+    (loss(loss_mask=torch.ones(4)), "TypeError: loss_mask: expected torch.bool"),
+    (loss(loss_mask=[True] * 4), "TypeError: loss_mask: expected a torch.Tensor, got list"),
+    (loss(old_logprobs=[0.0]), "TypeError: old_logprobs: expected a torch.Tensor, got list"),
+    (loss(logprobs=ROW.long()), "TypeError: logprobs: expected a floating"),
+    (loss(old_logprobs=torch.zeros(3)), "ValueError: old_logprobs: expected .T. or .S, L."),
+    (loss(weights=torch.zeros(4, 1)), "ValueError: weights: expected"),
+    (loss(clip_low=1.5), "ValueError: clip_low and clip_high"),
+    (loss(clip_high=math.nan), "ValueError: clip_low and clip_high"),
+    (loss(normalisation="mean"), "ValueError: normalisation: expected 'token'"),
+    (loss(**BORDERS), "ValueError: cu_seqlens: expected the borders"),
+    (loss(**BORDERS, cu_seqlens=ROW), "TypeError: expected an int32 or int64 .*float32"),
+    (loss(**BORDERS, cu_seqlens=INDICES[None]), "ValueError: shape .sequences . 1., got .1, 2."),
+    (loss(normalisation="constant"), "ValueError: denominator: expected a number"),
+    (loss(denominator=math.nan), "ValueError: denominator: expected a finite number.*got nan"),
+    (loss(denominator=-2), "ValueError: denominator: expected a finite number.*got -2"),
+    (loss(denominator="8"), "TypeError: denominator: expected a number.*got str"),
+    (lambda g: kl_estimate(ROW, ROW, MASK, kind="k4"), "ValueError: kind: expected 'k1'"),  # type: ignore[arg-type]
+    (lambda g: importance_correction(ROW, ROW, MASK, level="word"), "ValueError: level: expected"),  # type: ignore[arg-type]
+    (lambda g: importance_correction(ROW, ROW, MASK, high=0), "ValueError: expected high > 0"),
+    (lambda g: importance_correction(ROW, ROW, MASK, low=3.0), "ValueError: low <= high, got 2.0"),
+    (
+        lambda g: importance_correction(ROW, ROW, MASK, level="sequence"),
+        "ValueError: cu_seqlens: expected",
+    ),
+    (lambda g: importance_correction(ROW, None, MASK), "ValueError: expected logprobs"),
+    (lambda g: sequence_ratios(ROW, None, MASK), "ValueError: old_logprobs: expected logprobs"),
+    (lambda g: gspo_loss(ROW, ROW, ROW, MASK, clip_low=2), "ValueError: clip_low and clip_high: "),
+    (lambda g: gspo_loss(ROW, ROW, ROW, MASK), "ValueError: cu_seqlens: expected the borders"),
+    (lambda g: cispo_loss(ROW, ROW, ROW, MASK, high=0.5), "ValueError: low and high: .* 0 <= low"),
+    (lambda g: overlong_penalty([1], longest=4, buffer=5), "ValueError: expected 0 < buff"),
+    # -- padding
+    (lambda g: unpad_input(HIDDEN, torch.ones(2, 3)), "TypeError: expected bool or integers, got"),
+    (lambda g: unpad_input(HIDDEN, MASK), r"ValueError: got \(4,\)"),
+    (
+        lambda g: unpad_input(HIDDEN, torch.ones(2, 4, dtype=torch.bool)),
+        r"ValueError: = \(2, 3\) as in hidden, got \(2, 4\)",
+    ),
+    (lambda g: unpad_input([1.0], MASK), "TypeError: hidden: expected a torch.Tensor, got list"),  # type: ignore[arg-type]
+    (lambda g: unpad_input(HIDDEN, None), "TypeError: attention_mask: .*Tensor, got NoneType"),  # type: ignore[arg-type]
+    (
+        lambda g: unpad_input(HIDDEN, torch.ones(2, 3, dtype=torch.int64), 1),  # type: ignore[arg-type]
+        "TypeError: unused_mask: expected a torch.Tensor, got int",
+    ),
+    (lambda g: pad_input(TWO, TWO[:, 0], 2, 3), "TypeError: indices: expected int64, got torch.f"),
+    (lambda g: pad_input(TWO, INDICES[:1], 2, 3), "ValueError: one for each row of hidden"),
+    (lambda g: pad_input(TWO, INDICES + 99, 2, 3), "IndexError: out of range|out of bounds"),
+    (lambda g: pad_input(TWO, [0], 2, 3), "TypeError: indices: expected a torch.Tensor, got list"),  # type: ignore[arg-type]
+    (lambda g: pad_input(TWO, INDICES, 2.0, 3), "TypeError: batch: expected an int, got float"),  # type: ignore[arg-type]
+    (lambda g: pad_input(TWO, INDICES, 2, -3), "ValueError: seqlen: expected 0 or more, got -3"),
+    # -- packing onto a GPU
+    (lambda g: GpuPacker("cpu"), "ValueError: device: expected a CUDA device, got cpu"),
+    (
+        lambda g: GpuPacker("cuda", transport="rdma"),  # type: ignore[arg-type]
+        r"ValueError: transport: expected 'auto'.*got 'rdma'",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def given() -> Iterator[SimpleNamespace]:
+    """A handler that lives, a bus without one, a group under lease, and its batch."""
+    names = [f"{RUN_PREFIX}arguments-{letter}" for letter in "abc"]
+    with (
+        Bus.create(names[0], "1MiB") as bus,
+        Bus.create(names[1], "1MiB"),
+        Producer(names[1]) as producer,
+        Consumer(names[1]) as consumer,
+        Bus.create(names[2], "1MiB"),
+        OnlineDataHandler(names[2], groups_per_batch=1) as asked,
+    ):
+        for index in range(2):
+            producer.put("g", group_size=2, index=index, score=index, tokens=np.arange(4))
+        (group,) = consumer.take(timeout=10)
+        yield SimpleNamespace(bus=bus, handler=asked, group=group, batch=pack(group))
+
+
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_is_wrong_is_refused_by_name_and_costs_nothing(
+    call: Call, said: str, given: Any
+) -> None:
+    before = given.handler.state_dict()
+    refused(said, call, given)
+    assert given.handler.state_dict() == before
+    # Nobody became the bus's consumer, and the group is leased still.
+    with Consumer(given.bus.name):
+        pass
+    assert pack(given.group).instance_ids == ["g", "g"]

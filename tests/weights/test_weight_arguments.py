@@ -1,0 +1,167 @@
+"""Wrong arguments of everything about weights: refused by name, and nothing is left or torn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from refusals import refused
+from weight_models import many
+
+from shmbus.weights import (
+    LocalPiece,
+    LoraFiles,
+    ModuleSource,
+    ParamMeta,
+    Slice,
+    WeightPublisher,
+    WeightSubscriber,
+    attach_model,
+    share_model,
+)
+from shmbus.weights.manifest import Manifest
+from shmbus.weights.patches import patch_share
+
+CONFIG = {"peft_type": "LORA", "r": 4, "target_modules": ["q"]}
+NO_TENSOR = torch.ones(1, device="meta")
+
+
+def publisher(**options: Any) -> Callable[[Any], object]:
+    """Make a publisher of another bus with these options."""
+    source = options.pop("source", None)
+
+    def make(given: Any) -> object:
+        bus = f"{given.bus}-b"
+        return WeightPublisher(bus, source or ModuleSource(many(2)), **options)
+
+    return make
+
+
+def subscriber(**options: Any) -> Callable[[Any], object]:
+    return lambda given: WeightSubscriber(f"{given.bus}-b", **options)
+
+
+def files(name: str = "run1", config: Any = CONFIG, **options: Any) -> Callable[[Any], object]:
+    return lambda given: LoraFiles(given.folder / "none", name, config, **options)
+
+
+def adapter(state: Any, version: Any = 1) -> Callable[[Any], object]:
+    return lambda given: given.files.publish(state, version=version)
+
+
+def stepped(**options: Any) -> Callable[[Any], None]:
+    def step(given: Any) -> None:
+        with given.shared.stepping(**options):
+            raise AssertionError("it was begun")
+
+    return step
+
+
+def plan(*params: Any, **slices: Any) -> Callable[[Any], object]:
+    return lambda given: Manifest.plan(list(params), slices=slices)
+
+
+PARAM = ParamMeta("a", "float32", (2,))
+BYTES = torch.ones(1)
+REFUSED: list[tuple[Callable[[Any], object], str]] = [
+    (lambda g: LocalPiece("a", None, BYTES), "TypeError: expected a tuple of ints, got None"),  # type: ignore[arg-type]
+    (lambda g: LocalPiece("a", (0.0, 0), BYTES), "TypeError: expected a tuple of ints"),  # type: ignore[arg-type]
+    (lambda g: LocalPiece("a", (0,), [1.0]), r"TypeError: expected a torch\.Tensor, got list"),  # type: ignore[arg-type]
+    (plan(("a", "float32", (2,))), "TypeError"),
+    (plan(ParamMeta(5, "float32", (2,))), "TypeError"),  # type: ignore[arg-type]
+    (plan(ParamMeta("a", "float32", "23")), "TypeError"),  # type: ignore[arg-type]
+    (plan(ParamMeta("a", "float32", (1 << 40, 1 << 40))), "ManifestError"),
+    (plan(PARAM, b=("a", 0, 0, 1)), "TypeError"),
+    (plan(PARAM, b=Slice("a", "0", 0, 1)), "TypeError"),  # type: ignore[arg-type]
+    *(
+        (
+            lambda g, wrong=wrong: g.publisher.publish(version=wrong),  # type: ignore[misc]
+            f"TypeError: version: expected an int, got {type(wrong).__name__}",
+        )
+        for wrong in (int, np.arange(2), torch.arange(2), "1", 1.5, True)
+    ),
+    (lambda g: g.publisher.publish(version=1 << 63), "ValueError: expected an int64"),
+    (publisher(source=torch.nn.Linear(2, 2)), r"TypeError: ModuleSource\(model\), got Linear"),
+    (publisher(slots=-1), "ValueError: slots: expected 1 to 8"),
+    (publisher(slots="2"), "TypeError: slots: expected an int"),
+    (publisher(slots=(1 << 32) + 2), "ValueError: slots: expected 1 to 8"),
+    (publisher(rank="0"), "TypeError: rank: expected an int"),
+    (publisher(rank=True, world_size=2), "TypeError: rank: expected an int, got bool"),
+    (publisher(timeout=None), "TypeError: timeout: expected seconds"),
+    (publisher(timeout=float("nan")), "ValueError: timeout"),
+    (publisher(label=5), "TypeError: label: expected a str"),
+    (publisher(digests="no"), "TypeError: digests: expected True or False"),
+    (publisher(device="abacus"), "ValueError: device: expected one that torch knows"),
+    (publisher(device=None), "TypeError: device: expected a torch"),
+    (publisher(carrier="checkpoint", directory="/tmp", slots=3), "ValueError: no slots"),
+    (publisher(carrier="checkpoint", directory="/tmp", patches=True), "ValueError: patches=False"),
+    (publisher(carrier="checkpoint", directory="/tmp", world_size=2), "ValueError: world_size=1"),
+    (publisher(carrier="checkpoint", directory="/tmp", digests=True), "ValueError: digests=False"),
+    (publisher(carrier="checkpoint"), "WeightsError: no directory was given"),
+    (subscriber(carrier="pigeon"), "ValueError: carrier: expected"),
+    (subscriber(verify="some"), "ValueError: verify: expected"),
+    (subscriber(carrier="shm", directory="x"), "ValueError: an option of the carrier 'checkpoint'"),
+    (subscriber(device="cuda:77"), "DeviceMismatchError: 'cuda:77' is not here; this process has"),
+    (lambda g: g.reader.latest(timeout="1"), r"TypeError: ^\w+: expected"),
+    (lambda g: g.reader.latest(timeout=-1), r"ValueError: ^\w+: expected"),
+    (lambda g: g.reader.wait(newer_than="7", timeout=0), r"TypeError: ^\w+: expected"),
+    (lambda g: g.reader.wait(timeout=float("nan")), r"ValueError: ^\w+: expected"),
+    (lambda g: g.reader.at("7"), r"TypeError: ^\w+: expected"),
+    (lambda g: g.reader.at(1 << 70), r"ValueError: ^\w+: expected"),
+    (lambda g: g.reader.latest(timeout=0).report_refused(5), r"TypeError: ^\w+: expected"),
+    (lambda g: g.reader.latest(timeout=0).apply_patch({}, base="7"), r"TypeError: ^\w+: expected"),
+    (lambda g: g.reader.latest(timeout=0).load_into([BYTES]), r"TypeError: ^\w+: expected"),
+    *(
+        (lambda g, c=call, m=model: c(g.bus, m), r"TypeError: model: expected a torch\.nn\.Module")  # type: ignore[misc]
+        for call in (share_model, attach_model)
+        for model in (None, 5, {"weight": BYTES})
+    ),
+    (stepped(version="1"), r"TypeError: ^\w+: expected"),
+    (stepped(version=1.5), r"TypeError: ^\w+: expected"),
+    (stepped(version=1 << 63), r"ValueError: ^\w+: expected"),
+    (stepped(version=1, guard="None"), r"ValueError: ^\w+: expected"),
+    (stepped(version=1, timeout="1"), r"TypeError: ^\w+: expected"),
+    (stepped(version=1, heal="no"), r"TypeError: ^\w+: expected"),
+    *((adapter({"a": BYTES}, wrong), "TypeError") for wrong in ("1", 1.5, True)),
+    *((adapter(state), "TypeError") for state in ({"a": [1.0]}, {5: BYTES}, [BYTES])),
+    (adapter({"a": NO_TENSOR}), "WeightsError"),
+    (files("a/b"), "ValueError: letters, digits"),
+    (files(keep=0), "ValueError: at least 1"),
+    (files(config={}), "WeightsError: peft_type, r, target_modules is missing"),
+    (lambda g: patch_share(-0.1), "ValueError: patches: expected"),
+    (lambda g: patch_share(1.5), "ValueError: patches: expected"),
+    (lambda g: patch_share("yes"), "TypeError: patches: expected"),  # type: ignore[arg-type]
+]
+
+
+@pytest.fixture
+def given(bus_name: str, tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """All that can be asked, over weights of version 7 and a model that is shared."""
+    with (
+        WeightPublisher(bus_name, ModuleSource(many(2))) as publisher,
+        WeightSubscriber(bus_name) as reader,
+        share_model(bus_name, torch.nn.Linear(4, 3)) as shared,
+    ):
+        publisher.publish(version=7)
+        files = LoraFiles(tmp_path / "adapters", "run1", CONFIG)
+        yield SimpleNamespace(
+            bus=bus_name, publisher=publisher, reader=reader, shared=shared, files=files,
+            folder=tmp_path,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_is_wrong_is_refused_by_name_and_leaves_nothing(
+    call: Callable[[Any], object], said: str, given: Any
+) -> None:
+    refused(said, call, given)
+    assert not (given.folder / "none").exists() and not [*(given.folder / "adapters").iterdir()]
+    assert not given.shared.torn
+    given.publisher.publish(version=8)
+    with given.shared.stepping(version=8):
+        pass

@@ -1,0 +1,318 @@
+"""The prefixes that sequences of a group share: each once, as a tree of segments.
+
+Sequences of one group mostly begin alike: with the prompt, and in an agent's tree with each turn
+before a branch. What a causal model computes of a token depends on the tokens before it alone, so
+it is the same in all sequences that begin with these. A *segment* is a run of tokens that the same
+sequences share; a sequence is the path of segments from a root to its leaf.
+
+Invariants:
+
+- Rows are the tokens of all segments, depth first: below a segment lie those behind it. So row k is
+  on the path to row q if, and only if, ``k <= q < ends[k]``.
+- Sequences share a segment only if all that the model sees up to its end is the same in them.
+- Nothing is decided by what is trained: rows are computed once, and what is per sequence stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer_adapter.batches.tensors import TensorParts, indexable
+
+__all__ = ["PrefixTree", "Segments", "share_prefixes"]
+
+IntArray = NDArray[np.int64]
+
+#: Rows that a segment saves at least: a tile of the attention kernels. Answers that begin with the
+#: same few words are no segments.
+LEAST_SAVED: Final = 128
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The shape of a tree of N segments and S sequences, on the host."""
+
+    #: int64 [N]. Tokens of each segment.
+    lengths: IntArray
+    #: int64 [N]. The segment before each, -1 at the beginning of a sequence.
+    parents: IntArray
+    #: int64 [S]. The segment that each sequence ends with.
+    leaves: IntArray
+
+    @cached_property
+    def borders(self) -> IntArray:
+        """Where each segment begins in the rows: int64 [N + 1]."""
+        return _borders(self.lengths)
+
+    @cached_property
+    def depths(self) -> IntArray:
+        """Tokens of the path before each segment: int64 [N]."""
+        depths = np.zeros(len(self.lengths), np.int64)
+        for at, parent in enumerate(self.parents.tolist()):
+            if parent >= 0:
+                depths[at] = depths[parent] + self.lengths[parent]
+        return depths
+
+    @cached_property
+    def positions(self) -> IntArray:
+        """Of each row, its position in a sequence: int64 [R]."""
+        return runs(self.depths, self.lengths)
+
+    @cached_property
+    def ends(self) -> IntArray:
+        """Of each row, where the rows behind it in a sequence end: int64 [R]."""
+        last = self.borders[1:].copy()
+        for at in range(len(last) - 1, -1, -1):
+            if (parent := self.parents[at]) >= 0:
+                last[parent] = max(last[parent], last[at])
+        return np.repeat(last, self.lengths)
+
+    @cached_property
+    def predictors(self) -> IntArray:
+        """Of each row, the one before it in a sequence, -1 for none: int64 [R]."""
+        rows = np.arange(int(self.borders[-1])) - 1
+        before = np.where(self.parents < 0, -1, self.borders[self.parents + 1] - 1)
+        rows[self.borders[:-1]] = before
+        return rows
+
+    def path(self, segment: int) -> list[int]:
+        """Return the segments from a root to this one."""
+        found = []
+        while segment >= 0:
+            found.append(segment)
+            segment = int(self.parents[segment])
+        return found[::-1]
+
+    def rows_of(self, segments: Sequence[int] | IntArray) -> tuple[IntArray, IntArray]:
+        """Return the rows of the paths to some segments, [P], and their borders, [n + 1]."""
+        paths = [self.path(int(each)) for each in segments]
+        joined = np.array([one for path in paths for one in path], np.int64)
+        lengths = np.array([self.lengths[path].sum() for path in paths], np.int64)
+        return runs(self.borders[joined], self.lengths[joined]), _borders(lengths)
+
+    @cached_property
+    def paths(self) -> tuple[IntArray, IntArray]:
+        """The rows that each segment's last row sees, its own among them: [P], and [N + 1]."""
+        return self.rows_of(np.arange(len(self.lengths)))
+
+    def select(self, sequences: Sequence[int]) -> tuple[Segments, IntArray]:
+        """Return the tree of some sequences, and the rows of this one that it has."""
+        leaves = self.leaves[list(sequences)]
+        kept = sorted({one for leaf in set(leaves.tolist()) for one in self.path(leaf)})
+        number = np.full(len(self.lengths) + 1, -1, np.int64)
+        number[kept] = np.arange(len(kept))
+        rows = runs(self.borders[kept], self.lengths[kept])
+        parents = number[self.parents[kept]]
+        return Segments(self.lengths[kept], parents, number[leaves]), rows
+
+
+@dataclass(eq=False)
+class PrefixTree(TensorParts):
+    """T tokens of S sequences in R rows: what sequences of a group share is there once.
+
+    A model computes the R rows; losses are of the T tokens. `rows` leads from the tokens to the
+    rows, `sources` back to the first token of each row.
+
+    Attributes
+    ----------
+    tokens, position_ids : int64 [R]
+        The model's input. Attention by `prefix_attention`.
+    rows : int64 [T]
+        The row of each token of the packed sequences.
+    sources : int64 [R]
+        The first token of each row, among the T.
+    predictors : int64 [R]
+        The row whose logits are those of this row's token; -1 at the beginning of a sequence.
+    ends : int32 [R]
+        Row q sees row k if ``k <= q < ends[k]``.
+    segments : Segments
+        Its shape, on the host: lengths and parents of the segments, the leaf of each sequence.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    rows: Tensor
+    sources: Tensor
+    predictors: Tensor
+    ends: Tensor
+    segments: Segments
+    #: What kernels of attention keep of it, by window and device.
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.tokens)
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """Return values of tokens, [T, ...], as inputs of the model: those of the first sequence.
+
+        Parameters
+        ----------
+        values : Tensor [T, ...]
+
+        Returns
+        -------
+        Tensor [R, ...]
+        """
+        return indexable(values).index_select(0, self.sources).view(values.dtype)
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Return values of rows, [R, ...], for each sequence's tokens; differentiable.
+
+        Parameters
+        ----------
+        values : Tensor [R, ...]
+
+        Returns
+        -------
+        Tensor [T, ...]
+        """
+        return values.index_select(0, self.rows)
+
+    def select(self, sequences: Sequence[int]) -> PrefixTree:
+        """Return the tree of some sequences, in the order given.
+
+        Parameters
+        ----------
+        sequences : sequence of int
+
+        Returns
+        -------
+        PrefixTree
+        """
+        segments, rows = self.segments.select(sequences)
+        kept = torch.from_numpy(rows).to(self.tokens.device)
+        return _tree(segments, self.tokens.index_select(0, kept))
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> PrefixTree:
+        changed = super()._with(change)
+        changed.kept = {}
+        return changed
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "kept": {}}
+
+
+def share_prefixes(
+    tokens: IntArray,
+    lengths: IntArray,
+    group_sizes: IntArray,
+    inputs: IntArray | None = None,
+) -> PrefixTree:
+    """Find what sequences of each group share; `inputs` tells apart those with other inputs."""
+    borders = _borders(lengths)
+    views = [tokens[borders[at] : borders[at + 1]] for at in range(len(lengths))]
+    builder = _Builder(views)
+    last = 0
+    for size in group_sizes.tolist():
+        first, last = last, last + size
+        members = range(first, last)
+        for kind in [0] if inputs is None else dict.fromkeys(inputs[first:last].tolist()):
+            alike = [at for at in members if inputs is None or inputs[at] == kind]
+            builder.add(alike)
+    segments = Segments(
+        np.array(builder.lengths, np.int64), np.array(builder.parents, np.int64), builder.leaves
+    )
+    found = [views[at][first : first + n] for at, first, n in builder.pieces]
+    return _tree(segments, torch.from_numpy(np.concatenate(found)))
+
+
+class _Builder:
+    """Grows a tree, depth first."""
+
+    def __init__(self, views: list[IntArray]) -> None:
+        self._views = views
+        self.lengths: list[int] = []
+        self.parents: list[int] = []
+        #: Of each segment, a sequence that has it, where it begins there, and its tokens.
+        self.pieces: list[tuple[int, int, int]] = []
+        self.leaves = np.full(len(views), -1, np.int64)
+
+    def add(self, members: list[int]) -> None:
+        """Add sequences of one group."""
+        # Members, the tokens of their path so far, and its last segment.
+        open_ = [(members, 0, -1)]
+        while open_:
+            members, depth, parent = open_.pop()
+            if len(members) == 1:
+                self._end(members[0], depth, parent)
+                continue
+            shared = self._shared(members, depth)
+            split = depth + shared
+            if shared * (len(members) - 1) >= LEAST_SAVED:
+                parent = self._segment(members[0], depth, shared, parent)
+                depth = split
+            ahead: dict[int, list[int]] = {}
+            for at in members:
+                view = self._views[at]
+                if len(view) == split:
+                    self._end(at, depth, parent)
+                else:
+                    ahead.setdefault(int(view[split]), []).append(at)
+            open_ += [(each, depth, parent) for each in reversed(ahead.values())]
+
+    def _shared(self, members: list[int], depth: int) -> int:
+        """Count the tokens from a depth on that all have in common."""
+        first = self._views[members[0]][depth:]
+        shared = len(first)
+        for at in members[1:]:
+            shared = min(shared, same_tokens(first[:shared], self._views[at][depth:]))
+        return shared
+
+    def _segment(self, at: int, depth: int, length: int, parent: int) -> int:
+        self.lengths.append(length)
+        self.parents.append(parent)
+        self.pieces.append((at, depth, length))
+        return len(self.lengths) - 1
+
+    def _end(self, at: int, depth: int, parent: int) -> None:
+        left = len(self._views[at]) - depth
+        self.leaves[at] = self._segment(at, depth, left, parent) if left else parent
+
+
+def same_tokens(one: NDArray[Any], other: NDArray[Any]) -> int:
+    """Count the tokens that two sequences have in common from their beginning."""
+    shortest = min(len(one), len(other))
+    differ = one[:shortest] != other[:shortest]
+    first = int(differ.argmax()) if shortest else 0
+    return first if shortest and differ[first] else shortest
+
+
+def runs(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Return runs of numbers, one behind the other."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
+
+
+def _borders(lengths: IntArray) -> IntArray:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+
+
+def _tree(segments: Segments, tokens: Tensor) -> PrefixTree:
+    """Derive all tensors from the shape, on the device of the tokens."""
+    rows, _ = segments.rows_of(segments.leaves)
+    sources = np.empty(len(tokens), np.int64)
+    sources[rows[::-1]] = np.arange(len(rows))[::-1]
+
+    def sent(values: IntArray) -> Tensor:
+        return torch.from_numpy(values).to(tokens.device)
+
+    return PrefixTree(
+        tokens=tokens,
+        position_ids=sent(segments.positions),
+        rows=sent(rows),
+        sources=sent(sources),
+        predictors=sent(segments.predictors),
+        ends=sent(segments.ends.astype(np.int32)),
+        segments=segments,
+    )
