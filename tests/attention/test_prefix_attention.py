@@ -204,6 +204,29 @@ def test_arguments_that_do_not_fit_are_refused_by_name() -> None:
         prefix_attention(q, q, q, tree, backend="flex")
 
 
+def test_where_flex_attention_cannot_be_compiled_it_goes_by_paths_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    tree, _ = tree_of(random_sequences(np.random.default_rng(seed), 12))
+    given = operands(tree.num_rows, (4, 2), seed, torch.float32)
+    wanted = prefix_attention(*given, tree, enable_gqa=True)
+    tried: list[int] = []
+
+    def broken() -> Any:
+        tried.append(1)
+        raise torch._dynamo.exc.TorchDynamoException("no compiler")
+
+    monkeypatch.setattr(prefixes, "_flex_obstacle", lambda q: "")
+    monkeypatch.setattr(prefixes, "_compiled_flex", broken)
+    monkeypatch.setattr(prefixes, "_refused", [])
+    for _ in range(2):
+        assert torch.equal(prefix_attention(*given, tree, enable_gqa=True), wanted)
+    assert len(tried) == 1
+    assert caplog.text.count("FlexAttention cannot be compiled here") == 1
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        prefix_attention(*given, tree, enable_gqa=True, backend="flex")
+
+
 @needs_gpu
 @pytest.mark.parametrize("window", [-1, 100])
 @pytest.mark.parametrize("backend", ["flex", "native", "sdpa"])
