@@ -61,7 +61,7 @@ def checkpoint(shape: Shape) -> dict[str, tuple[int, ...]]:
 class FusedLayer(torch.nn.Module):
     """The tensors of one decoder layer that a rank has."""
 
-    def __init__(self, shape: Shape, ranks: int, device: str) -> None:
+    def __init__(self, shape: Shape, ranks: int, device: torch.device | str) -> None:
         super().__init__()
         q, kv = shape.heads * shape.head // ranks, shape.kv_heads * shape.head // ranks
         inner, experts = shape.inner // ranks, (shape.experts,) if shape.experts else ()
@@ -84,7 +84,9 @@ class FusedModel(torch.nn.Module):
     #: Rows to multiples of which a rank's part of a vocabulary is padded.
     PADDED = 64
 
-    def __init__(self, shape: Shape, rank: int = 0, ranks: int = 1, device: str = "cpu") -> None:
+    def __init__(
+        self, shape: Shape, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu"
+    ) -> None:
         super().__init__()
         self.shape, self.rank, self.ranks = shape, rank, ranks
         self.layers = torch.nn.ModuleList(

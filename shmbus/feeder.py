@@ -10,7 +10,6 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any
 
 from shmbus import errors, limits
@@ -22,6 +21,7 @@ from shmbus._arguments import (
     check_round,
     check_timeout,
 )
+from shmbus._closing import ClosedByWith
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import encode_prompt
 from shmbus._schema import Schema, mapping_of, parse
@@ -81,7 +81,7 @@ def check_offer(
     )
 
 
-class Feeder:
+class Feeder(ClosedByWith):
     """Offers prompts to the workers of a bus. Several may feed one bus, from any process.
 
     A request is one group: its prompt is stored once, and workers take its samples one at a time
@@ -356,17 +356,6 @@ class Feeder:
     def close(self) -> None:
         """Leave the bus; what was offered stays."""
         self._segment.close()
-
-    def __enter__(self) -> Feeder:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __reduce__(self) -> tuple[Callable[[], Feeder], tuple[()]]:
         schema = None if self._declared is None else mapping_of(self._declared)

@@ -1,6 +1,6 @@
 """Types of the slot pool in the C core; ``_core`` has them all. Only ``shmbus.pool`` calls them."""
 
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 _Bytes: TypeAlias = bytes  # where a field is called like the type
 #: rank, place in its patch; offset, rows, row_bytes, stride, width of the piece; changes, bytes,
@@ -24,54 +24,6 @@ PIECE_FAILED: int
 PIECE_DEAD: int
 ROW_ALIVE: int
 ROW_DEAD: int
-
-class PoolSlotRow(TypedDict):
-    slot: int
-    state: str
-    newest: bool
-    sequence: int
-    version: int
-    bytes: int
-    meta_bytes: int
-    digests: int
-    ranks: int
-    published_unix_ns: int
-    base_sequence: int
-    base_version: int
-    text: str
-
-class PoolRankRow(TypedDict):
-    rank: int
-    life: int
-    pid: int
-    label: str
-    started: int
-    done: int
-    failed: int
-    error: str
-
-class PoolReaderRow(TypedDict):
-    reader: int
-    life: int
-    pid: int
-    label: str
-    device: str
-    holds: int
-    applied: int
-    applied_version: int
-    refused: int
-    refused_version: int
-    error_code: int
-    error: str
-
-class PoolRows(TypedDict):
-    slots: list[PoolSlotRow]
-    ranks: list[PoolRankRow]
-    readers: list[PoolReaderRow]
-    slots_open: int
-    published: int
-    skipped: int
-    writing: int
 
 class SlotPool:
     name: str
@@ -154,7 +106,6 @@ def pool_patch_put(
     source: Any,
     /,
 ) -> int | None: ...
-def pool_patch_give_up(write: PoolWrite, /) -> None: ...
 def pool_patch_is_made(write: PoolWrite, /) -> bool: ...
 def pool_patch_runs(lease: PoolLease, /) -> tuple[int, int, list[_PatchRun]] | bool | None: ...
 def pool_patch_apply(
@@ -165,4 +116,4 @@ def pool_patch_list(
 ) -> int | None: ...
 def pool_same(one: Any, other: Any, /) -> bool: ...
 def pool_copy(target: Any, source: Any, /) -> None: ...
-def pool_rows(pool: SlotPool, /) -> PoolRows: ...
+def pool_rows(pool: SlotPool, /) -> dict[str, Any]: ...

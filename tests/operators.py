@@ -100,7 +100,7 @@ def start(
     program: list[str], arguments: list[str], env: dict[str, str] | None, streams: Streams
 ) -> Forked | subprocess.Popen[bytes]:
     """Start it here, as the suite starts its children."""
-    if not env and (forked := fork(program, arguments, Path.cwd(), streams, program[-1])):
+    if forked := fork(program, arguments, Path.cwd(), streams, program[-1], env or {}):
         return forked
     with open(streams[0]) as given, open(streams[1], "w") as out, open(streams[2], "w") as err:
         return subprocess.Popen(

@@ -84,7 +84,7 @@ def by_file(steps: int, batches: list[Any]) -> Any:
         return measure(
             steps,
             lambda: path.write_bytes(msgspec.msgpack.encode(batches)),
-            lambda: decoder.decode(path.read_bytes()),  # type: ignore[no-any-return]
+            lambda: decoder.decode(path.read_bytes()),
         )
 
 

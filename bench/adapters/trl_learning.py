@@ -66,7 +66,7 @@ def work(bus: str, directory: str, seed: int) -> None:
         for number in range(10**9):
             word = WORDS[number % len(WORDS)]
             # Room for a group first: what is sampled waits for nobody.
-            producer.wait_ready(timeout=None)
+            asyncio.run(producer.wait_ready(timeout=None))
             tokens, logprobs, rewards = sampler(word, GROUP_SIZE)
             round = producer.next_round()
             producer.put_group(

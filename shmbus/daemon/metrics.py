@@ -14,11 +14,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any
@@ -96,153 +97,96 @@ class BusCollector(Collector):
         yield from _weights(status)
 
 
-def _gauge(name: str, text: str, status: BusStatus, value: float) -> Metric:
-    metric = GaugeMetricFamily(name, text, labels=["bus"])
-    metric.add_metric([status.name], value)
-    return metric
-
-
-def _gauges(
-    name: str, text: str, status: BusStatus, label: str, values: dict[str, float]
+def _metric(
+    family: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    status: BusStatus,
+    values: Mapping[Any, float] | float,
+    *labels: str,
 ) -> Metric:
-    metric = GaugeMetricFamily(name, text, labels=["bus", label])
-    for key, value in values.items():
-        metric.add_metric([status.name, key], value)
+    """Return a metric of a bus: one value, or one for each of its labels, or tuple of several."""
+    metric = family(name, text, labels=["bus", *labels])
+    for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+        metric.add_metric([status.name, *([key] if isinstance(key, str) else key)], value)
     return metric
+
+
+_counter = functools.partial(_metric, CounterMetricFamily)
+_gauge = functools.partial(_metric, GaugeMetricFamily)
 
 
 def _ledger(status: BusStatus) -> Iterator[Metric]:
     ledger = status.ledger
+    dropped = {reason: ledger.dropped.get(reason, 0) for reason in REASONS[1:]}
+    states = {"leased": ledger.leased, "stashed": ledger.stashed, "in_ring": ledger.in_ring}
     for name, text, value in (
         ("shmbus_committed", "Trajectories committed by producers.", ledger.committed),
         ("shmbus_acknowledged", "Trajectories acknowledged by trainers.", ledger.acknowledged),
     ):
-        counter = CounterMetricFamily(name, text, labels=["bus"])
-        counter.add_metric([status.name], value)
-        yield counter
-    dropped = CounterMetricFamily(
-        "shmbus_dropped",
-        "Trajectories dropped, by reason.",
-        labels=["bus", "reason"],
-    )
-    for reason in REASONS[1:]:
-        dropped.add_metric([status.name, reason], ledger.dropped.get(reason, 0))
-    yield dropped
-    yield _gauges(
-        "shmbus_trajectories",
-        "Trajectories not yet acknowledged or dropped, by state.",
-        status,
-        "state",
-        {"leased": ledger.leased, "stashed": ledger.stashed, "in_ring": ledger.in_ring},
-    )
+        yield _counter(name, text, status, value)
+    yield _counter("shmbus_dropped", "Trajectories dropped, by reason.", status, dropped, "reason")
+    text = "Trajectories not yet acknowledged or dropped, by state."
+    yield _gauge("shmbus_trajectories", text, status, states, "state")
 
 
 def _splits(status: BusStatus) -> Iterator[Metric]:
-    ended = CounterMetricFamily(
-        "shmbus_split_trajectories",
-        "Trajectories that left the bus, by split.",
-        labels=["bus", "split", "state"],
-    )
+    ended = {}
     for split in status.splits:
-        ended.add_metric([status.name, split.split, "acknowledged"], split.acknowledged)
-        ended.add_metric([status.name, split.split, "dropped"], split.dropped)
-    yield ended
-    for name, text, values in (
-        (
-            "shmbus_split_groups_ready",
-            "Complete groups that wait for a consumer, by split.",
-            {split.split: split.groups_ready for split in status.splits},
-        ),
-        (
-            "shmbus_split_stashed",
-            "Trajectories that wait for their group or to be taken, by split.",
-            {split.split: split.stashed for split in status.splits},
-        ),
-    ):
-        yield _gauges(name, text, status, "split", {key: float(n) for key, n in values.items()})
+        ended[split.split, "acknowledged"] = split.acknowledged
+        ended[split.split, "dropped"] = split.dropped
+    text = "Trajectories that left the bus, by split."
+    yield _counter("shmbus_split_trajectories", text, status, ended, "split", "state")
+    ready = {split.split: split.groups_ready for split in status.splits}
+    text = "Complete groups that wait for a consumer, by split."
+    yield _gauge("shmbus_split_groups_ready", text, status, ready, "split")
+    stashed = {split.split: split.stashed for split in status.splits}
+    text = "Trajectories that wait for their group or to be taken, by split."
+    yield _gauge("shmbus_split_stashed", text, status, stashed, "split")
 
 
 def _failures(status: BusStatus) -> Iterator[Metric]:
-    counter = CounterMetricFamily(
-        "shmbus_groups_given_up", "Groups with a sample that failed permanently.", labels=["bus"]
-    )
-    counter.add_metric([status.name], status.groups_given_up)
-    yield counter
+    text = "Groups with a sample that failed permanently."
+    yield _counter("shmbus_groups_given_up", text, status, status.groups_given_up)
     taken = sum(wanted.taken_by is not None for wanted in status.wanted)
-    yield _gauges(
-        "shmbus_wanted_samples",
-        "Open retry requests for failed samples, by state.",
-        status,
-        "state",
-        {"taken": taken, "open": len(status.wanted) - taken},
-    )
+    states = {"taken": taken, "open": len(status.wanted) - taken}
+    text = "Open retry requests for failed samples, by state."
+    yield _gauge("shmbus_wanted_samples", text, status, states, "state")
     kinds = Counter(kind_of(wanted.reason) for wanted in status.wanted)
-    yield _gauges(
-        "shmbus_wanted_samples_by_reason",
-        "Open retry requests for failed samples, by the kind of the last failure's reason.",
-        status,
-        "reason",
-        {kind: kinds[kind] for kind in KINDS},
-    )
-    pause = status.lane_pause
-    yield _gauge(
-        "shmbus_lane_paused",
-        "Whether workers get one sample at a time, since all of late failed alike.",
-        status,
-        pause is not None,
-    )
+    by_kind = {kind: kinds[kind] for kind in KINDS}
+    text = "Open retry requests for failed samples, by the kind of the last failure's reason."
+    yield _gauge("shmbus_wanted_samples_by_reason", text, status, by_kind, "reason")
+    text = "Whether workers get one sample at a time, since all of late failed alike."
+    yield _gauge("shmbus_lane_paused", text, status, status.lane_pause is not None)
     daemon = status.daemon
     if daemon is not None and daemon.answers:
-        failed = CounterMetricFamily(
-            "shmbus_failed_attempts",
-            "Failed attempts of samples since the daemon began, by the kind of their reason.",
-            labels=["bus", "reason"],
-        )
-        for kind in KINDS:
-            failed.add_metric([status.name, kind], daemon.failed_attempts.get(kind, 0))
-        yield failed
+        failed = {kind: daemon.failed_attempts.get(kind, 0) for kind in KINDS}
+        text = "Failed attempts of samples since the daemon began, by the kind of their reason."
+        yield _counter("shmbus_failed_attempts", text, status, failed, "reason")
 
 
 def _requests(status: BusStatus) -> Iterator[Metric]:
     lane, lead = status.requests, status.lead
     if lane is not None:
-        counter = CounterMetricFamily(
-            "shmbus_requested_samples", "Samples requested of workers.", labels=["bus"]
-        )
-        counter.add_metric([status.name], lane.offered)
-        yield counter
-        yield _gauges(
-            "shmbus_requests",
-            "Requested samples, by state.",
-            status,
-            "state",
-            {
-                "open": lane.open,
-                "claimed": lane.claimed,
-                "done": lane.done,
-                "given_up": lane.given_up,
-            },
-        )
-        yield _gauge(
-            "shmbus_requested_groups", "Requests that have not ended.", status, lane.groups
-        )
-        by_split = GaugeMetricFamily(
-            "shmbus_split_requests",
-            "Requested samples that are not made yet, by split and state.",
-            labels=["bus", "split", "state"],
-        )
+        text = "Samples requested of workers."
+        yield _counter("shmbus_requested_samples", text, status, lane.offered)
+        states = {
+            "open": lane.open, "claimed": lane.claimed, "done": lane.done,
+            "given_up": lane.given_up,
+        }  # fmt: skip
+        yield _gauge("shmbus_requests", "Requested samples, by state.", status, states, "state")
+        text = "Requests that have not ended."
+        yield _gauge("shmbus_requested_groups", text, status, lane.groups)
+        by_split = {}
         for split, (is_open, claimed) in lane.by_split.items():
-            by_split.add_metric([status.name, split, "open"], is_open)
-            by_split.add_metric([status.name, split, "claimed"], claimed)
-        yield by_split
+            by_split[split, "open"] = is_open
+            by_split[split, "claimed"] = claimed
+        text = "Requested samples that are not made yet, by split and state."
+        yield _gauge("shmbus_split_requests", text, status, by_split, "split", "state")
     if lead is not None:
-        yield _gauges(
-            "shmbus_lead_groups",
-            "Groups begun and not delivered, and how many there may be.",
-            status,
-            "kind",
-            {"held": lead.held, "limit": lead.limit},
-        )
+        kinds = {"held": lead.held, "limit": lead.limit}
+        text = "Groups begun and not delivered, and how many there may be."
+        yield _gauge("shmbus_lead_groups", text, status, kinds, "kind")
 
 
 #: Of each histogram of a status: its name, and what it says.
@@ -276,30 +220,19 @@ def _delivered(status: BusStatus) -> Iterator[Metric]:
             [status.name], buckets, None if histogram.bounds[0] < 0 else histogram.sum
         )
         yield family
-    useless = CounterMetricFamily(
-        "shmbus_groups_dropped",
-        "Groups for training that were dropped whole, for any reason.",
-        labels=["bus"],
-    )
-    useless.add_metric([status.name], status.groups_dropped)
-    yield useless
+    text = "Groups for training that were dropped whole, for any reason."
+    yield _counter("shmbus_groups_dropped", text, status, status.groups_dropped)
 
 
 def _waited(status: BusStatus) -> Iterator[Metric]:
-    waited = status.waited
-    counter = CounterMetricFamily(
-        "shmbus_waited_seconds",
-        "Seconds that producers and trainers have waited, all of them together.",
-        labels=["bus", "who", "what"],
-    )
-    for who, what, seconds in (
-        ("producers", "space", waited.space_s),
-        ("producers", "pause", waited.paused_s),
-        ("producers", "lead", waited.ahead_s),
-        ("trainers", "groups", waited.trainers_s),
-    ):
-        counter.add_metric([status.name, who, what], seconds)
-    yield counter
+    waited = {
+        ("producers", "space"): status.waited.space_s,
+        ("producers", "pause"): status.waited.paused_s,
+        ("producers", "lead"): status.waited.ahead_s,
+        ("trainers", "groups"): status.waited.trainers_s,
+    }
+    text = "Seconds that producers and trainers have waited, all of them together."
+    yield _counter("shmbus_waited_seconds", text, status, waited, "who", "what")
 
 
 def _space(status: BusStatus) -> Iterator[Metric]:
@@ -317,64 +250,37 @@ def _space(status: BusStatus) -> Iterator[Metric]:
 
 def _collector(status: BusStatus) -> Iterator[Metric]:
     collector = status.collector
-    yield _gauge(
-        "shmbus_collector_up", "Whether a live process reads the bus.", status, collector.alive
-    )
+    text = "Whether a live process reads the bus."
+    yield _gauge("shmbus_collector_up", text, status, collector.alive)
     if collector.seen_ago_s is not None:
-        yield _gauge(
-            "shmbus_collector_lag_seconds",
-            "Seconds since the collector last polled the bus.",
-            status,
-            collector.seen_ago_s,
-        )
-    yield _gauge(
-        "shmbus_straggler_bytes",
-        "Bytes held by stragglers that the collector has moved.",
-        status,
-        collector.stragglers_bytes,
-    )
+        text = "Seconds since the collector last polled the bus."
+        yield _gauge("shmbus_collector_lag_seconds", text, status, collector.seen_ago_s)
+    text = "Bytes held by stragglers that the collector has moved."
+    yield _gauge("shmbus_straggler_bytes", text, status, collector.stragglers_bytes)
     if status.daemon is None or not status.daemon.answers:
-        yield _gauges(
-            "shmbus_groups",
-            "Groups in the collector, by state.",
-            status,
-            "state",
-            {"leased": collector.leased_groups, "stashed": collector.stashed_groups},
-        )
+        states = {"leased": collector.leased_groups, "stashed": collector.stashed_groups}
+        yield _gauge("shmbus_groups", "Groups in the collector, by state.", status, states, "state")
 
 
 def _producers(status: BusStatus) -> Iterator[Metric]:
     states = {"alive": 0.0, "dead": 0.0, "closed": 0.0, "gone": 0.0}
-    committed: dict[str, float] = {}
-    held: dict[str, float] = {}
+    committed: Counter[str] = Counter()
+    held: Counter[str] = Counter()
     waited: dict[str, float] = {}
     for producer in status.producers:
         states[producer.state] += 1
         # The number of slots is bounded; the next owner of a slot continues its counter.
         slot = _label(producer.slot)
-        committed[slot] = committed.get(slot, 0) + producer.committed
-        held[slot] = held.get(slot, 0) + producer.held_bytes
+        committed[slot] += producer.committed
+        held[slot] += producer.held_bytes
         waited[slot] = waited.get(slot, 0) + producer.waited_s
-    yield _gauges("shmbus_producers", "Producer slots by state.", status, "state", states)
-    counter = CounterMetricFamily(
-        "shmbus_producer_committed",
-        "Trajectories committed, by producer slot.",
-        labels=["bus", "slot"],
-    )
-    for slot, value in committed.items():
-        counter.add_metric([status.name, slot], value)
-    yield counter
-    seconds = CounterMetricFamily(
-        "shmbus_producer_waited_seconds",
-        "Seconds waited for space, in pauses and for the bound on groups, by producer slot.",
-        labels=["bus", "slot"],
-    )
-    for slot, value in waited.items():
-        seconds.add_metric([status.name, slot], value)
-    yield seconds
-    yield _gauges(
-        "shmbus_producer_held_bytes", "Ring bytes held, by producer slot.", status, "slot", held
-    )
+    yield _gauge("shmbus_producers", "Producer slots by state.", status, states, "state")
+    text = "Trajectories committed, by producer slot."
+    yield _counter("shmbus_producer_committed", text, status, committed, "slot")
+    text = "Seconds waited for space, in pauses and for the bound on groups, by producer slot."
+    yield _counter("shmbus_producer_waited_seconds", text, status, waited, "slot")
+    text = "Ring bytes held, by producer slot."
+    yield _gauge("shmbus_producer_held_bytes", text, status, held, "slot")
 
 
 def _daemon(status: BusStatus) -> Iterator[Metric]:
@@ -386,42 +292,22 @@ def _daemon(status: BusStatus) -> Iterator[Metric]:
     info = InfoMetricFamily("shmbus_daemon", "Version of the daemon.", labels=["bus"])
     info.add_metric([status.name], {"version": daemon.version})
     yield info
-    yield _gauges(
-        "shmbus_groups",
-        "Groups in the collector, by state.",
-        status,
-        "state",
-        {
-            "open": daemon.groups_open,
-            "ready": daemon.groups_ready,
-            "leased": daemon.groups_leased,
-        },
-    )
+    states = {
+        "open": daemon.groups_open, "ready": daemon.groups_ready, "leased": daemon.groups_leased
+    }  # fmt: skip
+    yield _gauge("shmbus_groups", "Groups in the collector, by state.", status, states, "state")
     yield _gauge("shmbus_clients", "Clients attached to the daemon.", status, len(daemon.leases))
-    yield _gauge(
-        "shmbus_oldest_lease_seconds",
-        "Age of the oldest lease, in seconds.",
-        status,
-        max((lease.oldest_lease_s for lease in daemon.leases if lease.groups), default=0.0),
-    )
-    waited: Counter[tuple[str, str]] = Counter()
+    oldest = max((lease.oldest_lease_s for lease in daemon.leases if lease.groups), default=0.0)
+    text = "Age of the oldest lease, in seconds."
+    yield _gauge("shmbus_oldest_lease_seconds", text, status, oldest)
+    waited: dict[tuple[str, str], float] = {}
     for lease in daemon.leases:
-        rank = "none" if lease.rank < 0 else _label(lease.rank)
-        waited[lease.split, rank] += lease.waited_s  # type: ignore[assignment]
-    seconds = CounterMetricFamily(
-        "shmbus_trainer_waited_seconds",
-        "Seconds that attached trainers have waited with nothing in hand, by split and rank.",
-        labels=["bus", "split", "rank"],
-    )
-    for (split, rank), value in waited.items():
-        seconds.add_metric([status.name, split, rank], value)
-    yield seconds
-    yield _gauge(
-        "shmbus_oldest_incomplete_group_seconds",
-        "Age of the oldest incomplete group, in seconds.",
-        status,
-        daemon.oldest_s,
-    )
+        at = lease.split, "none" if lease.rank < 0 else _label(lease.rank)
+        waited[at] = waited.get(at, 0.0) + lease.waited_s
+    text = "Seconds that attached trainers have waited with nothing in hand, by split and rank."
+    yield _counter("shmbus_trainer_waited_seconds", text, status, waited, "split", "rank")
+    text = "Age of the oldest incomplete group, in seconds."
+    yield _gauge("shmbus_oldest_incomplete_group_seconds", text, status, daemon.oldest_s)
 
 
 def _weights(status: BusStatus) -> Iterator[Metric]:
@@ -429,51 +315,43 @@ def _weights(status: BusStatus) -> Iterator[Metric]:
     pools = read_pools(status.name)
     if not pools:
         return
-    labels = ["bus", "kind"]
-    newest = GaugeMetricFamily(
-        "shmbus_weights_version", "Newest published version of the weights.", labels=labels
-    )
-    age = GaugeMetricFamily(
-        "shmbus_weights_age_seconds", "Seconds since that version was published.", labels=labels
-    )
-    published = CounterMetricFamily(
-        "shmbus_weights_published", "Versions of the weights published.", labels=labels
-    )
-    skipped = CounterMetricFamily(
-        "shmbus_weights_skipped", "Versions given up since all slots were held.", labels=labels
-    )
-    readers = GaugeMetricFamily(
-        "shmbus_weights_readers",
-        "Subscribers and servers, by whether they run the newest version, an older one, or have "
-        "refused a newer one.",
-        labels=[*labels, "state"],
-    )
-    runs = GaugeMetricFamily(
-        "shmbus_weights_reader_version",
-        "Version that a subscriber or server runs, by its row.",
-        labels=[*labels, "reader"],
-    )
+    readers: Counter[tuple[str, str]] = Counter()
+    runs: dict[tuple[str, str], int] = {}
     for pool in pools:
-        own = [status.name, pool.kind]
-        published.add_metric(own, pool.published)
-        skipped.add_metric(own, pool.skipped)
-        if pool.version is not None:
-            newest.add_metric(own, pool.version)
-        for slot in pool.slots:
-            if slot.newest and slot.published_unix_ns:
-                age.add_metric(own, max(0.0, time.time() - slot.published_unix_ns / 1e9))
-        states = {"newest": 0, "older": 0, "refused": 0}
+        readers.update({(pool.kind, state): 0 for state in ("newest", "older", "refused")})
         for reader in pool.readers:
             if reader.state != "alive":
                 continue
             refused = reader.refused_version is not None
             is_newest = reader.applied_version == pool.version
-            states["refused" if refused else "newest" if is_newest else "older"] += 1
+            readers[pool.kind, "refused" if refused else "newest" if is_newest else "older"] += 1
             if reader.reader < MAX_SLOTS_LABELLED and reader.applied_version is not None:
-                runs.add_metric([*own, str(reader.reader)], reader.applied_version)
-        for state, count in states.items():
-            readers.add_metric([*own, state], count)
-    yield from (newest, age, published, skipped, readers, runs)
+                runs[pool.kind, str(reader.reader)] = reader.applied_version
+    newest = {pool.kind: pool.version for pool in pools if pool.version is not None}
+    text = "Newest published version of the weights."
+    yield _gauge("shmbus_weights_version", text, status, newest, "kind")
+    now = time.time()
+    ages = {
+        pool.kind: max(0.0, now - slot.published_unix_ns / 1e9)
+        for pool in pools
+        for slot in pool.slots
+        if slot.newest and slot.published_unix_ns
+    }
+    text = "Seconds since that version was published."
+    yield _gauge("shmbus_weights_age_seconds", text, status, ages, "kind")
+    published = {pool.kind: pool.published for pool in pools}
+    text = "Versions of the weights published."
+    yield _counter("shmbus_weights_published", text, status, published, "kind")
+    skipped = {pool.kind: pool.skipped for pool in pools}
+    text = "Versions given up since all slots were held."
+    yield _counter("shmbus_weights_skipped", text, status, skipped, "kind")
+    text = (
+        "Subscribers and servers, by whether they run the newest version, an older one, or have "
+        "refused a newer one."
+    )
+    yield _gauge("shmbus_weights_readers", text, status, readers, "kind", "state")
+    text = "Version that a subscriber or server runs, by its row."
+    yield _gauge("shmbus_weights_reader_version", text, status, runs, "kind", "reader")
 
 
 def _label(number: int) -> str:

@@ -12,28 +12,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import hmac
 import logging
 import resource
-import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Final
+from urllib.parse import urlsplit
 
-import uvloop
 from aiohttp import web
 
 import shmbus
 from shmbus.gateway import settings as limits
-from shmbus.gateway.access import Access
 from shmbus.gateway.answers import SERVER, json_answer, refusal_answer, text_answer
 from shmbus.gateway.atropos_routes import AtroposRoutes
 from shmbus.gateway.gateway import Gateway, connection_of
 from shmbus.gateway.settings import Settings
 from shmbus.gateway.slime_routes import SlimeRoutes
-from shmbus.http.access import Refusal
-from shmbus.http.server import HttpServer
+from shmbus.http.access import Refusal, is_loopback
+from shmbus.http.server import HttpServer, run_server, url_of
 
 logger = logging.getLogger(__name__)
 #: A line for each request.
@@ -47,6 +46,89 @@ _POLLED: Final = frozenset({"/status-env", "/status", "/healthz", "/metrics"})
 _PATH_CHARS: Final = 200
 #: Open files beside connections, of those that this process may have.
 _OTHER_FILES: Final = 64
+
+#: Routes that only look, and are asked for by dashboards in a browser.
+_READING: Final = frozenset({"/", "/info", "/wandb_info", "/status", "/latest_example", "/healthz"})
+#: What says only that the process lives; a supervisor has no token.
+_OPEN: Final = frozenset({"/healthz"})
+
+
+def _host_of(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
+
+
+def _bearer_of(given: str) -> bytes | None:
+    """Return the token of an Authorization; None for another scheme.
+
+    A scheme may be written in any case (RFC 9110, section 11.1).
+    """
+    scheme, space, token = given.partition(" ")
+    if not space or scheme.lower() != "bearer":
+        return None
+    return token.lstrip(" ").encode("utf-8", "surrogateescape")
+
+
+class Access:
+    """Who may ask what: the token, the name that a client asks by, and pages of other sites.
+
+    Bound to loopback, the gateway answers loopback names only, so that no web page reads it by way
+    of a name of its own that resolves to 127.0.0.1.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._token = None if settings.token is None else settings.token.encode()
+        self._loopback_only = is_loopback(settings.host)
+
+    def require(self, request: web.BaseRequest) -> None:
+        """Refuse a request that may not be answered."""
+        headers = request.headers
+        host = headers.get("Host", "")
+        if self._loopback_only and host and not is_loopback(host):
+            raise Refusal(
+                HTTPStatus.FORBIDDEN,
+                f"Host: expected a loopback name, since the gateway listens there only, got "
+                f"{host}; ask for 127.0.0.1 or localhost, or start it with another --http",
+                close=True,
+            )
+        if request.path not in _READING and self._from_another_site(request):
+            raise Refusal(
+                HTTPStatus.FORBIDDEN,
+                f"{request.path}: expected a request of a program, got one of a page of another "
+                "site; ask without a browser",
+                close=True,
+            )
+        if self._token is None or request.path in _OPEN:
+            return
+        given = headers.get("Authorization", "")
+        token = _bearer_of(given)
+        if token is None or not hmac.compare_digest(token, self._token):
+            raise Refusal(
+                HTTPStatus.UNAUTHORIZED,
+                "Authorization: expected 'Bearer' and the token of this gateway, got "
+                f"{'another one' if given else 'none'}; send what --token-file holds",
+                close=True,
+            )
+
+    def _from_another_site(self, request: web.BaseRequest) -> bool:
+        origin = request.headers.get("Origin")
+        if origin is not None and not is_loopback(_host_of(origin)):
+            return True
+        return request.headers.get("Sec-Fetch-Site") == "cross-site"
+
+    def allow_origin(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        """Let a page of this machine read the answer of a route that only looks."""
+        origin = request.headers.get("Origin")
+        if origin is None or response.prepared:
+            return
+        if request.path in _READING and is_loopback(_host_of(origin)):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Vary"] = "Origin"
+            if request.method == "OPTIONS":
+                response.headers["Access-Control-Allow-Methods"] = "GET"
+                response.headers["Access-Control-Allow-Headers"] = "Authorization, Content-Type"
 
 
 class Server:
@@ -166,43 +248,29 @@ class Server:
         )
 
 
-async def _run(settings: Settings, parent: socket.socket | None) -> int:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if parent is not None:
-        # Readable at its end: whoever started this process has gone.
-        loop.add_reader(parent.fileno(), stop.set)
-    async with contextlib.AsyncExitStack() as stack:
-        gateway = Gateway(settings)
-        stack.push_async_callback(gateway.close)
-        http = Server(gateway).http
-        stack.push_async_callback(http.close)
-        # A port that is taken is told before anything of the bus is touched.
-        host, port = await http.bind(settings.host, settings.port)
-        # What a predecessor left is known before the first of its clients asks again.
-        await gateway.start()
-        await http.start()
-        # What is there now stays: the collector need not look at it after each few requests.
-        gc.collect()
-        gc.freeze()
-        shown = f"[{host}]" if ":" in host else host
-        logger.info("serving", extra={"bus": settings.bus, "http": f"http://{shown}:{port}"})
-        waits = [loop.create_task(event.wait()) for event in (stop, gateway.gone)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-        logger.info("stopping", extra={"bus": settings.bus})
-        return 1 if gateway.gone.is_set() else 0
-
-
 def serve(settings: Settings, parent: socket.socket | None = None) -> int:
     """Serve until SIGTERM, SIGINT, or the parent has gone; 1 where the bus was removed."""
-    loop: Any = uvloop.new_event_loop()
-    try:
-        found: int = loop.run_until_complete(_run(settings, parent))
-        return found
-    finally:
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
+
+    async def answer(stop: asyncio.Event) -> int:
+        async with contextlib.AsyncExitStack() as stack:
+            gateway = Gateway(settings)
+            stack.push_async_callback(gateway.close)
+            http = Server(gateway).http
+            stack.push_async_callback(http.close)
+            # A port that is taken is told before anything of the bus is touched.
+            address = await http.bind(settings.host, settings.port)
+            # What a predecessor left is known before the first of its clients asks again.
+            await gateway.start()
+            await http.start()
+            # What is there now stays: the collector need not look at it after each few requests.
+            gc.collect()
+            gc.freeze()
+            logger.info("serving", extra={"bus": settings.bus, "http": url_of(*address)})
+            waits = [asyncio.ensure_future(event.wait()) for event in (stop, gateway.gone)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+            logger.info("stopping", extra={"bus": settings.bus})
+            return 1 if gateway.gone.is_set() else 0
+
+    return run_server(answer, parent)

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
+import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -275,3 +277,32 @@ class HttpServer:
         finally:
             if connection in self._open:
                 self._waiting[connection] = time.monotonic()
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the address of a server that listens there."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def run_server(
+    serve: Callable[[asyncio.Event], Awaitable[int]], parent: socket.socket | None
+) -> int:
+    """Run `serve(stop)` in a loop of its own; SIGTERM, SIGINT and the parent's end set `stop`."""
+
+    async def until_told() -> int:
+        loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        if parent is not None:
+            # Readable at its end: whoever started this process has gone.
+            loop.add_reader(parent.fileno(), stop.set)
+        return await serve(stop)
+
+    loop: Any = uvloop.new_event_loop()
+    try:
+        status: int = loop.run_until_complete(until_told())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        return status
+    finally:
+        loop.close()

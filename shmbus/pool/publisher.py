@@ -52,7 +52,7 @@ DEFAULT_TIMEOUT_S: Final = 60.0
 _FINAL: Final = (_core.PIECE_DEAD, _core.PIECE_FAILED)
 
 
-class PoolPublisher:
+class PoolPublisher(_core.ClosedByBlock):
     """Rank 0 publishes; other ranks write pieces of the same versions."""
 
     def __init__(
@@ -260,17 +260,6 @@ class PoolPublisher:
             with contextlib.suppress(errors.BusNotFoundError):  # it is gone already
                 unlink_pool(self.bus, self.kind)
         self._pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class VersionWrite:

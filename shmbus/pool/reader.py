@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -29,7 +28,7 @@ from shmbus.segment.peer_wait import SLICE_S, wait_for
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 __all__ = ["PoolReader", "VersionLease"]
 
@@ -37,7 +36,7 @@ __all__ = ["PoolReader", "VersionLease"]
 _SLEEP_S: Final = 10 * SLICE_S
 
 
-class PoolReader:
+class PoolReader(_core.ClosedByBlock):
     """Leases versions of a pool, and says in its row what it runs."""
 
     def __init__(self, bus: str, kind: str, *, label: str = "", device: str = "") -> None:
@@ -163,17 +162,6 @@ class PoolReader:
     def close(self) -> None:
         """Leave the pool; leases that are out keep what they need."""
         self._pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class VersionLease(_core.ClosedByBlock):

@@ -5,7 +5,7 @@ Rows come from processes that may be dead or hostile: they are shown, and decide
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -121,7 +121,7 @@ def status_of_pool(bus: str, kind: str, pool: _core.SlotPool) -> PoolStatus:
     )
 
 
-def _slot(row: _core.PoolSlotRow, readers: list[ReaderStatus]) -> SlotStatus:
+def _slot(row: dict[str, Any], readers: list[ReaderStatus]) -> SlotStatus:
     ready = row["state"] == "ready"
     return SlotStatus(
         slot=row["slot"],
@@ -144,7 +144,7 @@ def _slot(row: _core.PoolSlotRow, readers: list[ReaderStatus]) -> SlotStatus:
     )
 
 
-def _rank(row: _core.PoolRankRow) -> RankStatus:
+def _rank(row: dict[str, Any]) -> RankStatus:
     return RankStatus(
         rank=row["rank"],
         state=_LIVES[row["life"]],
@@ -155,7 +155,7 @@ def _rank(row: _core.PoolRankRow) -> RankStatus:
     )
 
 
-def _reader(row: _core.PoolReaderRow) -> ReaderStatus:
+def _reader(row: dict[str, Any]) -> ReaderStatus:
     refused = row["refused"] > row["applied"]
     return ReaderStatus(
         reader=row["reader"],

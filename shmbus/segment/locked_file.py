@@ -13,14 +13,11 @@ import os
 import struct
 import time
 import weakref
-from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from shmbus.segment.names import leads_to
 from shmbus.segment.own_file import open_own
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from shmbus_ext import _core
 
 __all__ = ["LockedFile", "try_lock"]
 
@@ -40,7 +37,7 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
     return True
 
 
-class LockedFile:
+class LockedFile(_core.ClosedByBlock):
     """A descriptor for locks; nothing else of it is shared with a forked child either."""
 
     #: -1 before `open`, after `close`, and in a forked child.
@@ -90,17 +87,6 @@ class LockedFile:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self.close()

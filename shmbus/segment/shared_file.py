@@ -220,8 +220,7 @@ class Companion(Generic[_H]):
             _core.SHARED_BAD_MAGIC: f"is no {noun}, or its header was overwritten",
             _core.SHARED_BAD_VERSION: f"has layout version {found}, this process needs "
             f"{self._layout_version}; restart the processes that run another shmbus",
-            _core.SHARED_BAD_GEOMETRY: "has a header that is damaged (its checksum "
-            "or sizes are wrong)",
+            _core.SHARED_BAD_GEOMETRY: "has a header that is damaged: wrong checksum or sizes",
             _core.SHARED_TRUNCATED: f"has {found} bytes, fewer than its header says",
         }[status]
         return errors.LayoutMismatchError(

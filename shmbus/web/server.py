@@ -15,26 +15,23 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import ipaddress
 import logging
-import signal
 import socket
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
-import uvloop
 from aiohttp import web
 
 from shmbus._format import unprinted
 from shmbus.http.access import Refusal, is_loopback
-from shmbus.http.server import HttpServer
+from shmbus.http.server import HttpServer, run_server, url_of
 from shmbus.web import settings as limits
 from shmbus.web.polling import GroupName, Polls, fits
 from shmbus.web.settings import Settings
@@ -286,29 +283,16 @@ class Server:
         return answer
 
 
-async def _run(settings: Settings, parent: socket.socket | None, say: Callable[[str], None]) -> int:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if parent is not None:
-        # Readable at its end: the process that started this one has gone.
-        loop.add_reader(parent.fileno(), stop.set)
-    async with contextlib.AsyncExitStack() as stack:
-        server = Server(settings)
-        stack.push_async_callback(server.close)
-        host, port = await server.start()
-        shown = f"[{host}]" if ":" in host else host
-        say(f"http://{shown}:{port}/?token={settings.token}")
-        await stop.wait()
-    return 0
-
-
 def serve(settings: Settings, parent: socket.socket | None, say: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT, or until the parent has gone."""
-    loop: Any = uvloop.new_event_loop()
-    try:
-        found: int = loop.run_until_complete(_run(settings, parent, say))
-    finally:
-        loop.close()
-    return found
+
+    async def show(stop: asyncio.Event) -> int:
+        server = Server(settings)
+        try:
+            say(f"{url_of(*await server.start())}/?token={settings.token}")
+            await stop.wait()
+        finally:
+            await server.close()
+        return 0
+
+    return run_server(show, parent)

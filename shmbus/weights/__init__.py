@@ -30,23 +30,29 @@ from shmbus.weights.lora import (
     lora_state,
 )
 from shmbus.weights.manifest import ParamMeta, Slice
+from shmbus.weights.megatron import MegatronLayout, megatron_shards
 from shmbus.weights.probe import probe_carriers
 from shmbus.weights.publisher import Publication, Published, WeightPublisher
+from shmbus.weights.sharded_source import ExportedSource, Shard, ShardedSource, module_shards
 from shmbus.weights.shared_model import SharedModel, attach_model, share_model
 from shmbus.weights.source import LocalPiece, ModuleSource, WeightSource
 from shmbus.weights.subscriber import Weights, WeightSubscriber
 
 __all__ = [
+    "ExportedSource",
     "Fp8BlockSource",
     "LocalPiece",
     "LoraFiles",
     "LoraVersion",
     "ManifestError",
+    "MegatronLayout",
     "ModuleSource",
     "ParamMeta",
     "PatchBaseError",
     "Publication",
     "Published",
+    "Shard",
+    "ShardedSource",
     "SharedModel",
     "Slice",
     "VersionOrderError",
@@ -58,6 +64,8 @@ __all__ = [
     "attach_model",
     "lora_source",
     "lora_state",
+    "megatron_shards",
+    "module_shards",
     "probe_carriers",
     "share_model",
 ]

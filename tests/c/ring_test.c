@@ -187,38 +187,6 @@ static void an_interrupted_release_is_finished(void) {
     close(segment.fd);
 }
 
-/* A mover that died between its two copies: one of them is delivered. */
-static void an_interrupted_move_delivers_one_copy(void) {
-    struct segment segment;
-    struct writer writer;
-    struct reader reader;
-    struct record_ref ref, moved;
-    int fd = memory_file();
-    make_segment(&segment, fd, 1 << 20);
-    int writer_fd = reopen(segment.fd);
-    struct segment own = segment;
-    own.fd = writer_fd;
-    CHECK(writer_attach(&writer, &own, "writer") == WRITER_OK);
-    put(&writer, "prompt", 10, 1);
-    CHECK(reader_attach(&reader, &segment));
-    CHECK(reader_next(&reader, &ref) == 1);
-    moved = ref;
-    CHECK(reader_move(&reader, &moved));
-    CHECK(memcmp(&moved.place, &ref.place, sizeof ref.place) != 0);
-    struct record_header *first =
-        (void *)(segment_extent(&segment, ref.place.extent) + ref.place.offset);
-    CHECK(atomic_load(&first->state) == SHMBUS_RELEASED);
-    atomic_store(&first->state, SHMBUS_COMMITTED);
-    reader_detach(&reader);
-    CHECK(reader_attach(&reader, &segment));
-    CHECK(reader_next(&reader, &ref) == 1 && reader.copy.header.sequence == 0);
-    CHECK(reader_next(&reader, &moved) == 0);
-    reader_detach(&reader);
-    segment_unmap(&segment);
-    close(writer_fd);
-    close(segment.fd);
-}
-
 /* A commit that death interrupted counts if, and only if, the record shows it. */
 static void an_interrupted_commit_is_counted_by_its_successor(void) {
     struct segment segment;
@@ -327,7 +295,6 @@ int main(void) {
     uint64_t random = test_seed();
     every_record_arrives_once_in_order(&random);
     an_interrupted_release_is_finished();
-    an_interrupted_move_delivers_one_copy();
     an_interrupted_commit_is_counted_by_its_successor();
     lanes_without_a_producer_are_not_looked_at();
     scribbled_tables_neither_crash_nor_stall(&random);

@@ -45,7 +45,7 @@ async def test_no_new_request_is_served_what_older_weights_have_cached(
     async with EngineFleet([VllmServer(running.url)], bus=bus.name, timeout=TIMEOUT_S) as fleet:
         await fleet.update(trainer, 1)
         with shmbus.Producer(bus.name) as producer:
-            asking = [
+            requests = [
                 asyncio.ensure_future(ask(producer, running, salted, answers)) for _ in range(4)
             ]
             for version in range(2, 8):
@@ -53,9 +53,9 @@ async def test_no_new_request_is_served_what_older_weights_have_cached(
                 seen = len(answers)
                 while len(answers) < seen + 4 * PROMPTS:
                     await asyncio.sleep(0.01)
-            for each in asking:
+            for each in requests:
                 each.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await asyncio.gather(*requests, return_exceptions=True)
     assert (stale(answers) == 0) == salted
     assert sum(each["runs"] == 7 for each in answers) > PROMPTS, "nothing could be cached"
 

@@ -13,7 +13,13 @@ from bench.fused_engine import FusedModel, Shape, checkpoint
 from shmbus.engines.planned import PlannedLoader
 from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
-CPU = torch.device("cpu")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, needs_gpu])])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the engine's model is; the trainer's is on the host."""
+    return torch.device(request.param)
 
 
 class Trainer(torch.nn.Module):
@@ -46,13 +52,13 @@ def bus(bus_name: str) -> str:
 
 @contextlib.contextmanager
 def published(
-    bus: str, trainer: Trainer, *, share: float = 1.0, patches: bool = False
+    bus: str, trainer: Trainer, device: torch.device, *, share: float = 1.0, patches: bool = False
 ) -> Iterator[Callable[[], Any]]:
     """Publish a step's weights, and lease them."""
     with contextlib.ExitStack() as stack:
         made = WeightPublisher(bus, trainer.source(), patches=patches)
         publisher = stack.enter_context(made)
-        subscriber = stack.enter_context(WeightSubscriber(bus))
+        subscriber = stack.enter_context(WeightSubscriber(bus, device=device))
         number = 0
 
         def following() -> Any:
@@ -92,23 +98,23 @@ def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def require_loaded(model: FusedModel, trainer: Trainer) -> None:
     """Compare with what a loader of its own makes of the same weights."""
-    fresh = type(model)(model.shape, model.rank, model.ranks)
+    fresh = type(model)(model.shape, model.rank, model.ranks, "cpu")
     fresh.load_weights(
         (name, trainer.get_parameter(name.replace(".", "/"))) for name in trainer.names
     )
     for (name, ours), theirs in zip(state(model).items(), state(fresh).values(), strict=True):
-        assert torch.equal(ours, theirs), name
+        assert torch.equal(ours.cpu(), theirs), name
 
 
 @pytest.mark.parametrize("experts", [0, 4])
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2), (3, 4)])
 def test_every_version_is_what_the_loader_would_have_made(
-    bus: str, seed: int, rank: int, ranks: int, experts: int
+    bus: str, device: torch.device, seed: int, rank: int, ranks: int, experts: int
 ) -> None:
     shape = Shape(experts=experts)
-    trainer, model = Trainer(shape, seed), FusedModel(shape, rank, ranks)
-    loader = PlannedLoader(model, CPU, load := Counted(model))
-    with published(bus, trainer) as following:
+    trainer, model = Trainer(shape, seed), FusedModel(shape, rank, ranks, device)
+    loader = PlannedLoader(model, device, load := Counted(model))
+    with published(bus, trainer, device) as following:
         for number in range(5):
             with following() as weights:
                 loader.prepare(weights)
@@ -123,7 +129,7 @@ class Scaled(FusedModel):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         for layer in self.layers:
-            layer.register_buffer("scale", torch.zeros(()))
+            layer.register_buffer("scale", torch.zeros((), device=layer.o.device))
 
     def fill_layer(self, layer: Any, parts: list[str], tensor: torch.Tensor) -> None:
         super().fill_layer(layer, parts, tensor)
@@ -136,7 +142,8 @@ class Unseen(FusedModel):
 
     def fill_layer(self, layer: Any, parts: list[str], tensor: torch.Tensor) -> None:
         if "norm" in parts[-2]:
-            tensor = torch.from_numpy(tensor.view(torch.int16).numpy().copy()).view(tensor.dtype)
+            array = tensor.cpu().view(torch.int16).numpy().copy()
+            tensor = torch.from_numpy(array).view(tensor.dtype)
         super().fill_layer(layer, parts, tensor)
 
 
@@ -147,6 +154,29 @@ class Added(FusedModel):
         super().fill_layer(layer, parts, tensor)
         if parts[-2] == "o_proj":
             layer.o.data.mul_(2)
+
+
+#: An operation that torch does not take apart, and whose kernel reads memory by itself.
+LIBRARY = torch.library.Library("shmbus_test", "DEF")
+LIBRARY.define("packed(Tensor weight) -> int")
+
+
+def _packed(weight: torch.Tensor) -> int:
+    return hash(weight.cpu().view(torch.int16).numpy().tobytes())
+
+
+LIBRARY.impl("packed", _packed, "CompositeImplicitAutograd")
+
+
+class Packed(FusedModel):
+    """Keeps a handle of a weight, as vLLM does on a CPU, beside the weight itself."""
+
+    handle = 0
+
+    def fill_rows(self, parameter: Any, tensor: torch.Tensor) -> None:
+        super().fill_rows(parameter, tensor)
+        if parameter is self.head:
+            self.handle = torch.ops.shmbus_test.packed(parameter.data)
 
 
 class Cast(FusedModel):
@@ -180,17 +210,18 @@ class Layerwise(FusedModel):
         (Scaled, ["self_attn", "mlp", "layernorm"]),
         (Unseen, ["layernorm"]),
         (Added, ["self_attn", "mlp", "layernorm"]),
+        (Packed, ["lm_head", "embed_tokens", "model.norm"]),
         (Cast, []),
         (Layerwise, []),
     ],
 )
 def test_what_a_loader_computes_with_is_loaded_by_it_each_time_and_the_rest_is_not(
-    bus: str, seed: int, kind: type[FusedModel], again: list[str]
+    bus: str, device: torch.device, seed: int, kind: type[FusedModel], again: list[str]
 ) -> None:
     shape = Shape()
-    trainer, model = Trainer(shape, seed), kind(shape, 1, 2)
-    loader = PlannedLoader(model, CPU, load := Counted(model))
-    with published(bus, trainer) as following:
+    trainer, model = Trainer(shape, seed), kind(shape, 1, 2, device)
+    loader = PlannedLoader(model, device, load := Counted(model))
+    with published(bus, trainer, device) as following:
         for _ in range(4):
             with following() as weights:
                 loader.load(weights)
@@ -201,10 +232,12 @@ def test_what_a_loader_computes_with_is_loaded_by_it_each_time_and_the_rest_is_n
     assert len(load.given) == (4 if again else 1)
 
 
-def test_a_model_whose_memory_moved_is_loaded_by_its_loader(bus: str, seed: int) -> None:
-    trainer, model = Trainer(Shape(), seed), FusedModel(Shape())
-    loader = PlannedLoader(model, CPU, load := Counted(model))
-    with published(bus, trainer) as following:
+def test_a_model_whose_memory_moved_is_loaded_by_its_loader(
+    bus: str, device: torch.device, seed: int
+) -> None:
+    trainer, model = Trainer(Shape(), seed), FusedModel(Shape(), device=device)
+    loader = PlannedLoader(model, device, load := Counted(model))
+    with published(bus, trainer, device) as following:
         for turn in range(3):
             if turn == 1:
                 model.norm.data = model.norm.data.clone()
@@ -214,12 +247,14 @@ def test_a_model_whose_memory_moved_is_loaded_by_its_loader(bus: str, seed: int)
     assert len(load.given) == 2
 
 
-def test_modules_that_may_not_be_planned_are_loaded_each_time(bus: str, seed: int) -> None:
-    trainer, model = Trainer(Shape(), seed), FusedModel(Shape())
+def test_modules_that_may_not_be_planned_are_loaded_each_time(
+    bus: str, device: torch.device, seed: int
+) -> None:
+    trainer, model = Trainer(Shape(), seed), FusedModel(Shape(), device=device)
     loader = PlannedLoader(
-        model, CPU, load := Counted(model), may_plan=lambda module: module is not model.layers[1]
+        model, device, load := Counted(model), may_plan=lambda module: module is not model.layers[1]
     )
-    with published(bus, trainer) as following:
+    with published(bus, trainer, device) as following:
         for _ in range(2):
             with following() as weights:
                 loader.load(weights)
@@ -230,13 +265,13 @@ def test_modules_that_may_not_be_planned_are_loaded_each_time(bus: str, seed: in
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
 @pytest.mark.parametrize("share", [0.0, 0.002, 0.03])
 def test_a_patch_brings_what_changed_and_nothing_else(
-    bus: str, seed: int, rank: int, ranks: int, share: float
+    bus: str, device: torch.device, seed: int, rank: int, ranks: int, share: float
 ) -> None:
     shape = Shape(experts=2)
-    trainer, model = Trainer(shape, seed), FusedModel(shape, rank, ranks)
-    loader = PlannedLoader(model, CPU, load := Counted(model))
+    trainer, model = Trainer(shape, seed), FusedModel(shape, rank, ranks, device)
+    loader = PlannedLoader(model, device, load := Counted(model))
     how = []
-    with published(bus, trainer, share=share, patches=True) as following:
+    with published(bus, trainer, device, share=share, patches=True) as following:
         for number in range(5):
             with following() as weights:
                 if number % 2:
@@ -247,10 +282,12 @@ def test_a_patch_brings_what_changed_and_nothing_else(
     assert len(load.given) == 1
 
 
-def test_a_model_that_something_else_wrote_gets_all_of_a_version(bus: str, seed: int) -> None:
-    trainer, model = Trainer(Shape(), seed), FusedModel(Shape(), 1, 2)
-    loader = PlannedLoader(model, CPU, Counted(model))
-    with published(bus, trainer, share=0.05, patches=True) as following:
+def test_a_model_that_something_else_wrote_gets_all_of_a_version(
+    bus: str, device: torch.device, seed: int
+) -> None:
+    trainer, model = Trainer(Shape(), seed), FusedModel(Shape(), 1, 2, device)
+    loader = PlannedLoader(model, device, Counted(model))
+    with published(bus, trainer, device, share=0.05, patches=True) as following:
         with following() as weights:
             loader.load(weights)
         with torch.no_grad():
@@ -268,12 +305,14 @@ def test_a_model_that_something_else_wrote_gets_all_of_a_version(bus: str, seed:
         require_loaded(model, trainer)
 
 
-def test_what_is_cast_or_computed_is_whole_beside_a_patch(bus: str, seed: int) -> None:
+def test_what_is_cast_or_computed_is_whole_beside_a_patch(
+    bus: str, device: torch.device, seed: int
+) -> None:
     shape = Shape()
     for kind in (Cast, Scaled):
-        trainer, model = Trainer(shape, seed), kind(shape, 0, 2)
-        loader = PlannedLoader(model, CPU, Counted(model))
-        with published(bus, trainer, share=0.01, patches=True) as following:
+        trainer, model = Trainer(shape, seed), kind(shape, 0, 2, device)
+        loader = PlannedLoader(model, device, Counted(model))
+        with published(bus, trainer, device, share=0.01, patches=True) as following:
             for _ in range(3):
                 with following() as weights:
                     how = loader.load(weights)

@@ -138,6 +138,15 @@ def test_who_does_not_wait_is_not_told(served: str) -> None:
     assert reports == []
 
 
+def test_none_says_nothing(served: str, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        Consumer(served, on_stall=None, stall_timeout=PERIOD_S) as consumer,
+        caplog.at_level(logging.WARNING),
+    ):
+        assert consumer.take(timeout=2 * PERIOD_S) == []
+    assert not [r for r in caplog.records if r.name == "shmbus.stall"]
+
+
 def test_a_rank_that_waits_for_its_step_is_told(daemon: Served, bus_name: str) -> None:
     daemon("--capacity", "2MiB")
     with (

@@ -132,6 +132,24 @@ def test_a_dead_buses_records_go_through_a_snapshot(
         assert consumer.stats().balanced
 
 
+def test_snapshots_of_snapshots_change_nothing(bus_name: str, tmp_path: Path) -> None:
+    with shmbus.Bus.create(bus_name, "2MiB"), shmbus.Producer(bus_name) as producer:
+        fill(producer, np.random.default_rng(0), 20)
+        first = snapshot.take(bus_name, tmp_path / "1")
+    snapshot.restore(tmp_path / "1")
+    second = snapshot.take(bus_name, tmp_path / "2")
+    shmbus.unlink(bus_name)
+    snapshot.restore(tmp_path / "2", capacity="3MiB")
+    third = snapshot.take(bus_name, tmp_path / "3")
+    for each in (second, third):
+        assert each.slots == first.slots and each.released == first.released
+        assert each.records == first.records
+        assert each.next_producer_id >= first.next_producer_id
+    with shmbus.Consumer(bus_name) as consumer:
+        assert len(consumer.take(100, timeout=10)) == 20
+        assert consumer.stats().balanced
+
+
 def test_moved_stragglers_are_in_it_once(bus_name: str, tmp_path: Path) -> None:
     with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
         with shmbus.Consumer(bus_name) as consumer:

@@ -88,9 +88,7 @@ def sample_group(
         for place, row in enumerate(t.rows):
             tokens, mask, logprobs = (_field(t, row, name) for name in _FIELDS)
             sampled, own = mask != 0, row.get("advantages")
-            loss_mask, values, credit = _lists(sampled, logprobs, advantage)
-            if own is not None:
-                credit = np.where(sampled, _own_advantages(t, own, sampled), 0.0).tolist()
+            credit = advantage if own is None else _own_advantages(t, own, sampled)
             samples.append(
                 found.TrainingSample(
                     min_policy_version=t.policy_version,
@@ -99,9 +97,9 @@ def sample_group(
                         group_id=group_id, rollout_id=t.index, turn_id=place
                     ),
                     token_ids=tokens.tolist(),
-                    loss_mask=loss_mask,
-                    logprobs=values,
-                    advantage=credit,
+                    loss_mask=sampled.tolist(),
+                    logprobs=np.where(sampled, logprobs, 0.0).tolist(),
+                    advantage=np.where(sampled, credit, 0.0).tolist(),
                 )
             )
     return found.TrainingSampleGroup(group_id=group_id, training_samples=samples, metrics=[])
@@ -130,24 +128,6 @@ def _own_advantages(
         f"group {t.instance_id!r}, sample {t.index}, field 'advantages': expected a finite number "
         f"for each of {len(sampled)} tokens, got {got}; correct it, or leave it out"
     )
-
-
-def _lists(
-    sampled: NDArray[np.bool_], logprobs: NDArray[Any], advantage: float
-) -> tuple[list[bool], list[float], list[float]]:
-    """Make a row's mask, logprobs and advantages, 0 where nothing was sampled, run by run."""
-    mask: list[bool] = []
-    values: list[float] = []
-    credit: list[float] = []
-    begin = 0
-    edges = np.flatnonzero(sampled[1:] != sampled[:-1]) + 1
-    for end in (*edges.tolist(), len(sampled)):
-        count, on = end - begin, bool(sampled[begin])
-        mask += [on] * count
-        values += logprobs[begin:end].tolist() if on else [0.0] * count
-        credit += [advantage if on else 0.0] * count
-        begin = end
-    return mask, values, credit
 
 
 def _field(t: shmbus.Trajectory, row: Any, name: str) -> Any:

@@ -347,18 +347,6 @@ done:
     return result;
 }
 
-/* pool_patch_give_up(write): the version gets no patch. */
-static PyObject *py_pool_patch_give_up(PyObject *Py_UNUSED(module), PyObject *args) {
-    PoolWriteObject *self;
-    if (!PyArg_ParseTuple(args, "O!", &PoolWriteType, &self)) {
-        return NULL;
-    }
-    if (!self->patch_in_use) {
-        patch_give_up(&self->patch);
-    }
-    Py_RETURN_NONE;
-}
-
 /* pool_patch_is_made(write): whether a patch is being made, or was. */
 static PyObject *py_pool_patch_is_made(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolWriteObject *self;
@@ -554,7 +542,6 @@ PyMethodDef py_pool_patch_functions[] = {
     {"pool_join", py_pool_join, METH_VARARGS, NULL},
     {"pool_copy", py_pool_copy, METH_VARARGS, NULL},
     {"pool_patch_put", py_pool_patch_put, METH_VARARGS, NULL},
-    {"pool_patch_give_up", py_pool_patch_give_up, METH_VARARGS, NULL},
     {"pool_patch_is_made", py_pool_patch_is_made, METH_VARARGS, NULL},
     {"pool_patch_runs", py_pool_patch_runs, METH_VARARGS, NULL},
     {"pool_patch_apply", py_pool_patch_apply, METH_VARARGS, NULL},

@@ -27,16 +27,6 @@ static PyObject *py_relay_begin(PyObject *Py_UNUSED(module), PyObject *object) {
     return PyLong_FromUnsignedLongLong(RELAXED(segment->c.relay->incarnation));
 }
 
-/* relay_end(segment): another process may be the sink. */
-static PyObject *py_relay_end(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_writable(object, &segment)) {
-        return NULL;
-    }
-    relay_end(&segment->c);
-    Py_RETURN_NONE;
-}
-
 /* relay_bind(writer): its lane is the one that the sink puts into. */
 static PyObject *py_relay_bind(PyObject *Py_UNUSED(module), PyObject *object) {
     if (!PyObject_TypeCheck(object, &WriterType)) {
@@ -320,7 +310,6 @@ static PyObject *py_relay_journal_bytes(PyObject *Py_UNUSED(module), PyObject *a
 PyMethodDef py_relay_functions[] = {
     {"relay_journal_bytes", py_relay_journal_bytes, METH_O, NULL},
     {"relay_begin", py_relay_begin, METH_O, NULL},
-    {"relay_end", py_relay_end, METH_O, NULL},
     {"relay_bind", py_relay_bind, METH_O, NULL},
     {"relay_intend", py_relay_intend, METH_VARARGS, NULL},
     {"relay_drop", py_relay_drop, METH_VARARGS, NULL},

@@ -11,17 +11,31 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 WORDS = ["<pad>", "<unk>", "<eos>", *(f"w{i}" for i in range(125))]
 
 
-def build(seed: int) -> torch.nn.Module:
+#: By names; "0.6b" is Qwen3-0.6B's.
+SHAPES = {
+    "tiny": {
+        "vocab_size": len(WORDS), "hidden_size": 128, "intermediate_size": 256,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "tie_word_embeddings": False,
+    },
+    "0.6b": {
+        "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def build(seed: int, shape: str = "tiny") -> torch.nn.Module:
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(WORDS), hidden_size=128, intermediate_size=256, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
-        tie_word_embeddings=False, eos_token_id=2, pad_token_id=0, bos_token_id=None,
+        **SHAPES[shape], max_position_embeddings=512, eos_token_id=2, pad_token_id=0,
+        bos_token_id=None,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def save(folder: str, seed: int) -> None:
+def save(folder: str, seed: int, shape: str = "tiny") -> None:
     tokenizer = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
     )
@@ -29,7 +43,7 @@ def save(folder: str, seed: int) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
     ).save_pretrained(folder)
-    build(seed).save_pretrained(folder)
+    build(seed, shape).save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,375 @@
+"""Weights of any layout: each rank names what it has, and where that lies in the whole model.
+
+A trainer cuts a model by tensor, expert, pipeline and data parallelism, and fuses what it
+multiplies together. A shard is a part of a tensor of the checkpoint, as a view of whatever this
+rank has; ranks tell each other of their shards once, names and boxes alone, and each writes its own
+into its place.
+
+Invariants: no rank gathers a tensor; shards of all ranks are each tensor exactly once, but for
+those that several have alike, of which one writes; a hole or an overlap is refused by name before a
+byte is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import msgspec
+import torch
+
+from shmbus.tensors.views import is_sharded
+from shmbus.weights.errors import ManifestError
+from shmbus.weights.manifest import ParamMeta, Slice
+from shmbus.weights.source import LocalPiece, dtype_name, local_part
+
+__all__ = ["ExportedSource", "Shard", "ShardedSource", "module_shards"]
+
+#: What every rank said, in the order of ranks, for what this one says.
+Exchange: TypeAlias = Callable[[bytes], Sequence[bytes]]
+
+
+class Shard:
+    """A part of a tensor of the whole model.
+
+    Parameters
+    ----------
+    name : str
+        As in the checkpoint.
+    shape : tuple of int
+        Of the whole tensor.
+    start : tuple of int
+        Where the part begins in each dimension.
+    tensor : Tensor
+        The part: a view of what this rank has, of any strides; it is cast while it is copied where
+        `dtype` is another.
+    dtype : torch.dtype, optional
+        What is published; the tensor's own by default.
+    """
+
+    __slots__ = ("dtype", "name", "shape", "start", "tensor")
+
+    def __init__(
+        self,
+        name: str,
+        shape: Sequence[int],
+        start: Sequence[int],
+        tensor: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.name = name
+        self.shape = tuple(shape)
+        self.start = tuple(start)
+        self.tensor = tensor.detach()
+        self.dtype = dtype or tensor.dtype
+
+    def __repr__(self) -> str:
+        return f"<Shard {self.name!r} {list(self.tensor.shape)} at {list(self.start)}>"
+
+
+class _Box(msgspec.Struct, frozen=True, array_like=True):
+    """What other ranks know of a shard."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def place(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.start, self.sizes
+
+    @property
+    def volume(self) -> int:
+        return math.prod(self.sizes)
+
+    def overlaps(self, other: _Box) -> bool:
+        sides = zip(self.start, self.sizes, other.start, other.sizes, strict=True)
+        return all(a < b + m and b < a + n for a, n, b, m in sides)
+
+
+class ShardedSource:
+    """A source of named shards, one of them a rank's.
+
+    Parameters
+    ----------
+    shards : callable
+        Returns this rank's shards; called for each version, since a trainer may move what it has.
+    exchange : callable, optional
+        From what this rank says, bytes, to what all ranks said, in the order of ranks; called once.
+        By default ranks of ``torch.distributed`` gather it, and without that there is one rank.
+    slices : mapping of Slice, optional
+        Names for parts.
+
+    Raises
+    ------
+    ManifestError
+        Shards leave a hole, overlap, or disagree about a tensor; all of them are named.
+    TypeError
+        It is no function.
+
+    Examples
+    --------
+    >>> source = ShardedSource(lambda: megatron_shards(model.named_parameters(), layout))
+    >>> publisher = WeightPublisher("run1", source, rank=rank, world_size=world_size)
+    """
+
+    def __init__(
+        self,
+        shards: Callable[[], Iterable[Shard]],
+        *,
+        exchange: Exchange | None = None,
+        slices: Mapping[str, Slice] | None = None,
+    ) -> None:
+        if not callable(shards):
+            raise TypeError(
+                f"shards: expected a function that returns them, got {type(shards).__name__}"
+            )
+        self._shards = shards
+        self._slices: Final = dict(slices or {})
+        mine = [_box_of(shard) for shard in shards()]
+        said = (exchange or _gather)(msgspec.msgpack.encode(mine))
+        boxes = [msgspec.msgpack.decode(each, type=list[_Box]) for each in said]
+        self._params: Final = _checked(boxes)
+        self._writers: Final = _writers(boxes)
+        self._mine: Final = frozenset(mine)
+        self._pieces: dict[_Box, tuple[object, LocalPiece]] = {}
+
+    def params(self) -> list[ParamMeta]:
+        """Return all tensors of the whole model, in the order in which ranks named them."""
+        return self._params
+
+    def aliases(self) -> Mapping[str, str]:
+        """Return none: a tied tensor is one shard, or two."""
+        return {}
+
+    def slices(self) -> Mapping[str, Slice]:
+        """Return names for parts, as given."""
+        return self._slices
+
+    def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
+        """Yield the shards that this rank writes.
+
+        Parameters
+        ----------
+        rank, world_size : int
+            Of the publisher.
+
+        Yields
+        ------
+        LocalPiece
+
+        Raises
+        ------
+        ManifestError
+            The rank has other shards than it said, or there are more or fewer ranks.
+        """
+        ranks = {each for writers in self._writers.values() for each in writers}
+        if ranks and max(ranks) >= world_size:
+            raise ManifestError(
+                f"the publisher has {world_size} ranks",
+                [f"rank {max(ranks)} has shards; give the publisher as many ranks as said theirs"],
+            )
+        seen = set()
+        for shard in self._shards():
+            box = _box_of(shard)
+            seen.add(box)
+            if box in self._mine and self._writers[box][0] == rank:
+                yield self._piece(box, shard)
+        if seen != self._mine:
+            faults = [f"{box.name!r} at {list(box.start)} is new" for box in seen - self._mine]
+            faults += [f"{box.name!r} at {list(box.start)} is gone" for box in self._mine - seen]
+            raise ManifestError(f"rank {rank} has other shards than when it was made", faults)
+
+    def _piece(self, box: _Box, shard: Shard) -> LocalPiece:
+        """Return the piece of before, where the shard still is the same memory."""
+        tensor = shard.tensor
+        look = tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device
+        lazy = tensor.is_conj() or tensor.is_neg()
+        known = self._pieces.get(box)
+        if known is None or known[0] != look or lazy:
+            piece = LocalPiece(shard.name, shard.start, tensor, lasting=not lazy)
+            known = self._pieces[box] = look, piece
+        return known[1]
+
+
+def _box_of(shard: Shard) -> _Box:
+    start, shape, sizes = shard.start, shard.shape, tuple(shard.tensor.shape)
+    inside = len(start) == len(shape) == len(sizes) and all(
+        at >= 0 and at + size <= room for at, size, room in zip(start, sizes, shape, strict=True)
+    )
+    if not inside:
+        raise ManifestError(
+            "a shard is no part of its tensor",
+            [f"{shard.name!r}: {list(sizes)} at {list(start)} of {list(shape)}"],
+        )
+    return _Box(shard.name, dtype_name(shard.dtype), shape, start, sizes)
+
+
+def _checked(boxes: Sequence[Sequence[_Box]]) -> list[ParamMeta]:
+    """Return what shards of all ranks make up together; they are each tensor once."""
+    tensors: dict[str, dict[Any, tuple[_Box, int]]] = {}
+    params: dict[str, ParamMeta] = {}
+    faults = []
+    for rank, said in enumerate(boxes):
+        for box in said:
+            meta = ParamMeta(box.name, box.dtype, box.shape)
+            known = params.setdefault(box.name, meta)
+            if known != meta:
+                faults.append(
+                    f"{box.name!r}: rank {rank} has {box.dtype} {list(box.shape)}, another rank "
+                    f"{known.dtype} {list(known.shape)}"
+                )
+            tensors.setdefault(box.name, {}).setdefault(box.place, (box, rank))
+    for name, found in tensors.items():
+        parts = [each for each in found.values() if each[0].volume]
+        faults += [
+            f"{name!r}: {list(box.sizes)} at {list(box.start)} of rank {rank} and "
+            f"{list(other.sizes)} at {list(other.start)} of rank {other_rank} overlap"
+            for at, (box, rank) in enumerate(parts)
+            for other, other_rank in parts[:at]
+            if len(box.start) == len(other.start) and box.overlaps(other)
+        ]
+        total, there = math.prod(params[name].shape), sum(box.volume for box, _ in parts)
+        if there < total:
+            faults.append(f"{name!r}: {total - there} of {total} elements are in no rank's shard")
+    if faults:
+        raise ManifestError("the shards of all ranks do not make up a model", faults)
+    return list(params.values())
+
+
+def _writers(boxes: Sequence[Sequence[_Box]]) -> dict[_Box, tuple[int, ...]]:
+    """Choose who writes each shard, the first of those that have it: the least loaded."""
+    having: dict[_Box, list[int]] = {}
+    for rank, said in enumerate(boxes):
+        for box in dict.fromkeys(said):
+            having.setdefault(box, []).append(rank)
+    load = [0] * len(boxes)
+    found = {}
+    for box, ranks in having.items():
+        ranks.sort(key=lambda rank: (load[rank], rank))
+        load[ranks[0]] += box.volume
+        found[box] = tuple(ranks)
+    return found
+
+
+def _gather(said: bytes) -> Sequence[bytes]:
+    """Gather what ranks say; as bytes, so that nothing is unpickled."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [said]
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    mine = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(device)
+    world_size = torch.distributed.get_world_size()
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
+    torch.distributed.all_gather(sizes, torch.tensor([len(said)], device=device))
+    most = max(int(size) for size in sizes)
+    room = [torch.zeros(most, dtype=torch.uint8, device=device) for _ in sizes]
+    torch.distributed.all_gather(room, torch.nn.functional.pad(mine, (0, most - len(said))))
+    return [bytes(part[: int(size)].cpu().numpy()) for part, size in zip(room, sizes, strict=True)]
+
+
+def module_shards(
+    model: torch.nn.Module, *, rename: Callable[[str], str] | None = None
+) -> Iterator[Shard]:
+    """Yield what this rank has of a module: of each DTensor, as FSDP2 makes them, its own part.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Its parameters and persistent buffers.
+    rename : callable, optional
+        From the module's names to those of the checkpoint.
+
+    Yields
+    ------
+    Shard
+    """
+    for own_name, tensor in model.state_dict(keep_vars=True).items():
+        name = own_name if rename is None else rename(own_name)
+        start: tuple[int, ...] = (0,) * tensor.dim()
+        local = tensor.detach()
+        if is_sharded(local):
+            start, local, _ = local_part(name, local)
+        if local.numel() or not tensor.numel():
+            yield Shard(name, tuple(tensor.shape), start, local)
+
+
+class ExportedSource:
+    """What a trainer exports as whole tensors, one after the other, on every rank in lockstep.
+
+    As Megatron-Bridge does. Each rank writes its share of them, and keeps none.
+
+    Parameters
+    ----------
+    export : callable
+        Returns an iterator of names and tensors, the same on every rank; called for each version,
+        and once more to learn what there is.
+
+    Raises
+    ------
+    TypeError
+        It is no function.
+    """
+
+    def __init__(self, export: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+        if not callable(export):
+            raise TypeError(
+                f"export: expected a function that returns pairs, got {type(export).__name__}"
+            )
+        self._export = export
+        self._params: list[ParamMeta] | None = None
+
+    def params(self) -> list[ParamMeta]:
+        """Return what is exported, learned once."""
+        if self._params is None:
+            self._params = [_meta_of(name, tensor) for name, tensor in self._export()]
+        return self._params
+
+    def aliases(self) -> Mapping[str, str]:
+        """Return none: what is tied is exported once, or twice."""
+        return {}
+
+    def slices(self) -> Mapping[str, Slice]:
+        """Return none."""
+        return {}
+
+    def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
+        """Yield this rank's share, and go through all of it, as the other ranks do.
+
+        Parameters
+        ----------
+        rank, world_size : int
+            Of the publisher.
+
+        Yields
+        ------
+        LocalPiece
+
+        Raises
+        ------
+        ManifestError
+            Something else is exported than at first.
+        """
+        known = iter(self.params())
+        written = [0] * world_size
+        for name, tensor in self._export():
+            meta = _meta_of(name, tensor)
+            if next(known, None) != meta:
+                raise ManifestError(
+                    "something else is exported than at first",
+                    [f"{name!r}: {meta.dtype} {list(meta.shape)} was not expected here"],
+                )
+            lightest = written.index(min(written))
+            written[lightest] += tensor.nbytes
+            if lightest == rank:
+                yield LocalPiece(name, (0,) * tensor.dim(), tensor.detach())
+        left = [f"{meta.name!r} is missing" for meta in known]
+        if left:
+            raise ManifestError("something else is exported than at first", left)
+
+
+def _meta_of(name: str, tensor: torch.Tensor) -> ParamMeta:
+    return ParamMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape))

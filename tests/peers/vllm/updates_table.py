@@ -1,0 +1,262 @@
+"""What new weights cost a real vLLM server: ``python tests/peers/vllm/updates_table.py``.
+
+Eight requests are in flight all the while, with prompts that come again and again. An arm is a way
+to bring the same versions to the same server: through shared memory with a salt of the version, and
+without; by safetensors in tmpfs and vLLM's own ``reload_weights``; by a server that is started
+anew. After each update greedy answers are compared with those of a server that was started with
+these weights, and some prompts are asked that are asked at no other time: what the prefix cache
+serves of them was made by older weights.
+
+``--shape 0.6b`` is Qwen3-0.6B's shape with random weights; without it a model of a megabyte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import model as tiny
+import torch
+from serving import Server, fresh_outputs
+
+from bench import program
+from bench.row import Row
+from shmbus import Bus, Producer
+from shmbus.engines import EngineFleet, VllmServer
+from shmbus.weights import ModuleSource, WeightPublisher
+
+IN_FLIGHT = 8
+TOKENS = 32
+#: Tokens of a block of vLLM's cache; prompts have several, since only whole ones are cached.
+BLOCK = 16
+OPTIONS = ("--block-size", str(BLOCK), "--enable-prompt-tokens-details", "--enable-prefix-caching")
+PROMPTS, PROBES = (
+    [" ".join(f"w{(n * 7 + k) % 125}" for k in range(4 * BLOCK)) for n in range(first, first + 4)]
+    for first in (0, 4)
+)
+#: Updates by starting anew, each of which takes a minute.
+RESTARTS = 3
+
+
+class Load:
+    """Requests in flight, one after the other."""
+
+    def __init__(self, server: Server, salt: Callable[[], str]) -> None:
+        self.server, self.salt = server, salt
+        self.tokens = self.lost = 0
+        self.done = False
+
+    async def ask(self, prompt: str, tokens: int = TOKENS) -> dict[str, Any]:
+        body = {
+            "model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0,
+            "ignore_eos": True,
+        }  # fmt: skip
+        if salt := self.salt():
+            body["cache_salt"] = salt
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session,
+            session.post(f"{self.server.url}/v1/completions", json=body) as response,
+        ):
+            answer: dict[str, Any] = await response.json()
+            if response.status != 200 or answer["usage"]["completion_tokens"] != tokens:
+                raise RuntimeError(f"{response.status}: {answer}")
+            return answer
+
+    async def run(self, number: int) -> None:
+        while not self.done:
+            try:
+                await self.ask(PROMPTS[number % len(PROMPTS)])
+                self.tokens += TOKENS
+            except (RuntimeError, aiohttp.ClientError, TimeoutError):
+                self.lost += 1
+                await asyncio.sleep(0.2)
+            number += 1
+
+    async def stale(self) -> int:
+        """Ask what was asked after the update before; how much of it is served from a cache."""
+        found = 0
+        for prompt in PROBES:
+            usage = (await self.ask(prompt, 1))["usage"]
+            found += bool((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+        return found
+
+
+class Arm:
+    """One way to bring versions to a server, and what it came to."""
+
+    def __init__(self, name: str, title: str) -> None:
+        self.name, self.title = name, title
+        self.pauses: list[float] = []
+        self.stale = self.wrong = 0
+
+    def row(self, load: Load, seconds: float) -> Row:
+        ordered = sorted(self.pauses)
+        figures = {
+            "pause_p95_ms": 1e3 * ordered[int(0.95 * (len(ordered) - 1))],
+            "tokens_a_second": load.tokens / seconds,
+            "requests_lost": load.lost,
+            "stale_prefix_hits": self.stale,
+            "answers_unlike_a_fresh_server": self.wrong,
+        }
+        said = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+        print(f"{self.title}: pause {1e3 * statistics.median(ordered):.1f} ms, {said}", flush=True)
+        values = tuple(1e3 * pause for pause in self.pauses)
+        return Row(
+            name=f"vllm-{self.name}", title=f"vLLM, {self.title}", unit="ms", values=values,
+            figures=figures, note=said,
+        )  # fmt: skip
+
+
+async def measure_arm(
+    arm: Arm,
+    server: Server,
+    bus: Bus,
+    expected: dict[int, list[str]],
+    updates: int,
+    bring: Callable[[int], Awaitable[float]],
+    *,
+    salted: bool,
+) -> Row:
+    """Bring versions to a server under load."""
+    with Producer(bus.name) as producer:
+        load = Load(server, (lambda: producer.cache_salt) if salted else (lambda: ""))
+        began = time.monotonic()
+        workers = [asyncio.ensure_future(load.run(number)) for number in range(IN_FLIGHT)]
+        await asyncio.sleep(2.0)
+        for number in range(1, updates + 1):
+            arm.pauses.append(await bring(number))
+            arm.stale += await load.stale()
+            arm.wrong += await server.greedy() != expected[1 + number % 2]
+        load.done = True
+        await asyncio.gather(*workers)
+        return arm.row(load, time.monotonic() - began)
+
+
+async def by_memory(
+    options: argparse.Namespace, folders: dict[int, Path], expected: Any, *, salted: bool
+) -> Row:
+    """Through shared memory."""
+    arm = Arm(
+        "shm-salt" if salted else "shm",
+        "through shared memory" + (", with salts" if salted else ", without salts"),
+    )
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bus = stack.enter_context(Bus.create(f"vllm-table-{secrets.token_hex(3)}", "4MiB"))
+        server = Server(folders[1], folder / "log", options.tp, *OPTIONS)
+        stack.callback(server.end)
+        await server.started()
+        models = {seed: build(options, seed) for seed in (1, 2)}
+        model = build(options, 1)
+        made = WeightPublisher(bus.name, ModuleSource(model))
+        publisher = stack.enter_context(made)
+        async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=600) as fleet:
+
+            async def bring(version: int) -> float:
+                model.load_state_dict(models[1 + version % 2].state_dict())
+                report = await fleet.update(publisher, version)
+                return report.servers[0].paused_s
+
+            return await measure_arm(
+                arm, server, bus, expected, options.updates, bring, salted=salted
+            )
+
+
+async def by_files(options: argparse.Namespace, folders: dict[int, Path], expected: Any) -> Row:
+    """By safetensors in tmpfs, which vLLM reads again."""
+    arm = Arm("reload", "reload_weights from tmpfs")
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        bus = stack.enter_context(Bus.create(f"vllm-table-{secrets.token_hex(3)}", "4MiB"))
+        server = Server(folders[1], folder / "log", options.tp, *OPTIONS)
+        stack.callback(server.end)
+        await server.started()
+        models = {seed: build(options, seed) for seed in (1, 2)}
+        model = build(options, 1)
+        place = folder / "checkpoints"
+        made = WeightPublisher(bus.name, ModuleSource(model), carrier="checkpoint", directory=place)
+        publisher = stack.enter_context(made)
+        async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=600) as fleet:
+
+            async def bring(version: int) -> float:
+                model.load_state_dict(models[1 + version % 2].state_dict())
+                publisher.publish(version=version)
+                report = await fleet.reload(place)
+                return report.servers[0].paused_s
+
+            return await measure_arm(
+                arm, server, bus, expected, options.updates, bring, salted=True
+            )
+
+
+async def by_restarts(options: argparse.Namespace, folders: dict[int, Path], expected: Any) -> Row:
+    """By a server that is started anew with each version."""
+    arm = Arm("restart", "stop and start")
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bus = stack.enter_context(Bus.create(f"vllm-table-{secrets.token_hex(3)}", "4MiB"))
+        server = Server(folders[1], folder / "log", options.tp, *OPTIONS)
+        stack.callback(lambda: server.end())
+        await server.started()
+
+        async def bring(version: int) -> float:
+            nonlocal server
+            began = time.monotonic()
+            await asyncio.to_thread(server.end)
+            new = Server(folders[1 + version % 2], folder / "log", options.tp, *OPTIONS)
+            await new.started()
+            server.process, server.url = new.process, new.url
+            return time.monotonic() - began
+
+        return await measure_arm(arm, server, bus, expected, RESTARTS, bring, salted=True)
+
+
+def build(options: argparse.Namespace, seed: int) -> torch.nn.Module:
+    """Make a model of the shape that was asked for."""
+    return tiny.build(seed, options.shape)
+
+
+async def table(options: argparse.Namespace) -> list[Row]:
+    """Measure every arm."""
+    with tempfile.TemporaryDirectory() as name:
+        folders = {seed: Path(name) / str(seed) for seed in (1, 2)}
+        for seed, folder in folders.items():
+            tiny.save(str(folder), seed, options.shape)
+        expected = {
+            seed: await fresh_outputs(folders[seed], Path(name) / "log", options.tp)
+            for seed in folders
+        }
+        assert expected[1] != expected[2]
+        arms = {
+            "shm-salt": lambda: by_memory(options, folders, expected, salted=True),
+            "shm": lambda: by_memory(options, folders, expected, salted=False),
+            "reload": lambda: by_files(options, folders, expected),
+            "restart": lambda: by_restarts(options, folders, expected),
+        }
+        return [await arms[name]() for name in options.arms.split(",")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    parser = program.parser_of("vllm", __doc__)
+    parser.add_argument("--shape", default="tiny", choices=("tiny", "0.6b"))
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--updates", type=int, default=50)
+    parser.add_argument("--arms", default="shm-salt,shm,reload,restart")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    return program.run("vllm", parser, lambda options: asyncio.run(table(options)), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
