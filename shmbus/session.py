@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.client
 import logging
 import math
@@ -258,44 +259,20 @@ class Session:
         self._end_at_recorder("released by its worker")
         return self._release("released by its worker")
 
-    async def afinish(self, score: float | None, **options: Any) -> bool:
-        """Put the sample as `finish` does, in a thread.
-
-        Parameters
-        ----------
-        score, **options
-            As for `finish`.
-
-        Returns
-        -------
-        bool
-            As for `finish`.
-
-        Raises
-        ------
-        RuntimeError, BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `finish`.
-        """
-        return await asyncio.to_thread(self.finish, score, **options)
+    async def afinish(
+        self,
+        score: float | None,
+        *,
+        meta: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> bool:
+        """Put the sample as `finish` does, in a thread; a CancelledError leaves the thread at it."""
+        work = functools.partial(self.finish, score, meta=meta, timeout=timeout, **fields)
+        return await asyncio.to_thread(work)
 
     async def afail(self, reason: str) -> bool:
-        """Report that the sample failed as `fail` does, in a thread.
-
-        Parameters
-        ----------
-        reason : str
-            As for `fail`.
-
-        Returns
-        -------
-        bool
-            As for `fail`.
-
-        Raises
-        ------
-        RuntimeError
-            As for `fail`.
-        """
+        """Report that it failed as `fail` does, in a thread; a CancelledError leaves it at that."""
         return await asyncio.to_thread(self.fail, reason)
 
     def _require_open(self, what: str) -> None:
