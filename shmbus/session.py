@@ -267,7 +267,7 @@ class Session:
         timeout: float | None = None,
         **fields: Any,
     ) -> bool:
-        """Put the sample as `finish` does, in a thread; a CancelledError leaves the thread at it."""
+        """Put the sample as `finish` does, in a thread; a CancelledError leaves it at that."""
         work = functools.partial(self.finish, score, meta=meta, timeout=timeout, **fields)
         return await asyncio.to_thread(work)
 
