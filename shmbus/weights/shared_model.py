@@ -72,7 +72,7 @@ from shmbus.weights.source import ModuleSource
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SharedModel", "attach_model", "share_model"]
+__all__ = ["SharedModel", "attach_model", "put_views", "share_model"]
 
 Locking: TypeAlias = Literal["lock", "none"]
 
@@ -499,7 +499,7 @@ def attach_model(
             raise ManifestError(
                 "the shared weights do not fit the model, and it was not changed", faults
             )
-        _put_views(model, found, writable=writable)
+        put_views(model, found, writable=writable)
         if writable:
             shared._model = weakref.ref(model)
         shared._remove = writable and not shared._is_guest
@@ -509,9 +509,7 @@ def attach_model(
         raise
 
 
-def _put_views(
-    model: torch.nn.Module, found: Mapping[str, torch.Tensor], *, writable: bool
-) -> None:
+def put_views(model: torch.nn.Module, found: Mapping[str, torch.Tensor], *, writable: bool) -> None:
     """Make all of a model's tensors views, or none; what was tied stays one object."""
     made: dict[tuple[int, int], torch.nn.Parameter] = {}
     with contextlib.ExitStack() as undo:
