@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import functools
 import http.client
 import logging
 import math
@@ -267,12 +266,49 @@ class Session:
         timeout: float | None = None,
         **fields: Any,
     ) -> bool:
-        """Put the sample as `finish` does, in a thread; a CancelledError leaves it at that."""
-        work = functools.partial(self.finish, score, meta=meta, timeout=timeout, **fields)
-        return await asyncio.to_thread(work)
+        """Put the sample as `finish` does, in a thread.
+
+        Parameters
+        ----------
+        score, meta, timeout, **fields
+            As for `finish`.
+
+        Returns
+        -------
+        bool
+            As for `finish`.
+
+        Raises
+        ------
+        RuntimeError, BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `finish`.
+        TypeError, ValueError
+            As for `finish`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; the thread goes on to put the sample.
+        """
+        return await asyncio.to_thread(self.finish, score, meta=meta, timeout=timeout, **fields)
 
     async def afail(self, reason: str) -> bool:
-        """Report that it failed as `fail` does, in a thread; a CancelledError leaves it at that."""
+        """Report that the sample failed as `fail` does, in a thread.
+
+        Parameters
+        ----------
+        reason : str
+            As for `fail`.
+
+        Returns
+        -------
+        bool
+            As for `fail`.
+
+        Raises
+        ------
+        RuntimeError
+            As for `fail`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; the thread goes on to report it.
+        """
         return await asyncio.to_thread(self.fail, reason)
 
     def _require_open(self, what: str) -> None:
