@@ -88,6 +88,8 @@ class SharedModel:
         Open; this object closes it.
     writable : bool
         Whether this process steps.
+    arena : Arena, optional
+        What exports the memory, in the process that has it.
 
     Raises
     ------
@@ -297,7 +299,12 @@ class SharedModel:
         Parameters
         ----------
         optimizer : torch.optim.Optimizer
-            Of these parameters; its step raises WeightsError then, before it changes one.
+            Of these parameters.
+
+        Raises
+        ------
+        WeightsError
+            By a step of that optimizer outside of `stepping`; no parameter was changed.
         """
 
         def require_step(*arguments: object) -> None:
