@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 
 from shmbus import cli
 
-__all__ = ["Forked", "Streams", "end_servers", "fork"]
+__all__ = ["FUNCTIONS", "TEMPLATE", "Forked", "Streams", "end_servers", "fork"]
 
 #: A request: arguments and an environment.
 REQUEST_BYTES = 1 << 20
@@ -49,6 +50,26 @@ COMMANDS = tuple(f"shmbus.cli.{module}" for module in dict.fromkeys(cli._COMMAND
 PLAIN = ("uvloop", "shmbus.consumer", "shmbus.feeder", *COMMANDS)
 TORCH = (*PLAIN, "torch", "trainer_adapter.handler.handler")
 HTTP = (*PLAIN, "aiohttp.web")
+
+#: What children that run a function need; tests' own modules are not on the path of their template.
+FUNCTIONS = (
+    "aiohttp.web",
+    "bench.contest.child",
+    "pytest",
+    "sglang.srt.managers.io_struct",
+    "shmbus.engines",
+    "shmbus.relay.coordinator_party",
+    "shmbus.relay.sink_party",
+    "shmbus.relay.source_party",
+    "shmbus.tensors",
+    "shmbus.weights.shared_model",
+    "torch",
+    "trainer_adapter.handler.handler",
+)
+#: Their context. A process has one template, which imports what was set last before it starts: so
+#: all set the same.
+TEMPLATE = multiprocessing.get_context("forkserver")
+TEMPLATE.set_forkserver_preload([*FUNCTIONS])
 
 
 def modules_for(program: str) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import multiprocessing
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fork_server import TEMPLATE
 
 import shmbus
 from shmbus import Bus, Consumer, Group, Producer, Trajectory
@@ -192,7 +192,7 @@ def test_a_copy_travels_to_another_process_and_back(name: str) -> None:
     with consumer:
         made = group.copy()
         group.ack()
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with TEMPLATE.Pool(1) as pool:
         back = pool.apply(doubled, (made,))
     for one, other in zip(back, made, strict=True):
         assert np.array_equal(one["tokens"], 2 * other["tokens"])
