@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import doc_pages
 import pytest
 import tensordict
 import torch
@@ -182,3 +183,19 @@ def test_a_folder_that_others_may_read_is_refused(bus_name: str) -> None:
             Store(bus_name)
     finally:
         os.rmdir(path)
+
+
+def test_the_page_configures_and_installs_what_ran(bus_name: str) -> None:
+    wanted = doc_pages.installs("transfer-queue.md", "pip install")
+    assert wanted <= set((HERE / "requirements.txt").read_text().splitlines()), wanted
+    code = doc_pages.block("transfer-queue.md", "tq.init").replace('"run1"', repr(bus_name))
+    code += (
+        'tq.kv_put(key="k", partition_id="p", fields={"x": torch.arange(6)[None]})\n'
+        'got = tq.kv_batch_get(keys=["k"], partition_id="p")["x"]\n'
+        'assert torch.equal(got[0], torch.arange(6)), got\n'
+        'tq.close()\n'
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", f"import torch\n{code}"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
