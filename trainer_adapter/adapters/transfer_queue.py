@@ -40,7 +40,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from shmbus.errors import BusBusyError, CapacityError, DamagedError
+from shmbus import BusBusyError, CapacityError, DamagedError
 from trainer_adapter.adapters.optional_imports import Stack
 
 __all__ = ["ShmbusStorageClient", "ShmbusStorageManager", "Store", "register"]

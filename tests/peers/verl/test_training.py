@@ -33,9 +33,9 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(600)
 
 
-def of_the_page(bus: str, words: str) -> list[str]:
+def of_the_page(block: str, bus: str) -> list[str]:
     """A configuration of the page, as arguments of a command line."""
-    text = doc_pages.block("verl.md", words).replace(f"bus: {doc_pages.BUS}", f"bus: {bus}")
+    text = block.replace(f"bus: {doc_pages.BUS}", f"bus: {bus}")
 
     def flat(node: Any, *keys: str) -> Iterator[str]:
         if isinstance(node, dict):
@@ -50,8 +50,8 @@ def of_the_page(bus: str, words: str) -> list[str]:
 def overrides(bus: str, root: Path) -> list[str]:
     """What a user would write; the second half makes it small, and of a CPU."""
     return [
-        *of_the_page(bus, "custom_sampler:"),
-        *of_the_page(bus, "custom_backend_module:"),
+        *of_the_page(doc_pages.block("verl.md", "custom_sampler:"), bus),
+        *of_the_page(doc_pages.block("verl.md", "custom_backend_module:"), bus),
         f"actor_rollout_ref.model.path={root}/model",
         f"data.train_files={root}/prompts.json",
         f"data.val_files={root}/prompts.json",

@@ -75,7 +75,7 @@ class Replica:
             model_config=None,
             server_adapter=Files(Path(config.trainer.default_local_dir)),
         )
-        pool = RayResourcePool([2], use_gpu=False, name_prefix="replica")
+        pool = RayResourcePool([2], False, "replica", max_colocate_count=1)  # a processor each
         group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name="cpu")
         self.workers = group.workers
 
