@@ -48,7 +48,8 @@ READ_LATER = frozenset({"PYTHONPATH", "GLOO_SOCKET_IFNAME"})
 #: What every child needs, and what some need beside it.
 COMMANDS = tuple(f"shmbus.cli.{module}" for module in dict.fromkeys(cli._COMMANDS.values()))
 PLAIN = ("uvloop", "shmbus.consumer", "shmbus.feeder", *COMMANDS)
-TORCH = (*PLAIN, "torch", "trainer_adapter.handler.handler")
+# With what torch imports where the first optimizer is made, for as long as all of torch.
+TORCH = (*PLAIN, "torch._dynamo", "trainer_adapter.handler.handler")
 HTTP = (*PLAIN, "aiohttp.web")
 
 #: What children that run a function need; tests' own modules are not on the path of their template.
@@ -72,9 +73,11 @@ TEMPLATE = multiprocessing.get_context("forkserver")
 TEMPLATE.set_forkserver_preload([*FUNCTIONS])
 
 
-def modules_for(program: str) -> tuple[str, ...]:
+def modules_for(program: str, arguments: list[str]) -> tuple[str, ...]:
     """What a program, by its text or its module's name, will import."""
-    if any(word in program for word in ("torch", "trainer_adapter", "shmbus.weights")):
+    if "demo" in arguments or any(
+        word in program for word in ("torch", "trainer_adapter", "shmbus.weights")
+    ):
         return TORCH
     return HTTP if "shmbus.gateway" in program or "shmbus.web" in program else PLAIN
 
@@ -233,7 +236,7 @@ def fork(
     """
     if environment() != _environment or not more.keys() <= READ_LATER:
         return None
-    needs = modules_for(text)
+    needs = modules_for(text, arguments)
     if needs not in _servers:
         _servers[needs] = ForkServer(needs)
     return _servers[needs].start(program, arguments, directory, streams, more)
