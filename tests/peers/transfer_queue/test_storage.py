@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
@@ -110,6 +111,22 @@ def test_what_was_read_stays_and_may_be_written(client: Any) -> None:
         assert found.sum() == size and again.sum() == 2 * size
         with pytest.raises(KeyError, match="another machine"):
             client.get(["k"])
+
+
+def test_a_checkpoint_brings_back_what_was_there(
+    client: Any, bus_name: str, tmp_path: Path
+) -> None:
+    manager = object.__new__(transfer_queue.ShmbusStorageManager)
+    manager._path = f"{transfer_queue._PREFIX}{bus_name}"
+    client.put(["tensor", "text"], [torch.ones(4), "x"])
+    asyncio.run(manager.save_checkpoint(str(tmp_path / "saved")))
+    client.clear(["text"])
+    client.put(["tensor", "later"], [torch.zeros(4), 1])
+    asyncio.run(manager.load_checkpoint(str(tmp_path / "saved")))
+    [tensor, *rest] = client.get(["tensor", "text", "later"])
+    assert torch.equal(tensor, torch.ones(4)) and rest == ["x", 1]
+    with pytest.raises(FileNotFoundError, match="another backend"):
+        asyncio.run(manager.load_checkpoint(str(tmp_path)))
 
 
 def test_keys_of_any_length_and_character_are_taken(client: Any) -> None:
