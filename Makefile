@@ -319,7 +319,7 @@ $(eval $(call c_test_rules,tsan,-O1 -g -DSHMBUS_DEBUG=1 -fsanitize=thread,saniti
 
 # Fuzzing (tests/fuzz): libFuzzer and atheris find cases; any compiler can replay the kept ones.
 # Findings of a run lie in build/fuzz/found; a case worth keeping goes to tests/fuzz/corpus.
-FUZZ_TARGETS := header record block segment retry_table declared_schema numbers patch
+FUZZ_TARGETS := header record block segment retry_table declared_schema patch
 FUZZ_PYTHON := decoders control snapshot
 FUZZERS := $(patsubst %,build/fuzz/fuzz_%,$(FUZZ_TARGETS))
 MINUTES ?= 4
@@ -339,9 +339,6 @@ build/fuzz/replay/%.o: %.c $(C_HEADERS) Makefile
 	@echo 'compiling $@'; $(REPLAY) -c -o $@ $<
 build/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(C_TESTED:%.c=build/fuzz/objects/%.o)
 	$(FUZZER) -fsanitize=fuzzer -o $@ $< $(filter %.o,$^)
-
-# It includes what it tests.
-build/fuzz/fuzz_numbers build/fuzz/replay_numbers: $(wildcard shmbus_ext/gateway/*.c)
 
 .PHONY: check-fuzz fuzz-c fuzz-python
 fuzz-c: $(FUZZERS)

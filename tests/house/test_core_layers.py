@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 CORE = Path(__file__).resolve().parents[2] / "shmbus_ext"
-ROOMS = ("base", "ring", "stash", "batch", "pool", "channel", "gateway")
+ROOMS = ("base", "ring", "stash", "batch", "pool", "channel")
 # What rooms share.
 GROUND = "base"
 COMPILER = shlex.split(os.environ.get("CC", "cc"))
