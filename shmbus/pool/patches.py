@@ -128,7 +128,7 @@ def same_bytes(one: Any, other: Any) -> bool:
 
 
 def export_patch(lease: _core.PoolLease) -> tuple[int, bytes] | None:
-    """Return a version's patch as bytes, and its base's sequence; None where it has no sound one."""
+    """Return its base's sequence and a patch as bytes; None where there is no sound one."""
     return _core.pool_patch_bytes(lease)
 
 

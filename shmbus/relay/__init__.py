@@ -77,4 +77,6 @@ def start(
     """
     from shmbus.relay.on_ray import start as start_on_ray
 
-    return start_on_ray(source, trainers, release=release, weights=weights, address=address, **policy)
+    return start_on_ray(
+        source, trainers, release=release, weights=weights, address=address, **policy
+    )

@@ -6,9 +6,10 @@ their own; others get all of it.
 
 Invariants:
 
-- A mirror gets from one that is before it in its chain, or from the trainer's node: never in circles.
+- A mirror gets from one before it in its chain, or from the trainer's node: never in circles.
 - One that falls behind, or says nothing, goes to the end of its chain: nobody waits for it.
-- A version that a mirror is getting is not taken from it for a newer one: it would never have any.
+- A version that a mirror is getting is not taken from it for a newer one: it would never have
+  any.
 - Nothing is known that mirrors do not say again: states may be late, lost or doubled.
 """
 
@@ -22,8 +23,8 @@ from shmbus.relay.party import Backoff
 
 __all__ = ["PIECE_BYTES", "Distribution", "Hop", "count_pieces"]
 
-#: Bytes of a piece: a few system calls each, and little beside a version, since a chain of n mirrors
-#: has the last byte n pieces later than one.
+#: Bytes of a piece: a few system calls each, and little beside a version, since a chain of n
+#: mirrors has the last byte n pieces later than one.
 PIECE_BYTES: Final = 4 << 20
 #: Seconds of silence after which a mirror counts as away: three of its hellos.
 SILENT_S: Final = 3.0
@@ -31,7 +32,8 @@ SILENT_S: Final = 3.0
 STALL_S: Final = 0.25
 #: The same where that happens again and again, as when all of them wait for one link.
 _MOST_STALL_S: Final = 8.0
-#: Pieces that a mirror may be behind the one before it: what is under way, and the age of its words.
+#: Pieces that a mirror may be behind the one before it: what is under way, and comes while its
+#: words do.
 LAG: Final = 64
 #: Versions after which one that was slow is tried at the head of a chain again.
 _SLOW_VERSIONS: Final = 16
@@ -40,9 +42,9 @@ _SLOW_VERSIONS: Final = 16
 KEEP_S: Final = 20.0
 
 
-def count_pieces(nbytes: int) -> int:
+def count_pieces(nbytes: int, piece_bytes: int) -> int:
     """Return how many pieces so many bytes go over as."""
-    return max(1, -(-nbytes // PIECE_BYTES))
+    return max(1, -(-nbytes // piece_bytes))
 
 
 class Hop(NamedTuple):
@@ -77,8 +79,11 @@ class _Mirror:
 class Distribution:
     """The chains of a pool's versions."""
 
-    def __init__(self, address: str, mirrors: Sequence[str]) -> None:
+    def __init__(
+        self, address: str, mirrors: Sequence[str], piece_bytes: int = PIECE_BYTES
+    ) -> None:
         self._address = address
+        self._piece_bytes = piece_bytes
         self._mirrors = {each: _Mirror() for each in mirrors}
         self._chains: dict[Transfer, _Chain] = {}
         self._whole = self._patch = Transfer("", 0, 0)
@@ -88,7 +93,9 @@ class Distribution:
 
     # -- what happens ----------------------------------------------------------------------------
 
-    def publish(self, whole: Transfer, size: int, base: int, patch_bytes: int, now_s: float) -> None:
+    def publish(
+        self, whole: Transfer, size: int, base: int, patch_bytes: int, now_s: float
+    ) -> None:
         """There is a version of so many bytes, with a patch where `base` is not 0."""
         self._whole = whole
         self._patch = whole._replace(base=base)
@@ -105,7 +112,7 @@ class Distribution:
         mirror = self._mirrors[state.address]
         before = mirror.state
         mirror.heard_s = now_s
-        if before is None or (before.getting, before.count) != (state.getting, state.count):
+        if before is None or (before.getting, before.pieces) != (state.getting, state.pieces):
             mirror.moved_s = now_s
         mirror.state = state
 
@@ -168,7 +175,8 @@ class Distribution:
         if wanted is None:
             return
         if wanted not in self._chains:
-            self._chains[wanted] = _Chain(wanted, count_pieces(self._nbytes[wanted]), [])
+            pieces = count_pieces(self._nbytes[wanted], self._piece_bytes)
+            self._chains[wanted] = _Chain(wanted, pieces, [])
         members = self._chains[wanted].members
         if address not in members:
             members.append(address)
@@ -184,7 +192,7 @@ class Distribution:
             return 0
         if state.done == chain.transfer:
             return chain.pieces
-        return state.count if state.getting == chain.transfer else 0
+        return state.pieces if state.getting == chain.transfer else 0
 
     def _reorder(self, chain: _Chain, now_s: float) -> None:
         """Have nobody get from a mirror that stands still, or is far behind."""
@@ -225,9 +233,7 @@ class Distribution:
     # -- what the trainer's node keeps -----------------------------------------------------------
 
     def keeps(self, transfer: Transfer, now_s: float) -> bool:
-        """Whether a transfer's bytes are needed still: of the newest version, or for want of another
-        who has all of it.
-        """
+        """Whether a transfer's bytes are needed still: it is new, or nobody else has all of it."""
         if transfer.sequence == self._whole.sequence:
             return True
         chain = self._chains.get(transfer)

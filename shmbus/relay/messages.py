@@ -40,6 +40,9 @@ _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_core.MAX_GROUP_SIZE)]
 #: Of one block.
 _Records: TypeAlias = Annotated[tuple[Origin, ...], msgspec.Meta(max_length=_core.MAX_GROUP_SIZE)]
 
+#: Of a piece of weights: a piece is a block of the connection.
+_MOST_PIECE_BYTES = 64 << 20
+
 #: Where a source's announcements have come to: its incarnation, and the number of the last one.
 Mark: TypeAlias = tuple[int, int]
 
@@ -323,14 +326,15 @@ class PoolGeometry(NamedTuple):
 class VersionOffer(NamedTuple):
     """The publisher's side to a mirror: get this, from there; what it says of itself is beside it.
 
-    `nbytes` are those of the transfer, `size` of the version. `digests`: whether its blocks are to
+    `nbytes` are those of the transfer, in pieces of `piece_bytes`, and `size` of the version. `digests`: whether its blocks are to
     have theirs.
     """
 
     transfer: Transfer
     upstream: str
     nbytes: Count
-    version: Annotated[int, msgspec.Meta(ge=-(2**63), lt=2**63)]
+    piece_bytes: Annotated[int, msgspec.Meta(ge=1, le=_MOST_PIECE_BYTES)]
+    version: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
     size: Count
     digests: bool
     text: str
@@ -352,7 +356,7 @@ class VersionPiece(NamedTuple):
     """
 
     transfer: Transfer
-    index: Count
+    number: Count
     crc: Count
     digest: Count | None = None
 
@@ -377,8 +381,8 @@ class MirrorState(NamedTuple):
     """A mirror to the publisher's side: what it has and gets, and who reads it.
 
     It has the version `sequence` of the trainer's pool `pool`, 0 for none. `done` is the transfer
-    that it has got whole and still hands on, `getting` the one of which it has `count` pieces so
-    far. `error` is why it can take none; `damaged` counts pieces that were not what was sent.
+    that it has got whole and still hands on, `getting` the one of which it has so many `pieces`.
+    `error` is why it can take none; `damaged` counts pieces that were not what was sent.
     """
 
     address: str
@@ -389,7 +393,7 @@ class MirrorState(NamedTuple):
     done: Transfer | None
     getting: Transfer | None
     upstream: str
-    count: Count
+    pieces: Count
     error: str
     damaged: Count
     engines: tuple[EngineRow, ...] = ()

@@ -4,8 +4,8 @@ Invariants:
 
 - It gets one transfer at a time, and each piece of it is taken once.
 - What it has asked for and not got it asks for again, of whoever is its upstream then.
-- What others ask of it waits until it has it; one that asks for another transfer asks for no more of
-  the one before.
+- What others ask of it waits until it has it; one that asks for another transfer asks for no more
+  of the one before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from shmbus.relay.distribution import count_pieces
 from shmbus.relay.messages import PiecesWanted, Transfer
 
 __all__ = ["ASK_AGAIN_S", "WINDOW", "Mirror"]
@@ -30,7 +29,7 @@ class Outgoing(NamedTuple):
     """A piece that is to be handed on."""
 
     to: str
-    index: int
+    number: int
 
 
 class Mirror:
@@ -53,9 +52,9 @@ class Mirror:
         """Whether it has all pieces of what it is getting."""
         return self.getting is not None and self.count == self.pieces
 
-    def begin(self, transfer: Transfer, nbytes: int) -> None:
-        """Get a transfer, and nothing of the one before."""
-        self.getting, self.pieces = transfer, count_pieces(nbytes)
+    def begin(self, transfer: Transfer, pieces: int) -> None:
+        """Get a transfer of so many pieces, and nothing of the one before."""
+        self.getting, self.pieces = transfer, pieces
         self._has = bytearray(self.pieces)
         self._asked, self._next, self.count, self.upstream = {}, 0, 0, ""
 
@@ -94,7 +93,7 @@ class Mirror:
         return transfer == self.getting and index < self.pieces and not self._has[index]
 
     def take(self, index: int, now_s: float) -> list[Outgoing]:
-        """A piece is here, and was checked; return to whom it goes on."""
+        """Note that a piece is here, and was checked; return to whom it goes on."""
         assert self.getting is not None
         self._has[index] = 1
         self.count += 1

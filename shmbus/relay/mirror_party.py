@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shmbus import errors
+from shmbus.inspect import leftovers
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, copy_bytes
+from shmbus.pool.lifecycle import pool_path
 from shmbus.pool.patches import patched_crc, take_patch
 from shmbus.pool.status import status_of_pool
-from shmbus.relay.distribution import PIECE_BYTES, count_pieces
+from shmbus.relay.distribution import count_pieces
 from shmbus.relay.messages import (
     EngineRow,
     Envelope,
@@ -49,6 +51,8 @@ POOL_KIND: Final = "weights"
 _HELLO_S: Final = 1.0
 _PROGRESS_S: Final = 0.05
 _SLOT_S: Final = 0.1
+#: Of a transfer: 4 TiB in pieces of the usual size.
+_MOST_PIECES: Final = 1 << 20
 #: Readers that are told of.
 _MOST_ENGINES: Final = 128
 
@@ -59,17 +63,18 @@ def digest_of(crcs: Sequence[int]) -> int:
 
 
 class _Done(NamedTuple):
-    """A transfer that is here whole, to be handed on: a lease of the version, or a patch's bytes."""
+    """A transfer that is here whole, to be handed on: of a lease, or of a patch's bytes."""
 
     transfer: Transfer
     crcs: list[int]
     digest: int
     source: VersionLease | bytearray
+    piece_bytes: int
 
     def bytes_of(self, index: int) -> bytes:
         held = self.source
         whole = memoryview(held.buffer if isinstance(held, VersionLease) else held)
-        return bytes(whole[index * PIECE_BYTES : (index + 1) * PIECE_BYTES])
+        return bytes(whole[index * self.piece_bytes : (index + 1) * self.piece_bytes])
 
 
 class _Incoming:
@@ -80,7 +85,7 @@ class _Incoming:
         self.is_patch = offer.transfer.base != 0
         self.write: VersionWrite | None = None
         self.room = bytearray(offer.nbytes) if self.is_patch else bytearray()
-        self.crcs = [0] * count_pieces(offer.nbytes)
+        self.crcs = [0] * count_pieces(offer.nbytes, offer.piece_bytes)
         self.digest: int | None = None
         #: When to look for a slot next, while there is none.
         self.next_s = 0.0
@@ -91,7 +96,8 @@ class _Incoming:
         if not self.is_patch:
             assert self.write is not None
             whole = memoryview(self.write.buffer)
-        return whole[index * PIECE_BYTES : min(self.offer.nbytes, (index + 1) * PIECE_BYTES)]
+        first, each = index * self.offer.piece_bytes, self.offer.piece_bytes
+        return whole[first : min(self.offer.nbytes, first + each)]
 
 
 class MirrorParty:
@@ -186,7 +192,7 @@ class MirrorParty:
                 self._say(now_s)
                 return
             self._incoming = _Incoming(offer, meta)
-            self.pure.begin(offer.transfer, offer.nbytes)
+            self.pure.begin(offer.transfer, len(self._incoming.crcs))
         self.pure.attach("", now_s)
         assert self._incoming is not None
         self._incoming.offer = offer
@@ -225,11 +231,11 @@ class MirrorParty:
 
     def _came(self, piece: VersionPiece, envelope: Envelope, now_s: float) -> None:
         incoming, payload = self._incoming, envelope.payload
-        if incoming is None or not self.pure.lacks(piece.transfer, piece.index):
+        if incoming is None or not self.pure.lacks(piece.transfer, piece.number):
             return
         if not incoming.is_patch and incoming.write is None:
             return
-        place = incoming.view(piece.index)
+        place = incoming.view(piece.number)
         good = len(payload) == len(place)
         if good:
             copy_bytes(place, payload)
@@ -238,14 +244,15 @@ class MirrorParty:
         if not good:
             self.damaged += 1
             _log.warning(
-                "relay: piece %d of version %d from %s is not what was sent (%d bytes): it is asked "
-                "for again", piece.index, incoming.offer.version, envelope.sender, len(payload),
+                "relay: piece %d of version %d from %s is not what was sent (%d bytes): it is "
+                "asked for again", piece.number, incoming.offer.version, envelope.sender,
+                len(payload),
             )  # fmt: skip
             return
-        incoming.crcs[piece.index] = piece.crc
+        incoming.crcs[piece.number] = piece.crc
         if piece.digest is not None:
             incoming.digest = piece.digest
-        for address, index in self.pure.take(piece.index, now_s):
+        for address, index in self.pure.take(piece.number, now_s):
             self._mailbox.send(address, self._piece(incoming, index), payload)
         self._ask()
         if self.pure.is_whole:
@@ -282,6 +289,7 @@ class MirrorParty:
             # As the trainer's was: under the same name there is a larger one.
             self._leave(remove=True)
         if self._publisher is None:
+            _remove_unfinished(self._bus)
             self._publisher = PoolPublisher(
                 self._bus, POOL_KIND, spec=spec, label="relay's mirror", when_held="grow",
                 timeout=0.0,
@@ -340,7 +348,9 @@ class MirrorParty:
         self._reader.applied(lease)
         source = incoming.room if incoming.is_patch else lease
         assert incoming.digest is not None
-        self._done = _Done(offer.transfer, incoming.crcs, incoming.digest, source)
+        self._done = _Done(
+            offer.transfer, incoming.crcs, incoming.digest, source, offer.piece_bytes
+        )
         self._pool, self.sequence = offer.transfer.pool, offer.transfer.sequence
         self.version = offer.version
         self._incoming = None
@@ -391,6 +401,19 @@ class MirrorParty:
         self._leave()
 
 
+def _remove_unfinished(bus: str) -> None:
+    """Remove a pool whose creator died before it had all of its memory."""
+    path = pool_path(bus, POOL_KIND)
+    try:
+        with open(path, "rb") as file:
+            begun = file.read(8) == bytes(8)  # its magic comes last
+    except OSError:
+        return
+    for found in leftovers.of_bus(bus) if begun else ():
+        if found.path == path and leftovers.may_go(found, force=False):
+            leftovers.remove(found)
+
+
 def _spec_of(geometry: PoolGeometry) -> PoolSpec:
     return PoolSpec(
         slot_bytes=geometry.slot_bytes, slots=geometry.slots, max_slots=geometry.max_slots,
@@ -413,6 +436,11 @@ def _check_offer(offer: VersionOffer, meta_bytes: int) -> None:
         raise errors.ProtocolError(
             f"version {offer.version} of {offer.size} bytes goes over as {offer.nbytes}; expected "
             f"at most {most} and slots of {geometry.slot_bytes}: nothing was asked for"
+        )
+    if offer.nbytes > _MOST_PIECES * offer.piece_bytes:
+        raise errors.ProtocolError(
+            f"version {offer.version} goes over as {offer.nbytes} bytes in pieces of "
+            f"{offer.piece_bytes}; expected at most {_MOST_PIECES} pieces: nothing was asked for"
         )
     if meta_bytes > geometry.meta_bytes:
         raise errors.ProtocolError(

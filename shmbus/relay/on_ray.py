@@ -317,7 +317,9 @@ class Relay:
         self.name = name
         self.addresses = addresses
         self._coordinator = f"{_PREFIX}.{name}.coordinator"
-        self._carrying = [each for each in addresses if each.startswith(f"{_PREFIX}.{name}.{_WEIGHTS}")]
+        self._carrying = [
+            each for each in addresses if each.startswith(f"{_PREFIX}.{name}.{_WEIGHTS}")
+        ]
 
     def describe(self, timeout: float = _ANSWER_S) -> list[dict[str, Any]]:
         """Return what each actor says of itself, within so many seconds for all of them.

@@ -57,7 +57,8 @@ class _Where(msgspec.Struct):
 class _Version:
     """The newest version, or one that some mirrors get still."""
 
-    def __init__(self, pool: str, lease: VersionLease) -> None:
+    def __init__(self, pool: str, lease: VersionLease, piece_bytes: int) -> None:
+        self._piece_bytes = piece_bytes
         self.lease: VersionLease | None = lease
         self.whole = Transfer(pool, lease.sequence, 0)
         self.version, self.size, self.text = lease.version, lease.size, lease.text
@@ -73,6 +74,9 @@ class _Version:
     def nbytes(self, transfer: Transfer) -> int:
         return len(self.patch) if transfer.base else self.size
 
+    def pieces(self, transfer: Transfer) -> int:
+        return count_pieces(self.nbytes(transfer), self._piece_bytes)
+
     def has(self, transfer: Transfer) -> bool:
         """Whether the bytes of a transfer are here still."""
         if transfer == self.whole:
@@ -84,7 +88,7 @@ class _Version:
         payload = self._bytes(transfer, index)
         crc = self._crcs.setdefault(transfer, {}).setdefault(index, _core.crc32c(payload))
         digest = None
-        if index == count_pieces(self.nbytes(transfer)) - 1:
+        if index == self.pieces(transfer) - 1:
             digest = self._digest(transfer)
         return VersionPiece(transfer, index, crc, digest), payload
 
@@ -93,13 +97,13 @@ class _Version:
         held = memoryview(self.patch)
         if not transfer.base and self.lease is not None:
             held = memoryview(self.lease.buffer)
-        return bytes(held[index * PIECE_BYTES : (index + 1) * PIECE_BYTES])
+        return bytes(held[index * self._piece_bytes : (index + 1) * self._piece_bytes])
 
     def _digest(self, transfer: Transfer) -> int:
         if transfer.base:
             return self._digest_of_patch()
         crcs = self._crcs[transfer]
-        pieces = range(count_pieces(self.size))
+        pieces = range(self.pieces(transfer))
         for index in pieces:
             if index not in crcs:
                 crcs[index] = _core.crc32c(self._bytes(transfer, index))
@@ -125,11 +129,14 @@ class _Version:
 class WeightsParty:
     """A pool of weights, and its mirrors on other nodes."""
 
-    def __init__(self, bus: str, mailbox: Mailbox, mirrors: Sequence[str]) -> None:
+    def __init__(
+        self, bus: str, mailbox: Mailbox, mirrors: Sequence[str], piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self._piece_bytes = piece_bytes
         self._bus, self._mailbox = bus, mailbox
         self._reader = PoolReader(bus, POOL_KIND, label="relay")
         self._pool = "{}.{}".format(*self._reader.identity)
-        self.pure = Distribution(mailbox.address, mirrors)
+        self.pure = Distribution(mailbox.address, mirrors, piece_bytes)
         self._versions: dict[int, _Version] = {}
         self._newest: _Version | None = None
         self._seen = 0
@@ -159,7 +166,7 @@ class WeightsParty:
         if found is None or not found.has(wanted.transfer):
             self._mailbox.send(asker, PiecesGone(wanted.transfer))
             return
-        pieces = count_pieces(found.nbytes(wanted.transfer))
+        pieces = found.pieces(wanted.transfer)
         for index in wanted.pieces:
             if index < pieces:
                 self._mailbox.send(asker, *found.piece(wanted.transfer, index))
@@ -175,8 +182,8 @@ class WeightsParty:
             block_bytes, patch_bytes,
         )  # fmt: skip
         offer = VersionOffer(
-            hop.transfer, hop.upstream, found.nbytes(hop.transfer), found.version, found.size,
-            found.digests, found.text, geometry,
+            hop.transfer, hop.upstream, found.nbytes(hop.transfer), self._piece_bytes, found.version,
+            found.size, found.digests, found.text, geometry,
         )  # fmt: skip
         self._mailbox.send(hop.mirror, offer, found.meta)
 
@@ -212,7 +219,7 @@ class WeightsParty:
             return
         self._seen = lease.sequence
         try:
-            found = _Version(self._pool, lease)
+            found = _Version(self._pool, lease, self._piece_bytes)
         except errors.DamagedError as error:
             lease.close()
             self._refuse(str(error))
@@ -226,9 +233,7 @@ class WeightsParty:
             return
         self.error = ""
         self._versions[found.whole.sequence] = self._newest = found
-        self.pure.publish(
-            found.whole, found.size, found.patched.base, len(found.patch), now_s
-        )
+        self.pure.publish(found.whole, found.size, found.patched.base, len(found.patch), now_s)
 
     def _refuse(self, why: str) -> None:
         self.error = why
@@ -266,7 +271,7 @@ class WeightsParty:
                 None if state is None else heard_s,
                 "" if state is None else state.bus,
                 None if state is None else state.version,
-                0 if state is None else state.count,
+                0 if state is None else state.pieces,
                 "" if state is None else state.upstream,
                 "" if state is None else state.error,
                 0 if state is None else state.damaged,
