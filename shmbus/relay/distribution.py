@@ -88,6 +88,8 @@ class Distribution:
         self._chains: dict[Transfer, _Chain] = {}
         self._whole = self._patch = Transfer("", 0, 0)
         self._nbytes: dict[Transfer, int] = {}
+        #: Transfers that the trainer's node has no more, while some mirror gets them.
+        self._gone: set[Transfer] = set()
         self._newer_s = 0.0
         self._turn = 0
 
@@ -164,9 +166,15 @@ class Distribution:
                 stays = state.done == chain.transfer or self._wanted(state) == chain.transfer
                 if address not in here or not stays:
                     chain.members.remove(address)
+            done = [self._is_done(each, chain) for each in chain.members]
             old = chain.transfer.sequence != self._whole.sequence
-            if old and all(self._is_done(each, chain) for each in chain.members):
+            gone = chain.transfer in self._gone
+            if (old and all(done)) or (gone and not any(done)):
                 del self._chains[chain.transfer]
+                self._gone.discard(chain.transfer)
+            elif gone:
+                # Whoever has all of it stands where the trainer's node stood.
+                chain.members.sort(key=lambda each: not self._is_done(each, chain))
 
     def _join_chain(self, address: str, now_s: float) -> None:
         mirror = self._mirrors[address]
@@ -250,9 +258,8 @@ class Distribution:
 
     def let_go(self, transfer: Transfer) -> None:
         """Take a transfer as one that the trainer's node has no more."""
-        chain = self._chains.get(transfer)
-        if chain is not None and not any(self._is_done(each, chain) for each in chain.members):
-            del self._chains[transfer]
+        if transfer in self._chains:
+            self._gone.add(transfer)
 
     def everybody_has_it(self, now_s: float) -> bool:
         """Whether all mirrors that are there have the newest version."""

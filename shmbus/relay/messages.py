@@ -326,8 +326,8 @@ class PoolGeometry(NamedTuple):
 class VersionOffer(NamedTuple):
     """The publisher's side to a mirror: get this, from there; what it says of itself is beside it.
 
-    `nbytes` are those of the transfer, in pieces of `piece_bytes`, and `size` of the version. `digests`: whether its blocks are to
-    have theirs.
+    `nbytes` are those of the transfer, in pieces of `piece_bytes`, and `size` of the version.
+    `digests`: whether its blocks are to have theirs.
     """
 
     transfer: Transfer

@@ -51,6 +51,8 @@ POOL_KIND: Final = "weights"
 _HELLO_S: Final = 1.0
 _PROGRESS_S: Final = 0.05
 _SLOT_S: Final = 0.1
+#: Seconds for which each slot may be held by readers until that is told: they load meanwhile.
+_HELD_S: Final = 5.0
 #: Of a transfer: 4 TiB in pieces of the usual size.
 _MOST_PIECES: Final = 1 << 20
 #: Readers that are told of.
@@ -89,6 +91,7 @@ class _Incoming:
         self.digest: int | None = None
         #: When to look for a slot next, while there is none.
         self.next_s = 0.0
+        self.begun_s = time.monotonic()
 
     def view(self, index: int) -> memoryview:
         """Return the place of a piece."""
@@ -223,7 +226,7 @@ class MirrorParty:
             if self._done is not None and isinstance(self._done.source, VersionLease):
                 self._done = None  # which may be what holds it
                 incoming.next_s = now_s
-            else:
+            elif now_s - incoming.begun_s > _HELD_S:
                 self._tell(error)
             return False
         self.error = ""

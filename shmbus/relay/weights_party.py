@@ -182,8 +182,8 @@ class WeightsParty:
             block_bytes, patch_bytes,
         )  # fmt: skip
         offer = VersionOffer(
-            hop.transfer, hop.upstream, found.nbytes(hop.transfer), self._piece_bytes, found.version,
-            found.size, found.digests, found.text, geometry,
+            hop.transfer, hop.upstream, found.nbytes(hop.transfer), self._piece_bytes,
+            found.version, found.size, found.digests, found.text, geometry,
         )  # fmt: skip
         self._mailbox.send(hop.mirror, offer, found.meta)
 
