@@ -55,12 +55,16 @@ class Hop(NamedTuple):
     upstream: str
 
 
-class _Chain(NamedTuple):
+class _Chain:
     """A transfer, and who gets it, in the order in which they pass it on."""
 
-    transfer: Transfer
-    pieces: int
-    members: list[str]
+    def __init__(self, transfer: Transfer, pieces: int) -> None:
+        self.transfer, self.pieces = transfer, pieces
+        self.members: list[str] = []
+        #: Pieces a second that any of them got so far.
+        self.best = 0.0
+        #: Who fell behind whoever handed on to them: one is to blame, and two are not.
+        self.behind: dict[str, set[str]] = {}
 
 
 class _Mirror:
@@ -74,6 +78,14 @@ class _Mirror:
         #: How long it may stand still; and for how many versions it counts as slow.
         self.stall_s = STALL_S
         self.slow = 0
+        #: When its rate was looked at, and how many pieces it had.
+        self.looked_s = 0.0
+        self.looked = 0
+
+    def place(self, pieces: int, now_s: float) -> None:
+        """Give it a while to get pieces where it is now."""
+        self.moved_s = self.looked_s = now_s
+        self.looked = pieces
 
 
 class Distribution:
@@ -184,11 +196,11 @@ class Distribution:
             return
         if wanted not in self._chains:
             pieces = count_pieces(self._nbytes[wanted], self._piece_bytes)
-            self._chains[wanted] = _Chain(wanted, pieces, [])
+            self._chains[wanted] = _Chain(wanted, pieces)
         members = self._chains[wanted].members
         if address not in members:
             members.append(address)
-            mirror.moved_s = now_s
+            mirror.place(self._progress(address, self._chains[wanted]), now_s)
 
     def _is_done(self, address: str, chain: _Chain) -> bool:
         state = self._mirrors[address].state
@@ -203,24 +215,49 @@ class Distribution:
         return state.pieces if state.getting == chain.transfer else 0
 
     def _reorder(self, chain: _Chain, now_s: float) -> None:
-        """Have nobody get from a mirror that stands still, or is far behind."""
-        before = chain.pieces
-        for at, address in enumerate(list(chain.members)):
-            mirror, here = self._mirrors[address], self._progress(address, chain)
-            others = [each for each in chain.members[at + 1 :] if not self._is_done(each, chain)]
-            stands = here < before and now_s - mirror.moved_s > mirror.stall_s
-            lags = at > 0 and before - here > LAG
-            lags = lags and any(not self._mirrors[each].slow for each in others)
-            if others and here < chain.pieces and (stands or lags):
-                chain.members.remove(address)
-                chain.members.append(address)
-                mirror.slow = _SLOW_VERSIONS
-                mirror.stall_s = min(2 * mirror.stall_s, _MOST_STALL_S)
-                mirror.moved_s = now_s
+        """Have nobody get from one that stands still, is far behind, or hands on slowly."""
+        before, upstream = chain.pieces, ""
+        for address in list(chain.members):
+            here = self._progress(address, chain)
+            if here < chain.pieces and self._is_behind(address, chain, before - here, now_s):
+                self._blame(address, upstream, chain, now_s)
                 return
             if here == chain.pieces:
-                mirror.stall_s = STALL_S
-            before = here
+                self._mirrors[address].stall_s = STALL_S
+            before, upstream = here, address
+
+    def _is_behind(self, address: str, chain: _Chain, lag: int, now_s: float) -> bool:
+        """Whether a mirror gets too little of what there is for it."""
+        mirror, here = self._mirrors[address], self._progress(address, chain)
+        if lag > 0 and now_s - mirror.moved_s > mirror.stall_s:
+            return True
+        if now_s - mirror.looked_s < STALL_S:
+            return False
+        rate = (here - mirror.looked) / (now_s - mirror.looked_s)
+        mirror.looked_s, mirror.looked = now_s, here
+        chain.best = max(chain.best, rate)
+        return lag > LAG and rate < chain.best / 2
+
+    def _blame(self, address: str, upstream: str, chain: _Chain, now_s: float) -> None:
+        """Put to the end whoever is slow: one that hands on, where it is not the first time."""
+        behind = chain.behind.setdefault(upstream, set())
+        behind.add(address)
+        self._mirrors[address].place(self._progress(address, chain), now_s)
+        others = chain.members[chain.members.index(address) + 1 :]
+        if upstream and (len(behind) > 1 or self._is_done(upstream, chain)):
+            for each in behind:
+                self._mirrors[each].slow = 0
+            self._put_last(upstream, chain, now_s)
+        elif any(not self._is_done(each, chain) for each in others):
+            self._put_last(address, chain, now_s)
+
+    def _put_last(self, address: str, chain: _Chain, now_s: float) -> None:
+        mirror = self._mirrors[address]
+        chain.members.remove(address)
+        chain.members.append(address)
+        mirror.slow = _SLOW_VERSIONS
+        mirror.stall_s = min(2 * mirror.stall_s, _MOST_STALL_S)
+        mirror.place(self._progress(address, chain), now_s)
 
     def _offers(self, chain: _Chain, now_s: float) -> Iterable[Hop]:
         upstream = self._address

@@ -183,6 +183,10 @@ class MirrorParty:
                 pass
 
     def _offered(self, offer: VersionOffer, meta: bytes, now_s: float) -> None:
+        base = (offer.transfer.pool, offer.transfer.base)
+        if offer.transfer.base and base != (self._pool, self.sequence):
+            self._say(now_s)  # the offer was made for what was here before
+            return
         if offer.transfer != self.pure.getting:
             self._give_up("another version is offered")
             try:
