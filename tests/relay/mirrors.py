@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from relay.local import LocalRelay
+from relay.local import LocalMailbox, LocalRelay
 
 from shmbus.errors import BusNotFoundError, LayoutMismatchError
 from shmbus.pool import (
@@ -31,7 +31,7 @@ class Trainer:
     """A publisher of versions, of which each byte follows from the version's number."""
 
     def __init__(self, bus: str, size: int, seed: int, *, patches: bool = True, **options: Any):
-        self.size, self.seed, self.patches = size, seed, patches
+        self.bus, self.size, self.seed, self.patches = bus, size, seed, patches
         spec = PoolSpec(slot_bytes=size, patch_bytes=max(4096, size // 4) if patches else 0)
         options.setdefault("timeout", 30.0)
         self.publisher = PoolPublisher(bus, POOL_KIND, spec=spec, **options)
@@ -54,8 +54,8 @@ class Trainer:
 
 
 def pieces_of(size: int) -> list[Piece]:
-    """Halves of a version."""
-    half = size // 2
+    """Return the halves of a version."""
+    half = size // 8 * 4
     return [Piece(0, 1, half, half, 2), Piece(half, 1, size - half, size - half, 1)]
 
 
@@ -73,13 +73,20 @@ def is_version(lease: Any, size: int, seed: int) -> bool:
 
 
 @contextmanager
-def mirrors(trainer: str, nodes: list[str]) -> Iterator[LocalRelay]:
-    """A pool of the trainer's bus, mirrored beside these buses."""
+def mirrors(
+    trainer: str,
+    nodes: list[str],
+    *,
+    mailbox: type[LocalMailbox] = LocalMailbox,
+    piece_bytes: int = 64 << 10,
+) -> Iterator[LocalRelay]:
+    """A pool of the trainer's bus, mirrored beside these buses; its side has such a mailbox."""
     made = LocalRelay([], [])
+    made.kinds[SOURCE] = mailbox
     try:
         for name in nodes:
             made.start(name, lambda box, bus=name: MirrorParty(bus, box, SOURCE))
-        made.start(SOURCE, lambda box: WeightsParty(trainer, box, nodes))
+        made.start(SOURCE, lambda box: WeightsParty(trainer, box, nodes, piece_bytes))
         yield made
     finally:
         made.stop()
