@@ -89,7 +89,7 @@ class SharedModel:
     writable : bool
         Whether this process steps.
     arena : Arena, optional
-        What exports the memory, in the process that has it.
+        What exports the tensors' memory, where this process has it and it is not the file's.
 
     Raises
     ------
@@ -304,7 +304,7 @@ class SharedModel:
         Raises
         ------
         WeightsError
-            By a step of that optimizer outside of `stepping`; no parameter was changed.
+            From the optimizer's step, before it changes a parameter.
         """
 
         def require_step(*arguments: object) -> None:

@@ -6,13 +6,13 @@ import random
 from pathlib import Path
 
 import pytest
+from agent_fixtures import Engine, Proxy
 from engine_log import check
-from recorder_fixtures import Engine, Proxy
 from test_clients import Agent, record
 
 import shmbus
 
-pytest_plugins = ["recorder_fixtures"]
+pytest_plugins = ["agent_fixtures"]
 
 
 def smolagents_agent(session: shmbus.Session, rng: random.Random) -> None:
