@@ -10,7 +10,6 @@ from typing_extensions import Self
 from shmbus_ext._blocks import *  # noqa: F403
 from shmbus_ext._channel import *  # noqa: F403
 from shmbus_ext._drops import *  # noqa: F403
-from shmbus_ext._gateway import *  # noqa: F403
 from shmbus_ext._pool import *  # noqa: F403
 from shmbus_ext._public import ConsumerBase as ConsumerBase
 from shmbus_ext._public import GroupBase as GroupBase

@@ -40,6 +40,7 @@ _COMMANDS = {
     "doctor": "doctor",
     "inspect": "inspect",
     "events": "events",
+    "trace": "trace",
     "metrics": "metrics",
     "pause": "pause",
     "resume": "pause",

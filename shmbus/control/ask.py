@@ -46,10 +46,10 @@ def ask_group(
 
 
 def ask_events(
-    name: str, after: int, limit: int, *, groups: bool = True
+    name: str, after: int, limit: int, *, groups: bool = True, trace: bool = False
 ) -> messages.EventsReply | str | None:
     """Ask the daemon of a bus what has happened."""
-    request = messages.GetEvents(id=1, after=after, limit=limit, groups=groups)
+    request = messages.GetEvents(id=1, after=after, limit=limit, groups=groups, trace=trace)
     reply = _look(name, request, "events")
     assert reply is None or isinstance(reply, (messages.EventsReply, str))
     return reply

@@ -190,12 +190,16 @@ class GetGroups(_Message):
 
 
 class GetEvents(_Message):
-    """Ask for up to `limit` events behind number `after`, the newest; maybe without groups'."""
+    """Ask for up to `limit` events behind number `after`, the newest; maybe without groups'.
+
+    A trace asks for the oldest of them, and has samples noted with their groups for some seconds.
+    """
 
     id: Count
     after: Count = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_EVENTS_SHOWN)] = 1
     groups: bool = True
+    trace: bool = False
 
 
 class GetGroup(_Message):
@@ -332,7 +336,7 @@ class GroupsReply(_Message):
 
 
 class EventsReply(_Message):
-    """The answer to GetEvents; `missed` of those behind `after` are not in it any more."""
+    """The answer to GetEvents; `missed` are left out, and `newest` is the number to go on from."""
 
     id: int
     events: list[BusEvent] = []

@@ -3,7 +3,7 @@
 Invariants:
 
 - Nothing here changes a lease or a group, and nothing is decided by it. Noting costs a tuple in a
-  list; texts are made when somebody asks.
+  list; texts are made when somebody asks, and samples are noted only while somebody traces.
 - Bounded: the oldest is forgotten first. What happens to groups, thousands of times a second, does
   not push out who came and who died. Policy versions that follow each other are one event.
 """
@@ -21,7 +21,7 @@ from shmbus._keys import make_key, split_key
 from shmbus.control import messages
 from shmbus.daemon.leases import Lease, Session
 from shmbus.inspect.failure_kinds import kind_of
-from shmbus.inspect.types import BusEvent
+from shmbus.inspect.types import BusEvent, SampleCommit
 from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailedIndex
 from shmbus_ext import _core
@@ -34,6 +34,10 @@ _OF_A_GROUP = 200
 #: step. And of all else.
 GROUP_EVENTS: Final = 8192
 OTHER_EVENTS: Final = 1024
+#: Seconds that samples are noted after a trace has asked: it asks several times a second.
+_TRACED_S = 10.0
+#: Samples of a group that an event has; a full answer of such events is a quarter of a message.
+SAMPLES_OF_EVENT: Final = 32
 #: A slot of a producer that nobody has.
 _FREE = 0
 
@@ -47,6 +51,10 @@ class _Noted(NamedTuple):
     key: Hashable
     sample: int | None
     amount: int
+    #: On the monotonic clock; 0 where it is not known.
+    began_s: float = 0.0
+    #: Index, producer and committed_ns of each.
+    samples: tuple[tuple[int, int, int], ...] = ()
     #: Of a run of policy versions: the first, and the number that its event had.
     first: str = ""
     since: int = 0
@@ -63,6 +71,7 @@ class Events:
         self._others: deque[_Noted] = deque(maxlen=OTHER_EVENTS)
         #: Numbers and texts of events that went into a later one.
         self._joined: deque[tuple[int, str]] = deque(maxlen=OTHER_EVENTS)
+        self._traced_until_s = 0.0
 
     def note(self, kind: str, who: str = "", text: str = "") -> None:
         """Note something that is of no group."""
@@ -94,15 +103,41 @@ class Events:
         *,
         index: int | None = None,
         count: int = 0,
+        began_s: float = 0.0,
+        samples: Sequence[_core.Trajectory] = (),
     ) -> None:
         """Note what happened to a group, or to one of its samples."""
         self._newest = next(self._numbers)
-        self._groups.append(_Noted(self._newest, time.time(), kind, who, text, key, index, count))
+        now_s = time.time()
+        commits: tuple[tuple[int, int, int], ...] = ()
+        if now_s < self._traced_until_s:
+            commits = tuple(
+                (each.index, each.producer_id, each.committed_ns)
+                for each in itertools.islice(samples, SAMPLES_OF_EVENT)
+            )
+        self._groups.append(
+            _Noted(self._newest, now_s, kind, who, text, key, index, count, began_s, commits)
+        )
+
+    def trace(self, after: int, limit: int) -> tuple[list[BusEvent], int, int]:
+        """Return the oldest events behind a number, and note samples for some seconds."""
+        self._traced_until_s = time.time() + _TRACED_S
+        if after > self._newest:
+            after = 0
+        found = _newest_of(self._others, after, OTHER_EVENTS)
+        found += _newest_of(self._groups, after, GROUP_EVENTS)
+        shown = sorted(found)[:limit]
+        if not shown:
+            return [], self._newest, 0
+        newest = shown[-1].number
+        joined = sum(after < number <= newest for number, _ in self._joined)
+        missed = newest - after - len(shown) - joined
+        return [self._told(each, after) for each in shown], newest, max(0, missed)
 
     def read(
         self, after: int, limit: int, *, groups: bool = True
     ) -> tuple[list[BusEvent], int, int]:
-        """Return events behind a number."""
+        """Return the newest events behind a number."""
         if after > self._newest:
             after = 0  # a number of an earlier daemon
         found = _newest_of(self._others, after, limit)
@@ -131,6 +166,8 @@ class Events:
         key, round, split = ("", None, _core.SPLIT_TRAIN)
         if noted.key is not None:
             key, round, split = split_key(noted.key)
+        # Between the clock of commits and that of people, as they are now.
+        ahead_s = time.time() - time.monotonic()
         return BusEvent(
             number=noted.number,
             unix_s=noted.unix_s,
@@ -142,6 +179,11 @@ class Events:
             split=_core.split_label(self._segment, split),
             index=noted.sample,
             count=noted.amount,
+            began_unix_s=noted.began_s + ahead_s if noted.began_s else 0.0,
+            samples=[
+                SampleCommit(index, producer, committed_ns / 1e9 + ahead_s)
+                for index, producer, committed_ns in noted.samples
+            ],
         )
 
 
@@ -269,7 +311,14 @@ class History:
     def leased(self, lease: Lease, session: Session) -> None:
         """Note that a client was given a group."""
         samples = lease.samples
-        self._events.note_group("leased", samples[0].key, session.name, count=len(samples))
+        self._events.note_group(
+            "leased",
+            samples[0].key,
+            session.name,
+            count=len(samples),
+            began_s=0.0 if lease.group is None else lease.group.born_s,
+            samples=samples,
+        )
 
     def given_back(self, lease: Lease) -> None:
         """Note that a group is to be delivered again."""
@@ -289,7 +338,9 @@ class History:
         who, self._ending = self._ending, ""
         first = samples[0]
         index = first.index if len(samples) == 1 < first.group_size else None
-        self._events.note_group("dropped", first.key, who, reason, index=index, count=len(samples))
+        self._events.note_group(
+            "dropped", first.key, who, reason, index=index, count=len(samples), samples=samples
+        )
 
     def _failed(self, key: Hashable, index: int, failed: FailedIndex[_core.Trajectory]) -> None:
         self.failed_attempts[kind_of(failed.reason)] += 1
@@ -319,5 +370,8 @@ class History:
     def reply(self, request: messages.GetEvents) -> messages.EventsReply:
         """Return the events that a client asks for."""
         limit = min(request.limit, limits.MAX_EVENTS_SHOWN)
-        events, newest, missed = self._events.read(request.after, limit, groups=request.groups)
+        if request.trace:
+            events, newest, missed = self._events.trace(request.after, limit)
+        else:
+            events, newest, missed = self._events.read(request.after, limit, groups=request.groups)
         return messages.EventsReply(id=request.id, events=events, newest=newest, missed=missed)

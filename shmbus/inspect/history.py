@@ -54,11 +54,14 @@ class GroupHistory(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-def read_events(name: str, *, after: int = 0, limit: int = 100, groups: bool = True) -> EventList:
-    """Read what happened on a bus."""
+def read_events(
+    name: str, *, after: int = 0, limit: int = 100, groups: bool = True, trace: bool = False
+) -> EventList:
+    """Read what happened on a bus: the newest, or for a trace the oldest, with their samples."""
     with SegmentFile(check_name(name)) as file:
         file.require()
-    reply = ask_events(name, after, min(limit, limits.MAX_EVENTS_SHOWN), groups=groups)
+    limit = min(limit, limits.MAX_EVENTS_SHOWN)
+    reply = ask_events(name, after, limit, groups=groups, trace=trace)
     if reply is None or isinstance(reply, str):
         return EventList(events=[], newest=after, problem=printable(reply or _NO_DAEMON))
     return EventList(

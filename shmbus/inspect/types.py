@@ -71,6 +71,15 @@ class GroupCells(GroupHead, frozen=True, kw_only=True):
         return [] if self.cells_omitted else [i for i in range(self.size) if i not in there]
 
 
+class SampleCommit(msgspec.Struct, frozen=True, array_like=True):
+    """Who committed a sample of a group, and when."""
+
+    index: int
+    #: The producer's number.
+    producer: int
+    unix_s: float
+
+
 class BusEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Something that happened on a bus."""
 
@@ -96,6 +105,10 @@ class BusEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     index: int | None = None
     #: Samples of the group, or failed attempts of the sample.
     count: int = 0
+    #: Of a group that is leased: when its first sample came; 0 where that is not known.
+    began_unix_s: float = 0.0
+    #: Of a group, where somebody traces the bus: its samples, the first of many.
+    samples: list[SampleCommit] = []
 
 
 class WaitedStatus(msgspec.Struct, frozen=True, kw_only=True):

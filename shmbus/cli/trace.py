@@ -1,0 +1,170 @@
+"""``shmbus trace``: the life of groups, waits and weights of a bus, for Perfetto's viewer.
+
+Invariants:
+
+- A daemon notes samples only while this asks it; nothing else of a run knows of a trace.
+- What was read is written at once: memory is for what is open. A file without its end is whole but
+  for its last line, and viewers open it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from types import FrameType
+from typing import Final, TextIO
+
+import msgspec
+
+from shmbus import errors, limits
+from shmbus._format import printable, several, show_duration
+from shmbus.cli._options import Commands, add_command, seconds
+from shmbus.inspect.groups import read_groups
+from shmbus.inspect.history import read_events
+from shmbus.inspect.status import read_status
+from shmbus.inspect.trace_events import TraceEvent, TraceEvents
+from shmbus.pool.survey import read_pools
+
+#: Seconds between two looks at the history, and at all else. A daemon remembers 8,192 events of
+#: groups: two looks see all that happens up to 30,000 a second.
+_HISTORY_S: Final = 0.25
+_STATUS_S: Final = 1.0
+#: Incomplete groups that are asked for who makes their samples.
+_GROUPS: Final = 200
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command to the parser of the command line."""
+    parser = add_command(
+        commands,
+        "trace",
+        run,
+        help="write the life of groups, waits and weights as a trace for Perfetto",
+        description="Writes what the daemon remembers, and what happens until Ctrl-C, SIGTERM or "
+        "--seconds, as Chrome's trace events: open the file in https://ui.perfetto.dev. Each "
+        "producer, trainer and reader of weights is a process there; a group is a slice from its "
+        "first sample to its lease, then one at its trainer. Samples are shown of the time of the "
+        "trace alone.",
+        examples=[
+            "shmbus trace run1 -o run.json --seconds 60",
+            "shmbus trace run1 -o run.json --seconds 0",
+        ],
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
+    parser.add_argument(
+        "--seconds", type=seconds(0), help="how long (default: until Ctrl-C); 0: what was before"
+    )
+
+
+class _File:
+    """A JSON array of trace events, one a line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.written = 0
+        stream.write("[")
+
+    def add(self, events: Iterable[TraceEvent]) -> None:
+        for event in events:
+            self._stream.write(",\n" if self.written else "\n")
+            self._stream.write(msgspec.json.encode(event).decode())
+            self.written += 1
+        self._stream.flush()
+
+    def end(self) -> None:
+        self._stream.write("\n]\n")
+
+
+class _Trace:
+    """Reads one bus again and again."""
+
+    def __init__(self, name: str, file: _File) -> None:
+        self._name = name
+        self._file = file
+        self._events = TraceEvents(printable(name))
+        self._after = 0
+        self._daemon_pid = 0
+        self._looked_s = 0.0
+        #: Why there is no history just now; "" where there is.
+        self.problem = ""
+
+    def look(self) -> None:
+        """Read what is new."""
+        now_s = time.time()
+        if self.problem or not 0 <= now_s - self._looked_s < _STATUS_S:
+            self._looked_s = now_s
+            self._look_at_state(now_s)
+        while True:
+            found = read_events(
+                self._name, after=self._after, limit=limits.MAX_EVENTS_SHOWN, trace=True
+            )
+            self.problem = found.problem
+            # What was forgotten before the trace began is no gap in it.
+            missed = found.missed if self._after else 0
+            self._after = found.newest
+            if self._events.has_strangers(found.events):
+                self._look_at_state(now_s)
+            self._file.add(self._events.history(found.events, missed))
+            if len(found.events) < limits.MAX_EVENTS_SHOWN:
+                return
+
+    def _look_at_state(self, now_s: float) -> None:
+        status = read_status(self._name, walk=False)
+        pid = status.daemon.pid if status.daemon is not None else 0
+        if pid and pid != self._daemon_pid:
+            if self._daemon_pid:
+                self._after = 0  # another daemon, which counts from the start
+            self._daemon_pid = pid
+        self._file.add(self._events.status(status, now_s))
+        self._events.groups(read_groups(self._name, _GROUPS, walk_records=0), now_s)
+        self._file.add(self._events.weights(read_pools(self._name), now_s))
+
+    def end(self) -> None:
+        """Write what is open."""
+        self._file.add(self._events.end(time.time()))
+        self._file.end()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trace until a limit, a signal or the end of the bus; the file is whole in each case."""
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+
+    name, began_s = arguments.name, time.monotonic()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    found = read_events(name, limit=1)  # before there is a file
+    if found.problem:
+        print(f"shmbus trace: {found.problem}", file=sys.stderr)
+        return 1
+    if arguments.seconds is None:
+        print(f"tracing bus {printable(name)}; Ctrl-C ends it", file=sys.stderr)
+    end = ""
+    with open(arguments.output, "w", encoding="utf-8") as stream:
+        file = _File(stream)
+        trace = _Trace(name, file)
+        try:
+            while True:
+                trace.look()
+                left_s = _HISTORY_S
+                if arguments.seconds is not None:
+                    left_s = arguments.seconds - (time.monotonic() - began_s)
+                if left_s <= 0 or stopped.wait(min(left_s, _HISTORY_S)):
+                    break
+        except errors.ShmbusError as error:
+            end = f"it ends early: {error}"
+        trace.end()
+    end = end or (f"its end is missing: {trace.problem}" if trace.problem else "")
+    print(
+        f"{several(file.written, 'event')} of {show_duration(time.monotonic() - began_s)} in "
+        f"{printable(arguments.output)}: open it in https://ui.perfetto.dev"
+    )
+    if end:
+        print(f"shmbus trace: {end}", file=sys.stderr)
+    return 0

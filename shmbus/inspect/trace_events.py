@@ -1,0 +1,393 @@
+"""A bus's history as events of the Trace Event Format, which Perfetto and Chrome's viewer open.
+
+Each process of the bus is a process of the trace; what overlaps there lies on tracks of its own.
+A group is a slice from its first sample to its lease, and one at its trainer until its end; an
+arrow joins them.
+
+Invariants:
+
+- Pure: whoever calls gives what was read of a bus, and the time.
+- Slices of one track are disjoint, or one lies within the other. Times are whole microseconds since
+  1970, so that rounding changes none of that.
+- Memory is for what is open now, at most MAX_OPEN of a kind, and for names; not for what is past.
+
+Source: "Trace Event Format", the document of the Chromium project (types X, i, C, M, s and f).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from shmbus.inspect.groups import Groups
+from shmbus.inspect.types import BusEvent, BusStatus
+from shmbus.pool.status import PoolStatus
+
+__all__ = ["MAX_OPEN", "TraceEvent", "TraceEvents"]
+
+#: One event, to be encoded as a JSON object.
+TraceEvent: TypeAlias = "dict[str, Any]"
+
+#: Leases, samples that are being made, and groups given back, that are remembered until they end.
+MAX_OPEN: Final = 65_536
+
+_GroupKey: TypeAlias = "tuple[str, int | None, str]"
+#: Kinds of events that begin a state of the whole bus, those that end it, and its name.
+_STATES: Final = {
+    "paused": ("resumed", "paused"),
+    "requests_paused": ("requests_resumed", "requests paused"),
+}
+_ENDS: Final = ("acknowledged", "given_back", "dropped")
+#: Counters of what the whole bus holds, and the waits of one process.
+_COUNTERS: Final = "bus"
+_WAITS: Final = "waits"
+
+
+class _Open(NamedTuple):
+    """A lease that has not ended."""
+
+    since: int
+    who: str
+    #: Of the arrow to it; 0 where there is none.
+    flow: int
+    samples: int
+
+
+class TraceEvents:
+    """Makes trace events of what is read of one bus, in the order in which it is read."""
+
+    def __init__(self, bus: str) -> None:
+        self._bus = bus
+        self._pids: dict[str, int] = {}
+        #: By track's process: until when each of its tracks is taken.
+        self._tracks: defaultdict[int, list[int]] = defaultdict(list)
+        self._names: dict[int, str] = {}  # of producers, by number
+        self._leases: dict[_GroupKey, list[_Open]] = {}
+        self._given_back: dict[_GroupKey, int] = {}
+        #: Since when a producer makes a sample.
+        self._begun: dict[tuple[_GroupKey, int, int], int] = {}
+        self._states: dict[str, tuple[int, str]] = {}
+        self._waited_s: dict[str, tuple[float, float]] = {}
+        self._published: dict[str, int] = {}
+        self._runs: dict[str, tuple[int, int]] = {}  # version and since when, by reader
+        self._flows = itertools.count(1)
+        self._made: list[TraceEvent] = []
+
+    # -- what is read ---------------------------------------------------------------------------
+
+    def history(self, events: Sequence[BusEvent], missed: int = 0) -> list[TraceEvent]:
+        """Make events of what a daemon remembers, oldest first."""
+        if missed and events:
+            text = f"{missed} events were forgotten before they were read"
+            self._instant(self._daemon, text, _us(events[0].unix_s))
+        for event in events:
+            if event.kind == "leased":
+                self._leased(event)
+            elif event.kind in _ENDS:
+                self._ended(event)
+            elif event.instance_id:
+                self._of_sample(event)
+            else:
+                self._of_bus(event)
+        return self._taken()
+
+    def has_strangers(self, events: Sequence[BusEvent]) -> bool:
+        """Whether a producer has no name yet, which the next status may have."""
+        return any(
+            sample.producer not in self._names for event in events for sample in event.samples
+        )
+
+    def groups(self, found: Groups, now_s: float) -> None:
+        """Note which samples are being made now; they are slices when they are committed."""
+        for group in found.groups:
+            key = (group.instance_id, group.round, group.split)
+            for cell in group.cells:
+                maker = cell.producer if cell.state == "begun" else cell.taken_by
+                if maker is None:
+                    continue
+                sample = (key, cell.index, maker)
+                if cell.state == "begun" and cell.age_s is not None:
+                    self._begun[sample] = _us(now_s - cell.age_s)
+                else:  # nobody says since when: at the latest since it was seen first
+                    self._begun.setdefault(sample, _us(now_s))
+        _bound(self._begun)
+
+    def status(self, status: BusStatus, now_s: float) -> list[TraceEvent]:
+        """Make counters of what the bus holds, and of the part of the time that each waits."""
+        now = _us(now_s)
+        counts = {"in the ring": status.ledger.in_ring, "stashed": status.ledger.stashed}
+        self._counter(self._daemon, f"{_COUNTERS}: trajectories", now, counts)
+        self._counter(
+            self._daemon, f"{_COUNTERS}: bytes", now, {"used": status.capacity - status.free}
+        )
+        waited = {}
+        for producer in status.producers:
+            self._names[producer.producer_id] = name = _producer(
+                producer.producer_id, producer.label, producer.pid
+            )
+            if producer.state == "alive":
+                waited[name] = producer.waited_s
+        if status.daemon is not None and status.daemon.answers:
+            daemon = status.daemon
+            groups = {
+                "incomplete": daemon.groups_open,
+                "ready": daemon.groups_ready,
+                "leased": daemon.groups_leased,
+            }
+            self._counter(self._daemon, f"{_COUNTERS}: groups", now, groups)
+            for lease in daemon.leases:
+                rank = f"rank {lease.rank}, " if lease.rank >= 0 else ""
+                waited[f"{lease.label or 'a trainer'} ({rank}pid {lease.pid})"] = lease.waited_s
+        for who, waited_s in waited.items():
+            before_s, seen_s = self._waited_s.get(who, (waited_s, now_s))
+            if now_s > seen_s:
+                part = min(1.0, max(0.0, (waited_s - before_s) / (now_s - seen_s)))
+                self._counter(who, _WAITS, now, {"part of the time": round(part, 4)})
+        self._waited_s = {who: (waited_s, now_s) for who, waited_s in waited.items()}
+        return self._taken()
+
+    def weights(self, pools: Sequence[PoolStatus], now_s: float) -> list[TraceEvent]:
+        """Make events of versions that were published, and slices of what each reader ran."""
+        now = _us(now_s)
+        running = {}
+        for pool in pools:
+            seen = self._published.get(pool.kind, 0)
+            if seen > max((slot.sequence for slot in pool.slots), default=0):
+                seen = 0  # another pool, of a trainer that began anew
+            for slot in sorted(pool.slots, key=lambda slot: slot.sequence):
+                if slot.sequence > seen and slot.published_unix_ns:
+                    at = slot.published_unix_ns // 1000
+                    text = f"version {slot.version} published"
+                    more = {"bytes": slot.size, "patch from": slot.patch_from}
+                    self._instant(pool.kind, text, at, more)
+                    self._published[pool.kind] = slot.sequence
+            for reader in pool.readers:
+                if reader.state == "alive" and reader.applied_version is not None:
+                    who = f"{pool.kind} of {reader.label or 'a reader'} (pid {reader.pid})"
+                    running[who] = reader.applied_version
+        for who, (version, since) in self._runs.items():
+            if running.get(who) != version:
+                self._slice(who, f"version {version}", since, now)
+        self._runs = {
+            who: self._runs[who] if self._runs.get(who, (None,))[0] == version else (version, now)
+            for who, version in running.items()
+        }
+        return self._taken()
+
+    def end(self, now_s: float) -> list[TraceEvent]:
+        """End what is open: its slices reach to the end of the trace."""
+        now = _us(now_s)
+        for key, leases in self._leases.items():
+            for lease in leases:
+                self._at_trainer(key, lease, now, "open at the end of the trace")
+        for _, (since, name) in self._states.items():
+            self._slice(self._daemon, name, since, now)
+        for who, (version, since) in self._runs.items():
+            self._slice(who, f"version {version}", since, now)
+        self._leases, self._states, self._runs = {}, {}, {}
+        return self._taken()
+
+    # -- groups and samples ---------------------------------------------------------------------
+
+    def _leased(self, event: BusEvent) -> None:
+        key, at = _key(event), _us(event.unix_s)
+        flow = 0
+        back = self._given_back.pop(key, None)
+        if back is None:
+            self._commits(event)
+        began, whole = _born(event)
+        if back is not None:
+            began, whole = back, back
+        if began:
+            flow = next(self._flows)
+            self._before_lease(key, began, whole, at, "", flow)
+        self._leases.setdefault(key, []).append(_Open(at, event.who, flow, event.count))
+        if len(self._leases) > MAX_OPEN:
+            oldest = next(iter(self._leases))
+            for lease in self._leases.pop(oldest):
+                self._at_trainer(oldest, lease, lease.since, "its end was not seen")
+
+    def _ended(self, event: BusEvent) -> None:
+        key, at = _key(event), _us(event.unix_s)
+        leases = self._leases.get(key, [])
+        # Who gives back is not noted.
+        of_them = (
+            i
+            for i, lease in enumerate(leases)
+            if event.index is None and (lease.who == event.who or event.kind == "given_back")
+        )
+        found = next(of_them, None)
+        if found is not None:
+            lease = leases.pop(found)
+            if not leases:
+                del self._leases[key]
+            end = f"dropped: {event.text}" if event.kind == "dropped" else event.kind
+            self._at_trainer(key, lease, at, end)
+            if event.kind == "given_back":
+                self._given_back[key] = at
+                _bound(self._given_back)
+            return
+        self._commits(event)
+        if event.kind != "dropped":
+            text = f"{_name(key)} {event.kind}"
+            self._instant(event.who or self._daemon, text, at)
+            return
+        began, whole = _born(event)
+        if began and event.index is None:
+            self._before_lease(key, began, whole, at, f"dropped: {event.text}")
+        else:
+            sample = "" if event.index is None else f"/{event.index}"
+            text = f"{_name(key)}{sample} dropped: {event.text}"
+            self._instant(self._group, text, at)
+
+    def _before_lease(
+        self, key: _GroupKey, began: int, whole: int, end: int, why: str, flow: int = 0
+    ) -> None:
+        """Show a group that waits: for its samples, then for a trainer."""
+        began = min(began, end)
+        whole = whole and min(max(began, whole), end)
+        more = {"instance_id": key[0], "round": key[1], "split": key[2]}
+        if why:
+            more["end"] = why
+        track = self._slice(self._group, _name(key), began, end, more)
+        if flow:
+            self._arrow("s", self._group, track, began, flow)
+        if whole:
+            self._slice(self._group, "incomplete", began, whole, track=track)
+            if not why and whole < end:
+                self._slice(self._group, "waits for a trainer", whole, end, track=track)
+
+    def _at_trainer(self, key: _GroupKey, lease: _Open, end: int, how: str) -> None:
+        more = {
+            "instance_id": key[0], "round": key[1], "split": key[2], "samples": lease.samples,
+            "end": how,
+        }  # fmt: skip
+        track = self._slice(lease.who, _name(key), lease.since, end, more)
+        if lease.flow:
+            self._arrow("f", lease.who, track, lease.since, lease.flow)
+
+    def _commits(self, event: BusEvent) -> None:
+        key = _key(event)
+        for sample in event.samples:
+            who = self._names.setdefault(sample.producer, f"producer {sample.producer}")
+            at = _us(sample.unix_s)
+            begun = self._begun.pop((key, sample.index, sample.producer), None)
+            text = f"{_name(key)}/{sample.index}"
+            if begun is None:
+                self._instant(who, f"{text} put", at)
+            else:
+                self._slice(who, text, min(begun, at), at)
+
+    def _of_sample(self, event: BusEvent) -> None:
+        """Show a sample that failed, and may be asked for again."""
+        text = f"{_name(_key(event))}/{event.index} failed: {event.text}"
+        more = {"attempts": event.count, "asked again": event.kind == "asked"}
+        self._instant(event.who or self._daemon, text, _us(event.unix_s), more)
+
+    # -- the bus --------------------------------------------------------------------------------
+
+    def _of_bus(self, event: BusEvent) -> None:
+        at = _us(event.unix_s)
+        for begins, (ends, name) in _STATES.items():
+            if event.kind == begins:
+                self._states[begins] = (at, f"{name}: {event.text}" if event.text else name)
+                return
+            if event.kind == ends:
+                since, text = self._states.pop(begins, (at, name))
+                self._slice(self._daemon, text, since, at)
+                return
+        text = event.kind.replace("_", " ")
+        if event.text:
+            text = f"{text} {event.text}"
+        self._instant(event.who or self._daemon, text, at)
+
+    # -- the format -----------------------------------------------------------------------------
+
+    def _taken(self) -> list[TraceEvent]:
+        made, self._made = self._made, []
+        return made
+
+    @property
+    def _daemon(self) -> str:
+        return f"bus {self._bus}"
+
+    @property
+    def _group(self) -> str:
+        return f"groups of {self._bus}"
+
+    def _pid(self, who: str) -> int:
+        """Return the number of a process; those of the system may be twice in two containers."""
+        if who not in self._pids:
+            pid = self._pids[who] = len(self._pids) + 1
+            for name, value in (("process_name", who), ("process_sort_index", pid)):
+                field = name.removeprefix("process_")
+                self._emit("M", who, name, 0, 0, args={field: value})
+        return self._pids[who]
+
+    def _emit(self, phase: str, who: str, name: str, track: int, at: int, **more: Any) -> None:
+        event = {"ph": phase, "name": name, "cat": "shmbus", "pid": self._pid(who), "tid": track}
+        self._made.append({**event, "ts": at, **more})
+
+    def _instant(self, who: str, name: str, at: int, more: dict[str, Any] | None = None) -> None:
+        self._emit("i", who, name, 0, at, s="p", args=more or {})
+
+    def _counter(self, who: str, name: str, at: int, values: Mapping[str, float]) -> None:
+        self._emit("C", who, name, 0, at, args=values)
+
+    def _slice(
+        self,
+        who: str,
+        name: str,
+        began: int,
+        end: int,
+        more: dict[str, Any] | None = None,
+        *,
+        track: int | None = None,
+    ) -> int:
+        """Emit a slice, on the first track that is free then or within one; returns its track."""
+        if track is None:
+            tracks = self._tracks[self._pid(who)]
+            free = (at for at, until in enumerate(tracks, 1) if until <= began)
+            track = next(free, len(tracks) + 1)
+            tracks[track - 1 : track] = [end]
+        self._emit("X", who, name, track, began, dur=end - began, args=more or {})
+        return track
+
+    def _arrow(self, phase: str, who: str, track: int, at: int, number: int) -> None:
+        """Emit an end of an arrow, bound to the slice that is there."""
+        self._emit(phase, who, "leased", track, at, id=number, bp="e")
+
+
+def _us(unix_s: float) -> int:
+    return round(unix_s * 1e6)
+
+
+def _key(event: BusEvent) -> _GroupKey:
+    return event.instance_id, event.round, event.split
+
+
+def _name(key: _GroupKey) -> str:
+    instance_id, round, split = key
+    name = instance_id if round is None else f"{instance_id} of round {round}"
+    return name if split == "train" else f"{name} ({split})"
+
+
+def _born(event: BusEvent) -> tuple[int, int]:
+    """When the first sample of a group was committed, and the last; 0 where that is not known."""
+    times = [sample.unix_s for sample in event.samples]
+    if not times:
+        return _us(event.began_unix_s), 0
+    # Of a group of more samples than an event has, the last are not known.
+    return _us(min(times)), _us(max(times)) if len(times) == event.count else 0
+
+
+def _producer(number: int, label: str, pid: int) -> str:
+    return f"{label or f'producer {number}'} (pid {pid})"
+
+
+def _bound(remembered: dict[Any, int]) -> None:
+    """Forget the oldest."""
+    while len(remembered) > MAX_OPEN:
+        del remembered[next(iter(remembered))]
