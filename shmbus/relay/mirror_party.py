@@ -118,7 +118,8 @@ class MirrorParty:
         self.version: int | None = None
         self.error = ""
         self.damaged = 0
-        self._next_hello_s = self._next_progress_s = 0.0
+        self._next_hello_s = self._next_progress_s = self._next_look_s = 0.0
+        self._engines: tuple[EngineRow, ...] = ()
         self._said: tuple[object, ...] = ()
 
     # -- what is said ----------------------------------------------------------------------------
@@ -127,6 +128,9 @@ class MirrorParty:
         self._next_progress_s = now_s + _PROGRESS_S
         self._next_hello_s = now_s + _HELLO_S
         self._said = self._key()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + _HELLO_S
+            self._engines = self._look_at_engines()
         self._mailbox.send(self._source, self.state())
 
     def _key(self) -> tuple[object, ...]:
@@ -139,10 +143,10 @@ class MirrorParty:
         return MirrorState(
             self._mailbox.address, self._bus, self._pool, self.sequence, self.version,
             None if done is None else done.transfer, pure.getting, pure.upstream, pure.count,
-            self.error, self.damaged, self._engines(),
+            self.error, self.damaged, self._engines,
         )  # fmt: skip
 
-    def _engines(self) -> tuple[EngineRow, ...]:
+    def _look_at_engines(self) -> tuple[EngineRow, ...]:
         if self._reader is None:
             return ()
         own = self._reader.pool.reader
@@ -402,6 +406,7 @@ class MirrorParty:
         if self._publisher is not None:
             self._publisher.close(remove=remove)
         self._reader = self._publisher = None
+        self._engines = ()
 
     def close(self) -> None:
         """Leave the pool, which stays with its newest version."""

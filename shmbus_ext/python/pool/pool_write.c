@@ -572,7 +572,7 @@ static PyObject *py_pool_patch_bytes(PyObject *Py_UNUSED(module), PyObject *args
 }
 
 /* pool_patch_take(write, runs): writes a version by such bytes, and makes them its patch; whether
- * they are a patch of this pool's newest version. If not, the version is neither. */
+ * what they replace is in this pool's newest version. If not, the version is neither. */
 static PyObject *py_pool_patch_take(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolWriteObject *self;
     Py_buffer runs;
