@@ -212,8 +212,9 @@ def test_the_page_configures_and_installs_what_ran(bus_name: str) -> None:
         'assert torch.equal(got[0], torch.arange(6)), got\n'
         'tq.close()\n'
     )  # fmt: skip
+    command = [sys.executable, "-c", f"import torch\n{code}"]
     done = subprocess.run(
-        [sys.executable, "-c", f"import torch\n{code}"], capture_output=True, text=True, timeout=300,
+        command, capture_output=True, text=True, timeout=300,
         env={**os.environ, "RAY_ADDRESS": "local"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
