@@ -76,6 +76,13 @@ test-engines: build/peers/vllm/.made build/peers/sglang/.made ## Test updates of
 	HF_HUB_OFFLINE=1 build/peers/vllm/bin/pytest -p no:cacheprovider -o faulthandler_timeout=1900 \
 	    $(ARGS) tests/peers/vllm
 
+test-agents: build/peers/recorder/.made build/peers/vllm/.made ## Test real clients and harnesses through the recorder, before a real vLLM on the CPU (minutes)
+	HF_HUB_OFFLINE=1 LITELLM_LOCAL_MODEL_COST_MAP=True build/peers/recorder/bin/python -m pytest \
+	    -p no:cacheprovider -W ignore -o faulthandler_timeout=1900 $(ARGS) tests/peers/recorder
+
+build/peers/recorder/.made: tests/peers/recorder/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
+	$(make_stack)
+
 # torchvision and torchaudio come with vLLM for CUDA, and keep transformers from importing here.
 build/peers/vllm/.made: tests/peers/vllm/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
 	$(PYTHON) -m venv $(@D)
@@ -191,6 +198,9 @@ interrupts: $(VENV)/.dev ## Raise INJECTIONS exceptions and send SIGNALS of each
 WEEKS ?= 20
 week: $(VENV)/.dev ## Run WEEKS weeks of a run with all that goes wrong in them, and audit each
 	SHMBUS_TEST_WEEKS=$(WEEKS) $(BIN)/pytest -s -p no:benchmark tests/process/test_week.py $(ARGS)
+
+storm: $(VENV)/.dev ## Kill recorders, harnesses, engines and trainers for MINUTES, then audit
+	SHMBUS_TEST_STORM=$$(( $(MINUTES) * 60 )) $(BIN)/pytest -s -p no:benchmark tests/recorder/test_recorder_deaths.py -k storm $(ARGS)
 
 points: $(VENV)/.dev ## Kill and stop every process at each of its failpoints, at first and later passes
 	SHMBUS_TEST_POINTS=all $(BIN)/pytest tests/process/test_failpoints.py $(ARGS)
@@ -309,7 +319,7 @@ $(eval $(call c_test_rules,tsan,-O1 -g -DSHMBUS_DEBUG=1 -fsanitize=thread,saniti
 
 # Fuzzing (tests/fuzz): libFuzzer and atheris find cases; any compiler can replay the kept ones.
 # Findings of a run lie in build/fuzz/found; a case worth keeping goes to tests/fuzz/corpus.
-FUZZ_TARGETS := header record block segment retry_table declared_schema numbers patch
+FUZZ_TARGETS := header record block segment retry_table declared_schema patch
 FUZZ_PYTHON := decoders control snapshot
 FUZZERS := $(patsubst %,build/fuzz/fuzz_%,$(FUZZ_TARGETS))
 MINUTES ?= 4
@@ -329,9 +339,6 @@ build/fuzz/replay/%.o: %.c $(C_HEADERS) Makefile
 	@echo 'compiling $@'; $(REPLAY) -c -o $@ $<
 build/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(C_TESTED:%.c=build/fuzz/objects/%.o)
 	$(FUZZER) -fsanitize=fuzzer -o $@ $< $(filter %.o,$^)
-
-# It includes what it tests.
-build/fuzz/fuzz_numbers build/fuzz/replay_numbers: $(wildcard shmbus_ext/gateway/*.c)
 
 .PHONY: check-fuzz fuzz-c fuzz-python
 fuzz-c: $(FUZZERS)

@@ -124,6 +124,7 @@ GUIDES = (
     "weights.md",
     "colocation.md",
     "relay.md",
+    "agents.md",
     "gateway.md",
     "adapters/README.md",
 )

@@ -34,6 +34,7 @@ from shmbus.errors import (
     LayoutMismatchError,
     PeerGoneError,
     ProtocolError,
+    RecorderUnavailableError,
     RecordTooLargeError,
     ShmbusError,
     StallError,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from shmbus.producer_requests import ProducerRequests, Request
     from shmbus.segment.bus import Bus, BusStats, ProducerInfo
     from shmbus.segment.lifecycle import unlink
+    from shmbus.session import Session
 
 __all__ = [
     "Annotator",
@@ -81,9 +83,11 @@ __all__ = [
     "ProducerStats",
     "ProtocolError",
     "RecordTooLargeError",
+    "RecorderUnavailableError",
     "Request",
     "RequestCounts",
     "Reservation",
+    "Session",
     "ShmbusError",
     "StallError",
     "StallReport",
@@ -110,6 +114,7 @@ _HOMES = {
     "ProducerStats": "shmbus.producer",
     "Request": "shmbus.producer_requests",
     "RequestCounts": "shmbus.ledger",
+    "Session": "shmbus.session",
     "StallReport": "shmbus.inspect.stall_report",
     "UnannotatedGroup": "shmbus.annotator",
     "unlink": "shmbus.segment.lifecycle",

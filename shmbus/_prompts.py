@@ -26,7 +26,7 @@ from shmbus._encoding import (
 from shmbus._fields import is_argument
 from shmbus_ext import _core
 
-__all__ = ["Claim", "Prompt", "Request", "RequestText", "encode_prompt", "shared_fields"]
+__all__ = ["Claim", "Prompt", "Request", "RequestText", "Ticket", "encode_prompt", "shared_fields"]
 
 _ALIGN = 16
 #: Dtypes of lists that nobody declared: a sample's, and the token ids of a prompt.
@@ -398,6 +398,19 @@ class Request:
         round = "" if self.round is None else f" round={self.round}"
         again = f" attempt={self.attempt}" if self.attempt else ""
         return f"<Request {self.instance_id!r}{round} {self.index}/{self.group_size}{again}>"
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """Which sample a worker has in hand: what another process needs to see that it is wanted."""
+
+    instance_id: str
+    round: int | None
+    split: str
+    group_size: int
+    index: int
+    claim: Claim | None = None
+    #: Of a sample that failed before: its row of the retry table, its attempt, and who has it.
+    retry: tuple[int, int, int] | None = None
 
 
 def check_request(value: object) -> Request:

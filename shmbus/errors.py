@@ -14,6 +14,7 @@
      +-- RecordTooLargeError     larger than any record of this bus (also a ValueError)
      +-- ProtocolError           a producer broke the rules, as by a duplicate
      +-- DaemonUnavailableError  the daemon that serves the bus does not answer
+     +-- RecorderUnavailableError  no recorder takes a session
      +-- UnscoredError           a sample without a score is asked for it (also a ValueError)
      +-- StallError              nothing moves on the bus; its report has leases and producers
      +-- PeerGoneError           the process at the other side has ended
@@ -47,6 +48,7 @@ __all__ = [
     "PeerGoneError",
     "ProtocolError",
     "RecordTooLargeError",
+    "RecorderUnavailableError",
     "ShmbusError",
     "StallError",
     "UnscoredError",
@@ -117,6 +119,10 @@ class ProtocolError(ShmbusError):
 
 class DaemonUnavailableError(ShmbusError):
     """The daemon that serves this bus does not answer."""
+
+
+class RecorderUnavailableError(ShmbusError):
+    """No recorder of the bus takes a session (`Producer.session`); the request was given back."""
 
 
 class Report(Protocol):

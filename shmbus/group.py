@@ -42,6 +42,8 @@ class Group(ReadGroup[Trajectory], GroupBase):
     columns : dict of str to list of array
         Arrays that were added to the group since its samples were put, by name, one a sample. They
         belong to this process, and to this lease.
+    annotated : bool
+        Whether it has any.
 
     Examples
     --------
@@ -53,19 +55,23 @@ class Group(ReadGroup[Trajectory], GroupBase):
             tokens = [t["tokens"] for t in group]  # read-only views of the ring
     """
 
-    __slots__ = ("_columns",)
+    # For the columns of the few that have any: the dict of attributes is made with the first.
+    __slots__ = ("__dict__",)
 
     state: GroupState
-    _columns: dict[str, list[Any]]
+    _columns: dict[str, list[Any]] | None = None
 
     @property
     def columns(self) -> dict[str, list[Any]]:
         """Arrays that were added to the group since its samples were put, by name, one a sample."""
-        try:
-            return self._columns
-        except AttributeError:
+        if self._columns is None:
             self._columns = {}
-            return self._columns
+        return self._columns
+
+    @property
+    def annotated(self) -> bool:
+        """Whether it has columns."""
+        return bool(self._columns)
 
     def copy(self) -> GroupCopy:
         """Copy the group out of the ring; its lease goes on.

@@ -43,7 +43,7 @@ from shmbus._closing import ClosedByWith
 from shmbus._fields import FieldSpec, check_sizes, parse_field
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
-from shmbus._prompts import shared_fields
+from shmbus._prompts import check_request, shared_fields
 from shmbus._schema import Schema, agreed_schema, mapping_of, parse, require_same_schema
 from shmbus.producer_requests import ProducerRequests, RequestState, checked_reason
 from shmbus.segment import lifecycle
@@ -55,6 +55,8 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+    from shmbus.producer_requests import Request
+    from shmbus.session import Session
     from shmbus_ext._values import FieldValue, SupportsItem
 
 __all__ = ["Producer", "ProducerOptions", "ProducerStats"]
@@ -863,6 +865,47 @@ class Producer(_core.Writer, ClosedByWith):
                 await self._space_freed(ticket, deadline)
                 await self._check_stall(began)
         return True
+
+    # -- agents ------------------------------------------------------------------------------------
+
+    def session(
+        self, request: Request, *, url: str | None = None, wait: float | None = 0.0
+    ) -> Session:
+        """Have an agent make a sample by calls through a recorder (`shmbus proxy`).
+
+        Parameters
+        ----------
+        request : Request
+            What `requests.next` gave; the session ends it.
+        url : str, optional
+            The recorder's address; by default that of the bus's recorder with the fewest sessions.
+        wait : float, optional
+            Seconds to wait for a recorder that takes it: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        Session
+            For a ``with`` or ``async with`` block. An exception of the agent fails the sample and
+            goes on; one that came since the recorder had ended the session does not.
+
+        Raises
+        ------
+        RecorderUnavailableError
+            No recorder takes it; the request was given back.
+        TypeError, ValueError
+            `request` is no request, or `wait` no number of 0 or more.
+
+        Examples
+        --------
+        ::
+
+            with producer.session(request) as session:
+                answer = run_agent(request.meta, session.base_url, session.api_key)
+                session.finish(score_of(answer))
+        """
+        from shmbus.session import Session
+
+        return Session._open(self, check_request(request), url, wait)
 
     # -- state and end -----------------------------------------------------------------------------
 

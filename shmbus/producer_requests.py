@@ -22,7 +22,7 @@ from shmbus._arguments import check_count, check_timeout, clamp_request
 from shmbus._backoff import backoff_s
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
-from shmbus._prompts import Prompt, Request, RequestText, check_request
+from shmbus._prompts import Prompt, Request, RequestText, Ticket, check_request
 from shmbus.errors import BusClosedError
 from shmbus.partial_rollouts import PartialRollouts, check_continuation, version_span
 from shmbus_ext import _core
@@ -454,6 +454,35 @@ class ProducerRequests:
         if (claim := check_request(request)._claim) is not None:
             return self._producer._holds_request(claim)
         return self._at(request) in self._state.taken
+
+    def _ticket(self, request: Request) -> Ticket:
+        """Say which sample this worker has in hand."""
+        retry = check_request(request)._retry
+        return Ticket(
+            instance_id=request.instance_id,
+            round=request.round,
+            split=request.split,
+            group_size=request.group_size,
+            index=request.index,
+            claim=request._claim,
+            retry=None if retry is None else (retry[0], retry[1], self._producer.producer_id),
+        )
+
+    def _holds(self, ticket: Ticket) -> bool:
+        """Whether the sample that another producer has in hand is still to be made."""
+        if ticket.claim is not None:
+            try:
+                return self._producer._holds_request(ticket.claim)
+            except IndexError:
+                return False
+        if ticket.retry is None:
+            return False
+        place, attempt, claimant = ticket.retry
+        return any(
+            (each.row, each.attempt, each.claimant) == (place, attempt, claimant + 1)
+            and (each.instance_id, each.sample_index) == (ticket.instance_id, ticket.index)
+            for each in _retry_rows(self._producer._here())
+        )
 
     def release(
         self,

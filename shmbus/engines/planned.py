@@ -24,8 +24,6 @@ from shmbus.weights.subscriber import Place
 
 __all__ = ["EngineLoad", "PlannedLoader"]
 
-logger = logging.getLogger("shmbus.engines")
-
 #: An engine's loader: tensors by name, and the modules that they go into; None for all.
 EngineLoad = Callable[
     [Iterator[tuple[str, torch.Tensor]], Sequence[torch.nn.Module] | None], object
@@ -48,9 +46,11 @@ class PlannedLoader:
         load: EngineLoad,
         *,
         may_plan: Callable[[torch.nn.Module], bool] = lambda module: True,
+        logger: logging.Logger | None = None,
     ) -> None:
         self._model, self._device, self._load = model, device, load
         self._may_plan = may_plan
+        self._logger = logger or logging.getLogger("shmbus.engines")
         self._plan: LoadPlan | None = None
         #: The version that the model has, whole; and what a patch would write, of which version.
         self._has: Place | None = None
@@ -138,7 +138,7 @@ class PlannedLoader:
             self._load(_tensors(weights, self._device, recorder=recorder), None)
         self._plan = plan = recorder.plan(lasting[1], self._may_plan)
         again = ", ".join(plan.refused[:SHOWN]) + (", ..." if len(plan.refused) > SHOWN else "")
-        logger.info(
+        self._logger.info(
             "shmbus: %d copies of %d bytes stand for the engine's loader from now on%s",
             len(plan.copies),
             plan.nbytes,

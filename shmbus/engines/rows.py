@@ -7,7 +7,6 @@ to load, or refused something newer, is not whole, whatever it ran before.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from typing import NamedTuple
 
@@ -16,28 +15,14 @@ from shmbus.engines.errors import EngineError
 from shmbus.engines.report import ServerReport
 from shmbus.engines.server import Addressed
 from shmbus.pool.reader import PoolReader, VersionLease
+from shmbus.pool.server_rows import LOADING_CODE, WEIGHTS, rows_of_server
 from shmbus.pool.status import ReaderStatus, SlotStatus, read_pool
-from shmbus.weights.errors import LOADING_CODE, MANIFEST_CODE
+from shmbus.weights.errors import MANIFEST_CODE
 
-__all__ = ["POLL_S", "Missing", "RankRows", "row_name"]
+__all__ = ["POLL_S", "Missing", "RankRows"]
 
-#: The pool that has weights.
-WEIGHTS = "weights"
 #: Seconds between two looks at the readers' rows.
 POLL_S = 0.01
-#: Bytes of a row's label, 48, less those of " rank 99999".
-MOST_NAME_BYTES = 37
-#: Hexadecimal digits that tell addresses apart which begin alike.
-DIGITS = 8
-
-
-def row_name(address: str) -> str:
-    """Return how rows name a server: its address, cut where a row has no room for it."""
-    encoded = address.encode()
-    if len(encoded) <= MOST_NAME_BYTES:
-        return address
-    digest = hashlib.sha256(encoded).hexdigest()[:DIGITS]
-    return f"{encoded[: MOST_NAME_BYTES - DIGITS - 1].decode(errors='ignore')}~{digest}"
 
 
 class Missing(NamedTuple):
@@ -55,12 +40,7 @@ class RankRows:
 
     def of(self, server: Addressed) -> list[ReaderStatus]:
         """Return the rows of a server's living ranks; none where no weights are published."""
-        try:
-            readers = read_pool(self._bus, WEIGHTS).readers
-        except BusNotFoundError:
-            return []
-        begins = f"{row_name(server.address)} "
-        return [row for row in readers if row.state == "alive" and row.label.startswith(begins)]
+        return rows_of_server(self._bus, server.address)
 
     def are_loading(self, server: Addressed) -> bool:
         """Whether a rank says that it has begun to load something, and not that this has ended."""

@@ -23,9 +23,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from shmbus.engines.errors import EngineError
-from shmbus.engines.rows import row_name
 from shmbus.engines.server import HttpServer, PauseMode
 from shmbus.engines.sglang_order import LOADER, Order, order_for_rank
+from shmbus.pool.server_rows import row_name
 
 __all__ = ["SglangServer"]
 

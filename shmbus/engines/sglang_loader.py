@@ -82,6 +82,7 @@ def _loader(model: Any, device: torch.device) -> PlannedLoader:
             device,
             lambda tensors, modules: model.load_weights(tensors),
             may_plan=lambda module: plain,
+            logger=logger,
         )
     return known
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shmbus.engines.errors import EngineError
-from shmbus.engines.rows import row_name
 from shmbus.engines.server import HttpServer, PauseMode
+from shmbus.pool.server_rows import row_name
 
 __all__ = ["VllmServer"]
 

@@ -149,7 +149,9 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         """Return what loads into the model that is the target now: the engine's, or a draft's."""
         known = self._loaders.get(self.model)
         if known is None:
-            known = PlannedLoader(self.model, self.device, self._load, may_plan=_is_plain)
+            known = PlannedLoader(
+                self.model, self.device, self._load, may_plan=_is_plain, logger=logger
+            )
             self._loaders[self.model] = known
         return known
 

@@ -9,13 +9,13 @@ import argparse
 import contextlib
 import ctypes
 import os
-import resource
 import socket
 import sys
 from typing import TYPE_CHECKING
 
 import shmbus
 from shmbus.cli._options import Commands, require_extra, seconds, whole
+from shmbus.http.options import address, allow_connections, read_token
 from shmbus.segment.names import check_name, companion_name
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--http",
         metavar="HOST:PORT",
-        type=_address,
+        type=address,
         default=("127.0.0.1", 8000),
         help="where to listen (default 127.0.0.1:8000); port 0 for any free one",
     )
@@ -104,36 +104,6 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise argparse.ArgumentTypeError(
-            f"expected HOST:PORT, such as 127.0.0.1:8000, got {text!r}"
-        )
-    return host, int(port)
-
-
-def _token(path: str | None) -> str | None:
-    if path is None:
-        found = os.environ.get("SHMBUS_GATEWAY_TOKEN")
-        if found is None:
-            return None
-        where, remedy = "SHMBUS_GATEWAY_TOKEN", "unset it, or give it one"
-    else:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            found = file.read()
-        where, remedy = f"--token-file {path}", "write one into it"
-    token = found.strip()
-    # Any other could not be sent in a header, or would arrive as another one.
-    if not token or not all(" " <= letter <= "~" for letter in token):
-        got = "characters besides" if token else "nothing"
-        raise RuntimeError(
-            f"{where}: expected a token of ASCII letters, digits and marks, found {got}; {remedy}"
-        )
-    return token
-
-
 def _settings(arguments: argparse.Namespace) -> Settings:
     from shmbus.gateway.settings import Settings
 
@@ -142,7 +112,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         bus=arguments.name,
         host=host,
         port=port,
-        token=_token(arguments.token_file),
+        token=read_token(arguments.token_file, "SHMBUS_GATEWAY_TOKEN"),
         body_limit=arguments.body_limit << 20,
         memory=arguments.memory << 20,
         hold_s=arguments.hold,
@@ -152,13 +122,6 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         log_format=arguments.log_format,
         log_level=arguments.log_level,
     )
-
-
-def _allow_connections() -> None:
-    """Raise the number of open files that this process may have as far as it may itself."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _keep_memory(spare_bytes: int, own_bytes: int) -> None:
@@ -185,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"shmbus gateway: {error}", file=sys.stderr)
         return 2
-    _allow_connections()
+    allow_connections()
     _keep_memory(SPARE_BYTES, OWN_BYTES)
     parent = None if arguments.parent_fd is None else socket.socket(fileno=arguments.parent_fd)
     try:

@@ -6,6 +6,8 @@ import ipaddress
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
+from aiohttp import web
+
 
 class Refusal(Exception):
     """Ends a request with a status and a sentence."""
@@ -32,3 +34,47 @@ def is_loopback(host: str) -> bool:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def host_of(origin: str) -> str:
+    """Return the host of an Origin; "" where it is none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
+
+
+def bearer_of(given: str) -> bytes | None:
+    """Return the token of an Authorization; None for another scheme.
+
+    A scheme may be written in any case (RFC 9110, section 11.1).
+    """
+    scheme, space, token = given.partition(" ")
+    if not space or scheme.lower() != "bearer":
+        return None
+    return token.lstrip(" ").encode("utf-8", "surrogateescape")
+
+
+def require_loopback_name(request: web.BaseRequest, who: str) -> None:
+    """Refuse a request by another name than loopback's, of a server that listens there only."""
+    host = request.headers.get("Host", "")
+    if host and not is_loopback(host):
+        raise Refusal(
+            HTTPStatus.FORBIDDEN,
+            f"Host: expected a loopback name, since {who} listens there only, got "
+            f"{host}; ask for 127.0.0.1 or localhost, or start it with another --http",
+            close=True,
+        )
+
+
+def require_program(request: web.BaseRequest) -> None:
+    """Refuse what a page of another site asks for."""
+    origin = request.headers.get("Origin")
+    foreign = origin is not None and not is_loopback(host_of(origin))
+    if foreign or request.headers.get("Sec-Fetch-Site") == "cross-site":
+        raise Refusal(
+            HTTPStatus.FORBIDDEN,
+            f"{request.path}: expected a request of a program, got one of a page of another "
+            "site; ask without a browser",
+            close=True,
+        )

@@ -171,7 +171,8 @@ class Connection(web.RequestHandler):
 class HttpServer:
     """Answers at one address; a client may keep it waiting for `idle_s` seconds.
 
-    About `read_ahead` bytes of a body are read before somebody asks for them.
+    About `read_ahead` bytes of a body are read before somebody asks for them. With
+    `ends_with_client` an answer is cancelled once its client has gone.
     """
 
     def __init__(
@@ -182,11 +183,12 @@ class HttpServer:
         idle_s: float,
         header_bytes: int = 16 << 10,
         read_ahead: int = 16 << 10,
+        ends_with_client: bool = False,
     ) -> None:
         self._answer = answer
         self._max_connections = max_connections
         self._idle_s = idle_s
-        self._inner = web.Server(self._handle)
+        self._inner = web.Server(self._handle, handler_cancellation=ends_with_client)
         self._options = {
             "logger": http_logger,
             "access_log": None,

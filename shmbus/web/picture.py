@@ -20,6 +20,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from shmbus._format import printable, unprinted
 from shmbus.inspect.groups import Groups
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.types import (
@@ -32,6 +33,7 @@ from shmbus.inspect.types import (
 )
 from shmbus.inspect.verdict import producer_name
 from shmbus.inspect.who_is_missing import waiting_for
+from shmbus.recorder_files import read_recorders
 from shmbus.web import settings
 
 Picture: TypeAlias = dict[str, Any]
@@ -73,6 +75,7 @@ def picture(watcher: Watcher, now_s: float) -> Picture:
             "asked": len(status.wanted),
             "wall": _wall(watcher.groups, blamed, now_s - watcher.groups_age_s),
             "producers": _producers(watcher, waits, now_s),
+            "agents": _agents(status.name, now_s),
             "collector": _collector(status, now_s),
             "holders": _holders(status, now_s),
             "daemon": _daemon(status, now_s),
@@ -217,6 +220,32 @@ def _producers(watcher: Watcher, waits: Counter[int], now_s: float) -> Picture:
         "omitted": len(ranked) - len(shown),
         "max": status.max_producers,
         "rows": {str(each.producer_id): _producer(each, watcher, waits, now_s) for each in shown},
+    }
+
+
+def _agents(name: str, now_s: float) -> Picture | None:
+    """Show what recorders say of their sessions; None where none lives."""
+    recorders = read_recorders(unprinted(name))
+    if not recorders:
+        return None
+    running = [session for each in recorders for session in each.running]
+    engines = {engine.url: engine.state for each in recorders for engine in each.engines}
+    return {
+        "recorders": len(recorders),
+        "sessions": sum(each.sessions for each in recorders),
+        "calls": sum(each.calls for each in recorders),
+        "drift": sum(each.drift for each in recorders),
+        "engines": engines,
+        "rows": {
+            f"{printable(session.instance_id)}[{session.index}]": {
+                "since": _since(session.age_s, now_s),
+                "turns": session.turns,
+                "tokens": session.tokens,
+                "calls": session.calls,
+                "engine": session.engine,
+            }
+            for session in running[: settings.SESSIONS]
+        },
     }
 
 

@@ -27,6 +27,8 @@ EVENTS: Final = 20
 QUESTIONS: Final = 16
 #: Producers, and buses of the overview, that a page lists; the rest is a number.
 PRODUCERS: Final = 256
+#: Sessions of agents that a page lists: as many as one recorder says.
+SESSIONS: Final = 48
 BUSES: Final = 64
 #: The part of a processor that walks over the records of a bus without a daemon may cost.
 WALK_SHARE: Final = 0.02

@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 from shmbus.errors import WeightsError
+from shmbus.weights.bridge import attach_bridge
 from shmbus.weights.errors import (
     ManifestError,
     PatchBaseError,
@@ -61,6 +62,7 @@ __all__ = [
     "WeightSubscriber",
     "Weights",
     "WeightsError",
+    "attach_bridge",
     "attach_model",
     "lora_source",
     "lora_state",

@@ -16,7 +16,6 @@ from typing import Final
 from shmbus.errors import DamagedError, DeviceMismatchError, WeightsError
 
 __all__ = [
-    "LOADING_CODE",
     "LOAD_CODE",
     "MANIFEST_CODE",
     "TORN_CODE",
@@ -30,8 +29,6 @@ __all__ = [
 MANIFEST_CODE = 1
 TORN_CODE = 2
 LOAD_CODE = 3
-#: It is being loaded, so that the reader runs no whole version now.
-LOADING_CODE = 4
 
 #: What a version raises that a reader cannot take, and refuses in its row.
 UNUSABLE: Final = (WeightsError, DamagedError, DeviceMismatchError)

@@ -13,8 +13,9 @@ Invariants:
   module as a whole.
 - Targets of a plan do not overlap, so its copies may be made in any order.
 
-An operation that is not torch's, such as a kernel that is launched on addresses, is not seen. What
-it made is not in memory that copies have filled, so it is never taken for one.
+What goes past torch, such as a kernel that is launched on addresses, is not seen. What it fills is
+not memory that copies have filled, so it is never taken for one; what it keeps elsewhere of weights
+that it leaves alone is not found out, and an engine that does so has to say it (`may_plan`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shmbus.tensors.copy_plan import CopyPlan
@@ -42,6 +44,8 @@ _BLIND: Final = (
     "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones",
     "new_full", "is_same_size", "record_stream", "set_", "resize_", "is_pinned",
 )  # fmt: skip
+#: Operations that are dispatched, and seen there.
+_OWN: Final = ("aten", "prim", "prims")
 _COPIES: Final = ("_to_copy", "clone")
 _CONSTANTS: Final = ("fill_", "zero_")
 
@@ -169,6 +173,15 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         self._sources[storage.data_ptr()] = StorageWeakRef(storage), offset - start
         self._memories.pop(storage.data_ptr(), None)
+
+    def __enter__(self) -> Any:
+        self._calls = _Calls(self)
+        self._calls.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._calls.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -332,8 +345,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         addresses = {each.untyped_storage().data_ptr() for each in given}
         results = [*_tensors(made)]
-        writes = any(each.alias_info is not None and each.alias_info.is_write
-                     for each in func._schema.arguments)  # fmt: skip
+        writes = _writes(func)
         if (
             not writes
             and results
@@ -421,6 +433,37 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found |= new
                 left += new
         return found
+
+
+class _Calls(TorchFunctionMode):
+    """Sees calls of operations that are not torch's own, some of which it would not dispatch."""
+
+    def __init__(self, recorder: LoadRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        made = func(*args, **(kwargs or {}))
+        if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            name: str = getattr(func, "_qualified_op_name", "") or str(func.name())  # type: ignore[no-untyped-call]
+            if name.partition("::")[0] not in _OWN:
+                self._recorder._done(func, args, kwargs or {}, made)
+        return made
+
+
+def _writes(func: Any) -> bool:
+    """Whether an operation writes what it is given."""
+    each = (
+        [func] if hasattr(func, "_schema") else [getattr(func, name) for name in func.overloads()]
+    )
+    return any(
+        argument.alias_info is not None and argument.alias_info.is_write
+        for overload in each
+        for argument in overload._schema.arguments
+    )
 
 
 class LoadPlan:

@@ -32,6 +32,7 @@ from shmbus.weights.manifest import Manifest
 __all__ = [
     "HEADER",
     "HEADER_BYTES",
+    "KIND",
     "STEPPING_AT",
     "VERSION_AT",
     "SharedFile",
@@ -41,9 +42,10 @@ __all__ = [
 ]
 
 KIND: Final = "shared"
-MAGIC: Final = b"shmbusS1"
-#: magic, version, stepping, bytes of the manifest, bytes of the payload, where the payload begins.
-HEADER: Final = struct.Struct("<8sqQQQQ")
+MAGIC: Final = b"shmbusS2"
+#: magic, version, stepping, bytes of the manifest, bytes of the payload, where the payload begins;
+#: whose exported memory the payload is instead, 0 where it is in the file.
+HEADER: Final = struct.Struct("<8sqQQQQQ")
 VERSION_AT: Final = 8
 STEPPING_AT: Final = 16
 HEADER_BYTES: Final = 4096
@@ -66,13 +68,13 @@ class SharedFile(LockedFile):
         self._fresh = ""
 
     @contextlib.contextmanager
-    def made(self, manifest: Manifest, version: int) -> Iterator[None]:
+    def made(self, manifest: Manifest, version: int, owner: int = 0) -> Iterator[None]:
         """Make the file under another name, for a ``with`` block that fills it; then name it."""
         with contextlib.ExitStack() as stack:
             left = _locked_leftover(self.path, self.bus, stack)
             _remove_unfinished(self.path)
             self._fresh = f"{self.path}.new-{secrets.token_hex(4)}"
-            self._begin(manifest, version)
+            self._begin(manifest, version, owner)
             yield
             try:
                 if left:
@@ -85,16 +87,16 @@ class SharedFile(LockedFile):
                 raise _busy(self.bus) from error
             self._fresh = ""
 
-    def _begin(self, manifest: Manifest, version: int) -> None:
+    def _begin(self, manifest: Manifest, version: int, owner: int) -> None:
         """Allocate all of it, and write what stands before the weights."""
         said = manifest.encode()
         at = -(-(HEADER_BYTES + len(said)) // _PAGE) * _PAGE
         try:
             self.open(self._fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL, _title(self.bus))
             fcntl.flock(self.fd, fcntl.LOCK_SH)
-            os.posix_fallocate(self.fd, 0, at + manifest.total)
+            os.posix_fallocate(self.fd, 0, at + (0 if owner else manifest.total))
             os.pwrite(self.fd, said, HEADER_BYTES)
-            head = HEADER.pack(MAGIC, version, 0, len(said), manifest.total, at)
+            head = HEADER.pack(MAGIC, version, 0, len(said), manifest.total, at, owner)
             os.pwrite(self.fd, head, 0)
         except OSError as error:
             raise WeightsError(
@@ -195,8 +197,9 @@ def check_file(file: int, path: str) -> None:
             f"{path}: expected shared weights of this version of shmbus; nothing was mapped: "
             "remove it, or install the same version on both sides"
         )
-    _, _, _, said, size, at = HEADER.unpack(head)
-    if said > _MAX_MANIFEST_BYTES or at < HEADER_BYTES + said or at + size > found.st_size:
+    _, _, _, said, size, at, owner = HEADER.unpack(head)
+    there = at + (0 if owner else size)
+    if said > _MAX_MANIFEST_BYTES or at < HEADER_BYTES + said or there > found.st_size:
         raise WeightsError(
             f"{path}: says {said} bytes of manifest and {size} of weights from {at} on, and has "
             f"{found.st_size}; nothing was mapped: share the weights again"

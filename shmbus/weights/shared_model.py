@@ -10,7 +10,9 @@
         with shared.reading(timeout=5.0) as version:  # one forward pass, or a whole request
             model(tokens)
 
-The file is a companion of the bus (`shared_file`).
+On a CUDA device the tensors lie in memory that is exported once, by whichever side has them: an
+engine shares its parameters with ``writes=False`` and names for parts of its fused ones, and the
+trainer attaches with ``writable=True``. The file is a companion of the bus (`shared_file`).
 
 Invariants:
 
@@ -35,13 +37,30 @@ import torch
 
 from shmbus import BusClosedError
 from shmbus._arguments import check_choice, check_flag, check_int64, check_seconds, check_timeout
-from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsError
+from shmbus.errors import (
+    BusBusyError,
+    DamagedError,
+    PeerGoneError,
+    WaitTimeoutError,
+    WeightsError,
+)
+from shmbus.segment.names import memory_socket, remove_dead_socket
+from shmbus.tensors.device.arena import (
+    Arena,
+    ArenaView,
+    BufferLostError,
+    BufferName,
+    MemoryKind,
+    allocator,
+)
+from shmbus.tensors.device.memory import refusals
 from shmbus.tensors.views import copy_tensor, is_sharded, payload_tensor, tensor_at
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest, Slice, view_of
 from shmbus.weights.shared_file import (
     HEADER,
     HEADER_BYTES,
+    KIND,
     STEPPING_AT,
     VERSION_AT,
     SharedFile,
@@ -53,7 +72,7 @@ from shmbus.weights.source import ModuleSource
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SharedModel", "attach_model", "share_model"]
+__all__ = ["SharedModel", "attach_model", "put_views", "share_model"]
 
 Locking: TypeAlias = Literal["lock", "none"]
 
@@ -69,6 +88,8 @@ class SharedModel:
         Open; this object closes it.
     writable : bool
         Whether this process steps.
+    arena : Arena, optional
+        What exports the memory, in the process that has it.
 
     Raises
     ------
@@ -76,7 +97,7 @@ class SharedModel:
         The file's manifest cannot be used.
     """
 
-    def __init__(self, file: SharedFile, *, writable: bool) -> None:
+    def __init__(self, file: SharedFile, *, writable: bool, arena: Arena | None = None) -> None:
         self.bus: Final = file.bus
         self._file = file
         self._writable = writable
@@ -85,12 +106,22 @@ class SharedModel:
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._guard = StepGuard(file)
         self._map = file.map(writable=writable)
-        _, _, _, said, size, at = HEADER.unpack_from(self._map)
+        #: What exports the memory, in the process that has it.
+        self._arena = arena
+        _, _, _, said, size, at, owner = HEADER.unpack_from(self._map)
         self.manifest: Final = Manifest.decode(
             bytes(self._map[HEADER_BYTES : HEADER_BYTES + said]), size
         )
-        # From its own first byte on, which is where the manifest's offsets count from.
-        payload = payload_tensor(memoryview(self._map)[at : at + size])
+        if arena is not None:
+            payload = arena.buffer(0, size)[1]
+        elif owner:
+            payload = _mapped(self.bus, owner, size, writable=writable)
+        else:
+            # From its own first byte on, which is where the manifest's offsets count from.
+            payload = payload_tensor(memoryview(self._map)[at : at + size])
+        self._device: Final = payload.device
+        #: Whether another process has the memory, and with it the file.
+        self._is_guest = owner != 0 and arena is None
         self._tensors = {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
 
     @property
@@ -147,7 +178,13 @@ class SharedModel:
                 )
             yield self.version
         finally:
+            self._settle()
             reading.end()
+
+    def _settle(self) -> None:
+        """Wait until the device has done what this process asked of it."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _require_open(self) -> None:
         if self._file.fd < 0:
@@ -162,7 +199,7 @@ class SharedModel:
         state = model.state_dict(keep_vars=True)
         moved = [
             name
-            for name in self.manifest.by_name()
+            for name in self.manifest.names()
             if name in state and state[name].data_ptr() != self[name].data_ptr()
         ]
         if moved:
@@ -238,6 +275,7 @@ class SharedModel:
             self._require_in_place()
             struct.pack_into("<Q", self._map, STEPPING_AT, 1)
             yield
+            self._settle()
             # Not after an exception: some parameters may be new by then.
             struct.pack_into("<q", self._map, VERSION_AT, version)
             struct.pack_into("<Q", self._map, STEPPING_AT, 0)
@@ -252,6 +290,33 @@ class SharedModel:
         if self._remove:
             self._file.remove()
         self._file.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an optimizer refuse a step outside of `stepping`: servers would meet half of it.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            Of these parameters.
+
+        Raises
+        ------
+        WeightsError
+            By a step of that optimizer outside of `stepping`; no parameter was changed.
+        """
+
+        def require_step(*arguments: object) -> None:
+            del arguments
+            if not self._guard.steps:
+                raise WeightsError(
+                    f"shared weights of bus {self.bus!r}: the optimizer steps while servers may "
+                    "read; step in `with shared.stepping(version)` or by EngineFleet.step. Nothing "
+                    "was changed"
+                )
+
+        optimizer.register_step_pre_hook(require_step)
 
     def __enter__(self) -> Self:
         return self
@@ -271,6 +336,7 @@ def share_model(
     *,
     slices: Mapping[str, Slice] | None = None,
     version: int = -1,
+    writes: bool = True,
 ) -> SharedModel:
     """Move a model's parameters and persistent buffers into shared memory.
 
@@ -281,11 +347,15 @@ def share_model(
     bus : str
         The bus that they belong to; it need not exist.
     model : torch.nn.Module
-        On the CPU.
+        On the CPU, or all of it on one CUDA device, whose memory is exported then: what one process
+        has there, the other has too.
     slices : mapping of Slice, optional
-        Names for parts, such as q_proj of a fused qkv_proj (`bridge.fused_slices`).
+        Names for parts, such as q_proj of a fused qkv_proj.
     version : int
         What they are now.
+    writes : bool
+        Whether this process steps; an engine that has the memory does not, and the trainer attaches
+        with ``writable=True``.
 
     Returns
     -------
@@ -297,33 +367,34 @@ def share_model(
     BusBusyError
         A living process shares or reads that bus's weights already.
     WeightsError
-        A parameter is not on the CPU, or is a shard of one.
+        Parameters are on several devices, or one is a shard; or the device exports no memory.
     ManifestError
         Names or slices contradict each other.
     """
     version = check_int64("version", version)
     source = ModuleSource(model, slices=slices)
     tensors, _ = source._named()
-    strange = [
-        name
-        for name, tensor in tensors.items()
-        if tensor.device.type != "cpu" or is_sharded(tensor)
-    ]
-    if strange:
-        first = tensors[strange[0]]
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    strange = [name for name, each in tensors.items() if each.device != device or is_sharded(each)]
+    if strange or device.type not in ("cpu", "cuda"):
+        name = strange[0] if strange else next(iter(tensors))
+        first = tensors[name]
         raise WeightsError(
-            f"one copy is shared of whole tensors in host memory, and {strange[0]!r} is a "
-            f"{type(first).__name__} on {first.device} ({len(strange)} in all); publish versions "
-            "with WeightPublisher instead. Nothing was changed"
+            "one copy is shared of whole tensors in one memory, the host's or a CUDA device's, and "
+            f"{name!r} is a {type(first).__name__} on {first.device} ({len(strange)} in all); "
+            "publish versions with WeightPublisher instead. Nothing was changed"
         )
     manifest = Manifest.plan(source.params(), aliases=source.aliases(), slices=source.slices())
     file = SharedFile(bus)
+    arena = _arena_of(bus, device)
     try:
-        with file.made(manifest, version):
-            shared = SharedModel(file, writable=True)
-            shared._remove = shared._guard.become_writer()
+        with file.made(manifest, version, 0 if arena is None else arena.owner):
+            shared = SharedModel(file, writable=True, arena=arena)
+            shared._remove = not writes or shared._guard.become_writer()
+            shared._writable = writes
             for name, tensor in tensors.items():
                 copy_tensor(shared[name], tensor.detach())
+            shared._settle()
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.data = shared[name]
@@ -335,7 +406,44 @@ def share_model(
         # What was moved has its values, and its memory as long as it lives.
         file.remove()
         file.close()
+        if arena is not None:
+            arena.close()
         raise
+
+
+def _exported_kind(device: torch.device) -> MemoryKind | None:
+    """Return what exports a device's memory; None for the host's, which the file has."""
+    if device.type == "cpu":
+        return None
+    why = refusals(device.index or 0).get("vmm", "")
+    if why:
+        raise WeightsError(f"one copy on {device}: {why}; publish versions instead")
+    return "vmm"
+
+
+def _arena_of(bus: str, device: torch.device) -> Arena | None:
+    kind = _exported_kind(device)
+    if kind is None:
+        return None
+    remove_dead_socket(KIND, bus)
+    return Arena(memory_socket(KIND, bus), allocator(kind, device.index or 0))
+
+
+def _mapped(bus: str, owner: int, size: int, *, writable: bool) -> torch.Tensor:
+    """Map what another process exports."""
+    view = ArenaView(memory_socket(KIND, bus), or_owner=True, writable=writable)
+    try:
+        memory = view.memory(BufferName(0, owner))
+    except (PeerGoneError, BufferLostError) as error:
+        raise PeerGoneError(
+            f"shared weights of bus {bus!r}: the process that has their memory has ended; nothing "
+            f"was attached: start it again ({error})"
+        ) from error
+    if memory.nbytes < size:
+        raise WeightsError(
+            f"shared weights of bus {bus!r}: expected {size} bytes, {memory.nbytes} are exported"
+        )
+    return memory.tensor()
 
 
 def _tie(model: torch.nn.Module, name: str, shared: SharedModel) -> None:
@@ -398,19 +506,17 @@ def attach_model(
             raise ManifestError(
                 "the shared weights do not fit the model, and it was not changed", faults
             )
-        _put_views(model, found, writable=writable)
+        put_views(model, found, writable=writable)
         if writable:
             shared._model = weakref.ref(model)
-        shared._remove = writable
+        shared._remove = writable and not shared._is_guest
         return shared
     except BaseException:
         file.close()
         raise
 
 
-def _put_views(
-    model: torch.nn.Module, found: Mapping[str, torch.Tensor], *, writable: bool
-) -> None:
+def put_views(model: torch.nn.Module, found: Mapping[str, torch.Tensor], *, writable: bool) -> None:
     """Make all of a model's tensors views, or none; what was tied stays one object."""
     made: dict[tuple[int, int], torch.nn.Parameter] = {}
     with contextlib.ExitStack() as undo:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from trainer_adapter.attention import (
     arguments,
@@ -132,7 +131,10 @@ COMPILED = [
 ]
 
 
-def compile_counting(model: Any) -> tuple[Any, CompileCounterWithBackend]:
+def compile_counting(model: Any) -> tuple[Any, Any]:
+    # Over a second of imports, which whoever collects this file shall not have.
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     return torch.compile(model, fullgraph=True, backend=counter), counter
@@ -185,6 +187,25 @@ def attend_in_a_model(
         return found.sin()
     out, lse = found
     return out.sin() + torch.where(lse.isfinite(), lse, 0).t()[:, :, None]
+
+
+def test_sizes_that_begin_to_change_one_after_the_other_cost_a_graph_each(seed: int) -> None:
+    """Torch's rule for any model: three sizes, and one or no token apart; its limit is eight."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> Tensor:
+        return attend_in_a_model(q, k, v, cu, longest, (-1, 0), True, "sdpa")
+
+    compiled, counter = compile_counting(model)
+    longest_first = [[50, 20, 33], [50, 21, 32], [49, 21, 33], [49, 21, 32]]
+    then_tokens_then_sequences = [[48, 21, 32], [48, 20, 20, 13], [30, 71], [7], [90, 1, 0, 3]]
+    for turn, lengths in enumerate(longest_first + then_tokens_then_sequences):
+        given = operands(seed + turn, lengths)
+        compiled(*given, borders(lengths), max(lengths)).sum().backward()
+    assert counter.frame_count <= 4
+    for turn, lengths in enumerate([[1], [0], [1, 1, 1], [0, 1], [0, 0], [], *MANY_BATCHES]):
+        given = operands(seed + turn, lengths)
+        compiled(*given, borders(lengths), max(lengths, default=0)).sum().backward()
+    assert counter.frame_count <= 8
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (3, 1), (3, -1)], ids=str)

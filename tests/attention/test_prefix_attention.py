@@ -142,14 +142,17 @@ def test_bfloat16_is_as_near_to_float64_as_the_plain_layout(
             if leaves is plain:
                 summed = torch.zeros(tree.num_rows, 1, 1)
                 grads = tuple(
-                    summed.expand(-1, *x.shape[1:]).clone().index_add(0, tree.rows, x.float())
+                    summed.expand(-1, *x.shape[1:])
+                    .clone()
+                    .index_add(0, tree.rows, x.float())
+                    .bfloat16()
                     for x in grads
                 )
             for part, (mine, right) in enumerate(zip([out, *grads], truth, strict=True)):
                 errors[way, part] = max(
                     errors[way, part], float((mine.detach().double() - right.detach()).abs().max())
                 )
-    # PyTorch's rule for fused kernels: at most twice the error of the plain way.
+    # PyTorch's rule for fused kernels: at most twice the error of the plain way, in the same dtype.
     assert (errors[0] <= 2 * errors[1] + 1e-3).all(), errors
 
 
@@ -202,6 +205,29 @@ def test_arguments_that_do_not_fit_are_refused_by_name() -> None:
         prefix_attention(q[:2], q[:2], q[:2], tree)
     with pytest.raises(ValueError, match="backend 'flex' cannot run here: it needs a CUDA device"):
         prefix_attention(q, q, q, tree, backend="flex")
+
+
+def test_where_flex_attention_cannot_be_compiled_it_goes_by_paths_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    tree, _ = tree_of(random_sequences(np.random.default_rng(seed), 12))
+    given = operands(tree.num_rows, (4, 2), seed, torch.float32)
+    wanted = prefix_attention(*given, tree, enable_gqa=True)
+    tried: list[int] = []
+
+    def broken() -> Any:
+        tried.append(1)
+        raise torch._dynamo.exc.TorchDynamoException("no compiler")
+
+    monkeypatch.setattr(prefixes, "_flex_obstacle", lambda q: "")
+    monkeypatch.setattr(prefixes, "_compiled_flex", broken)
+    monkeypatch.setattr(prefixes, "_refused", [])
+    for _ in range(2):
+        assert torch.equal(prefix_attention(*given, tree, enable_gqa=True), wanted)
+    assert len(tried) == 1
+    assert caplog.text.count("FlexAttention cannot be compiled here") == 1
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        prefix_attention(*given, tree, enable_gqa=True, backend="flex")
 
 
 @needs_gpu

@@ -156,6 +156,29 @@ class Added(FusedModel):
             layer.o.data.mul_(2)
 
 
+#: An operation that torch does not take apart, and whose kernel reads memory by itself.
+LIBRARY = torch.library.Library("shmbus_test", "DEF")
+LIBRARY.define("packed(Tensor weight) -> int")
+
+
+def _packed(weight: torch.Tensor) -> int:
+    return hash(weight.cpu().view(torch.int16).numpy().tobytes())
+
+
+LIBRARY.impl("packed", _packed, "CompositeImplicitAutograd")
+
+
+class Packed(FusedModel):
+    """Keeps a handle of a weight, as vLLM does on a CPU, beside the weight itself."""
+
+    handle = 0
+
+    def fill_rows(self, parameter: Any, tensor: torch.Tensor) -> None:
+        super().fill_rows(parameter, tensor)
+        if parameter is self.head:
+            self.handle = torch.ops.shmbus_test.packed(parameter.data)
+
+
 class Cast(FusedModel):
     """Casts, clones and moves before it narrows."""
 
@@ -187,6 +210,7 @@ class Layerwise(FusedModel):
         (Scaled, ["self_attn", "mlp", "layernorm"]),
         (Unseen, ["layernorm"]),
         (Added, ["self_attn", "mlp", "layernorm"]),
+        (Packed, ["lm_head", "embed_tokens", "model.norm"]),
         (Cast, []),
         (Layerwise, []),
     ],

@@ -23,7 +23,7 @@ from shmbus.engines import (
     VllmServer,
 )
 from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
-from shmbus.engines.rows import row_name
+from shmbus.pool.server_rows import row_name
 
 pytest_plugins = ["engine_fixtures"]
 

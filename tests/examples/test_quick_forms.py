@@ -27,6 +27,7 @@ DEADLINE_S = 200
 #: What each one needs beside torch, and what its last line says.
 REWARD_ROSE = r"reward (\d\.\d\d) -> (\d\.\d\d)"
 RUNS = {
+    "agents.py": (("openai", "aiohttp"), REWARD_ROSE),
     "async_openai.py": (("openai", "aiohttp"), REWARD_ROSE),
     "multi_turn_tools.py": ((), REWARD_ROSE),
     "images.py": ((), REWARD_ROSE),

@@ -27,7 +27,7 @@ TREE = {
     "BusNotFoundError": (), "BusRemovedError": (), "CapacityError": (ValueError,),
     "DaemonUnavailableError": (), "DamagedError": (), "DeviceMismatchError": (),
     "LayoutMismatchError": (), "PeerGoneError": (), "ProtocolError": (),
-    "RecordTooLargeError": (ValueError,),
+    "RecordTooLargeError": (ValueError,), "RecorderUnavailableError": (),
     "StallError": (), "UnscoredError": (ValueError,),
     "WaitTimeoutError": (TimeoutError,),
 }  # fmt: skip

@@ -64,6 +64,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "shmbus.partial_rollouts",
         "shmbus.producer",
         "shmbus.producer_requests",
+        "shmbus.recorder_files",
+        "shmbus.session",
         "shmbus.source",
         "shmbus.stash",
     ),
@@ -77,6 +79,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "bridges to other stacks, nodes and browsers": (
         "shmbus.gateway",
         "shmbus.peers",
+        "shmbus.recorder",
         "shmbus.relay",
         "shmbus.web",
     ),
@@ -137,6 +140,23 @@ OPEN_TO_THE_GATEWAY = (
     "shmbus.http.",
     "shmbus.inspect.dump.inspect",
     "shmbus_ext._core",
+)
+
+# The recorder of agents: public names, what a worker's session is made of, and the weights' rows.
+OPEN_TO_THE_RECORDER = (
+    "shmbus._prompts.Ticket",
+    "shmbus.cli._options.Commands",
+    "shmbus.cli._options.require_extra",
+    "shmbus.cli._options.seconds",
+    "shmbus.cli._options.whole",
+    "shmbus.daemon.logs",
+    "shmbus.http.",
+    "shmbus.pool.server_rows.",
+    "shmbus.recorder.",
+    "shmbus.recorder_files.",
+    "shmbus.segment.cache_salt.",
+    "shmbus.segment.names.",
+    "shmbus.session.",
 )
 
 # A rollout worker is one of many: importing what it needs loads none of these rooms.
@@ -237,7 +257,7 @@ def used_of_shmbus(path: Path) -> set[str]:
     }
 
 
-def test_a_trainer_and_the_gateway_use_only_what_is_open_to_them() -> None:
+def test_trainers_the_gateway_and_the_recorder_use_only_what_is_open_to_them() -> None:
     public = {f"shmbus.{name}" for name in SHMBUS_ALL} | {"shmbus"}
     offences = []
     for module, path in modules().items():
@@ -245,6 +265,8 @@ def test_a_trainer_and_the_gateway_use_only_what_is_open_to_them() -> None:
             is_open = OPEN_TO_TRAINERS
         elif module.startswith(("shmbus.gateway", "shmbus.peers")):
             is_open = OPEN_TO_THE_GATEWAY
+        elif module.startswith("shmbus.recorder."):
+            is_open = OPEN_TO_THE_RECORDER
         else:
             continue
         offences += [
@@ -255,13 +277,14 @@ def test_a_trainer_and_the_gateway_use_only_what_is_open_to_them() -> None:
     report(offences)
 
 
-def test_nothing_knows_the_gateway() -> None:
+def test_nothing_knows_the_gateway_nor_the_recorder() -> None:
     report(
         [
             f"{module} imports {imported}"
             for module, found in imports().items()
             for imported in sorted(found)
-            if room_of(imported) == "shmbus.gateway" != room_of(module)
+            if room_of(imported) in ("shmbus.gateway", "shmbus.recorder")
+            and room_of(imported) != room_of(module)
         ]
     )
 

@@ -24,7 +24,7 @@ static struct ghost *ghost(void) {
     return &world.control.ghost;
 }
 
-static struct ghost_record *record_of(uint64_t life, uint64_t number) {
+static struct ghost_record *ghost_of(uint64_t life, uint64_t number) {
     if (life >= MAX_LIVES || number >= MAX_RECORDS) {
         engine_fail("a record %llu/%llu that nobody wrote", (unsigned long long)life,
                     (unsigned long long)number);
@@ -95,7 +95,7 @@ static void note_before(uint64_t life, struct ghost_record *record, uint32_t ext
 }
 
 void ghost_claimed(uint64_t life, uint64_t number, const struct reservation *at) {
-    struct ghost_record *record = record_of(life, number);
+    struct ghost_record *record = ghost_of(life, number);
     memset(record, 0, sizeof *record);
     place(record, &at->place, at->bytes);
     record->owner = (uint8_t)running;
@@ -108,17 +108,17 @@ void ghost_claimed(uint64_t life, uint64_t number, const struct reservation *at)
 }
 
 void ghost_begin_commit(uint64_t life, uint64_t number) {
-    struct ghost_record *record = record_of(life, number);
+    struct ghost_record *record = ghost_of(life, number);
     record->fate = R_BEGUN;
     note_before(life, record, extent_of(record));
 }
 
 void ghost_committed(uint64_t life, uint64_t number) {
-    record_of(life, number)->fate = R_COMMITTED;
+    ghost_of(life, number)->fate = R_COMMITTED;
 }
 
 void ghost_aborted(uint64_t life, uint64_t number) {
-    record_of(life, number)->fate = R_ABORTED;
+    ghost_of(life, number)->fate = R_ABORTED;
 }
 
 unsigned ghost_new_reader(void) {
@@ -153,7 +153,7 @@ void ghost_delivered(const struct reader *reader, const struct record_ref *ref,
     const struct record_header *header = &reader->copy.header;
     uint64_t life = header->producer_id;
     uint64_t number = header->sequence;
-    struct ghost_record *record = record_of(life, number);
+    struct ghost_record *record = ghost_of(life, number);
     if (record->fate != R_BEGUN && record->fate != R_COMMITTED) {
         engine_fail("record %llu/%llu is delivered, and was never committed",
                     (unsigned long long)life, (unsigned long long)number);
@@ -190,7 +190,7 @@ void ghost_begin_ack(const uint64_t (*keys)[2], unsigned n) {
     }
     ghost()->ack_set_owner[set] = (uint8_t)running;
     for (unsigned i = 0; i < n; i++) {
-        struct ghost_record *record = record_of(keys[i][0], keys[i][1]);
+        struct ghost_record *record = ghost_of(keys[i][0], keys[i][1]);
         record->acked = ACK_BEGUN;
         record->ack_set = set;
     }
@@ -198,12 +198,12 @@ void ghost_begin_ack(const uint64_t (*keys)[2], unsigned n) {
 
 void ghost_acked(const uint64_t (*keys)[2], unsigned n) {
     for (unsigned i = 0; i < n; i++) {
-        record_of(keys[i][0], keys[i][1])->acked = ACK_DONE;
+        ghost_of(keys[i][0], keys[i][1])->acked = ACK_DONE;
     }
 }
 
 void ghost_moving(uint64_t life, uint64_t number, const struct record_ref *to) {
-    struct ghost_record *record = record_of(life, number);
+    struct ghost_record *record = ghost_of(life, number);
     record->moving = to == NULL;
     if (to != NULL) {
         place(record, &to->place, to->bytes);

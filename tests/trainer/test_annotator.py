@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections import Counter
@@ -205,7 +206,9 @@ with shmbus.Columns(sys.argv[1], {"ref_logprobs": "float32"}) as columns, Online
 def test_annotators_and_trainers_that_are_killed_cost_nothing(
     bus: Bus, spawn: Spawner, seed: int, tmp_path: Path
 ) -> None:
-    groups, lives = 80, 3
+    # The long form has thousands.
+    groups, lives = int(os.environ.get("SHMBUS_TEST_ANNOTATED", "80")), 3
+    batches = groups // 4 // (lives + 2)
     written, trained = tmp_path / "written", tmp_path / "trained"
     written.touch()
     put(bus, groups)
@@ -219,7 +222,7 @@ def test_annotators_and_trainers_that_are_killed_cost_nothing(
 
     annotators = [annotator() for _ in range(2)]
     for _ in range(lives):
-        trainer = spawn.script(TRAINER, bus.name, trained, 4)
+        trainer = spawn.script(TRAINER, bus.name, trained, batches)
 
         def ended(trainer: Any = trainer) -> bool:
             for at, one in enumerate(annotators):
@@ -228,13 +231,13 @@ def test_annotators_and_trainers_that_are_killed_cost_nothing(
                     annotators[at] = annotator()
             return not trainer.running
 
-        wait_until(ended, timeout=90)
+        wait_until(ended, timeout=90 + groups)
         assert trainer.popen.returncode == -signal.SIGKILL, trainer.output()
     for one in annotators:
         one.kill()
     counts = Counter(trained.read_text().split())
     assert counts.most_common(1)[0][1] == 1
-    assert len(counts) == 4 * 4 * lives
+    assert len(counts) == 4 * batches * lives
     # The log comes after the column, so a death in between leaves a line out, and never adds one.
     assert Counter(written.read_text().split()).most_common(1)[0][1] == 1
     with Consumer(bus.name) as consumer:

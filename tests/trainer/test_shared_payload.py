@@ -12,6 +12,8 @@ import torch
 
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import OnlineDataHandler, pack
+from trainer_adapter.adapters.prompt_response import part_row
+from trainer_adapter.adapters.trl.rows import Expected, read_sample
 from trainer_adapter.microbatch import micro_batches
 
 FIELDS: Any = {"pixels": "group"}
@@ -97,6 +99,19 @@ def test_the_schema_of_the_bus_holds_for_it(bus_name: str) -> None:
             producer.put_group("q", samples(2), shared={"pixels": np.zeros((2, 3), np.float32)})
         with pytest.raises(TypeError, match="pixel"):
             producer.put_group("q", samples(2), shared={"pixel": image(2)})
+
+
+def test_stacks_that_have_no_place_for_it_refuse_it_by_name(bus: Bus) -> None:
+    given = {"loss_mask": [0, 1, 1], "logprobs": [0.0, -1.0, -1.0]}
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        producer.put_group("q", [{"tokens": [1, 2, 3], **given}], shared={"pixels": image(1)})
+        (group,) = consumer.take(1, 10)
+        for read in (
+            lambda t: part_row(t, t.rows[0], True),
+            lambda t: read_sample(t, Expected(None, None)),
+        ):
+            with pytest.raises(ValueError, match=r"'q'.*'shared:pixels'.*whole group"):
+                read(group[0])
 
 
 def test_what_does_not_fit_is_refused_by_name(bus: Bus) -> None:

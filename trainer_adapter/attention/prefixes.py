@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, Final, Literal, cast
 
@@ -28,6 +29,8 @@ from trainer_adapter.attention.varlen import varlen_attention
 from trainer_adapter.batches.prefix_tree import PrefixTree
 
 __all__ = ["prefix_attention"]
+
+logger = logging.getLogger(__name__)
 
 #: Rows of a block of FlexAttention's masks.
 BLOCK: Final = 128
@@ -97,15 +100,33 @@ def prefix_attention(
     obstacle = _flex_obstacle(q)
     if backend == "flex" and obstacle:
         raise ValueError(f"backend 'flex' cannot run here: {obstacle}; pass backend='auto'")
-    found: Tensor
-    if obstacle or backend not in ("auto", "flex"):
-        rest: Any = "auto" if backend == "flex" else backend
-        found = _by_paths(q, k, v, tree, scale, window, rest)
-    else:
-        found = torch.compiler.disable(_by_flex)(  # type: ignore[no-untyped-call]
-            q, k, v, tree, checked_scale(scale, q.shape[-1]), window
-        )
-    return found
+    if backend == "flex":
+        return _flex(q, k, v, tree, checked_scale(scale, q.shape[-1]), window)
+    if backend == "auto" and not obstacle and not _refused:
+        try:
+            return _flex(q, k, v, tree, checked_scale(scale, q.shape[-1]), window)
+        except _compile_errors() as error:
+            # Of this torch, GPU or compiler: it will not be otherwise for the next call.
+            _refused.append(str(error))
+            logger.warning(
+                "FlexAttention cannot be compiled here, so the keys of each path are gathered, "
+                "which takes more memory: %.300s", error,
+            )  # fmt: skip
+    return _by_paths(q, k, v, tree, scale, window, backend)
+
+
+#: Why FlexAttention could not be compiled in this process, once it was tried.
+_refused: Final[list[str]] = []
+
+
+def _compile_errors() -> tuple[type[BaseException], ...]:
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        from torch._inductor.exc import InductorError
+    except ImportError:
+        return (TorchDynamoException,)
+    return TorchDynamoException, InductorError
 
 
 def _flex_obstacle(q: Tensor) -> str:
@@ -130,6 +151,12 @@ def _flex_lacks() -> str:
 
 
 # --- by FlexAttention
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, tree: PrefixTree, scale: float, window: int) -> Tensor:
+    apart: Any = torch.compiler.disable(_by_flex)  # type: ignore[no-untyped-call]
+    found: Tensor = apart(q, k, v, tree, scale, window)
+    return found
 
 
 def _by_flex(

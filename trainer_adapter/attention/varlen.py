@@ -132,9 +132,11 @@ def varlen_attention(
     -----
     The meaning is that of FlashAttention-2 (Dao 2023, arXiv:2307.08691), version 2.1 and later.
 
-    Under `torch.compile` there is no graph break, and batches of any lengths share a graph. By
-    SDPA, with `return_lse`, with borders on the host and with windows that reach to the right,
-    backward then runs forward once more.
+    Under `torch.compile` there is no graph break, and batches of any lengths share a graph, the
+    second: torch leaves a size open once it has seen two of it, so sizes (tokens, sequences,
+    longest) that first change in different batches cost a graph each. By SDPA, with `return_lse`,
+    with borders on the host and with windows that reach to the right, backward then runs forward
+    once more.
     """
     check_flag("enable_gqa", enable_gqa)
     check_flag("return_lse", return_lse)

@@ -89,6 +89,8 @@ def column_kind(wanted: ExtraFields | None, name: str) -> str:
 
 def column_names(groups: Sequence[shmbus.Group]) -> tuple[str, ...]:
     """Return the columns of groups; raises ValueError where one lacks what others have."""
+    if not any([group.annotated for group in groups]):
+        return ()
     names = sorted({name for group in groups for name in group.columns})
     for group in groups:
         missing = [name for name in names if name not in group.columns]

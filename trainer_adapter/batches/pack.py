@@ -131,7 +131,7 @@ class HostPacker:
         if packed.has_rows:
             split = RowSplit.of(packed.trajectories, facts.lengths, names.tokens)
             split_rows(batch, split, extras.row_sources())
-        if any([group.columns for group in groups]):
+        if any([group.annotated for group in groups]):
             add_columns(batch, groups, self._extra_fields)
         if self._layout == "padded":
             pad_batch(batch)

@@ -53,7 +53,7 @@ class GroupAnnotation:
     def _count(self, group: shmbus.Group) -> int:
         """Return how many passes a group has had; all, where it has columns and none is due."""
         found = self._begun.get(id(group))
-        return (len(self._passes) if group.columns else 0) if found is None else found[1]
+        return (len(self._passes) if group.annotated else 0) if found is None else found[1]
 
     def _settle(self, group: shmbus.Group, given: Any) -> None:
         count = self._count(group)

@@ -146,6 +146,17 @@ function Producers({ producers, now }) {
     </tbody></table></div>`}${hidden > 0 ? html`<p class="dim">and ${count(hidden)} more</p>` : ""}</section>`;
 }
 
+function Agents({ agents, now }) {
+  const rows = Object.entries(agents.rows), hidden = agents.sessions - rows.length;
+  rows.sort(([a, x], [b, y]) => x.since - y.since || a.localeCompare(b));
+  const down = Object.entries(agents.engines).filter(([, state]) => state !== "up");
+  return html`<section class="card" aria-label="agents"><h2>Agents <small>${count(agents.sessions)} sessions, ${count(agents.calls)} calls in flight, ${count(Object.keys(agents.engines).length)} engines</small></h2>
+    ${down.map(([url, state]) => html`<p key=${url} class="dim">${url} is ${state}</p>`)}
+    ${rows.length === 0 ? html`<p class="dim">No session is open.</p>` : html`<div class="scroll"><table class="facts"><thead><tr><th>sample</th><th class="n">since</th><th class="n">turns</th><th class="n">tokens</th><th class="n">calls</th><th class="n folds">engine</th></tr></thead><tbody>
+    ${rows.map(([id, row]) => html`<tr key=${id}><td class="who">${id}</td><td class="n" data-is="since">${time(now - row.since)}</td><td class="n" data-is="turns">${count(row.turns)}</td><td class="n" data-is="tokens">${count(row.tokens)}</td><td class=${`n ${row.calls ? "" : "nil"}`} data-is="calls">${row.calls ? count(row.calls) : "–"}</td><td class="n" data-is="engine">${row.engine}</td></tr>`)}
+    </tbody></table></div>`}${hidden > 0 ? html`<p class="dim">and ${count(hidden)} more</p>` : ""}${agents.drift ? html`<p class="dim">${count(agents.drift)} calls went on in words and not in tokens, each of which began a row.</p>` : ""}</section>`;
+}
+
 function Holders({ holders, collector, daemon, waited, now }) {
   const shown = holders.slice(0, 40), ranks = shown.some((row) => row.rank !== undefined);
   return html`<section class="card" aria-label="holders"><h2>Held by <small>${daemon && daemon.answers ? `a daemon, pid ${daemon.pid}, leases to` : ""}</small></h2>
@@ -204,6 +215,7 @@ function Bus({ picture, points, names: columns, open, told, onOpen, connected, h
   return html`${head}<${Flow} picture=${picture}/>
     <div class="two"><div class="stack"><${Holders} holders=${picture.holders} collector=${picture.collector} daemon=${daemon} waited=${picture.waited} now=${now}/>
       <${Wall} wall=${picture.wall} names=${names} now=${now} open=${open} told=${told} onOpen=${onOpen} given=${picture.given_up}/>
+      ${picture.agents ? html`<${Agents} agents=${picture.agents} now=${now}/>` : ""}
       <${Producers} producers=${picture.producers} now=${now}/>
       <${Events} events=${picture.events} daemon=${daemon} now=${now}/></div>
     <div class="stack curves">

@@ -27,13 +27,14 @@ from shmbus.pool import (
     has_patch,
     put_piece,
 )
+from shmbus.pool.server_rows import LOADING_CODE
 from shmbus.tensors.copy_plan import CopyPlan, settle_devices
 from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.device.registration import RegisteredSlots
 from shmbus.tensors.tensor_cache import are_same
 from shmbus.tensors.views import copy_tensor, payload_tensor, tensor_at, unowned
 from shmbus.weights.carriers.base import WriterOptions
-from shmbus.weights.errors import LOADING_CODE, ManifestError
+from shmbus.weights.errors import ManifestError
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import (

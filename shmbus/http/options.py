@@ -1,0 +1,47 @@
+"""Options of commands that serve HTTP, and what their processes may have open."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import resource
+
+
+def address(text: str) -> tuple[str, int]:
+    """Take HOST:PORT from the command line."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise argparse.ArgumentTypeError(
+            f"expected HOST:PORT, such as 127.0.0.1:8000, got {text!r}"
+        )
+    return host, int(port)
+
+
+def read_token(path: str | None, variable: str, option: str = "--token-file") -> str | None:
+    """Return a token out of a file, or else a variable; None where neither is there."""
+    if path is None:
+        found = os.environ.get(variable)
+        if found is None:
+            return None
+        where, remedy = variable, "unset it, or give it one"
+    else:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            found = file.read()
+        where, remedy = f"{option} {path}", "write one into it"
+    token = found.strip()
+    # Any other could not be sent in a header, or would arrive as another one.
+    if not token or not all(" " <= letter <= "~" for letter in token):
+        got = "characters besides" if token else "nothing"
+        raise RuntimeError(
+            f"{where}: expected a token of ASCII letters, digits and marks, found {got}; {remedy}"
+        )
+    return token
+
+
+def allow_connections() -> None:
+    """Raise the number of open files that this process may have as far as it may itself."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

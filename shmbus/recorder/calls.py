@@ -1,0 +1,378 @@
+"""One call: from a client's words to an engine's tokens, into its session, and back.
+
+Invariants:
+
+- An answer is recorded before its client can have read its end, so that the client's next call
+  finds it. What was not answered whole is not recorded.
+- An answer that cannot be trained on ends its session: nothing of that sample is trained.
+- A chunk goes out as soon as it has come; nothing waits for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from shmbus.recorder import settings as limits
+from shmbus.recorder.dialects import DIALECTS
+from shmbus.recorder.dialects.base import Dialect, UnusableCall
+from shmbus.recorder.engine_api import BadAnswer, Reading, refuse_unsampled
+from shmbus.recorder.engines import Engine, EngineGone, Engines, headers_of
+from shmbus.recorder.event_stream import DONE, EventParser, EventTooLarge
+from shmbus.recorder.refusals import CallRefusal
+from shmbus.recorder.sessions import Session, Sessions
+from shmbus.recorder.settings import Settings
+from shmbus.recorder.transcript import Span
+from shmbus.recorder.versions import EngineVersions
+from shmbus.segment.cache_salt import cache_salt
+
+logger = logging.getLogger(__name__)
+
+_JSON: Final = {"Content-Type": "application/json"}
+_EVENTS: Final = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
+
+_encode = msgspec.json.Encoder().encode
+
+
+def decoded(raw: bytes | bytearray) -> dict[str, Any]:
+    """Return a body as the object that it has to be."""
+    try:
+        found = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CallRefusal(
+            HTTPStatus.BAD_REQUEST, "invalid_json", f"expected a body of JSON: {error}"
+        ) from error
+    if not isinstance(found, dict):
+        raise CallRefusal(
+            HTTPStatus.BAD_REQUEST,
+            "invalid_json",
+            f"expected an object as body, got {type(found).__name__}",
+        )
+    return found
+
+
+class Calls:
+    """Answers the calls of sessions.
+
+    Parameters
+    ----------
+    fail : callable
+        Ends a session by a word and a sentence: its sample failed.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        sessions: Sessions,
+        engines: Engines,
+        versions: EngineVersions,
+        fail: Callable[[Session, str, str], object],
+    ) -> None:
+        self._settings = settings
+        self._sessions = sessions
+        self._engines = engines
+        self._versions = versions
+        self._fail = fail
+
+    async def answer(
+        self, request: web.BaseRequest, session: Session, path: str, raw: bytes
+    ) -> web.StreamResponse:
+        """Answer a call, unless its session ends first."""
+        call = _Call(self, request, session, path, raw)
+        work = asyncio.ensure_future(call.run())
+        try:
+            session.begin(self._settings, work, work.cancel)
+        except CallRefusal:
+            work.cancel()
+            raise
+        try:
+            return await work
+        except asyncio.CancelledError:
+            work.cancel()
+            end = session.end
+            if end is None and not session.sealed:
+                raise  # its client has gone
+            return await call.cut_off()
+        finally:
+            session.finish_call(work, time.monotonic())
+
+    async def pass_on(
+        self, request: web.BaseRequest, session: Session, path: str, raw: bytes | None
+    ) -> web.Response:
+        """Answer what makes no tokens, such as the list of models, as the engine does."""
+        try:
+            async with self._engines.ask(
+                self._engines.pick(session), request.method, path, raw,
+                {**headers_of(request.headers), **(_JSON if raw else {})},
+            ) as answer:  # fmt: skip
+                body = await _whole(answer)
+                kind = answer.headers.get("Content-Type", "application/json")
+                return web.Response(status=answer.status, body=body, headers={"Content-Type": kind})
+        except (EngineGone, aiohttp.ClientError, asyncio.TimeoutError) as error:
+            raise _no_engine(error) from error
+
+
+class _Call:
+    """One call under way."""
+
+    def __init__(
+        self, calls: Calls, request: web.BaseRequest, session: Session, path: str, raw: bytes
+    ) -> None:
+        self._calls = calls
+        self._request = request
+        self._session = session
+        self._path = path
+        self._raw = raw
+        self._dialect: Dialect
+        self._reading: Reading
+        self._begun: Span
+        self._recorded = False
+        #: The client's stream, once its head has gone out.
+        self._stream: web.StreamResponse | None = None
+
+    async def run(self) -> web.StreamResponse:
+        """Ask an engine, and another one where that does not answer."""
+        self._take_body()
+        error: Exception | None = None
+        tries = min(limits.MAX_TRIES, len(self._calls._engines.all) + 1)
+        for number in range(tries):
+            if number >= len(self._calls._engines.all):
+                await asyncio.sleep(limits.RETRY_S)
+            engine = self._calls._engines.pick(self._session)
+            try:
+                return await self._ask(engine)
+            except EngineGone as gone:
+                error = gone
+                self._session.engine = None
+                if number + 1 < tries and len(self._calls._engines.all) > 1:
+                    engine.state = "down"
+        assert error is not None
+        raise _no_engine(error)
+
+    def _take_body(self) -> None:
+        body = decoded(self._raw)
+        try:
+            self._dialect = DIALECTS[self._path](body, self._session.history)
+        except UnusableCall as error:
+            raise CallRefusal(
+                HTTPStatus.BAD_REQUEST, "invalid_call", f"{self._path}: {error}"
+            ) from error
+        why = refuse_unsampled(self._dialect.call)
+        if why is not None:
+            raise CallRefusal(HTTPStatus.BAD_REQUEST, "not_sampled", why)
+
+    async def _ask(self, engine: Engine) -> web.StreamResponse:
+        """Ask one engine; EngineGone where nothing of an answer has gone out."""
+        calls, dialect = self._calls, self._dialect
+        self._begun = calls._versions.of(engine.url)
+        self._reading = Reading(
+            dialect.call,
+            dialect.endpoint,
+            engine.kind,
+            cache_salt=cache_salt(calls._settings.bus, self._begun.newest),
+            experts=calls._settings.experts,
+        )
+        headers = {**headers_of(self._request.headers), **_JSON, "Accept-Encoding": "identity"}
+        body = _encode(self._reading.body)
+        async with calls._engines.ask(engine, "POST", dialect.endpoint, body, headers) as answer:
+            if answer.status != HTTPStatus.OK:
+                # What the engine refuses is the client's to know, as the engine says it.
+                said = await _whole(answer)
+                return web.Response(status=answer.status, body=said, headers=_JSON)
+            if answer.content_type == "text/event-stream":
+                return await self._pass_stream(engine, answer)
+            return await self._pass_whole(engine, answer)
+
+    # -- an answer at once ----------------------------------------------------------------------
+
+    async def _pass_whole(
+        self, engine: Engine, answer: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        try:
+            raw = await _whole(answer)
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise EngineGone(f"{engine.url}: {type(error).__name__}: {error}") from error
+        try:
+            read = self._reading.read(_decoded_answer(raw))
+            assert read is not None
+            self._record(engine)
+            self._reading.check_usage()
+        except BadAnswer as error:
+            if error.engine_gone:
+                raise EngineGone(f"{engine.url}: {error}") from error
+            raise self._unusable(error) from error
+        if self._dialect.streams:
+            return await self._as_stream(read)
+        return web.Response(body=_encode(self._dialect.answer(read)), headers=_JSON)
+
+    async def _as_stream(self, read: dict[str, Any]) -> web.StreamResponse:
+        """Send a whole answer as a stream of one chunk, which a client has asked for."""
+        chunk = self._dialect.chunk(as_chunk(read), self._reading.prompt_tokens)
+        return await self._send(chunk + self._dialect.done())
+
+    # -- a stream -------------------------------------------------------------------------------
+
+    async def _send(self, events: bytes) -> web.StreamResponse:
+        """Send events to the client; ConnectionResetError where it has gone, and is to blame."""
+        try:
+            if self._stream is None:
+                self._stream = web.StreamResponse(headers=_EVENTS)
+                await self._stream.prepare(self._request)
+            await self._stream.write(events)
+        except aiohttp.ClientError as error:
+            # The library's writer raises what its client does.
+            raise ConnectionResetError(str(error)) from error
+        return self._stream
+
+    async def _pass_stream(
+        self, engine: Engine, answer: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        parser = EventParser()
+        done = False
+        try:
+            async for data in answer.content.iter_any():
+                out = b""
+                for found in parser.feed(data):
+                    if found == DONE:
+                        done = True
+                        break
+                    out += self._take_chunk(engine, found)
+                if out:
+                    await self._send(out)
+                if done:
+                    break
+            if not done:
+                raise BadAnswer("the engine's stream ended before its end", engine_gone=True)
+            self._record(engine)
+            self._reading.check_usage()
+        except (aiohttp.ClientError, asyncio.TimeoutError, EventTooLarge, BadAnswer) as error:
+            return await self._break_off(engine, error)
+        stream = await self._send(self._dialect.done())
+        await _drain(answer)
+        return stream
+
+    def _take_chunk(self, engine: Engine, raw: bytes) -> bytes:
+        read = self._reading.read(_decoded_answer(raw))
+        if not self._recorded and self._reading.complete:
+            # Its client may stop reading here.
+            self._record(engine)
+        if read is None:
+            return b""
+        return self._dialect.chunk(read, self._reading.prompt_tokens)
+
+    async def _break_off(self, engine: Engine, error: Exception) -> web.StreamResponse:
+        """End a stream that the engine did not end, or not well."""
+        gone = not isinstance(error, BadAnswer) or error.engine_gone
+        said = f"{engine.url}: {str(error) or type(error).__name__}"
+        if gone:
+            engine.failures += 1
+        if self._stream is None and gone:
+            raise EngineGone(said) from error
+        code = "engine" if gone else "bad_answer"
+        self._calls._fail(self._session, code, said)
+        if self._stream is None:
+            raise _bad_gateway(code, said) from error
+        return await self.cut_off()
+
+    # -- both -----------------------------------------------------------------------------------
+
+    def _record(self, engine: Engine) -> None:
+        """Record the answers, once, with the versions that they met."""
+        if self._recorded:
+            return
+        said = self._reading.version
+        if said is None:
+            span = self._begun.join(self._calls._versions.of(engine.url, at_end=True))
+        else:
+            span = Span(min(said, self._begun.oldest), said)
+        turns = self._reading.turns(span)
+        self._recorded = True
+        if not self._calls._sessions.record(self._session, turns):
+            logger.info(
+                "%s: the conversation went on, and its tokens did not: a new row begins; the "
+                "chat template renders earlier turns differently, or their text has other tokens",
+                self._session.place,
+            )
+
+    def _unusable(self, error: BadAnswer) -> CallRefusal:
+        """End the session for an answer that cannot be trained on."""
+        self._calls._fail(self._session, "bad_answer", str(error))
+        return _bad_gateway("bad_answer", str(error))
+
+    async def cut_off(self) -> web.StreamResponse:
+        """End an answer whose session has ended: with an error of the stream, or a status."""
+        end = self._session.end
+        code, reason = ("scored", "it has its score") if end is None else end
+        message = f"the session of {self._session.place} has ended: {reason}"
+        if self._stream is None:
+            self._session.require_open()
+            raise CallRefusal(HTTPStatus.NOT_FOUND, code, message)
+        return await self._send(self._dialect.failed(message, code))
+
+
+def as_chunk(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return a whole answer in the form of a chunk."""
+    chunk = {**answer, "choices": []}
+    if answer.get("object") == "chat.completion":
+        chunk["object"] = "chat.completion.chunk"
+    for choice in answer["choices"]:
+        turned = dict(choice)
+        if "message" in turned:
+            turned["delta"] = dict(turned.pop("message"))
+            for place, call in enumerate(turned["delta"].get("tool_calls") or ()):
+                call.setdefault("index", place)
+        chunk["choices"].append(turned)
+    return chunk
+
+
+async def _drain(answer: aiohttp.ClientResponse) -> None:
+    """Read the end of an answer's body, so that its connection serves the next call too."""
+    with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
+        await asyncio.wait_for(answer.content.read(1), limits.DRAIN_S)
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> bytes:
+    """Read a whole answer within its limit."""
+    raw = bytearray()
+    async for data in answer.content.iter_any():
+        raw += data
+        if len(raw) > limits.ANSWER_LIMIT:
+            raise aiohttp.ClientPayloadError(f"more than {limits.ANSWER_LIMIT >> 20} MiB")
+    return bytes(raw)
+
+
+def _decoded_answer(raw: bytes) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadAnswer(f"the engine's answer is no JSON: {str(error)[:200]}") from error
+    if not isinstance(found, dict):
+        raise BadAnswer(f"the engine's answer is no object: {str(found)[:80]}")
+    return found
+
+
+def _no_engine(error: Exception) -> CallRefusal:
+    return CallRefusal(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "engine",
+        f"no engine answers: {str(error)[:500]}; ask again, and look at /healthz",
+        retry_after_s=1,
+    )
+
+
+def _bad_gateway(code: str, said: str) -> CallRefusal:
+    return CallRefusal(
+        # After a 502 it would be asked again, by a session that has ended.
+        HTTPStatus.NOT_FOUND,
+        code,
+        f"the engine's answer cannot be trained on: {said}; the sample failed: end this rollout",
+    )

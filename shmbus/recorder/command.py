@@ -1,0 +1,137 @@
+"""``shmbus proxy NAME``: its options, and what it needs; found by its entry point.
+
+Invariant: importing this loads nothing of the extra; `run` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from urllib.parse import urlsplit
+
+from shmbus.cli._options import Commands, require_extra, seconds, whole
+from shmbus.http.options import address, allow_connections, read_token
+from shmbus.segment.names import check_name
+
+_EXAMPLES = """\
+examples:
+  shmbus proxy run1 --engine http://127.0.0.1:8000
+  shmbus proxy run1 --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001 --max-lag 4
+
+A worker then gives its agent session.base_url and session.api_key of producer.session(request).
+The token of POST /sessions may be in the variable SHMBUS_PROXY_TOKEN, the engines' key in
+SHMBUS_ENGINE_KEY. See docs/agents.md.
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command to the parser of the command line."""
+    parser = commands.add_parser(
+        "proxy",
+        help="record agents that speak to an OpenAI or Anthropic endpoint, as rollouts of a bus",
+        description="Stands before inference servers, and keeps what they sampled: token ids, "
+        "logprobs and the version of the weights of each call, joined into the rows of a sample, "
+        "until SIGTERM or SIGINT.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument("name", metavar="NAME", help="the bus")
+    parser.add_argument(
+        "--engine", metavar="URL", type=_engine, action="append", required=True,
+        help="a vLLM or SGLang server, such as http://127.0.0.1:8000; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--http", metavar="HOST:PORT", type=address, default=("127.0.0.1", 8080),
+        help="where to listen (default 127.0.0.1:8080); port 0 for any free one",
+    )  # fmt: skip
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="what opens sessions, as 'Authorization: Bearer TOKEN'"
+    )
+    parser.add_argument(
+        "--max-lag", metavar="N", type=whole(0),
+        help="versions behind the trainer's from which a session ends (default: any)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--routed-experts", metavar="LAYERSxTOPK", type=_experts,
+        help="record the experts of each token too, such as 48x8",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sessions", metavar="N", type=whole(1), default=4096, help="at once (default 4096)"
+    )
+    parser.add_argument(
+        "--calls", metavar="N", type=whole(1), default=1000, help="of a session (default 1000)"
+    )
+    parser.add_argument(
+        "--tokens", metavar="N", type=whole(1), default=1 << 20,
+        help="of a session's rows (default 1048576)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--idle", metavar="SECONDS", type=seconds(), default=600.0,
+        help="without a call, after which a session that was opened over HTTP fails (default 600)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--body-limit", metavar="MIB", type=whole(1), default=32, help="of one call (default 32)"
+    )
+    parser.add_argument(
+        "--memory", metavar="MIB", type=whole(1), default=2048,
+        help="of all bodies and sessions (default 2048)",
+    )  # fmt: skip
+    parser.add_argument("--log-format", choices=("json", "text"), default="text")
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="warning"
+    )
+    parser.set_defaults(run=run)
+
+
+def _engine(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        raise argparse.ArgumentTypeError(
+            f"expected an address such as http://127.0.0.1:8000, without a key, got {text!r}"
+        )
+    return text.rstrip("/").removesuffix("/v1")
+
+
+def _experts(text: str) -> tuple[int, int]:
+    layers, times, experts = text.partition("x")
+    if not times or not layers.isdecimal() or not experts.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"expected the layers and the experts of a token, such as 48x8, got {text!r}"
+        )
+    return int(layers), int(experts)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve."""
+    require_extra("proxy", "aiohttp")
+    from shmbus.daemon import logs
+    from shmbus.recorder.server import serve
+    from shmbus.recorder.settings import Settings
+
+    try:
+        check_name(arguments.name)
+    except ValueError as error:
+        print(f"shmbus proxy: {error}", file=sys.stderr)
+        return 2
+    host, port = arguments.http
+    settings = Settings(
+        bus=arguments.name,
+        engines=tuple(arguments.engine),
+        host=host,
+        port=port,
+        token=read_token(arguments.token_file, "SHMBUS_PROXY_TOKEN"),
+        engine_key=os.environ.get("SHMBUS_ENGINE_KEY"),
+        body_limit=arguments.body_limit << 20,
+        memory=arguments.memory << 20,
+        sessions=arguments.sessions,
+        calls=arguments.calls,
+        tokens=arguments.tokens,
+        idle_s=arguments.idle,
+        max_lag=arguments.max_lag,
+        experts=arguments.routed_experts,
+        log_format=arguments.log_format,
+        log_level=arguments.log_level,
+    )
+    logs.set_up(settings.log_format, settings.log_level)
+    allow_connections()
+    return serve(settings, lambda url: print(f"agents of bus {settings.bus}: {url}/v1", flush=True))

@@ -1,0 +1,17 @@
+"""What clients speak, by path, and how it becomes a call of an endpoint that carries token ids."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from shmbus.recorder.dialects.base import Dialect
+from shmbus.recorder.dialects.messages import Messages
+from shmbus.recorder.dialects.plain import ChatCompletions, Completions
+from shmbus.recorder.dialects.responses import Responses
+
+DIALECTS: Final[dict[str, type[Dialect]]] = {
+    "/v1/chat/completions": ChatCompletions,
+    "/v1/completions": Completions,
+    "/v1/messages": Messages,
+    "/v1/responses": Responses,
+}

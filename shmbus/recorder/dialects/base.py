@@ -1,0 +1,82 @@
+"""What a dialect is: one call of it, turned into one of the engine's and back."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, ClassVar
+
+import msgspec
+
+from shmbus.recorder.engine_api import CHAT, Endpoint
+from shmbus.recorder.event_stream import event
+
+
+class UnusableCall(Exception):
+    """A call that cannot be made; the client is told why."""
+
+
+def new_id(prefix: str) -> str:
+    """Return an id as the APIs have them."""
+    return f"{prefix}_{secrets.token_hex(12)}"
+
+
+def error_body(message: str, kind: str, code: str) -> dict[str, Any]:
+    """Return an error that clients of OpenAI and of Anthropic read alike."""
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message, "code": code, "param": None},
+    }
+
+
+def object_of(text: Any) -> dict[str, Any]:
+    """Return a tool's arguments as an object; those that are none, under one name."""
+    try:
+        found = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError, TypeError):
+        found = None
+    return found if isinstance(found, dict) else {"arguments": text}
+
+
+class Dialect:
+    """One call, in the endpoint's own form: passed on as it is.
+
+    Parameters
+    ----------
+    body : dict
+        What the client sent.
+    history : dict
+        Of the session: what earlier calls of this dialect left for later ones.
+
+    Attributes
+    ----------
+    endpoint : str
+        Of the engine.
+    call : dict
+        What the client wants, in the form of the endpoint.
+    """
+
+    endpoint: ClassVar[Endpoint] = CHAT
+
+    def __init__(self, body: dict[str, Any], history: dict[str, list[Any]]) -> None:
+        self.call = body
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client wants events."""
+        return bool(self.call.get("stream"))
+
+    def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Turn a whole answer of the engine into the client's."""
+        return answer
+
+    def chunk(self, chunk: dict[str, Any], prompt_tokens: int) -> bytes:
+        """Turn a chunk of the engine's stream into the client's events; b"" for none."""
+        return event(chunk)
+
+    def done(self) -> bytes:
+        """Return what ends the client's stream."""
+        return event(b"[DONE]")
+
+    def failed(self, message: str, code: str) -> bytes:
+        """Return what ends the client's stream where the answer failed."""
+        return event(error_body(message, "server_error", code))

@@ -1,0 +1,474 @@
+"""What engines are asked for beside a client's own wishes, and how it is read and taken out again.
+
+Two endpoints carry token ids: chat completions and completions. Sources: vLLM 0.32,
+vllm/entrypoints/openai/{chat_completion,completion}/{protocol,serving}.py; SGLang 0.5.23,
+sglang/srt/entrypoints/openai/{protocol,serving_chat,serving_completions}.py.
+
+Invariants:
+
+- What a client did not ask for, it does not get; what it asked for is as the engine said it.
+- An answer of which a token lacks its id, its finite logprob, or its place is no answer: BadAnswer.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shmbus.recorder.transcript import Span, Turn
+
+Kind: TypeAlias = Literal["vllm", "sglang"]
+Endpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions"]
+
+CHAT: Final = "/v1/chat/completions"
+#: What vLLM says where it has no logprob.
+_NO_LOGPROB: Final = -9999.0
+#: Rounding of a probability of 1.
+_LOGPROB_ROUNDING: Final = 1e-3
+#: How NumPy's format begins.
+_NPY: Final = b"\x93NUMPY"
+#: How vLLM names a token of a logprob by its id.
+_BY_ID: Final = "token_id:"
+
+#: What makes an answer something else than a sample, by what it is.
+_UNSAMPLED: Final = {
+    "use_beam_search": "an answer of a beam search is not sampled",
+    "echo": "an echo has no logprobs of its own",
+}
+
+
+class BadAnswer(Exception):
+    """An engine's answer that cannot be trained on; `engine_gone` where another may answer."""
+
+    def __init__(self, message: str, *, engine_gone: bool = False) -> None:
+        super().__init__(message)
+        self.engine_gone = engine_gone
+
+
+def refuse_unsampled(body: dict[str, Any]) -> str | None:
+    """Say why a call cannot be recorded, whatever the engine answers."""
+    for name, why in _UNSAMPLED.items():
+        if body.get(name):
+            return f"{name}: {why}; expected a call without it"
+    return None
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    return "".join(
+        part["text"]
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+        else msgspec.json.encode(part).decode()
+        for part in content
+    )
+
+
+def _arguments_of(text: Any) -> str:
+    """Return a tool's arguments as every client writes them."""
+    try:
+        return msgspec.json.encode(msgspec.json.decode(text), order="sorted").decode()
+    except (msgspec.DecodeError, TypeError, RecursionError):
+        return str(text)
+
+
+def _one_canonical(role: object, content: object, calls: list[tuple[Any, Any]]) -> str:
+    said = "".join(f"\x1f{name}\x1f{_arguments_of(arguments)}" for name, arguments in calls)
+    return f"\x1e{role}\x1f{_text_of(content)}{said}"
+
+
+def canonical(endpoint: str, body: dict[str, Any]) -> str:
+    """Return a conversation in a form that the next call of its client begins with."""
+    if endpoint != CHAT:
+        prompt = body.get("prompt")
+        return prompt if isinstance(prompt, str) else ""
+    found = []
+    for message in body.get("messages") or ():
+        if not isinstance(message, dict):
+            return ""
+        calls = [
+            (call["function"].get("name"), call["function"].get("arguments"))
+            for call in message.get("tool_calls") or ()
+            if isinstance(call, dict) and isinstance(call.get("function"), dict)
+        ]
+        found.append(_one_canonical(message.get("role"), message.get("content"), calls))
+    return "".join(found)
+
+
+def _answers_of(chat: bool, body: dict[str, Any]) -> int:
+    """Return how many choices a call asks for."""
+    count = body.get("n")
+    count = count if isinstance(count, int) else 1
+    prompt = body.get("prompt")
+    several = not chat and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return max(1, count) * (len(prompt) if several and isinstance(prompt, list) else 1)
+
+
+class _Choice:
+    """One answer to a prompt, as it comes."""
+
+    def __init__(self) -> None:
+        self.prompt: list[int] | None = None
+        self.ids: list[int] | None = None
+        self.logprobs: list[float] = []
+        self.finish_reason: str | None = None
+        self.text: list[str] = []
+        self.calls: dict[int, list[str]] = {}
+        self.experts: str | None = None
+
+
+class Reading:
+    """One call: the body that the engine gets, and its answer, read and made the client's.
+
+    Parameters
+    ----------
+    body : dict
+        What the client asks for, in the form of the endpoint; it is left as it is.
+    endpoint : str
+        Of the engine.
+    kind : "vllm" | "sglang"
+        The engine's.
+    cache_salt : str or None
+        Of the weights' version, for the engine's prefix cache.
+    experts : tuple of (int, int) or None
+        Layers, and experts of a token, where they are recorded.
+    """
+
+    def __init__(
+        self,
+        body: dict[str, Any],
+        endpoint: Endpoint,
+        kind: Kind,
+        *,
+        cache_salt: str | None = None,
+        experts: tuple[int, int] | None = None,
+    ) -> None:
+        self._chat = endpoint == CHAT
+        self._endpoint: str = endpoint
+        self._said_body = body
+        self._experts = experts
+        # vLLM's streams carry no routed experts: such an answer comes at once.
+        self._stream = bool(body.get("stream")) and not (experts is not None and kind == "vllm")
+        self._expected = _answers_of(self._chat, body)
+        self._wants_logprobs = bool(body.get("logprobs")) or (
+            not self._chat and body.get("logprobs") is not None
+        )
+        self._wants_ids = bool(body.get("return_token_ids"))
+        self._wants_reasoning = body.get("include_reasoning") is not False
+        options = body.get("stream_options")
+        options = options if isinstance(options, dict) else {}
+        self._wants_usage = bool(options.get("include_usage"))
+        self._choices: dict[int, _Choice] = {}
+        self._prompt: list[int] | None = None
+        self._usage: dict[str, Any] | None = None
+        self._version: int | None = None
+        self._turns: list[Turn] = []
+        #: What the engine is sent.
+        self.body = dict(body)
+        self._ask(kind, options, cache_salt)
+
+    # -- what is asked for ----------------------------------------------------------------------
+
+    def _ask(self, kind: Kind, options: dict[str, Any], cache_salt: str | None) -> None:
+        body = self.body
+        if not self._wants_logprobs:
+            # SGLang gives none for 0.
+            body["logprobs"] = True if self._chat else int(kind == "sglang")
+        if self._stream:
+            body["stream_options"] = {**options, "include_usage": True}
+        elif body.get("stream"):
+            body["stream"] = False
+            body.pop("stream_options", None)
+        salted = "cache_salt" if kind == "vllm" else "extra_key"
+        if cache_salt is not None and body.get(salted) is None:
+            body[salted] = cache_salt
+        if kind == "vllm":
+            body["return_token_ids"] = True
+            if not self._wants_logprobs:
+                body["return_tokens_as_token_ids"] = True
+            if not self._wants_reasoning:
+                # Without it vLLM hides the ids of what was thought.
+                body["include_reasoning"] = True
+            return
+        if self._chat:
+            # `return_token_ids` is refused there in a stream.
+            body |= {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
+        else:
+            body["return_token_ids"] = True
+        if self._experts is not None:
+            body["return_routed_experts"] = True
+
+    # -- what comes -----------------------------------------------------------------------------
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, as far as they are known."""
+        return len(self._prompt or ())
+
+    @property
+    def version(self) -> int | None:
+        """The weights' version by the engine's own word, as SGLang says it."""
+        return self._version
+
+    def read(self, answer: dict[str, Any]) -> dict[str, Any] | None:
+        """Take a whole answer, or a chunk of a stream; return what of it is the client's."""
+        try:
+            return self._read(answer)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise BadAnswer(
+                f"the engine's answer is not of OpenAI's form: {type(error).__name__}: {error}"
+            ) from error
+
+    def _read(self, answer: dict[str, Any]) -> dict[str, Any] | None:
+        if "error" in answer and not answer.get("choices"):
+            raise BadAnswer(f"the engine said: {str(answer['error'])[:300]}", engine_gone=True)
+        usage = answer.get("usage")
+        if isinstance(usage, dict):
+            self._usage = usage
+        metadata = answer.get("metadata")
+        if isinstance(metadata, dict) and str(metadata.get("weight_version", "")).isdigit():
+            self._version = int(metadata["weight_version"])
+        choices = answer.get("choices")
+        if not isinstance(choices, list):
+            raise BadAnswer("the engine's answer has no choices; expected OpenAI's form")
+        self._take_prompt(answer.get("prompt_token_ids"))
+        for choice in choices:
+            self._take_choice(choice)
+        self._take_extension(answer.get("sglext"))
+        return self._of_client(answer, choices)
+
+    def _take_prompt(self, ids: Any) -> None:
+        if ids is not None:
+            self._prompt = ids
+
+    def _take_choice(self, choice: Any) -> None:
+        if not isinstance(choice, dict) or not isinstance(index := choice.get("index", 0), int):
+            raise BadAnswer("the engine's answer has a choice without an index")
+        kept = self._choices.setdefault(index, _Choice())
+        if choice.get("prompt_token_ids") is not None:
+            kept.prompt = choice["prompt_token_ids"]
+            self._take_prompt(kept.prompt)
+        ids = choice.get("token_ids")
+        logprobs, names = self._logprobs_of(choice.get("logprobs"))
+        if kept.finish_reason is not None and (ids or logprobs):
+            raise BadAnswer(
+                f"choice {index}: tokens came after its finish_reason {kept.finish_reason!r}"
+            )
+        if ids is not None:
+            if len(ids) != len(logprobs):
+                raise BadAnswer(
+                    f"choice {index}: {len(ids)} tokens came with {len(logprobs)} logprobs; "
+                    "expected one for each"
+                )
+            for token, name in zip(ids, names, strict=True):
+                if name.startswith(_BY_ID) and name != f"{_BY_ID}{token}":
+                    raise BadAnswer(
+                        f"choice {index}: token {token} came with the logprob of {name}"
+                    )
+            kept.ids = (kept.ids or []) + ids
+        kept.logprobs += logprobs
+        kept.finish_reason = choice.get("finish_reason") or kept.finish_reason
+        kept.experts = choice.get("routed_experts") or kept.experts
+        self._take_text(kept, choice)
+
+    def _logprobs_of(self, found: Any) -> tuple[list[float], list[str]]:
+        if not isinstance(found, dict):
+            return [], []
+        if self._chat:
+            content = found.get("content") or []
+            return [each["logprob"] for each in content], [each["token"] for each in content]
+        values = found.get("token_logprobs") or []
+        return values, [str(name) for name in found.get("tokens") or ()]
+
+    def _take_text(self, kept: _Choice, choice: dict[str, Any]) -> None:
+        said = choice.get("message") or choice.get("delta") or choice
+        text = said.get("content") if self._chat else said.get("text")
+        if isinstance(text, str):
+            kept.text.append(text)
+        for place, call in enumerate(said.get("tool_calls") or ()):
+            function = call.get("function") or {}
+            held = kept.calls.setdefault(call.get("index", place), ["", ""])
+            held[0] = function.get("name") or held[0]
+            held[1] += function.get("arguments") or ""
+
+    def _take_extension(self, found: Any) -> None:
+        """Take what SGLang says beside the choices."""
+        if not isinstance(found, dict):
+            return
+        self._take_prompt(found.get("input_ids"))
+        for index, ids in enumerate(found.get("output_ids") or ()):
+            self._choices.setdefault(index, _Choice()).ids = ids
+        for kept in self._choices.values():
+            kept.experts = found.get("routed_experts") or kept.experts
+
+    # -- what the client gets -------------------------------------------------------------------
+
+    def _of_client(
+        self, answer: dict[str, Any], choices: list[dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Take out what the client did not ask for; None where nothing is left."""
+        extension = answer.get("sglext")
+        if isinstance(extension, dict):
+            for name in ("input_ids", "output_ids", "routed_experts"):
+                if not self._said_body.get(f"return_{name}_in_sglext"):
+                    extension.pop(name, None)
+            if not extension:
+                del answer["sglext"]
+        if not self._wants_ids and answer.get("prompt_token_ids") is not None:
+            answer["prompt_token_ids"] = None
+        if self._stream and not self._wants_usage:
+            answer.pop("usage", None)
+        kept = [choice for choice in choices if self._of_choice(choice)]
+        if len(kept) < len(choices):
+            answer["choices"] = kept
+        if self._stream and not kept and not answer.get("usage") and not answer.get("sglext"):
+            return None
+        return answer
+
+    def _of_choice(self, choice: dict[str, Any]) -> bool:
+        """Take out of a choice what was not asked for; whether something is left of it."""
+        if not self._wants_ids:
+            for name in ("token_ids", "prompt_token_ids"):
+                if choice.get(name) is not None:
+                    choice[name] = None
+        if not self._wants_logprobs and choice.get("logprobs") is not None:
+            choice["logprobs"] = None
+        if self._experts is not None and choice.get("routed_experts") is not None:
+            choice["routed_experts"] = None
+        said = choice.get("delta") if self._stream else choice.get("message")
+        if isinstance(said, dict) and not self._wants_reasoning:
+            for name in ("reasoning", "reasoning_content"):
+                if self._stream:
+                    said.pop(name, None)
+                elif name in said:
+                    said[name] = None
+        # vLLM sends a chunk without words only because its ids were asked for.
+        silent = self._stream and self._chat and not said
+        return not (silent and not choice.get("finish_reason") and not choice.get("logprobs"))
+
+    # -- what is trained ------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """Whether all choices have come, and ended, with their ids."""
+        return len(self._choices) >= self._expected and all(
+            kept.finish_reason is not None and kept.ids is not None
+            for kept in self._choices.values()
+        )
+
+    def turns(self, versions: Span) -> list[Turn]:
+        """Return the answers of a call that has ended, after their checks."""
+        if len(self._choices) < self._expected or any(
+            kept.finish_reason is None for kept in self._choices.values()
+        ):
+            raise BadAnswer("the engine's answer ended before its end", engine_gone=True)
+        said = canonical(self._endpoint, self._said_body)
+        self._turns = [
+            self._turn(index, kept, said, versions) for index, kept in sorted(self._choices.items())
+        ]
+        return self._turns
+
+    def _turn(self, index: int, kept: _Choice, said: str, versions: Span) -> Turn:
+        if kept.finish_reason == "abort":
+            raise BadAnswer("the engine aborted the answer", engine_gone=True)
+        ids = self._prompt if kept.prompt is None else kept.prompt
+        prompt = _ids(f"choice {index}: prompt", ids)
+        if not len(prompt):
+            raise BadAnswer(f"choice {index}: prompt: expected token ids, got none")
+        output = _ids(f"choice {index}", kept.ids)
+        logprobs = _logprobs(index, kept.logprobs, len(output))
+        answer = "".join(kept.text)
+        if self._chat:
+            calls = [(name, arguments) for name, arguments in kept.calls.values()]
+            answer = _one_canonical("assistant", answer, calls)
+        assert kept.finish_reason is not None
+        experts = None
+        if self._experts is not None:
+            experts = _experts(kept.experts, len(prompt) + len(output) - 1, self._experts)
+        return Turn(prompt, output, logprobs, versions, kept.finish_reason, said, answer, experts)
+
+    def check_usage(self) -> None:
+        """Compare what was recorded with what the engine counted itself."""
+        turns = self._turns
+        said = (self._usage or {}).get("completion_tokens")
+        sampled = sum(len(turn.output) for turn in turns)
+        if isinstance(said, int) and said != sampled:
+            raise BadAnswer(f"the engine says that it sampled {said} tokens, and sent {sampled}")
+        said = (self._usage or {}).get("prompt_tokens")
+        if len(turns) == 1 and isinstance(said, int) and said != len(turns[0].prompt):
+            raise BadAnswer(
+                f"the engine says that the prompt has {said} tokens, and sent "
+                f"{len(turns[0].prompt)}"
+            )
+
+
+def _ids(what: str, ids: Any) -> NDArray[np.int32]:
+    if ids is None:
+        raise BadAnswer(
+            f"{what}: the engine's answer has no token ids; expected vLLM 0.10.2 or newer, or "
+            "SGLang 0.5.23 or newer"
+        )
+    try:
+        found = np.asarray(ids)
+    except ValueError:
+        found = np.empty(0, object)
+    if found.ndim != 1 or (found.dtype.kind != "i" and len(found)):
+        raise BadAnswer(f"{what}: expected a list of token ids, got {str(ids)[:80]}")
+    if len(found) and (found.min() < 0 or found.max() > np.iinfo(np.int32).max):
+        raise BadAnswer(f"{what}: expected token ids of 0 to 2^31 - 1, got {found.min()} or more")
+    return found.astype(np.int32)
+
+
+def _logprobs(index: int, values: list[Any], count: int) -> NDArray[np.float32]:
+    if len(values) != count:
+        raise BadAnswer(
+            f"choice {index}: expected {count} logprobs, one for each token, got {len(values)}"
+        )
+    try:
+        found = np.asarray(values, np.float64)
+    except (TypeError, ValueError) as error:
+        raise BadAnswer(f"choice {index}: a logprob is no number: {str(error)[:80]}") from error
+    good = np.isfinite(found) & (found > _NO_LOGPROB) & (found <= _LOGPROB_ROUNDING)
+    if not good.all():
+        at = int(np.flatnonzero(~good)[0])
+        raise BadAnswer(f"choice {index}: logprob {at}: expected a finite one, got {values[at]}")
+    return found.astype(np.float32)
+
+
+def _npy_head(raw: bytes) -> tuple[np.dtype[Any], int]:
+    """Return the dtype of an array in NumPy's format, and where it begins."""
+    stream = io.BytesIO(raw)
+    np.lib.format.read_magic(stream)
+    _, by_columns, dtype = np.lib.format.read_array_header_1_0(stream)
+    if by_columns:
+        raise ValueError("an array by columns")
+    return dtype, stream.tell()
+
+
+def _experts(found: str | None, tokens: int, shape: tuple[int, int]) -> NDArray[Any]:
+    """Decode routed experts: vLLM's base64 of an .npy, SGLang's of plain int32."""
+    layers, experts = shape
+    if found is None:
+        raise BadAnswer(
+            "the engine's answer has no routed experts; start vLLM with "
+            "--enable-return-routed-experts, or SGLang with the flag of that name"
+        )
+    try:
+        raw = base64.b64decode(found, validate=True)
+        dtype, start = _npy_head(raw) if raw.startswith(_NPY) else (np.dtype(np.int32), 0)
+        array: NDArray[Any] = np.frombuffer(raw, dtype, offset=start).reshape(-1, layers, experts)
+    except (binascii.Error, ValueError) as error:
+        raise BadAnswer(
+            f"routed experts: expected [tokens, {layers}, {experts}]: {str(error)[:120]}"
+        ) from error
+    if len(array) < tokens:
+        raise BadAnswer(f"routed experts: expected those of {tokens} tokens, got {len(array)}")
+    return array[:tokens]

@@ -1,0 +1,185 @@
+"""The engines: one client for all, which of them a session stays at, and how they are.
+
+Invariants:
+
+- A session stays at its engine as long as that answers: its prefix cache knows the conversation.
+- A call goes to another engine only while nothing of an answer has gone out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Final, Literal
+
+import aiohttp
+import msgspec
+
+from shmbus.recorder import settings as limits
+from shmbus.recorder.engine_api import Kind
+from shmbus.recorder.sessions import Session
+
+logger = logging.getLogger(__name__)
+
+#: Statuses of an engine that cannot answer now, whatever it was asked.
+_UNABLE: Final = frozenset({500, 502, 503, 504})
+
+
+#: Headers that engines read; keys, lengths and encodings are of this hop alone.
+_PASSED: Final = frozenset({
+    "anthropic-beta", "anthropic-version", "traceparent", "tracestate", "user-agent",
+    "x-data-parallel-rank", "x-request-id",
+})  # fmt: skip
+_PROBE: Final = aiohttp.ClientTimeout(total=limits.PROBE_S)
+
+
+class EngineGone(Exception):
+    """No engine has answered."""
+
+
+class Engine:
+    """One engine."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.kind: Kind = "vllm"
+        self.state: Literal["unknown", "up", "slow", "down"] = "unknown"
+        self.why = ""
+        #: Calls in flight, and those that it did not answer.
+        self.calls = 0
+        self.failures = 0
+        #: Whether it has said what it is.
+        self.known = False
+        #: Seconds that its last probe took.
+        self.probe_s = 0.0
+
+    def down(self, why: str) -> None:
+        """Note that it did not answer."""
+        self.failures += 1
+        if self.state != "down":
+            logger.warning("engine %s: %s", self.url, why)
+        self.state, self.why = "down", why
+
+
+class Engines:
+    """All engines of a recorder."""
+
+    def __init__(self, urls: tuple[str, ...], key: str | None) -> None:
+        self.all = [Engine(url) for url in dict.fromkeys(urls)]
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._client: aiohttp.ClientSession | None = None
+        self._probing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Open the client, and look at each engine."""
+        self._client = aiohttp.ClientSession(
+            headers=self._headers,
+            auto_decompress=False,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=limits.CONNECT_S, sock_read=limits.ENGINE_SILENCE_S
+            ),
+            read_bufsize=1 << 18,
+        )
+        await asyncio.gather(*map(self._probe, self.all))
+        self._probing = asyncio.get_running_loop().create_task(self._watch())
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        if self._probing is not None:
+            self._probing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._probing
+        if self._client is not None:
+            await self._client.close()
+
+    # -- health ---------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(limits.PROBE_S)
+            await asyncio.gather(*map(self._probe, self.all))
+
+    async def _probe(self, engine: Engine) -> None:
+        began = time.monotonic()
+        try:
+            if not engine.known:
+                await self._recognize(engine)
+            async with self._session.get(engine.url + "/health", timeout=_PROBE) as answer:
+                status = answer.status
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            # One that computes may not answer in time, and one that is gone refuses.
+            if isinstance(error, asyncio.TimeoutError) and engine.state in ("up", "slow"):
+                engine.state, engine.why = "slow", f"no answer within {limits.PROBE_S:g} s"
+            else:
+                engine.down(str(error) or type(error).__name__)
+            return
+        engine.probe_s = time.monotonic() - began
+        if status >= 500:
+            engine.down(f"/health is {status}")
+            return
+        engine.state = "slow" if engine.probe_s > limits.SLOW_S else "up"
+        engine.why = ""
+
+    async def _recognize(self, engine: Engine) -> None:
+        """Learn whether an engine is vLLM or SGLang: its models say who owns them."""
+        async with self._session.get(engine.url + "/v1/models", timeout=_PROBE) as answer:
+            if answer.status != 200:
+                return
+            raw = await answer.read()
+        with contextlib.suppress(msgspec.DecodeError, AttributeError, TypeError):
+            owners = {model.get("owned_by") for model in msgspec.json.decode(raw)["data"]}
+            engine.kind = "sglang" if "sglang" in owners else "vllm"
+            engine.known = True
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        assert self._client is not None
+        return self._client
+
+    def pick(self, session: Session | None) -> Engine:
+        """Return the engine of a session; one with few calls where it has none that answers."""
+        if session is not None and session.engine is not None and session.engine.state != "down":
+            found: Engine = session.engine
+            return found
+        usable = [engine for engine in self.all if engine.state != "down"] or self.all
+        found = min(usable, key=lambda engine: engine.calls)
+        if session is not None:
+            session.engine = found
+        return found
+
+    @contextlib.asynccontextmanager
+    async def ask(
+        self, engine: Engine, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Ask one engine; EngineGone where it does not begin to answer."""
+        engine.calls += 1
+        try:
+            try:
+                answer = await self._session.request(
+                    method, engine.url + path, data=body, headers=headers, allow_redirects=False
+                )
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                engine.down(f"{type(error).__name__}: {error}")
+                raise EngineGone(f"{engine.url}: {type(error).__name__}: {error}") from error
+            try:
+                if answer.status in _UNABLE:
+                    said = (await answer.content.read(300)).decode("utf-8", "replace")
+                    engine.failures += 1
+                    raise EngineGone(f"{engine.url}: {answer.status}: {said}")
+                yield answer
+            finally:
+                # Closing an answer that goes on tells the engine that nobody waits for it.
+                answer.close() if not answer.content.at_eof() else answer.release()
+        finally:
+            engine.calls -= 1
+
+
+def headers_of(request: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers of a client that are its engine's to see."""
+    return {name: value for name, value in request.items() if name.lower() in _PASSED}

@@ -1,0 +1,343 @@
+"""One recorder: its sessions, the samples that it has in hand itself, and who is told of them.
+
+A session that a worker opens stays the worker's: it takes the rows and puts them. One that a
+harness opens over HTTP is the recorder's own: it takes the prompt and puts the sample. Either way
+one producer has the request in hand, and its death has it asked of others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import time
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+import shmbus
+from shmbus._prompts import Ticket
+from shmbus.recorder import settings as limits
+from shmbus.recorder.calls import Calls
+from shmbus.recorder.engines import Engines
+from shmbus.recorder.refusals import CallRefusal
+from shmbus.recorder.sessions import Place, Session, Sessions
+from shmbus.recorder.settings import Settings
+from shmbus.recorder.versions import EngineVersions
+from shmbus.recorder_files import EngineNote, RecorderFile, RecorderNote, SessionNote
+from shmbus.session import PackedArray, PackedSample
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks for requests that dead workers had in hand, and notes of the file.
+_SLOW_SWEEP_S = 1.0
+
+
+class Recorder:
+    """Serves one bus."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.producer = shmbus.Producer(settings.bus, label="recorder")
+        self.sessions = Sessions(settings)
+        self.engines = Engines(settings.engines, settings.engine_key)
+        self.versions = EngineVersions(self.producer)
+        self.calls = Calls(settings, self.sessions, self.engines, self.versions, self.fail)
+        #: Bytes of bodies that are being handled.
+        self.body_bytes = 0
+        #: Set when the bus has gone: the process ends.
+        self.gone = asyncio.Event()
+        self._file = RecorderFile(settings.bus)
+        #: Where it is.
+        self.url = ""
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # -- life -----------------------------------------------------------------------------------
+
+    async def start(self, url: str) -> None:
+        """Begin to look after engines and sessions, and say where it is."""
+        self.url = url
+        await self.engines.start()
+        self._write_note()
+        self._later(self._sweep())
+
+    async def close(self) -> None:
+        """Leave: what it has in hand is asked of others."""
+        self._file.close()
+        for session in self.sessions:
+            self.end(session, "recorder_ended", "the recorder ends")
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.engines.close()
+        self.producer.close()
+
+    def _later(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _sweep(self) -> None:
+        slow_s = 0.0
+        while True:
+            await asyncio.sleep(limits.SWEEP_S)
+            try:
+                now_s = time.monotonic()
+                for session in self.sessions:
+                    self._check(session, now_s)
+                if now_s >= slow_s:
+                    slow_s = now_s + _SLOW_SWEEP_S
+                    self.producer._recover_dead()
+                    self._write_note()
+            except (shmbus.BusRemovedError, shmbus.BusClosedError) as error:
+                logger.error("this recorder ends: %s", error)
+                self.gone.set()
+                return
+            except Exception:
+                # Without it no session would end by itself.
+                logger.exception("the sweep failed, and goes on")
+
+    def _write_note(self) -> None:
+        if self.producer._segment.note_removal():
+            raise shmbus.BusRemovedError(f"bus {self.settings.bus!r} was removed")
+        now_s = time.monotonic()
+        open_now = list(self.sessions)
+        running = [
+            SessionNote(
+                instance_id=session.place.instance_id,
+                index=session.place.index,
+                age_s=round(now_s - session.opened_s, 1),
+                turns=session.transcript.turns,
+                tokens=session.transcript.tokens,
+                calls=session.running,
+                engine="" if session.engine is None else session.engine.url,
+            )
+            for session in open_now[: limits.SHOWN_SESSIONS]
+        ]
+        engines = [
+            EngineNote(url=engine.url, state=engine.state, calls=engine.calls)
+            for engine in self.engines.all
+        ]
+        self._file.write(
+            RecorderNote(
+                url=self.url,
+                pid=os.getpid(),
+                token=self.settings.token,
+                sessions=len(open_now),
+                calls=sum(session.running for session in open_now),
+                drift=self.sessions.drift,
+                running=running,
+                engines=engines,
+            )
+        )
+
+    # -- which sessions go on -------------------------------------------------------------------
+
+    def _is_wanted(self, session: Session) -> bool:
+        if session.is_own:
+            return self.producer.requests.is_wanted(session.hold)
+        return self.producer.requests._holds(session.hold)
+
+    def _check(self, session: Session, now_s: float) -> None:
+        """End a session that nobody waits for, that is too old, or whose harness has died."""
+        if session.putting is not None:
+            return
+        if not self._is_wanted(session):
+            if session.sealed:
+                self.end(session, "scored", "its worker has the rows")
+            else:
+                why = "its group is complete or cancelled, or its worker died"
+                self.end(session, "unwanted", why)
+            return
+        versions, lag = session.transcript.versions, self.settings.max_lag
+        if lag is not None and versions is not None and not session.sealed:
+            newest = self.producer.policy_version
+            if newest - versions.oldest > lag:
+                self.fail(
+                    session,
+                    "stale",
+                    f"it began with version {versions.oldest}, the trainer has {newest}, and "
+                    f"--max-lag is {lag}",
+                )
+                return
+        idle_s = now_s - session.last_s
+        if session.is_own and not session.running and idle_s > self.settings.idle_s:
+            self.fail(session, "idle", f"no call for {self.settings.idle_s:g} s")
+
+    def require_wanted(self, session: Session) -> None:
+        """Refuse a call of a session that ends now."""
+        self._check(session, time.monotonic())
+        session.require_open()
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def end(self, session: Session, code: str, reason: str) -> bool:
+        """End a session, and give back what the recorder has in hand for it."""
+        if not self.sessions.end(session, code, reason):
+            return False
+        logger.info("%s: %s: %s", session.place, code, reason)
+        if session.is_own and code not in ("scored", "unwanted"):
+            self.producer.requests.release(session.hold)
+        return True
+
+    def fail(self, session: Session, code: str, reason: str) -> bool:
+        """End a session whose sample failed; where its engine is to blame it is only given back.
+
+        A worker's sample is failed by its worker, who learns the reason from `rows`.
+        """
+        if not session.is_own or code == "engine":
+            return self.end(session, code, reason)
+        if not self.sessions.end(session, code, reason):
+            return False
+        logger.info("%s failed: %s: %s", session.place, code, reason)
+        self._later(self.producer.requests.afail(session.hold, f"{code}: {reason}"))
+        return True
+
+    # -- opening --------------------------------------------------------------------------------
+
+    def open_for(self, ticket: Ticket) -> Session:
+        """Open a session for a sample that a worker has in hand."""
+        if not self.producer.requests._holds(ticket):
+            raise CallRefusal(
+                HTTPStatus.CONFLICT,
+                "unwanted",
+                f"{ticket.instance_id!r}[{ticket.index}] of bus {self.settings.bus!r} is in no "
+                "worker's hand; is it the same bus?",
+            )
+        place = Place(ticket.instance_id, ticket.index, ticket.group_size)
+        return self.sessions.open(place, ticket, False, time.monotonic())
+
+    async def open_next(self, wait_s: float) -> Session | None:
+        """Open a session for the next prompt of the bus; None where none came in time."""
+        self.sessions.require_room()
+        request = await self.producer.requests.anext(wait_s)
+        if request is None:
+            return None
+        try:
+            place = Place(request.instance_id, request.index, request.group_size)
+            return self.sessions.open(place, request, True, time.monotonic())
+        except BaseException:
+            self.producer.requests.release(request)
+            raise
+
+    # -- samples --------------------------------------------------------------------------------
+
+    def seal(self, session: Session) -> dict[str, Any]:
+        """Have a session make no more calls; returns its sample, or fails it and refuses."""
+        session.require_open()
+        session.sealed = True
+        session.cancel_calls()
+        transcript = session.transcript
+        if not transcript.sampled or transcript.versions is None:
+            self.fail(session, "no_tokens", "it has no sampled token")
+            session.require_open()
+        assert transcript.versions is not None
+        meta = {
+            "turns": transcript.turns,
+            "drift": transcript.drift,
+            "finish_reason": transcript.finish_reason,
+            "engine": "" if session.engine is None else session.engine.url,
+        }
+        return {
+            "rows": transcript.rows(),
+            "policy_version": tuple(transcript.versions),
+            "meta": meta,
+        }
+
+    def rows(self, session: Session) -> bytes:
+        """Return a worker's sample, packed; the session ends once the worker has answered."""
+        if session.is_own:
+            raise CallRefusal(
+                HTTPStatus.CONFLICT,
+                "not_a_workers",
+                "this session was opened by POST /sessions; send its score to /session/score",
+            )
+        sample = self.seal(session)
+        packed = PackedSample(
+            rows=[
+                {
+                    name: PackedArray(value.dtype.str, list(value.shape), value.tobytes())
+                    for name, value in row.items()
+                    if name != "prefix_length"
+                }
+                for row in sample["rows"]
+            ],
+            prefixes=[row["prefix_length"] for row in sample["rows"]],
+            versions=sample["policy_version"],
+            meta=sample["meta"],
+        )
+        return msgspec.msgpack.encode(packed)
+
+    async def score(self, session: Session, score: object, meta: dict[str, Any]) -> bool:
+        """Put a harness's sample; False where it is not wanted any more."""
+        if not session.is_own:
+            raise CallRefusal(
+                HTTPStatus.CONFLICT,
+                "a_workers",
+                "this session was opened by producer.session; give its score to session.finish",
+            )
+        is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
+        if not is_number or not math.isfinite(score):  # type: ignore[arg-type]
+            self.fail(session, "bad_score", f"score: expected a finite number, got {score!r:.80}")
+            raise CallRefusal(
+                HTTPStatus.UNPROCESSABLE_ENTITY,
+                "bad_score",
+                f"score: expected a finite number, got {score!r:.80}; the sample has failed",
+            )
+        if session.putting is not None and session.score != score:
+            raise CallRefusal(
+                HTTPStatus.CONFLICT,
+                "scored",
+                f"the session of {session.place} has the score {session.score}, got {score}; a "
+                "sample has one",
+            )
+        if session.putting is None:
+            sample = self.seal(session)
+            session.score = float(score)  # type: ignore[arg-type]
+            sample["meta"] |= meta
+            # It goes on where its client goes: a second request for it finds it.
+            session.putting = self._later(self._put(session, sample))
+        done: bool = await asyncio.shield(session.putting)
+        return done
+
+    async def _put(self, session: Session, sample: dict[str, Any]) -> bool:
+        try:
+            put = await self.producer.requests.aanswer(session.hold, score=session.score, **sample)
+        except (TypeError, ValueError, shmbus.RecordTooLargeError) as error:
+            # The bus's schema, or its size, has no place for it.
+            self.fail(session, "refused", f"{type(error).__name__}: {error}")
+            raise CallRefusal(
+                HTTPStatus.UNPROCESSABLE_ENTITY, "refused", f"the bus refuses the sample: {error}"
+            ) from error
+        except asyncio.CancelledError:
+            self.end(session, "recorder_ended", "the recorder ends")
+            raise
+        if put:
+            self.end(session, "scored", f"it has its score, {session.score}")
+        else:
+            self.end(session, "unwanted", "its group is complete or cancelled")
+        return put
+
+    @contextlib.contextmanager
+    def room_for(self, nbytes: int) -> Any:
+        """Count a body; refuse it where all together would be too many bytes."""
+        held = nbytes * limits.BODY_PARTS
+        if self.body_bytes + self.sessions.nbytes + held > self.settings.memory:
+            raise CallRefusal(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "memory",
+                f"bodies and sessions have {self.body_bytes + self.sessions.nbytes} of "
+                f"{self.settings.memory} bytes; ask again, or start the recorder with more "
+                "--memory",
+                retry_after_s=1,
+            )
+        self.body_bytes += held
+        try:
+            yield
+        finally:
+            self.body_bytes -= held

@@ -1,0 +1,44 @@
+"""What clients are told where a call is refused: a status that they understand, and what to do.
+
+Clients of OpenAI and Anthropic try again after 408, 409, 429 and 5xx, and raise at once for others;
+what lies over them, such as LiteLLM and its harnesses, tries again after all but a few. So a
+session that is over is 404, at which each of them ends, and engines that are gone are 503.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Final
+
+from shmbus.http.access import Refusal
+
+_KINDS: Final = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+    404: "not_found_error", 405: "invalid_request_error", 409: "conflict_error",
+    413: "request_too_large", 422: "invalid_request_error",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+
+
+def kind_of(status: int) -> str:
+    """Return what APIs call such an error."""
+    return _KINDS.get(status, "api_error")
+
+
+class CallRefusal(Refusal):
+    """Ends a call with a status, a sentence, a word for programs, and a session's own reason."""
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        code: str,
+        message: str,
+        *,
+        reason: str | None = None,
+        retry_after_s: int | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(status, message, close=close)
+        self.code = code
+        self.reason = reason
+        self.retry_after_s = retry_after_s

@@ -1,0 +1,255 @@
+"""Sessions: which key is which sample, what it has recorded, and how it ends. No clock, no socket.
+
+Invariants:
+
+- A session ends once, by one word and one sentence, which its later callers are told.
+- From its end on it records nothing; its calls in flight are cancelled.
+- What all sessions keep is counted, and bounded with the bodies of calls.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from shmbus.recorder import settings as limits
+from shmbus.recorder.refusals import CallRefusal
+from shmbus.recorder.settings import Settings
+from shmbus.recorder.transcript import Transcript, Turn
+
+_KEY_PREFIX: Final = "sk-shmbus-"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Which sample of which group a session makes."""
+
+    instance_id: str
+    index: int
+    group_size: int
+
+    def __str__(self) -> str:
+        return f"{self.instance_id}[{self.index}]"
+
+
+class End(NamedTuple):
+    """How a session ended: a word for programs, and a sentence."""
+
+    code: str
+    reason: str
+
+
+def over(place: Place, end: End) -> CallRefusal:
+    """Return what a caller of a session that has ended is told."""
+    return CallRefusal(
+        HTTPStatus.NOT_FOUND,
+        end.code,
+        f"the session of {place} has ended: {end.reason}; end this rollout, and open a session for "
+        "the next sample",
+        reason=end.reason,
+    )
+
+
+class Session:
+    """One sample in the making.
+
+    Parameters
+    ----------
+    key : str
+        What its calls are made with.
+    place : Place
+        Its sample.
+    hold : object
+        What says that the sample is still wanted: a worker's ticket, or the recorder's own request.
+    is_own : bool
+        Whether it is the recorder's own request, which a harness scores over HTTP.
+    now_s : float
+        When it is opened.
+    """
+
+    def __init__(self, key: str, place: Place, hold: Any, is_own: bool, now_s: float) -> None:
+        self.key = key
+        self.place = place
+        self.hold = hold
+        self.is_own = is_own
+        self.opened_s = self.last_s = now_s
+        self.transcript = Transcript()
+        #: What calls of the responses API leave for later ones, by the response's id.
+        self.history: dict[str, list[Any]] = {}
+        #: The engine that it stays at.
+        self.engine: Any = None
+        self.calls = 0
+        self.end: End | None = None
+        #: No call may be made any more: its rows were given, or its score is being put.
+        self.sealed = False
+        #: The score, and the task that puts it.
+        self.score: float | None = None
+        self.putting: Any = None
+        #: Bytes of the conversations in `history`.
+        self.history_bytes = 0
+        self._running: dict[object, Callable[[], object]] = {}
+
+    @property
+    def running(self) -> int:
+        """Calls in flight."""
+        return len(self._running)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps."""
+        return self.transcript.nbytes + self.history_bytes
+
+    def require_open(self) -> None:
+        """Refuse a call of a session that has ended."""
+        if self.end is not None:
+            raise over(self.place, self.end)
+
+    def begin(self, bounds: Settings, call: object, cancel: Callable[[], object]) -> None:
+        """Count a call, and note what cancels it; refuse what is beyond the bounds."""
+        self.require_open()
+        if self.sealed:
+            raise CallRefusal(
+                HTTPStatus.NOT_FOUND,
+                "scored",
+                f"the session of {self.place} has its score; make no more calls with its key",
+            )
+        tokens = self.transcript.tokens
+        if self.calls >= bounds.calls or tokens >= bounds.tokens:
+            raise CallRefusal(
+                HTTPStatus.BAD_REQUEST,
+                "session_limit",
+                f"the session of {self.place} has had {self.calls} of {bounds.calls} calls and "
+                f"{tokens} of {bounds.tokens} tokens; score what there is, or fail it",
+            )
+        if len(self._running) >= limits.MAX_CALLS_AT_ONCE:
+            raise CallRefusal(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                "calls_at_once",
+                f"the session of {self.place} has {len(self._running)} calls in flight, which is "
+                "the most; wait for one",
+                retry_after_s=1,
+            )
+        self.calls += 1
+        self._running[call] = cancel
+
+    def finish_call(self, call: object, now_s: float) -> None:
+        """Note that a call has ended."""
+        self.last_s = now_s
+        self._running.pop(call, None)
+
+    def add(self, turns: list[Turn]) -> bool:
+        """Record the answers of a call; whether all went on with their conversation's tokens."""
+        if self.end is not None or self.sealed:
+            return True
+        return all([self.transcript.add(turn) for turn in turns])
+
+    def cancel_calls(self) -> None:
+        """Have the calls in flight end, and their engine do something else."""
+        for cancel in list(self._running.values()):
+            cancel()
+
+
+class Sessions:
+    """All sessions of a recorder.
+
+    Attributes
+    ----------
+    opened : int
+        Sessions that were opened.
+    ended : dict of str to int
+        Those that ended, by how.
+    drift, turns, sampled : int
+        Of all sessions: what `Transcript` counts.
+    """
+
+    def __init__(self, bounds: Settings) -> None:
+        self._bounds = bounds
+        self._open: dict[str, Session] = {}
+        self._over: OrderedDict[str, tuple[Place, End]] = OrderedDict()
+        self.opened = 0
+        self.ended: dict[str, int] = {}
+        self.drift = self.turns = self.sampled = 0
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._open.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all of them keep."""
+        return self._nbytes
+
+    def require_room(self) -> None:
+        """Refuse one session more than there may be."""
+        if len(self._open) >= self._bounds.sessions:
+            raise CallRefusal(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                "sessions_at_once",
+                f"{len(self._open)} sessions are open, which is the most; end one, or start the "
+                "recorder with more --sessions",
+                retry_after_s=1,
+            )
+
+    def open(self, place: Place, hold: Any, is_own: bool, now_s: float) -> Session:
+        """Open a session."""
+        self.require_room()
+        key = _KEY_PREFIX + secrets.token_urlsafe(24)
+        session = self._open[key] = Session(key, place, hold, is_own, now_s)
+        self.opened += 1
+        return session
+
+    def of_key(self, key: str | None) -> Session:
+        """Return the session of a key; refuse one that there is not, or that has ended."""
+        session = self._open.get(key or "")
+        if session is not None:
+            return session
+        ended = self._over.get(key or "")
+        if ended is None:
+            got = "none" if not key else "the key of no session"
+            raise CallRefusal(
+                HTTPStatus.UNAUTHORIZED,
+                "unknown_session",
+                f"expected the key of a session as 'Authorization: Bearer KEY', 'x-api-key: KEY', "
+                f"or in the address as /s/KEY/v1, got {got}; open one by producer.session(request) "
+                "or POST /sessions",
+            )
+        raise over(*ended)
+
+    def record(self, session: Session, turns: list[Turn]) -> bool:
+        """Record the answers of a call, and count them; whether ids went on as the text did."""
+        before, drift = session.nbytes, session.transcript.drift
+        went_on = session.add(turns)
+        if session.end is None:
+            self._nbytes += session.nbytes - before
+        self.turns += len(turns)
+        self.sampled += sum(len(turn.output) for turn in turns)
+        self.drift += session.transcript.drift - drift
+        return went_on
+
+    def keep(self, session: Session, nbytes: int) -> None:
+        """Count what a session keeps beside its tokens."""
+        if session.end is None:
+            session.history_bytes += nbytes
+            self._nbytes += nbytes
+
+    def end(self, session: Session, code: str, reason: str) -> bool:
+        """End a session; False where it has ended already."""
+        if session.end is not None:
+            return False
+        self._nbytes -= session.nbytes
+        session.end = End(code, reason)
+        del self._open[session.key]
+        self._over[session.key] = (session.place, session.end)
+        while len(self._over) > limits.KEEP_ENDED:
+            self._over.popitem(last=False)
+        self.ended[code] = self.ended.get(code, 0) + 1
+        session.cancel_calls()
+        session.history = {}
+        return True

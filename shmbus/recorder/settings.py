@@ -1,0 +1,97 @@
+"""Settings of a recorder, and its limits, each with its unit and its reason."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+#: Bytes of one call's body: a conversation of a million tokens, or some twenty images.
+BODY_LIMIT: Final = 32 << 20
+#: Bytes of all bodies that are read, and of what sessions keep.
+MEMORY: Final = 2 << 30
+#: What a body of JSON takes while it is read, sent on and turned, in parts of its own size.
+BODY_PARTS: Final = 6
+#: Sessions at once, calls of a session, and those of it at once: sub-agents, not a flood.
+MAX_SESSIONS: Final = 4096
+MAX_CALLS: Final = 1000
+MAX_CALLS_AT_ONCE: Final = 64
+#: Tokens of a session's rows: several contexts of 256k, as compacted conversations have.
+MAX_TOKENS: Final = 1 << 20
+#: Seconds without a call after which a session that was opened over HTTP fails: its harness died.
+IDLE_S: Final = 600.0
+#: Seconds that an engine may send nothing: a long prefill behind a pause.
+ENGINE_SILENCE_S: Final = 900.0
+#: Seconds for a connection to an engine; one that is full of connections takes none.
+CONNECT_S: Final = 15.0
+#: Seconds for what comes behind the last event of a stream: the end of its body, at once.
+DRAIN_S: Final = 0.1
+#: Engines that are asked for one answer, one after the other.
+MAX_TRIES: Final = 3
+#: Seconds between two tries where all engines have been asked, such as while one is restarted.
+RETRY_S: Final = 0.5
+#: Seconds between two looks at engines, and after which one that answers counts as slow.
+PROBE_S: Final = 2.0
+SLOW_S: Final = 1.0
+#: Seconds between two looks at which sessions are still wanted.
+SWEEP_S: Final = 0.5
+#: Sessions that ended, of which late callers are told why.
+KEEP_ENDED: Final = 65_536
+#: Sessions that the file for the page names.
+SHOWN_SESSIONS: Final = 48
+#: Connections, and seconds that one may stay without a request: agents think, and run tools.
+MAX_CONNECTIONS: Final = 16_384
+IDLE_CONNECTION_S: Final = 600.0
+#: Bytes of an engine's answer that is no stream: 64k tokens with logprobs and routed experts.
+ANSWER_LIMIT: Final = 256 << 20
+#: Seconds that `POST /sessions` may wait for a prompt.
+MAX_WAIT_S: Final = 300.0
+#: Files beside connections, of those that this process may have.
+OTHER_FILES: Final = 64
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a recorder serves one bus.
+
+    Attributes
+    ----------
+    bus : str
+        The bus.
+    engines : tuple of str
+        Addresses of the engines, such as ``http://127.0.0.1:8000``.
+    host, port : str, int
+        Where it listens; port 0 for any free one.
+    token : str or None
+        What opens sessions; None where nothing is asked for.
+    engine_key : str or None
+        The bearer token of the engines.
+    body_limit, memory : int
+        Bytes of one body; of all bodies and sessions.
+    sessions, calls, tokens : int
+        Sessions at once; calls, and tokens of rows, of a session.
+    idle_s : float
+        Seconds without a call after which a session that was opened over HTTP fails.
+    max_lag : int or None
+        Versions behind the trainer's from which a session ends; None for any.
+    experts : tuple of (int, int) or None
+        Layers and experts of a token, where routed experts are recorded.
+    log_format : "json" | "text"
+    log_level : "debug" | "info" | "warning" | "error"
+    """
+
+    bus: str
+    engines: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8080
+    token: str | None = None
+    engine_key: str | None = None
+    body_limit: int = BODY_LIMIT
+    memory: int = MEMORY
+    sessions: int = MAX_SESSIONS
+    calls: int = MAX_CALLS
+    tokens: int = MAX_TOKENS
+    idle_s: float = IDLE_S
+    max_lag: int | None = None
+    experts: tuple[int, int] | None = None
+    log_format: Literal["json", "text"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"

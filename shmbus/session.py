@@ -1,0 +1,476 @@
+"""One sample's calls through a recorder, from the worker that has the sample in hand.
+
+The request stays this worker's: the recorder hands over what was sampled, and this puts it. So
+whoever dies, worker or recorder, the sample is asked for again, once.
+
+Invariants:
+
+- A session ends once: put, failed or released. Whatever a recorder or an agent does, the request
+  does not stay in hand.
+- No token passes through Python objects: rows come as bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import logging
+import math
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+
+from shmbus import errors
+from shmbus._arguments import check_timeout
+from shmbus.recorder_files import RecorderNote, read_recorders
+
+if TYPE_CHECKING:
+    from shmbus._prompts import Request
+    from shmbus.producer_requests import ProducerRequests
+
+__all__ = ["Session"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds for a recorder's answer: it copies rows, and waits for nothing.
+_ANSWER_S: Final = 60.0
+#: Seconds between two looks for a recorder that is not there yet.
+_LOOK_S: Final = 0.1
+
+
+class _Worker(Protocol):
+    """What a session needs of its Producer."""
+
+    name: str
+
+    @property
+    def requests(self) -> ProducerRequests: ...
+
+
+class PackedArray(msgspec.Struct, frozen=True):
+    """An array on its way from a recorder."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+class PackedSample(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session sampled: rows of arrays and prefix lengths, versions, and what is known."""
+
+    rows: list[dict[str, PackedArray]]
+    prefixes: list[int]
+    versions: tuple[int, int]
+    meta: dict[str, Any]
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recorder answers to whoever opens a session."""
+
+    key: str
+    base_url: str
+
+
+class _Refused(msgspec.Struct):
+    """Why a recorder did not give rows; where the sample is not to blame, it is released."""
+
+    message: str = ""
+    code: str = ""
+    #: Of a session that has ended: its own words.
+    reason: str = ""
+
+
+class _Answer(msgspec.Struct):
+    error: _Refused
+
+
+#: Ends for which the sample is not to blame: it is asked for again without a retry.
+_NOT_ITS_FAULT: Final = frozenset({"engine", "recorder_ended", "unknown_session"})
+
+
+class Session:
+    """One sample, made by an agent that calls a recorder: from `Producer.session`.
+
+    Give `base_url` and `api_key` to the agent, as an OpenAI or an Anthropic client takes them, or
+    `environ` to its process; then `finish` with a score. Leaving the block without one fails the
+    sample.
+
+    Attributes
+    ----------
+    request : Request
+        The sample.
+    base_url, api_key : str
+        What every call of the sample is made with.
+    why : str
+        Why the sample was not put; "" as long as it may be, and after it was.
+
+    Raises
+    ------
+    TypeError
+        A user makes one: they come from `Producer.session`.
+    """
+
+    __slots__ = ("_packed", "_producer", "_state", "_url", "api_key", "base_url", "request", "why")
+
+    request: Request
+    base_url: str
+    api_key: str
+    why: str
+    _producer: _Worker
+    _url: str
+    _packed: PackedSample | None
+    _state: Literal["open", "put", "failed", "released", "unwanted"]
+
+    def __init__(self) -> None:
+        raise TypeError("a Session is not made by its user; open one by Producer.session")
+
+    @classmethod
+    def _open(
+        cls, producer: _Worker, request: Request, url: str | None, wait: float | None
+    ) -> Session:
+        wait = check_timeout(wait, "wait")
+        self = cls.__new__(cls)
+        self._producer, self.request, self.why, self._state = producer, request, "", "open"
+        self._packed = None
+        try:
+            self._url, opened = _open_somewhere(producer, request, url, wait)
+        except BaseException:
+            producer.requests.release(request)
+            raise
+        self.base_url, self.api_key = opened.base_url, opened.key
+        return self
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Variables that clients of OpenAI and of Anthropic read, for an agent's own process."""
+        root = self.base_url.removesuffix("/v1")
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "ANTHROPIC_AUTH_TOKEN": self.api_key,
+        }
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def finish(
+        self,
+        score: float | None,
+        *,
+        meta: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> bool:
+        """Put the sample with its score; calls that still run end.
+
+        Parameters
+        ----------
+        score : float or None
+            Finite; None where whoever collects scores the group. Any other fails the sample.
+        meta : mapping, optional
+            Goes into the sample's meta, beside what the recorder knows: "turns", "drift",
+            "finish_reason", "engine".
+        timeout : float, optional
+            Seconds to wait for space: None waits for ever, 0 does not wait.
+        **fields
+            Further fields of the whole sample, as for `put`.
+
+        Returns
+        -------
+        bool
+            False where nothing was put: the sample is not wanted any more, or cannot be trained on;
+            `why` says it.
+
+        Raises
+        ------
+        RuntimeError
+            The session has ended already: a sample has one score.
+        BusFullError, BusClosedError, BusRemovedError, StallError, TypeError, ValueError
+            As for `put`; the session goes on, and may be finished again.
+        """
+        self._require_open(f"the score {score}")
+        if score is not None and not math.isfinite(score):
+            return self.fail(f"score: expected a finite number, got {score}")
+        if self._packed is None:
+            packed = self._take_rows()
+            if packed is None:
+                return False
+            self._packed = packed
+        packed = self._packed
+        put = self._producer.requests.answer(
+            self.request,
+            score=score,
+            rows=_rows_of(packed),
+            policy_version=packed.versions,
+            meta={**packed.meta, **(meta or {})},
+            timeout=timeout,
+            **fields,
+        )
+        self._state, self._packed = ("put" if put else "unwanted"), None
+        if not put:
+            self.why = "the sample is not wanted any more"
+        return put
+
+    def fail(self, reason: str) -> bool:
+        """Report that the sample failed: it is asked for again, as its consumer's policies say.
+
+        Parameters
+        ----------
+        reason : str
+            What operators and the next worker are told.
+
+        Returns
+        -------
+        bool
+            False, as `finish` returns where nothing was put.
+
+        Raises
+        ------
+        RuntimeError
+            The session has ended already.
+        """
+        self._require_open("a failure")
+        self._end_at_recorder(reason)
+        self._fail(reason)
+        return False
+
+    def release(self) -> bool:
+        """Give the sample back unmade, for what is not its fault; it uses up no retry.
+
+        Returns
+        -------
+        bool
+            False where it was not this producer's any more.
+
+        Raises
+        ------
+        RuntimeError
+            The session has ended already.
+        """
+        self._require_open("a release")
+        self._end_at_recorder("released by its worker")
+        return self._release("released by its worker")
+
+    async def afinish(
+        self,
+        score: float | None,
+        *,
+        meta: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> bool:
+        """Put the sample as `finish` does, in a thread.
+
+        Parameters
+        ----------
+        score, meta, timeout, **fields
+            As for `finish`.
+
+        Returns
+        -------
+        bool
+            As for `finish`.
+
+        Raises
+        ------
+        RuntimeError, BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `finish`.
+        TypeError, ValueError
+            As for `finish`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; the thread goes on to put the sample.
+        """
+        return await asyncio.to_thread(self.finish, score, meta=meta, timeout=timeout, **fields)
+
+    async def afail(self, reason: str) -> bool:
+        """Report that the sample failed as `fail` does, in a thread.
+
+        Parameters
+        ----------
+        reason : str
+            As for `fail`.
+
+        Returns
+        -------
+        bool
+            As for `fail`.
+
+        Raises
+        ------
+        RuntimeError
+            As for `fail`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; the thread goes on to report it.
+        """
+        return await asyncio.to_thread(self.fail, reason)
+
+    def _require_open(self, what: str) -> None:
+        if self._state != "open":
+            raise RuntimeError(
+                f"session of {self.request.instance_id!r}[{self.request.index}]: got {what}, and "
+                f"it has ended already ({self._state}); a sample ends once: open a session for "
+                "each request"
+            )
+
+    def _fail(self, reason: str) -> None:
+        self.why, self._state, self._packed = reason, "failed", None
+        if not self._producer.requests.fail(self.request, reason):
+            self._state = "unwanted"
+
+    def _release(self, why: str) -> bool:
+        self.why, self._state, self._packed = why, "released", None
+        return self._producer.requests.release(self.request)
+
+    # -- the recorder ---------------------------------------------------------------------------
+
+    def _take_rows(self) -> PackedSample | None:
+        """Have the recorder's rows; None, and the sample failed or was released, without any."""
+        try:
+            status, body = _ask(self._url, "/session/rows", self.api_key, b"")
+        except OSError as error:
+            self._release(f"the recorder has gone: {error}")
+            logger.warning("%r[%d]: %s", self.request.instance_id, self.request.index, self.why)
+            return None
+        if status == 200:
+            return msgspec.msgpack.decode(body, type=PackedSample)
+        refused = _refusal(body)
+        why = refused.reason or refused.message or f"the recorder answered {status}"
+        if refused.code in _NOT_ITS_FAULT:
+            self._release(why)
+        else:
+            self._fail(why)
+        logger.warning("%r[%d]: %s", self.request.instance_id, self.request.index, why)
+        return None
+
+    def _end_at_recorder(self, reason: str) -> None:
+        """Have the recorder forget it, and free its engine; it sees so itself after a while."""
+        body = msgspec.json.encode({"reason": reason})
+        try:
+            _ask(self._url, "/session/fail", self.api_key, body)
+        except OSError as error:
+            logger.info("the recorder has gone: %s", error)
+
+    def _ended_there(self) -> bool:
+        """Whether the recorder has ended the session by itself, or has gone."""
+        try:
+            status, _ = _ask(self._url, "/session", self.api_key, None)
+        except OSError:
+            return True
+        return status != 200
+
+    # -- a block --------------------------------------------------------------------------------
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if self._state != "open":
+            return False
+        if error is None:
+            self.fail("its block was left without a score")
+            return False
+        if not isinstance(error, Exception):
+            self.release()
+            return False
+        if self._ended_there():
+            # What the agent raised is how it learned of that: `finish` knows the reason.
+            self.finish(0.0)
+            return True
+        self.fail(f"{type(error).__name__}: {error}")
+        return False
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        return await asyncio.to_thread(self.__exit__, kind, error, traceback)
+
+    def __repr__(self) -> str:
+        return f"<Session {self.request.instance_id!r}[{self.request.index}] {self._state}>"
+
+
+def _rows_of(packed: PackedSample) -> list[dict[str, Any]]:
+    """Return rows as `put` takes them: views of what came."""
+    return [
+        {
+            "prefix_length": prefix,
+            **{
+                name: np.frombuffer(each.data, each.dtype).reshape(each.shape)
+                for name, each in row.items()
+            },
+        }
+        for row, prefix in zip(packed.rows, packed.prefixes, strict=True)
+    ]
+
+
+def _refusal(body: bytes) -> _Refused:
+    try:
+        return msgspec.json.decode(body, type=_Answer).error
+    except msgspec.DecodeError:
+        return _Refused(message=f"the recorder answered {body[:200]!r}")
+
+
+def _open_somewhere(
+    producer: _Worker, request: Request, url: str | None, wait: float | None
+) -> tuple[str, Opened]:
+    """Open a session at the recorder that has the fewest, or at that of an address."""
+    body = msgspec.json.encode({"ticket": producer.requests._ticket(request)})
+    deadline = math.inf if wait is None else time.monotonic() + wait
+    while True:
+        said = ["none runs"]
+        found = sorted(read_recorders(producer.name), key=lambda note: note.sessions)
+        if url is not None:
+            at = url.rstrip("/").removesuffix("/v1")
+            found = [note for note in found if note.url == at] or [RecorderNote(url=at, pid=0)]
+        for note in found:
+            try:
+                status, answer = _ask(note.url, "/sessions", note.token, body)
+            except OSError as error:
+                said.append(f"{note.url}: {error}")
+                continue
+            if status == 200:
+                return note.url, msgspec.json.decode(answer, type=Opened)
+            said.append(f"{note.url}: {status}: {_refusal(answer).message}")
+        if time.monotonic() >= deadline:
+            raise errors.RecorderUnavailableError(
+                f"bus {producer.name!r}: expected a recorder that takes a session, found "
+                f"{'; '.join(said[1:] or said)}; start one: shmbus proxy {producer.name} --engine "
+                "http://127.0.0.1:8000"
+            )
+        time.sleep(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+
+
+def _ask(url: str, path: str, key: str | None, body: bytes | None) -> tuple[int, bytes]:
+    """Send a request to a recorder; raises OSError where it does not answer."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(
+        parts.hostname or "", parts.port or 80, timeout=_ANSWER_S
+    )
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    try:
+        connection.request("GET" if body is None else "POST", path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error
+    finally:
+        connection.close()

@@ -1,0 +1,250 @@
+"""Atropos's bridge file: a trainer on the memory of an engine that its patched vLLM has exported.
+
+``vllm_bridge_config.json`` says which tensors an engine has on its device, each with the eight
+parts of a handle of torch's. They are opened, fused ones are taken apart by the checkpoint's names,
+and a model's parameters become views of them: an optimizer's step is what the engine generates with
+next.
+
+Invariants: what is read is typed and checked whole, and every handle is opened, before a parameter
+of the model changes; nothing is unpickled.
+
+Nothing guards such an engine: its server has to be paused for a step by its own means. For engines
+of one's own there is `share_model`, which has a guard.
+
+Source: example_trainer/model.py, example_trainer/vllm_patching/patched_gpu_runner.py and README.md
+of Atropos 0.4.0.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from shmbus.errors import WeightsError
+from shmbus.segment.own_file import open_own
+from shmbus.tensors.views import DTYPE_BYTES
+from shmbus.weights.errors import ManifestError
+from shmbus.weights.manifest import Slice
+from shmbus.weights.shared_model import put_views
+
+__all__ = ["attach_bridge"]
+
+FILE: Final = "vllm_bridge_config.json"
+#: Bytes of a file that is read: a thousand tensors with handles have one megabyte.
+_MAX_BYTES: Final = 64 << 20
+#: Parts of fused tensors, in the order of their rows, and what the whole is called.
+_FUSED: Final = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+class _Param(msgspec.Struct):
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class _Handle(msgspec.Struct, kw_only=True):
+    """Torch's eight parts, in their order, and the view of the storage that they lead to."""
+
+    device_index: int
+    ipc_handle_b64: bytes
+    storage_size: int
+    storage_offset_orig: int
+    ref_counter_handle_b64: bytes
+    ref_counter_offset: int
+    event_handle_b64: bytes
+    event_sync_required: bool
+    tensor_storage_offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        return found
+
+
+class _File(msgspec.Struct, kw_only=True):
+    """The file, as far as it counts here."""
+
+    tp_degree: int = 1
+    dp_shard_degree: int = 1
+    param_mappings: dict[str, _Param] = {}
+    ipc_handles: dict[str, dict[str, Any]] = {}
+    num_params: int = 0
+    single_copy_enabled: bool = False
+
+
+def attach_bridge(model: torch.nn.Module, path: Path | str | None = None) -> Path:
+    """Make a model's parameters views of an engine's, by its bridge file; nothing is copied.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        In the checkpoint's names; its parameters may be on the meta device.
+    path : path, optional
+        The file; where it is not there, $LOGDIR, the working directory, and ``atropos_bridge`` in
+        the directory of temporary files are tried.
+
+    Returns
+    -------
+    Path
+        The file that was taken.
+
+    Raises
+    ------
+    WeightsError
+        There is no file, it has no handles, or the engine that wrote it has ended.
+    ManifestError
+        It contradicts itself or does not fit the model; all faults are named.
+    TypeError
+        The model is none.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    found = _find(path)
+    handles = _read(found)
+    tensors = {}
+    for name, handle in handles.items():
+        try:
+            tensors[name] = _opened(handle)
+        except RuntimeError as error:
+            raise WeightsError(
+                f"{found}: the memory of {name!r} cannot be opened: {error}. Has the engine that "
+                "wrote it ended, or does it run on a device that this process does not see? "
+                "Nothing was attached: start the engine again"
+            ) from error
+    views, faults = _views_for(model, tensors)
+    if faults:
+        raise ManifestError(f"{found} does not fit the model, and it was not changed", faults)
+    put_views(model, views, writable=True)
+    return found
+
+
+def _find(path: Path | str | None) -> Path:
+    tried = [Path(path)] if path is not None else []
+    folders = [os.environ.get("LOGDIR", "."), ".", f"{tempfile.gettempdir()}/atropos_bridge"]
+    tried += [Path(folder) / FILE for folder in folders]
+    for candidate in tried:
+        if candidate.is_file():
+            return candidate
+    raise WeightsError(
+        f"no bridge file in {', '.join(str(each) for each in dict.fromkeys(tried))}; start the "
+        "server, or give its path"
+    )
+
+
+def _read(path: Path) -> dict[str, _Handle]:
+    what = f"{path}: nothing was attached"
+    with os.fdopen(open_own(str(path), os.O_RDONLY, "a bridge file"), "rb") as file:
+        raw = file.read(_MAX_BYTES + 1)
+    try:
+        said = msgspec.json.decode(raw, type=_File)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ManifestError(what, [str(error)]) from error
+    if not (said.single_copy_enabled and said.ipc_handles):
+        raise WeightsError(
+            f"{what}: it has {len(said.ipc_handles)} handles, and single_copy_enabled is "
+            f"{said.single_copy_enabled}; start the server with VLLM_ENABLE_SHARED_WEIGHTS=1 on a "
+            "CUDA device"
+        )
+    faults = []
+    if said.tp_degree != 1 or said.dp_shard_degree != 1:
+        faults.append(
+            f"tp_degree {said.tp_degree} and dp_shard_degree {said.dp_shard_degree}: one copy is "
+            "shared by one process on each side; publish versions with WeightPublisher instead"
+        )
+    if said.num_params and said.num_params != len(said.param_mappings):
+        faults.append(f"num_params is {said.num_params}, {len(said.param_mappings)} are there")
+    handles = {name: _handle(name, parts, faults) for name, parts in said.ipc_handles.items()}
+    if faults:
+        raise ManifestError(what, faults)
+    return {name: handle for name, handle in handles.items() if handle is not None}
+
+
+def _handle(name: str, parts: Mapping[str, Any], faults: list[str]) -> _Handle | None:
+    """Check the parts of a handle; bytes come as base64, or nested as {"_bytes_b64_": ...}."""
+    try:
+        plain = {
+            key: value["_bytes_b64_"] if isinstance(value, dict) else value
+            for key, value in parts.items()
+        }
+        handle = msgspec.convert(plain, _Handle, strict=True)
+    except (msgspec.ValidationError, KeyError) as error:
+        faults.append(f"handle of {name!r}: eight parts and a view are expected: {error}")
+        return None
+    width = DTYPE_BYTES.get(handle.dtype.removeprefix("torch."))
+    if width is None or len(handle.shape) != len(handle.stride):
+        faults.append(f"handle of {name!r}: dtype {handle.dtype!r}, {len(handle.stride)} strides")
+        return None
+    steps = zip(handle.shape, handle.stride, strict=True)
+    last = handle.tensor_storage_offset + sum((size - 1) * step for size, step in steps)
+    if 0 not in handle.shape and (last + 1) * width > handle.storage_size:
+        faults.append(
+            f"handle of {name!r}: size mismatch: the tensor ends at byte {(last + 1) * width} of "
+            f"{handle.storage_size}"
+        )
+    return handle
+
+
+def _opened(handle: _Handle) -> torch.Tensor:
+    """Open the storage, by the eight parts in the order that torch takes, and view the tensor."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    storage = torch.UntypedStorage._new_shared_cuda(
+        handle.device_index,
+        handle.ipc_handle_b64,
+        handle.storage_size,
+        handle.storage_offset_orig,
+        handle.ref_counter_handle_b64,
+        handle.ref_counter_offset,
+        handle.event_handle_b64,
+        handle.event_sync_required,
+    )
+    made = torch.empty(0, dtype=handle.torch_dtype, device=storage.device)
+    return made.set_(storage, handle.tensor_storage_offset, handle.shape, handle.stride)
+
+
+def _views_for(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Look up the model's tensors, fused ones by their parts, and what does not fit."""
+    state = model.state_dict(keep_vars=True)
+    slices: dict[str, Slice] = {}
+    for whole, tensor in tensors.items():
+        folder, _, leaf = whole.rpartition(".")
+        stem, _, kind = folder.rpartition(".")
+        names = [f"{stem}.{part}.{leaf}".lstrip(".") for part in _FUSED.get(kind, ())]
+        start = 0
+        for name in names:
+            length = len(state[name]) if name in state else 0
+            slices[name] = Slice(whole, 0, start, length)
+            start += length
+        if names and start != len(tensor):
+            missing = [name for name in names if name not in state]
+            return {}, [f"{whole!r} has {len(tensor)} rows, {start} in the model; no {missing}"]
+    found, faults = {}, []
+    for name, own in state.items():
+        part = slices.get(name)
+        view = tensors.get(name) if part is None else tensors[part.of]
+        if view is None:
+            faults.append(f"missing: {name!r}")
+            continue
+        if part is not None:
+            view = view.narrow(0, part.start, part.length)
+        if own.dim() and view.dim() == own.dim() and view.shape[0] > own.shape[0]:
+            view = view[: own.shape[0]]  # a padded vocabulary
+        if (view.shape, view.dtype) != (own.shape, own.dtype):
+            faults.append(
+                f"{name!r}: expected {own.dtype} {list(own.shape)}, got {view.dtype} "
+                f"{list(view.shape)}"
+            )
+        found[name] = view
+    return found, faults

@@ -1,0 +1,82 @@
+"""Fixtures of the recorder's tests: a bus, stub engines, recorders, and a client for one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from stub_engine import StubEngine, in_thread, serving_stub
+
+import shmbus
+from shmbus.recorder.recorder import Recorder
+from shmbus.recorder.server import serving
+from shmbus.recorder.settings import Settings
+
+SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
+
+StartEngine = Callable[..., StubEngine]
+StartRecorder = Callable[..., Recorder]
+
+
+@pytest.fixture
+def bus(bus_name: str) -> Iterator[shmbus.Bus]:
+    with shmbus.Bus.create(bus_name, "8MiB", schema=SCHEMA) as bus:
+        yield bus
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def start_engine(stack: ExitStack, seed: int) -> StartEngine:
+    def start(port: int = 0) -> StubEngine:
+        found: StubEngine = stack.enter_context(
+            in_thread(lambda: serving_stub(StubEngine(seed), port))
+        )
+        return found
+
+    return start
+
+
+@pytest.fixture
+def engine(start_engine: StartEngine) -> StubEngine:
+    return start_engine()
+
+
+@pytest.fixture
+def start_recorder(bus: shmbus.Bus, stack: ExitStack) -> StartRecorder:
+    def start(*engines: StubEngine | str, **options: Any) -> Recorder:
+        urls = tuple(each if isinstance(each, str) else each.url for each in engines)
+        settings = Settings(bus=bus.name, engines=urls, port=0, **options)
+        found: Recorder = stack.enter_context(in_thread(lambda: serving(settings)))
+        return found
+
+    return start
+
+
+@pytest.fixture
+def recorder(start_recorder: StartRecorder, engine: StubEngine) -> Recorder:
+    return start_recorder(engine)
+
+
+@pytest.fixture
+def feeder(bus: shmbus.Bus) -> Iterator[shmbus.Feeder]:
+    with shmbus.Feeder(bus.name) as feeder:
+        yield feeder
+
+
+@pytest.fixture
+def consumer(bus: shmbus.Bus) -> Iterator[shmbus.Consumer]:
+    with shmbus.Consumer(bus.name, sample_retries=2, retry_backoff=(0.01, 0.05)) as consumer:
+        yield consumer
+
+
+@pytest.fixture
+def producer(bus: shmbus.Bus) -> Iterator[shmbus.Producer]:
+    with shmbus.Producer(bus.name) as producer:
+        yield producer

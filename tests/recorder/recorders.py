@@ -1,0 +1,45 @@
+"""What the tests of the recorder share: a client without any library of its own."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import shmbus
+
+
+def ask(
+    url: str, body: Any = None, key: str | None = None, **headers: str
+) -> tuple[int, dict[str, Any]]:
+    """Ask over HTTP; a POST where there is a body."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read() or b"{}")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def chat(session: shmbus.Session, messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """Have one answer to a chat; returns its message."""
+    body = {"model": "m", "messages": messages, **options}
+    status, answer = ask(f"{session.base_url}/chat/completions", body, session.api_key)
+    assert status == 200, answer
+    found: dict[str, Any] = answer["choices"][0]["message"]
+    return found
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def refused(status_and_body: tuple[int, dict[str, Any]]) -> tuple[int, str]:
+    """Return status and word of a refusal."""
+    status, body = status_and_body
+    return status, body["error"]["code"]

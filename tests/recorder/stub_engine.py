@@ -1,0 +1,397 @@
+"""An engine that answers as vLLM 0.32 does, keeps a record of what it sampled, and fails to order.
+
+Its tokenizer is a letter a token, and 5000 for the two letters "th": text that was sampled as that
+token comes back as two. Its template closes each message by `END`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from aiohttp import web
+
+BEGIN, END, TH, LETTERS = 1, 2, 5000, 100
+
+
+class Sampled(NamedTuple):
+    """What the engine knows of one answer."""
+
+    prompt: list[int]
+    output: list[int]
+    logprobs: list[float]
+    body: dict[str, Any]
+
+
+def encode(text: str) -> list[int]:
+    return [LETTERS + ord(letter) for letter in text]
+
+
+def decode(ids: list[int]) -> str:
+    return "".join("th" if i == TH else chr(i - LETTERS) for i in ids if i >= LETTERS)
+
+
+def render(messages: list[dict[str, Any]], drop_thoughts: bool = True) -> list[int]:
+    """Render a chat as a template does: thoughts of earlier turns are dropped."""
+    ids: list[int] = []
+    for message in messages:
+        content = message.get("content") or ""
+        if not isinstance(content, str):
+            content = "".join(part.get("text", "[image]") for part in content)
+        if message.get("reasoning") and not drop_thoughts:
+            content = f"<t>{message['reasoning']}</t>{content}"
+        for call in message.get("tool_calls") or ():
+            content += f"{{{call['function']['name']} {call['function']['arguments']}}}"
+        ids += [BEGIN, *encode(message["role"][0]), *encode(content), END]
+    return [*ids, BEGIN, *encode("a")]
+
+
+class StubEngine:
+    """Answers `/v1/chat/completions` and `/v1/completions`."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+        self.record: list[Sampled] = []
+        #: What it says next, in order; without any it makes letters up.
+        self.script: list[str | list[int]] = []
+        #: Names of what goes wrong with the next answers.
+        self.faults: list[str] = []
+        self.calls = self.aborted = 0
+        self.url = ""
+        self.owner = "vllm"
+        self.token_s = 0.0
+        self.gate: asyncio.Event | None = None
+        self.loop: asyncio.AbstractEventLoop
+        self.lock = threading.Lock()
+        #: Where the record goes instead, a line each, of an engine that is killed.
+        self.log: Any = None
+
+    def routes(self) -> web.Application:
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/completions", self.completions)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/health", self.health)
+        return app
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "m", "owned_by": self.owner}]})
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    # -- sampling -------------------------------------------------------------------------------
+
+    def sample(self, prompt: list[int], body: dict[str, Any]) -> Sampled:
+        with self.lock:
+            if self.script:
+                said = self.script.pop(0)
+                output = [*(encode(said) if isinstance(said, str) else said), END]
+            else:
+                count = self.rng.randint(1, 12)
+                output = [self.rng.randrange(LETTERS + 97, LETTERS + 123) for _ in range(count)]
+                output.append(END)
+            most = body.get("max_completion_tokens") or body.get("max_tokens") or 64
+            output = output[:most]
+            logprobs = [float(np.float32(-self.rng.random() * 5)) for _ in output]
+            found = Sampled(list(prompt), output, logprobs, body)
+            if self.log is None:
+                self.record.append(found)
+            else:
+                self.log.write(json.dumps(found[:3]) + "\n")
+                self.log.flush()
+            return found
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        return await self.answer(request, body, render(body["messages"]), True)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompt = body["prompt"]
+        return await self.answer(
+            request, body, encode(prompt) if isinstance(prompt, str) else prompt, False
+        )
+
+    async def answer(
+        self, request: web.Request, body: dict[str, Any], prompt: list[int], chat: bool
+    ) -> web.StreamResponse:
+        self.calls += 1
+        fault = self.faults.pop(0) if self.faults else ""
+        if fault == "refuse":
+            return web.json_response({"error": {"message": "too long"}}, status=400)
+        if fault == "unable":
+            return web.json_response({"error": {"message": "busy"}}, status=503)
+        if fault == "die":
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if fault == "html":
+            return web.Response(text="<html>", content_type="text/html")
+        if self.gate is not None:
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.aborted += 1
+                raise
+        choices = [self.sample(prompt, body) for _ in range(body.get("n") or 1)]
+        send = self.stream if body.get("stream") else self.whole
+        return await send(request, body, choices, chat, fault)
+
+    # -- forms ----------------------------------------------------------------------------------
+
+    def logprobs_of(
+        self, body: dict[str, Any], one: Sampled, part: slice, chat: bool, fault: str
+    ) -> Any:
+        wanted = body.get("logprobs")
+        if fault == "no_logprobs" or wanted is None or wanted is False:
+            return None
+        ids, values = one.output[part], list(one.logprobs[part])
+        if fault == "fewer_logprobs":
+            values, ids = values[:-1], ids[:-1]
+        if fault == "nan":
+            values[-1] = None  # type: ignore[call-overload]
+        if fault == "missing":
+            values[-1] = -9999.0
+        by_id = body.get("return_tokens_as_token_ids")
+        names = [f"token_id:{i}" if by_id else decode([i]) for i in ids]
+        if fault == "swapped" and by_id:
+            names.reverse()
+        if not chat:
+            return {
+                "tokens": names,
+                "token_logprobs": values,
+                "top_logprobs": [],
+                "text_offset": [],
+            }
+        return {
+            "content": [
+                {"token": name, "logprob": value, "bytes": None, "top_logprobs": []}
+                for name, value in zip(names, values, strict=True)
+            ]
+        }
+
+    def message_of(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
+        text = decode(ids)
+        message: dict[str, Any] = {"role": "assistant"}
+        if text.startswith("<t>"):
+            thought, _, text = text.removeprefix("<t>").partition("</t>")
+            message["reasoning"] = thought
+        calls = []
+        while body.get("tools") and text.endswith("}") and "{" in text:
+            text, _, call = text.removesuffix("}").rpartition("{")
+            name, _, arguments = call.partition(" ")
+            function = {"name": name, "arguments": arguments}
+            calls.insert(0, {"id": f"call{len(calls)}", "type": "function", "function": function})
+        message["content"] = text or (None if calls else "")
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def usage_of(self, choices: list[Sampled], fault: str) -> dict[str, Any]:
+        sampled = sum(len(one.output) for one in choices) + (fault == "usage")
+        prompt = len(choices[0].prompt)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled,
+        }  # fmt: skip
+
+    def finish_of(self, one: Sampled, message: dict[str, Any], fault: str) -> str:
+        if fault == "abort":
+            return "abort"
+        if message.get("tool_calls"):
+            return "tool_calls"
+        return "stop" if one.output[-1:] == [END] else "length"
+
+    async def whole(
+        self, request: web.Request, body: dict[str, Any], choices: list[Sampled], chat: bool,
+        fault: str,
+    ) -> web.Response:  # fmt: skip
+        with_ids = body.get("return_token_ids") and fault != "no_ids"
+        found = []
+        for index, one in enumerate(choices):
+            message = self.message_of(one.output, body)
+            choice: dict[str, Any] = {
+                "index": index, "finish_reason": self.finish_of(one, message, fault),
+                "stop_reason": None, "token_ids": one.output if with_ids else None,
+                "logprobs": self.logprobs_of(body, one, slice(None), chat, fault),
+            }  # fmt: skip
+            if chat:
+                choice["message"] = message
+            else:
+                choice["text"] = decode(one.output)
+                choice["prompt_token_ids"] = one.prompt if with_ids else None
+            found.append(choice)
+        answer: dict[str, Any] = {
+            "id": "x", "created": 1, "model": body["model"], "choices": found,
+            "object": "chat.completion" if chat else "text_completion",
+            "usage": self.usage_of(choices, fault), "kv_transfer_params": None,
+        }  # fmt: skip
+        if chat:
+            answer["prompt_token_ids"] = choices[0].prompt if with_ids else None
+        return web.json_response(answer)
+
+    async def stream(
+        self, request: web.Request, body: dict[str, Any], choices: list[Sampled], chat: bool,
+        fault: str,
+    ) -> web.StreamResponse:  # fmt: skip
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+
+        async def send(data: Any) -> None:
+            text = data if isinstance(data, str) else json.dumps(data)
+            await response.write(f"data: {text}\n\n".encode())
+
+        try:
+            async for chunk in self.chunks(body, choices, chat, fault):
+                if chunk == "die":
+                    assert request.transport is not None
+                    request.transport.abort()
+                    return response
+                await send(chunk)
+                await asyncio.sleep(self.token_s)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.aborted += 1
+            raise
+        if fault != "no_done":
+            await send("[DONE]")
+        return response
+
+    async def chunks(
+        self, body: dict[str, Any], choices: list[Sampled], chat: bool, fault: str
+    ) -> AsyncIterator[Any]:
+        with_ids = body.get("return_token_ids") and fault != "no_ids"
+        head = {
+            "id": "x", "created": 1, "model": body["model"],
+            "object": "chat.completion.chunk" if chat else "text_completion",
+        }  # fmt: skip
+        if chat:
+            for index in range(len(choices)):
+                choice = {"index": index, "delta": {"role": "assistant", "content": ""}}
+                choice |= {"logprobs": None, "finish_reason": None}
+                ids = choices[0].prompt if with_ids else None
+                yield {**head, "choices": [choice], "prompt_token_ids": ids}
+        for index, one in enumerate(choices):
+            deltas = self.deltas(one, body)
+            for at, delta in enumerate(deltas):
+                if fault == "die_mid" and at == len(deltas) // 2:
+                    yield "die"
+                    return
+                last = at == len(deltas) - 1
+                message = self.message_of(one.output, body)
+                choice = {
+                    "index": index, "finish_reason": None,
+                    "logprobs": self.logprobs_of(body, one, slice(at, at + 1), chat, fault),
+                    "token_ids": [one.output[at]] if with_ids else None,
+                }  # fmt: skip
+                if last or (fault == "late" and at == 0):
+                    choice |= {"finish_reason": self.finish_of(one, message, fault)}
+                    choice |= {"stop_reason": None}
+                if chat:
+                    choice["delta"] = delta
+                else:
+                    choice["text"] = decode([one.output[at]])
+                    choice["prompt_token_ids"] = one.prompt if with_ids and not at else None
+                yield {**head, "choices": [choice]}
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield {**head, "choices": [], "usage": self.usage_of(choices, fault)}
+
+    def deltas(self, one: Sampled, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Cut a message into a delta a token; most of a tool's call comes with the last one."""
+        message = self.message_of(one.output, body)
+        found: list[dict[str, Any]] = [{} for _ in one.output]
+        thought, content = message.get("reasoning"), message.get("content")
+        if thought:
+            found[0] = {"reasoning": thought}
+        if content:
+            found[len(found) // 2] |= {"content": content}
+        if message.get("tool_calls"):
+            calls = message["tool_calls"]
+            heads = [
+                {"index": at, **call, "function": {**call["function"], "arguments": ""}}
+                for at, call in enumerate(calls)
+            ]
+            found[-2] |= {"tool_calls": heads[:1]}
+            found[-1] |= {
+                "tool_calls": [
+                    *({"index": 0, "function": {"arguments": calls[0]["function"]["arguments"]}},),
+                    *({"index": at, **call} for at, call in enumerate(calls) if at),
+                ]
+            }
+        return found
+
+    def let_go(self) -> None:
+        """Answer what waits."""
+        assert self.gate is not None
+        self.loop.call_soon_threadsafe(self.gate.set)
+
+
+@asynccontextmanager
+async def serving_stub(engine: StubEngine, port: int = 0) -> AsyncIterator[StubEngine]:
+    runner = web.AppRunner(engine.routes(), handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port, backlog=1024)
+    await site.start()
+    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    engine.loop = asyncio.get_running_loop()
+    try:
+        yield engine
+    finally:
+        await runner.cleanup()
+
+
+@contextmanager
+def in_thread(serve: Callable[[], Any]) -> Iterator[Any]:
+    """Have a server, an async context manager, in a loop and a thread of its own."""
+    ready: Any = threading.Event()
+    found: dict[str, Any] = {}
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        try:
+            async with serve() as value:
+                found["value"] = value
+                found["stop"] = lambda: loop.call_soon_threadsafe(stop.set)
+                ready.set()
+                await stop.wait()
+        except BaseException as error:
+            found["error"] = error
+            ready.set()
+
+    def work() -> None:
+        loop.run_until_complete(main())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert ready.wait(60)
+    if "error" in found:
+        thread.join()
+        raise found["error"]
+    try:
+        yield found["value"]
+    finally:
+        found["stop"]()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert "error" not in found, found["error"]
+
+
+async def run(port: int, log: str, seed: int) -> None:
+    engine = StubEngine(seed)
+    engine.token_s = 0.001
+    with open(log, "a") as engine.log:
+        async with serving_stub(engine, port):
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(run(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

@@ -1,0 +1,390 @@
+"""What clients, harnesses and engines get wrong: a status that says what to do, nothing trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from conftest import wait_until
+from recorders import ask, chat, refused, user
+from stub_engine import StubEngine
+
+import shmbus
+from shmbus.recorder.recorder import Recorder
+
+pytest_plugins = ["recorder_fixtures"]
+
+CALL = {"model": "m", "messages": [user("hello")]}
+
+
+@pytest.fixture
+def session(recorder: Recorder, producer: shmbus.Producer, feeder: shmbus.Feeder) -> shmbus.Session:
+    feeder.request("q", group_size=1)
+    return producer.session(producer.requests.next(30.0))
+
+
+def call(session: shmbus.Session, body: Any = CALL, path: str = "chat/completions") -> Any:
+    return ask(f"{session.base_url}/{path}", body, session.api_key)
+
+
+def asked_again(producer: shmbus.Producer, consumer: shmbus.Consumer) -> shmbus.Request:
+    """Return the sample that failed, as it is asked for again; nothing of it was put."""
+
+    def look() -> shmbus.Request | None:
+        assert not consumer.take(1, timeout=0.02)
+        return producer.requests.next(0)
+
+    return wait_until(look)
+
+
+def failed_alone(
+    session: shmbus.Session, producer: shmbus.Producer, consumer: shmbus.Consumer
+) -> str:
+    """Check that the sample fails by name and is asked for again; returns why."""
+    assert not session.finish(1.0)
+    again = asked_again(producer, consumer)
+    assert (again.instance_id, again.index, again.attempt) == ("q", 0, 1)
+    assert again.reason == session.why != ""
+    return again.reason
+
+
+def broken_stream(session: shmbus.Session, body: dict[str, Any], path: str) -> None:
+    """Check that a call ends with 404, or with an error where its stream had begun."""
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(
+        f"{session.base_url}/{path}", data, {"Authorization": f"Bearer {session.api_key}"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            last = answer.read().decode().split("\n\n")[-2]
+    except urllib.error.HTTPError as error:
+        with error:
+            assert error.code == 404
+    else:
+        assert json.loads(last.removeprefix("data: "))["error"]["message"]
+
+
+# -- keys and ends
+
+
+@pytest.mark.parametrize("key", [None, "sk-shmbus-another", "", "é"])
+def test_a_key_of_no_session_is_401(key: str | None, recorder: Recorder) -> None:
+    headers = {} if key is None else {"x-api-key": key}
+    if key == "é":
+        headers = {"x-api-key": "\u00e9"}
+    answer = ask(f"{recorder.url}/v1/chat/completions", CALL, None, **headers)
+    assert refused(answer) == (401, "unknown_session")
+    assert "producer.session" in answer[1]["error"]["message"]
+
+
+def test_a_call_after_the_end_is_404_and_says_how_it_ended(
+    session: shmbus.Session, consumer: shmbus.Consumer
+) -> None:
+    chat(session, [user("hello")])
+    assert session.finish(1.0)
+    wait_until(lambda: call(session)[0] == 404)
+    assert refused(call(session)) == (404, "scored")
+
+
+def test_a_second_score_is_an_error_and_the_first_one_stays(
+    session: shmbus.Session, consumer: shmbus.Consumer
+) -> None:
+    chat(session, [user("hello")])
+    assert session.finish(1.0)
+    with pytest.raises(RuntimeError, match="ended already"):
+        session.finish(0.5)
+    (group,) = consumer.take(1, timeout=30.0)
+    assert group.scores == [1.0]
+
+
+def test_a_score_that_is_not_finite_fails_the_sample(
+    session: shmbus.Session, producer: shmbus.Producer, consumer: shmbus.Consumer
+) -> None:
+    chat(session, [user("hello")])
+    assert not session.finish(float("nan"))
+    again = asked_again(producer, consumer)
+    assert "finite" in again.reason
+
+
+def test_a_session_without_a_sampled_token_fails(
+    session: shmbus.Session, producer: shmbus.Producer, consumer: shmbus.Consumer
+) -> None:
+    assert "no sampled token" in failed_alone(session, producer, consumer)
+
+
+def test_a_block_that_is_left_without_a_score_fails_the_sample(
+    session: shmbus.Session, producer: shmbus.Producer, consumer: shmbus.Consumer
+) -> None:
+    with session:
+        chat(session, [user("hello")])
+    assert "without a score" in asked_again(producer, consumer).reason
+
+
+def test_what_an_agent_raises_fails_the_sample_and_goes_on_to_the_caller(
+    session: shmbus.Session, producer: shmbus.Producer, consumer: shmbus.Consumer
+) -> None:
+    with pytest.raises(LookupError), session:
+        raise LookupError("the tool has gone")
+    assert asked_again(producer, consumer).reason == "LookupError: the tool has gone"
+
+
+def test_an_interrupted_agent_gives_the_sample_back(
+    session: shmbus.Session, bus: shmbus.Bus, consumer: shmbus.Consumer
+) -> None:
+    with pytest.raises(KeyboardInterrupt), session:
+        raise KeyboardInterrupt
+    with shmbus.Producer(bus.name) as other:
+        assert other.requests.next(30.0).attempt == 0
+
+
+def test_what_an_agent_raises_since_its_session_was_over_ends_there(
+    session: shmbus.Session, engine: StubEngine, producer: shmbus.Producer,
+    consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    import openai
+
+    engine.faults = ["nan"]
+    with session:
+        client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        raise AssertionError("the call must raise")
+    assert "logprob" in asked_again(producer, consumer).reason
+    assert engine.calls == 1, "its client tried again"
+
+
+def test_a_group_that_is_complete_without_a_session_ends_it_and_frees_the_engine(
+    recorder: Recorder, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
+    consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    feeder.request("q", group_size=2, need=1, round=0)
+    session = producer.session(producer.requests.next(30.0))
+    engine.gate = asyncio.Event()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(call, session)
+        wait_until(lambda: engine.calls)
+        fields = {"tokens": [1], "logprobs": [-1.0], "loss_mask": [1]}
+        producer.requests.answer(producer.requests.next(30.0), score=1.0, **fields)
+        (group,) = consumer.take(1, timeout=30.0)
+        group.ack()
+        assert refused(waiting.result(60)) == (404, "unwanted")
+    wait_until(lambda: engine.aborted)
+    assert not session.finish(1.0)
+    assert "unwanted" in repr(session)
+
+
+def test_a_session_that_would_be_too_stale_ends(
+    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
+    consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    start_recorder(engine, max_lag=2)
+    feeder.request("q", group_size=1)
+    session = producer.session(producer.requests.next(30.0))
+    chat(session, [user("hello")])
+    consumer.policy_version = 2
+    chat(session, [user("hello")])
+    consumer.policy_version = 3
+    assert refused(call(session)) == (404, "stale")
+    assert "version 0" in failed_alone(session, producer, consumer)
+
+
+# -- bodies
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"{", 400, "invalid_json"),
+        (b"[1]", 400, "invalid_json"),
+        (b"[" * 100_000, 400, "invalid_json"),
+        ({**CALL, "use_beam_search": True}, 400, "not_sampled"),
+        ({**CALL, "echo": True}, 400, "not_sampled"),
+    ],
+)
+def test_a_body_that_cannot_be_recorded_is_400_and_its_session_goes_on(
+    body: Any, status: int, code: str, session: shmbus.Session
+) -> None:
+    assert refused(call(session, body)) == (status, code)
+    chat(session, [user("hello")])
+
+
+def test_a_body_of_100_mb_is_413_before_it_is_read(
+    session: shmbus.Session, recorder: Recorder
+) -> None:
+    parts = urlsplit(session.base_url)
+    with socket.create_connection((parts.hostname, parts.port)) as raw:
+        raw.sendall(
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer "
+            f"{session.api_key}\r\nContent-Length: {100 << 20}\r\n\r\n".encode()
+        )
+        assert b"413" in raw.recv(100)
+    chat(session, [user("hello")])
+
+
+def test_a_body_in_chunks_is_bounded_too(
+    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    import http.client
+
+    start_recorder(engine, body_limit=1 << 20)
+    feeder.request("q", group_size=1)
+    session = producer.session(producer.requests.next(30.0))
+    parts = urlsplit(session.base_url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    connection.request(
+        "POST", "/v1/chat/completions", iter([b" " * (1 << 19)] * 4),
+        {"Authorization": f"Bearer {session.api_key}"}, encode_chunked=True,
+    )  # fmt: skip
+    assert connection.getresponse().status == 413
+    connection.close()
+    session.release()
+
+
+def test_bodies_beyond_the_memory_of_all_are_503(
+    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    recorder = start_recorder(engine, memory=6 << 10)
+    feeder.request("q", group_size=1)
+    session = producer.session(producer.requests.next(30.0))
+    assert refused(call(session, {**CALL, "pad": "x" * 2000})) == (503, "memory")
+    assert recorder.body_bytes == 0
+    chat(session, [user("hello")])
+    session.release()
+    wait_until(lambda: recorder.sessions.nbytes == 0)
+
+
+def test_calls_and_tokens_of_a_session_are_bounded_and_what_there_is_can_be_scored(
+    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
+    consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    start_recorder(engine, calls=2)
+    feeder.request("q", group_size=1)
+    session = producer.session(producer.requests.next(30.0))
+    for _ in range(2):
+        chat(session, [user("hello")])
+    assert refused(call(session)) == (400, "session_limit")
+    assert session.finish(1.0)
+
+
+def test_tokens_of_a_session_are_bounded(
+    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    start_recorder(engine, tokens=10)
+    feeder.request("q", group_size=1)
+    session = producer.session(producer.requests.next(30.0))
+    chat(session, [user("hello, long enough")])
+    assert refused(call(session)) == (400, "session_limit")
+    session.release()
+
+
+def test_sessions_at_once_are_bounded(
+    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    start_recorder(engine, sessions=1)
+    feeder.request("q", group_size=2)
+    first = producer.session(producer.requests.next(30.0))
+    with pytest.raises(shmbus.RecorderUnavailableError, match="429"):
+        producer.session(producer.requests.next(30.0))
+    first.release()
+
+
+# -- engines
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chats", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "word"),
+    [
+        ("no_ids", "token ids"),
+        ("no_logprobs", "logprobs"),
+        ("fewer_logprobs", "logprobs"),
+        ("nan", "logprob"),
+        ("missing", "logprob"),
+        ("usage", "sampled"),
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on_fails_its_sample_by_name(
+    fault: str, word: str, chats: bool, stream: bool, session: shmbus.Session, engine: StubEngine,
+    producer: shmbus.Producer, consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    engine.script = ["some words"]
+    engine.faults = [fault]
+    path = "chat/completions" if chats else "completions"
+    body = {**CALL, "stream": stream} if chats else {"model": "m", "prompt": "x", "stream": stream}
+    broken_stream(session, body, path)
+    assert word in failed_alone(session, producer, consumer)
+    assert refused(call(session))[0] == 404
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_logprobs_of_other_tokens_fail_the_sample(
+    chats: bool, session: shmbus.Session, engine: StubEngine, producer: shmbus.Producer,
+    consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    engine.script = ["abc"]
+    engine.faults = ["swapped"]
+    body = CALL if chats else {"model": "m", "prompt": "x"}
+    assert call(session, body, "chat/completions" if chats else "completions")[0] == 404
+    assert "token_id:" in failed_alone(session, producer, consumer)
+
+
+def test_tokens_after_the_end_of_a_stream_fail_the_sample(
+    session: shmbus.Session, engine: StubEngine, producer: shmbus.Producer,
+    consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    engine.script, engine.faults = ["abc"], ["late"]
+    broken_stream(session, {**CALL, "stream": True}, "chat/completions")
+    assert "after its finish_reason" in failed_alone(session, producer, consumer)
+
+
+@pytest.mark.parametrize("fault", ["die_mid", "abort"])
+def test_an_engine_that_dies_in_mid_stream_gives_the_sample_back(
+    fault: str, session: shmbus.Session, engine: StubEngine, bus: shmbus.Bus,
+    consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    engine.script, engine.faults = ["some words"], [fault]
+    engine.token_s = 0.02  # something has gone out before
+    broken_stream(session, {**CALL, "stream": True}, "chat/completions")
+    assert refused(call(session)) == (404, "engine")
+    assert not session.finish(1.0)
+    assert "released" in repr(session)
+    with shmbus.Producer(bus.name) as other:
+        # Nothing of it counts against the sample.
+        assert other.requests.next(30.0).attempt == 0
+
+
+def test_what_an_engine_refuses_its_client_is_told(
+    session: shmbus.Session, engine: StubEngine
+) -> None:
+    engine.faults = ["refuse"]
+    assert call(session) == (400, {"error": {"message": "too long"}})
+    chat(session, [user("shorter")])
+
+
+def test_a_client_that_hangs_up_in_mid_stream_frees_the_engine_and_nothing_of_it_is_recorded(
+    session: shmbus.Session, engine: StubEngine, recorder: Recorder, consumer: shmbus.Consumer
+) -> None:
+    engine.token_s = 0.05
+    engine.script = ["a" * 1000]
+    parts = urlsplit(session.base_url)
+    body = b'{"model": "m", "stream": true, "max_tokens": 1000, "messages": []}'
+    with socket.create_connection((parts.hostname, parts.port)) as raw:
+        raw.sendall(
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer "
+            f"{session.api_key}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        assert b"200 OK" in raw.recv(1000)
+    wait_until(lambda: engine.aborted)
+    engine.token_s = 0.0
+    chat(session, [user("hello")])
+    assert session.finish(1.0)
+    (group,) = consumer.take(1, timeout=30.0)
+    assert group[0].meta["turns"] == 1

@@ -1,0 +1,127 @@
+"""Which engine answers: a session stays at one, and goes elsewhere while nothing has gone out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import wait_until
+from recorders import ask, chat, refused, user
+from stub_engine import StubEngine
+
+import shmbus
+
+pytest_plugins = ["recorder_fixtures"]
+
+
+def open_sessions(
+    producer: shmbus.Producer, feeder: shmbus.Feeder, count: int
+) -> list[shmbus.Session]:
+    feeder.request("q", group_size=count)
+    return [producer.session(producer.requests.next(30.0)) for _ in range(count)]
+
+
+def test_a_session_stays_at_its_engine_and_sessions_are_spread(
+    start_engine: Any, start_recorder: Any, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    engines = [start_engine(), start_engine()]
+    start_recorder(*engines)
+    sessions = open_sessions(producer, feeder, 4)
+    for engine in engines:
+        engine.gate = asyncio.Event()
+    with ThreadPoolExecutor(4) as pool:
+        first = [pool.submit(chat, session, [user("hello")]) for session in sessions]
+        wait_until(lambda: sum(engine.calls for engine in engines) == 4)
+        for engine in engines:
+            engine.let_go()
+        for each in first:
+            each.result(60)
+    assert [engine.calls for engine in engines] == [2, 2]
+    for session in sessions:
+        for _ in range(3):
+            chat(session, [user("hello")])
+    assert [engine.calls for engine in engines] == [8, 8]
+    for session in sessions:
+        session.release()
+
+
+@pytest.mark.parametrize("fault", ["die", "unable", "abort"])
+def test_an_engine_that_fails_before_anything_went_out_is_replaced_by_another(
+    fault: str, start_engine: Any, start_recorder: Any, producer: shmbus.Producer,
+    feeder: shmbus.Feeder, consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    engines = [start_engine(), start_engine()]
+    start_recorder(*engines)
+    (session,) = open_sessions(producer, feeder, 1)
+    engines[0].faults = [fault]
+    chat(session, [user("hello")])
+    assert [engine.calls for engine in engines] == [1, 1]
+    assert session.finish(1.0)
+    (group,) = consumer.take(1, timeout=30.0)
+    assert group[0].meta["turns"] == 1
+
+
+def test_where_no_engine_answers_a_call_is_503_and_the_sample_is_not_to_blame(
+    start_engine: Any, start_recorder: Any, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    recorder = start_recorder("http://127.0.0.1:9")
+    (session,) = open_sessions(producer, feeder, 1)
+    body = {"model": "m", "messages": [user("hello")]}
+    assert refused(ask(f"{session.base_url}/chat/completions", body, session.api_key)) == (
+        503,
+        "engine",
+    )
+    status, health = ask(f"{recorder.url}/healthz")
+    assert (status, health["engines"][0]["state"]) == (503, "down")
+    session.release()
+
+
+def test_an_engine_that_comes_back_is_used_again(
+    start_engine: Any, start_recorder: Any, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    engine = start_engine()
+    recorder = start_recorder(engine)
+    (session,) = open_sessions(producer, feeder, 1)
+    engine.faults = ["die", "die"]
+    body = {"model": "m", "messages": [user("hello")]}
+    assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 503
+    assert recorder.engines.all[0].failures == 2
+    wait_until(lambda: ask(f"{recorder.url}/healthz")[0] == 200)
+    chat(session, [user("hello")])
+    session.release()
+
+
+def test_metrics_and_health_say_how_engines_and_sessions_are(
+    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
+    consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    import urllib.request
+
+    recorder = start_recorder(engine)
+    (session,) = open_sessions(producer, feeder, 1)
+    chat(session, [user("hello")])
+    status, health = ask(f"{recorder.url}/healthz")
+    assert (status, health["sessions"], health["engines"][0]["state"]) == (200, 1, "up")
+    with urllib.request.urlopen(f"{recorder.url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    name = recorder.settings.bus
+    assert f'shmbus_recorder_sessions{{bus="{name}"}} 1' in lines
+    assert f'shmbus_recorder_turns_total{{bus="{name}"}} 1' in lines
+    assert f'shmbus_recorder_engine_up{{bus="{name}",engine="{engine.url}"}} 1' in lines
+    route = 'route="/v1/chat/completions",status="200"'
+    assert f'shmbus_recorder_requests_total{{bus="{name}",{route}}} 1' in lines
+    assert session.api_key not in "".join(lines)
+    session.release()
+
+
+def test_models_are_the_engines(
+    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    start_recorder(engine)
+    (session,) = open_sessions(producer, feeder, 1)
+    status, models = ask(f"{session.base_url}/models", None, session.api_key)
+    assert (status, models["data"][0]["id"]) == (200, "m")
+    session.release()

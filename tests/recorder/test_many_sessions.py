@@ -1,0 +1,65 @@
+"""A thousand sessions at once, with a call of each in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from conftest import wait_until
+from recorders import user
+from stub_engine import StubEngine
+
+import shmbus
+from shmbus.recorder.recorder import Recorder
+
+pytest_plugins = ["recorder_fixtures"]
+
+SESSIONS = 1000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_thousand_sessions_at_once_are_put_each_with_its_own_tokens(
+    recorder: Recorder, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
+    consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    sessions: list[shmbus.Session] = []
+    for number in range(SESSIONS // 50):
+        feeder.request(f"q{number}", group_size=50)
+        sessions += [producer.session(producer.requests.next(60.0)) for _ in range(50)]
+    assert len(recorder.sessions) == SESSIONS
+    engine.gate = asyncio.Event()
+
+    async def call(client: aiohttp.ClientSession, session: shmbus.Session) -> None:
+        name = f"{session.request.instance_id} {session.request.index}"
+        body: Any = {"model": "m", "messages": [user(name)]}
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        url = f"{session.base_url}/chat/completions"
+        async with client.post(url, json=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            json.loads(await answer.read())
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+        calls = [asyncio.ensure_future(call(client, session)) for session in sessions]
+        await asyncio.to_thread(wait_until, lambda: engine.calls == SESSIONS, 120)
+        assert sum(session.running for session in recorder.sessions) == SESSIONS
+        engine.let_go()
+        await asyncio.gather(*calls)
+    for session in sessions:
+        assert session.finish(1.0)
+    found: dict[tuple[str, int], list[int]] = {}
+    while len(found) < SESSIONS:
+        for group in consumer.take(10, timeout=60.0):
+            for sample in group:
+                (row,) = sample.rows
+                found[sample.instance_id, sample.index] = row["tokens"].tolist()
+            group.ack()
+    by_prompt = {tuple(one.prompt): one.output for one in engine.record}
+    for (instance_id, index), tokens in found.items():
+        outputs = [output for prompt, output in by_prompt.items() if tokens == [*prompt, *output]]
+        assert outputs, (instance_id, index)
+    wait_until(lambda: not len(recorder.sessions))
+    assert recorder.sessions.nbytes == 0

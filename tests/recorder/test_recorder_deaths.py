@@ -1,0 +1,119 @@
+"""Whoever dies, the sample is asked for again, once; nothing half-recorded is trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Spawner, wait_until
+from recorders import ask, chat, user
+from stub_engine import StubEngine
+
+import shmbus
+from shmbus.recorder_files import read_recorders
+
+pytest_plugins = ["recorder_fixtures"]
+
+#: Seconds of the storm: 1800 is the long form.
+STORM_S = float(os.environ.get("SHMBUS_TEST_STORM", "6"))
+
+WORKER = """
+import sys, shmbus
+producer = shmbus.Producer(sys.argv[1])
+session = producer.session(producer.requests.next(30.0))
+print(session.base_url, session.api_key, flush=True)
+sys.stdin.read() if sys.argv[2:] else __import__("time").sleep(600)
+"""
+PROXY = """
+import sys
+from shmbus.cli import main
+sys.exit(main(["proxy", sys.argv[1], "--engine", sys.argv[2], "--http", "127.0.0.1:0"]))
+"""
+
+
+@pytest.fixture
+def proxy(spawn: Spawner, bus: shmbus.Bus, engine: StubEngine) -> Any:
+    child = spawn.script(PROXY, bus.name, engine.url)
+    wait_until(lambda: read_recorders(bus.name))
+    return child
+
+
+def test_a_recorder_that_is_killed_gives_its_workers_samples_back(
+    proxy: Any, engine: StubEngine, bus: shmbus.Bus, producer: shmbus.Producer,
+    feeder: shmbus.Feeder,
+) -> None:  # fmt: skip
+    feeder.request("q", group_size=1)
+    with producer.session(producer.requests.next(30.0)) as session:
+        chat(session, [user("hello")])
+        proxy.kill()
+        assert not session.finish(1.0)
+    assert "recorder has gone" in session.why
+    assert not read_recorders(bus.name)
+    with shmbus.Producer(bus.name) as other:
+        assert other.requests.next(30.0).attempt == 0
+
+
+def test_an_agent_whose_recorder_died_ends_and_its_worker_goes_on(
+    proxy: Any, bus: shmbus.Bus, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    feeder.request("q", group_size=1)
+    with producer.session(producer.requests.next(30.0)) as session:
+        proxy.kill()
+        chat(session, [user("hello")])
+    assert "released" in repr(session)
+
+
+def test_a_recorder_that_is_killed_gives_its_own_samples_back(
+    proxy: Any, bus: shmbus.Bus, feeder: shmbus.Feeder
+) -> None:
+    (note,) = read_recorders(bus.name)
+    feeder.request("q", group_size=1)
+    assert ask(f"{note.url}/sessions", {"timeout": 30})[0] == 200
+    proxy.kill()
+    with shmbus.Producer(bus.name) as other:
+        assert wait_until(lambda: other.requests.next(1.0)).instance_id == "q"
+
+
+def test_a_worker_that_is_killed_has_its_session_end_and_its_sample_asked_for_again(
+    recorder: Any, engine: StubEngine, spawn: Spawner, bus: shmbus.Bus, feeder: shmbus.Feeder
+) -> None:
+    feeder.request("q", group_size=1)
+    worker = spawn.script(WORKER, bus.name)
+    wait_until(lambda: "sk-shmbus" in worker.output())
+    url, key = worker.output().split()
+    body = {"model": "m", "messages": [user("hello")]}
+    assert ask(f"{url}/chat/completions", body, key)[0] == 200
+    worker.kill()
+    wait_until(lambda: not len(recorder.sessions))
+    assert ask(f"{url}/chat/completions", body, key)[1]["error"]["code"] == "unwanted"
+    with shmbus.Producer(bus.name) as other:
+        assert other.requests.next(30.0).instance_id == "q"
+
+
+def test_a_bus_that_is_removed_ends_its_recorder(
+    proxy: Any, bus: shmbus.Bus, bus_name: str
+) -> None:
+    shmbus.unlink(bus_name)
+    wait_until(lambda: not proxy.running)
+    assert proxy.popen.returncode == 1
+
+
+@pytest.mark.timeout(STORM_S + 400)
+def test_a_storm_of_kills_loses_no_sample_and_trains_none_twice(
+    bus_name: str, seed: int, tmp_path: Path
+) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("recorder_storm.py")), bus_name]
+    done = subprocess.run(
+        [*command, str(STORM_S), str(seed), str(tmp_path)], capture_output=True, text=True
+    )
+    assert not done.returncode, done.stderr[-4000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    print(report)
+    assert report["trained"] == report["offered"] > 0, (report, done.stderr[-4000:])
+    assert report["twice"] == report["foreign"] == 0, report
+    assert sum(report["kills"].values()) > 3

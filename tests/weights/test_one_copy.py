@@ -1,0 +1,129 @@
+"""The engine has the memory, and the trainer steps in it: one copy, fused for one of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from fork_server import TEMPLATE
+from one_copy_engine import SHAPE, serve
+
+from bench.fused_engine import checkpoint
+from shmbus.errors import PeerGoneError, WaitTimeoutError, WeightsError
+from shmbus.weights import attach_model
+
+STEPS = 60
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Engine:
+    """The engine's process."""
+
+    def __init__(self, bus: str, device: str) -> None:
+        self.pipe: Connection
+        self.pipe, there = TEMPLATE.Pipe()
+        kind = "memfd" if device == "cpu" else None
+        self.process = TEMPLATE.Process(target=serve, args=(there, bus, device, kind), daemon=True)
+        self.process.start()
+        there.close()
+        assert self.pipe.poll(120) and self.pipe.recv() == "shared"
+
+    def score(self) -> tuple[Any, Any]:
+        self.pipe.send("score")
+        assert self.pipe.poll(60)
+        found: tuple[Any, Any] = self.pipe.recv()
+        return found
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.pipe.send("end")
+        self.process.join(30)
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def engine(request: pytest.FixtureRequest, bus_name: str) -> Iterator[Engine]:
+    made = Engine(bus_name, request.param)
+    yield made
+    made.end()
+
+
+def trainer_model() -> torch.nn.Module:
+    """A model in the checkpoint's names, without memory of its own."""
+    model = torch.nn.Module()
+    for name, sizes in checkpoint(SHAPE).items():
+        *path, leaf = name.split(".")
+        at = model
+        for part in path:
+            if not hasattr(at, part):
+                at.add_module(part, torch.nn.Module())
+            at = getattr(at, part)
+        made = torch.empty(sizes, dtype=SHAPE.dtype, device="meta")
+        at.register_parameter(leaf, torch.nn.Parameter(made))
+    return model
+
+
+def loss(model: torch.nn.Module) -> torch.Tensor:
+    return torch.stack([each.double().pow(2).sum() for each in model.parameters()]).sum()
+
+
+def test_each_step_of_the_trainer_is_what_the_engine_has_at_once_without_a_copy(
+    engine: Engine, bus_name: str
+) -> None:
+    model = trainer_model()
+    with attach_model(bus_name, model, writable=True) as shared:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        shared.guard_optimizer(optimizer)
+        scores = [engine.score()]
+        for step in range(1, STEPS + 1):
+            optimizer.zero_grad()
+            loss(model).backward()
+            with shared.stepping(step):
+                optimizer.step()
+            scores.append(engine.score())
+            assert scores[-1][0] == step
+            assert scores[-1][1] == pytest.approx(loss(model).item(), rel=1e-12)
+        values = [value for _, value in scores]
+        assert values == sorted(values, reverse=True)
+    assert engine.score()[0] == STEPS, "the engine goes on without its trainer"
+
+
+def test_an_optimizer_steps_only_where_no_server_reads(engine: Engine, bus_name: str) -> None:
+    model = trainer_model()
+    with attach_model(bus_name, model, writable=True) as shared:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shared.guard_optimizer(optimizer)
+        loss(model).backward()
+        before = engine.score()
+        with pytest.raises(WeightsError, match="Nothing was changed"):
+            optimizer.step()
+        assert engine.score() == before
+
+
+def test_a_step_that_failed_is_met_by_nobody_and_healed_by_the_next_trainer(
+    engine: Engine, bus_name: str
+) -> None:
+    model = trainer_model()
+    with (
+        attach_model(bus_name, model, writable=True) as shared,
+        contextlib.suppress(ZeroDivisionError),
+        shared.stepping(1),
+    ):
+        _ = 1 / 0
+    assert engine.score()[0] == "DamagedError"
+    with attach_model(bus_name, trainer_model(), writable=True) as shared:
+        with shared.stepping(2, heal=True):
+            pass
+        assert engine.score()[0] == 2
+
+
+def test_what_an_engine_that_ended_had_is_attached_by_nobody(engine: Engine, bus_name: str) -> None:
+    engine.process.kill()
+    engine.process.join()
+    with pytest.raises((PeerGoneError, WaitTimeoutError)):
+        attach_model(bus_name, trainer_model(), writable=True, timeout=1.0)
