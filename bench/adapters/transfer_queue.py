@@ -46,7 +46,7 @@ def measure(backend: str, rounds: int) -> dict[str, dict[str, float]]:
         for number in range(rounds + 1):
             key = f"{label}-{number}"
             began_s = time.perf_counter()
-            tq.kv_put(key=key, partition_id=PARTITION, fields={"row": row[None]})
+            tq.kv_put(key=key, partition_id=PARTITION, fields={"row": row})
             put_s = time.perf_counter()
             got = tq.kv_batch_get(keys=[key], partition_id=PARTITION)["row"]
             total = int(got[0].sum(dtype=torch.int64))

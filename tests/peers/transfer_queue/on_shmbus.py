@@ -29,6 +29,7 @@ HOOK = f"{transfer_queue.__name__}.register"
 def pytest_sessionstart(session: Any) -> None:
     """Their fixture takes the Ray that is there."""
     ray.init(
+        "local",
         num_cpus=4,
         include_dashboard=False,
         object_store_memory=100_000_000,

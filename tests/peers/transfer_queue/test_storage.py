@@ -207,12 +207,14 @@ def test_the_page_configures_and_installs_what_ran(bus_name: str) -> None:
     assert wanted <= set((HERE / "requirements.txt").read_text().splitlines()), wanted
     code = doc_pages.block("transfer-queue.md", "tq.init").replace('"run1"', repr(bus_name))
     code += (
-        'tq.kv_put(key="k", partition_id="p", fields={"x": torch.arange(6)[None]})\n'
+        'tq.kv_put(key="k", partition_id="p", fields={"x": torch.arange(6)})\n'
         'got = tq.kv_batch_get(keys=["k"], partition_id="p")["x"]\n'
         'assert torch.equal(got[0], torch.arange(6)), got\n'
         'tq.close()\n'
     )  # fmt: skip
+    command = [sys.executable, "-c", f"import torch\n{code}"]
     done = subprocess.run(
-        [sys.executable, "-c", f"import torch\n{code}"], capture_output=True, text=True, timeout=300
-    )
+        command, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "RAY_ADDRESS": "local"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

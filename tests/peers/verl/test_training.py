@@ -101,6 +101,7 @@ def train(bus: str, root: Path) -> list[dict[str, float]]:
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
         "VERL_USE_EXTERNAL_MODULES": "on_a_cpu", "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda", "RAY_worker_niceness": "0",
+        "RAY_ADDRESS": "local",
         "VERL_FILE_LOGGER_PATH": str(root / "log.jsonl"),
     }  # fmt: skip
     command = [sys.executable, "-c", "import training; training.main()", *overrides(bus, root)]
