@@ -521,4 +521,4 @@ def _build_with_failpoints(tree: Path) -> None:
     argv = [sys.executable, "setup.py", "--quiet", "build_ext"]
     argv += ["--build-lib", str(tree), "--build-temp", str(tree / "objects")]
     env = {**os.environ, "SHMBUS_FAILPOINTS": "1", "SHMBUS_SANITIZE": ""}
-    subprocess.run(argv, cwd=ROOT, env=env, check=True, capture_output=True, timeout=110)
+    subprocess.run(argv, cwd=ROOT, env=env, check=True, capture_output=True, timeout=110 * PATIENCE)

@@ -48,7 +48,7 @@ READ_LATER = frozenset({"PYTHONPATH", "GLOO_SOCKET_IFNAME"})
 #: What every child needs, and what some need beside it.
 COMMANDS = tuple(f"shmbus.cli.{module}" for module in dict.fromkeys(cli._COMMANDS.values()))
 PLAIN = ("uvloop", "shmbus.consumer", "shmbus.feeder", *COMMANDS)
-# With what torch imports where the first optimizer is made, for as long as all of torch.
+# With what torch imports at the first optimizer or loaded tensor, in as much time as all the rest.
 TORCH = (*PLAIN, "torch._dynamo", "trainer_adapter.handler.handler")
 HTTP = (*PLAIN, "aiohttp.web")
 
@@ -64,7 +64,7 @@ FUNCTIONS = (
     "shmbus.relay.source_party",
     "shmbus.tensors",
     "shmbus.weights.shared_model",
-    "torch",
+    "torch._dynamo",
     "trainer_adapter.handler.handler",
 )
 #: Their context. A process has one template, which imports what was set last before it starts: so
