@@ -132,7 +132,7 @@ $(STACKS)/trl/.made: tests/peers/trl/requirements.txt pyproject.toml $(C_SOURCES
 
 # SkyRL's generators need Python 3.12; its target is left out where there is none (PYTHON312).
 PYTHON312 ?= python3.12
-PEERS := openenv peft torchtitan verifiers verl $(if $(shell $(PYTHON312) --version 2>/dev/null),skyrl)
+PEERS := openenv peft torchtitan transfer_queue verifiers verl $(if $(shell $(PYTHON312) --version 2>/dev/null),skyrl)
 test-peers-all: $(PEERS:%=test-peer-%) ## Test the adapters of other trainers and environments (11 GB, minutes; NEWEST=1)
 
 test-peer-%: $(STACKS)/%/.made
@@ -319,7 +319,7 @@ $(eval $(call c_test_rules,tsan,-O1 -g -DSHMBUS_DEBUG=1 -fsanitize=thread,saniti
 
 # Fuzzing (tests/fuzz): libFuzzer and atheris find cases; any compiler can replay the kept ones.
 # Findings of a run lie in build/fuzz/found; a case worth keeping goes to tests/fuzz/corpus.
-FUZZ_TARGETS := header record block segment retry_table declared_schema numbers patch
+FUZZ_TARGETS := header record block segment retry_table declared_schema patch
 FUZZ_PYTHON := decoders control snapshot
 FUZZERS := $(patsubst %,build/fuzz/fuzz_%,$(FUZZ_TARGETS))
 MINUTES ?= 4
@@ -339,9 +339,6 @@ build/fuzz/replay/%.o: %.c $(C_HEADERS) Makefile
 	@echo 'compiling $@'; $(REPLAY) -c -o $@ $<
 build/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(C_TESTED:%.c=build/fuzz/objects/%.o)
 	$(FUZZER) -fsanitize=fuzzer -o $@ $< $(filter %.o,$^)
-
-# It includes what it tests.
-build/fuzz/fuzz_numbers build/fuzz/replay_numbers: $(wildcard shmbus_ext/gateway/*.c)
 
 .PHONY: check-fuzz fuzz-c fuzz-python
 fuzz-c: $(FUZZERS)

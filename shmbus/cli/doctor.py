@@ -328,7 +328,11 @@ def _check_packages() -> Iterator[Finding]:
         yield Finding(package, "ok", version or NOT_INSTALLED, hint)
 
 
-_OPTIONAL: Final = (("rich", "ops"), ("prometheus_client", "metrics"), ("safetensors", "snapshot"))
+_OPTIONAL: Final = (
+    ("argcomplete", "ops"),
+    ("prometheus_client", "metrics"),
+    ("safetensors", "snapshot"),
+)
 
 
 def _check_round_trip() -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from shmbus._format import show_count
 from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import status_text
+from shmbus.inspect.types import BusStatus
 from shmbus.pool.survey import describe_pool, read_pools
 
 
@@ -38,18 +39,21 @@ def add_parser(commands: Commands) -> None:
     )  # fmt: skip
 
 
+def report(status: BusStatus) -> str:
+    """Lay out a status, with the pools beside the bus."""
+    pools = [describe_pool(pool) for pool in read_pools(status.name)]
+    return status_text(status) + ("\n\n" + "\n".join(pools) if pools else "")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the status; 1 where trajectories cannot be accounted for."""
     if arguments.ray is not None:
         return _show_nodes(arguments)
     status = read_status(arguments.name)
-    pools = read_pools(arguments.name)
     if arguments.json:
-        print_json(msgspec.to_builtins(status) | {"pools": pools})
+        print_json(msgspec.to_builtins(status) | {"pools": read_pools(arguments.name)})
     else:
-        print(status_text(status))
-        if pools:
-            print("\n" + "\n".join(describe_pool(pool) for pool in pools))
+        print(report(status))
     if not status.ledger.balanced:
         print(
             f"shmbus status: the ledger of bus {status.name!r} does not balance: "

@@ -1,4 +1,4 @@
-"""``shmbus top``: a bus, live, in a terminal. The drawing is in ``_top_view``, which needs rich."""
+"""``shmbus top``: what ``shmbus status`` prints, and rates, again and again in a terminal."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import argparse
 import contextlib
 import os
 import select
+import shutil
 import signal
 import sys
 import termios
 import time
 import tty
 from collections.abc import Iterator
-from types import FrameType
-from typing import TYPE_CHECKING
 
 from shmbus import errors
-from shmbus.cli._options import Commands, add_command, require_extra, seconds
+from shmbus._format import several, show_count, show_size
+from shmbus.cli._options import Commands, add_command, seconds
+from shmbus.cli.status import report
 from shmbus.inspect.rates import Watcher
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 _MIN_INTERVAL_S = 0.1
-_QUIT_KEYS = frozenset(b"qQ\x1b")
+#: Another screen without a cursor, whose lines do not wrap; and back.
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
 
 
 def add_parser(commands: Commands) -> None:
@@ -33,13 +32,9 @@ def add_parser(commands: Commands) -> None:
         "top",
         run,
         help="watch a bus live",
-        description="Shows fill, rates, ledger, groups, producers and leases of a bus, live, "
-        "without disturbing it. Keys: q leaves.",
-        examples=[
-            "shmbus top run1",
-            "shmbus top run1 --interval 0.5",
-            "shmbus top run1 --once   # one frame, for a log",
-        ],
+        description="Shows rates and the status of a bus, live, without disturbing it. q leaves. "
+        "Where there is no terminal it prints one frame.",
+        examples=["shmbus top run1", "shmbus top run1 --interval 0.5", "shmbus top run1 | cat"],
     )
     parser.add_argument(
         "--interval",
@@ -48,88 +43,66 @@ def add_parser(commands: Commands) -> None:
         default=1.0,
         help="seconds between two polls (default 1)",
     )
-    parser.add_argument("--once", action="store_true", help="print one frame and end")
+
+
+def frame(watcher: Watcher) -> str:
+    """Lay out what the last poll found."""
+    rates = watcher.rates
+    return (
+        f"trajectories  {show_count(rates.committed)}/s in, {show_count(rates.acknowledged)}/s "
+        f"acknowledged, {show_count(rates.dropped)}/s dropped; {show_size(rates.bytes)}/s, "
+        f"{show_count(rates.tokens)} tokens/s\n{report(watcher.status)}"
+    )
+
+
+def fitted(text: str, rows: int) -> list[str]:
+    """Return the lines that a terminal has room for; the last one counts the others."""
+    lines = text.splitlines()
+    if len(lines) <= rows:
+        return lines
+    hidden = several(len(lines) - rows + 1, "more line")
+    return [*lines[: rows - 1], f"{hidden}: make the terminal higher, or use `shmbus status`"]
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Watch until q, Ctrl-C, SIGTERM, or the end of the bus."""
-    require_extra("ops", "rich")
-    from rich.console import Console
-
-    from shmbus.cli._top_view import draw
-
-    console, watcher = Console(), Watcher(arguments.name)
+    watcher = Watcher(arguments.name)
     watcher.poll()  # an unknown bus is reported before the terminal is changed
-    if arguments.once:
-        time.sleep(min(arguments.interval, 1.0))
-        watcher.poll()
-        width, height = console.width, max(console.height - 1, 24)
-        console.print(draw(watcher, width, height), height=height)
-        return 0
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise RuntimeError(
-            "it needs a terminal; `shmbus top NAME --once` prints one frame, `shmbus status NAME` "
-            "the figures"
-        )
-    return _live(console, watcher, arguments.interval)
-
-
-class _Ended(Exception):
-    """SIGTERM or SIGHUP: leave as for q, so that the terminal is restored."""
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise _Ended
+        time.sleep(arguments.interval)
+        watcher.poll()
+        print(frame(watcher))
+        return 0
+    try:
+        with contextlib.suppress(KeyboardInterrupt), _screen():
+            while not _quits(arguments.interval):
+                watcher.poll()
+                lines = fitted(frame(watcher), shutil.get_terminal_size().lines)
+                print("\x1b[H" + "\x1b[K\n".join(lines) + "\x1b[J", end="", flush=True)
+    except errors.BusNotFoundError as error:
+        print(f"shmbus top: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[int]:
-    """Read single key presses from the terminal, and restore it in any case."""
-    fd = sys.stdin.fileno()
-    before = termios.tcgetattr(fd)
-    handlers = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
+def _screen() -> Iterator[None]:
+    """Have a screen, and keys one by one, for the block; the terminal is restored in any case."""
+    before = termios.tcgetattr(sys.stdin)
+    ends = (signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.signal(number, signal.default_int_handler) for number in ends]
     try:
-        tty.setcbreak(fd)
-        yield fd
+        tty.setcbreak(sys.stdin)
+        print(_ENTER, end="", flush=True)
+        yield
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
-        for number, handler in handlers.items():
+        print(_LEAVE, end="", flush=True)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        for number, handler in zip(ends, handlers, strict=True):
             signal.signal(number, handler)
 
 
-def _pressed(fd: int, wait_s: float) -> bool:
-    """Whether a key that quits was pressed within the time."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        if select.select([fd], [], [], left)[0]:
-            data = os.read(fd, 64)
-            # A lone escape is a key; with more bytes behind it, it is an arrow or the like.
-            if not data or (data[0] in _QUIT_KEYS and (data[0] != 0x1B or len(data) == 1)):
-                return True
-
-
-def _live(console: Console, watcher: Watcher, interval_s: float) -> int:
-    from rich.live import Live
-
-    from shmbus.cli._top_view import draw
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.suppress(_Ended, KeyboardInterrupt))
-        fd = stack.enter_context(_keys())
-        live = stack.enter_context(
-            Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False)
-        )
-        while True:
-            try:
-                watcher.poll()
-            except errors.BusNotFoundError as error:
-                stack.close()
-                print(f"shmbus top: {error}", file=sys.stderr)
-                return 1
-            live.update(draw(watcher, *console.size), refresh=True)
-            if _pressed(fd, interval_s):
-                break
-    return 0
+def _quits(wait_s: float) -> bool:
+    """Whether a key that leaves was pressed within the time; another one ends the wait."""
+    fd = sys.stdin.fileno()
+    return bool(select.select([fd], [], [], wait_s)[0]) and os.read(fd, 64)[:1] in (b"", b"q", b"Q")

@@ -1,11 +1,7 @@
 """Bodies as JSON: decoded by type, with a sentence for what is wrong.
 
-The long lists of a group become arrays without an object for each number, where they are plain;
-msgspec reads the rest. What is not plain it reads alone, and says what is wrong with it. What
-Python's own ``json`` writes and JSON does not have (NaN, true for 1, half of a surrogate pair) is
-looked at once more, so that it is taken or refused by name.
-
-Invariant: all ways give equal numbers, or refuse the body.
+What Python's own ``json`` writes and JSON does not have (NaN, true for 1, half of a surrogate pair)
+is looked at once more, so that it is taken or refused by name.
 """
 
 from __future__ import annotations
@@ -20,16 +16,12 @@ import msgspec
 
 from shmbus.http.access import Refusal
 from shmbus.peers.atropos import KEYS
-from shmbus_ext import _core
 
 _T = TypeVar("_T")
 
 
 class ScoredGroup(msgspec.Struct, kw_only=True):
-    """A ScoredDataGroup: its keys are those of `shmbus.peers.atropos.KEYS`.
-
-    Lists of numbers may be arrays: those of `_LIFTED`, one for each sequence.
-    """
+    """A ScoredDataGroup: its keys are those of `shmbus.peers.atropos.KEYS`."""
 
     tokens: list[list[int]]
     masks: list[list[int]]
@@ -46,27 +38,6 @@ class ScoredGroup(msgspec.Struct, kw_only=True):
     distill_token_ids: list[list[list[int]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
 
-
-class _Rest(ScoredGroup, kw_only=True):
-    """What is left of a group when its long lists were taken out: 0 where one was."""
-
-    tokens: Any
-    masks: Any
-    advantages: Any = None
-    ref_logprobs: Any = None
-    inference_logprobs: Any = None
-
-
-#: Keys whose lists are taken out, and whether their numbers are floats.
-_LIFTED = {
-    "tokens": False,
-    "masks": False,
-    "advantages": True,
-    "ref_logprobs": True,
-    "inference_logprobs": True,
-}
-_rest = msgspec.json.Decoder(_Rest)
-_items = msgspec.json.Decoder(list[msgspec.Raw])
 
 _strict: dict[bool, msgspec.json.Decoder[Any]] = {
     False: msgspec.json.Decoder(ScoredGroup),
@@ -150,13 +121,11 @@ def decode_object(body: bytes | bytearray | memoryview) -> dict[str, Any]:
 
 def decode_groups(body: bytes | bytearray | memoryview, *, several: bool) -> list[ScoredGroup]:
     """Return the groups of a body: one, or a list of them."""
-    groups = _decode_plain(body, several)
-    if groups is None:
-        try:
-            found = _strict[several].decode(body)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            found = _decode_leniently(body, several)
-        groups = found if several else [found]
+    try:
+        found = _strict[several].decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        found = _decode_leniently(body, several)
+    groups: list[ScoredGroup] = found if several else [found]
     for group in groups:
         for messages in group.messages or ():
             for message in messages:
@@ -165,29 +134,6 @@ def decode_groups(body: bytes | bytearray | memoryview, *, several: bool) -> lis
                         "messages: expected 'role' and 'content' in each, got one with "
                         f"{', '.join(map(repr, message)) or 'nothing'}; add what is absent"
                     )
-    return groups
-
-
-def _decode_plain(body: bytes | bytearray | memoryview, several: bool) -> list[ScoredGroup] | None:
-    """Return the groups of a body with arrays; None where it has to be read another way."""
-    groups: list[ScoredGroup] = []
-    try:
-        for text in _items.decode(body) if several else (body,):
-            lifted = _core.lift_numbers(text, _LIFTED)
-            if lifted is None:
-                return None
-            rest, arrays = lifted
-            group = _rest.decode(rest)
-            for name in _LIFTED:
-                if (name in arrays) != (getattr(group, name) is not None):
-                    return None
-            if group.tokens is None or group.masks is None:
-                return None
-            for name, rows in arrays.items():
-                setattr(group, name, rows)
-            groups.append(group)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return None
     return groups
 
 

@@ -1,7 +1,7 @@
-"""Rates of a bus: the difference of two polls over the time between them, with a short history.
+"""Rates of a bus: the difference of two polls over the time between them.
 
 Invariants: a poll is cheap however full the bus is (no walk over many records); a bus that was
-removed and created again under its name starts a new history.
+removed and created again under its name starts anew.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from shmbus.inspect.status import join, status_of
 from shmbus.inspect.types import BusEvent, BusStatus
 from shmbus.inspect.verdict import judge
 
-#: Values that the history keeps: wider than any terminal.
-_HISTORY = 512
 #: Undelivered trajectories up to which a poll also walks and groups them: some 0.2 s of work.
 _WALK_RECORDS = 20_000
 #: Samples of a group that a poll asks a daemon for: more than are shown one by one anywhere, and
@@ -96,8 +94,6 @@ class Watcher:
         self.rates = Rates()
         #: Trajectories a second, by producer number.
         self.producer_rates: dict[int, float] = {}
-        #: Committed trajectories a second, the newest last.
-        self.history: deque[float] = deque(maxlen=_HISTORY)
 
     def poll(self) -> None:
         """Poll once."""
@@ -218,7 +214,6 @@ class Watcher:
             producer.producer_id: rate(producer.committed, earlier.get(producer.slot, 0))
             for producer in status.producers
         }
-        self.history.append(committed)
 
 
 def _within(value: float, most: float) -> float:

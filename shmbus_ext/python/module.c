@@ -7,7 +7,6 @@
 #include "python/batch/batch.h"
 #include "python/channel/channel.h"
 #include "python/companion.h"
-#include "python/gateway/lift_numbers.h"
 #include "python/group/group.h"
 #include "python/hooks.h"
 #include "python/pool/pool.h"
@@ -24,8 +23,11 @@ static PyObject *py_crc32c(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!PyArg_ParseTuple(args, "y*|p", &data, &reference)) {
         return NULL;
     }
-    uint32_t crc = reference ? shmbus_crc32c_reference(0, data.buf, (size_t)data.len)
-                             : shmbus_crc32c(0, data.buf, (size_t)data.len);
+    uint32_t crc;
+    Py_BEGIN_ALLOW_THREADS
+    crc = reference ? shmbus_crc32c_reference(0, data.buf, (size_t)data.len)
+                    : shmbus_crc32c(0, data.buf, (size_t)data.len);
+    Py_END_ALLOW_THREADS
     PyBuffer_Release(&data);
     return PyLong_FromUnsignedLong(crc);
 }
@@ -147,13 +149,12 @@ static bool add_functions(PyObject *module) {
         py_extra_fields_functions,  py_gather_plan_functions,
         py_group_functions,         py_hooks_functions,
         py_import_functions,        py_inspect_functions,
-        py_lift_functions,          py_measure_functions,
-        py_origin_head_functions,   py_pack_functions,
-        py_pool_lease_functions,    py_pool_patch_functions,
-        py_pool_rows_functions,     py_relay_functions,
-        py_request_functions,       py_retry_functions,
-        py_rounds_functions,        py_splits_functions,
-        py_uninterrupted_functions,
+        py_measure_functions,       py_origin_head_functions,
+        py_pack_functions,          py_pool_lease_functions,
+        py_pool_patch_functions,    py_pool_rows_functions,
+        py_relay_functions,         py_request_functions,
+        py_retry_functions,         py_rounds_functions,
+        py_splits_functions,        py_uninterrupted_functions,
     };
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
         if (PyModule_AddFunctions(module, tables[i]) < 0) {

@@ -15,7 +15,7 @@ from shmbus.cli import doctor
 #: What every machine is asked for.
 CHECKS = {
     "shm", "memory", "open_files", "locked_memory", "huge_pages", "kernel", "file_locks", "cpu",
-    "python", "shmbus", "numpy", "msgspec", "uvloop", "rich", "prometheus_client",
+    "python", "shmbus", "numpy", "msgspec", "uvloop", "argcomplete", "prometheus_client",
     "safetensors", "logout", "round_trip", "leftovers", "pools", "torch", "flash_attn",
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """The steps of docs/gateway.md are gone through as they stand.
 
-Only the name of the bus, the port and the capacity are others, and `shmbus top` ends after a frame.
+Only the name of the bus, the port and the capacity are others.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ def shell(line: str, gateway: Gateway) -> str:
     """What a command of the page prints."""
     line = re.sub(r"\brun1\b", gateway.name, line)
     line = re.sub(r"127\.0\.0\.1:8\d\d\d", f"127.0.0.1:{gateway.port}", line)
-    line = f"{line} --once" if line.startswith("shmbus top") else line
     found = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stderr
     return found.stdout
@@ -94,7 +93,7 @@ def shell(line: str, gateway: Gateway) -> str:
 @pytest.mark.parametrize("number", [0, 1], ids=["alone", "beside a daemon"])
 def test_the_first_commands_serve(number: int, start: Start, bus_name: str) -> None:
     install, *serving = commands("The HTTP gateway")
-    assert install == "pip install -e '.[gateway]'"
+    assert install == "pip install 'shmbus[gateway]'"
     assert len(serving) == 2
     assert start(serving[number], bus_name).get("/healthz").json()["status"] == "ok"
 
