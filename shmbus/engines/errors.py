@@ -51,21 +51,24 @@ class EngineError(ShmbusError):
 
 
 class UpdateRolledBackError(ShmbusError):
-    """An update failed, and every server runs the version that it had before.
+    """An update failed, and every server that is left runs the version that it had before.
 
     Attributes
     ----------
     version : int
         The version that was not taken.
     in_force : int or None
-        The version that all servers run.
+        The version that all of these run.
     """
 
-    def __init__(self, version: int, in_force: int | None, cause: str) -> None:
+    def __init__(
+        self, version: int, in_force: int | None, cause: str, *, left: int = 1, gone: int = 0
+    ) -> None:
+        ran = "what it was started with" if in_force is None else f"version {in_force}"
+        runs = f"every server{' that is left' * bool(gone)} runs {ran} again"
         super().__init__(
-            f"weights of version {version} were not taken, and every server runs "
-            f"{'what it was started with' if in_force is None else f'version {in_force}'} again: "
-            f"{cause}"
+            f"weights of version {version} were not taken, and "
+            f"{runs if left else 'no server is left'}: {cause}"
         )
         self.version = version
         self.in_force = in_force

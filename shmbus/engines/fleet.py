@@ -904,9 +904,12 @@ class EngineFleet:
                 "or restart it",
             ) from first
         if len(loaded) < quorum:
-            causes = [f"{each.address}: {each.error}" for each in report.servers if each.error]
+            said = {each.address: each.error for each in report.servers if each.error}
+            causes = [e if e.startswith(f"{at}: ") else f"{at}: {e}" for at, e in said.items()]
+            gone = sum(each.state == "gone" for each in report.servers)
+            left = len(report.servers) - gone
             raise UpdateRolledBackError(
-                report.version, report.previous, "; ".join(causes)
+                report.version, report.previous, "; ".join(causes), left=left, gone=gone
             ) from first
 
     def _require(self, pairs: Pairs, report: UpdateReport, quorum: int, advice: str) -> None:

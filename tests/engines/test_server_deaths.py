@@ -126,3 +126,17 @@ async def test_it_is_paused_again_before_what_ran_before_is_loaded(
     for each in running:
         assert not await each.paused() and await each.tokens(2) == [1.0] * 2
     assert paused_by(bus.name) is None
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_what_has_gone_is_not_said_to_run_anything(
+    others: int, bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = [servers(1) for _ in range(1 + others)]
+    async with fleet_of(bus.name, *running, timeout=SHORT_S) as fleet:
+        await fleet.update(trainer, 1)
+        await running[0].fault("update", "die")
+        left = "every server that is left runs version 1 again" if others else "no server is left"
+        with pytest.raises(UpdateRolledBackError, match=f"2 were not taken, and {left}: ") as said:
+            await fleet.update(trainer, 2)
+        assert str(said.value).count(f"{running[0].url}: ") == 1
