@@ -11,7 +11,7 @@ from relay.mirror_world import PIECES, SOURCE, World
 from shmbus.relay.distribution import KEEP_S, SILENT_S, STALL_S
 from shmbus.relay.messages import Transfer
 
-#: Worlds of the random test; each takes a fifth of a second.
+#: Worlds of the random test; forty take a second or two.
 WORLDS = int(os.environ.get("SHMBUS_TEST_WORLDS", "40"))
 FOUR = ["a", "b", "c", "d"]
 
