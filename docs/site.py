@@ -98,6 +98,7 @@ REFERENCE = {
             "trainer_adapter.adapters.openenv",
             "trainer_adapter.adapters.skyrl",
             "trainer_adapter.adapters.torchtitan",
+            "trainer_adapter.adapters.transfer_queue",
             "trainer_adapter.adapters.verifiers",
         ],
     ),

@@ -7,8 +7,8 @@
 
 Each node has a bus of its own. Workers take prompts from theirs and put samples onto it, as on one
 node; complete groups cross when there is room for them, and what they became comes back. New
-weights go the other way as calls of Ray, into a pool beside the workers' bus. Prints the summary of
-the run, as `shmbus demo` writes it.
+weights go the other way by the same relay, into a pool beside the workers' bus. Prints the summary
+of the run, as `shmbus demo` writes it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from rich.console import Console
 import shmbus
 import shmbus.relay
 from shmbus.inspect.status import read_status
+from shmbus.pool import read_pool, unlink_pool
 from trainer_adapter.demo import run as one_node
 from trainer_adapter.demo.sampler import PolicyConfig
 from trainer_adapter.demo.task import SortTask, show
@@ -46,7 +47,7 @@ A_LITTLE = 0.001
 
 
 class RolloutNode:
-    """An actor on the workers' node: their bus, its prompts, the weights' pool, and the workers.
+    """An actor on the workers' node: their bus, its prompts, and the workers.
 
     Parameters
     ----------
@@ -61,27 +62,30 @@ class RolloutNode:
         self.task = SortTask()
         self.rng = np.random.default_rng(config.seed)
         self.bus = shmbus.Bus.create(bus, one_node.CAPACITY, max_producers=4 * config.workers + 8)
-        self.weights = WeightsChannel(bus, PolicyConfig().num_parameters, create=True)
         self.feeder = shmbus.Feeder(bus)
         self.supervisor: Supervisor | None = None
         self.requested = 0
         self.error: Exception | None = None
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._tend)
-
-    def publish(self, weights: Any, version: int) -> None:
-        """Take new weights; the first ones start the workers."""
-        self.weights.publish(np.asarray(weights), version)
-        if self.supervisor is None:
-            template = WorkerConfig(self.bus.name, self.config.seed, os.getpid())
-            self.supervisor = Supervisor(template, self.config.workers, chaos=self.config.chaos)
-            self.thread.start()
+        self.thread.start()
 
     def _tend(self) -> None:
         try:
+            while not self.over.wait(TEND_S) and not self._has_weights():
+                pass
+            template = WorkerConfig(self.bus.name, self.config.seed, os.getpid())
+            self.supervisor = Supervisor(template, self.config.workers, chaos=self.config.chaos)
             self._offer_and_restart()
         except Exception as error:
             self.error = error  # the next `state` tells
+
+    def _has_weights(self) -> bool:
+        """Whether the relay has brought the first weights."""
+        try:
+            return read_pool(self.bus.name, "weights").version is not None
+        except (shmbus.BusNotFoundError, shmbus.LayoutMismatchError):
+            return False  # there is no pool yet, or it is being made
 
     def _offer_and_restart(self) -> None:
         ahead = one_node.GROUPS_PER_BATCH * one_node.AHEAD_BATCHES
@@ -112,20 +116,21 @@ class RolloutNode:
     def stop(self) -> None:
         """End workers and prompts; what they put stays until `close`."""
         self.over.set()
+        self.thread.join()
         if self.supervisor is not None:
-            self.thread.join()
             self.supervisor.stop()
 
     def close(self) -> None:
         """Remove what it has made."""
         self.feeder.close()
-        self.weights.close()
         self.bus.close()
+        with contextlib.suppress(shmbus.BusNotFoundError):  # no weights came
+            unlink_pool(self.bus.name, "weights")
         shmbus.unlink(self.bus.name)
 
 
 class FarWorkers:
-    """The workers and their weights, as the trainer of the demo sees them.
+    """The workers, as the trainer of the demo sees them.
 
     Parameters
     ----------
@@ -136,13 +141,6 @@ class FarWorkers:
     def __init__(self, node: Any) -> None:
         self.node = node
         self.kills = self.restarts = 0
-        self._sent: Any = None
-
-    def publish(self, weights: Any, version: int) -> None:
-        """Send weights; those before have arrived then."""
-        if self._sent is not None:
-            ray.get(self._sent)
-        self._sent = self.node.publish.remote(weights, version)
 
     def tend(self) -> None:
         """Their node looks after them."""
@@ -163,10 +161,11 @@ class TwoNodes(one_node.Demo):
     def train_on(self, bus: str, workers: FarWorkers) -> Summary:
         """Train from what arrives on this node's bus."""
         view = PlainView(self.console, "shmbus demo: workers on another node")
-        with self.handler(bus) as handler:
+        channel = WeightsChannel(bus, PolicyConfig().num_parameters, create=True)
+        with contextlib.closing(channel), self.handler(bus) as handler:
             handler.set_policy_version(0)
-            workers.publish(self.learner.policy.export_weights(), 0)
-            self.train(workers, handler, workers, view)  # type: ignore[arg-type]
+            channel.publish(self.learner.policy.export_weights(), 0)
+            self.train(channel, handler, workers, view)  # type: ignore[arg-type]
             return self.summary(handler, workers)  # type: ignore[arg-type]
 
 
@@ -213,7 +212,7 @@ def run(config: one_node.DemoConfig) -> tuple[Summary, shmbus.Ledger]:
             ray.get(actor.__ray_ready__.remote())
             stack.callback(lambda actor=actor: ray.get(actor.close.remote()))
         relay = shmbus.relay.start(
-            f"{name}.rollout@rollout", [f"{name}.trainer@trainer"],
+            f"{name}.rollout@rollout", [f"{name}.trainer@trainer"], weights=True,
             max_policy_lag=one_node.MAX_POLICY_LAG,
             group_timeout=one_node.GROUP_TIMEOUT_S, on_timeout="drop",
         )  # fmt: skip

@@ -258,12 +258,19 @@ class Session:
         self._end_at_recorder("released by its worker")
         return self._release("released by its worker")
 
-    async def afinish(self, score: float | None, **options: Any) -> bool:
+    async def afinish(
+        self,
+        score: float | None,
+        *,
+        meta: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> bool:
         """Put the sample as `finish` does, in a thread.
 
         Parameters
         ----------
-        score, **options
+        score, meta, timeout, **fields
             As for `finish`.
 
         Returns
@@ -275,8 +282,12 @@ class Session:
         ------
         RuntimeError, BusFullError, BusClosedError, BusRemovedError, StallError
             As for `finish`.
+        TypeError, ValueError
+            As for `finish`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; the thread goes on to put the sample.
         """
-        return await asyncio.to_thread(self.finish, score, **options)
+        return await asyncio.to_thread(self.finish, score, meta=meta, timeout=timeout, **fields)
 
     async def afail(self, reason: str) -> bool:
         """Report that the sample failed as `fail` does, in a thread.
@@ -295,6 +306,8 @@ class Session:
         ------
         RuntimeError
             As for `fail`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; the thread goes on to report it.
         """
         return await asyncio.to_thread(self.fail, reason)
 

@@ -12,10 +12,12 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import itertools
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +44,7 @@ IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+ROOT = Path(__file__).resolve().parents[1]
 SHM_DIR = Path("/dev/shm")
 SEGMENT_PREFIX = "shmbus."
 RUN_PREFIX = f"test-{os.getpid()}-"
@@ -72,9 +75,11 @@ collect_ignore = [
         "peers/sglang": ("sglang",),
         "peers/skyrl": ("skyrl",),
         "peers/torchtitan": ("torchtitan",),
+        "peers/transfer_queue": ("transfer_queue",),
         "peers/trl": ("trl",),
         "peers/openenv": ("openenv",),
         "peers/peft": ("peft",),
+        "peers/recorder": ("anthropic",),
         "peers/verifiers": ("verifiers",),
         "peers/verl": ("verl",),
         "peers/vllm": ("vllm",),
@@ -485,3 +490,35 @@ def spawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawner]:
         yield spawner
     finally:
         spawner.end_all()
+
+
+# --- builds
+
+
+@pytest.fixture(scope="session")
+def failpoint_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a tree whose extension has the points compiled in, once for all workers of a run.
+
+    The object file of ``shmbus_ext/ROOM/FILE.c`` stays there as ``objects/shmbus_ext/ROOM/FILE.o``.
+    """
+    base = tmp_path_factory.getbasetemp()
+    tree = (base.parent if IS_WORKER else base) / "failpoints"
+    with tree.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not tree.exists():
+            half_done = tree.with_suffix(".new")
+            _build_with_failpoints(half_done)
+            half_done.rename(tree)
+    return tree
+
+
+def _build_with_failpoints(tree: Path) -> None:
+    shutil.rmtree(tree, ignore_errors=True)
+    shutil.copytree(ROOT / "shmbus", tree / "shmbus")
+    (tree / "shmbus_ext").mkdir()
+    for path in (ROOT / "shmbus_ext").glob("*.py*"):
+        shutil.copy(path, tree / "shmbus_ext")
+    argv = [sys.executable, "setup.py", "--quiet", "build_ext"]
+    argv += ["--build-lib", str(tree), "--build-temp", str(tree / "objects")]
+    env = {**os.environ, "SHMBUS_FAILPOINTS": "1", "SHMBUS_SANITIZE": ""}
+    subprocess.run(argv, cwd=ROOT, env=env, check=True, capture_output=True, timeout=110 * PATIENCE)

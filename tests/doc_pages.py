@@ -30,8 +30,10 @@ def block(page: str, words: str) -> str:
 
 
 def installs(page: str, words: str) -> set[str]:
-    """What the pip line of a block installs, beside this checkout."""
-    [line] = [each for each in block(page, words).splitlines() if each.startswith("pip install . ")]
+    """What the pip line of a block installs, beside shmbus."""
+    [line] = [
+        each for each in block(page, words).splitlines() if each.startswith("pip install shmbus ")
+    ]
     return set(shlex.split(line, comments=True)[3:])
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 
 from shmbus import cli
 
-__all__ = ["Forked", "Streams", "end_servers", "fork"]
+__all__ = ["FUNCTIONS", "TEMPLATE", "Forked", "Streams", "end_servers", "fork"]
 
 #: A request: arguments and an environment.
 REQUEST_BYTES = 1 << 20
@@ -47,13 +48,36 @@ READ_LATER = frozenset({"PYTHONPATH", "GLOO_SOCKET_IFNAME"})
 #: What every child needs, and what some need beside it.
 COMMANDS = tuple(f"shmbus.cli.{module}" for module in dict.fromkeys(cli._COMMANDS.values()))
 PLAIN = ("uvloop", "shmbus.consumer", "shmbus.feeder", *COMMANDS)
-TORCH = (*PLAIN, "torch", "trainer_adapter.handler.handler")
+# With what torch imports at the first optimizer or loaded tensor, in as much time as all the rest.
+TORCH = (*PLAIN, "torch._dynamo", "trainer_adapter.handler.handler")
 HTTP = (*PLAIN, "aiohttp.web")
 
+#: What children that run a function need; tests' own modules are not on the path of their template.
+FUNCTIONS = (
+    "aiohttp.web",
+    "bench.contest.child",
+    "pytest",
+    "sglang.srt.managers.io_struct",
+    "shmbus.engines",
+    "shmbus.relay.coordinator_party",
+    "shmbus.relay.sink_party",
+    "shmbus.relay.source_party",
+    "shmbus.tensors",
+    "shmbus.weights.shared_model",
+    "torch._dynamo",
+    "trainer_adapter.handler.handler",
+)
+#: Their context. A process has one template, which imports what was set last before it starts: so
+#: all set the same.
+TEMPLATE = multiprocessing.get_context("forkserver")
+TEMPLATE.set_forkserver_preload([*FUNCTIONS])
 
-def modules_for(program: str) -> tuple[str, ...]:
+
+def modules_for(program: str, arguments: list[str]) -> tuple[str, ...]:
     """What a program, by its text or its module's name, will import."""
-    if any(word in program for word in ("torch", "trainer_adapter", "shmbus.weights")):
+    if "demo" in arguments or any(
+        word in program for word in ("torch", "trainer_adapter", "shmbus.weights")
+    ):
         return TORCH
     return HTTP if "shmbus.gateway" in program or "shmbus.web" in program else PLAIN
 
@@ -212,7 +236,7 @@ def fork(
     """
     if environment() != _environment or not more.keys() <= READ_LATER:
         return None
-    needs = modules_for(text)
+    needs = modules_for(text, arguments)
     if needs not in _servers:
         _servers[needs] = ForkServer(needs)
     return _servers[needs].start(program, arguments, directory, streams, more)

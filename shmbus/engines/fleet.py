@@ -33,6 +33,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
+import msgspec
+
 import shmbus
 from shmbus._arguments import check_choice, check_flag, check_int
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
@@ -577,6 +579,8 @@ class EngineFleet:
         left = note.left
         if left is None:
             return None
+        if not left.updating:  # of an update that ended; a server of it changes its weights now
+            note.write(msgspec.structs.replace(left, updating=True))
         if left.shared:
             return await self._resume_whole(note, left)
         if left.directory:

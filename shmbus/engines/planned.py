@@ -66,9 +66,6 @@ class PlannedLoader:
         if plan is not None:
             self._copies(weights, plan)
             self._patch_of(weights, plan)
-        else:
-            with LoadRecorder(self._model, weights.manifest):
-                torch.empty(0)  # whatever torch imports for it, which takes seconds, it does now
 
     def load(self, weights: Weights) -> How:
         """Bring the model to a version; every byte is there when this returns how it came."""

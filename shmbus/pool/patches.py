@@ -28,10 +28,13 @@ __all__ = [
     "PatchRun",
     "Piece",
     "VersionPatch",
+    "export_patch",
     "find_patch",
     "has_patch",
+    "patched_crc",
     "put_piece",
     "same_bytes",
+    "take_patch",
 ]
 
 
@@ -122,3 +125,21 @@ def has_patch(write: VersionWrite) -> bool:
 def same_bytes(one: Any, other: Any) -> bool:
     """Compare two contiguous buffers, bit for bit."""
     return _core.pool_same(one, other)
+
+
+def export_patch(lease: _core.PoolLease) -> tuple[int, bytes] | None:
+    """Return its base's sequence and a patch as bytes; None where there is no sound one."""
+    return _core.pool_patch_bytes(lease)
+
+
+def take_patch(write: VersionWrite, exported: Any) -> bool:
+    """Write a version by a patch of another pool; False where it replaces what is not there.
+
+    What it does not replace may differ too: `patched_crc` of both versions tells.
+    """
+    return _core.pool_patch_take(write.buffer, exported)
+
+
+def patched_crc(exported: Any, payload: Any) -> int | None:
+    """Return the checksum of all elements that an exported patch is about; None if it is none."""
+    return _core.pool_patch_crc(exported, payload)

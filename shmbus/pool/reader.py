@@ -65,9 +65,10 @@ class PoolReader(_core.ClosedByBlock):
         return self._pool
 
     @property
-    def identity(self) -> object:
+    def identity(self) -> tuple[int, int | None]:
         """Return what tells this pool from another one of its name, by which sequences count."""
-        return self._pool.created_unix_ns, self._identity and self._identity.st_ino
+        inode = None if self._identity is None else self._identity.st_ino
+        return self._pool.created_unix_ns, inode
 
     @property
     def newest(self) -> int:

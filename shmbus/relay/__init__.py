@@ -1,4 +1,4 @@
-"""Records from buses of many nodes to trainers' buses.
+"""Records from buses of many nodes to trainers' buses, and weights back to those nodes.
 
 Invariants:
 
@@ -26,6 +26,7 @@ def start(
     trainers: Sequence[str],
     *,
     release: Literal["acknowledged", "put"] = "acknowledged",
+    weights: bool = False,
     address: str | None = None,
     **policy: Any,
 ) -> Relay:
@@ -47,6 +48,9 @@ def start(
         When a source lets go of a record: once the trainer has acknowledged its group, so that the
         death of a trainer's node loses nothing; or once it is on the trainer's bus, which frees its
         space earlier.
+    weights : bool
+        Whether each version of the first trainer's weights goes to the rollout nodes too, into the
+        pool of weights of each workers' bus: engines there subscribe to that bus.
     address : str, optional
         Of the Ray cluster; None for the one that this process is connected to, or the local one.
     **policy : object
@@ -73,4 +77,6 @@ def start(
     """
     from shmbus.relay.on_ray import start as start_on_ray
 
-    return start_on_ray(source, trainers, release=release, address=address, **policy)
+    return start_on_ray(
+        source, trainers, release=release, weights=weights, address=address, **policy
+    )

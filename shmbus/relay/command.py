@@ -10,7 +10,10 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from shmbus._format import printable, show_count, show_duration, table
+import msgspec
+
+from shmbus import errors
+from shmbus._format import printable, show_count, show_duration, show_size, table
 from shmbus.cli._options import (
     Commands,
     add_command,
@@ -23,6 +26,7 @@ from shmbus.cli._options import (
 
 if TYPE_CHECKING:
     from shmbus.relay.coordinator_party import RelayNote
+    from shmbus.relay.weights_party import WeightsNote
 
 #: Of what happens to groups before they cross: option, its kind, and what it says.
 _POLICY: Final = (
@@ -44,7 +48,7 @@ def add_parser(commands: Commands) -> None:
         "every node to the trainers' buses; they go on when this command has ended, and Ray "
         "starts them again when they die. Shows or ends them with --status, --forget and --stop.",
         examples=[
-            "shmbus relay run1 --trainer run1-trainer",
+            "shmbus relay run1 --trainer run1-trainer --weights",
             "shmbus relay run1@rollout --trainer run1-trainer@learner --ray 10.0.0.1:6379",
             "shmbus relay run1 --status",
             "shmbus relay run1 --forget relay.run1.run1-trainer@node-10.0.0.7",
@@ -78,6 +82,10 @@ def add_parser(commands: Commands) -> None:
         "--release", choices=("acknowledged", "put"), default="acknowledged",
         help="when a source lets go of a record (default: acknowledged)",
     )  # fmt: skip
+    parser.add_argument(
+        "--weights", action="store_true",
+        help="carry the first trainer's weights to the rollout nodes, into a pool of NAME",
+    )  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--status", action="store_true", help="show the relay, and all that it knows")
     what.add_argument("--stop", action="store_true", help="end the relay")
@@ -102,11 +110,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     name = arguments.name.partition("@")[0]
     if arguments.status:
-        note = on_ray.find(name, arguments.ray).status()
+        relay = on_ray.find(name, arguments.ray)
+        note, carried, silent = relay.status(), None, ""
+        try:
+            carried = relay.weights()
+        except errors.DaemonUnavailableError as error:
+            silent = str(error)
         if arguments.json:
-            print_json(note)
+            said = msgspec.to_builtins(note)
+            print_json({**said, "weights": msgspec.to_builtins(carried), "no_weights": silent})
         else:
             print(show_relay(name, note))
+            if carried is not None or silent:
+                print("\n" + (silent if carried is None else show_weights(carried)))
     elif arguments.stop:
         on_ray.find(name, arguments.ray).stop()
         print(f"relay of bus {name} has ended; what it had not released is in its sources' rings")
@@ -127,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             relay = on_ray.start(
                 arguments.name, arguments.trainer, release=arguments.release,
-                address=arguments.ray,
+                weights=arguments.weights, address=arguments.ray,
                 **{each: value for each, value in given.items() if value is not None},
             )  # fmt: skip
         except ValueError as error:
@@ -248,4 +264,29 @@ def show_relay(name: str, note: RelayNote) -> str:
         for peer in note.peers
         if peer.paused is not None
     ]
+    return "\n".join(lines)
+
+
+def show_weights(note: WeightsNote) -> str:
+    """Return the weights of a relay as text: which node has which version, and who runs it."""
+    newest = "no version yet" if note.version is None else f"version {note.version}"
+    size = f", {show_size(note.size)}" if note.version is not None else ""
+    patch = f", as a patch {show_size(note.patch)}" if note.patch else ""
+    lines = [f"weights of bus {printable(note.bus)}: {newest}{size}{patch}"]
+    lines += [printable(note.error)] if note.error else []
+    mirrors, engines = [], []
+    for mirror in note.mirrors:
+        heard = "never" if mirror.heard_s is None else show_duration(mirror.heard_s)
+        version = "" if mirror.version is None else str(mirror.version)
+        mirrors.append((version, str(mirror.pieces or ""), heard, mirror.address, mirror.upstream))
+        lines += [f"{mirror.address}: {printable(mirror.error)}"] if mirror.error else []
+        for each in mirror.engines:
+            runs = "" if each.version is None else str(each.version)
+            refused = "" if each.refused is None else f"{each.refused}: {printable(each.error)}"
+            state = "yes" if each.alive else "no"
+            engines.append((printable(each.label), state, runs, refused, mirror.address))
+    lines += ["", table(("has>", "pieces>", "heard>", "mirror", "gets from"), mirrors, indent="")]
+    if engines:
+        titles = ("engine", "alive", "runs>", "refused", "at")
+        lines += ["", table(titles, engines, indent="")]
     return "\n".join(lines)

@@ -24,9 +24,11 @@ from shmbus._arguments import check_backoff, check_choice, check_count, check_fl
 from shmbus.inspect.status import read_status
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.messages import Envelope, Message, pack
+from shmbus.relay.mirror_party import MirrorParty
 from shmbus.relay.party import Mailbox, Opener, Party, run_party
 from shmbus.relay.sink_party import SinkParty
 from shmbus.relay.source_party import SourceParty
+from shmbus.relay.weights_party import WeightsParty
 from shmbus.segment.names import check_name
 from shmbus.stash.stash import StashPolicy
 
@@ -43,6 +45,7 @@ class PartyPlan(msgspec.Struct, frozen=True):
 
     kind: str
     address: str
+    #: Whom it follows: the coordinator, or of a mirror, who has the trainer's weights.
     coordinator: str
     #: Its bus's name; empty of a coordinator.
     bus: str = ""
@@ -51,6 +54,8 @@ class PartyPlan(msgspec.Struct, frozen=True):
     sources: list[str] = []
     sinks: list[str] = []
     policy: StashPolicy = StashPolicy()
+    #: Addresses of those that get the weights: of a coordinator, and of who has them.
+    mirrors: list[str] = []
 
     def make(self, mailbox: Mailbox) -> Party:
         """Make the party."""
@@ -58,6 +63,10 @@ class PartyPlan(msgspec.Struct, frozen=True):
             return SourceParty(self.bus, mailbox, self.coordinator)
         if self.kind == "sink":
             return SinkParty(self.bus, mailbox, self.coordinator, self.release)
+        if self.kind == "weights":
+            return WeightsParty(self.bus, mailbox, self.mirrors)
+        if self.kind == "mirror":
+            return MirrorParty(self.bus, mailbox, self.coordinator)
         return CoordinatorParty(mailbox, self.sources, self.sinks, self.policy)
 
 
@@ -152,8 +161,8 @@ class Host:
         self._mailbox.put(packed, payload)
 
     def _ledger(self) -> dict[str, Any] | None:
-        """Return the ledger of the party's bus; None of a coordinator, and of none to be read."""
-        if not self.plan.bus:
+        """Return the ledger of the party's bus; None of others, and of a bus that is not there."""
+        if self.plan.kind not in ("source", "sink"):
             return None
         try:
             counts = read_status(self.plan.bus).ledger
@@ -171,13 +180,14 @@ class Host:
         }  # fmt: skip
         if self._lacks:
             said["error"] = self._lacks
-        if self.plan.kind == "coordinator" and self._party is not None:
-            said["relay"] = msgspec.to_builtins(self._party.note())
+        seen = {"coordinator": "relay", "weights": "weights"}.get(self.plan.kind)
+        if seen is not None and self._party is not None:
+            said[seen] = msgspec.to_builtins(self._party.note())
         return said
 
     def forget(self, address: str) -> bool:
         """Have a coordinator go on without a peer that will not come back."""
-        if self._party is None:
+        if self._party is None or self.plan.kind != "coordinator":
             return False
         known = address in (*self._party.sources, *self._party.sinks)
         if known:

@@ -40,6 +40,9 @@ _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_core.MAX_GROUP_SIZE)]
 #: Of one block.
 _Records: TypeAlias = Annotated[tuple[Origin, ...], msgspec.Meta(max_length=_core.MAX_GROUP_SIZE)]
 
+#: Of a piece of weights: a piece is a block of the connection.
+_MOST_PIECE_BYTES = 64 << 20
+
 #: Where a source's announcements have come to: its incarnation, and the number of the last one.
 Mark: TypeAlias = tuple[int, int]
 
@@ -296,6 +299,106 @@ class Peers(NamedTuple):
     complete: bool
 
 
+class Transfer(NamedTuple):
+    """Bytes that a version of weights goes over as: all of it, or its patch.
+
+    `pool` is the identity of the trainer's pool, by which `sequence` and `base` count; `base` is 0
+    for all of the version.
+    """
+
+    pool: str
+    sequence: Count
+    base: Count
+
+
+class PoolGeometry(NamedTuple):
+    """Sizes of a pool; its layout's version comes first."""
+
+    layout: int
+    slot_bytes: Count
+    slots: Count
+    max_slots: Count
+    meta_bytes: Count
+    block_bytes: Count
+    patch_bytes: Count
+
+
+class VersionOffer(NamedTuple):
+    """The publisher's side to a mirror: get this, from there; what it says of itself is beside it.
+
+    `nbytes` are those of the transfer, in pieces of `piece_bytes`, and `size` of the version.
+    `digests`: whether its blocks are to have theirs.
+    """
+
+    transfer: Transfer
+    upstream: str
+    nbytes: Count
+    piece_bytes: Annotated[int, msgspec.Meta(ge=1, le=_MOST_PIECE_BYTES)]
+    version: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+    size: Count
+    digests: bool
+    text: str
+    geometry: PoolGeometry
+
+
+class PiecesWanted(NamedTuple):
+    """A mirror to its upstream: send these pieces, at once or when you have them."""
+
+    transfer: Transfer
+    pieces: Annotated[tuple[Count, ...], msgspec.Meta(max_length=256)]
+
+
+class VersionPiece(NamedTuple):
+    """A piece, with its checksum as the publisher's side computed it.
+
+    The last piece has the digest: of a whole version over the checksums of its pieces, of a patch
+    over all elements that the patch is about, as they are after it.
+    """
+
+    transfer: Transfer
+    number: Count
+    crc: Count
+    digest: Count | None = None
+
+
+class PiecesGone(NamedTuple):
+    """The answer to PiecesWanted of one who has no such transfer, or has it no more."""
+
+    transfer: Transfer
+
+
+class EngineRow(NamedTuple):
+    """A reader of a mirror's pool: which version it runs, and which one it refused, and why."""
+
+    label: str
+    alive: bool
+    version: int | None
+    refused: int | None
+    error: str
+
+
+class MirrorState(NamedTuple):
+    """A mirror to the publisher's side: what it has and gets, and who reads it.
+
+    It has the version `sequence` of the trainer's pool `pool`, 0 for none. `done` is the transfer
+    that it has got whole and still hands on, `getting` the one of which it has so many `pieces`.
+    `error` is why it can take none; `damaged` counts pieces that were not what was sent.
+    """
+
+    address: str
+    bus: str
+    pool: str
+    sequence: Count
+    version: int | None
+    done: Transfer | None
+    getting: Transfer | None
+    upstream: str
+    pieces: Count
+    error: str
+    damaged: Count
+    engines: tuple[EngineRow, ...] = ()
+
+
 Message: TypeAlias = (
     Subscription
     | Announcement
@@ -317,11 +420,16 @@ Message: TypeAlias = (
     | Peers
     | Wanted
     | Unanswered
+    | VersionOffer
+    | PiecesWanted
+    | VersionPiece
+    | PiecesGone
+    | MirrorState
 )
 
 
 #: Raised with every change of a message or of its meaning.
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 
 #: Each message's number is its place in the union.
 _KINDS: Final[tuple[type[Any], ...]] = get_args(Message)

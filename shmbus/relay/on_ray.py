@@ -19,10 +19,11 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from shmbus import errors
-from shmbus._arguments import check_choice, check_period
+from shmbus._arguments import check_choice, check_flag, check_period
 from shmbus.relay.coordinator_party import RelayNote
 from shmbus.relay.direct import Direct, Endpoint
 from shmbus.relay.host import Host, PartyPlan, check_specs, make_policy
+from shmbus.relay.weights_party import WeightsNote
 from shmbus.segment.names import bus_names
 
 try:
@@ -128,9 +129,9 @@ class _Place(NamedTuple):
     bus: str
     resource: str
 
-    def address(self, relay: str) -> str:
+    def address(self, relay: str, kind: str = "") -> str:
         node = re.sub(r"[^A-Za-z0-9_.-]", "-", self.resource)
-        return f"{_PREFIX}.{relay}.{self.bus}@{node}"
+        return f"{_PREFIX}.{relay}.{kind}{self.bus}@{node}"
 
 
 def _probe(name: str) -> bool:
@@ -198,6 +199,7 @@ def start(
     trainers: Sequence[str],
     *,
     release: str = "acknowledged",
+    weights: bool = False,
     address: str | None = None,
     **policy: Any,
 ) -> Relay:
@@ -205,6 +207,7 @@ def start(
     sources = check_specs("source", [source] if isinstance(source, str) else source)
     sinks = check_specs("trainers", trainers)
     check_choice("release", release, ("acknowledged", "put"))
+    weights = check_flag("weights", weights)
     stash_policy = make_policy(policy)
     if address is not None and not isinstance(address, str):
         raise TypeError(f"address: expected a str or None, got {type(address).__name__}")
@@ -221,16 +224,37 @@ def start(
         (place, PartyPlan("sink", place.address(name), coordinator, place.bus, release))
         for place in to_places
     ]
+    mirrored = _plan_weights(name, from_places, to_places[0]) if weights else []
+    mirrors = [plan.address for _, plan in mirrored if plan.kind == "mirror"]
     lead = PartyPlan(
         "coordinator", coordinator, coordinator, "", release,
         [place.address(name) for place in from_places],
-        [place.address(name) for place in to_places], stash_policy,
+        [place.address(name) for place in to_places], stash_policy, mirrors,
     )  # fmt: skip
+    plans += mirrored
     _require_same(name, lead)
     for place, plan in plans:
         _start_actor(plan, {place.resource: _A_LITTLE})
     _start_actor(lead, {to_places[0].resource: _A_LITTLE})
     return Relay(name, [plan.address for _, plan in plans] + [coordinator])
+
+
+#: What begins the addresses of those that carry weights; no bus's name has a colon.
+_WEIGHTS: Final = "weights:"
+
+
+def _plan_weights(
+    name: str, from_places: Sequence[_Place], trainer: _Place
+) -> list[tuple[_Place, PartyPlan]]:
+    """Have the pool of a trainer's bus mirrored beside each rollout workers' bus."""
+    source = trainer.address(name, _WEIGHTS)
+    mirrors = [
+        (place, PartyPlan("mirror", place.address(name, _WEIGHTS), source, place.bus))
+        for place in from_places
+    ]
+    addresses = [plan.address for _, plan in mirrors]
+    lead = PartyPlan("weights", source, source, trainer.bus, mirrors=addresses)
+    return [(trainer, lead), *mirrors]
 
 
 def _require_same(name: str, plan: PartyPlan) -> None:
@@ -293,6 +317,9 @@ class Relay:
         self.name = name
         self.addresses = addresses
         self._coordinator = f"{_PREFIX}.{name}.coordinator"
+        self._carrying = [
+            each for each in addresses if each.startswith(f"{_PREFIX}.{name}.{_WEIGHTS}")
+        ]
 
     def describe(self, timeout: float = _ANSWER_S) -> list[dict[str, Any]]:
         """Return what each actor says of itself, within so many seconds for all of them.
@@ -326,7 +353,7 @@ class Relay:
         said = {each["address"]: each for each in self.describe(timeout)}
         found = []
         for address in self.addresses:
-            if address == self._coordinator:
+            if address == self._coordinator or address in self._carrying:
                 continue
             each = said[address]
             ledger = each.get("ledger")
@@ -357,6 +384,24 @@ class Relay:
                 why = type(error).__name__
             time.sleep(_ASK_AGAIN_S)
         raise self._unavailable(timeout, why)
+
+    def weights(self, timeout: float = _ANSWER_S) -> WeightsNote | None:
+        """Return how far the nodes are with the trainer's weights; None where they are not carried.
+
+        DaemonUnavailableError where whoever has them does not say within so many seconds.
+        """
+        if not self._carrying:
+            return None
+        why = "it does not answer"
+        for each in self.describe(timeout):
+            if "weights" in each:
+                return msgspec.convert(each["weights"], WeightsNote)
+            if each.get("kind") == "weights":
+                why = each.get("error", why)
+        raise errors.DaemonUnavailableError(
+            f"relay {self.name!r} carries no weights now: {why}. It begins by itself, once there "
+            "are some"
+        )
 
     def _unavailable(self, timeout: float, why: str) -> errors.DaemonUnavailableError:
         return errors.DaemonUnavailableError(

@@ -167,6 +167,11 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         #: Memory that was filled with what is none of a version's bytes, as far as that is seen.
         self._foreign: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: else torch imports its compiler, which takes seconds of a pause."""
+        return False
+
     def add_source(self, tensor: torch.Tensor, offset: int) -> None:
         """Know a tensor for what lies at an offset of a version."""
         start = int(tensor.storage_offset()) * tensor.element_size()

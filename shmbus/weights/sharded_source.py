@@ -22,7 +22,7 @@ import torch
 from shmbus.tensors.views import is_sharded
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice
-from shmbus.weights.source import LocalPiece, dtype_name, local_part
+from shmbus.weights.source import EvenShares, LocalPiece, dtype_name, local_part
 
 __all__ = ["ExportedSource", "Shard", "ShardedSource", "module_shards"]
 
@@ -354,7 +354,7 @@ class ExportedSource:
             Something else is exported than at first.
         """
         known = iter(self.params())
-        written = [0] * world_size
+        shares = EvenShares(world_size)
         for name, tensor in self._export():
             meta = _meta_of(name, tensor)
             if next(known, None) != meta:
@@ -362,9 +362,7 @@ class ExportedSource:
                     "something else is exported than at first",
                     [f"{name!r}: {meta.dtype} {list(meta.shape)} was not expected here"],
                 )
-            lightest = written.index(min(written))
-            written[lightest] += tensor.nbytes
-            if lightest == rank:
+            if shares.next(tensor.nbytes) == rank:
                 yield LocalPiece(name, (0,) * tensor.dim(), tensor.detach())
         left = [f"{meta.name!r} is missing" for meta in known]
         if left:

@@ -88,6 +88,8 @@ class SharedModel(ClosedByWith):
         Open; this object closes it.
     writable : bool
         Whether this process steps.
+    arena : Arena, optional
+        What exports the tensors' memory, where this process has it and it is not the file's.
 
     Raises
     ------
@@ -297,7 +299,12 @@ class SharedModel(ClosedByWith):
         Parameters
         ----------
         optimizer : torch.optim.Optimizer
-            Of these parameters; its step raises WeightsError then, before it changes one.
+            Of these parameters.
+
+        Raises
+        ------
+        WeightsError
+            From the optimizer's step, before it changes a parameter.
         """
 
         def require_step(*arguments: object) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "EvenShares",
     "LocalPiece",
     "ModuleSource",
     "WeightSource",
@@ -94,6 +95,19 @@ class WeightSource(Protocol):
         ------
         LocalPiece
         """
+
+
+class EvenShares:
+    """Divides tensors that all ranks have alike; all ranks that ask alike are answered alike."""
+
+    def __init__(self, world_size: int) -> None:
+        self._written = [0] * world_size
+
+    def next(self, nbytes: int) -> int:
+        """Return the rank that writes the next tensor."""
+        lightest = self._written.index(min(self._written))
+        self._written[lightest] += nbytes
+        return lightest
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -278,7 +292,7 @@ class ModuleSource:
     def _local(
         self, named: Mapping[str, torch.Tensor], rank: int, world_size: int
     ) -> Iterator[LocalPiece]:
-        written = [0] * world_size
+        shares = EvenShares(world_size)
         for name, tensor in named.items():
             detached = tensor.detach()
             if is_sharded(detached):
@@ -287,9 +301,7 @@ class ModuleSource:
                     yield LocalPiece(name, start, local)
                 continue
             # Alike on all ranks, so all of them come to the same division.
-            lightest = written.index(min(written))
-            written[lightest] += detached.numel() * detached.element_size()
-            if lightest == rank:
+            if shares.next(detached.numel() * detached.element_size()) == rank:
                 yield LocalPiece(name, (0,) * detached.dim(), detached)
 
 

@@ -6,6 +6,7 @@
 
 #include "pool/lease.h"
 #include "base/checksum.h"
+#include "base/copy.h"
 #include "base/failpoints.h"
 
 static struct patch_head *head_of(const struct pool *pool, uint32_t slot, uint32_t ranks,
@@ -228,6 +229,66 @@ enum patch_put patch_put(struct patch_maker *maker, uint64_t offset,
     maker->runs++;
     maker->changes += out.changes;
     return PATCH_MADE;
+}
+
+/* Applies a stream to the piece at `to`; false where it was made for other bytes. */
+static bool apply_checked(const struct patch_shape *shape, struct patch_in in, uint64_t digest,
+                          uint8_t *to) {
+    return patch_apply(&in, shape, to) && in.at == in.end && in.base_digest == digest;
+}
+
+/* Brings the slot's piece to the base by the patches of the versions between. */
+static bool catch_up(struct patch_maker *maker, uint64_t offset, const struct patch_shape *shape,
+                     uint8_t *to) {
+    struct patch_in streams[PATCH_MAX_LINKS];
+    uint64_t digests[PATCH_MAX_LINKS];
+    if (!links_of(maker, offset, shape, streams, digests)) {
+        return false;
+    }
+    for (uint32_t i = 0; i < maker->links; i++) {
+        if (!apply_checked(shape, streams[i], digests[i], to)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void copy_base(const struct patch_shape *shape, const uint8_t *base, uint8_t *to) {
+    for (uint64_t row = 0; row < shape->rows; row++) {
+        copy_non_temporal(to + row * shape->stride, base + row * shape->stride,
+                          (size_t)shape->row_bytes);
+    }
+    copy_fence();
+}
+
+bool patch_put_run(struct patch_maker *maker, const struct patch_run *run, const uint8_t *stream) {
+    uint64_t padded = pool_align_up(run->bytes, 8);
+    if (maker->base == NULL || (uint64_t)(maker->end - maker->at) < sizeof *run + padded) {
+        return false;
+    }
+    struct patch_shape shape = {run->rows, run->row_bytes, run->stride, run->width};
+    struct patch_in in = {.at = stream, .end = stream + run->bytes};
+    uint8_t *to = pool_payload(maker->pool, maker->slot) + run->offset;
+    if (!catch_up(maker, run->offset, &shape, to) ||
+        !apply_checked(&shape, in, run->base_digest, to)) {
+        copy_base(&shape, maker->base + run->offset, to);
+        if (!apply_checked(&shape, in, run->base_digest, to)) {
+            return false;
+        }
+    }
+    memcpy(maker->at, run, sizeof *run);
+    memcpy(maker->at + sizeof *run, stream, padded);
+    maker->at += sizeof *run + padded;
+    maker->runs++;
+    maker->changes += run->changes;
+    return true;
+}
+
+uint32_t patch_piece_crc(uint32_t crc, const struct patch_run *run, const uint8_t *payload) {
+    for (uint64_t row = 0; row < run->rows; row++) {
+        crc = shmbus_crc32c(crc, payload + run->offset + row * run->stride, run->row_bytes);
+    }
+    return crc;
 }
 
 void patch_seal(struct patch_maker *maker) {

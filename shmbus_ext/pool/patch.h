@@ -56,6 +56,10 @@ void patch_begin(struct patch_maker *maker, struct pool *pool, uint32_t slot);
  * elements of it changed, where a patch was made. The piece lies inside the version. */
 enum patch_put patch_put(struct patch_maker *maker, uint64_t offset,
                          const struct patch_shape *shape, const uint8_t *now, uint64_t *changes);
+/* Writes a piece by a run of another pool's patch, made against the same base, and takes that run over
+ * into this patch. False where there is no base or no room, or the base is another one: the piece
+ * is then neither. The run was checked to lie inside the version. */
+bool patch_put_run(struct patch_maker *maker, const struct patch_run *run, const uint8_t *stream);
 /* No patch any more; pieces are written whole. */
 void patch_give_up(struct patch_maker *maker);
 /* All pieces are there: others may read the patch once the version is whole. */
@@ -70,6 +74,8 @@ bool patch_find(const struct pool *pool, uint32_t slot, const struct slot_row *r
 /* The run at *at, which moves on; false at the end, or where what follows is none. */
 bool patch_next(const struct patch_view *view, const uint8_t **at, struct patch_run *run,
                 const uint8_t **stream);
+/* Extends a checksum by the rows of a piece, from `payload`. */
+uint32_t patch_piece_crc(uint32_t crc, const struct patch_run *run, const uint8_t *payload);
 /* Whether a piece lies in so many bytes, in elements of its width. */
 bool patch_fits(uint64_t offset, const struct patch_shape *shape, uint64_t bytes);
 

@@ -23,8 +23,11 @@ static PyObject *py_crc32c(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!PyArg_ParseTuple(args, "y*|p", &data, &reference)) {
         return NULL;
     }
-    uint32_t crc = reference ? shmbus_crc32c_reference(0, data.buf, (size_t)data.len)
-                             : shmbus_crc32c(0, data.buf, (size_t)data.len);
+    uint32_t crc;
+    Py_BEGIN_ALLOW_THREADS
+    crc = reference ? shmbus_crc32c_reference(0, data.buf, (size_t)data.len)
+                    : shmbus_crc32c(0, data.buf, (size_t)data.len);
+    Py_END_ALLOW_THREADS
     PyBuffer_Release(&data);
     return PyLong_FromUnsignedLong(crc);
 }

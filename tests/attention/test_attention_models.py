@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from trainer_adapter.attention import (
     arguments,
@@ -132,7 +131,10 @@ COMPILED = [
 ]
 
 
-def compile_counting(model: Any) -> tuple[Any, CompileCounterWithBackend]:
+def compile_counting(model: Any) -> tuple[Any, Any]:
+    # Over a second of imports, which whoever collects this file shall not have.
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     return torch.compile(model, fullgraph=True, backend=counter), counter

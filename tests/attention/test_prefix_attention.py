@@ -231,6 +231,7 @@ def test_where_flex_attention_cannot_be_compiled_it_goes_by_paths_and_says_so_on
 
 
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("window", [-1, 100])
 @pytest.mark.parametrize("backend", ["flex", "native", "sdpa"])
 def test_a_gpu_gives_the_same_by_each_backend(seed: int, backend: Any, window: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import Spawner, wait_until
+from fork_server import FUNCTIONS
 
 from bench import attention, channel, machine, processes, program, ranks, report, suite, weights
 from bench.levels import LEVELS
@@ -288,7 +289,7 @@ def test_the_hot_calls_say_who_runs_them(spawn: Spawner) -> None:
 def forked() -> Iterator[None]:
     """Fork the processes from one that has this module: no figure counts here."""
     before = os.environ.get(processes.TEMPLATE)
-    processes.use_template(__name__)
+    processes.use_template(*FUNCTIONS)
     processes.context.cache_clear()
     yield
     os.environ.pop(processes.TEMPLATE)

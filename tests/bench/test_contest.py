@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from fork_server import FUNCTIONS
 
 from bench import processes
 from bench.contenders import MODULES, contenders, module
@@ -41,7 +42,7 @@ def installed(name: str) -> ModuleType:
 def forked() -> Iterator[None]:
     """Fork the processes of measurements: no figure counts here, and imports take the longest."""
     before = os.environ.get(processes.TEMPLATE)
-    processes.use_template("torch", "trainer_adapter", "bench.contest.child")
+    processes.use_template(*FUNCTIONS)
     processes.context.cache_clear()
     yield
     os.environ.pop(processes.TEMPLATE)

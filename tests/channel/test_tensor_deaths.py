@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import TEMPLATE
 
 from shmbus import PeerGoneError
 from shmbus.tensors import (
@@ -19,9 +19,6 @@ from shmbus.tensors import (
 )
 from shmbus.tensors import receiver as receiving
 from shmbus.tensors import sender as sending
-
-SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(["shmbus.tensors"])
 
 SPECS = {"hidden": ("float32", (4, 8)), "ids": ("int64", (4,))}
 # Far beyond what a test waits: only the other side's message or death can end a wait in time.
@@ -35,8 +32,8 @@ def good(value: int = 0) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def child_at(target: Callable[..., None], where: Any, phase: str) -> Iterator[Any]:
     """Run a side in a process of its own that stays in a phase; it is there when this returns."""
-    ours, theirs = SPAWN.Pipe()
-    child = SPAWN.Process(target=target, args=(where, phase, theirs), daemon=True)
+    ours, theirs = TEMPLATE.Pipe()
+    child = TEMPLATE.Process(target=target, args=(where, phase, theirs), daemon=True)
     child.start()
     try:
         assert ours.poll(30), f"no child in phase {phase}"

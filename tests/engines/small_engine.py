@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -22,20 +21,11 @@ from typing import Any, ClassVar
 import aiohttp
 import torch
 from aiohttp import web
+from fork_server import TEMPLATE
 
 from shmbus.engines import VllmServer
 
 TOKEN_S = 0.002
-SPAWN = multiprocessing.get_context("forkserver")
-# Only what is installed: the server of forks has not the path of these tests. Others are passed.
-SPAWN.set_forkserver_preload(
-    [
-        "aiohttp.web",
-        "shmbus.engines",
-        "shmbus.weights",
-        "sglang.srt.managers.io_struct",
-    ]
-)
 START_S = 60.0
 ASKED_S = 5.0
 
@@ -148,8 +138,8 @@ class Running:
         self._start(0)
 
     def _start(self, port: int) -> None:
-        self._ours, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=run, args=(*self._make, theirs, port))
+        self._ours, theirs = TEMPLATE.Pipe()
+        self.process = TEMPLATE.Process(target=run, args=(*self._make, theirs, port))
         self.process.start()
         theirs.close()
         assert self._ours.poll(START_S), "the server did not start"

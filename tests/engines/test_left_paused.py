@@ -16,8 +16,9 @@ from trainers import SHORT_S, TIMEOUT_S, Trainer, fleet_of, update
 
 from shmbus import Bus, DamagedError, LayoutMismatchError
 from shmbus.engines import EngineError, EngineFleet, VllmServer
-from shmbus.engines.pause_note import KIND, PauseNote, PauseNotice, paused_by
+from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
 from shmbus.engines.resume import resume
+from shmbus.segment.cache_salt import NOTE_KIND
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from shmbus.weights import WeightsError, share_model
 
@@ -154,7 +155,7 @@ async def test_a_note_that_cannot_be_read_is_locked_by_nobody(
     bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
     running = servers(1)
-    path = Path(SHM_DIRECTORY + companion_name(KIND, bus.name))
+    path = Path(SHM_DIRECTORY + companion_name(NOTE_KIND, bus.name))
     path.write_bytes(b"another version's")
     with pytest.raises(LayoutMismatchError, match="none of this version"):
         await update(bus.name, trainer, 1, running)

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import TEMPLATE
 from safetensors.torch import load_file
-from small_engine import SPAWN, Running
+from small_engine import Running
 from small_lora import SmallLora
 from trainers import TIMEOUT_S
 
@@ -127,7 +128,7 @@ def die_while_writing(folder: str) -> None:
 
 
 def test_a_trainer_that_dies_while_it_writes_leaves_no_version(folder: Path) -> None:
-    process = SPAWN.Process(target=die_while_writing, args=(str(folder),))
+    process = TEMPLATE.Process(target=die_while_writing, args=(str(folder),))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL

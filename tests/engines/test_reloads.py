@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_engine import SPAWN, Running
+from fork_server import TEMPLATE
+from small_engine import Running
 from trainers import KINDS, TIMEOUT_S, Trainer, fleet_of
 
 from shmbus import Bus
@@ -143,7 +144,7 @@ async def test_what_a_dead_trainer_left_paused_reads_the_newest_and_goes_on(
 ) -> None:
     running = servers(1)
     writer.publish(7)
-    trainer = SPAWN.Process(target=end_in_a_reload, args=(bus.name, running.url, str(tmp_path)))
+    trainer = TEMPLATE.Process(target=end_in_a_reload, args=(bus.name, running.url, str(tmp_path)))
     trainer.start()
     trainer.join(30)
     assert trainer.exitcode == -signal.SIGKILL

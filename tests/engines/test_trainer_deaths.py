@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from conftest import wait_until
-from small_engine import SPAWN, Running
+from fork_server import TEMPLATE
+from small_engine import Running
 from trainers import TIMEOUT_S, end_in_an_update, fleet_of
 
 from shmbus import Bus
@@ -42,7 +43,7 @@ def start_trainer(
     bus: str, kind: str, running: list[Running], step: str, after: bool, number: int
 ) -> Any:
     urls = [each.url for each in running]
-    process = SPAWN.Process(target=end_in_an_update, args=(bus, kind, urls, step, after, number))
+    process = TEMPLATE.Process(target=end_in_an_update, args=(bus, kind, urls, step, after, number))
     process.start()
     return process
 

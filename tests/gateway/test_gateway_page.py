@@ -93,7 +93,7 @@ def shell(line: str, gateway: Gateway) -> str:
 @pytest.mark.parametrize("number", [0, 1], ids=["alone", "beside a daemon"])
 def test_the_first_commands_serve(number: int, start: Start, bus_name: str) -> None:
     install, *serving = commands("The HTTP gateway")
-    assert install == "pip install -e '.[gateway]'"
+    assert install == "pip install 'shmbus[gateway]'"
     assert len(serving) == 2
     assert start(serving[number], bus_name).get("/healthz").json()["status"] == "ok"
 

@@ -18,7 +18,7 @@ from conftest import wait_until
 from gateways import REGISTRATION, Gateway
 from http_answers import Answer
 from http_requests import request_bytes, reset
-from test_retries import all_batches, balanced, numbered, numbers
+from test_gateway_retries import all_batches, balanced, numbered, numbers
 
 import shmbus
 

@@ -1,7 +1,7 @@
 """The memory of a gateway, at most what docs/gateway.md says, while many clients post at once.
 
 SHMBUS_GATEWAY_CLIENTS says how many, 1000 say, with a group of 10 MB each: some minutes. The short
-form is in test_retries.py.
+form is in test_gateway_retries.py.
 """
 
 from __future__ import annotations

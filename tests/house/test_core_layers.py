@@ -1,7 +1,7 @@
 """The C core as a graph of files: calls go down only, and what a room gives is declared.
 
-The files are compiled here, so that what is checked is what the linker sees: the symbols that each
-object file defines and needs.
+What is checked is what the linker sees: the symbols that each object file defines and needs. They
+are those of the build with failpoints, so that failpoints.c and the calls of it take part.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -23,13 +22,15 @@ ROOMS = ("base", "ring", "stash", "batch", "pool", "channel")
 # What rooms share.
 GROUND = "base"
 COMPILER = shlex.split(os.environ.get("CC", "cc"))
-# With failpoints, so that failpoints.c and the calls of it take part.
-FLAGS = ("-std=c11", "-O0", "-w", "-pthread", "-DSHMBUS_FAILPOINTS=1", f"-I{CORE}")
 
-pytestmark = pytest.mark.skipif(
-    shutil.which(COMPILER[0]) is None or shutil.which("nm") is None,
-    reason="compiling the core takes a C compiler and nm",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        shutil.which(COMPILER[0]) is None or shutil.which("nm") is None,
+        reason="compiling the core takes a C compiler and nm",
+    ),
+    # The first of them may have to wait for the build.
+    pytest.mark.timeout(300),
+]
 
 
 class Symbols(NamedTuple):
@@ -39,9 +40,7 @@ class Symbols(NamedTuple):
     undefined: set[str]
 
 
-def symbols_of(source: Path, directory: Path) -> Symbols:
-    compiled = directory / f"{source.parent.name}-{source.stem}.o"
-    subprocess.run([*COMPILER, *FLAGS, "-c", str(source), "-o", str(compiled)], check=True)
+def symbols_of(compiled: Path) -> Symbols:
     listed = subprocess.run(
         ["nm", "--extern-only", "--format=posix", str(compiled)],
         check=True,
@@ -58,16 +57,14 @@ def symbols_of(source: Path, directory: Path) -> Symbols:
 
 
 @pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Symbols]:
+def core(failpoint_build: Path) -> dict[str, Symbols]:
     """Each file of the core as "room/name", without its suffix."""
-    directory = tmp_path_factory.mktemp("core")
-    sources = [source for room in ROOMS for source in sorted((CORE / room).glob("*.c"))]
-    with ThreadPoolExecutor(2) as pool:
-        found = pool.map(lambda source: symbols_of(source, directory), sources)
-        return {
-            f"{source.parent.name}/{source.stem}": symbols
-            for source, symbols in zip(sources, found, strict=True)
-        }
+    objects = failpoint_build / "objects" / CORE.name
+    return {
+        f"{room}/{source.stem}": symbols_of(objects / room / f"{source.stem}.o")
+        for room in ROOMS
+        for source in sorted((CORE / room).glob("*.c"))
+    }
 
 
 def owners(core: dict[str, Symbols]) -> dict[str, str]:

@@ -35,6 +35,7 @@ MODULES = [
     "trainer_adapter.attention",
     "trainer_adapter.adapters.trl",
     "trainer_adapter.advantages",
+    "trainer_adapter.logprobs",
     "trainer_adapter.losses",
     "trainer_adapter.compat",
     "trainer_adapter.microbatch",

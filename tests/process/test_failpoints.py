@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import channel_points
 import pool_points
 import pytest
-from conftest import IS_WORKER, Spawner
+from conftest import Spawner
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 #: "all" also tests later passes of the daemon's points: after wraps, in the middle of a step.
 PASSES = os.environ.get("SHMBUS_TEST_POINTS", "first")
-
-
-@pytest.fixture(scope="session")
-def failpoint_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a tree whose extension has the points compiled in, once for all workers of a run."""
-    base = tmp_path_factory.getbasetemp()
-    tree = (base.parent if IS_WORKER else base) / "failpoints"
-    with tree.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not tree.exists():
-            half_done = tree.with_suffix(".new")
-            _build(half_done)
-            half_done.rename(tree)
-    return tree
-
-
-def _build(tree: Path) -> None:
-    shutil.rmtree(tree, ignore_errors=True)
-    shutil.copytree(ROOT / "shmbus", tree / "shmbus")
-    (tree / "shmbus_ext").mkdir()
-    for path in (ROOT / "shmbus_ext").glob("*.py*"):
-        shutil.copy(path, tree / "shmbus_ext")
-    argv = [sys.executable, "setup.py", "--quiet", "build_ext"]
-    argv += ["--build-lib", str(tree), "--build-temp", str(tree / "objects")]
-    env = {**os.environ, "SHMBUS_FAILPOINTS": "1", "SHMBUS_SANITIZE": ""}
-    subprocess.run(argv, cwd=ROOT, env=env, check=True, capture_output=True, timeout=110)
 
 
 #: The program, what it is asked for, and how many cases it has at the least.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
 import os
 import random
 import signal
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from fork_server import TEMPLATE
 from relay.connections import open_mailbox
 
 import shmbus
@@ -34,12 +34,6 @@ from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
 COORDINATOR = "coordinator"
-CONTEXT = multiprocessing.get_context("forkserver")
-# A party that starts in milliseconds is killed at its work, and not while it is imported.
-CONTEXT.set_forkserver_preload(
-    ["numpy", "shmbus.relay.party", "relay.connections", "shmbus.relay.coordinator_party",
-     "shmbus.relay.sink_party", "shmbus.relay.source_party"]
-)  # fmt: skip
 SIZE = 6
 
 
@@ -121,7 +115,7 @@ class Storm:
 
     def start(self, address: str) -> None:
         """Start a party."""
-        child = CONTEXT.Process(target=work, args=(self.plan, address), daemon=True)
+        child = TEMPLATE.Process(target=work, args=(self.plan, address), daemon=True)
         child.start()
         self.children[address] = child
 

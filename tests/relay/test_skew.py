@@ -6,7 +6,8 @@ import tempfile
 import time
 
 import numpy as np
-from relay.relay_storm import CONTEXT, Plan, work
+from fork_server import TEMPLATE
+from relay.relay_storm import Plan, work
 
 import shmbus
 
@@ -44,10 +45,10 @@ def test_a_source_far_ahead_of_the_other_never_stops_a_relay(bus_name: str) -> N
         buses = [shmbus.Bus.create(name, SOURCE_BYTES) for name in plan.sources]
         buses += [shmbus.Bus.create(name, TRAINER_BYTES) for name in plan.trainers]
         children = [
-            CONTEXT.Process(target=work, args=(plan, each), daemon=True) for each in plan.parties
+            TEMPLATE.Process(target=work, args=(plan, each), daemon=True) for each in plan.parties
         ]
         children += [
-            CONTEXT.Process(target=produce, args=(name, i, plan.sources[0]), daemon=True)
+            TEMPLATE.Process(target=produce, args=(name, i, plan.sources[0]), daemon=True)
             for i, name in enumerate(plan.sources)
         ]
         try:

@@ -21,12 +21,14 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Spawner
+from fork_server import TEMPLATE
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
 from shmbus.segment.names import shm_path
 from shmbus_ext import _core
 
+FORK = multiprocessing.get_context("fork")
 HEADER_BYTES, SLOT_BYTES, DESCRIPTOR_BYTES = 1024, 128, 64
 
 
@@ -181,9 +183,9 @@ def test_as_many_producers_attach_as_were_asked_for_and_slots_are_used_again(
 # --- forks and pickles
 
 
-def in_child(start: str, target: Callable[..., None], *args: Any) -> None:
+def in_child(context: Any, target: Callable[..., None], *args: Any) -> None:
     """Run it in a process of its own, and require that it ends well."""
-    child = multiprocessing.get_context(start).Process(target=target, args=args)
+    child = context.Process(target=target, args=args)
     child.start()
     child.join(30)
     if child.is_alive():
@@ -217,7 +219,7 @@ def test_a_forked_child_gets_errors_and_handles_of_its_own_and_its_parent_goes_o
             put(producer, key)
         [group] = consumer.take(1, 10)
         slot = producer.reserve("slot", group_size=1, index=0, fields={"x": ("i4", 9)})
-        in_child("fork", use_inherited, producer, slot, consumer, group)
+        in_child(FORK, use_inherited, producer, slot, consumer, group)
         slot["x"][:] = 3
         slot.commit()
         group.ack()
@@ -234,13 +236,12 @@ def test_what_a_forked_child_inherited_neither_changes_nor_reaches_the_ring(bus:
         room[:] = 99
         assert np.array_equal(view, np.arange(30))
 
-    context = multiprocessing.get_context("fork")
-    ready, moved_on = context.Event(), context.Event()
+    ready, moved_on = FORK.Event(), FORK.Event()
     with Producer(bus.name) as one, Producer(bus.name) as two, Consumer(bus.name) as consumer:
         put(one, "a")
         [group] = consumer.take(1, 10)
         slot = two.reserve("slot", group_size=1, index=0, fields={"x": ("i4", 1000)})
-        process = context.Process(target=child, args=(group[0]["x"], slot["x"]))
+        process = FORK.Process(target=child, args=(group[0]["x"], slot["x"]))
         process.start()
         assert ready.wait(30)
         slot["x"][:] = 3
@@ -261,7 +262,7 @@ def test_handles_pickle_by_name_and_attach_anew(bus: Bus) -> None:
         with pickle.loads(pickle.dumps(producer)) as copy:
             assert copy.producer_id != producer.producer_id
             put(copy, "copy", score=1.0)
-        in_child("spawn", put, producer, "spawned")
+        in_child(TEMPLATE, put, producer, "spawned")
         assert {info.label for info in bus.stats().producers} == {"mine"}
         put(producer, "level", group_size=2, index=0)
         put(producer, "level", group_size=2, index=1)
@@ -500,7 +501,7 @@ def survive_damage_everywhere(name: str, seed: int) -> None:
 
 
 def test_damage_anywhere_never_crashes_or_hangs_anybody(bus_name: str, seed: int) -> None:
-    in_child("spawn", survive_damage_everywhere, bus_name, seed)
+    in_child(TEMPLATE, survive_damage_everywhere, bus_name, seed)
 
 
 def lose_nothing_beside_a_damaged_lane(name: str, seed: int) -> None:
@@ -532,7 +533,7 @@ def lose_nothing_beside_a_damaged_lane(name: str, seed: int) -> None:
 
 
 def test_other_lanes_lose_nothing_beside_a_damaged_one(bus: Bus, seed: int) -> None:
-    in_child("spawn", lose_nothing_beside_a_damaged_lane, bus.name, seed)
+    in_child(TEMPLATE, lose_nothing_beside_a_damaged_lane, bus.name, seed)
 
 
 def forge(raw: Raw, rng: random.Random, record: int) -> None:
@@ -574,7 +575,7 @@ def survive_forged_records(name: str, seed: int) -> None:
 
 
 def test_records_forged_under_right_checksums_never_crash_their_reader(bus: Bus, seed: int) -> None:
-    in_child("spawn", survive_forged_records, bus.name, seed)
+    in_child(TEMPLATE, survive_forged_records, bus.name, seed)
 
 
 HOLDER = """

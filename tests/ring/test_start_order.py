@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import multiprocessing
 import os
 import random
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import Child, Daemon, Spawner
+from fork_server import TEMPLATE
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -345,7 +345,7 @@ def test_a_second_reader_is_told_of_the_daemon_and_of_itself(bus_name: str) -> N
         said = str(caught.value)
         assert f"`shmbus serve {bus_name}`" in said
         assert "this same process" in said and "close the earlier one" in said
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
+        with TEMPLATE.Pool(1) as pool:
             said = pool.apply(busy, (bus_name,))
         assert f"pid {os.getpid()}" in said and "same process" not in said
 

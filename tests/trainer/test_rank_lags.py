@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from collections.abc import Callable
 from multiprocessing.queues import Queue
@@ -11,6 +10,7 @@ from multiprocessing.synchronize import Barrier
 import numpy as np
 import pytest
 from conftest import DEFAULT_DEADLINE_S, PATIENCE, Daemon
+from fork_server import TEMPLATE
 
 from shmbus import Producer
 from trainer_adapter import OnlineDataHandler
@@ -59,14 +59,12 @@ def test_no_rank_is_given_a_batch_above_the_limit_however_long_the_backlog_was(
     daemon: Callable[..., Daemon], bus_name: str, ranks: int
 ) -> None:
     daemon("--capacity", "8MiB", "--max-policy-lag", LAG)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer_adapter.handler.handler"])
-    turns, lags = context.Barrier(ranks), context.Queue()
+    turns, lags = TEMPLATE.Barrier(ranks), TEMPLATE.Queue()
     over = threading.Event()
     with Producer(bus_name) as producer:
         put(producer, BACKLOG)
         processes = [
-            context.Process(target=train, args=(bus_name, rank, ranks, turns, lags), daemon=True)
+            TEMPLATE.Process(target=train, args=(bus_name, rank, ranks, turns, lags), daemon=True)
             for rank in range(ranks)
         ]
 

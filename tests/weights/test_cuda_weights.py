@@ -95,6 +95,7 @@ time.sleep(600)
 #: Sees one device only, which is not the publisher's.
 BLIND = """
 import sys, torch
+from shmbus.errors import DeviceMismatchError
 from shmbus.weights import *
 bus = sys.argv[1]
 assert torch.cuda.device_count() == 1

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
+from fork_server import TEMPLATE
 from one_copy_engine import SHAPE, serve
 
 from bench.fused_engine import checkpoint
@@ -24,11 +24,10 @@ class Engine:
     """The engine's process."""
 
     def __init__(self, bus: str, device: str) -> None:
-        context = multiprocessing.get_context("spawn")
         self.pipe: Connection
-        self.pipe, there = context.Pipe()
+        self.pipe, there = TEMPLATE.Pipe()
         kind = "memfd" if device == "cpu" else None
-        self.process = context.Process(target=serve, args=(there, bus, device, kind), daemon=True)
+        self.process = TEMPLATE.Process(target=serve, args=(there, bus, device, kind), daemon=True)
         self.process.start()
         there.close()
         assert self.pipe.poll(120) and self.pipe.recv() == "shared"

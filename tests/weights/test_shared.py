@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -14,15 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import TEMPLATE
 
 from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
 from shmbus.inspect.leftovers import survey
 from shmbus.weights import ManifestError, Slice, WeightsError, attach_model, share_model
 from shmbus.weights.shared_file import path_of, shared_state
 from shmbus.weights.shared_model import SharedModel
-
-SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(["shmbus.weights.shared_model"])
 
 
 class Tiny(torch.nn.Module):
@@ -173,9 +170,9 @@ def test_passes_in_flight_meet_one_version_each_and_steps_are_not_starved(
     trained: tuple[Tiny, SharedModel],
 ) -> None:
     model, shared = trained
-    pipes = [SPAWN.Pipe() for _ in range(2)]
+    pipes = [TEMPLATE.Pipe() for _ in range(2)]
     processes = [
-        SPAWN.Process(target=generate, args=(shared.bus, 2, 1.0, theirs)) for _, theirs in pipes
+        TEMPLATE.Process(target=generate, args=(shared.bus, 2, 1.0, theirs)) for _, theirs in pipes
     ]
     for process in processes:
         process.start()
@@ -205,7 +202,7 @@ def read_and_wait(bus: str, ready: Any) -> None:
 
 
 def test_a_trainer_that_died_in_a_step_leaves_an_error_and_no_mix(bus_name: str) -> None:
-    process = SPAWN.Process(target=die_in_a_step, args=(bus_name,))
+    process = TEMPLATE.Process(target=die_in_a_step, args=(bus_name,))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -254,8 +251,8 @@ def test_a_dead_reader_holds_nobody_up_and_a_stopped_one_does(
     number: int, trained: tuple[Tiny, SharedModel]
 ) -> None:
     _, shared = trained
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=read_and_wait, args=(shared.bus, theirs))
+    ours, theirs = TEMPLATE.Pipe()
+    process = TEMPLATE.Process(target=read_and_wait, args=(shared.bus, theirs))
     process.start()
     assert ours.poll(60)
     assert process.pid is not None
@@ -356,8 +353,8 @@ def share_one(bus: str, pipe: Any) -> None:
 
 
 def test_a_server_that_waits_for_a_model_gets_all_of_it(bus_name: str) -> None:
-    ours, theirs = SPAWN.Pipe()
-    server = SPAWN.Process(target=read_at_once, args=(bus_name, theirs))
+    ours, theirs = TEMPLATE.Pipe()
+    server = TEMPLATE.Process(target=read_at_once, args=(bus_name, theirs))
     server.start()
     model = model_of(1.0)
     assert ours.recv() == "looks"
@@ -371,8 +368,8 @@ def test_a_trainer_that_is_killed_while_it_shares_leaves_all_or_nothing(
 ) -> None:
     chance = random.Random(seed)
     for _ in range(8 if "SHMBUS_TEST_LONG" in os.environ else 4):
-        ours, theirs = SPAWN.Pipe()
-        trainer = SPAWN.Process(target=share_one, args=(bus_name, theirs))
+        ours, theirs = TEMPLATE.Pipe()
+        trainer = TEMPLATE.Process(target=share_one, args=(bus_name, theirs))
         trainer.start()
         assert ours.recv() == "begins"
         time.sleep(chance.uniform(0, 0.1))

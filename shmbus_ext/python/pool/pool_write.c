@@ -520,6 +520,116 @@ done:
     return result;
 }
 
+/* ---- A patch as bytes, which take a version from one pool to another that has its base: the runs of
+ * all ranks, one after the other, each with its stream. */
+/* The next run of such bytes, which lies inside a version of so many; false at the end of them, or
+ * where what follows is none. */
+static bool next_run(const struct patch_view *view, const uint8_t **at, uint64_t bytes,
+                     struct patch_run *run, const uint8_t **stream) {
+    if (!patch_next(view, at, run, stream)) {
+        return false;
+    }
+    struct patch_shape shape = {run->rows, run->row_bytes, run->stride, run->width};
+    return patch_fits(run->offset, &shape, bytes);
+}
+
+static struct patch_view view_of_bytes(const Py_buffer *runs) {
+    const uint8_t *start = runs->buf;
+    return (struct patch_view){.runs = start, .end = start + runs->len};
+}
+
+/* pool_patch_bytes(lease): (base sequence, bytes) of a version's patch, whose checksums were compared;
+ * None where the version has none, or one that is not what was made. */
+static PyObject *py_pool_patch_bytes(PyObject *Py_UNUSED(module), PyObject *args) {
+    PoolLeaseObject *self;
+    if (!PyArg_ParseTuple(args, "O!", &PoolLeaseType, &self) || !py_pool_lease_is_readable(self)) {
+        return NULL;
+    }
+    struct patch_view views[POOL_MAX_RANKS];
+    uint32_t ranks = self->row.ranks;
+    bool found = self->row.base_sequence != 0 && ranks <= POOL_MAX_RANKS;
+    Py_ssize_t size = 0;
+    Py_BEGIN_ALLOW_THREADS
+    for (uint32_t rank = 0; found && rank < ranks; rank++) {
+        found = patch_find(&self->pool->c, self->slot, &self->row, rank, &views[rank]);
+        size += found ? views[rank].end - views[rank].runs : 0;
+    }
+    Py_END_ALLOW_THREADS
+    if (!found) {
+        Py_RETURN_NONE;
+    }
+    PyObject *copy = PyBytes_FromStringAndSize(NULL, size);
+    if (copy == NULL) {
+        return NULL;
+    }
+    uint8_t *to = (uint8_t *)PyBytes_AS_STRING(copy);
+    for (uint32_t rank = 0; rank < ranks; rank++) {
+        size_t length = (size_t)(views[rank].end - views[rank].runs);
+        memcpy(to, views[rank].runs, length);
+        to += length;
+    }
+    return Py_BuildValue("(KN)", U64(self->row.base_sequence), copy);
+}
+
+/* pool_patch_take(write, runs): writes a version by such bytes, and makes them its patch; whether
+ * what they replace is in this pool's newest version. If not, the version is neither. */
+static PyObject *py_pool_patch_take(PyObject *Py_UNUSED(module), PyObject *args) {
+    PoolWriteObject *self;
+    Py_buffer runs;
+    if (!PyArg_ParseTuple(args, "O!y*", &PoolWriteType, &self, &runs)) {
+        return NULL;
+    }
+    PyObject *result = NULL;
+    if (!py_pool_write_is_open(self)) {
+        goto done;
+    }
+    if (self->patch_in_use) {
+        PyErr_SetString(PyExc_BufferError, "another thread writes a piece: write one at a time");
+        goto done;
+    }
+    struct patch_view view = view_of_bytes(&runs);
+    const uint8_t *at = view.runs, *stream;
+    struct patch_run run;
+    bool good = true;
+    self->patch_in_use = true;
+    py_pool_write_enter(self);
+    Py_BEGIN_ALLOW_THREADS
+    while (good && at != view.end) {
+        good = next_run(&view, &at, self->bytes, &run, &stream) &&
+               patch_put_run(&self->patch, &run, stream);
+    }
+    Py_END_ALLOW_THREADS
+    self->patch_in_use = false;
+    py_pool_write_leave(self);
+    result = PyBool_FromLong(good);
+done:
+    PyBuffer_Release(&runs);
+    return result;
+}
+
+/* pool_patch_crc(runs, payload): a checksum over the pieces that such bytes are about, as they are in
+ * the payload; None where they are no runs of so many bytes. */
+static PyObject *py_pool_patch_crc(PyObject *Py_UNUSED(module), PyObject *args) {
+    Py_buffer runs, payload;
+    if (!PyArg_ParseTuple(args, "y*y*", &runs, &payload)) {
+        return NULL;
+    }
+    struct patch_view view = view_of_bytes(&runs);
+    const uint8_t *at = view.runs, *stream;
+    struct patch_run run;
+    uint32_t crc = 0;
+    bool good = true;
+    Py_BEGIN_ALLOW_THREADS
+    while (good && at != view.end) {
+        good = next_run(&view, &at, (uint64_t)payload.len, &run, &stream);
+        crc = good ? patch_piece_crc(crc, &run, payload.buf) : crc;
+    }
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&runs);
+    PyBuffer_Release(&payload);
+    return good ? PyLong_FromUnsignedLong(crc) : Py_NewRef(Py_None);
+}
+
 /* pool_same(one, other): whether two buffers have the same bytes. */
 static PyObject *py_pool_same(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer one, other;
@@ -546,6 +656,9 @@ PyMethodDef py_pool_patch_functions[] = {
     {"pool_patch_runs", py_pool_patch_runs, METH_VARARGS, NULL},
     {"pool_patch_apply", py_pool_patch_apply, METH_VARARGS, NULL},
     {"pool_patch_list", py_pool_patch_list, METH_VARARGS, NULL},
+    {"pool_patch_bytes", py_pool_patch_bytes, METH_VARARGS, NULL},
+    {"pool_patch_take", py_pool_patch_take, METH_VARARGS, NULL},
+    {"pool_patch_crc", py_pool_patch_crc, METH_VARARGS, NULL},
     {"pool_same", py_pool_same, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -18,6 +19,7 @@ import pytest
 
 import shmbus
 import shmbus.relay
+from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, read_pool, unlink_pool
 
 # Ray reads these when it is imported, and its processes inherit them.
 os.environ["RAY_AUTH_MODE"] = "token"
@@ -134,6 +136,60 @@ def test_groups_of_two_nodes_reach_the_third_and_every_actor_may_die(
 def idle(relay: shmbus.relay.Relay) -> Any:
     note = relay.status()
     return note if not (note.announced or note.ready or note.assigned) else None
+
+
+@pytest.mark.slow
+def test_weights_of_the_trainers_node_reach_the_others_and_every_actor_may_die(
+    cluster: Any, buses: dict[str, str]
+) -> None:
+    sources = [buses["left"], buses["right"]]
+    relay = shmbus.relay.start(
+        [f"{buses['left']}@left", f"{buses['right']}@right"], [f"{buses['trainer']}@trainer"],
+        weights=True,
+    )  # fmt: skip
+    payload = np.zeros(3 << 20, np.uint8)
+    spec = PoolSpec(slot_bytes=payload.nbytes)
+
+    def publish(version: int) -> None:
+        with publisher.begin(version, payload.nbytes) as write:
+            np.copyto(write.view(), payload + version)
+
+    def arrived(version: int) -> bool:
+        note = relay.weights()
+        return {each.version for each in note.mirrors} == {version}
+
+    try:
+        with PoolPublisher(buses["trainer"], "weights", spec=spec) as publisher:
+            publish(1)
+            wait_until(lambda: not any("error" in each for each in relay.describe()), "actors")
+            wait_until(lambda: arrived(1), "the first version on each node")
+            said = [each for each in relay.describe() if each["kind"] in ("weights", "mirror")]
+            assert sorted(each["kind"] for each in said) == ["mirror", "mirror", "weights"]
+            for version, each in enumerate(said, 2):
+                os.kill(each["pid"], signal.SIGKILL)
+                publish(version)
+                wait_until(
+                    lambda version=version: on_all(sources, version), "a version after a death"
+                )
+            for name in sources:
+                with PoolReader(name, "weights") as reader, reader.latest(timeout=10) as lease:
+                    assert (lease.view() == lease.version).all()
+            with pytest.raises(shmbus.BusBusyError, match="with other"):
+                shmbus.relay.start(
+                    [f"{buses['left']}@left", f"{buses['right']}@right"],
+                    [f"{buses['trainer']}@trainer"],
+                )
+            assert all(each["balanced"] for each in relay.ledgers())
+            publisher.close(remove=True)
+    finally:
+        relay.stop()
+        for name in sources:
+            with contextlib.suppress(shmbus.BusNotFoundError):
+                unlink_pool(name, "weights")
+
+
+def on_all(names: list[str], version: int) -> bool:
+    return all(read_pool(name, "weights").version == version for name in names)
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ import shmbus
 
 
 class Answer(NamedTuple):
-    """One answer of the engine, and its place among all."""
+    """One answer of the engine, and its place among all: its call's end, and its index there."""
 
-    number: int
+    number: tuple[int, int]
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -31,20 +31,23 @@ class EngineLog:
         """Return what was sampled since the last question, in the order of ends."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         parts: dict[tuple[str, int], list[list[object]]] = defaultdict(list)
-        last: dict[tuple[str, int], int] = {}
+        last: dict[str, int] = {}
         for number, line in enumerate(lines):
             request, index, prompt, ids, logprobs = json.loads(line)
             parts[request, index].append([prompt, ids, logprobs])
-            last[request, index] = number
+            last[request] = number
         found = []
         for key, pieces in parts.items():
-            if last[key] < self._at:
+            request, index = key
+            if last[request] < self._at:
                 continue
             prompt = next(piece[0] for piece in pieces if piece[0])
             output = [token for piece in pieces for token in piece[1]]  # type: ignore[attr-defined]
             values = [value for piece in pieces for value in piece[2]]  # type: ignore[attr-defined]
             logprobs = np.array([np.nan if v is None else v for v in values], np.float32).tolist()
-            found.append(Answer(last[key], tuple(prompt), tuple(output), tuple(logprobs)))  # type: ignore[arg-type]
+            found.append(
+                Answer((last[request], index), tuple(prompt), tuple(output), tuple(logprobs))
+            )  # type: ignore[arg-type]
         self._at = len(lines)
         return sorted(found)
 

@@ -18,12 +18,12 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from agent_fixtures import Engine, Proxy, post
 from engine_log import check
-from recorder_fixtures import Engine, Proxy, post
 
 import shmbus
 
-pytest_plugins = ["recorder_fixtures"]
+pytest_plugins = ["agent_fixtures"]
 
 SESSIONS = int(os.environ.get("SHMBUS_TEST_SESSIONS", "24"))
 AT_ONCE = 6

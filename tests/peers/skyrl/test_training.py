@@ -95,6 +95,6 @@ def test_skyrl_trains_on_groups_of_outside_processes(bus_name: str, tmp_path: Pa
 
 
 def test_the_page_installs_what_the_tests_ran_with() -> None:
-    wanted = doc_pages.installs("skyrl.md", "pip install . skyrl")
+    wanted = doc_pages.installs("skyrl.md", "pip install shmbus skyrl")
     given = (Path(__file__).parent / "requirements.txt").read_text().splitlines()
     assert wanted <= set(given), wanted

@@ -241,6 +241,6 @@ def test_what_is_not_plain_is_an_error_and_nothing_is_put(bus: str) -> None:
 
 
 def test_the_page_installs_what_the_tests_ran_with() -> None:
-    wanted = doc_pages.installs("environments.md", "pip install . verifiers")
+    wanted = doc_pages.installs("environments.md", "pip install shmbus verifiers")
     given = (Path(__file__).parent / "requirements.txt").read_text().splitlines()
     assert wanted <= set(given), wanted

@@ -33,11 +33,9 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(600)
 
 
-def of_the_page(bus: str) -> list[str]:
-    """The page's configuration, as arguments of a command line."""
-    text = doc_pages.block("verl.md", "custom_sampler:").replace(
-        f"bus: {doc_pages.BUS}", f"bus: {bus}"
-    )
+def of_the_page(block: str, bus: str) -> list[str]:
+    """A configuration of the page, as arguments of a command line."""
+    text = block.replace(f"bus: {doc_pages.BUS}", f"bus: {bus}")
 
     def flat(node: Any, *keys: str) -> Iterator[str]:
         if isinstance(node, dict):
@@ -52,7 +50,8 @@ def of_the_page(bus: str) -> list[str]:
 def overrides(bus: str, root: Path) -> list[str]:
     """What a user would write; the second half makes it small, and of a CPU."""
     return [
-        *of_the_page(bus),
+        *of_the_page(doc_pages.block("verl.md", "custom_sampler:"), bus),
+        *of_the_page(doc_pages.block("verl.md", "custom_backend_module:"), bus),
         f"actor_rollout_ref.model.path={root}/model",
         f"data.train_files={root}/prompts.json",
         f"data.val_files={root}/prompts.json",
@@ -102,6 +101,7 @@ def train(bus: str, root: Path) -> list[dict[str, float]]:
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
         "VERL_USE_EXTERNAL_MODULES": "on_a_cpu", "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda", "RAY_worker_niceness": "0",
+        "RAY_ADDRESS": "local",
         "VERL_FILE_LOGGER_PATH": str(root / "log.jsonl"),
     }  # fmt: skip
     command = [sys.executable, "-c", "import training; training.main()", *overrides(bus, root)]
@@ -111,6 +111,23 @@ def train(bus: str, root: Path) -> list[dict[str, float]]:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
     return [json.loads(line)["data"] for line in (root / "log.jsonl").read_text().splitlines()]
+
+
+def check_sent(root: Path, actor: dict[str, torch.Tensor]) -> None:
+    """Both of verl's workers got each version whole, and the last one is what was saved."""
+    before: dict[str, torch.Tensor] = {}
+    for step in range(1, STEPS + 1):
+        one, other = root.glob(f"checkpoints/weights-{step}-*.pt")
+        sent = torch.load(one)
+        again = torch.load(other)
+        assert sent.keys() == again.keys() and len(sent) > 5
+        assert all(torch.equal(sent[name], again[name]) for name in sent)
+        if step > 1:
+            assert any(not torch.equal(sent[name], before[name]) for name in sent)
+        before = sent
+    for name, tensor in actor.items():
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        assert torch.equal(whole.to(sent[name].dtype), sent[name]), name
 
 
 def test_verl_trains_on_groups_of_outside_processes(bus_name: str, tmp_path: Path) -> None:
@@ -129,7 +146,9 @@ def test_verl_trains_on_groups_of_outside_processes(bus_name: str, tmp_path: Pat
     # Before the first update, verl's policy gives the samplers' own logprobs, but in bfloat16.
     assert log[0]["training/rollout_probs_diff_max"] < 0.01
     [saved] = tmp_path.glob(f"checkpoints/global_step_{STEPS}/actor/model_world_size_1_rank_0.pt")
-    check_moved(tmp_path, torch.load(saved, weights_only=False))
+    actor = torch.load(saved, weights_only=False)
+    check_moved(tmp_path, actor)
+    check_sent(tmp_path, actor)
 
 
 def test_the_page_installs_what_the_tests_ran_with() -> None:

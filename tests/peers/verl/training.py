@@ -6,7 +6,9 @@ Imported, so that Ray's workers find its classes by their names. The arguments a
 ``python -m verl.trainer.main_ppo``. The trainer mode "bus" is verl's own trainer without inference
 servers, since the workers of a bus have theirs. What stands in for hardware: the platform of
 `on_a_cpu`, and gloo as the only backend of the process group, where verl asks for gloo and the
-accelerator's. Model, FSDP engine, losses, advantages, optimizer, checkpoints, TransferQueue and
+accelerator's. After each step verl's own manager sends the weights by its checkpoint engine to two
+of its own workers, as its mode "separate_async" does; in place of a server these write what they
+got into files. Model, FSDP engine, losses, advantages, optimizer, checkpoints, TransferQueue and
 loop are verl's.
 """
 
@@ -14,13 +16,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.checkpoint_engine.base import CheckpointEngineWorker
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainer, register_trainer
+from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
@@ -40,9 +48,46 @@ class Actor(ActorRolloutRefWorker):  # type: ignore[misc]
             )
 
 
+class Files:
+    """Takes weights as a server of verl's does, and keeps each version in a file."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    async def update_weights(
+        self,
+        weights: AsyncIterator[tuple[str, torch.Tensor]],
+        global_steps: int | None = None,
+        **_: Any,
+    ) -> None:
+        found = {name: tensor.clone() async for name, tensor in weights}
+        torch.save(found, self._root / f"weights-{global_steps}-{os.getpid()}.pt")
+
+
+class Replica:
+    """Two of verl's workers without a server, and what its manager asks of a replica."""
+
+    def __init__(self, config: Any) -> None:
+        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        made = RayClassWithInitArgs(
+            cls=ray.remote(CheckpointEngineWorker),
+            rollout_config=rollout,
+            model_config=None,
+            server_adapter=Files(Path(config.trainer.default_local_dir)),
+        )
+        pool = RayResourcePool([2], False, "replica", max_colocate_count=1)  # a processor each
+        group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name="cpu")
+        self.workers = group.workers
+
+    async def abort_all_requests(self, **_: Any) -> None: ...
+    async def release_kv_cache(self) -> None: ...
+    async def resume_kv_cache(self) -> None: ...
+    async def resume_generation(self) -> None: ...
+
+
 @register_trainer("bus")
 class Trainer(PPOTrainer):  # type: ignore[misc]
-    """verl's trainer, and nobody to send weights to."""
+    """verl's trainer, which sends its weights as its mode "separate_async" does."""
 
     _enable_hybrid_replicas = False
 
@@ -50,7 +95,19 @@ class Trainer(PPOTrainer):  # type: ignore[misc]
         super()._init_resource_pool_mgr()
         self.role_worker_mapping[Role.Actor] = ray.remote(Actor)
 
-    def on_step_end(self) -> None: ...
+    def _setup(self) -> None:
+        super()._setup()
+        Path(self.config.trainer.default_local_dir).mkdir(exist_ok=True)
+        rollout = self.config.actor_rollout_ref.rollout
+        self._to_replica = CheckpointEngineManager(
+            config=omega_conf_to_dataclass(rollout.checkpoint_engine),
+            actor_wg=self.actor_rollout_wg,
+            replicas=[Replica(self.config)],
+        )
+
+    def on_step_end(self) -> None:
+        self._to_replica.update_weights(self.global_steps)
+
     def on_sample_end(self) -> None: ...
 
 

@@ -1,0 +1,308 @@
+"""Who gets which version of the weights from whom: chains of mirrors, as a pure state machine.
+
+The trainer's node sends each transfer once, to the first mirror of its chain; each mirror passes on
+what it has while it gets the rest. Mirrors that have a version's base get its patch, in a chain of
+their own; others get all of it.
+
+Invariants:
+
+- A mirror gets from one before it in its chain, or from the trainer's node: never in circles.
+- One that falls behind, or says nothing, goes to the end of its chain: nobody waits for it.
+- A version that a mirror is getting is not taken from it for a newer one: it would never have
+  any.
+- Nothing is known that mirrors do not say again: states may be late, lost or doubled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from shmbus.relay.messages import MirrorState, Transfer
+from shmbus.relay.party import Backoff
+
+__all__ = ["PIECE_BYTES", "Distribution", "Hop", "count_pieces"]
+
+#: Bytes of a piece: a few system calls each, and little beside a version, since a chain of n
+#: mirrors has the last byte n pieces later than one.
+PIECE_BYTES: Final = 4 << 20
+#: Seconds of silence after which a mirror counts as away: three of its hellos.
+SILENT_S: Final = 3.0
+#: Seconds without a piece, while there are some to be had, after which others go before a mirror.
+STALL_S: Final = 0.25
+#: The same where that happens again and again, as when all of them wait for one link.
+_MOST_STALL_S: Final = 8.0
+#: Pieces that a mirror may be behind the one before it: what is under way, and comes while its
+#: words do.
+LAG: Final = 64
+#: Versions after which one that was slow is tried at the head of a chain again.
+_SLOW_VERSIONS: Final = 16
+#: Seconds for which a version is kept for mirrors, once there is a newer one, until one of them has
+#: it: the publisher may wait for its slot.
+KEEP_S: Final = 20.0
+
+
+def count_pieces(nbytes: int, piece_bytes: int) -> int:
+    """Return how many pieces so many bytes go over as."""
+    return max(1, -(-nbytes // piece_bytes))
+
+
+class Hop(NamedTuple):
+    """What a mirror is to get, and from whom."""
+
+    mirror: str
+    transfer: Transfer
+    upstream: str
+
+
+class _Chain:
+    """A transfer, and who gets it, in the order in which they pass it on."""
+
+    def __init__(self, transfer: Transfer, pieces: int) -> None:
+        self.transfer, self.pieces = transfer, pieces
+        self.members: list[str] = []
+        #: Pieces a second that any of them got so far.
+        self.best = 0.0
+        #: Who fell behind whoever handed on to them: one is to blame, and two are not.
+        self.behind: dict[str, set[str]] = {}
+
+
+class _Mirror:
+    """What is known of a mirror."""
+
+    def __init__(self) -> None:
+        self.state: MirrorState | None = None
+        self.heard_s = self.moved_s = 0.0
+        self.offered: Hop | None = None
+        self.backoff = Backoff()
+        #: How long it may stand still; and for how many versions it counts as slow.
+        self.stall_s = STALL_S
+        self.slow = 0
+        #: When its rate was looked at, and how many pieces it had.
+        self.looked_s = 0.0
+        self.looked = 0
+
+    def place(self, pieces: int, now_s: float) -> None:
+        """Give it a while to get pieces where it is now."""
+        self.moved_s = self.looked_s = now_s
+        self.looked = pieces
+
+
+class Distribution:
+    """The chains of a pool's versions."""
+
+    def __init__(
+        self, address: str, mirrors: Sequence[str], piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self._address = address
+        self._piece_bytes = piece_bytes
+        self._mirrors = {each: _Mirror() for each in mirrors}
+        self._chains: dict[Transfer, _Chain] = {}
+        self._whole = self._patch = Transfer("", 0, 0)
+        self._nbytes: dict[Transfer, int] = {}
+        #: Transfers that the trainer's node has no more, while some mirror gets them.
+        self._gone: set[Transfer] = set()
+        self._newer_s = 0.0
+        self._turn = 0
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    def publish(
+        self, whole: Transfer, size: int, base: int, patch_bytes: int, now_s: float
+    ) -> None:
+        """There is a version of so many bytes, with a patch where `base` is not 0."""
+        self._whole = whole
+        self._patch = whole._replace(base=base)
+        self._nbytes = {whole: size}
+        if base:
+            self._nbytes[self._patch] = patch_bytes
+        self._newer_s = now_s
+        self._turn += 1
+        for mirror in self._mirrors.values():
+            mirror.slow = max(0, mirror.slow - 1)
+
+    def hear(self, state: MirrorState, now_s: float) -> None:
+        """Take what a mirror says of itself."""
+        mirror = self._mirrors[state.address]
+        before = mirror.state
+        mirror.heard_s = now_s
+        if before is None or (before.getting, before.pieces) != (state.getting, state.pieces):
+            mirror.moved_s = now_s
+        mirror.state = state
+
+    def round(self, now_s: float) -> list[Hop]:
+        """Do what time and news ask for; return the offers that are to be made."""
+        here = [each for each, mirror in self._mirrors.items() if self._is_here(mirror, now_s)]
+        self._leave_chains(set(here))
+        for address in self._in_order(here):
+            self._join_chain(address, now_s)
+        for chain in self._chains.values():
+            self._reorder(chain, now_s)
+        return [hop for chain in self._chains.values() for hop in self._offers(chain, now_s)]
+
+    # -- chains ----------------------------------------------------------------------------------
+
+    def _is_here(self, mirror: _Mirror, now_s: float) -> bool:
+        return mirror.state is not None and now_s - mirror.heard_s <= SILENT_S
+
+    def _in_order(self, addresses: list[str]) -> list[str]:
+        """Return them with another one first at each version, and those that are slow last."""
+        if not addresses:
+            return []
+        turn = self._turn % len(addresses)
+        turned = addresses[turn:] + addresses[:turn]
+        return sorted(turned, key=lambda each: (self._lacks(each), self._mirrors[each].slow > 0))
+
+    def _lacks(self, address: str) -> bool:
+        state = self._mirrors[address].state
+        return state is not None and state.error != ""
+
+    def _wanted(self, state: MirrorState) -> Transfer | None:
+        """Return what a mirror is to get now: what it is getting, or the newest version."""
+        if state.getting in self._chains:
+            return state.getting
+        if not self._whole.sequence or self._has(state):
+            return None
+        has_base = state.pool == self._patch.pool and state.sequence == self._patch.base
+        return self._patch if self._patch.base and has_base else self._whole
+
+    def _has(self, state: MirrorState) -> bool:
+        return (state.pool, state.sequence) == (self._whole.pool, self._whole.sequence)
+
+    def _leave_chains(self, here: set[str]) -> None:
+        """Take out who is away, or gets another transfer; one that has all of it passes it on."""
+        for chain in list(self._chains.values()):
+            for address in list(chain.members):
+                state = self._mirrors[address].state
+                assert state is not None
+                stays = state.done == chain.transfer or self._wanted(state) == chain.transfer
+                if address not in here or not stays:
+                    chain.members.remove(address)
+            done = [self._is_done(each, chain) for each in chain.members]
+            old = chain.transfer.sequence != self._whole.sequence
+            gone = chain.transfer in self._gone
+            if (old and all(done)) or (gone and not any(done)):
+                del self._chains[chain.transfer]
+                self._gone.discard(chain.transfer)
+            elif gone:
+                # Whoever has all of it stands where the trainer's node stood.
+                chain.members.sort(key=lambda each: not self._is_done(each, chain))
+
+    def _join_chain(self, address: str, now_s: float) -> None:
+        mirror = self._mirrors[address]
+        assert mirror.state is not None
+        wanted = self._wanted(mirror.state)
+        if wanted is None:
+            return
+        if wanted not in self._chains:
+            pieces = count_pieces(self._nbytes[wanted], self._piece_bytes)
+            self._chains[wanted] = _Chain(wanted, pieces)
+        members = self._chains[wanted].members
+        if address not in members:
+            members.append(address)
+            mirror.place(self._progress(address, self._chains[wanted]), now_s)
+
+    def _is_done(self, address: str, chain: _Chain) -> bool:
+        state = self._mirrors[address].state
+        return state is not None and state.done == chain.transfer
+
+    def _progress(self, address: str, chain: _Chain) -> int:
+        state = self._mirrors[address].state
+        if state is None:
+            return 0
+        if state.done == chain.transfer:
+            return chain.pieces
+        return state.pieces if state.getting == chain.transfer else 0
+
+    def _reorder(self, chain: _Chain, now_s: float) -> None:
+        """Have nobody get from one that stands still, is far behind, or hands on slowly."""
+        before, upstream = chain.pieces, ""
+        for address in list(chain.members):
+            here = self._progress(address, chain)
+            if here < chain.pieces and self._is_behind(address, chain, before - here, now_s):
+                self._blame(address, upstream, chain, now_s)
+                return
+            if here == chain.pieces:
+                self._mirrors[address].stall_s = STALL_S
+            before, upstream = here, address
+
+    def _is_behind(self, address: str, chain: _Chain, lag: int, now_s: float) -> bool:
+        """Whether a mirror gets too little of what there is for it."""
+        mirror, here = self._mirrors[address], self._progress(address, chain)
+        if lag > 0 and now_s - mirror.moved_s > mirror.stall_s:
+            return True
+        if now_s - mirror.looked_s < STALL_S:
+            return False
+        rate = (here - mirror.looked) / (now_s - mirror.looked_s)
+        mirror.looked_s, mirror.looked = now_s, here
+        chain.best = max(chain.best, rate)
+        return lag > LAG and rate < chain.best / 2
+
+    def _blame(self, address: str, upstream: str, chain: _Chain, now_s: float) -> None:
+        """Put to the end whoever is slow: one that hands on, where it is not the first time."""
+        behind = chain.behind.setdefault(upstream, set())
+        behind.add(address)
+        self._mirrors[address].place(self._progress(address, chain), now_s)
+        others = chain.members[chain.members.index(address) + 1 :]
+        if upstream and (len(behind) > 1 or self._is_done(upstream, chain)):
+            for each in behind:
+                self._mirrors[each].slow = 0
+            self._put_last(upstream, chain, now_s)
+        elif any(not self._is_done(each, chain) for each in others):
+            self._put_last(address, chain, now_s)
+
+    def _put_last(self, address: str, chain: _Chain, now_s: float) -> None:
+        mirror = self._mirrors[address]
+        chain.members.remove(address)
+        chain.members.append(address)
+        mirror.slow = _SLOW_VERSIONS
+        mirror.stall_s = min(2 * mirror.stall_s, _MOST_STALL_S)
+        mirror.place(self._progress(address, chain), now_s)
+
+    def _offers(self, chain: _Chain, now_s: float) -> Iterable[Hop]:
+        upstream = self._address
+        for address in chain.members:
+            mirror = self._mirrors[address]
+            assert mirror.state is not None
+            hop = Hop(address, chain.transfer, upstream)
+            upstream = address
+            if self._is_done(address, chain):
+                continue
+            if (mirror.state.getting, mirror.state.upstream) == (chain.transfer, hop.upstream):
+                continue
+            again = mirror.backoff.is_over(hop, now_s)
+            if again or mirror.offered != hop:
+                mirror.offered = hop
+                yield hop
+
+    # -- what the trainer's node keeps -----------------------------------------------------------
+
+    def keeps(self, transfer: Transfer, now_s: float) -> bool:
+        """Whether a transfer's bytes are needed still: it is new, or nobody else has all of it."""
+        if transfer.sequence == self._whole.sequence:
+            return True
+        chain = self._chains.get(transfer)
+        if chain is None or now_s - self._newer_s > KEEP_S:
+            return False
+        if any(self._is_done(each, chain) for each in chain.members):
+            return False
+        return any(
+            mirror.state is not None
+            and mirror.state.getting == transfer
+            and now_s - mirror.moved_s <= SILENT_S
+            for mirror in map(self._mirrors.__getitem__, chain.members)
+        )
+
+    def let_go(self, transfer: Transfer) -> None:
+        """Take a transfer as one that the trainer's node has no more."""
+        if transfer in self._chains:
+            self._gone.add(transfer)
+
+    def everybody_has_it(self, now_s: float) -> bool:
+        """Whether all mirrors that are there have the newest version."""
+        here = [each.state for each in self._mirrors.values() if self._is_here(each, now_s)]
+        return bool(here) and all(state is not None and self._has(state) for state in here)
+
+    def seen(self, now_s: float) -> list[tuple[str, MirrorState | None, float]]:
+        """Return each mirror's last words, and how many seconds ago they were said."""
+        return [(each, it.state, now_s - it.heard_s) for each, it in self._mirrors.items()]

@@ -1,0 +1,461 @@
+"""The process on a rollout node that keeps a pool of weights equal to the trainer's.
+
+Invariants:
+
+- A version is published once each of its bytes was compared with what the trainer's node sent, and
+  whole or not at all; who reads the pool needs nothing of this process.
+- It publishes into a pool that no other process publishes into, and into one that it can hold.
+- What goes wrong here is said to the trainer's node, and keeps nobody else from anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shmbus import errors
+from shmbus.inspect import leftovers
+from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, copy_bytes
+from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.patches import patched_crc, take_patch
+from shmbus.pool.status import status_of_pool
+from shmbus.relay.distribution import count_pieces
+from shmbus.relay.messages import (
+    EngineRow,
+    Envelope,
+    MirrorState,
+    PiecesGone,
+    PiecesWanted,
+    PoolGeometry,
+    Transfer,
+    VersionOffer,
+    VersionPiece,
+)
+from shmbus.relay.mirror import Mirror
+from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    from shmbus.relay.party import Mailbox
+
+__all__ = ["POOL_KIND", "MirrorParty", "digest_of"]
+
+_log = logging.getLogger("shmbus.relay")
+
+#: The pool of a bus that has weights.
+POOL_KIND: Final = "weights"
+#: Seconds between words that it is there, between those of how far it is, and between two looks
+#: for a slot.
+_HELLO_S: Final = 1.0
+_PROGRESS_S: Final = 0.05
+_SLOT_S: Final = 0.1
+#: Seconds for which each slot may be held by readers until that is told: they load meanwhile.
+_HELD_S: Final = 5.0
+#: Of a transfer: 4 TiB in pieces of the usual size.
+_MOST_PIECES: Final = 1 << 20
+#: Readers that are told of.
+_MOST_ENGINES: Final = 128
+
+
+def digest_of(crcs: Sequence[int]) -> int:
+    """Return the digest of a whole version by the checksums of its pieces."""
+    return _core.crc32c(struct.pack(f"<{len(crcs)}I", *crcs))
+
+
+class _Done(NamedTuple):
+    """A transfer that is here whole, to be handed on: of a lease, or of a patch's bytes."""
+
+    transfer: Transfer
+    crcs: list[int]
+    digest: int
+    source: VersionLease | bytearray
+    piece_bytes: int
+
+    def bytes_of(self, index: int) -> bytes:
+        held = self.source
+        whole = memoryview(held.buffer if isinstance(held, VersionLease) else held)
+        return bytes(whole[index * self.piece_bytes : (index + 1) * self.piece_bytes])
+
+
+class _Incoming:
+    """A transfer while it comes: into a slot, or a patch into memory of its own."""
+
+    def __init__(self, offer: VersionOffer, meta: bytes) -> None:
+        self.offer, self.meta = offer, meta
+        self.is_patch = offer.transfer.base != 0
+        self.write: VersionWrite | None = None
+        self.room = bytearray(offer.nbytes) if self.is_patch else bytearray()
+        self.crcs = [0] * count_pieces(offer.nbytes, offer.piece_bytes)
+        self.digest: int | None = None
+        #: When to look for a slot next, while there is none.
+        self.next_s = 0.0
+        self.begun_s = time.monotonic()
+
+    def view(self, index: int) -> memoryview:
+        """Return the place of a piece."""
+        whole = memoryview(self.room)
+        if not self.is_patch:
+            assert self.write is not None
+            whole = memoryview(self.write.buffer)
+        first, each = index * self.offer.piece_bytes, self.offer.piece_bytes
+        return whole[first : min(self.offer.nbytes, first + each)]
+
+
+class MirrorParty:
+    """A mirror with its pool."""
+
+    def __init__(self, bus: str, mailbox: Mailbox, source: str) -> None:
+        self._bus, self._mailbox, self._source = bus, mailbox, source
+        self.pure = Mirror()
+        self._publisher: PoolPublisher | None = None
+        self._reader: PoolReader | None = None
+        self._pool = ""
+        self._incoming: _Incoming | None = None
+        self._done: _Done | None = None
+        self.sequence = 0
+        self.version: int | None = None
+        self.error = ""
+        self.damaged = 0
+        self._next_hello_s = self._next_progress_s = self._next_look_s = 0.0
+        self._engines: tuple[EngineRow, ...] = ()
+        self._said: tuple[object, ...] = ()
+
+    # -- what is said ----------------------------------------------------------------------------
+
+    def _say(self, now_s: float) -> None:
+        self._next_progress_s = now_s + _PROGRESS_S
+        self._next_hello_s = now_s + _HELLO_S
+        self._said = self._key()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + _HELLO_S
+            self._engines = self._look_at_engines()
+        self._mailbox.send(self._source, self.state())
+
+    def _key(self) -> tuple[object, ...]:
+        pure = self.pure
+        return (pure.getting, pure.count, self.sequence, self.error, pure.upstream)
+
+    def state(self) -> MirrorState:
+        """Return what it has and gets, and who reads it."""
+        pure, done = self.pure, self._done
+        return MirrorState(
+            self._mailbox.address, self._bus, self._pool, self.sequence, self.version,
+            None if done is None else done.transfer, pure.getting, pure.upstream, pure.count,
+            self.error, self.damaged, self._engines,
+        )  # fmt: skip
+
+    def _look_at_engines(self) -> tuple[EngineRow, ...]:
+        if self._reader is None:
+            return ()
+        own = self._reader.pool.reader
+        rows = status_of_pool(self._bus, POOL_KIND, self._reader.pool).readers
+        return tuple(
+            EngineRow(row.label, row.state == "alive", row.applied_version, row.refused_version,
+                      row.error)
+            for row in rows if row.reader != own
+        )[:_MOST_ENGINES]  # fmt: skip
+
+    def note(self) -> dict[str, Any]:
+        """Return what there is to see; from any thread."""
+        return {"version": self.version, "error": self.error, "damaged": self.damaged}
+
+    def _tell(self, error: Exception) -> None:
+        text = str(error)
+        if text != self.error:
+            self.error = text
+            _log.warning("relay: no weights for bus %r: %s; it is tried again", self._bus, text)
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def take(self, envelope: Envelope) -> None:
+        """Act on a message."""
+        now_s = time.monotonic()
+        match envelope.message:
+            case VersionOffer() as offer if envelope.sender == self._source:
+                self._offered(offer, bytes(envelope.payload), now_s)
+            case VersionPiece() as piece:
+                self._came(piece, envelope, now_s)
+            case PiecesWanted() as wanted:
+                self.pure.asked(envelope.sender, wanted)
+                self._hand_on(envelope.sender)
+            case PiecesGone() as gone if gone.transfer == self.pure.getting:
+                if envelope.sender == self._source == self.pure.upstream:
+                    self._give_up("the version has gone")
+            case _:
+                pass
+
+    def _offered(self, offer: VersionOffer, meta: bytes, now_s: float) -> None:
+        base = (offer.transfer.pool, offer.transfer.base)
+        if offer.transfer.base and base != (self._pool, self.sequence):
+            self._say(now_s)  # the offer was made for what was here before
+            return
+        if offer.transfer != self.pure.getting:
+            self._give_up("another version is offered")
+            try:
+                _check_offer(offer, len(meta))
+                self._attach(offer)
+            except (errors.ShmbusError, OSError, ValueError) as error:
+                if isinstance(error, errors.BusRemovedError):
+                    raise
+                self._tell(error)
+                self._say(now_s)
+                return
+            self._incoming = _Incoming(offer, meta)
+            self.pure.begin(offer.transfer, len(self._incoming.crcs))
+        self.pure.attach("", now_s)
+        assert self._incoming is not None
+        self._incoming.offer = offer
+        self._start(now_s)
+
+    def _start(self, now_s: float) -> None:
+        """Ask for pieces, once there is a place for them."""
+        incoming = self._incoming
+        assert incoming is not None
+        if not incoming.is_patch and incoming.write is None and not self._find_slot(now_s):
+            return
+        for message in self.pure.attach(incoming.offer.upstream, now_s):
+            self._mailbox.send(incoming.offer.upstream, message)
+        self._say(now_s)
+
+    def _find_slot(self, now_s: float) -> bool:
+        """Begin to write the version; False where each slot is held, or has no memory."""
+        incoming, publisher = self._incoming, self._publisher
+        assert incoming is not None and publisher is not None
+        offer = incoming.offer
+        try:
+            incoming.write = publisher.begin(
+                offer.version, offer.size, meta=incoming.meta, text=offer.text,
+                patch=incoming.is_patch,
+            )  # fmt: skip
+        except (errors.WaitTimeoutError, errors.CapacityError) as error:
+            incoming.next_s = now_s + _SLOT_S
+            if self._done is not None and isinstance(self._done.source, VersionLease):
+                self._done = None  # which may be what holds it
+                incoming.next_s = now_s
+            elif now_s - incoming.begun_s > _HELD_S:
+                self._tell(error)
+            return False
+        self.error = ""
+        return True
+
+    def _came(self, piece: VersionPiece, envelope: Envelope, now_s: float) -> None:
+        incoming, payload = self._incoming, envelope.payload
+        if incoming is None or not self.pure.lacks(piece.transfer, piece.number):
+            return
+        if not incoming.is_patch and incoming.write is None:
+            return
+        place = incoming.view(piece.number)
+        good = len(payload) == len(place)
+        if good:
+            copy_bytes(place, payload)
+            good = _core.crc32c(place) == piece.crc
+        del place
+        if not good:
+            self.damaged += 1
+            _log.warning(
+                "relay: piece %d of version %d from %s is not what was sent (%d bytes): it is "
+                "asked for again", piece.number, incoming.offer.version, envelope.sender,
+                len(payload),
+            )  # fmt: skip
+            return
+        incoming.crcs[piece.number] = piece.crc
+        if piece.digest is not None:
+            incoming.digest = piece.digest
+        for address, index in self.pure.take(piece.number, now_s):
+            self._mailbox.send(address, self._piece(incoming, index), payload)
+        self._ask()
+        if self.pure.is_whole:
+            self._finish(now_s)
+
+    def _ask(self) -> None:
+        for message in self.pure.ask():
+            self._mailbox.send(self.pure.upstream, message)
+
+    def _piece(self, of: _Incoming | _Done, index: int) -> VersionPiece:
+        transfer = of.transfer if isinstance(of, _Done) else of.offer.transfer
+        last = index == len(of.crcs) - 1
+        return VersionPiece(transfer, index, of.crcs[index], of.digest if last else None)
+
+    def _hand_on(self, asker: str) -> None:
+        """Send what somebody waits for and is here."""
+        done, incoming = self._done, self._incoming
+        transfer = None if done is None else done.transfer
+        waits_for = self.pure.transfer_of(asker)
+        for index in self.pure.due(asker, transfer, 0 if done is None else len(done.crcs)):
+            if done is not None and waits_for == transfer:
+                self._mailbox.send(asker, self._piece(done, index), done.bytes_of(index))
+            elif incoming is not None:
+                there = bytes(incoming.view(index))
+                self._mailbox.send(asker, self._piece(incoming, index), there)
+
+    # -- the pool --------------------------------------------------------------------------------
+
+    def _attach(self, offer: VersionOffer) -> None:
+        """Be the publisher of a pool that is large enough."""
+        geometry = offer.geometry
+        spec = _spec_of(geometry)
+        if self._publisher is not None and self._pool_is_small(geometry):
+            # As the trainer's was: under the same name there is a larger one.
+            self._leave(remove=True)
+        if self._publisher is None:
+            _remove_unfinished(self._bus)
+            self._publisher = PoolPublisher(
+                self._bus, POOL_KIND, spec=spec, label="relay's mirror", when_held="grow",
+                timeout=0.0,
+            )  # fmt: skip
+            self._reader = PoolReader(self._bus, POOL_KIND, label="relay's mirror")
+        self.error = ""
+
+    def _pool_is_small(self, geometry: PoolGeometry) -> bool:
+        assert self._publisher is not None
+        pool = self._publisher.pool
+        return (
+            pool.slot_bytes < geometry.slot_bytes
+            or pool.meta_bytes < geometry.meta_bytes
+            or pool.patch_bytes < geometry.patch_bytes
+            or pool.max_slots < geometry.max_slots
+        )
+
+    def _finish(self, now_s: float) -> None:
+        """Publish what has come, if it is what was sent."""
+        incoming = self._incoming
+        assert incoming is not None
+        if incoming.is_patch:
+            if incoming.write is None and not self._find_slot(now_s):
+                return
+            assert incoming.write is not None
+            good = take_patch(incoming.write, incoming.room)
+            good = good and patched_crc(incoming.room, incoming.write.buffer) == incoming.digest
+        else:
+            assert incoming.write is not None
+            good = digest_of(incoming.crcs) == incoming.digest
+        if not good:
+            self._refuse(incoming, now_s)
+            return
+        write, offer = incoming.write, incoming.offer
+        incoming.write = None
+        self._done = None
+        write.finish(digests=offer.digests)
+        self._published(incoming, now_s)
+
+    def _refuse(self, incoming: _Incoming, now_s: float) -> None:
+        self.damaged += 1
+        _log.warning(
+            "relay: version %d for bus %r is not what the trainer's node has, after all of its %s "
+            "came; nothing of it is published, and the whole of it is asked for",
+            incoming.offer.version, self._bus, "patch" if incoming.is_patch else "pieces",
+        )  # fmt: skip
+        # Another base than it took it for: what is whole needs none.
+        self._pool, self.sequence = "", 0
+        self._give_up("it is not what was sent")
+        self._say(now_s)
+
+    def _published(self, incoming: _Incoming, now_s: float) -> None:
+        assert self._reader is not None
+        offer = incoming.offer
+        lease = self._reader.latest(timeout=0.0)
+        self._reader.applied(lease)
+        source = incoming.room if incoming.is_patch else lease
+        assert incoming.digest is not None
+        self._done = _Done(
+            offer.transfer, incoming.crcs, incoming.digest, source, offer.piece_bytes
+        )
+        self._pool, self.sequence = offer.transfer.pool, offer.transfer.sequence
+        self.version = offer.version
+        self._incoming = None
+        self.pure.end()
+        self._say(now_s)
+
+    def _give_up(self, why: str) -> None:
+        incoming, self._incoming = self._incoming, None
+        if incoming is not None and incoming.write is not None:
+            incoming.write.give_up(why)
+        self.pure.end()
+
+    # -- time ------------------------------------------------------------------------------------
+
+    def round(self) -> float:
+        """Do what time asks for, and return the seconds until it is to be called again."""
+        now_s = time.monotonic()
+        incoming = self._incoming
+        if incoming is not None and incoming.write is None and now_s >= incoming.next_s:
+            if self.pure.is_whole:
+                self._finish(now_s)
+            elif not incoming.is_patch:
+                self._start(now_s)
+        for message in self.pure.round(now_s):
+            self._mailbox.send(self.pure.upstream, message)
+        if now_s >= self._next_hello_s:
+            if self._reader is not None and self._reader.is_removed():
+                raise errors.BusRemovedError(
+                    f"pool {POOL_KIND!r} of bus {self._bus!r} was removed: a mirror makes it again"
+                )
+            self._say(now_s)
+        elif self._key() != self._said and now_s >= self._next_progress_s:
+            self._say(now_s)
+        return _PROGRESS_S
+
+    def _leave(self, *, remove: bool = False) -> None:
+        self._give_up("its mirror ends")
+        self._done = None
+        self._pool, self.sequence, self.version = "", 0, None
+        if self._reader is not None:
+            self._reader.close()
+        if self._publisher is not None:
+            self._publisher.close(remove=remove)
+        self._reader = self._publisher = None
+        self._engines = ()
+
+    def close(self) -> None:
+        """Leave the pool, which stays with its newest version."""
+        self._leave()
+
+
+def _remove_unfinished(bus: str) -> None:
+    """Remove a pool whose creator died before it had all of its memory."""
+    path = pool_path(bus, POOL_KIND)
+    try:
+        with open(path, "rb") as file:
+            begun = file.read(8) == bytes(8)  # its magic comes last
+    except OSError:
+        return
+    for found in leftovers.of_bus(bus) if begun else ():
+        if found.path == path and leftovers.may_go(found, force=False):
+            leftovers.remove(found)
+
+
+def _spec_of(geometry: PoolGeometry) -> PoolSpec:
+    return PoolSpec(
+        slot_bytes=geometry.slot_bytes, slots=geometry.slots, max_slots=geometry.max_slots,
+        meta_bytes=geometry.meta_bytes, block_bytes=geometry.block_bytes,
+        patch_bytes=geometry.patch_bytes,
+    )  # fmt: skip
+
+
+def _check_offer(offer: VersionOffer, meta_bytes: int) -> None:
+    """Refuse an offer of another layout, or one that does not fit what it says of itself."""
+    geometry = offer.geometry
+    if geometry.layout != _core.POOL_LAYOUT_VERSION:
+        raise errors.LayoutMismatchError(
+            f"the trainer's pool has layout version {geometry.layout}, this node needs "
+            f"{_core.POOL_LAYOUT_VERSION}: install the same shmbus on both nodes"
+        )
+    most = geometry.patch_bytes if offer.transfer.base else geometry.slot_bytes
+    whole = offer.transfer.base != 0 or offer.nbytes == offer.size
+    if not whole or offer.nbytes > most or offer.size > geometry.slot_bytes:
+        raise errors.ProtocolError(
+            f"version {offer.version} of {offer.size} bytes goes over as {offer.nbytes}; expected "
+            f"at most {most} and slots of {geometry.slot_bytes}: nothing was asked for"
+        )
+    if offer.nbytes > _MOST_PIECES * offer.piece_bytes:
+        raise errors.ProtocolError(
+            f"version {offer.version} goes over as {offer.nbytes} bytes in pieces of "
+            f"{offer.piece_bytes}; expected at most {_MOST_PIECES} pieces: nothing was asked for"
+        )
+    if meta_bytes > geometry.meta_bytes:
+        raise errors.ProtocolError(
+            f"version {offer.version} says {meta_bytes} bytes of itself, expected at most "
+            f"{geometry.meta_bytes}: nothing was asked for"
+        )

@@ -1,0 +1,342 @@
+"""The process on the trainer's node that has versions of weights go to all mirrors.
+
+Invariants:
+
+- It is a reader of the trainer's pool, which its publisher need not know: it leases the newest
+  version, and an older one only until one mirror has all of it, or none goes on with it.
+- Whoever waits for bytes here gets copies: a peer that takes nothing holds no slot.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from shmbus import errors
+from shmbus.pool import PoolReader, VersionLease
+from shmbus.pool.patches import export_patch, patched_crc
+from shmbus.relay.distribution import PIECE_BYTES, Distribution, Hop, count_pieces
+from shmbus.relay.messages import (
+    Envelope,
+    MirrorState,
+    PiecesGone,
+    PiecesWanted,
+    PoolGeometry,
+    Transfer,
+    VersionOffer,
+    VersionPiece,
+)
+from shmbus.relay.mirror_party import POOL_KIND, digest_of
+from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    from shmbus.relay.party import Mailbox
+
+__all__ = ["MirrorNote", "WeightsNote", "WeightsParty"]
+
+_log = logging.getLogger("shmbus.relay")
+
+#: Seconds between two looks for a version.
+_LOOK_S: Final = 0.02
+#: Seconds between two looks whether the pool has its name.
+_NAME_S: Final = 1.0
+#: Of several publications between two looks, only the newest is taken.
+_NOW_S: Final = 0.0
+
+
+class _Where(msgspec.Struct):
+    """Of what a version says of itself: where its bytes lie."""
+
+    memory: str = "slot"
+
+
+class _Version:
+    """The newest version, or one that some mirrors get still."""
+
+    def __init__(self, pool: str, lease: VersionLease, piece_bytes: int) -> None:
+        self._piece_bytes = piece_bytes
+        self.lease: VersionLease | None = lease
+        self.whole = Transfer(pool, lease.sequence, 0)
+        self.version, self.size, self.text = lease.version, lease.size, lease.text
+        self.digests, self.meta = lease.digests > 0, lease.meta()
+        exported = export_patch(lease.buffer)
+        base, self.patch = exported or (0, b"")
+        if not 0 < len(self.patch) < self.size:
+            base, self.patch = 0, b""
+        self.patched = self.whole._replace(base=base)
+        self._patch_digest: int | None = None
+        self._crcs: dict[Transfer, dict[int, int]] = {}
+
+    def nbytes(self, transfer: Transfer) -> int:
+        return len(self.patch) if transfer.base else self.size
+
+    def pieces(self, transfer: Transfer) -> int:
+        return count_pieces(self.nbytes(transfer), self._piece_bytes)
+
+    def has(self, transfer: Transfer) -> bool:
+        """Whether the bytes of a transfer are here still."""
+        if transfer == self.whole:
+            return self.lease is not None
+        return transfer == self.patched and bool(self.patch)
+
+    def piece(self, transfer: Transfer, index: int) -> tuple[VersionPiece, bytes]:
+        """Return a piece, and the last one with the digest."""
+        payload = self._bytes(transfer, index)
+        crc = self._crcs.setdefault(transfer, {}).setdefault(index, _core.crc32c(payload))
+        digest = None
+        if index == self.pieces(transfer) - 1:
+            digest = self._digest(transfer)
+        return VersionPiece(transfer, index, crc, digest), payload
+
+    def _bytes(self, transfer: Transfer, index: int) -> bytes:
+        assert transfer.base or self.lease is not None
+        held = memoryview(self.patch)
+        if not transfer.base and self.lease is not None:
+            held = memoryview(self.lease.buffer)
+        return bytes(held[index * self._piece_bytes : (index + 1) * self._piece_bytes])
+
+    def _digest(self, transfer: Transfer) -> int:
+        if transfer.base:
+            return self._digest_of_patch()
+        crcs = self._crcs[transfer]
+        pieces = range(self.pieces(transfer))
+        for index in pieces:
+            if index not in crcs:
+                crcs[index] = _core.crc32c(self._bytes(transfer, index))
+        return digest_of([crcs[index] for index in pieces])
+
+    def _digest_of_patch(self) -> int:
+        if self._patch_digest is None:
+            assert self.lease is not None, "it is computed before the lease is let go"
+            found = patched_crc(self.patch, self.lease.buffer)
+            assert found is not None, "the core made it"
+            self._patch_digest = found
+        return self._patch_digest
+
+    def let_go(self) -> None:
+        """Let the publisher have the slot."""
+        if self.lease is not None:
+            if self.patch:
+                self._digest_of_patch()
+            self.lease.close()
+            self.lease = None
+
+
+class WeightsParty:
+    """A pool of weights, and its mirrors on other nodes."""
+
+    def __init__(
+        self, bus: str, mailbox: Mailbox, mirrors: Sequence[str], piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self._piece_bytes = piece_bytes
+        self._bus, self._mailbox = bus, mailbox
+        self._reader = PoolReader(bus, POOL_KIND, label="relay")
+        self._pool = "{}.{}".format(*self._reader.identity)
+        self.pure = Distribution(mailbox.address, mirrors, piece_bytes)
+        self._versions: dict[int, _Version] = {}
+        self._newest: _Version | None = None
+        self._seen = 0
+        self.error = ""
+        self._mirrors = frozenset(mirrors)
+        self._next_name_s = 0.0
+        self._said_applied = 0
+        pool = self._reader.pool
+        self._geometry = (
+            pool.slot_bytes, pool.max_slots, pool.meta_bytes, pool.block_bytes, pool.patch_bytes
+        )  # fmt: skip
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def take(self, envelope: Envelope) -> None:
+        """Act on a message."""
+        match envelope.message:
+            case MirrorState() as state if envelope.sender == state.address in self._mirrors:
+                self.pure.hear(state, time.monotonic())
+            case PiecesWanted() as wanted:
+                self._send_pieces(envelope.sender, wanted)
+            case _:
+                pass
+
+    def _send_pieces(self, asker: str, wanted: PiecesWanted) -> None:
+        found = self._versions.get(wanted.transfer.sequence)
+        if found is None or not found.has(wanted.transfer):
+            self._mailbox.send(asker, PiecesGone(wanted.transfer))
+            return
+        pieces = found.pieces(wanted.transfer)
+        for index in wanted.pieces:
+            if index < pieces:
+                self._mailbox.send(asker, *found.piece(wanted.transfer, index))
+
+    def _offer(self, hop: Hop) -> None:
+        found = self._versions.get(hop.transfer.sequence)
+        if found is None:
+            return
+        slot_bytes, max_slots, meta_bytes, block_bytes, patch_bytes = self._geometry
+        # A mirror writes while its readers have the version before: two slots are the least.
+        geometry = PoolGeometry(
+            _core.POOL_LAYOUT_VERSION, slot_bytes, min(2, max_slots), max_slots, meta_bytes,
+            block_bytes, patch_bytes,
+        )  # fmt: skip
+        offer = VersionOffer(
+            hop.transfer, hop.upstream, found.nbytes(hop.transfer), self._piece_bytes,
+            found.version, found.size, found.digests, found.text, geometry,
+        )  # fmt: skip
+        self._mailbox.send(hop.mirror, offer, found.meta)
+
+    # -- time ------------------------------------------------------------------------------------
+
+    def round(self) -> float:
+        """Do what time asks for, and return the seconds until it is to be called again."""
+        now_s = time.monotonic()
+        if self._reader.newest > self._seen:
+            self._look(now_s)
+        if now_s >= self._next_name_s:
+            self._next_name_s = now_s + _NAME_S
+            if self._reader.is_removed():
+                raise errors.BusRemovedError(
+                    f"pool {POOL_KIND!r} of bus {self._bus!r} was removed: its mirrors keep what "
+                    "they have, and get what is published next"
+                )
+        self._let_go(now_s)
+        for hop in self.pure.round(now_s):
+            self._offer(hop)
+        self._note_applied(now_s)
+        return _LOOK_S
+
+    def _look(self, now_s: float) -> None:
+        """Take the newest version."""
+        try:
+            lease = self._reader.latest(after=self._seen, timeout=_NOW_S)
+        except errors.WaitTimeoutError:
+            return
+        except errors.DamagedError as error:
+            self._seen = self._reader.newest
+            self._refuse(str(error))
+            return
+        self._seen = lease.sequence
+        try:
+            found = _Version(self._pool, lease, self._piece_bytes)
+        except errors.DamagedError as error:
+            lease.close()
+            self._refuse(str(error))
+            return
+        if _where(found.meta) != "slot":
+            found.let_go()
+            self._refuse(
+                f"version {found.version} of bus {self._bus!r} lies in a device's memory, which no "
+                "other node reads: publish with the carrier 'shm' where a relay carries weights"
+            )
+            return
+        self.error = ""
+        self._versions[found.whole.sequence] = self._newest = found
+        self.pure.publish(found.whole, found.size, found.patched.base, len(found.patch), now_s)
+
+    def _refuse(self, why: str) -> None:
+        self.error = why
+        _log.error("relay: %s; mirrors keep the version before", why)
+
+    def _let_go(self, now_s: float) -> None:
+        """Let the publisher have the slots of versions that nobody needs from here."""
+        for sequence, version in list(self._versions.items()):
+            if version is self._newest:
+                continue
+            if version.lease is not None and not self.pure.keeps(version.whole, now_s):
+                version.let_go()
+                self.pure.let_go(version.whole)
+            if version.lease is None and not self.pure.keeps(version.patched, now_s):
+                self.pure.let_go(version.patched)
+                del self._versions[sequence]
+
+    def _note_applied(self, now_s: float) -> None:
+        """Say in the pool's own row which version every mirror has."""
+        newest = self._newest
+        if newest is None or newest.lease is None or self._said_applied == newest.whole.sequence:
+            return
+        if self.pure.everybody_has_it(now_s):
+            self._said_applied = newest.whole.sequence
+            self._reader.applied(newest.lease)
+
+    # -- seeing ----------------------------------------------------------------------------------
+
+    def note(self) -> WeightsNote:
+        """Return what there is to see; from any thread."""
+        newest, now_s = self._newest, time.monotonic()
+        mirrors = [
+            MirrorNote(
+                address,
+                None if state is None else heard_s,
+                "" if state is None else state.bus,
+                None if state is None else state.version,
+                0 if state is None else state.pieces,
+                "" if state is None else state.upstream,
+                "" if state is None else state.error,
+                0 if state is None else state.damaged,
+                [] if state is None else [
+                    EngineNote(each.label, each.alive, each.version, each.refused, each.error)
+                    for each in state.engines
+                ],
+            )
+            for address, state, heard_s in self.pure.seen(now_s)
+        ]  # fmt: skip
+        return WeightsNote(
+            self._bus, None if newest is None else newest.version,
+            0 if newest is None else newest.size, 0 if newest is None else len(newest.patch),
+            self.error, mirrors,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Leave the pool."""
+        for version in self._versions.values():
+            if version.lease is not None:
+                version.lease.close()
+        self._reader.close()
+
+
+def _where(meta: bytes) -> str:
+    try:
+        return msgspec.msgpack.decode(meta, type=_Where).memory
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return "slot"  # of something else than weights, whose bytes are the version
+
+
+class EngineNote(msgspec.Struct, frozen=True):
+    """A reader of a mirror's pool."""
+
+    label: str
+    alive: bool
+    #: What it runs, and a newer one that it refused.
+    version: int | None
+    refused: int | None
+    error: str
+
+
+class MirrorNote(msgspec.Struct, frozen=True):
+    """A mirror at one instant, as its last words have it."""
+
+    address: str
+    #: Seconds since them; None of one that was never heard.
+    heard_s: float | None
+    bus: str
+    version: int | None
+    #: Pieces of the version that it is getting, and from whom.
+    pieces: int
+    upstream: str
+    error: str
+    damaged: int
+    engines: list[EngineNote]
+
+
+class WeightsNote(msgspec.Struct, frozen=True):
+    """A pool of weights and its mirrors at one instant, for people."""
+
+    bus: str
+    version: int | None
+    size: int
+    #: Bytes of its patch; 0 for none.
+    patch: int
+    error: str
+    mirrors: list[MirrorNote]

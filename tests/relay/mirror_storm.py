@@ -1,0 +1,220 @@
+"""Mirrors of a pool under SIGKILL and SIGSTOP: no reader of any node sees half a version.
+
+A program: `PYTHONPATH=tests python tests/relay/mirror_storm.py --versions 1000 --faults 300` prints
+what it did, and ends with status 1 at the first byte that is wrong, or where a node is left behind.
+test_mirror_storm.py runs its short form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import msgspec
+from relay.connections import open_mailbox
+from relay.mirrors import Trainer, is_version, remove, version_of
+
+from shmbus.errors import BusNotFoundError, BusRemovedError, LayoutMismatchError, WaitTimeoutError
+from shmbus.pool import PoolReader
+from shmbus.relay.mirror_party import POOL_KIND, MirrorParty
+from shmbus.relay.party import run_party
+from shmbus.relay.weights_party import WeightsParty
+
+SOURCE = "weights"
+CONTEXT = multiprocessing.get_context("forkserver")
+# A party that starts in milliseconds is killed at its work, and not while it is imported.
+CONTEXT.set_forkserver_preload(
+    ["numpy", "shmbus.relay.party", "relay.connections", "shmbus.relay.mirror_party",
+     "shmbus.relay.weights_party"]
+)  # fmt: skip
+#: Of a piece: versions of some MiB are of many.
+PIECE_BYTES = 64 << 10
+
+
+class Plan(NamedTuple):
+    """What a storm is made of."""
+
+    name: str
+    directory: str
+    nodes: int = 3
+    versions: int = 40
+    faults: int = 12
+    size: int = 6 << 20
+    seed: int = 0
+    quiet_s: float = 60.0
+    stop_s: float = 0.6
+
+    @property
+    def trainer(self) -> str:
+        """The trainer's bus."""
+        return f"{self.name}.t"
+
+    @property
+    def buses(self) -> list[str]:
+        """The nodes' buses, each of which is its mirror's address too."""
+        return [f"{self.name}.m{i}" for i in range(self.nodes)]
+
+
+def work(plan: Plan, address: str) -> None:
+    """Be a party, for ever."""
+    mailbox = open_mailbox(plan.directory, address)
+
+    def make() -> Any:
+        if address == SOURCE:
+            return WeightsParty(plan.trainer, mailbox, plan.buses, PIECE_BYTES)
+        return MirrorParty(address, mailbox, SOURCE)
+
+    run_party(make, mailbox, lambda: True)
+
+
+class Storm:
+    """One run: parties in processes of their own, trainer and engines in threads of this one."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.rng = random.Random(plan.seed)
+        self.children: dict[str, Any] = {}
+        self.faults: list[str] = []
+        self.done: Counter[str] = Counter()
+        self.seen: Counter[str] = Counter()
+        self.over = threading.Event()
+
+    def start(self, address: str) -> None:
+        """Start a party."""
+        child = CONTEXT.Process(target=work, args=(self.plan, address), daemon=True)
+        child.start()
+        self.children[address] = child
+
+    def harm(self) -> None:
+        """Do something to one of the parties."""
+        address = self.rng.choice([SOURCE, *self.plan.buses])
+        what = self.rng.choice(["kill", "kill", "stop", "away", "remove"])
+        self.done[what] += 1
+        child = self.children[address]
+        if what == "stop":
+            os.kill(child.pid, signal.SIGSTOP)
+            time.sleep(self.rng.uniform(0.0, self.plan.stop_s))
+            os.kill(child.pid, signal.SIGCONT)
+        elif what == "remove" and address != SOURCE:
+            remove(address)
+        else:
+            os.kill(child.pid, signal.SIGKILL)
+            child.join()
+            if what == "away":
+                time.sleep(self.rng.uniform(0.0, self.plan.stop_s))
+            self.start(address)
+
+    def engine(self, bus: str) -> None:
+        """Lease what a node's pool gets, and compare every byte of it."""
+        reader, after = None, 0
+        while not self.over.is_set():
+            try:
+                if reader is None:
+                    reader, after = PoolReader(bus, POOL_KIND, label="engine"), 0
+                with reader.latest(after=after, timeout=0.1) as lease:
+                    after = lease.sequence
+                    self.seen[bus] += 1
+                    if not is_version(lease, self.plan.size, self.plan.seed):
+                        self.faults.append(f"torn: version {lease.version} on {bus}")
+                    reader.applied(lease)
+            except WaitTimeoutError:
+                continue
+            except (BusNotFoundError, BusRemovedError, LayoutMismatchError):
+                if reader is not None:
+                    reader.close()
+                reader = None
+                time.sleep(0.02)
+        if reader is not None:
+            reader.close()
+
+    def run(self) -> dict[str, Any]:
+        """Do all of it, and return what there is to say."""
+        plan, began = self.plan, time.monotonic()
+        trainer = Trainer(plan.trainer, plan.size, plan.seed, timeout=plan.quiet_s)
+        engines = [threading.Thread(target=self.engine, args=(bus,)) for bus in plan.buses]
+        harmed = threading.Thread(target=self.harm_all)
+        try:
+            for address in [SOURCE, *plan.buses]:
+                self.start(address)
+            for thread in [*engines, harmed]:
+                thread.start()
+            for version in range(1, plan.versions + 1):
+                trainer.publish(version)
+                self.wait_for_one(version)
+            harmed.join()
+            self.wait_for_all(plan.versions)
+        finally:
+            self.over.set()
+            for thread in [*engines, harmed]:
+                if thread.ident is not None:
+                    thread.join()
+            for child in self.children.values():
+                child.kill()
+                child.join()
+            for bus in plan.buses:
+                remove(bus)
+            trainer.close()
+        return {
+            "seed": plan.seed,
+            "done": dict(self.done),
+            "seen": dict(self.seen),
+            "seconds": round(time.monotonic() - began, 1),
+            "faults": self.faults,
+        }
+
+    def harm_all(self) -> None:
+        """Do harm as often as planned."""
+        for _ in range(self.plan.faults):
+            if self.faults:
+                return
+            time.sleep(self.rng.uniform(0.0, 0.4))
+            self.harm()
+
+    def wait_for_one(self, version: int) -> None:
+        """Wait until a node has it, or for no longer than a step of a trainer."""
+        until = time.monotonic() + self.rng.uniform(0.0, 0.6)
+        while time.monotonic() < until:
+            if any(version_of(bus) == version for bus in self.plan.buses):
+                return
+            time.sleep(0.01)
+
+    def wait_for_all(self, version: int) -> None:
+        """Wait until each node has the last version."""
+        until = time.monotonic() + self.plan.quiet_s
+        while time.monotonic() < until:
+            there = {bus: version_of(bus) for bus in self.plan.buses}
+            if all(each == version for each in there.values()):
+                return
+            time.sleep(0.05)
+        self.faults.append(f"left behind: {there}, and the newest is {version}")
+
+
+def main() -> int:
+    """Run it as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--versions", type=int, default=1000)
+    parser.add_argument("--faults", type=int, default=300)
+    parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        plan = Plan(
+            f"mirrors.{os.getpid()}", directory, arguments.nodes, arguments.versions,
+            arguments.faults, seed=arguments.seed,
+        )  # fmt: skip
+        said = Storm(plan).run()
+    sys.stdout.write(msgspec.json.encode(said).decode() + "\n")
+    return 1 if said["faults"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
