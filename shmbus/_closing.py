@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ClosedByWith"]
+__all__ = ["ClosedByAnyWith", "ClosedByWith"]
 
 
 class ClosedByWith:
@@ -30,6 +30,12 @@ class ClosedByWith:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class ClosedByAnyWith(ClosedByWith):
+    """Is so by an ``async with`` too."""
+
+    __slots__ = ()
 
     async def __aenter__(self) -> Self:
         return self

@@ -19,13 +19,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from shmbus import errors
 from shmbus._arguments import check_timeout
+from shmbus._closing import ClosedByWith
 from shmbus._encoding import parse_dtype
 from shmbus._prompts import Request
 from shmbus.consumer import Consumer
@@ -133,7 +133,7 @@ class UnannotatedGroup(Sequence[Mapping[str, "NDArray[Any]"]]):
         return self._annotator._write(self, columns)
 
 
-class Annotator:
+class Annotator(ClosedByWith):
     """Adds columns to complete groups, in a process of its own: takes, computes, writes once.
 
     Any number of them share the work. A group of one that dies goes to another.
@@ -265,19 +265,8 @@ class Annotator:
         """Leave; a group that was taken and not written goes to another annotator."""
         self._producer.close()
 
-    def __enter__(self) -> Annotator:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class Columns:
+class Columns(ClosedByWith):
     """What annotators write, for ``OnlineDataHandler(annotate_group=...)``.
 
     Parameters
@@ -425,14 +414,3 @@ class Columns:
         if not self._consumer.closed:
             self._end_used()
             self._consumer.close()
-
-    def __enter__(self) -> Columns:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -41,7 +41,7 @@ from shmbus._arguments import (
     clamp_request,
     names_options,
 )
-from shmbus._closing import ClosedByWith
+from shmbus._closing import ClosedByAnyWith
 from shmbus._format import show_wait
 from shmbus._loop_waits import LoopWaits
 from shmbus._schema import Schema, mapping_of, parse
@@ -71,7 +71,7 @@ _T = TypeVar("_T")
 _DROP_REASONS: Final = {"malformed": _core.DROP_MALFORMED, "filtered": _core.DROP_FILTERED}
 
 
-class Consumer(_core.ConsumerBase[Group], ClosedByWith):
+class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
     """Takes complete groups from a bus: from its daemon where there is one, else from the ring.
 
     Without a daemon a bus has one consumer, and a second one gets BusBusyError. With a daemon

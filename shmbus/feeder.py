@@ -21,7 +21,7 @@ from shmbus._arguments import (
     check_round,
     check_timeout,
 )
-from shmbus._closing import ClosedByWith
+from shmbus._closing import ClosedByAnyWith
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import encode_prompt
 from shmbus._schema import Schema, mapping_of, parse
@@ -81,7 +81,7 @@ def check_offer(
     )
 
 
-class Feeder(ClosedByWith):
+class Feeder(ClosedByAnyWith):
     """Offers prompts to the workers of a bus. Several may feed one bus, from any process.
 
     A request is one group: its prompt is stored once, and workers take its samples one at a time

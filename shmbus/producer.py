@@ -39,7 +39,7 @@ from shmbus._arguments import (
     check_timeout,
     names_options,
 )
-from shmbus._closing import ClosedByWith
+from shmbus._closing import ClosedByAnyWith
 from shmbus._fields import FieldSpec, check_sizes, parse_field
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
@@ -109,7 +109,7 @@ class ProducerOptions(TypedDict, total=False):
     schema: Schema | None
 
 
-class Producer(_core.Writer, ClosedByWith):
+class Producer(_core.Writer, ClosedByAnyWith):
     """Writes trajectories into a bus. Safe from several threads; one handle a process.
 
     `put` copies one trajectory, `put_many` a list, `reserve` has its arrays filled in place, `aput`

@@ -38,6 +38,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from shmbus import errors, limits
+from shmbus._closing import ClosedByWith
 from shmbus._version import VERSION
 from shmbus.http.access import is_loopback
 from shmbus.http.server import AddressError, HttpServer
@@ -379,7 +380,7 @@ def health(name: str) -> tuple[bool, dict[str, Any]]:
     }
 
 
-class MetricsServer:
+class MetricsServer(ClosedByWith):
     """Serves ``/metrics`` and ``/healthz`` of a bus, which need not exist yet, from a thread."""
 
     def __init__(
@@ -454,9 +455,3 @@ class MetricsServer:
         self._thread.join()
         self._loop.close()
         self._pool.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> MetricsServer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection
-from types import TracebackType
 
 import msgspec
 
 from shmbus import LayoutMismatchError
+from shmbus._closing import ClosedByWith
 from shmbus.segment.cache_salt import NOTE_KIND
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
@@ -57,19 +57,8 @@ class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     updating: bool = True
 
 
-class PauseNote:
-    """The note of one bus, held by this process, for a ``with`` block.
-
-    Parameters
-    ----------
-    bus : str
-        The bus.
-
-    Raises
-    ------
-    BlockingIOError
-        Another living process has servers of this bus paused.
-    """
+class PauseNote(ClosedByWith):
+    """The note of one bus, for a ``with`` block; BlockingIOError where another process has it."""
 
     def __init__(self, bus: str) -> None:
         self._path = SHM_DIRECTORY + companion_name(NOTE_KIND, bus)
@@ -121,33 +110,9 @@ class PauseNote:
                 os.unlink(self._path)
         self._file.close()
 
-    def __enter__(self) -> PauseNote:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 def paused_by(bus: str) -> tuple[PauseNotice, bool] | None:
-    """Return what a bus's note says, and whether its process lives; None where nothing is paused.
-
-    Parameters
-    ----------
-    bus : str
-        The bus.
-
-    Raises
-    ------
-    LayoutMismatchError
-        The note is none of this version.
-    PermissionError
-        It belongs to another user.
-    """
+    """Return what a bus's note says, and whether its process lives; None where none is paused."""
     with LockedFile() as file:
         try:
             file.open(SHM_DIRECTORY + companion_name(NOTE_KIND, bus), os.O_RDWR, _title(bus))

@@ -17,13 +17,13 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shmbus import errors
+from shmbus._closing import ClosedByWith
 from shmbus._schema import decode_part
 from shmbus.inspect.records import RecordRow, Run, Scan, unreadable_rest
 from shmbus.segment.explain import layout_error, not_found_error
@@ -56,7 +56,7 @@ def open_file(path: str) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-class SegmentFile:
+class SegmentFile(ClosedByWith):
     """One file that is, or claims to be, a segment."""
 
     def __init__(self, name: str) -> None:
@@ -399,17 +399,6 @@ class SegmentFile:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-    def __enter__(self) -> SegmentFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _retries_at(max_producers: int, extent_count: int) -> int:

@@ -239,33 +239,13 @@ def _plain(where: str, value: Any) -> Any:
 
 
 def is_atropos(group: shmbus.Group) -> bool:
-    """Whether a bus group was made by `samples_of`.
-
-    Parameters
-    ----------
-    group : Group
-        Leased.
-
-    Returns
-    -------
-    bool
-    """
+    """Whether a bus group was made by `samples_of`."""
     meta = group[0].meta if len(group) else None
     return isinstance(meta, dict) and isinstance(meta.get(GROUP_KEY), dict)
 
 
 def env_id_of(group: shmbus.Group) -> int | None:
-    """Return the number of the environment that made a group; None where it said none.
-
-    Parameters
-    ----------
-    group : Group
-        Leased, and one of `samples_of`.
-
-    Returns
-    -------
-    int or None
-    """
+    """Return the number of the environment that made a group; None where it said none."""
     number = group[0].meta[GROUP_KEY].get(ENV_KEY)
     return number if isinstance(number, int) else None
 

@@ -31,15 +31,7 @@ _LARGEST_SCORE: Final = sys.float_info.max
 
 
 class Sample(NamedTuple):
-    """An item that waits for the others of its group.
-
-    Attributes
-    ----------
-    item : dict
-        As it was written.
-    group : object
-        Whatever the caller keeps of it.
-    """
+    """An item that waits for the others of its group, and whatever the caller keeps of it."""
 
     item: dict[str, Any]
     group: Any
@@ -110,17 +102,7 @@ def sample_of(item: Mapping[str, Any], *, policy_version: int = 0) -> dict[str, 
 
 
 def is_slime(group: shmbus.Group) -> bool:
-    """Whether a bus group was made by `sample_of`.
-
-    Parameters
-    ----------
-    group : Group
-        Leased.
-
-    Returns
-    -------
-    bool
-    """
+    """Whether a bus group was made by `sample_of`."""
     meta = group[0].meta if len(group) else None
     return isinstance(meta, dict) and isinstance(meta.get(ITEM_KEY), dict)
 
@@ -161,14 +143,7 @@ def item_of(group: shmbus.Group) -> dict[str, Any]:
 
 
 class SampleGroups:
-    """Samples by their key, in the order in which the keys came.
-
-    Parameters
-    ----------
-    group_size : int
-        Samples that make a group complete. Later ones that come before the group is taken belong
-        to it, as in slime's buffer.
-    """
+    """Samples by their key, in the order in which the keys came; late ones join a whole group."""
 
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
@@ -179,18 +154,7 @@ class SampleGroups:
         return sum(len(samples) for samples in self._groups.values())
 
     def add(self, sample: Sample) -> bool:
-        """Add a sample.
-
-        Parameters
-        ----------
-        sample : Sample
-            Its item has an ``instance_id``.
-
-        Returns
-        -------
-        bool
-            False for a second sample of the same group with the same ``uid``: not added.
-        """
+        """Add a sample; False for a second one of its group with the same ``uid``, which is not."""
         key = sample.item["instance_id"]
         uid = sample.item.get("uid")
         if isinstance(uid, str):
@@ -206,42 +170,21 @@ class SampleGroups:
         return sum(len(samples) >= self.group_size for samples in self._groups.values())
 
     def take(self, limit: int | None = None) -> list[list[Sample]]:
-        """Take complete groups out.
-
-        Parameters
-        ----------
-        limit : int, optional
-            How many at the most; None for all.
-
-        Returns
-        -------
-        list of list of Sample
-        """
+        """Take complete groups out, `limit` at the most."""
         keys = [k for k, samples in self._groups.items() if len(samples) >= self.group_size]
         for key in keys[:limit]:
             self._uids.pop(key, None)
         return [self._groups.pop(key) for key in keys[:limit]]
 
     def clear(self) -> list[Sample]:
-        """Forget all samples, and return them.
-
-        Returns
-        -------
-        list of Sample
-        """
+        """Forget all samples, and return them."""
         found = [sample for samples in self._groups.values() for sample in samples]
         self._groups.clear()
         self._uids.clear()
         return found
 
     def summary(self) -> dict[str, Any]:
-        """Return what slime's buffer says of the samples that wait.
-
-        Returns
-        -------
-        dict
-            total_samples, num_groups, avg_group_size, avg_reward.
-        """
+        """Return what slime's buffer says of the samples that wait."""
         rewards = [
             reward
             for samples in self._groups.values()

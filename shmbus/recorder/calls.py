@@ -61,13 +61,7 @@ def decoded(raw: bytes | bytearray) -> dict[str, Any]:
 
 
 class Calls:
-    """Answers the calls of sessions.
-
-    Parameters
-    ----------
-    fail : callable
-        Ends a session by a word and a sentence: its sample failed.
-    """
+    """Answers the calls of sessions; `fail` ends one by a word and a sentence."""
 
     def __init__(
         self,

@@ -126,21 +126,7 @@ class _Choice:
 
 
 class Reading:
-    """One call: the body that the engine gets, and its answer, read and made the client's.
-
-    Parameters
-    ----------
-    body : dict
-        What the client asks for, in the form of the endpoint; it is left as it is.
-    endpoint : str
-        Of the engine.
-    kind : "vllm" | "sglang"
-        The engine's.
-    cache_salt : str or None
-        Of the weights' version, for the engine's prefix cache.
-    experts : tuple of (int, int) or None
-        Layers, and experts of a token, where they are recorded.
-    """
+    """One call: the body that the engine gets, and its answer, read and made the client's."""
 
     def __init__(
         self,

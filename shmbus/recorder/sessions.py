@@ -55,25 +55,13 @@ def over(place: Place, end: End) -> CallRefusal:
 
 
 class Session:
-    """One sample in the making.
-
-    Parameters
-    ----------
-    key : str
-        What its calls are made with.
-    place : Place
-        Its sample.
-    hold : object
-        What says that the sample is still wanted: a worker's ticket, or the recorder's own request.
-    is_own : bool
-        Whether it is the recorder's own request, which a harness scores over HTTP.
-    now_s : float
-        When it is opened.
-    """
+    """One sample in the making."""
 
     def __init__(self, key: str, place: Place, hold: Any, is_own: bool, now_s: float) -> None:
         self.key = key
         self.place = place
+        #: What says that the sample is still wanted: a worker's ticket, or the recorder's request,
+        #: which a harness scores over HTTP.
         self.hold = hold
         self.is_own = is_own
         self.opened_s = self.last_s = now_s
@@ -154,17 +142,7 @@ class Session:
 
 
 class Sessions:
-    """All sessions of a recorder.
-
-    Attributes
-    ----------
-    opened : int
-        Sessions that were opened.
-    ended : dict of str to int
-        Those that ended, by how.
-    drift, turns, sampled : int
-        Of all sessions: what `Transcript` counts.
-    """
+    """All sessions of a recorder, and what they have counted."""
 
     def __init__(self, bounds: Settings) -> None:
         self._bounds = bounds

@@ -51,38 +51,13 @@ OTHER_FILES: Final = 64
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a recorder serves one bus.
-
-    Attributes
-    ----------
-    bus : str
-        The bus.
-    engines : tuple of str
-        Addresses of the engines, such as ``http://127.0.0.1:8000``.
-    host, port : str, int
-        Where it listens; port 0 for any free one.
-    token : str or None
-        What opens sessions; None where nothing is asked for.
-    engine_key : str or None
-        The bearer token of the engines.
-    body_limit, memory : int
-        Bytes of one body; of all bodies and sessions.
-    sessions, calls, tokens : int
-        Sessions at once; calls, and tokens of rows, of a session.
-    idle_s : float
-        Seconds without a call after which a session that was opened over HTTP fails.
-    max_lag : int or None
-        Versions behind the trainer's from which a session ends; None for any.
-    experts : tuple of (int, int) or None
-        Layers and experts of a token, where routed experts are recorded.
-    log_format : "json" | "text"
-    log_level : "debug" | "info" | "warning" | "error"
-    """
+    """How a recorder serves one bus."""
 
     bus: str
     engines: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8080
+    #: What opens sessions; None where nothing is asked for.
     token: str | None = None
     engine_key: str | None = None
     body_limit: int = BODY_LIMIT
@@ -90,8 +65,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     sessions: int = MAX_SESSIONS
     calls: int = MAX_CALLS
     tokens: int = MAX_TOKENS
+    #: Without a call, after which a session that was opened over HTTP fails.
     idle_s: float = IDLE_S
+    #: Versions behind the trainer's from which a session ends.
     max_lag: int | None = None
+    #: Layers, and experts of a token.
     experts: tuple[int, int] | None = None
     log_format: Literal["json", "text"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -34,33 +34,18 @@ class Span(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One answer of the engine, after its checks.
-
-    Attributes
-    ----------
-    prompt, output : ndarray of int32
-        Token ids of the whole prompt, and what was sampled.
-    logprobs : ndarray of float32
-        One for each sampled token.
-    versions : Span
-        What the engine ran from the call's begin to its end.
-    finish_reason : str
-        The engine's.
-    said, answer : str
-        The conversation in a form that a client's next call begins with: what was asked, and what
-        was answered. It tells drift, and is never trained.
-    experts : ndarray or None
-        Routed experts of the prompt's tokens and of all sampled ones but the last, which no
-        forward pass has seen: [tokens, layers, experts].
-    """
+    """One answer of the engine, after its checks."""
 
     prompt: NDArray[np.int32]
     output: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: Span
     finish_reason: str = "stop"
+    #: What was asked and answered, as a client's next call begins; it tells drift, and is never
+    #: trained.
     said: str = ""
     answer: str = ""
+    #: [tokens, layers, experts] of all tokens but the last, which no forward pass has seen.
     experts: NDArray[Any] | None = None
 
 
@@ -111,26 +96,13 @@ class _Row:
 
 
 class Transcript:
-    """The rows of one sample, as its calls end.
-
-    Attributes
-    ----------
-    turns : int
-        Answers that were recorded.
-    sampled : int
-        Tokens of them.
-    drift : int
-        Calls that went on with a conversation in words, and not in token ids: the chat template
-        renders earlier turns differently, or the tokenizer splits their text otherwise.
-    versions : Span or None
-        What the answers met.
-    finish_reason : str
-        The last one's.
-    """
+    """The rows of one sample, as its calls end."""
 
     def __init__(self) -> None:
         self.turns = 0
         self.sampled = 0
+        #: Calls that went on with a conversation in words, and not in token ids: the chat template
+        #: renders earlier turns differently, or the tokenizer splits their text otherwise.
         self.drift = 0
         self.versions: Span | None = None
         self.finish_reason = ""

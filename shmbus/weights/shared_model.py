@@ -30,13 +30,13 @@ import contextlib
 import struct
 import weakref
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import torch
 
 from shmbus import BusClosedError
 from shmbus._arguments import check_choice, check_flag, check_int64, check_seconds, check_timeout
+from shmbus._closing import ClosedByWith
 from shmbus.errors import (
     BusBusyError,
     DamagedError,
@@ -70,14 +70,14 @@ from shmbus.weights.shared_lock import Reading, StepGuard, Stepping
 from shmbus.weights.source import ModuleSource
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 __all__ = ["SharedModel", "attach_model", "put_views", "share_model"]
 
 Locking: TypeAlias = Literal["lock", "none"]
 
 
-class SharedModel:
+class SharedModel(ClosedByWith):
     """A model's tensors in shared memory, for a ``with`` block.
 
     `share_model` and `attach_model` make it.
@@ -317,17 +317,6 @@ class SharedModel:
                 )
 
         optimizer.register_step_pre_hook(require_step)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def share_model(

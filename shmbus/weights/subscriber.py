@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -27,6 +26,7 @@ from shmbus._arguments import (
     check_text,
     check_timeout,
 )
+from shmbus._closing import ClosedByWith
 from shmbus.batch.uninterrupted import ClosedByBlock
 from shmbus.errors import DamagedError, WaitTimeoutError
 from shmbus.tensors.copy_table import Pair, prepare_copies
@@ -54,7 +54,7 @@ from shmbus.weights.patches import VersionChanges
 from shmbus.weights.probe import choose
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 __all__ = ["Place", "Verify", "WeightSubscriber", "Weights"]
 
@@ -88,7 +88,7 @@ def _is_newer(
     return before is not None and (place.origin != before[1].origin or version <= before[0])
 
 
-class WeightSubscriber:
+class WeightSubscriber(ClosedByWith):
     """Reads the weights of a bus; they need not be there yet.
 
     Parameters
@@ -293,17 +293,6 @@ class WeightSubscriber:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<WeightSubscriber {self.bus!r} {state}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Weights(Mapping[str, torch.Tensor], ClosedByBlock):

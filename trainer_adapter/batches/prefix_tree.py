@@ -153,42 +153,15 @@ class PrefixTree(TensorParts):
         return len(self.tokens)
 
     def of_rows(self, values: Tensor) -> Tensor:
-        """Return values of tokens, [T, ...], as inputs of the model: those of the first sequence.
-
-        Parameters
-        ----------
-        values : Tensor [T, ...]
-
-        Returns
-        -------
-        Tensor [R, ...]
-        """
+        """Return values of tokens, [T, ...], as a model's inputs: those of the first sequence."""
         return indexable(values).index_select(0, self.sources).view(values.dtype)
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """Return values of rows, [R, ...], for each sequence's tokens; differentiable.
-
-        Parameters
-        ----------
-        values : Tensor [R, ...]
-
-        Returns
-        -------
-        Tensor [T, ...]
-        """
+        """Return values of rows, [R, ...], for each sequence's tokens; differentiable."""
         return values.index_select(0, self.rows)
 
     def select(self, sequences: Sequence[int]) -> PrefixTree:
-        """Return the tree of some sequences, in the order given.
-
-        Parameters
-        ----------
-        sequences : sequence of int
-
-        Returns
-        -------
-        PrefixTree
-        """
+        """Return the tree of some sequences, in the order given."""
         segments, rows = self.segments.select(sequences)
         kept = torch.from_numpy(rows).to(self.tokens.device)
         return _tree(segments, self.tokens.index_select(0, kept))

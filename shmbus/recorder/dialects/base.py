@@ -38,22 +38,7 @@ def object_of(text: Any) -> dict[str, Any]:
 
 
 class Dialect:
-    """One call, in the endpoint's own form: passed on as it is.
-
-    Parameters
-    ----------
-    body : dict
-        What the client sent.
-    history : dict
-        Of the session: what earlier calls of this dialect left for later ones.
-
-    Attributes
-    ----------
-    endpoint : str
-        Of the engine.
-    call : dict
-        What the client wants, in the form of the endpoint.
-    """
+    """One call, in the endpoint's own form: passed on as it is; `history` is the session's."""
 
     endpoint: ClassVar[Endpoint] = CHAT
 
