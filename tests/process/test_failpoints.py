@@ -52,7 +52,7 @@ def test_a_death_or_a_stop_at_any_point_loses_doubles_and_tears_nothing(
     failpoint_build: Path,
 ) -> None:
     env = {"PYTHONPATH": os.pathsep.join([str(failpoint_build), str(HERE), str(HERE.parent)])}
-    child = spawn.module(program, bus_name, *arguments, env=env)
+    child = spawn.module(program, bus_name, *arguments, env=env, fresh=True)
     reports = [json.loads(line) for line in child.finish(timeout=280).splitlines()]
     assert len(reports) >= cases
     assert [r for r in reports if r["faults"] or not r["signalled"]] == []
