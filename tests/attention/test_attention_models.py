@@ -516,7 +516,7 @@ def test_what_it_has_not_is_refused(seed: int) -> None:
     model.train()
     with pytest.raises(ValueError, match=r"dropout: expected 0, got 0\.1"):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
-    with pytest.raises(ValueError, match="layout 'packed', got 'padded'"):
+    with pytest.raises(ValueError, match="layout 'packed' or 'prefix', got 'padded'"):
         batch = packed_batch(seed, [3])
         batch.layout = "padded"
         transformers_inputs(batch)
