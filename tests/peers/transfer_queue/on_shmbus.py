@@ -17,7 +17,7 @@ from trainer_adapter.adapters import transfer_queue
 #: What a user would give to tq.init.
 CONFIG = {
     "controller": {"polling_mode": True},
-    "backend": {"storage_backend": "Shmbus", "Shmbus": {"store": os.environ["SHMBUS_STORE"]}},
+    "backend": {"storage_backend": "Shmbus", "Shmbus": {"store": os.environ["SHMBUS_TEST_STORE"]}},
 }
 FOREIGN = (
     "test_gdr", "test_tensor_fields", "test_storage_saved_is_true",

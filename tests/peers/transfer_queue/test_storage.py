@@ -46,7 +46,7 @@ def client(store: Store, bus_name: str) -> Any:
 @pytest.mark.parametrize("name", ["kv_interface", "checkpoint", "e2e_lifecycle_consistency"])
 def test_their_own_tests_pass_on_it(name: str, bus_name: str) -> None:
     environment = {
-        **os.environ, "TQ_TEST_BACKEND": "Shmbus", "SHMBUS_STORE": bus_name,
+        **os.environ, "TQ_TEST_BACKEND": "Shmbus", "SHMBUS_TEST_STORE": bus_name,
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     [file] = THEIRS.glob(f"test_{name}*.py")
