@@ -8,7 +8,6 @@ test_mirror_storm.py runs its short form.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import random
 import signal
@@ -20,6 +19,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import msgspec
+from fork_server import TEMPLATE
 from relay.connections import open_mailbox
 from relay.mirrors import Trainer, is_version, remove, version_of
 
@@ -30,12 +30,6 @@ from shmbus.relay.party import run_party
 from shmbus.relay.weights_party import WeightsParty
 
 SOURCE = "weights"
-CONTEXT = multiprocessing.get_context("forkserver")
-# A party that starts in milliseconds is killed at its work, and not while it is imported.
-CONTEXT.set_forkserver_preload(
-    ["numpy", "shmbus.relay.party", "relay.connections", "shmbus.relay.mirror_party",
-     "shmbus.relay.weights_party"]
-)  # fmt: skip
 #: Of a piece: versions of some MiB are of many.
 PIECE_BYTES = 64 << 10
 
@@ -90,7 +84,7 @@ class Storm:
 
     def start(self, address: str) -> None:
         """Start a party."""
-        child = CONTEXT.Process(target=work, args=(self.plan, address), daemon=True)
+        child = TEMPLATE.Process(target=work, args=(self.plan, address), daemon=True)
         child.start()
         self.children[address] = child
 
