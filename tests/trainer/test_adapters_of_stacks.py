@@ -62,7 +62,7 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_row_is_parted_at_its_first_sampled_token() -> None:
-    t: Any = SimpleNamespace(instance_id="q", index=2)
+    t: Any = SimpleNamespace(instance_id="q", index=2, keys=tuple)
     parted = part_row(t, row(), logprobs=True)
     assert (parted.prompt, parted.response) == ([1], [2, 3, 4])
     assert (parted.mask, parted.logprobs) == ([1, 0, 1], [-1, 0, -2])
@@ -83,7 +83,7 @@ def test_a_row_is_parted_at_its_first_sampled_token() -> None:
     ],
 )
 def test_a_row_that_lacks_something_is_named(changes: dict[str, Any], words: str) -> None:
-    t: Any = SimpleNamespace(instance_id="q", index=2)
+    t: Any = SimpleNamespace(instance_id="q", index=2, keys=tuple)
     with pytest.raises(ValueError, match=f"group 'q', sample 2, field {words}|{words}"):
         part_row(t, row(**changes), logprobs=True)
 
