@@ -363,7 +363,8 @@ def share_model(
     version = check_int64("version", version)
     source = ModuleSource(model, slices=slices)
     tensors, _ = source._named()
-    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    leading = next(iter(tensors.values()), None)
+    device = torch.device("cpu") if leading is None else leading.device
     strange = [name for name, each in tensors.items() if each.device != device or is_sharded(each)]
     if strange or device.type not in ("cpu", "cuda"):
         name = strange[0] if strange else next(iter(tensors))
