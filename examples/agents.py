@@ -167,9 +167,10 @@ def main() -> int:
         try:
             rewards = train(bus, steps)
         finally:
-            for process in (worker, recorder, engine):
-                process.kill()
+            worker.kill()
+            recorder.terminate()
             recorder.wait()
+            engine.kill()
     first, last = np.mean(rewards[:3]), np.mean(rewards[-3:])
     print(f"reward {first:.2f} -> {last:.2f}")
     return 0 if last > first else 1

@@ -34,12 +34,16 @@ class Terminal:
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.before = termios.tcgetattr(self.slave)
         self._seen = bytearray()
+        # readline puts the size of pytest's own terminal there, and it goes before a terminal's own.
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        environment.pop("LINES", None)
+        environment.pop("COLUMNS", None)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "shmbus.cli", *arguments],
             stdin=self.slave,
             stdout=self.slave,
             stderr=self.slave,
-            env={**os.environ, "TERM": "xterm-256color"},
+            env=environment,
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)

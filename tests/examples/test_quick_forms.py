@@ -50,7 +50,9 @@ def test_an_example_does_what_it_says(name: str, spawn: Spawner) -> None:
     needed, last_line = RUNS[name]
     for module in needed:
         pytest.importorskip(module)
-    said = spawn.file(EXAMPLES / name, "--quick").finish(DEADLINE_S)
+    process = spawn.file(EXAMPLES / name, "--quick")
+    said = process.finish(DEADLINE_S)
+    assert not [*Path("/dev/shm").glob(f"*shmbus*-{process.pid}*")]
     # A daemon that it starts may log behind it, or within the line.
     found = [*re.finditer(last_line, said)]
     assert found, said
