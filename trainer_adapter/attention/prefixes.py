@@ -26,7 +26,7 @@ from shmbus._arguments import check_choice
 from trainer_adapter.attention.arguments import as_autocast, check_operands, checked_scale
 from trainer_adapter.attention.dispatch import Backend
 from trainer_adapter.attention.varlen import varlen_attention
-from trainer_adapter.batches.prefix_tree import PrefixTree
+from trainer_adapter.batches.prefix_tree import PrefixTree, gathered
 
 __all__ = ["prefix_attention"]
 
@@ -234,7 +234,7 @@ def _by_paths(
     """Attend by segments: the rows of each, with the keys of its path, aligned at the last."""
     paths, borders_q, borders_k, max_q, max_k = _paths_on(tree, q.device)
     if len(paths) != len(k):
-        k, v = (_gathered(x, paths) for x in (k, v))
+        k, v = (gathered(x, paths) for x in (k, v))
     return varlen_attention(
         q, k, v, borders_q, borders_k, max_q, max_k,
         scale=scale, window_size=(window, 0), enable_gqa=True, backend=backend,
@@ -254,25 +254,3 @@ def _paths_on(tree: PrefixTree, device: torch.device) -> tuple[Tensor, Tensor, T
         longest = int(segments.lengths.max()), int(np.diff(borders).max())
         found = tree.kept["paths", device] = (rows, of_q, of_k, *longest)
     return cast("tuple[Tensor, Tensor, Tensor, int, int]", found)
-
-
-def _gathered(x: Tensor, rows: Tensor) -> Tensor:
-    gathered: Tensor = _Gather.apply(x, rows)  # type: ignore[no-untyped-call]
-    return gathered
-
-
-class _Gather(torch.autograd.Function):
-    """Rows by an index with repeats; the gradient is added up in float32 at least."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.count = len(x)
-        return x.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        summed = grad.new_zeros((ctx.count, *grad.shape[1:]), dtype=wide)
-        return summed.index_add_(0, rows, grad.to(wide)).to(grad.dtype), None

@@ -158,7 +158,7 @@ class PrefixTree(TensorParts):
 
     def of_tokens(self, values: Tensor) -> Tensor:
         """Return values of rows, [R, ...], for each sequence's tokens; differentiable."""
-        return values.index_select(0, self.rows)
+        return gathered(values, self.rows)
 
     def select(self, sequences: Sequence[int]) -> PrefixTree:
         """Return the tree of some sequences, in the order given."""
@@ -173,6 +173,29 @@ class PrefixTree(TensorParts):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "kept": {}}
+
+
+def gathered(x: Tensor, rows: Tensor) -> Tensor:
+    """Take rows by an index with repeats; the gradient is added up in float32 at least."""
+    if not x.requires_grad:
+        return x.index_select(0, rows)
+    found: Tensor = _Gather.apply(x, rows)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.count = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        summed = grad.new_zeros((ctx.count, *grad.shape[1:]), dtype=wide)
+        return summed.index_add_(0, rows, grad.to(wide)).to(grad.dtype), None
 
 
 def share_prefixes(
