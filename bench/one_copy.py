@@ -30,13 +30,13 @@ from shmbus.weights import attach_model, share_model
 
 __all__ = ["main"]
 
-#: 1.5 billion parameters.
+#: 0.7 billion parameters.
 LARGE: Final = Shape(
-    layers=28, hidden=2048, heads=16, kv_heads=8, head=128, inner=6144, vocab=32000
+    layers=12, hidden=2048, heads=16, kv_heads=8, head=128, inner=6144, vocab=32000
 )
 SMALL: Final = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head=16, inner=96, vocab=64)
-PROMPTS, GROUP, PROMPT_TOKENS, ANSWER_TOKENS = 4, 16, 8, 16
-LEARNING_RATE: Final = {True: 1e-2, False: 3e-5}
+PROMPTS, GROUP, PROMPT_TOKENS, ANSWER_TOKENS = 4, 16, 8, 8
+LEARNING_RATE: Final = {True: 1e-2, False: 3e-4}
 EPSILON: Final = 1e-6
 THETA: Final = 10000.0
 PATIENCE_S: Final = 240.0

@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import multiprocessing
@@ -194,7 +195,8 @@ class ForkServer:
         """End it."""
         # By a word, and not by the end of the connection: a forked child of this process may still
         # hold one end.
-        self._socket.send(json.dumps({"end": True}).encode())
+        with contextlib.suppress(ConnectionError):  # it has died, and a test has told so
+            self._socket.send(json.dumps({"end": True}).encode())
         self._process.wait()
         self._socket.close()
 
@@ -304,7 +306,9 @@ if __name__ == "__main__":
     # Else NumPy's library of matrices starts threads when it is imported.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     for name in sys.argv[2:]:
-        importlib.import_module(name)
+        # What an extra lacks here is said by the child that imports it.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     todo = serve(connection)
     become(todo)
     if todo["program"][0] == "-m":
