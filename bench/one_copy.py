@@ -70,15 +70,15 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return x * cos + swapped * sin
 
 
-def logits_of(model: FusedModel, tokens: torch.Tensor) -> torch.Tensor:
+def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Compute the logits of the last token of each sequence, [B, V]."""
-    shape = model.shape
+    shape: Shape = model.shape
     q, kv = shape.heads * shape.head, shape.kv_heads * shape.head
     batch, length = tokens.shape
     hidden = F.embedding(tokens, model.embed)
     for layer in model.layers:
         normed = F.rms_norm(hidden, (shape.hidden,), layer.input_norm, EPSILON)
-        cut = F.linear(normed, layer.qkv).split([q, kv, kv], -1)
+        cut = torch.split(F.linear(normed, layer.qkv), [q, kv, kv], -1)
         heads = (each.view(batch, length, -1, shape.head).transpose(1, 2) for each in cut)
         query, key, value = heads
         seen = F.scaled_dot_product_attention(

@@ -30,7 +30,7 @@ import contextlib
 import struct
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 
@@ -68,9 +68,6 @@ from shmbus.weights.shared_file import (
 )
 from shmbus.weights.shared_lock import Reading, StepGuard, Stepping
 from shmbus.weights.source import ModuleSource
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["SharedModel", "attach_model", "put_views", "share_model"]
 
@@ -391,6 +388,8 @@ def share_model(
             for alias in source.aliases():
                 _tie(model, alias, shared)
         shared._model = weakref.ref(model)
+        if arena is not None:
+            torch.cuda.empty_cache()  # where they were, for other processes
         return shared
     except BaseException:
         # What was moved has its values, and its memory as long as it lives.
