@@ -20,11 +20,13 @@ from shmbus import Annotator, Bus, Columns, Consumer, Producer, ProtocolError
 from trainer_adapter import OnlineDataHandler
 
 REFERENCE = {"ref_logprobs": "float32"}
+# The long form has thousands.
+GROUPS = int(os.environ.get("SHMBUS_TEST_ANNOTATED", "80"))
 
 
 @pytest.fixture
 def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, capacity="16MiB") as handle:
+    with Bus.create(bus_name, capacity=f"{16 + GROUPS // 500}MiB") as handle:
         yield handle
     for writes in ("ref_logprobs", "teacher"):
         try:
@@ -206,8 +208,7 @@ with shmbus.Columns(sys.argv[1], {"ref_logprobs": "float32"}) as columns, Online
 def test_annotators_and_trainers_that_are_killed_cost_nothing(
     bus: Bus, spawn: Spawner, seed: int, tmp_path: Path
 ) -> None:
-    # The long form has thousands.
-    groups, lives = int(os.environ.get("SHMBUS_TEST_ANNOTATED", "80")), 3
+    groups, lives = GROUPS, 3
     batches = groups // 4 // (lives + 2)
     written, trained = tmp_path / "written", tmp_path / "trained"
     written.touch()
