@@ -7,7 +7,7 @@
 of each call; the worker opens a session for each sample, and gives it a score. The engine is in
 this file, a real server: HTTP, a table as its policy, the newest weights between two answers.
 
-The task: a digit is hidden. Who guesses is right once in ten; who calls the tool first, and then
+The task: a digit is hidden. Who guesses is right once in four; who calls the tool first, and then
 says what it saw, is right always.
 """
 
@@ -31,7 +31,7 @@ from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from trainer_adapter import OnlineDataHandler
 from trainer_adapter.losses import policy_loss
 
-DIGITS, LOOK, START, SAW, TOKENS = 10, 10, 11, 12, 13
+DIGITS, LOOK, START, SAW, TOKENS = 4, 4, 5, 6, 7
 GROUP_SIZE, GROUPS_PER_BATCH, AT_ONCE, MOST_TURNS = 8, 8, 24, 3
 SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -123,7 +123,7 @@ def be(party: Any, *arguments: Any) -> None:
 def train(bus: str, steps: int) -> list[float]:
     """Offer prompts without end, and train."""
     model, rewards, rng = policy(), [], np.random.default_rng(1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.3)
     prompts = iter(lambda: {"meta": {"hidden": int(rng.integers(DIGITS))}}, None)
     with (
         WeightPublisher(bus, ModuleSource(model)) as publisher,
@@ -154,7 +154,7 @@ def main() -> int:
     """Run engine, recorder, workers and trainer; 0 where the reward rose."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    steps = 24 if parser.parse_args().quick else 60
+    steps = 24 if parser.parse_args().quick else 40
     bus = f"agents-{os.getpid()}"
     spawn = multiprocessing.get_context("spawn")
     engine = spawn.Process(target=be, args=(run_engine, bus, ready := spawn.Queue()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-from shmbus.errors import BusNotFoundError
+from shmbus.errors import BusNotFoundError, LayoutMismatchError
 from shmbus.pool.status import ReaderStatus, read_pool
 
 #: The pool that has weights.
@@ -28,10 +28,10 @@ def row_name(address: str) -> str:
 
 
 def rows_of_server(bus: str, address: str) -> list[ReaderStatus]:
-    """Return the rows of a server's living ranks; none where no weights are published."""
+    """Return the rows of a server's living ranks; none where no weights are published yet."""
     try:
         readers = read_pool(bus, WEIGHTS).readers
-    except BusNotFoundError:
+    except (BusNotFoundError, LayoutMismatchError):  # the pool is being made, too
         return []
     begins = f"{row_name(address)} "
     return [row for row in readers if row.state == "alive" and row.label.startswith(begins)]

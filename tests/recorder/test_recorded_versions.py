@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from recorders import ask, chat, user
 from stub_engine import StubEngine
 
 import shmbus
+from shmbus.pool.lifecycle import pool_path
 from shmbus.recorder.recorder import Recorder
 
 pytest_plugins = ["recorder_fixtures"]
@@ -75,3 +77,21 @@ def test_without_rows_the_trainers_version_counts(
     (group,) = consumer.take(1, timeout=30.0)
     assert group[0].policy_version == 9
     assert engine.record[0].body["cache_salt"] == "9"
+
+
+def test_a_call_while_the_pool_of_weights_is_made_has_the_trainers_version(
+    recorder: Recorder, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
+    consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    consumer.policy_version = 9
+    feeder.request("q", group_size=1)
+    session = producer.session(producer.requests.next(30.0))
+    made = Path(pool_path(producer.name, "weights"))
+    made.touch()
+    try:
+        chat(session, [user("one")])
+    finally:
+        made.unlink()
+    assert session.finish(1.0)
+    (group,) = consumer.take(1, timeout=30.0)
+    assert group[0].policy_version == 9
