@@ -41,9 +41,9 @@ TOGETHER = {
     "torch": ("handler", "prefetch", *TENSOR_PARTIES),
 }
 ROOMS = TOGETHER if LONG else {"all": tuple(who for whos in TOGETHER.values() for who in whos)}
-#: Those all of whose cells are in the short form, and which share of the others' is.
+#: Those all of whose cells are in the short form; of the others it has one in so many, by the seed.
 WHOLE = ("producer", "consumer", "feeder")
-SOME = 3
+SOME = 8
 POSSIBLE = [cell for cell in cells() if not why_not(cell)]
 RUNS = {
     (how, room): [cell for cell in POSSIBLE if cell.how == how and cell.who in whos]
@@ -213,7 +213,7 @@ class Lives:
             assert found.verdict == "removable", f"{path}: {found.reason}"
 
 
-def batches(how: str, room: str) -> list[tuple[list[Cell], bool]]:
+def batches(how: str, room: str, seed: int) -> list[tuple[list[Cell], bool]]:
     """Cells that run in one process each time, and whether by fresh interpreters."""
     together = RUNS[how, room]
     if LONG:
@@ -223,7 +223,9 @@ def batches(how: str, room: str) -> list[tuple[list[Cell], bool]]:
     leased = [cell for cell in together if cell.who == "leaser"]
     others = [cell for cell in together if cell.who != "leaser"]
     some = [
-        cell for number, cell in enumerate(others) if cell.who in WHOLE or (number + at) % SOME == 0
+        cell
+        for number, cell in enumerate(others)
+        if cell.who in WHOLE or (number + at + seed) % SOME == 0
     ]
     return [([*leased[at % 9 :][:1], *some], False)]
 
@@ -234,7 +236,7 @@ def test_what_a_life_had_is_found_by_the_next_ones(
     how: str, room: str, spawn: Spawner, tmp_path: Path, bus_name: str, seed: int
 ) -> None:
     try:
-        for number, (batch, fresh) in enumerate(batches(how, room)):
+        for number, (batch, fresh) in enumerate(batches(how, room, seed)):
             directory = tmp_path / str(number)
             directory.mkdir()
             Lives(spawn, directory, f"{bus_name}.{number}", batch, seed, fresh).run()
