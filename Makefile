@@ -203,7 +203,8 @@ week: $(VENV)/.dev ## Run WEEKS weeks of a run with all that goes wrong in them,
 	SHMBUS_TEST_WEEKS=$(WEEKS) $(BIN)/pytest -s -p no:benchmark tests/process/test_week.py $(ARGS)
 
 storm: $(VENV)/.dev ## Kill recorders, harnesses, engines and trainers for MINUTES, then audit
-	SHMBUS_TEST_STORM=$$(( $(MINUTES) * 60 )) $(BIN)/pytest -s -p no:benchmark tests/recorder/test_recorder_deaths.py -k storm $(ARGS)
+	SHMBUS_TEST_STORM=$$(( $(MINUTES) * 60 )) $(BIN)/pytest -s -p no:benchmark \
+	    -o faulthandler_timeout=$$(( $(MINUTES) * 60 + 500 )) tests/recorder/test_recorder_deaths.py -k storm $(ARGS)
 
 points: $(VENV)/.dev ## Kill and stop every process at each of its failpoints, at first and later passes
 	SHMBUS_TEST_POINTS=all $(BIN)/pytest tests/process/test_failpoints.py $(ARGS)

@@ -183,7 +183,7 @@ def bus_name() -> Iterator[str]:
         bus = path.name.removeprefix("shmbus-").removesuffix(".sock")
         if name in (bus, bus.partition(".")[2]) or path.name.startswith(f"{SEGMENT_PREFIX}{name}."):
             path.unlink(missing_ok=True)
-    for kind in ("channel", "weights"):
+    for kind in ("channel", "weights", "shared"):
         remove_dead_socket(kind, name)
 
 
