@@ -167,7 +167,7 @@ class EngineFleet:
         Raises
         ------
         EngineError, UpdateRolledBackError
-            It did not take the newest version, and is none of the fleet's.
+            It did not take the newest version, and is not in the fleet.
         BlockingIOError
             Another process is updating servers of this bus.
         ValueError
@@ -211,10 +211,7 @@ class EngineFleet:
             self.servers = left
 
     async def catch_up(self) -> UpdateReport | None:
-        """Bring the newest version to every server that does not run it, and leave the others.
-
-        A server that was started anew has what it was started with until then, or until the next
-        update. Call this when one came back, or now and then.
+        """Bring the newest version to every server that does not run it, such as one started anew.
 
         Returns
         -------
@@ -223,10 +220,8 @@ class EngineFleet:
 
         Raises
         ------
-        EngineError
-            A server stays paused, since its model is not whole.
-        BlockingIOError
-            Another process is updating servers of this bus.
+        EngineError, BlockingIOError
+            A server stays paused, since its model is not whole; or another process is updating.
         """
         async with self._busy:
             return await to_the_end(self._join(self.servers, only_behind=True), shmbus.ShmbusError)
@@ -239,7 +234,7 @@ class EngineFleet:
         publisher : WeightPublisher
             Of this bus.
         version : int
-            0 or more; 0 is a version as any other.
+            0 or more.
 
         Returns
         -------
@@ -256,7 +251,7 @@ class EngineFleet:
         BlockingIOError
             Another process is updating servers of this bus.
         TypeError, ValueError
-            The publisher or the version is none.
+            The publisher or the version is invalid.
 
         Notes
         -----
@@ -271,22 +266,7 @@ class EngineFleet:
             return await to_the_end(self._update(publisher, version), shmbus.ShmbusError)
 
     def update_sync(self, publisher: Publisher, version: int) -> UpdateReport:
-        """Do what `update` does, where no event loop runs.
-
-        Parameters
-        ----------
-        publisher, version
-            As for `update`.
-
-        Returns
-        -------
-        UpdateReport
-
-        Raises
-        ------
-        RuntimeError
-            An event loop runs in this thread: await `update` there.
-        """
+        """Do what `update` does, where no event loop runs; RuntimeError where one does."""
         _require_no_loop()
 
         async def run() -> UpdateReport:
@@ -298,7 +278,7 @@ class EngineFleet:
         return asyncio.run(run())
 
     async def reload(self, directory: Path | str) -> UpdateReport:
-        """Have the servers read the newest checkpoint of a directory.
+        """Have the servers read the newest checkpoint of a directory; cancelled as `update` is.
 
         Parameters
         ----------
@@ -318,14 +298,8 @@ class EngineFleet:
         EngineError
             A server could not be paused, and nothing was touched; or it stays paused, since it
             could read neither.
-        WeightsError
-            There is no checkpoint in the directory.
-        BlockingIOError
-            Another process is updating servers of this bus.
-
-        Notes
-        -----
-        Cancelling waits for the end, as in `EngineFleet.update`.
+        WeightsError, BlockingIOError
+            There is no checkpoint in the directory, or another process is updating servers.
         """
         async with self._busy:
             return await to_the_end(self._reload(Path(directory)), shmbus.ShmbusError)
@@ -343,7 +317,7 @@ class EngineFleet:
         Parameters
         ----------
         shared : SharedModel
-            Of this bus, as `share` made it.
+            Of this bus, as `share_model` made it.
         action : callable
             Changes the parameters, such as ``optimizer.step``; it is called in a thread.
         version : int
@@ -361,8 +335,7 @@ class EngineFleet:
         BlockingIOError
             Another process is updating servers of this bus.
         TypeError, ValueError
-            The version is no int of 0 or more, the model none of this bus, or the action none that
-            ends when it returns.
+            The version, the model or the action is invalid.
         """
         version = check_int("version", version, 0, (1 << 63) - 1)
         check_flag("heal", heal)
@@ -380,18 +353,9 @@ class EngineFleet:
     async def recover(self) -> UpdateReport | None:
         """End the pause that a dead process has left, by the rules of `update`.
 
-        Servers whose ranks agree on a whole version are resumed. Others get the newest whole one
-        first. One that cannot take it stays paused, and is named.
-
-        Returns
-        -------
-        UpdateReport or None
-            None where nothing was left paused.
-
-        Raises
-        ------
-        BlockingIOError
-            The process that paused them lives.
+        Servers whose ranks agree on a whole version are resumed, others get the newest whole one
+        first; one that cannot take it stays paused, and is named. None where nothing was left
+        paused; BlockingIOError where the process that paused them lives.
         """
         async with self._busy:
             with PauseNote(self.bus) as note:

@@ -56,11 +56,6 @@ class SglangServer(HttpServer):
     headers : mapping of str to str, optional
         Sent with each request, such as ``{"Authorization": "Bearer ..."}``: the admin key, where
         it has one.
-
-    Raises
-    ------
-    ValueError
-        The address is none of HTTP.
     """
 
     kind: str = "sglang"
@@ -191,18 +186,7 @@ class SglangServer(HttpServer):
             )
 
     async def settle(self, loading: bool, timeout: float) -> bool:
-        """End a session that a dead trainer or a lost answer has left open; it says so itself.
-
-        Returns
-        -------
-        bool
-            Whether there was one.
-
-        Raises
-        ------
-        EngineError
-            It is not known.
-        """
+        """End a session that a dead trainer or a lost answer has left open; it says so itself."""
         del loading
         status, text = await self.call(
             "end", "POST", "/end_weight_update", timeout, body={}, advice=_AGAIN

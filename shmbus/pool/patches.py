@@ -133,10 +133,7 @@ def export_patch(lease: _core.PoolLease) -> tuple[int, bytes] | None:
 
 
 def take_patch(write: VersionWrite, exported: Any) -> bool:
-    """Write a version by a patch of another pool; False where it replaces what is not there.
-
-    What it does not replace may differ too: `patched_crc` of both versions tells.
-    """
+    """Write a version by a patch of another pool; False where it replaces what is not there."""
     return _core.pool_patch_take(write.buffer, exported)
 
 

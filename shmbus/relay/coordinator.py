@@ -422,10 +422,7 @@ class Coordinator:
         return self._ask([bus])
 
     def ask_who_holds_less(self, held: Mapping[str, int]) -> list[Message]:
-        """Have those sources say what they hold that hold less than is believed here.
-
-        Such a source has released what was taken, and the word of that was lost.
-        """
+        """Have sources say what they hold that hold less than is believed here."""
         believed = [*self.known, *(o for o, mark in self.taken.items() if mark is None)]
         return self._ask({bus for bus, o in by_bus(believed) if len(o) > held.get(bus, len(o))})
 
@@ -588,10 +585,7 @@ class Coordinator:
             self.stash.fail_lost(lost, "the bus that had it has gone", now_s)
 
     def _records(self, group: GroupEntry[OriginHead]) -> list[OriginHead]:
-        """Return what of a group crosses: its samples, and reports of those that failed for good.
-
-        They go together, so that no part of it is ever left behind alone.
-        """
+        """Return what of a group crosses together: samples, and reports of those that failed."""
         reports = self.stash.reports.get(group) if self.stash.reports else None
         return [*group.samples, *reports] if reports else group.samples
 

@@ -164,10 +164,7 @@ class CoordinatorParty:
         self._steer()
 
     def _ask_for_news(self, bus: str, mark: Mark) -> None:
-        """Ask a source for all, where one of its announcements was lost, and none came after it.
-
-        `mark` is what the source had said of itself a while ago, so that it is not under way still.
-        """
+        """Ask a source for all, where an announcement was lost that it had told of a while ago."""
         assert self.pure is not None
         backoff = self._news.setdefault(bus, Backoff())
         newest = self.pure.newest.get(bus)

@@ -237,12 +237,9 @@ class Hello(NamedTuple):
     """A source or a sink to the coordinator: who it is, when it begins and now and then.
 
     `largest_record` and `largest_group` are bytes that its bus takes, `largest_count` records of a
-    group; 0 of a source. `paused` is why its bus is paused. `clock_ns` is its CLOCK_MONOTONIC, and
-    `held`, `moving` and `settled` count records, for messages. `term` is that of the newest
-    coordinator that it has heard, and `coordinator` where that one is. `asked` are term and number
-    of the newest Wanted that a source has taken, `mark` is that of its newest announcement: a
-    coordinator that has not got that one asks for all. `oldest_ns` is when the record was committed
-    that it has held for longest, 0 for none.
+    group; 0 of a source. `held`, `moving` and `settled` count records. `term` and `coordinator` are
+    of the newest coordinator that it has heard, `asked` of the newest Wanted, `mark` of its newest
+    announcement. `oldest_ns` is when its oldest record was committed, 0 for none.
     """
 
     address: str

@@ -62,10 +62,7 @@ def name_origin(origin: Origin) -> str:
 
 
 def unpack_heads(bus: str, packed: bytes, clock_ns: int = 0) -> list[OriginHead]:
-    """Return the heads of an announcement of the bus of this identity.
-
-    `clock_ns` is the clock of its machine minus the reader's.
-    """
+    """Return heads that a bus announced; `clock_ns` is its machine's clock minus the reader's."""
     try:
         heads = _core.unpack_heads(packed)
     except ValueError as error:

@@ -180,10 +180,7 @@ class _Block:
         return dict(zip(self.origins, range(len(self.origins)), strict=True))
 
     def find(self, order: tuple[Origin, ...], at: int) -> tuple[int, int]:
-        """Return where what is `at` this place of an order lies, and how many lie as the order.
-
-        None of them where it is not here.
-        """
+        """Return where what is `at` this place of an order lies, and how many lie as the order."""
         if self.origins == order:
             return at, len(order) - at
         first = self._index.get(order[at], -1)
@@ -199,10 +196,7 @@ class _Block:
 
 
 def _named(origins: bytes, asked: tuple[Origin, ...]) -> tuple[Origin, ...]:
-    """Return origins that lie one behind the other; what was asked for, where they are that.
-
-    Objects that are in a sink's sets already are found there at half the cost of new ones.
-    """
+    """Return origins that lie one behind the other, as the objects that were asked for."""
     if origins == b"".join(asked):
         return asked
     known = {origin: origin for origin in asked}
@@ -497,10 +491,7 @@ class SinkParty:
         return 0.0 if sink.ready else IDLE_S
 
     def _tell_missing(self) -> bool:
-        """Report samples that will not come, before the rest of their group; False on a full bus.
-
-        Said twice it does no harm: the trainer's stash keeps one report a sample.
-        """
+        """Report samples that will not come, once or again; False on a full bus."""
         for group in self.sink.batches[0].groups:
             for sample in group.missing:
                 if sample.id in self._told:

@@ -290,21 +290,7 @@ class ExportedWriter:
 
 
 class TensorSender:
-    """The sending side; `TensorChannel.create` makes it.
-
-    Parameters
-    ----------
-    name : str
-        Of the channel.
-    carrier : HostCarrier | MemfdCarrier | CudaCarrier
-        Which memory, how many slots.
-    specs : mapping, optional
-        What is sent; the first step says it where this does not.
-    timeout : float
-        Seconds that a wait lasts where nothing else is said.
-    label : str
-        For messages.
-    """
+    """The sending side of a channel of tensors."""
 
     def __init__(
         self,
@@ -494,13 +480,7 @@ class TensorSender:
         return self._channel.fail(reason, step=step, timeout=timeout)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the last acknowledged step, for a checkpoint.
-
-        Returns
-        -------
-        dict
-            With "acked_step".
-        """
+        """Return the last acknowledged step, for a checkpoint."""
         return {"acked_step": self._channel.acked_step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -80,12 +80,7 @@ class Fp8BlockSource:
         }
 
     def params(self) -> list[ParamMeta]:
-        """List all tensors, a matrix's scales right after it.
-
-        Returns
-        -------
-        list of ParamMeta
-        """
+        """Return all tensors, a matrix's scales right after it."""
         found = []
         for param in self._source.params():
             if param.name not in self._chosen:

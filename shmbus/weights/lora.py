@@ -82,10 +82,8 @@ class LoraFiles:
 
     Raises
     ------
-    TypeError, ValueError
-        The name is none, or `keep` is less than 1.
-    WeightsError
-        The config is none of PEFT's.
+    TypeError, ValueError, WeightsError
+        The name, `keep` or the config is invalid.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class LoraFiles:
         state : mapping of Tensor
             By PEFT's names, such as `lora_state` gives.
         version : int
-            0 or more; 0 is a version as any other.
+            0 or more.
 
         Returns
         -------
@@ -180,12 +178,7 @@ class LoraFiles:
         return LoraVersion(name=name, path=str(target.resolve()), version=version, size=size)
 
     def versions(self) -> list[int]:
-        """List what is there, oldest first.
-
-        Returns
-        -------
-        list of int
-        """
+        """Return what is there, oldest first."""
         ends = re.compile(re.escape(self._name) + r"-v(\d+)")
         found = (ends.fullmatch(each.name) for each in self._directory.iterdir())
         return sorted(int(match[1]) for match in found if match)

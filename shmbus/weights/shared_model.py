@@ -78,24 +78,7 @@ Locking: TypeAlias = Literal["lock", "none"]
 
 
 class SharedModel(ClosedByWith):
-    """A model's tensors in shared memory, for a ``with`` block.
-
-    `share_model` and `attach_model` make it.
-
-    Parameters
-    ----------
-    file : SharedFile
-        Open; this object closes it.
-    writable : bool
-        Whether this process steps.
-    arena : Arena, optional
-        What exports the tensors' memory, where this process has it and it is not the file's.
-
-    Raises
-    ------
-    ManifestError
-        The file's manifest cannot be used.
-    """
+    """A model's tensors in shared memory, for a ``with`` block."""
 
     def __init__(self, file: SharedFile, *, writable: bool, arena: Arena | None = None) -> None:
         self.bus: Final = file.bus
@@ -159,10 +142,8 @@ class SharedModel(ClosedByWith):
         ------
         WaitTimeoutError
             The step took longer.
-        DamagedError
-            The trainer ended in a step, or its step failed.
-        BusClosedError
-            This copy was closed.
+        DamagedError, BusClosedError
+            The trainer ended in a step, or its step failed; or this copy was closed.
         """
         check_timeout(timeout, "timeout")
         self._require_open()
@@ -246,14 +227,12 @@ class SharedModel(ClosedByWith):
         ------
         WeightsError
             This process only reads, or steps already; or the model has a tensor that is not shared.
-        BusClosedError
-            This copy was closed.
-        TypeError, ValueError
-            The version is no int64, or an option is none.
-        WaitTimeoutError
-            A reader did not leave; nothing was changed.
+        WaitTimeoutError, BusClosedError
+            A reader did not leave, and nothing was changed; or this copy was closed.
         DamagedError
             A step before was not ended.
+        TypeError, ValueError
+            The version is no int64, or an option is invalid.
         """
         version = check_int64("version", version)
         check_timeout(timeout, "timeout")
@@ -336,8 +315,7 @@ def share_model(
     bus : str
         The bus that they belong to; it need not exist.
     model : torch.nn.Module
-        On the CPU, or all of it on one CUDA device, whose memory is exported then: what one process
-        has there, the other has too.
+        On the CPU, or all of it on one CUDA device, whose memory is exported then.
     slices : mapping of Slice, optional
         Names for parts, such as q_proj of a fused qkv_proj.
     version : int
@@ -481,7 +459,7 @@ def attach_model(
     ManifestError
         What does not fit, all of it; nothing was changed.
     TypeError, ValueError
-        The model or the timeout is none.
+        The model or the timeout is invalid.
     """
     check_seconds("timeout", timeout)
     if not isinstance(model, torch.nn.Module):

@@ -248,12 +248,7 @@ class ModuleSource:
         return self._dtype if cast and self._dtype is not None else tensor.dtype
 
     def params(self) -> list[ParamMeta]:
-        """List all tensors of the whole model.
-
-        Returns
-        -------
-        list of ParamMeta
-        """
+        """Return all tensors of the whole model."""
         return [
             ParamMeta(name, dtype_name(self._published_dtype(tensor)), tuple(tensor.shape))
             for name, tensor in self._named()[0].items()

@@ -101,8 +101,7 @@ class WeightSubscriber(ClosedByWith):
         As the publisher's; "auto" takes whichever but "checkpoint" it chose.
     verify : "off" | "sample" | "all"
         Whether digests of some blocks, or of all, are compared before a version is handed out. The
-        publisher has to compute them. After a patch, some of the model's tensors, or all, are
-        compared with the whole version too.
+        publisher has to compute them. After a patch, tensors of the model are compared too.
     patches : bool
         Whether `Weights.load_into` changes only what changed, where the model still is what this
         subscriber loaded into it before, and the publisher has made a patch from that version.
@@ -114,12 +113,10 @@ class WeightSubscriber(ClosedByWith):
 
     Raises
     ------
-    DeviceMismatchError
-        The device is not here.
-    WeightsError
-        The carrier cannot serve here.
+    DeviceMismatchError, WeightsError
+        The device is not here, or the carrier cannot serve here.
     TypeError, ValueError
-        An option is none, or is another carrier's.
+        An option is invalid, or is another carrier's.
 
     Examples
     --------
@@ -171,14 +168,10 @@ class WeightSubscriber(ClosedByWith):
         ------
         WaitTimeoutError
             There is none yet.
-        ManifestError
-            Its manifest cannot be used.
-        DamagedError
-            Its bytes are not what was published.
-        BusBusyError
-            There is no place for another reader.
-        BusClosedError
-            This subscriber is closed.
+        ManifestError, DamagedError
+            Its manifest cannot be used, or its bytes are not what was published.
+        BusBusyError, BusClosedError
+            There is no place for another reader, or this subscriber is closed.
         """
         check_timeout(timeout, "timeout")
         return self._open(0, timeout)
@@ -189,10 +182,9 @@ class WeightSubscriber(ClosedByWith):
         Parameters
         ----------
         newer_than : int, optional
-            The number of the version that the caller has: one that this subscriber got after it
-            counts whatever its number, as training may have gone back. Of a version that this
-            subscriber never got, one with a larger number counts, and one that begins a new life
-            while this waits. None takes any.
+            The number that the caller has: a version that this subscriber got after it counts
+            whatever its number, as training may have gone back. Of one that it never got, a larger
+            number counts, or a new life that begins while this waits. None takes any.
         timeout : float, optional
             Seconds; None waits for ever.
 
@@ -203,10 +195,8 @@ class WeightSubscriber(ClosedByWith):
 
         Raises
         ------
-        WaitTimeoutError
-            None came.
-        ManifestError, DamagedError, BusBusyError, BusClosedError
-            As for `latest`.
+        WaitTimeoutError, ManifestError, DamagedError, BusBusyError, BusClosedError
+            None came, or as for `latest`.
         """
         check_timeout(timeout, "timeout")
         if newer_than is not None:
@@ -243,10 +233,8 @@ class WeightSubscriber(ClosedByWith):
 
         Raises
         ------
-        WaitTimeoutError
-            It is not there.
-        ManifestError, DamagedError, BusBusyError, BusClosedError
-            As for `latest`.
+        WaitTimeoutError, ManifestError, DamagedError, BusBusyError, BusClosedError
+            It is not there, or as for `latest`.
         """
         version = check_int64("version", version)
         self._require_open()
@@ -254,11 +242,7 @@ class WeightSubscriber(ClosedByWith):
 
     @property
     def removed(self) -> bool:
-        """Whether the weights that it reads were removed, so that nothing newer comes there.
-
-        What is leased stays readable. A trainer that was started again may have made new ones: make
-        a new subscriber, whose row is there.
-        """
+        """Whether the weights that it reads were removed, so that nothing newer comes there."""
         return self._reader.removed()
 
     def _require_open(self) -> None:
@@ -298,9 +282,8 @@ class WeightSubscriber(ClosedByWith):
 class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
     """One whole version: tensors by name, which are views of shared memory.
 
-    A view is read-only, though torch has no such thing: a store into it ends the process. It stays
-    what it is for as long as it lives, and so keeps its slot from the publisher; copy what is to
-    stay.
+    A view is read-only, though torch has no such thing: a store into it ends the process. It keeps
+    its slot from the publisher for as long as it lives; copy what is to stay.
 
     Attributes
     ----------
@@ -386,14 +369,11 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         Raises
         ------
         ManifestError
-            What does not fit: missing, unexpected, shapes, dtypes, all of them. Nothing was
-            changed.
+            What does not fit, all of it; nothing was changed.
         DamagedError
             A copy failed: the model has some of this version.
-        BusClosedError
-            These weights are closed.
-        TypeError
-            An option is none.
+        BusClosedError, TypeError
+            These weights are closed, or an option is invalid.
         """
         check_flag("strict", strict)
         check_flag("cast", cast)
@@ -446,11 +426,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         self._open().prepare([device])
 
     def lasting(self) -> tuple[LoadCache, dict[str, torch.Tensor]] | None:
-        """Return what stands for this memory, and views that keep no lease; None where none lasts.
-
-        The next version in the same slot has the same ones, so that what was found out of them
-        holds. They are read while these weights are open only.
-        """
+        """Return what the next version in this memory has too, and views that keep no lease."""
         carried = self._open()
         cache = carried.cache
         return None if cache is None else (cache, carried.borrow())
@@ -462,11 +438,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         return None if patch is None else (patch, carried.base(patch))
 
     def report_loading(self) -> None:
-        """Say that something else has begun to load this version.
-
-        Until `report_applied`, this process runs no whole one: whoever finds it so, such as the
-        next trainer after a death, has a whole version loaded before it generates.
-        """
+        """Say that something else loads this version: none runs whole until `report_applied`."""
         self._open().report_loading()
 
     def _prepared(
@@ -560,18 +532,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         return written if compare(self.manifest, pairs, patch, sample=sample) else None
 
     def patch_base(self) -> int | None:
-        """Return the version from which a patch leads to this one.
-
-        Returns
-        -------
-        int | None
-            None where there is no patch.
-
-        Raises
-        ------
-        BusClosedError
-            These weights are closed.
-        """
+        """Return the version from which a patch leads to this one; None where there is no patch."""
         patch = self._open().patch()
         return None if patch is None else patch.base_version
 
@@ -580,8 +541,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
     ) -> int:
         """Bring a model from one version to this one by what changed, and by nothing else.
 
-        For those who know what their model has; `load_into` finds out by itself, and loads the
-        whole version where it has to.
+        For those who know what their model has; `load_into` finds out by itself.
 
         Parameters
         ----------
@@ -599,10 +559,8 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
 
         Raises
         ------
-        PatchBaseError
-            This version has no patch, or one for another base. Nothing was changed.
-        ManifestError
-            What does not fit. Nothing was changed.
+        PatchBaseError, ManifestError
+            This version has no patch for that base, or does not fit. Nothing was changed.
         DamagedError
             The model did not have the base: it has some of this version.
         BusClosedError
