@@ -14,20 +14,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 from shmbus import errors
 from shmbus._arguments import check_timeout, process_label
+from shmbus._closing import ClosedForReason
 from shmbus._format import printable, show_wait
 from shmbus.channel.lifecycle import channel_path
 from shmbus.errors import ChannelError, DamagedError, PeerGoneError, WaitTimeoutError
 from shmbus.segment.names import leads_to, remove_dead_socket
 from shmbus.segment.peer_wait import wait_for
 from shmbus_ext import _core
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "ChannelClosedError",
@@ -89,7 +86,7 @@ def _nothing() -> None:
     """Check nothing."""
 
 
-class Endpoint:
+class Endpoint(ClosedForReason):
     """One side of a channel.
 
     Parameters
@@ -255,17 +252,6 @@ class Endpoint:
         except errors.BusClosedError:  # of before a fork
             state = "closed"
         return f"<{type(self).__name__} {self.name!r} {state}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close("" if error is None else f"{type(error).__name__}: {error}")
 
     def _counts(self) -> tuple[int, int, int, int]:
         found = _core.channel_counts(self._handle)

@@ -30,13 +30,13 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
 import shmbus
 from shmbus._arguments import check_choice, check_flag, check_int
+from shmbus._closing import ClosedByAsyncWith
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.pause_note import PauseNote, PauseNotice
 from shmbus.engines.report import ServerReport, UpdateReport
@@ -54,9 +54,6 @@ from shmbus.segment.names import check_name
 from shmbus.weights.carriers.checkpoint import CheckpointPlace, newest_checkpoints
 from shmbus.weights.shared_file import shared_state
 from shmbus.weights.shared_model import SharedModel
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["EngineFleet"]
 
@@ -84,7 +81,7 @@ class Publisher(Protocol):
         """Publish that version; return once it is whole."""
 
 
-class EngineFleet:
+class EngineFleet(ClosedByAsyncWith):
     """Brings new weights to inference servers.
 
     Parameters
@@ -364,17 +361,6 @@ class EngineFleet:
     async def close(self) -> None:
         """Let go of connections to the servers; may be called twice. Cancelled, it ends first."""
         await close_all(self.servers)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     # -- an update ---------------------------------------------------------------------------------
 

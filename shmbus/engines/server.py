@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, Protocol
 from urllib.parse import SplitResult, urlsplit
 
@@ -17,6 +16,7 @@ import aiohttp
 import msgspec
 
 from shmbus._arguments import check_seconds
+from shmbus._closing import ClosedByAsyncWith
 from shmbus.engines.errors import SHOWN_BODY, EngineError
 
 __all__ = [
@@ -94,7 +94,7 @@ class EngineServer(Protocol):
         """Let go of connections."""
 
 
-class HttpServer:
+class HttpServer(ClosedByAsyncWith):
     """A server that is controlled over HTTP, by one connection a request.
 
     Parameters
@@ -211,17 +211,6 @@ class HttpServer:
 
     async def close(self) -> None:
         """Let go of what it holds, which is nothing; may be called twice."""
-
-    async def __aenter__(self) -> HttpServer:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.address}>"

@@ -18,7 +18,7 @@ Source: vllm/distributed/weight_transfer/base.py, factory.py and ipc_engine.py o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -35,13 +35,13 @@ from shmbus.engines.vllm_plugin import BACKEND, register
 from shmbus.weights import (
     LocalPiece,
     ParamMeta,
-    Slice,
     WeightPublisher,
     WeightsError,
     WeightSource,
 )
 from shmbus.weights.publisher import PUBLISH_TIMEOUT_S
-from shmbus.weights.source import dtype_name
+from shmbus.weights.sharded_source import ExportedSource
+from shmbus.weights.source import EvenShares, dtype_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,7 +67,7 @@ class ShmbusTrainerInitInfo(TrainerInitInfo):
     timeout: float = PUBLISH_TIMEOUT_S
 
 
-class GatheredSource:
+class GatheredSource(ExportedSource):
     """A source of vLLM's as one of ours: tensors are gathered on every rank, and written by one."""
 
     def __init__(self, source: VllmSource) -> None:
@@ -77,6 +77,7 @@ class GatheredSource:
                 "(held_names() of None), got one that is split; pass a WeightSource of "
                 "shmbus.weights, whose ranks write what they have"
             )
+        super().__init__(lambda: iter(source))
         self._source = source
 
     def params(self) -> list[ParamMeta]:
@@ -86,21 +87,11 @@ class GatheredSource:
             for each in self._source.metadata()
         ]
 
-    def aliases(self) -> Mapping[str, str]:
-        """Return nothing: vLLM's sources name a tied tensor once."""
-        return {}
-
-    def slices(self) -> Mapping[str, Slice]:
-        """Return nothing: vLLM's sources name whole tensors."""
-        return {}
-
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
         """Yield this rank's share of the tensors; every one is gathered."""
-        written = [0] * world_size
+        shares = EvenShares(world_size)
         for name, tensor in self._source:
-            lightest = written.index(min(written))
-            written[lightest] += tensor.numel() * tensor.element_size()
-            if lightest == rank:
+            if shares.next(tensor.nbytes) == rank:
                 yield LocalPiece(name, (0,) * tensor.dim(), tensor.detach())
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
+from shmbus._closing import ClosedForReason
 from shmbus._near_names import UnknownNameError
 from shmbus.channel import ChannelError, ChannelReceiver, Message, StepFailedError
 from shmbus.errors import PeerGoneError, WaitTimeoutError
@@ -252,7 +253,7 @@ class StepItem(Mapping[str, torch.Tensor]):
             self.drop()
 
 
-class TensorReceiver:
+class TensorReceiver(ClosedForReason):
     """The receiving side of a channel of tensors."""
 
     def __init__(
@@ -380,14 +381,3 @@ class TensorReceiver:
 
     def __repr__(self) -> str:
         return f"<TensorReceiver over {self._channel!r}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close("" if error is None else f"{type(error).__name__}: {error}")

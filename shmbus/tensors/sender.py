@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
 from shmbus import CapacityError
 from shmbus._arguments import check_bytes, check_int64, is_text
+from shmbus._closing import ClosedForReason
 from shmbus.channel import ChannelSender
 from shmbus.errors import ShmbusError
 from shmbus.pool.copying import copy_bytes
@@ -37,9 +37,6 @@ from shmbus.tensors.device.completion import Completion
 from shmbus.tensors.device.driver import CudaDriverError
 from shmbus.tensors.step_table import StepForm, encode_head, encode_meta
 from shmbus.tensors.views import byte_view, copy_tensor, payload_tensor, tensor_at
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "TABLE_BYTES",
@@ -289,7 +286,7 @@ class ExportedWriter:
             self._arena.close()
 
 
-class TensorSender:
+class TensorSender(ClosedForReason):
     """The sending side of a channel of tensors."""
 
     def __init__(
@@ -517,17 +514,6 @@ class TensorSender:
 
     def __repr__(self) -> str:
         return f"<TensorSender over {self._channel!r}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close("" if error is None else f"{type(error).__name__}: {error}")
 
     def _check_tensors(self, tensors: Mapping[str, torch.Tensor], step: int) -> None:
         for name, tensor in tensors.items():

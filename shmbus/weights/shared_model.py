@@ -30,7 +30,7 @@ import contextlib
 import struct
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 
@@ -68,9 +68,6 @@ from shmbus.weights.shared_file import (
 )
 from shmbus.weights.shared_lock import Reading, StepGuard, Stepping
 from shmbus.weights.source import ModuleSource
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["SharedModel", "attach_model", "put_views", "share_model"]
 
@@ -535,14 +532,8 @@ def _views_for(
         if buffer.is_meta and name not in found
     ]
     if strict:
-        taken = {_whole(shared.manifest, name) for name in found}
+        taken = {shared.manifest.root(name) for name in found}
         faults += [
             f"unexpected: {t.name!r}" for t in shared.manifest.tensors if t.name not in taken
         ]
     return found, faults
-
-
-def _whole(manifest: Manifest, name: str) -> str:
-    while name in manifest.slices:
-        name = manifest.slices[name].of
-    return manifest.aliases.get(name, name)

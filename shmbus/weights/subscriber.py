@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
@@ -41,6 +41,7 @@ from shmbus.weights.errors import (
     PatchBaseError,
 )
 from shmbus.weights.loading import (
+    Fit,
     LoadCache,
     Loading,
     Targets,
@@ -52,9 +53,6 @@ from shmbus.weights.manifest import Slice, require_slices, view_of
 from shmbus.weights.patch_apply import LoadedModel, apply_changes, compare, plain_model
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.probe import choose
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Place", "Verify", "WeightSubscriber", "Weights"]
 
@@ -379,14 +377,12 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         check_flag("cast", cast)
         require_slices(slices)
         carried = self._open()
-        named = named_of(model)
+        named, fit = named_of(model), Fit(strict, cast, slices)
         try:
             if self._known is not None:
-                written = self._follow(
-                    carried, self._known, named, strict=strict, cast=cast, slices=slices
-                )
+                written = self._follow(carried, self._known, named, fit)
             else:
-                prepared = self._prepared(carried, named, strict=strict, cast=cast, slices=slices)
+                prepared = self._prepared(carried, named, fit)
                 carried.report_loading()
                 written = prepared.copy(self.version)
                 self.loaded = "whole"
@@ -397,23 +393,8 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         carried.report_applied()
         return written
 
-    def _paired(
-        self,
-        targets: dict[str, torch.Tensor],
-        *,
-        strict: bool = True,
-        cast: bool = False,
-        slices: Mapping[str, Slice] | None = None,
-    ) -> dict[str, Pair]:
-        return paired(
-            self.version,
-            self.manifest,
-            self._views(),
-            targets,
-            strict=strict,
-            cast=cast,
-            slices=slices,
-        )
+    def _paired(self, targets: dict[str, torch.Tensor], fit: Fit) -> dict[str, Pair]:
+        return paired(self.version, self.manifest, self._views(), targets, fit)
 
     def prepare(self, device: torch.device) -> None:
         """Have copies to a device be as fast as they can, before any is made.
@@ -441,32 +422,16 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         """Say that something else loads this version: none runs whole until `report_applied`."""
         self._open().report_loading()
 
-    def _prepared(
-        self,
-        carried: CarriedVersion,
-        named: Mapping[str, object],
-        *,
-        strict: bool,
-        cast: bool,
-        slices: Mapping[str, Slice] | None,
-    ) -> Loading:
+    def _prepared(self, carried: CarriedVersion, named: Mapping[str, object], fit: Fit) -> Loading:
         """Say what is copied into what; what was checked before is not checked again."""
-        cache = None if slices else carried.cache
-        found = None if cache is None else cache.get(named, (strict, cast))
+        cache = None if fit.slices else carried.cache
+        found = None if cache is None else cache.get(named, fit[:2])
         if found is None:
             targets = targets_of(named)
-            pairs = paired(
-                self.version,
-                self.manifest,
-                self._views() if cache is None else carried.borrow(),
-                targets,
-                strict=strict,
-                cast=cast,
-                slices=slices,
-            )
-            found = Loading(pairs)
+            views = self._views() if cache is None else carried.borrow()
+            found = Loading(paired(self.version, self.manifest, views, targets, fit))
             if cache is not None:
-                cache.put(targets, (strict, cast), found)
+                cache.put(targets, fit[:2], found)
         carried.prepare(found.devices)
         return found
 
@@ -492,14 +457,11 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         carried: CarriedVersion,
         known: LoadedModel,
         named: Mapping[str, object],
-        *,
-        strict: bool,
-        cast: bool,
-        slices: Mapping[str, Slice] | None,
+        fit: Fit,
     ) -> int:
         """Change what changed, if that is enough; else copy everything."""
-        how, origin, patch = (strict, cast), carried.origin, carried.patch()
-        if patch is not None and not slices and self._compares == "off":
+        how, origin, patch = fit[:2], carried.origin, carried.patch()
+        if patch is not None and not fit.slices and self._compares == "off":
             checked = known.plain(origin, patch.base_sequence, self.manifest, how, named)
             if checked is not None:
                 carried.report_loading()
@@ -510,7 +472,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
                     self.loaded = "patch"
                     return written
         targets = targets_of(named)
-        pairs = self._paired(targets, strict=strict, cast=cast, slices=slices)
+        pairs = self._paired(targets, fit)
         carried.prepare({target.device for target in targets.values()})
         carried.report_loading()
         usable = patch is not None and known.has(origin, patch.base_sequence, pairs)
@@ -519,7 +481,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         self.loaded = "whole" if written is None else "patch"
         if written is None:
             written = Loading(pairs).copy(self.version)
-        plain = None if slices else plain_model(self.manifest, how, named, pairs)
+        plain = None if fit.slices else plain_model(self.manifest, how, named, pairs)
         known.remember(origin, self.sequence, pairs, plain)
         return written
 
@@ -577,7 +539,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
                 None if patch is None else patch.base_version,
             )
         targets = targets_of(model)
-        pairs = self._paired(targets, slices=slices)
+        pairs = self._paired(targets, Fit(slices=slices))
         carried.prepare({target.device for target in targets.values()})
         carried.report_loading()
         if self._known is not None:

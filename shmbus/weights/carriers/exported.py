@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -130,18 +130,8 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 # -- where versions are written -------------------------------------------------------------------
 
 
-class Buffers(Protocol):
-    """What versions lie in, a buffer a slot; none is ever replaced."""
-
-    def buffer(self, owner: int, slot: int, nbytes: int) -> tuple[BufferName, torch.Tensor]:
-        """Return a slot's buffer, of the owner that the version names."""
-
-    def close(self) -> None:
-        """Let go of all of them."""
-
-
 class OwnBuffers:
-    """The buffers of rank 0."""
+    """The buffers of rank 0, one a slot; none is ever replaced."""
 
     def __init__(self, path: str, kind: MemoryKind, device: torch.device) -> None:
         self._device = device
@@ -230,7 +220,7 @@ class ExportedWriter:
         self.meta: bytes | None = None
         self.slot_bytes = Placed.room(self._total)
         self.patch_bytes = 0
-        self.buffers: Buffers | None = None
+        self.buffers: OwnBuffers | LeadersBuffers | None = None
 
     def open(self) -> None:
         """Allocate the buffers of all slots, in rank 0: memory is found now, not in a step."""
