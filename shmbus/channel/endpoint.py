@@ -49,15 +49,7 @@ class StepOrderError(ChannelError):
 
 
 class _StepError(ChannelError):
-    """A step that comes without its bytes.
-
-    Attributes
-    ----------
-    step : int
-        Which.
-    reason : str
-        Why, in the sender's words.
-    """
+    """A step that comes without its bytes: which, and why, in the sender's words."""
 
     def __init__(self, message: str, step: int, reason: str) -> None:
         super().__init__(message)
@@ -87,17 +79,7 @@ def _nothing() -> None:
 
 
 class Endpoint(ClosedForReason):
-    """One side of a channel.
-
-    Parameters
-    ----------
-    name : str
-        Of the channel.
-    handle : Channel
-        Open, without a side.
-    timeout : float
-        Seconds that a wait lasts where nothing else is said.
-    """
+    """One side of a channel, over an open handle that has no side yet."""
 
     SIDE: ClassVar[int]
     OTHER: ClassVar[int]
@@ -145,57 +127,20 @@ class Endpoint(ClosedForReason):
         return self._counts()[3]
 
     def is_other_alive(self) -> bool:
-        """Whether a living process is the other side; known by its lock.
-
-        Returns
-        -------
-        bool
-        """
+        """Whether a living process is the other side; known by its lock."""
         return self._handle.look(self.OTHER)[0] == _core.CHANNEL_ALIVE
 
     def presence(self, side: str) -> tuple[bool, int]:
-        """Whether a living process is a side, and how many processes have been it.
-
-        Parameters
-        ----------
-        side : "sender" | "receiver"
-            Which.
-
-        Returns
-        -------
-        bool, int
-        """
+        """Whether a living process is a side, and how many processes have been it."""
         life, _, claims, _, _ = self._handle.look(SIDES.index(side))
         return life == _core.CHANNEL_ALIVE, claims
 
     def state(self, data: bytes) -> None:
-        """Tell the other side something that outlives this process.
-
-        Parameters
-        ----------
-        data : bytes
-            At most 64 KiB; it replaces what this side has stated before.
-        """
+        """Tell the other side what outlives this process, at most 64 KiB, in place of the last."""
         self._handle.state(data)
 
     def statement(self, side: str) -> tuple[int, bytes]:
-        """Return what a side has stated.
-
-        Parameters
-        ----------
-        side : "sender" | "receiver"
-            Which.
-
-        Returns
-        -------
-        int, bytes
-            Its version and itself; 0 and nothing where there is none.
-
-        Raises
-        ------
-        DamagedError
-            It does not match its checksum.
-        """
+        """Return the version of what a side has stated, and that; 0 and nothing for none."""
         found = self._handle.statement(SIDES.index(side))
         if isinstance(found, tuple):
             return found
@@ -204,27 +149,11 @@ class Endpoint(ClosedForReason):
         raise self._damaged()
 
     def stated(self, side: str) -> int:
-        """Return the version of a side's statement: cheap, and another one after each change.
-
-        Parameters
-        ----------
-        side : "sender" | "receiver"
-            Which.
-
-        Returns
-        -------
-        int
-        """
+        """Return the version of a side's statement: cheap, and another one after each change."""
         return self._handle.stated(SIDES.index(side))
 
     def close(self, reason: str = "") -> None:
-        """Leave the channel by one's own will; the last one to do so removes an empty channel.
-
-        Parameters
-        ----------
-        reason : str
-            For the other side.
-        """
+        """Leave the channel by one's own will; the last one to do so removes an empty channel."""
         if self._handle.closed:
             return
         text = fit_text(reason, _core.CHANNEL_REASON_BYTES)
@@ -267,13 +196,7 @@ class Endpoint(ClosedForReason):
         )
 
     def require_timeout(self, timeout: object) -> None:
-        """Raise TypeError or ValueError unless it is 0 or more seconds, or None for the default.
-
-        Parameters
-        ----------
-        timeout : object
-            Of a wait, given by a user: also one that is over before it begins is looked at.
-        """
+        """Raise TypeError or ValueError unless it is 0 or more seconds, or None for the default."""
         # A float is what it is, as a rule, and each step asks.
         if not (type(timeout) is float and timeout >= 0):
             check_timeout(timeout)

@@ -55,18 +55,5 @@ def living_statement(name: str) -> bytes | None:
 
 
 def unlink_channel(name: str) -> None:
-    """Remove a channel's name; its memory is freed when both sides have closed it.
-
-    Parameters
-    ----------
-    name : str
-        Of the channel.
-
-    Raises
-    ------
-    BusNotFoundError
-        There is none.
-    PermissionError
-        It belongs to another user.
-    """
+    """Remove a channel's name; its memory is freed when both sides have closed it."""
     companion_of(name).unlink()

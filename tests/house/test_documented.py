@@ -42,7 +42,6 @@ MODULES = [
     "trainer_adapter.balance",
     "shmbus.weights",
     "shmbus.tensors",
-    "shmbus.channel",
     "shmbus.batch.gather",
     "shmbus.batch.baseline",
 ]
