@@ -238,9 +238,10 @@ static bool copies_non_temporally(const WriterObject *self, const struct record_
            spec->record_bytes * spec->group_size >= FAR_GROUP_BYTES;
 }
 
-static void copy_payload(const WriterObject *self, const struct put_arguments *arguments,
-                         uint8_t *record) {
+void py_writer_fill(const WriterObject *self, const struct put_arguments *arguments,
+                    const struct reservation *at) {
     const struct record_spec *spec = &arguments->spec;
+    uint8_t *record = (uint8_t *)at->record;
     const bool non_temporal = copies_non_temporally(self, spec);
     if (spec->meta_bytes > 0) {
         memcpy(record + spec->meta_offset, PyBytes_AS_STRING(arguments->meta_encoded),
@@ -291,20 +292,15 @@ static void copy_unlocked(WriterObject *self, const struct put_arguments *argume
                           const struct reservation *at) {
     self->busy++;
     Py_BEGIN_ALLOW_THREADS
-    copy_payload(self, arguments, (uint8_t *)at->record);
+    py_writer_fill(self, arguments, at);
     Py_END_ALLOW_THREADS
     self->busy--;
-}
-
-void py_writer_fill(const WriterObject *self, const struct put_arguments *arguments,
-                    const struct reservation *at) {
-    copy_payload(self, arguments, (uint8_t *)at->record);
 }
 
 void py_writer_fill_reserved(WriterObject *self, const struct put_arguments *arguments,
                              const struct reservation *at) {
     if (at->bytes < RELEASE_LOCK_BYTES) {
-        copy_payload(self, arguments, (uint8_t *)at->record);
+        py_writer_fill(self, arguments, at);
     } else {
         copy_unlocked(self, arguments, at);
     }
@@ -345,7 +341,7 @@ bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments) {
     at.answers = arguments->answers;
     py_writer_write_head(self, arguments, &at);
     if (bytes < RELEASE_LOCK_BYTES) {
-        copy_payload(self, arguments, (uint8_t *)at.record);
+        py_writer_fill(self, arguments, &at);
         writer_publish(&self->c, &at);
     } else {
         /* Reserved first, so that another thread's record can go behind it during the copy. */

@@ -59,7 +59,6 @@ bool py_parse_score(PyObject *value, double *score);
 /* One version, or the oldest and the newest, of which `span` is the distance. */
 bool py_parse_policy_versions(PyObject *value, int64_t *oldest, uint32_t *span);
 bool py_arguments_init(void);
-/* ROW_LENGTHS: the field's name. */
 
 /* ---- The fields of a put: matched with the declared schema, taken as arrays or lists, and planned. */
 /* After all arguments were taken: checks the fields, by the declared schema where there is one, and
@@ -77,7 +76,12 @@ bool py_arguments_fill_lists(const struct put_arguments *self, uint8_t *record);
 bool py_arguments_convert_lists(struct put_arguments *self);
 
 bool py_plan_fields_init(void);
-/* STANDARD_DTYPES: the dtypes that fields have without a declaration. */
+/* What NumPy makes an array of, by the hook; NULL with an exception. */
+PyObject *py_as_array(PyObject *name, PyObject *value, bool declared);
+/* The last step, of all that is planned: the schema, and the places of the parts, of which
+ * `too_large` is said where no record holds them. False with an exception. */
+bool py_arguments_plan(struct put_arguments *self, struct schema_cache *cache, uint32_t count,
+                       uint64_t meta_bytes, const char *too_large);
 
 /* ---- A producer's lane, and room for a record in it: what put, put_many and reserve share. */
 /* A wait for space is cut into slices of this, for signals and for a close during it. */
@@ -151,7 +155,7 @@ void py_writer_write_head(WriterObject *self, const struct put_arguments *argume
 /* Meta and arrays of a record that nobody sees yet. */
 void py_writer_fill(const WriterObject *self, const struct put_arguments *arguments,
                     const struct reservation *at);
-/* Meta and arrays of a record that is reserved. Other threads run while a large one is copied. */
+/* The same of a record that is reserved: other threads run while a large one is copied. */
 void py_writer_fill_reserved(WriterObject *self, const struct put_arguments *arguments,
                              const struct reservation *at);
 /* Copies a record whose arguments are finished into the ring and commits it; false with an

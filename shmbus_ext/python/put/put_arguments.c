@@ -515,16 +515,6 @@ bool py_plan_fields_add_constants(PyObject *module) {
     return py_add_object(module, "STANDARD_DTYPES", dtypes);
 }
 
-static PyObject *as_array(PyObject *name, PyObject *value, bool declared) {
-    PyObject *array = PyObject_CallFunctionObjArgs(hooks.as_array, name, value,
-                                                   declared ? Py_True : Py_False, NULL);
-    if (array != NULL && !PyArray_Check(array)) {
-        Py_CLEAR(array);
-        PyErr_Format(PyExc_TypeError, "%U: expected an array", name);
-    }
-    return array;
-}
-
 /* What the elements of a list become; false with an exception where nothing says so. */
 static bool choose_dtype(struct put_arguments *self, uint32_t i,
                          const DeclaredSchemaObject *declared, uint8_t field) {
@@ -552,7 +542,7 @@ static bool choose_dtype(struct put_arguments *self, uint32_t i,
             return true;
         }
     }
-    Py_XDECREF(as_array(name, self->values[i], false)); /* which says how to declare it */
+    Py_XDECREF(py_as_array(name, self->values[i], false)); /* which says how to declare it */
     return false;
 }
 
@@ -595,7 +585,7 @@ static bool convert_dtype(struct put_arguments *self, uint32_t i,
                           const DeclaredSchemaObject *declared, uint8_t field) {
     PyArrayObject *array = self->arrays[i];
     PyArray_Descr *wanted = declared->dtypes[field];
-    if (!py_declared_has_dtype(declared, field, PyArray_DESCR(array))) {
+    if (!py_same_dtype(PyArray_DESCR(array), wanted)) {
         PyArrayObject *converted =
             py_convert_array(self->names[i], array, wanted, declared->kinds[field]);
         if (converted == NULL) {
@@ -615,7 +605,7 @@ static bool take_array(struct put_arguments *self, uint32_t i,
     if (PyArray_CheckExact(value) && PyArray_NDIM((PyArrayObject *)value) > 0) {
         array = Py_NewRef(value);
     } else {
-        array = as_array(self->names[i], value, declared != NULL);
+        array = py_as_array(self->names[i], value, declared != NULL);
         if (array == NULL) {
             return false;
         }
@@ -762,6 +752,21 @@ static bool join_rows(struct put_arguments *self) {
     return taken;
 }
 
+bool py_arguments_plan(struct put_arguments *self, struct schema_cache *cache, uint32_t count,
+                       uint64_t meta_bytes, const char *too_large) {
+    struct record_spec *spec = &self->spec;
+    spec->field_count = count;
+    spec->shape = self->shape;
+    spec->field_bytes = self->field_bytes;
+    spec->field_ndim = self->field_ndim;
+    spec->meta_bytes = meta_bytes;
+    self->schema = py_schema_cache_find(cache, spec, self->names, self->dtypes, self->field_ndim);
+    if (self->schema == NULL) {
+        return false;
+    }
+    return record_plan(spec) || py_refuse(hooks.too_large_error, "%s", too_large);
+}
+
 bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache,
                          DeclaredSchemaObject *declared) {
     uint32_t words;
@@ -772,22 +777,10 @@ bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache,
         !(checked ? plan_declared_fields(self, declared, &words) : plan_fields(self, &words))) {
         return false;
     }
-    struct record_spec *spec = &self->spec;
-    spec->field_count = self->array_count;
-    spec->shape = self->shape;
-    spec->shape_words = words;
-    spec->field_bytes = self->field_bytes;
-    spec->field_ndim = self->field_ndim;
-    self->schema = py_schema_cache_find(cache, spec, self->names, self->dtypes, self->field_ndim);
-    if (self->schema == NULL) {
-        return false;
-    }
-    if (!record_plan(spec)) {
-        return py_refuse(hooks.too_large_error,
-                         "the record's parts add up to more than a record can hold (2^48 bytes a "
-                         "field, 4 GiB of meta); split it");
-    }
-    return true;
+    self->spec.shape_words = words;
+    return py_arguments_plan(self, cache, self->array_count, self->spec.meta_bytes,
+                             "the record's parts add up to more than a record can hold (2^48 bytes "
+                             "a field, 4 GiB of meta); split it");
 }
 
 bool py_arguments_fill_lists(const struct put_arguments *self, uint8_t *record) {

@@ -46,8 +46,11 @@ extern PyTypeObject SchemaType;
 SchemaObject *py_schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t count);
 /* -1 where there is no such field. */
 int py_schema_find(const SchemaObject *self, PyObject *name);
+/* The place of a name among the first of a tuple's, by identity and then by value; -1 for none. */
+int py_find_name(PyObject *names, uint32_t count, PyObject *name);
+/* The dtype that these bytes describe, of elements of so many bytes; NULL with an exception. */
+PyArray_Descr *py_decode_dtype(PyObject *name, PyObject *encoded, uint32_t itemsize);
 PyArray_Descr *py_schema_dtype(SchemaObject *self, int field);
-enum element_kind py_kind_of_dtype(const PyArray_Descr *dtype);
 /* Whether they are one dtype; those that stand in for what NumPy lacks are so by their names. */
 bool py_same_dtype(PyArray_Descr *one, PyArray_Descr *other);
 /* As people read it, so that what stands in for bfloat16 is called that; NULL with an exception. */
@@ -162,9 +165,6 @@ static inline const uint8_t *py_trajectory_bytes(const TrajectoryObject *self) {
            self->ref.place.offset;
 }
 
-/* ---- Methods of Trajectory that read all of its fields at once, and copy them out of the ring. */
-/* Once the type is ready. */
-
 /* ---- A declared schema, as what is put is checked against it. */
 /* What numbers are stored as in arrays of a dtype. */
 enum stored_kind py_stored_kind(PyArray_Descr *dtype);
@@ -249,9 +249,6 @@ static inline bool py_declared_fits(const DeclaredSchemaObject *self,
 /* The sizes of an empty list, of which its first is known: of the others what is declared. */
 int py_declared_complete(const DeclaredSchemaObject *self, uint32_t field, int ndim,
                          uint64_t sizes[SHMBUS_MAX_NDIM]);
-/* Whether arrays of a dtype are what the field has, without a conversion. */
-bool py_declared_has_dtype(const DeclaredSchemaObject *self, uint32_t field,
-                           PyArray_Descr *dtype);
 
 /* ---- OriginHead: what a relay knows of a record that lies elsewhere, and heads as bytes. */
 typedef struct {
@@ -277,7 +274,6 @@ extern PyTypeObject OriginHeadType;
  * so whoever reads it after a death scores it anew. */
 /* False with an exception for a sample that was put without a score, and has none since. */
 bool py_trajectory_require_score(const TrajectoryObject *self);
-/* Adds `score` and `scored` to Trajectory. */
 
 /* What module.c adds. */
 extern PyMethodDef py_declared_functions[];
