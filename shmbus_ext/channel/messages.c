@@ -1,6 +1,6 @@
-/* How messages pass (see messages.h). */
+/* How messages pass (see channel.h). */
 #define _GNU_SOURCE
-#include "channel/messages.h"
+#include "channel/channel.h"
 
 #include <string.h>
 

@@ -1,6 +1,6 @@
-/* How a side is taken, left and described (see sides.h). */
+/* How a side is taken, left and described (see channel.h). */
 #define _GNU_SOURCE
-#include "channel/sides.h"
+#include "channel/channel.h"
 
 #include <string.h>
 

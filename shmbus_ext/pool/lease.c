@@ -1,6 +1,6 @@
-/* How a version is leased (see lease.h). */
+/* How a version is leased (see pool.h). */
 #define _GNU_SOURCE
-#include "pool/lease.h"
+#include "pool/pool.h"
 
 #include <string.h>
 

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-#include "pool/lease.h"
+#include "pool/pool.h"
 #include "base/checksum.h"
 #include "base/copy.h"
 #include "base/failpoints.h"

@@ -98,4 +98,101 @@ uint32_t digest_blocks(const void *data, uint64_t bytes, uint64_t block_bytes, u
 uint32_t digest_first_wrong(const void *data, uint64_t bytes, uint64_t block_bytes,
                             const uint32_t *digests, uint32_t from, uint32_t to);
 
+/* ---- Who takes part in a pool: ranks that write, readers, and what each says of itself.
+ *
+ * Invariant: a row belongs to whoever holds its lock byte, so a dead process's row is free, and is
+ * known for a dead one's by a pid that was not taken back. */
+/* Becomes a rank; rank 0 is the publisher. SHARED_HELD where a living process is it. */
+enum shared_status rows_claim_writer(struct pool *self, uint32_t rank, const char *label,
+                                   uint32_t pid);
+/* Becomes a reader. SHARED_HELD where all rows are taken. */
+enum shared_status rows_claim_reader(struct pool *self, const char *label, const char *device,
+                                   uint32_t pid);
+/* A regular end: the row says so, and its lock is free. */
+void rows_leave(struct pool *self);
+
+enum row_life {
+    ROW_FREE = 0, /* nobody was ever there, or it ended regularly */
+    ROW_ALIVE,
+    ROW_DEAD,
+};
+enum row_life rows_writer_life(const struct pool *self, uint32_t rank);
+enum row_life rows_reader_life(const struct pool *self, uint32_t row);
+
+/* This reader runs that version. */
+void rows_applied(struct pool *self, uint64_t sequence, int64_t version);
+/* This reader could not take that version; what it runs stays as it was. */
+void rows_refused(struct pool *self, uint64_t sequence, int64_t version, int32_t code,
+                  const char *text);
+
+/* ---- Reading a pool: a version is leased for as long as anybody in this process copies it or has
+ * views of it.
+ *
+ * Invariants: a leased slot is not written. What is leased was whole: its row was checked under the
+ * lock that keeps the publisher out. A reader that dies has its leases ended by the kernel. */
+/* Leases the newest version. SHARED_NOTHING where its sequence is not above `after`. A row that is
+ * not what the pool promises is SHARED_DAMAGED, and nothing is leased then. */
+enum shared_status lease_latest(struct pool *self, uint64_t after, uint32_t *slot,
+                              struct slot_row *row);
+/* Leases the whole version of that number, which need not be the newest: for a way back, while
+ * somebody keeps it from the publisher. SHARED_NOTHING where no slot has it. */
+enum shared_status lease_version(struct pool *self, int64_t version, uint32_t *slot,
+                               struct slot_row *row);
+void lease_drop(struct pool *self, uint32_t slot);
+/* Copies a row for whoever holds no lock; false where it changed meanwhile or is damaged. */
+bool lease_peek(const struct pool *self, uint32_t slot, struct slot_row *row);
+/* Sequence and slot of the newest version without leasing it; 0 for none. */
+uint64_t lease_newest(const struct pool *self);
+
+/* ---- Writing a version into a pool: by one publisher, or by several ranks of which rank 0 is it.
+ *
+ * Invariants: the newest whole version is never overwritten, whoever dies. A slot is written under
+ * its exclusive lock, or by a rank that holds its piece of it; nobody takes a slot while any of
+ * these is held. `latest` is stored last, by the publisher alone, after the slot is unlocked. */
+/* What a version is, from its publisher; text and meta are copied. */
+struct version_facts {
+    int64_t version;
+    uint64_t bytes;
+    uint64_t meta_bytes;
+    const void *meta;
+    const char *text;
+    uint32_t ranks;
+    bool patches; /* whether ranks may make patches against the newest version */
+};
+
+/* The publisher takes a slot: SHARED_NOTHING where each is the newest or held by somebody. From then
+ * on the other ranks may write into it. */
+enum shared_status publish_begin(struct pool *self, const struct version_facts *facts,
+                               uint32_t *slot, uint64_t *sequence);
+/* All pieces are there: readers get the version. digests: blocks whose digest lies in the slot. */
+void publish_finish(struct pool *self, uint32_t slot, uint64_t sequence, uint32_t digests);
+/* The version is given up: what was newest stays so, and the ranks learn it. The slot is kept until
+ * nobody in this process can write it any more. */
+void publish_give_up(struct pool *self);
+void publish_let_go(struct pool *self, uint32_t slot);
+void publish_count_skipped(struct pool *self);
+
+/* A rank joins the version that is being written; row says which it is. SHARED_NOTHING where there is
+ * none that it has not written. */
+enum shared_status publish_join(struct pool *self, uint32_t *slot, struct slot_row *row);
+/* Its piece is written, or cannot be, which leaves the version to fail. The piece is kept until
+ * nobody in this process can write it any more. */
+void publish_piece_done(struct pool *self, uint64_t sequence);
+void publish_piece_failed(struct pool *self, uint64_t sequence, const char *error);
+void publish_piece_let_go(struct pool *self, uint32_t slot);
+/* Whether a joined version became whole: SHARED_OK; SHARED_NOTHING for not yet; SHARED_GONE when its
+ * publisher gave it up or ended. */
+enum shared_status publish_outcome(const struct pool *self, uint64_t sequence);
+
+enum piece_state {
+    PIECE_ABSENT = 0, /* the rank is not there, and has not begun */
+    PIECE_AWAITED,
+    PIECE_BEGUN,
+    PIECE_DONE,
+    PIECE_FAILED,
+    PIECE_DEAD, /* it ended while it wrote */
+};
+/* How far a rank is with a version, as the publisher sees it. */
+enum piece_state publish_piece_state(const struct pool *self, uint64_t sequence, uint32_t rank);
+
 #endif

@@ -1,12 +1,10 @@
-/* How a version is written (see publish.h). */
+/* How a version is written (see pool.h). */
 #define _GNU_SOURCE
-#include "pool/publish.h"
+#include "pool/pool.h"
 
 #include <stdio.h>
 #include <string.h>
 
-#include "pool/lease.h"
-#include "pool/rows.h"
 #include "base/checksum.h"
 #include "base/clock.h"
 #include "base/failpoints.h"

@@ -1,16 +1,15 @@
-/* How a collector begins (see attach.h). */
-#include "attach.h"
+/* How a collector begins (see reader.h). */
+#include "reader.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#include "extents.h"
+#include "segment.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "intent_log.h"
-#include "reclaim.h"
 #include "recovery.h"
-#include "request_feed.h"
+#include "requests.h"
 
 struct head {
     uint64_t order;

@@ -4,9 +4,9 @@
 #include <stdbool.h>
 
 #include "base/checksum.h"
-#include "extents.h"
+#include "segment.h"
 #include "base/failpoints.h"
-#include "reader_state.h"
+#include "reader.h"
 #include "relay_journal.h"
 
 static bool unpack_ref(const struct segment *segment, uint64_t ref, struct record_place *place) {

@@ -4,9 +4,8 @@
 
 #include <stdlib.h>
 
-#include "extents.h"
+#include "segment.h"
 #include "intent_log.h"
-#include "reclaim.h"
 
 /* Records taken from one lane before the next has its turn. */
 #define LANE_QUOTA 64u

@@ -1,10 +1,9 @@
-/* Freeing runs, and moving what keeps them (see reclaim.h). */
-#include "reclaim.h"
+/* Freeing runs, and moving what keeps them (see reader.h). */
+#include "reader.h"
 
 #include <string.h>
 
-#include "doorbell.h"
-#include "extents.h"
+#include "segment.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "intent_log.h"

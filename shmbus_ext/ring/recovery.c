@@ -6,8 +6,7 @@
 #include <unistd.h>
 
 #include "ring/observe.h"
-#include "doorbell.h"
-#include "extents.h"
+#include "segment.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "lead.h"

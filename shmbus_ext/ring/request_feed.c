@@ -1,14 +1,13 @@
-/* Offering requests (see request_feed.h). */
-#include "request_feed.h"
+/* Offering requests (see requests.h). */
+#include "requests.h"
 
 #include <string.h>
 
 #include "base/checksum.h"
 #include "base/clock.h"
-#include "doorbell.h"
+#include "segment.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
-#include "request_row.h"
 
 #define NOWHERE UINT32_MAX
 

@@ -7,7 +7,6 @@
 #include "base/clock.h"
 #include "base/failpoints.h"
 #include "lead.h"
-#include "request_row.h"
 
 /* Passes over the lane for totals of one instant, while feeders are at work. */
 #define TOTAL_TRIES 16

@@ -11,10 +11,6 @@
 
 #include "base/clock.h"
 #include "base/file_lock.h"
-#include "ring/declared_schema.h"
-#include "ring/doorbell.h"
-#include "ring/request_parts.h"
-#include "ring/splits.h"
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22

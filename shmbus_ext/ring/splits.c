@@ -1,5 +1,5 @@
-/* The labels of splits.h, word by word. */
-#include "splits.h"
+/* The labels of splits, word by word (see segment.h). */
+#include "segment.h"
 
 #include <stdbool.h>
 #include <string.h>

@@ -7,7 +7,7 @@
 
 #include "ring/observe.h"
 #include "base/clock.h"
-#include "doorbell.h"
+#include "segment.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "lead.h"

@@ -11,11 +11,10 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "extents.h"
+#include "segment.h"
 #include "layout.h"
 #include "record.h"
 #include "requests.h"
-#include "segment.h"
 
 struct writer {
     struct segment *segment;

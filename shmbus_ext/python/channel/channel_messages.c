@@ -8,7 +8,7 @@
 #include <sys/mman.h>
 
 #include "base/checksum.h"
-#include "channel/messages.h"
+#include "channel/channel.h"
 #include "python/hooks.h"
 #include "python/segment/segment.h"
 

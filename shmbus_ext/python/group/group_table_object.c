@@ -11,7 +11,7 @@
 #include "base/clock.h"
 #include "base/failpoints.h"
 #include "python/record/record.h"
-#include "ring/reader_state.h"
+#include "ring/reader.h"
 
 /* ---- Entries of complete groups, and the two lists that they are in.
  *

@@ -5,7 +5,6 @@
 #include "python/pool/pool.h"
 
 #include "pool/pool.h"
-#include "pool/lease.h"
 #include "base/checksum.h"
 
 static bool is_reader(PoolObject *pool) {

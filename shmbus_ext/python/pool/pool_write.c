@@ -7,7 +7,6 @@
 #include "base/copy.h"
 #include "pool/pool.h"
 #include "pool/patch.h"
-#include "pool/publish.h"
 
 /* Says that the version will not be whole, at once: others wait for it. */
 static void give_up(PoolWriteObject *self, const char *error) {

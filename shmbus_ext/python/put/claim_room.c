@@ -13,10 +13,9 @@
 #include "python/hooks.h"
 #include "python/requests/requests.h"
 #include "python/segment/segment.h"
-#include "ring/doorbell.h"
+#include "ring/segment.h"
 #include "ring/lead.h"
 #include "ring/recovery.h"
-#include "ring/segment.h"
 #include "ring/observe.h"
 
 /* Copies above this are worth letting other threads run. */

@@ -9,7 +9,7 @@
 #include "python/record/record.h"
 #include "ring/block.h"
 #include "ring/lead.h"
-#include "ring/origin.h"
+#include "ring/segment.h"
 
 static const char *const faults[] = {
     [BLOCK_NOT_ONE] = "it is no block of shmbus: its first bytes are %llx, not %llx",

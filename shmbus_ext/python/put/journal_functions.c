@@ -4,7 +4,7 @@
 #include "python/put/put.h"
 
 #include "python/segment/segment.h"
-#include "ring/origin.h"
+#include "ring/segment.h"
 #include "ring/recovery.h"
 #include "ring/relay_journal.h"
 
@@ -74,7 +74,7 @@ static struct relay_origin *unpack_origins(const Py_buffer *packed) {
 }
 
 /* relay_intend(writer, origins, entries) -> bytes | None: the entries' numbers. Origins are one
- * behind the other (ring/origin.h). None where the journal has no room for them. */
+ * behind the other (ring/segment.h). None where the journal has no room for them. */
 static PyObject *py_relay_intend(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     Py_buffer origins, entries;

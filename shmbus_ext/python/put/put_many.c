@@ -8,7 +8,6 @@
 #include "python/hooks.h"
 #include "python/segment/segment.h"
 #include "ring/observe.h"
-#include "ring/doorbell.h"
 #include "ring/segment.h"
 
 /* Sets `accepted` of the exception that is set: how many items were committed. */

@@ -11,10 +11,8 @@
 
 #include "python/hooks.h"
 #include "python/segment/segment.h"
-#include "ring/doorbell.h"
-#include "ring/extents.h"
-#include "base/file_lock.h"
 #include "ring/segment.h"
+#include "base/file_lock.h"
 #include "ring/writer.h"
 
 /* Where the lane goes on in a run that it has left. */

@@ -14,7 +14,7 @@
 #include "base/file_lock.h"
 #include "python/group/group.h"
 #include "python/hooks.h"
-#include "ring/extents.h"
+#include "ring/segment.h"
 
 /* ---- What a Borrower keeps.
  *

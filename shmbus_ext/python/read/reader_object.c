@@ -11,15 +11,12 @@
 #include "python/put/put.h"
 #include "python/record/record.h"
 #include "python/segment/segment.h"
-#include "ring/attach.h"
+#include "ring/reader.h"
 #include "ring/observe.h"
 #include "base/clock.h"
-#include "ring/count.h"
-#include "ring/doorbell.h"
+#include "ring/segment.h"
 #include "base/file_lock.h"
 #include "ring/intent_log.h"
-#include "ring/reclaim.h"
-#include "ring/segment.h"
 
 /* A sleeping reader wakes this often for signals only. */
 #define SLEEP_SLICE_NS INT64_C(1000000000)

@@ -7,7 +7,6 @@
 
 #include "ring/block.h"
 #include "ring/segment.h"
-#include "ring/origin.h"
 #include "ring/relay_journal.h"
 
 /* A trajectory that can be read; NULL with an exception. */

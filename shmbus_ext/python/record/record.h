@@ -6,7 +6,7 @@
 #include "batch/convert.h"
 #include "batch/element.h"
 #include "python/segment/segment.h"
-#include "ring/declared_schema.h"
+#include "ring/segment.h"
 #include "ring/record.h"
 #include "ring/writer.h"
 
@@ -253,7 +253,7 @@ int py_declared_complete(const DeclaredSchemaObject *self, uint32_t field, int n
 /* ---- OriginHead: what a relay knows of a record that lies elsewhere, and heads as bytes. */
 typedef struct {
     PyObject_HEAD
-    PyObject *origin; /* bytes, as ring/origin.h has them */
+    PyObject *origin; /* bytes, as ring/segment.h has them */
     PyObject *instance_id;
     PyObject *key;
     PyObject *reason; /* why its sample failed: str; None of a sample */

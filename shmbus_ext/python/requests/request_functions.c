@@ -5,9 +5,8 @@
 
 #include "python/segment/segment.h"
 #include "ring/lead.h"
-#include "ring/request_feed.h"
-#include "ring/request_parts.h"
 #include "ring/requests.h"
+#include "ring/segment.h"
 
 /* More than any lane has, and with an id still less than 32 bits count. */
 #define MOST_PROMPT_BYTES ((Py_ssize_t)UINT32_MAX - 1024)

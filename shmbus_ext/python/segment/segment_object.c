@@ -6,10 +6,8 @@
 
 #include "python/hooks.h"
 #include "base/clock.h"
-#include "ring/doorbell.h"
-#include "ring/extents.h"
-#include "base/file_lock.h"
 #include "ring/segment.h"
+#include "base/file_lock.h"
 
 uint32_t fork_generation;
 static struct list_link all_segments = {&all_segments, &all_segments};
