@@ -34,11 +34,9 @@ static inline struct bell *channel_bell(struct channel_header *header, enum chan
 
 /* Whether the numbers can make a channel. */
 bool channel_fits(uint32_t slots, uint64_t max_bytes);
-/* Makes a channel of a new, empty file, of numbers that fit; slots get memory with their first
- * message. Takes fd over when it succeeds. */
+/* Makes a channel of a new, empty file; slots get memory later. Takes fd over on success. */
 enum shared_status channel_create(struct channel *self, int fd, uint32_t slots, uint64_t max_bytes);
-/* Maps a channel and checks it. read_only: fd was opened so, and nothing is ever written. Takes fd
- * over when it succeeds. */
+/* Maps a channel and checks it; nothing is written if read_only. Takes fd over on success. */
 enum shared_status channel_open(struct channel *self, int fd, bool read_only);
 void channel_unmap(struct channel *self);
 /* The first `bytes` of a slot, which are at most slot_stride; NULL with errno. */
@@ -92,8 +90,7 @@ enum shared_status messages_send(struct channel *self, enum channel_kind kind, u
 enum shared_status messages_peek(const struct channel *self, struct channel_row *row);
 /* Receiver: the slot of that message may be written again. */
 void messages_ack(struct channel *self);
-/* Sender: the next message is `step`, and those on their way are withdrawn. SHARED_HELD where a
- * receiver lives and some are. */
+/* Sender: the next is `step`, what is on its way withdrawn; SHARED_HELD by a receiver. */
 enum shared_status messages_begin_at(struct channel *self, int64_t step);
 
 #endif

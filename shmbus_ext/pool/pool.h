@@ -49,11 +49,9 @@ struct pool_geometry {
 
 /* False when the numbers cannot make a pool. */
 bool pool_plan(struct pool_geometry *plan);
-/* Makes a pool of a new, empty file: allocates the first slots and writes the tables, the magic
- * last. Takes fd over when it succeeds; pool_unmap in any case. */
+/* Makes a pool of a new, empty file, the magic last. Takes fd over when it succeeds. */
 enum shared_status pool_create(struct pool *self, int fd, const struct pool_geometry *plan);
-/* Maps a pool and checks it. read_only: fd was opened so, nothing is ever written, and no slot is
- * mapped. Takes fd over when it succeeds. */
+/* Maps a pool and checks it; read_only maps no slot. Takes fd over when it succeeds. */
 enum shared_status pool_open(struct pool *self, int fd, bool read_only);
 void pool_unmap(struct pool *self);
 /* Makes the slots writable in this process. */
@@ -130,12 +128,10 @@ void rows_refused(struct pool *self, uint64_t sequence, int64_t version, int32_t
  *
  * Invariants: a leased slot is not written. What is leased was whole: its row was checked under the
  * lock that keeps the publisher out. A reader that dies has its leases ended by the kernel. */
-/* Leases the newest version. SHARED_NOTHING where its sequence is not above `after`. A row that is
- * not what the pool promises is SHARED_DAMAGED, and nothing is leased then. */
+/* Leases the newest version above `after`, else SHARED_NOTHING; or SHARED_DAMAGED. */
 enum shared_status lease_latest(struct pool *self, uint64_t after, uint32_t *slot,
                               struct slot_row *row);
-/* Leases the whole version of that number, which need not be the newest: for a way back, while
- * somebody keeps it from the publisher. SHARED_NOTHING where no slot has it. */
+/* Leases the whole version of that number, newest or not; SHARED_NOTHING for none. */
 enum shared_status lease_version(struct pool *self, int64_t version, uint32_t *slot,
                                struct slot_row *row);
 void lease_drop(struct pool *self, uint32_t slot);
@@ -160,28 +156,23 @@ struct version_facts {
     bool patches; /* whether ranks may make patches against the newest version */
 };
 
-/* The publisher takes a slot: SHARED_NOTHING where each is the newest or held by somebody. From then
- * on the other ranks may write into it. */
+/* The publisher takes a slot for all ranks; SHARED_NOTHING where none is free. */
 enum shared_status publish_begin(struct pool *self, const struct version_facts *facts,
                                uint32_t *slot, uint64_t *sequence);
 /* All pieces are there: readers get the version. digests: blocks whose digest lies in the slot. */
 void publish_finish(struct pool *self, uint32_t slot, uint64_t sequence, uint32_t digests);
-/* The version is given up: what was newest stays so, and the ranks learn it. The slot is kept until
- * nobody in this process can write it any more. */
+/* The version is given up; its slot is kept until nobody here can write it any more. */
 void publish_give_up(struct pool *self);
 void publish_let_go(struct pool *self, uint32_t slot);
 void publish_count_skipped(struct pool *self);
 
-/* A rank joins the version that is being written; row says which it is. SHARED_NOTHING where there is
- * none that it has not written. */
+/* A rank joins the version under way, if it has not written it; else SHARED_NOTHING. */
 enum shared_status publish_join(struct pool *self, uint32_t *slot, struct slot_row *row);
-/* Its piece is written, or cannot be, which leaves the version to fail. The piece is kept until
- * nobody in this process can write it any more. */
+/* Its piece is written, or fails the version; kept until nobody here can write it. */
 void publish_piece_done(struct pool *self, uint64_t sequence);
 void publish_piece_failed(struct pool *self, uint64_t sequence, const char *error);
 void publish_piece_let_go(struct pool *self, uint32_t slot);
-/* Whether a joined version became whole: SHARED_OK; SHARED_NOTHING for not yet; SHARED_GONE when its
- * publisher gave it up or ended. */
+/* Whether a joined version became whole: OK, NOTHING for not yet, GONE if given up. */
 enum shared_status publish_outcome(const struct pool *self, uint64_t sequence);
 
 enum piece_state {

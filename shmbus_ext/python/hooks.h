@@ -35,8 +35,7 @@ void py_restore_error(PyObject *error);
 extern PyMethodDef py_hooks_functions[];
 
 /* ---- What the kernel refused, as an exception; named where all of shmbus needs what is missing. */
-/* Raises OSError of errno for a file that is open: "bus", "pool" or "channel" is what `kind` calls
- * it. Returns NULL. */
+/* Raises OSError of errno for an open "bus", "pool" or "channel". Returns NULL. */
 PyObject *py_raise_system(const char *kind, PyObject *name);
 
 /* ---- The watchdog of a wait: called with the seconds waited, at the end of every period of it. */

@@ -95,8 +95,7 @@ bool reader_attach(struct reader *self, struct segment *segment) {
     }
     FAILPOINT("collector-replayed");
     writer_attach_collector(&self->mover, segment);
-    /* Dead producers first: their last commits belong to the counts that this reader begins
-     * with. */
+    /* Dead producers first: their last commits count. */
     reader_sweep(self);
     if (!build_lanes(self)) {
         reader_detach(self);

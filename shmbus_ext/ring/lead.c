@@ -105,8 +105,7 @@ static bool change(struct segment *segment, uint64_t key, uint64_t from, uint64_
     return false;
 }
 
-/* Whoever waits to begin a group, those that wait with samples of the group that begins next, and
- * whoever waits for a prompt to sample: all of them are woken. */
+/* Wakes whoever waits to begin a group, or for a prompt to sample. */
 static void tell(struct segment *segment) {
     bell_ring(&segment->header->space_bell, BELL_ALL);
     bell_ring(&segment->requests.lane->work, BELL_ALL);

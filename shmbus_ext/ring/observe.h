@@ -41,8 +41,7 @@ struct figure_tally {
 };
 _Static_assert(SHMBUS_FIGURE_BUCKETS <= 32, "touched has a bit for each bucket");
 
-/* An upper bound of a bucket; they ascend, and a value belongs to the first that it does not exceed.
- * Versions, seconds, tokens, scores. */
+/* An ascending upper bound of a bucket. Versions, seconds, tokens, scores. */
 double figure_bound(enum shmbus_figure figure, unsigned bucket);
 
 void figure_tally_begin(struct figure_tally *tally);

@@ -198,8 +198,7 @@ void reader_tidy_in_a_pause(struct reader *self);
  * waking a producer for each extent would cost both sides more than it gains. */
 void reader_announce_space(struct reader *self);
 
-/* Whether a run has little enough alive to be worth moving, whoever holds that; whether any has,
- * which is quicker asked than looking at thousands of records. */
+/* Whether a run is worth moving; whether any is, which is quicker to ask. */
 bool reader_run_is_sparse(const struct reader *self, uint32_t extent);
 bool reader_any_run_is_sparse(const struct reader *self);
 
@@ -218,13 +217,11 @@ bool lane_enter_run(struct reader *self, struct lane *lane, uint64_t link);
 bool reader_attach(struct reader *self, struct segment *segment);
 void reader_detach(struct reader *self);
 
-/* Reaps: takes over the lanes of producers that are proved dead, and tidies. Returns how many were
- * found dead. */
+/* Reaps the lanes of producers that are proved dead, and tidies; how many there were. */
 uint32_t reader_sweep(struct reader *self);
 
 /* ---- How many records are still unread, by walking them; for the proof that nothing is lost. */
-/* Committed records that this reader has not handed out, by walking them; `committed` gets the
- * commits of all lanes as of the same instant. */
+/* Committed records not handed out; `committed` has all lanes' commits of that instant. */
 uint64_t reader_count_unread(struct reader *self, uint64_t *committed);
 
 #endif

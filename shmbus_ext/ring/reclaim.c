@@ -155,9 +155,7 @@ static uint32_t parked_at(const struct reader *self, uint32_t from, uint32_t to,
     return from;
 }
 
-/* Marks those of parked[from..to) that no borrower looks at. A borrower holds a lock for its views,
- * which it took while the record was leased, so before its run was parked. One question is enough
- * for any number of runs, and two more for each lock between them. */
+/* Marks those of parked[from..to) without a borrower's view lock, which is older than they. */
 static void find_unviewed(struct reader *self, uint32_t from, uint32_t to) {
     while (from < to) {
         int64_t start = SHMBUS_LOCK_VIEW + (int64_t)self->parked[from];

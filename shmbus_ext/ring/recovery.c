@@ -200,8 +200,7 @@ static bool is_healed(struct segment *segment) {
         return false;
     }
     recover_producer(segment, index);
-    /* Every reaper of that slot heals the journal; what is left here was bound and never
-     * announced. */
+    /* What is left here was bound and never announced; reapers heal the journal. */
     relay_reap(segment, writer,
                atomic_load_explicit(&segment->slots[index].committed, memory_order_acquire));
     file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + index);

@@ -227,8 +227,7 @@ static void mend_order(struct request_parts *parts, uint32_t level) {
     atomic_store_explicit(&parts->lane->tails[level], tail, memory_order_release);
 }
 
-/* Whether the order of a priority has a place: places of rows that have ended, where workers have
- * not gone on for a while, are given up first. */
+/* Whether a priority's order has a place; ended rows' places are given up first. */
 static bool order_has_place(struct request_parts *parts, uint32_t level) {
     _Atomic uint64_t *head = &parts->lane->heads[level];
     uint64_t tail = counted(&parts->lane->tails[level]);

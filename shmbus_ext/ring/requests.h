@@ -65,8 +65,7 @@ uint32_t request_row_crc(const struct request_row *row);
 /* The number of a row if it is open, else 0. */
 uint64_t request_open_row(const struct segment *segment, uint32_t index);
 
-/* A row's own numbers, copied and bounded. False where the row is not open under this number, or is
- * damaged. */
+/* A row's numbers, copied and bounded; false unless it is open under this number. */
 bool request_copy_row(const struct segment *segment, uint32_t index, uint64_t number,
                       struct request_row *copy);
 
@@ -109,8 +108,7 @@ enum request_take { REQUEST_NONE, REQUEST_TAKEN, REQUEST_TOO_FAR_AHEAD };
  * are bounded, a group is admitted here; TOO_FAR_AHEAD where only that keeps one from being taken. */
 enum request_take request_take(struct segment *segment, uint64_t producer_id, uint32_t slot,
                                struct request_claim *claim);
-/* Its prompt. Size first: with data NULL; then `text` says for how many bytes there is room. False
- * where the row has ended, is damaged, or has not so many. */
+/* Its prompt; with data NULL its size. False where it has ended, or without room. */
 bool request_read(const struct segment *segment, uint32_t row, uint64_t number,
                   struct request_text *text, uint8_t *data);
 /* The oldest open request of a group, by its number; 0 where there is none. */
@@ -174,8 +172,7 @@ enum request_feed {
 bool request_can_fit(const struct segment *segment, const struct request_offer *offer);
 /* The most that are offered under one lock: others wait for it. */
 #define REQUEST_OFFERS_AT_ONCE 64u
-/* Offers up to REQUEST_OFFERS_AT_ONCE groups, in order, and rings once. `done` counts those that
- * are offered; their numbers are consecutive, and `number` is the last one's. */
+/* Offers groups in order, and rings once: `done` of them, the last `number`. */
 enum request_feed request_offer(struct segment *segment, const struct request_offer *offers,
                                 uint32_t count, uint32_t *done, uint64_t *number);
 

@@ -34,8 +34,7 @@ struct request_parts {
     uint32_t unit_count;
 };
 
-/* The parts of so many bytes at this place; only their numbers where `at` is NULL. False where the
- * bytes are too few. */
+/* The parts of so many bytes; only numbers where `at` is NULL. False for too few bytes. */
 bool request_divide(struct request_parts *parts, uint8_t *at, uint64_t bytes);
 
 /* ---- What tells one bus from all others, of whatever node and time: random bits, as digits too. */
@@ -126,8 +125,7 @@ struct segment_geometry {
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
                   struct segment_geometry *plan);
 
-/* Gives the request lane of a plan so many bytes, in place of its share of the capacity. False where
- * there are too many. */
+/* Gives a plan's request lane so many bytes; false where there are too many. */
 bool segment_plan_requests(struct segment_geometry *plan, uint64_t request_bytes);
 
 /* Extents of a new segment that are leased to its future collector: producers may fill the bus
@@ -140,28 +138,23 @@ static inline uint32_t segment_reserved(const struct segment *self) {
     return reserved_extents(self->extent_count);
 }
 
-/* Makes a segment of a new, empty file: allocates and touches all of it, and writes the tables, the
- * magic last. Takes fd over when it succeeds. */
+/* Makes a segment of a new, empty file, the magic last. Takes fd over when it succeeds. */
 enum shared_status segment_create(struct segment *self, int fd,
                                    const struct segment_geometry *plan);
-/* Maps a segment and checks it. read_only: fd was opened so, and nothing is ever written through
- * the mapping. Takes fd over when it succeeds. */
+/* Maps a segment and checks it; read_only never writes. Takes fd over when it succeeds. */
 enum shared_status segment_open(struct segment *self, int fd, bool read_only);
 void segment_unmap(struct segment *self);
 
-/* Maps the file once more, for views: nothing writes through it, neither shmbus nor code that
- * ignores that a view is read-only. */
+/* Maps the file once more, for views, through which nothing can be written. */
 enum shared_status segment_map_views(struct segment *self);
 
-/* Copies of records, at the distances that these have in a mapping. One piece of address space,
- * however many they are; what lies between them takes no memory. */
+/* Copies of records at their distances in a mapping: one piece of address space. */
 struct segment_copies {
     uint8_t *at;     /* NULL for none */
     uint64_t offset; /* of `at` in the mapping */
     uint64_t bytes;
 };
-/* Room for copies of `bytes` that lie within [first, end) of a mapping; false without address
- * space. */
+/* Room for copies of records in [first, end); false without address space. */
 bool segment_copies_begin(struct segment_copies *self, uint64_t first, uint64_t end,
                           uint64_t bytes);
 void segment_copies_add(struct segment_copies *self, const uint8_t *mapping, uint64_t offset,
@@ -172,8 +165,7 @@ void segment_copies_add(struct segment_copies *self, const uint8_t *mapping, uin
 bool segment_copies_replace(struct segment_copies *self, uint8_t *mapping);
 void segment_copies_drop(struct segment_copies *self);
 
-/* Makes the whole mapping private, copied on writing: for a forked child. Views cannot be read any
- * more: what is in the file may be another record by now. */
+/* Makes the whole mapping private in a forked child; views cannot be read any more. */
 void segment_isolate(struct segment *self);
 
 static inline uint8_t *segment_extent(const struct segment *self, uint32_t extent) {
@@ -207,8 +199,7 @@ static inline int64_t shmbus_next_round(struct bus_header *header) {
  *
  * Invariant: a removed bus stays one. The word that says so is the one that says whether producers
  * wait, so a put that finds the bus running looks at nothing more. */
-/* Where the file has lost its last name: says so to all, once, and wakes everybody who waits. A
- * system call. Whether it has. A read-only mapping only looks. */
+/* Whether the file has lost its name, which all are told once; a system call. */
 bool removal_note(struct segment *self);
 
 static inline bool removal_happened(const struct segment *self) {
@@ -250,8 +241,7 @@ static inline uint32_t link_low(uint64_t link) {
     return (uint32_t)link;
 }
 
-/* Leases span neighbouring extents for a slot; the index of the first, or NO_EXTENT. The lease has
- * no place in a lane yet: until extent_enter it is an orphan that recovery may free. */
+/* Leases neighbouring extents: the first, or NO_EXTENT. Until extent_enter an orphan. */
 uint32_t extent_lease(struct segment *segment, uint32_t slot, uint32_t span, uint32_t *generation);
 
 /* Gives a lease its place in a lane. */
@@ -293,8 +283,7 @@ uint32_t extent_count_free(const struct segment *segment);
  *    label goes on with, and which is no label until then. */
 /* Of a new segment: number SHMBUS_SPLIT_TRAIN gets its label. */
 void splits_begin(const struct segment *segment);
-/* The number of a label of 1 to SHMBUS_SPLIT_LABEL_BYTES bytes without NUL, which gets one if it
- * has none; SHMBUS_MAX_SPLITS where all numbers have other labels. */
+/* The number of a label, new if need be; SHMBUS_MAX_SPLITS where all are taken. */
 uint32_t split_number(const struct segment *segment, const char *label, uint32_t bytes);
 /* The same without writing; SHMBUS_MAX_SPLITS where it has none. */
 uint32_t split_find(const struct segment *segment, const char *label, uint32_t bytes);

@@ -13,8 +13,7 @@
 /* ---- Arrays of the caller's: checked before anything is read or written through them. */
 /* Elements of an array; 0 of anything else, which py_check_array refuses. */
 uint64_t py_array_elements(PyObject *object);
-/* Whether it is a contiguous array of one dimension, of a numpy type and so many elements: then
- * where its data is; false with an exception that names it. */
+/* Whether it is a contiguous array of one dimension, and its data; false with an exception. */
 bool py_check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
                     void *data);
 
@@ -59,8 +58,7 @@ struct extra_source {
     uint64_t before; /* rows of the trajectories before it */
 };
 
-/* The fields that a call is about, and what was found of them: of trajectory i the next `count`
- * from sources[i * count]. */
+/* The fields of a call; of trajectory i the next `count` from sources[i * count]. */
 struct extras {
     struct extra *fields;
     struct extra_source *sources;
@@ -68,17 +66,14 @@ struct extras {
     PyObject *keep; /* schemas whose dtypes are borrowed */
 };
 
-/* specs: a tuple of (name, kind, optional, dtype or None, row sizes, ...); false with an exception.
- * Ends by py_extras_clear in either case. */
+/* specs: tuples (name, kind, optional, dtype or None, row sizes, ...); then py_extras_clear. */
 bool py_extras_read(struct extras *self, PyObject *specs, Py_ssize_t trajectories);
-/* Takes uint8 [bytes], the last of each spec; after all were found, so that their sizes are
- * known. */
+/* Takes uint8 [bytes], the last of each spec, when the sizes are known. */
 bool py_extras_read_destination(struct extras *self, PyObject *specs);
 /* Finds the fields of trajectory i, which is readable and has so many tokens. */
 bool py_extras_find(struct extras *self, Py_ssize_t i, TrajectoryObject *t, uint64_t tokens);
 void py_extras_clear(struct extras *self);
-/* Copies of sequence i the rows of n tokens, and with its first ones what has no row a token: without
- * the interpreter, and from several threads. */
+/* Copies rows of n tokens of sequence i, and its other rows with the first; no interpreter. */
 void py_extras_copy(const struct extras *self, Py_ssize_t i, uint64_t from, uint64_t n);
 
 /* ---- Where the fields of trajectories lie: found and checked in one place, for all that reads them.

@@ -70,8 +70,7 @@ static struct entry_list *list_of(GroupListsObject *self, enum entry_place place
     return place == ENTRY_READY ? &self->ready[entry->split] : &self->leased;
 }
 
-/* Before a neighbour, or as the last where that is the list's head. The list's reference is the
- * caller's. */
+/* Before a neighbour, or as the last. The list's reference is the caller's. */
 static void enter(GroupListsObject *self, enum entry_place place, struct list_link *at,
                   GroupEntryObject *entry) {
     struct entry_list *list = list_of(self, place, entry);
@@ -135,8 +134,7 @@ static void py_group_lists_push_ready(GroupListsObject *self, GroupEntryObject *
     enter(self, ENTRY_READY, &self->ready[entry->split].entries, entry);
 }
 
-/* Of a group that lacks samples, which may come yet: each member says in the ring that it is one, so
- * that whoever collects next has the same group. */
+/* Of a group that lacks samples: its members say so in the ring, for the next collector. */
 static void mark_members(const GroupEntryObject *entry) {
     uint32_t state = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entry->samples); i++) {
@@ -536,8 +534,7 @@ static void count_cells(GroupTableObject *self, uint32_t split, int64_t cells, i
     open->groups += (uint64_t)entries;
 }
 
-/* Takes an entry out of the table, as an object that has its references from then on. The samples,
- * which no cache may hold any more, are not looked at unless their bytes count. */
+/* Takes an entry out as an object that has its references; samples are in no cache by now. */
 static GroupEntryObject *take_entry(GroupTableObject *self, struct group_entry *entry,
                                     uint64_t hash, PyObject *key) {
     GroupEntryObject *taken = py_group_entry_new(entry, key);
@@ -574,8 +571,7 @@ enum {
     REFUSED_LEASED
 };
 
-/* Whether the sample's group is failing, and so kept elsewhere; from a failure on, it is. -1 with
- * an exception. */
+/* Whether the sample's group fails, now or from this on; -1 with an exception. */
 static int is_failing(const GroupTableObject *self, const struct arrival *from) {
     if (from->failed) {
         return PyDict_SetDefault(self->failing, from->key, Py_None) == NULL ? -1 : 1;

@@ -204,8 +204,7 @@ static ClientLeaseObject *py_borrower_pop_ready(BorrowerObject *self) {
     return NULL;
 }
 
-/* A lease that was handed out and did not reach its caller is ready again, as the next; one that is
- * not held stays as it is. The exception that is set stays. take_back of its holder_kind. */
+/* Makes a lease that did not reach its caller ready again; an exception that is set stays. */
 static void py_borrower_take_back(HolderObject *holder, PyObject *item) {
     BorrowerObject *self = (BorrowerObject *)holder;
     ClientLeaseObject *lease = (ClientLeaseObject *)item;
@@ -319,8 +318,7 @@ static PyObject *leases_of(BorrowerObject *self, PyObject *granted, long long st
     return leases;
 }
 
-/* Takes out of a list of locked leases those that hold no committed records; false with an
- * exception. */
+/* Takes out locked leases that hold no committed records; false with an exception. */
 static bool read_leases(BorrowerObject *self, PyObject *leases, PyObject *refused) {
     PyObject *empty = PyList_New(0);
     bool good = empty != NULL;
@@ -350,8 +348,7 @@ static bool read_leases(BorrowerObject *self, PyObject *leases, PyObject *refuse
     return good;
 }
 
-/* Locks and reads what a message grants: a list of leases; the numbers of those whose places hold no
- * committed records are appended. */
+/* Locks and reads what a message grants; numbers of what holds no records are appended. */
 static PyObject *borrow(BorrowerObject *self, PyObject *granted, long long step,
                         PyObject *refused) {
     PyObject *leases = leases_of(self, granted, step, refused);

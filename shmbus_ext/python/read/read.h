@@ -32,8 +32,7 @@ bool py_reader_usable(ReaderObject *self);
 bool py_reader_can_read(ReaderObject *self);
 /* Of an exception that has come between the two: after a MemoryError nothing more is read. */
 void py_reader_note_failure(ReaderObject *self);
-/* Up to `limit` records into the table; what it refuses, or leaves to be judged, is appended to
- * `left`. How many were read, or -1 with an exception. */
+/* Up to `limit` records into the table; what it refuses goes to `left`. -1 with an exception. */
 Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *table, Py_ssize_t limit,
                                   double now_s, PyObject *left);
 /* Releases trajectories of this reader in the ring, all of them or, with an exception, none. */

@@ -120,8 +120,7 @@ static enum take_state pump(IntakeObject *self, const struct take_request *reque
     return TAKE_MORE;
 }
 
-/* These leases were not delivered. The last goes first, so that all are ready in their old
- * order. */
+/* These leases were not delivered: ready again, in their old order. */
 static void give_back_all(PyObject *list, Py_ssize_t groups, PyObject *consumer) {
     for (Py_ssize_t i = PyList_GET_SIZE(list) - 1; i >= 0; i--) {
         PyObject *item = PyList_GET_ITEM(list, i);
@@ -130,8 +129,7 @@ static void give_back_all(PyObject *list, Py_ssize_t groups, PyObject *consumer)
     }
 }
 
-/* Makes groups of a list of leased entries, in place; false with an exception, and nothing
- * leased. */
+/* Makes groups of leased entries, in place; false with an exception, and none leased. */
 static bool make_groups(IntakeObject *self, PyObject *consumer, PyObject *list) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
         PyObject *entry = PyList_GET_ITEM(list, i);
@@ -214,8 +212,7 @@ static PyObject *locked_look(IntakeObject *self, const struct take_request *requ
 
 enum wait_end { ENDED_FAILED, ENDED_WOKEN, ENDED_DUE, ENDED_TIME_OVER };
 
-/* Sleeps until records arrive, until on_due must run, or until the time is over; ENDED_FAILED with
- * an exception. */
+/* Sleeps until records arrive, on_due must run, or the time is over. */
 static enum wait_end wait_for_more(IntakeObject *self, const struct take_request *request,
                                    double began_s, double *next_watch_s) {
     double now_s = seconds(clock_monotonic_ns());

@@ -101,6 +101,14 @@ static PyObject *py_record_checks(PyObject *Py_UNUSED(module), PyObject *items) 
     return checks;
 }
 
+static PyObject *pack_origin(const uint8_t *identity, uint64_t producer_id, uint64_t sequence) {
+    PyObject *origin = PyBytes_FromStringAndSize(NULL, RELAY_ORIGIN_BYTES);
+    if (origin != NULL) {
+        origin_pack(PyBytes_AS_STRING(origin), identity, producer_id, sequence);
+    }
+    return origin;
+}
+
 /* record_origins(trajectories) -> list[bytes]: what each is known by among all buses. */
 static PyObject *py_record_origins(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
@@ -109,24 +117,12 @@ static PyObject *py_record_origins(PyObject *Py_UNUSED(module), PyObject *items)
     PyObject *origins = PyList_New(PyList_GET_SIZE(items));
     for (Py_ssize_t i = 0; origins != NULL && i < PyList_GET_SIZE(origins); i++) {
         const TrajectoryObject *t = readable(PyList_GET_ITEM(items, i));
-        PyObject *origin = t == NULL ? NULL : PyBytes_FromStringAndSize(NULL, RELAY_ORIGIN_BYTES);
-        if (origin == NULL) {
-            Py_CLEAR(origins);
-        } else {
-            origin_pack(PyBytes_AS_STRING(origin), t->holder->segment->c.header->identity,
-                        t->producer_id, t->sequence);
-            PyList_SET_ITEM(origins, i, origin);
-        }
+        py_list_set(&origins, i,
+                    t == NULL ? NULL
+                              : pack_origin(t->holder->segment->c.header->identity,
+                                            t->producer_id, t->sequence));
     }
     return origins;
-}
-
-static PyObject *pack_origin(const uint8_t *identity, uint64_t producer_id, uint64_t sequence) {
-    PyObject *origin = PyBytes_FromStringAndSize(NULL, RELAY_ORIGIN_BYTES);
-    if (origin != NULL) {
-        origin_pack(PyBytes_AS_STRING(origin), identity, producer_id, sequence);
-    }
-    return origin;
 }
 
 /* What one sample is known by for good: on the bus that it was put onto; and, of one that a relay
@@ -173,11 +169,7 @@ static PyObject *py_lasting_origins(PyObject *Py_UNUSED(module), PyObject *items
 }
 
 /* lineage(segment) -> list[bytes]: its identity, and those of the buses that it was restored from. */
-static PyObject *py_lineage(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_segment(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_lineage, py_take_segment) {
     const struct bus_header *header = segment->c.header;
     PyObject *found = PyList_New(0);
     for (uint32_t i = 0; found != NULL && i <= SHMBUS_ANCESTORS; i++) {
@@ -193,11 +185,7 @@ static PyObject *py_lineage(PyObject *Py_UNUSED(module), PyObject *object) {
 }
 
 /* leased_in_part(segment) -> bool: whether a group was ever leased without all of its samples. */
-static PyObject *py_leased_in_part(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_segment(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_leased_in_part, py_take_segment) {
     const struct bus_header *header = segment->c.header;
     return PyBool_FromLong((long)RELAXED(header->leased_in_part));
 }

@@ -86,8 +86,7 @@ struct holder_kind {
 };
 bool py_holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind);
 void py_holder_clear(HolderObject *self);
-/* Notes that batches are packed of what it read, in the segment where it may write there. A
- * borrower may not: its client tells the daemon. */
+/* Notes in the segment that batches are packed, where it may write there. */
 void py_holder_note_packing(HolderObject *self);
 
 /* ---- What stands behind arrays of the ring: a Keeper behind writable ones, a Pin behind those that
@@ -193,8 +192,7 @@ bool py_declared_refuse_missing(const DeclaredSchemaObject *self, uint64_t missi
 #define DECLARED_BY_THE_CORE 0xff
 _Static_assert(SHMBUS_MAX_FIELDS <= DECLARED_BY_THE_CORE, "it is no field's number");
 
-/* Which declared field each name is; false with an exception where one is unknown, or a field that
- * is required is not among them. */
+/* Which declared field each name is; false with an exception for one unknown or missing. */
 static inline bool py_declared_match(const DeclaredSchemaObject *self, PyObject *const *names,
                                      uint32_t count, uint8_t *fields) {
     uint64_t given = 0;

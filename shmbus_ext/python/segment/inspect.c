@@ -567,11 +567,7 @@ static PyObject *py_segment_plan(PyObject *Py_UNUSED(module), PyObject *args) {
 
 /* ---- next_round, for shmbus.Producer. */
 /* next_round(segment): a number that this bus has handed out to nobody else. */
-static PyObject *py_next_round(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_writable(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_next_round, py_take_writable) {
     return PyLong_FromLongLong(shmbus_next_round(segment->c.header));
 }
 

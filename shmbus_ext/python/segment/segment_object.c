@@ -104,8 +104,7 @@ void py_segment_release_handle(SegmentObject *self) {
         struct view *view = LIST_ENTRY(l, struct view, link);
         view->handle_closed(view, view->writable ? written : read);
     }
-    /* With no memory for copies the description stays open, and its locks keep the space until the
-     * last view is gone. */
+    /* With no memory for copies its locks keep the space until the last view is gone. */
     if (written && read) {
         close(self->c.fd);
         self->c.fd = -1;
@@ -243,8 +242,7 @@ static PyObject *py_segment_close(SegmentObject *self, PyObject *Py_UNUSED(ignor
     Py_RETURN_NONE;
 }
 
-/* Number of extents that each slot holds: {slot: extents}; the collector's slot is
- * max_producers. */
+/* {slot: extents that it holds}; the collector's slot is max_producers. */
 static PyObject *py_segment_holders(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyDict_New();
     uint32_t *counts = PyMem_Calloc((size_t)self->c.max_producers + 1, sizeof *counts);

@@ -45,8 +45,7 @@ PyObject *py_split_label(SegmentObject *segment, uint32_t number) {
     return label;
 }
 
-/* Among those that this process has met; mostly by identity, as literals are interned. What is
- * trained on has its number whatever the table says. */
+/* Among those met here, mostly by identity; "train" has its number in any case. */
 static uint32_t known_number(const SegmentObject *segment, PyObject *label) {
     if (PyUnicode_CompareWithASCIIString(label, SHMBUS_SPLIT_TRAIN_LABEL) == 0) {
         return SHMBUS_SPLIT_TRAIN;
