@@ -17,7 +17,7 @@ from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
 from shmbus.relay.origins import Origin, OriginHead, bus_of
 from shmbus.relay.sink import Journal, Sink
-from shmbus.relay.source import Source
+from shmbus.relay.source_party import Source
 from shmbus.stash.stash import StashPolicy
 
 __all__ = ["Plan", "System"]
