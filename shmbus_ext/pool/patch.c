@@ -4,7 +4,6 @@
 
 #include <string.h>
 
-#include "pool/pool.h"
 #include "base/checksum.h"
 #include "base/copy.h"
 #include "base/failpoints.h"

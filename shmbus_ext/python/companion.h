@@ -7,7 +7,6 @@
 #ifndef SHMBUS_PYTHON_COMPANION_H
 #define SHMBUS_PYTHON_COMPANION_H
 
-#include "python/binding.h"
 #include "base/bell.h"
 #include "base/shared_file.h"
 #include "python/list.h"

@@ -1,6 +1,5 @@
 /* The extension module: its types, its functions, and the constants that Python shares with C. */
 #define SHMBUS_IMPORTS_NUMPY
-#include "python/binding.h"
 
 #include "base/checksum.h"
 #include "base/clock.h"

@@ -4,12 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "segment.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "intent_log.h"
 #include "recovery.h"
-#include "requests.h"
 
 struct head {
     uint64_t order;

@@ -1,8 +1,6 @@
 /* Counting what is unread: as reader.c goes, but nothing changes. */
 #include "reader.h"
 
-#include "segment.h"
-
 static bool is_unread(const struct reader *self, const struct record_place *place, uint64_t room,
                       uint64_t below, uint64_t *bytes) {
     struct record_header header;

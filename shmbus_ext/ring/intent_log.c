@@ -4,7 +4,6 @@
 #include <stdbool.h>
 
 #include "base/checksum.h"
-#include "segment.h"
 #include "base/failpoints.h"
 #include "reader.h"
 #include "relay_journal.h"

@@ -1,7 +1,6 @@
 /* The admission table of lead.h. */
 #include "lead.h"
 
-#include "segment.h"
 #include "base/failpoints.h"
 
 /* A word: hash << SLOT_BITS | slot + 1 of a claimant, 0 once it is settled. */

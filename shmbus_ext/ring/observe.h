@@ -5,7 +5,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "ring/layout.h"
 #include "ring/segment.h"
 
 /* ---- Samples that producers have begun, so that others can say who is missing.

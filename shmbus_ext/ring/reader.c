@@ -4,7 +4,6 @@
 
 #include <stdlib.h>
 
-#include "segment.h"
 #include "intent_log.h"
 
 /* Records taken from one lane before the next has its turn. */

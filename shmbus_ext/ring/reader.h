@@ -29,8 +29,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "ring/record.h"
-#include "ring/segment.h"
 #include "ring/writer.h"
 
 /* ---- The records that an earlier collector moved: of each there may be a first copy too, which this

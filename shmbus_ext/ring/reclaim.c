@@ -3,7 +3,6 @@
 
 #include <string.h>
 
-#include "segment.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "intent_log.h"

@@ -6,13 +6,10 @@
 #include <unistd.h>
 
 #include "ring/observe.h"
-#include "segment.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "lead.h"
-#include "record.h"
 #include "relay_journal.h"
-#include "requests.h"
 
 /* Whether the commit that an owner intended took effect: the record shows it. */
 static bool commit_happened(const struct segment *segment, const struct producer_slot *slot) {

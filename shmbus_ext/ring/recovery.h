@@ -9,7 +9,6 @@
 
 #include <stdint.h>
 
-#include "segment.h"
 #include "writer.h"
 
 /* Ends what the last owner of a slot left, and frees the slot; nothing where it is free. */

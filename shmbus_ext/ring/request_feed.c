@@ -5,7 +5,6 @@
 
 #include "base/checksum.h"
 #include "base/clock.h"
-#include "segment.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 

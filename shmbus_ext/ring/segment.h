@@ -12,7 +12,6 @@
 #include <string.h>
 #include <sys/random.h>
 
-#include "base/bell.h"
 #include "base/shared_file.h"
 #include "ring/layout.h"
 

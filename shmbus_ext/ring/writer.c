@@ -1,19 +1,16 @@
 /* The producer's side of a lane (see writer.h; LAYOUT.md has the ordering argument). */
 #define _GNU_SOURCE
-#include "writer.h"
 
 #include <string.h>
 #include <unistd.h>
 
 #include "ring/observe.h"
 #include "base/clock.h"
-#include "segment.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "lead.h"
 #include "recovery.h"
 #include "relay_journal.h"
-#include "requests.h"
 
 /* Passes over the slots: a reader that recovers a slot holds its lock for a moment. */
 #define ATTACH_PASSES 4

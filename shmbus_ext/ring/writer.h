@@ -11,8 +11,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "segment.h"
-#include "layout.h"
 #include "record.h"
 #include "requests.h"
 

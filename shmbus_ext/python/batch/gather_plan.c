@@ -9,9 +9,7 @@
 
 #include <string.h>
 
-#include "batch/baseline.h"
 #include "python/group/group.h"
-#include "python/record/record.h"
 
 /* The table, in one block of bytes; each part begins on a cache line:
  *

@@ -8,7 +8,6 @@
 #include <sys/mman.h>
 
 #include "base/checksum.h"
-#include "channel/channel.h"
 #include "python/hooks.h"
 #include "python/segment/segment.h"
 

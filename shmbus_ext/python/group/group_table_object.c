@@ -10,7 +10,6 @@
 
 #include "base/clock.h"
 #include "base/failpoints.h"
-#include "python/record/record.h"
 #include "ring/reader.h"
 
 /* ---- Entries of complete groups, and the two lists that they are in.

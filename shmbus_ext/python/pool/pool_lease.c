@@ -4,7 +4,6 @@
  * buffer keep the object. There is no earlier end, since a view cannot be taken back. */
 #include "python/pool/pool.h"
 
-#include "pool/pool.h"
 #include "base/checksum.h"
 
 static bool is_reader(PoolObject *pool) {

@@ -7,8 +7,6 @@
 
 #include <unistd.h>
 
-#include "pool/pool.h"
-
 static enum shared_status open_pool(CompanionObject *self, int fd, bool read_only) {
     return pool_open(&((PoolObject *)self)->c, fd, read_only);
 }

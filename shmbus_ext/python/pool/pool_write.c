@@ -5,8 +5,6 @@
 #include "python/pool/pool.h"
 
 #include "base/copy.h"
-#include "pool/pool.h"
-#include "pool/patch.h"
 
 /* Says that the version will not be whole, at once: others wait for it. */
 static void give_up(PoolWriteObject *self, const char *error) {

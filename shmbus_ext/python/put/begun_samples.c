@@ -2,7 +2,6 @@
 #include "python/put/put.h"
 
 #include "python/requests/requests.h"
-#include "python/segment/segment.h"
 #include "ring/observe.h"
 
 struct sample {

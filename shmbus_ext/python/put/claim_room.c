@@ -10,10 +10,7 @@
 
 #include "base/clock.h"
 #include "base/copy.h"
-#include "python/hooks.h"
 #include "python/requests/requests.h"
-#include "python/segment/segment.h"
-#include "ring/segment.h"
 #include "ring/lead.h"
 #include "ring/recovery.h"
 #include "ring/observe.h"

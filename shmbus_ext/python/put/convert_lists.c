@@ -4,9 +4,6 @@
  * its size again before each of its elements, and nothing is written but to an array of our own. */
 #include "python/put/put.h"
 
-#include "python/hooks.h"
-#include "python/record/record.h"
-
 /* A conversion under way: where it is, and where its elements go. */
 struct conversion {
     PyObject *name;

@@ -5,11 +5,8 @@
  * committed in their order, so how many the lane has gained says which. */
 #include "python/put/put.h"
 
-#include "python/hooks.h"
-#include "python/record/record.h"
 #include "ring/block.h"
 #include "ring/lead.h"
-#include "ring/segment.h"
 
 static const char *const faults[] = {
     [BLOCK_NOT_ONE] = "it is no block of shmbus: its first bytes are %llx, not %llx",

@@ -3,8 +3,6 @@
  * Invariant: an entry's number from Python is bounded before it is used. */
 #include "python/put/put.h"
 
-#include "python/segment/segment.h"
-#include "ring/segment.h"
 #include "ring/recovery.h"
 #include "ring/relay_journal.h"
 

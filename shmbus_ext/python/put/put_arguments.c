@@ -5,9 +5,6 @@
 
 #include <math.h>
 
-#include "python/hooks.h"
-#include "python/segment/segment.h"
-
 static PyObject *word_group_size, *word_index, *word_score, *word_policy_version, *word_round,
     *word_meta, *word_timeout, *word_instance_id, *word_split, *word_need, *word_rows,
     *word_row_lengths;

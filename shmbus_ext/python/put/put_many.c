@@ -5,10 +5,7 @@
 #include "python/put/put.h"
 
 #include "base/clock.h"
-#include "python/hooks.h"
-#include "python/segment/segment.h"
 #include "ring/observe.h"
-#include "ring/segment.h"
 
 /* Sets `accepted` of the exception that is set: how many items were committed. */
 static void note_accepted(Py_ssize_t done) {

@@ -6,8 +6,6 @@
 #include "python/put/put.h"
 
 #include "public_docs.h"
-#include "python/hooks.h"
-#include "ring/segment.h"
 
 /* Takes the arrays back. One that somebody still holds can no longer be written through, and its
  * record's space is kept until it is gone, for views of it that we don't know of. */

@@ -9,11 +9,7 @@
 
 #include <string.h>
 
-#include "python/hooks.h"
-#include "python/segment/segment.h"
-#include "ring/segment.h"
 #include "base/file_lock.h"
-#include "ring/writer.h"
 
 /* Where the lane goes on in a run that it has left. */
 struct open_run {

@@ -9,8 +9,6 @@
 
 #include "base/clock.h"
 #include "public_docs.h"
-#include "python/hooks.h"
-#include "ring/segment.h"
 
 /* Closing waits in steps of this for copies that other threads have under way. */
 #define CLOSE_POLL_US 50

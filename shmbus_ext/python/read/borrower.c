@@ -12,9 +12,7 @@
 #include <poll.h>
 
 #include "base/file_lock.h"
-#include "python/group/group.h"
 #include "python/hooks.h"
-#include "ring/segment.h"
 
 /* ---- What a Borrower keeps.
  *

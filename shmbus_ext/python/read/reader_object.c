@@ -9,12 +9,8 @@
 
 #include "python/hooks.h"
 #include "python/put/put.h"
-#include "python/record/record.h"
-#include "python/segment/segment.h"
-#include "ring/reader.h"
 #include "ring/observe.h"
 #include "base/clock.h"
-#include "ring/segment.h"
 #include "base/file_lock.h"
 #include "ring/intent_log.h"
 

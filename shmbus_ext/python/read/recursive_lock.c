@@ -7,8 +7,6 @@
  * threads of its parent hold. */
 #include "python/read/read.h"
 
-#include "python/segment/segment.h"
-
 /* In a forked child: threads other than the one that forked are not there to release it. The old
  * gate may be in any state, and is left alone. */
 static bool make_new(RecursiveLockObject *self, unsigned long me) {

@@ -15,12 +15,9 @@
 
 #include "base/clock.h"
 #include "public_docs.h"
-#include "python/group/group.h"
 #include "python/hooks.h"
-#include "python/segment/segment.h"
 #include "python/uninterrupted.h"
 #include "ring/observe.h"
-#include "ring/segment.h"
 
 /* A wait is never shorter: work that is due in less may as well run at its end. */
 #define SHORTEST_WAIT_S 1e-4

@@ -5,7 +5,6 @@
 #include "python/record/record.h"
 
 #include "python/hooks.h"
-#include "python/segment/segment.h"
 
 bool py_declared_refuse_missing(const DeclaredSchemaObject *self, uint64_t missing) {
     return py_refuse(PyExc_TypeError,

@@ -6,7 +6,6 @@
 #include "python/record/record.h"
 
 #include "ring/block.h"
-#include "ring/segment.h"
 #include "ring/relay_journal.h"
 
 /* A trajectory that can be read; NULL with an exception. */

@@ -9,7 +9,6 @@
 #include <structmember.h>
 
 #include "ring/block.h"
-#include "ring/segment.h"
 
 /* A head as bytes; its id and its reason follow, as UTF-8. Numbers as this machine has them: both
  * ends have one layout version, which says so.

@@ -11,7 +11,6 @@
 #include "base/checksum.h"
 #include "public_docs.h"
 #include "python/hooks.h"
-#include "python/segment/segment.h"
 
 static PyObject *shared_id(HolderObject *holder, const char *text, uint32_t bytes, uint32_t hash) {
     PyObject **place = &holder->ids[hash % ID_TABLE];

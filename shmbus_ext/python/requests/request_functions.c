@@ -3,10 +3,8 @@
 
 #include <errno.h>
 
-#include "python/segment/segment.h"
 #include "ring/lead.h"
 #include "ring/requests.h"
-#include "ring/segment.h"
 
 /* More than any lane has, and with an id still less than 32 bits count. */
 #define MOST_PROMPT_BYTES ((Py_ssize_t)UINT32_MAX - 1024)

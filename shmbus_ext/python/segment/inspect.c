@@ -10,10 +10,7 @@
 #include <unistd.h>
 
 #include "base/file_lock.h"
-#include "ring/layout.h"
 #include "ring/relay_journal.h"
-#include "ring/record.h"
-#include "ring/segment.h"
 
 /* ---- locks ---- */
 

@@ -6,7 +6,6 @@
 
 #include "python/hooks.h"
 #include "base/clock.h"
-#include "ring/segment.h"
 #include "base/file_lock.h"
 
 uint32_t fork_generation;

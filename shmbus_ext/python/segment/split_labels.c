@@ -4,7 +4,6 @@
 #include "python/segment/segment.h"
 
 #include "ring/observe.h"
-#include "ring/segment.h"
 
 bool py_split_check(PyObject *label) {
     if (!PyUnicode_Check(label)) {
