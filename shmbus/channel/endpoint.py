@@ -26,17 +26,6 @@ from shmbus.segment.names import leads_to, remove_dead_socket
 from shmbus.segment.peer_wait import wait_for
 from shmbus_ext import _core
 
-__all__ = [
-    "ChannelClosedError",
-    "Endpoint",
-    "SIDES",
-    "StepFailedError",
-    "StepOrderError",
-    "StepSkippedError",
-    "fit_text",
-    "own_label",
-]
-
 # -- what only a channel raises --------------------------------------------------------------------
 
 

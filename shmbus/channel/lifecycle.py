@@ -7,8 +7,6 @@ from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from shmbus.segment.shared_file import Companion
 from shmbus_ext import _core
 
-__all__ = ["channel_path", "companion_of", "living_statement", "unlink_channel"]
-
 #: What the files of channels are called: ``shmbus-channel.NAME``.
 KIND = "channel"
 

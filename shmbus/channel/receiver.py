@@ -28,9 +28,6 @@ from shmbus.channel.sender import DEFAULT_TIMEOUT_S
 from shmbus.errors import BusBusyError
 from shmbus_ext import _core
 
-__all__ = ["ChannelReceiver", "Message"]
-
-
 _Taken: TypeAlias = tuple[int, int, _core.ChannelMemory, bytes, str]
 
 

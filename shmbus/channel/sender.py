@@ -20,8 +20,6 @@ from shmbus.errors import BusBusyError, BusExistsError, CapacityError, ChannelEr
 from shmbus.pool import copy_bytes
 from shmbus_ext import _core
 
-__all__ = ["DEFAULT_MAX_BYTES", "DEFAULT_TIMEOUT_S", "ChannelSender"]
-
 #: Of the layout; C would cut what has more bits.
 _MOST_SLOTS = 8
 _MOST_BYTES = 1 << 44

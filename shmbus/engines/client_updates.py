@@ -23,8 +23,6 @@ from shmbus._arguments import check_int64, check_seconds
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.rows import POLL_S, Missing, RankRows
 
-__all__ = ["ClientUpdates", "WeightSyncClient"]
-
 #: Bytes of the random part of a name: no two trainers' rows are taken for one another.
 _NAME_BYTES: Final = 4
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shmbus import ShmbusError
 
-__all__ = ["EngineError", "UpdateRolledBackError"]
-
 #: Characters of an answer that a message shows.
 SHOWN_BODY = 500
 

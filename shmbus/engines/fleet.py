@@ -55,8 +55,6 @@ from shmbus.weights.carriers.checkpoint import CheckpointPlace, newest_checkpoin
 from shmbus.weights.shared_file import shared_state
 from shmbus.weights.shared_model import SharedModel
 
-__all__ = ["EngineFleet"]
-
 #: Of a policy version, which the bus says once servers have it.
 MOST_VERSION: Final = (1 << 63) - 1
 

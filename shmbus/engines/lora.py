@@ -32,8 +32,6 @@ from shmbus.engines.tasks import OneAtATime, close_all
 from shmbus.segment.names import check_name
 from shmbus.weights.lora import LoraVersion, past_keeping
 
-__all__ = ["LoraFleet", "LoraServer"]
-
 
 class LoraServer(Protocol):
     """What the fleet needs of a server. Every verb raises EngineError where it did not happen."""

@@ -27,8 +27,6 @@ from shmbus.engines.server import HttpServer, PauseMode, checked_timeout
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ManagedServer"]
-
 #: What stands in a command line for the checkpoint's directory.
 CHECKPOINT: Final = "{checkpoint}"
 #: Seconds between two questions whether it answers.

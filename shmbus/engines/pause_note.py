@@ -19,8 +19,6 @@ from shmbus.segment.cache_salt import NOTE_KIND
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 
-__all__ = ["PauseNote", "PauseNotice", "paused_by"]
-
 MAX_BYTES = 1 << 20
 #: Seconds for which a daemon that asks whether the note was left may hold its lock.
 ASKED_S = 0.1

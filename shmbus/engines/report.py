@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["ServerReport", "UpdateReport"]
-
 
 class ServerReport(msgspec.Struct, kw_only=True):
     """How an update went at one server.

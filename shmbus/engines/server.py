@@ -19,16 +19,6 @@ from shmbus._arguments import check_seconds
 from shmbus._closing import ClosedByAsyncWith
 from shmbus.engines.errors import SHOWN_BODY, EngineError
 
-__all__ = [
-    "Addressed",
-    "EngineServer",
-    "HttpServer",
-    "PauseMode",
-    "as_engine_error",
-    "checked_addresses",
-    "checked_timeout",
-]
-
 #: What happens to requests in flight: frozen and continued; awaited; aborted.
 PauseMode = Literal["keep", "wait", "abort"]
 

@@ -27,8 +27,6 @@ from shmbus.engines.server import HttpServer, PauseMode
 from shmbus.engines.sglang_order import LOADER, Order, order_for_rank
 from shmbus.pool.server_rows import row_name
 
-__all__ = ["SglangServer"]
-
 _LOADER = (
     f"start the server with --custom-weight-loader {LOADER} in an environment that has shmbus "
     "installed"

@@ -17,8 +17,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["LOADER", "Order", "order_for_rank", "read_order"]
-
 #: What `--custom-weight-loader` takes, and an update names as its load format.
 LOADER = "shmbus.engines.sglang_loader.load"
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
-__all__ = ["ShmbusWeightTransferEngine"]
-
 logger = logging.getLogger("vllm.shmbus")
 
 #: Seconds to wait for the weights when a trainer says that they are there.

@@ -12,16 +12,6 @@ from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from shmbus.segment.shared_file import Companion
 from shmbus_ext import _core
 
-__all__ = [
-    "PoolSpec",
-    "copy_bytes",
-    "create_handle",
-    "create_pool",
-    "open_pool",
-    "pool_path",
-    "unlink_pool",
-]
-
 
 def copy_bytes(target: Any, source: Any) -> None:
     """Copy one buffer into another, by non-temporal stores where they are worth it."""

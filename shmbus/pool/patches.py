@@ -24,19 +24,6 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from shmbus.pool.publisher import VersionWrite
 
-__all__ = [
-    "PatchRun",
-    "Piece",
-    "VersionPatch",
-    "export_patch",
-    "find_patch",
-    "has_patch",
-    "patched_crc",
-    "put_piece",
-    "same_bytes",
-    "take_patch",
-]
-
 
 class Piece(msgspec.Struct, frozen=True):
     """Where elements lie in a version's bytes."""

@@ -13,16 +13,6 @@ from shmbus._format import printable
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus_ext import _core
 
-__all__ = [
-    "PoolStatus",
-    "RankStatus",
-    "ReaderStatus",
-    "SlotStatus",
-    "describe_holders",
-    "read_pool",
-    "status_of_pool",
-]
-
 _LIVES: dict[int, Literal["alive", "dead"]] = {_core.ROW_ALIVE: "alive", _core.ROW_DEAD: "dead"}
 
 

@@ -13,8 +13,6 @@ from shmbus._format import several, show_size
 from shmbus.pool.status import PoolStatus, read_pool
 from shmbus.segment.names import SHM_DIRECTORY, parse_companion
 
-__all__ = ["describe_pool", "find_pools", "read_pools"]
-
 #: What a pool's file begins with; other companions begin with something else.
 _MAGIC: Final = b"SHBPOOL1"
 

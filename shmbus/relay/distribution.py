@@ -21,8 +21,6 @@ from typing import Final, NamedTuple
 from shmbus.relay.messages import MirrorState, Transfer
 from shmbus.relay.party import Backoff
 
-__all__ = ["PIECE_BYTES", "Distribution", "Hop", "count_pieces"]
-
 #: Bytes of a piece: a few system calls each, and little beside a version, since a chain of n
 #: mirrors has the last byte n pieces later than one.
 PIECE_BYTES: Final = 4 << 20

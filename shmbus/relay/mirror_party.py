@@ -41,8 +41,6 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from shmbus.relay.party import Mailbox
 
-__all__ = ["ASK_AGAIN_S", "Mirror", "MirrorParty", "POOL_KIND", "WINDOW", "digest_of"]
-
 #: Pieces that are under way to a mirror: what a fast network holds, and little beside a version.
 WINDOW: Final = 8
 #: Seconds without any piece after which those that are under way count as lost.

@@ -19,8 +19,6 @@ from shmbus.tensors.copy_table import LARGE_BYTES, CopyTable, Pair, is_alike, ma
 from shmbus.tensors.host_transfer import HostBatch, transfers_of
 from shmbus.tensors.views import byte_view, copy_tensor, is_plain_copy
 
-__all__ = ["Batch", "CopyPlan", "settle_devices", "split"]
-
 #: Bytes from which a copy of its own is faster than a launch that cuts tensors into pieces.
 HUGE_BYTES: Final = 64 << 20
 

@@ -29,16 +29,6 @@ from shmbus.tensors.copy_table import (
 )
 from shmbus.tensors.views import ALIGNMENT, copy_tensor
 
-__all__ = [
-    "CHUNK_BYTES",
-    "HostBatch",
-    "HostTransfers",
-    "Part",
-    "Run",
-    "plan",
-    "transfers_of",
-]
-
 #: Bytes of a chunk: 0.6 ms of PCIe, beside which what a launch costs is nothing.
 CHUNK_BYTES: Final = 32 << 20
 

@@ -26,13 +26,6 @@ from shmbus.tensors.views import payload_tensor, tensor_at
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "Opened",
-    "StepItem",
-    "StepReader",
-    "TensorReceiver",
-]
-
 #: A step's tensors, and what has to be done before its slot is given back.
 Opened: TypeAlias = tuple[dict[str, torch.Tensor], Callable[[], None]]
 

@@ -42,16 +42,6 @@ from shmbus.tensors.device.driver import CudaDriverError
 from shmbus.tensors.step_table import StepForm, encode_head, encode_meta
 from shmbus.tensors.views import byte_view, copy_tensor, payload_tensor, tensor_at
 
-__all__ = [
-    "Completion",
-    "ExportedWriter",
-    "SlotWriter",
-    "StepWriter",
-    "TABLE_BYTES",
-    "TensorSender",
-    "open_writer",
-]
-
 #: Seconds that a caller waits itself for the end of a small copy: what a device takes to change
 #: over from another process, and as much again.
 SOON_S: Final = 0.00025

@@ -17,8 +17,6 @@ import torch
 
 from shmbus.tensors.views import is_elsewhere, is_sharded
 
-__all__ = ["SeenTensors", "are_same"]
-
 #: What tells how a tensor lies in its memory.
 _LAYOUT: Final = (
     attrgetter("dtype"), attrgetter("shape"), methodcaller("stride"), attrgetter("device"),

@@ -33,8 +33,6 @@ from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Slice
 from shmbus.weights.shared_model import put_views
 
-__all__ = ["attach_bridge"]
-
 FILE: Final = "vllm_bridge_config.json"
 #: Bytes of a file that is read: a thousand tensors with handles have one megabyte.
 _MAX_BYTES: Final = 64 << 20

@@ -22,8 +22,6 @@ from shmbus.errors import WeightsError
 from shmbus.weights.manifest import ParamMeta, Slice
 from shmbus.weights.source import LocalPiece, WeightSource, require_source
 
-__all__ = ["Fp8BlockSource", "quantize_blocks"]
-
 #: Elements of a block's side.
 BLOCK: Final = 128
 #: What the scales of a tensor are called, after its own name.

@@ -34,8 +34,6 @@ from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.weights.manifest import Manifest
 
-__all__ = ["LoadPlan", "LoadRecorder", "Recorded", "bits"]
-
 #: torch has no types for it.
 StorageWeakRef: Any = _StorageWeakRef
 

@@ -22,8 +22,6 @@ from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest, Slice, require_slices, view_of
 from shmbus.weights.source import dtype_name, local_part
 
-__all__ = ["Fit", "LoadCache", "Loading", "Targets", "named_of", "paired", "targets_of"]
-
 #: What `load_into` writes into: a module, or tensors by name.
 Targets = torch.nn.Module | Mapping[str, torch.Tensor]
 

@@ -30,8 +30,6 @@ from shmbus.weights.carriers.checkpoint import faults_in_file, sync_path
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.source import ModuleSource
 
-__all__ = ["LoraFiles", "LoraVersion", "lora_source", "lora_state", "past_keeping"]
-
 _TENSORS: Final = "adapter_model.safetensors"
 _CONFIG: Final = "adapter_config.json"
 #: What PEFT's tensors of an adapter have in their names: the kind, then the adapter's own name.

@@ -21,8 +21,6 @@ import torch
 
 from shmbus.weights.sharded_source import Shard
 
-__all__ = ["MegatronLayout", "megatron_shards"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronLayout:

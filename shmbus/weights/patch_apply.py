@@ -30,8 +30,6 @@ from shmbus.weights.manifest import Manifest, TensorPlace
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import dtype_name
 
-__all__ = ["LoadedModel", "PlainModel", "apply_changes", "compare", "plain_model"]
-
 #: Tensors that are compared after a patch where a sample is asked for.
 SAMPLED_TENSORS: Final = 4
 

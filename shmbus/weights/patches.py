@@ -20,20 +20,6 @@ from shmbus.tensors.views import DTYPE_BYTES, byte_view
 from shmbus.weights.manifest import Manifest, TensorPlace
 from shmbus.weights.source import LocalPiece
 
-__all__ = [
-    "DEFAULT_SHARE",
-    "ComparedPieces",
-    "PatchPolicy",
-    "PlacedBytes",
-    "VersionChanges",
-    "contiguous_parts",
-    "element_width",
-    "patch_capacity",
-    "patch_share",
-    "pieces_of",
-    "placed_bytes",
-]
-
 #: Where elements lie in a version, and those elements.
 PlacedBytes: TypeAlias = tuple[Piece, npt.NDArray[np.uint8]]
 

@@ -44,8 +44,6 @@ from shmbus.weights.source import LocalPiece, WeightSource, require_source
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Publication", "Published", "WeightPublisher"]
-
 #: Default for `timeout`, in seconds: ranks and readers that need longer for a copy have stopped.
 PUBLISH_TIMEOUT_S: Final = 60.0
 

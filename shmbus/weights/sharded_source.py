@@ -24,8 +24,6 @@ from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice
 from shmbus.weights.source import EvenShares, LocalPiece, dtype_name, local_part
 
-__all__ = ["ExportedSource", "Shard", "ShardedSource", "module_shards"]
-
 #: What every rank said, in the order of ranks, for what this one says.
 Exchange: TypeAlias = Callable[[bytes], Sequence[bytes]]
 

@@ -22,8 +22,6 @@ from typing import Final
 from shmbus import BusClosedError
 from shmbus.segment.locked_file import LockedFile
 
-__all__ = ["Reading", "StepGuard", "Stepping"]
-
 #: Bytes of the file that are locked; what they hold does not matter.
 _GATE: Final = 0
 _DATA: Final = 1

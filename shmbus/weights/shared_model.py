@@ -69,8 +69,6 @@ from shmbus.weights.shared_file import (
 from shmbus.weights.shared_lock import Reading, StepGuard, Stepping
 from shmbus.weights.source import ModuleSource
 
-__all__ = ["SharedModel", "attach_model", "put_views", "share_model"]
-
 Locking: TypeAlias = Literal["lock", "none"]
 
 

@@ -22,17 +22,6 @@ from shmbus.weights.manifest import ParamMeta, Slice, TensorPlace, require_slice
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "EvenShares",
-    "LocalPiece",
-    "ModuleSource",
-    "WeightSource",
-    "dtype_name",
-    "local_part",
-    "require_source",
-    "target_of_piece",
-]
-
 
 class LocalPiece:
     """The part of a tensor that this rank writes.

@@ -54,8 +54,6 @@ from shmbus.weights.patch_apply import LoadedModel, apply_changes, compare, plai
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.probe import choose
 
-__all__ = ["Place", "Verify", "WeightSubscriber", "Weights"]
-
 Verify: TypeAlias = Literal["off", "sample", "all"]
 
 

@@ -27,17 +27,6 @@ from shmbus.tensors.device.handles import DeviceHandle, device_of
 from shmbus.tensors.device.host import HostMemory
 from shmbus.tensors.device.memory import DeviceMemory
 
-__all__ = [
-    "Arena",
-    "ArenaView",
-    "BufferLostError",
-    "BufferName",
-    "Memory",
-    "MemoryKind",
-    "allocator",
-    "open_memory",
-]
-
 MemoryKind = Literal["vmm", "ipc", "memfd"]
 
 #: Seconds that an owner may take to answer: it duplicates a descriptor.

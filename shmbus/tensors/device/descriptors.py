@@ -19,8 +19,6 @@ from typing import Final
 
 from shmbus.errors import PeerGoneError
 
-__all__ = ["DescriptorServer", "fetch_descriptor"]
-
 #: Seconds that one asker may take; each has a thread, and there are a few.
 ASK_S: Final = 5.0
 #: Askers that are served at once; more wait in the socket's queue.

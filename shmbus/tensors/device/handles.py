@@ -13,8 +13,6 @@ import torch
 
 from shmbus.errors import DeviceMismatchError
 
-__all__ = ["NO_UUID", "DeviceHandle", "device_of", "uuid_of"]
-
 UUID_BYTES: Final = 16
 #: Of memory that no device has.
 NO_UUID: Final = bytes(UUID_BYTES)

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from shmbus.tensors.device.handles import NO_UUID, DeviceHandle
 
-__all__ = ["HostMemory"]
-
 _FAILED: Final = ctypes.c_void_p(-1).value
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

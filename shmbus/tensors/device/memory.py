@@ -26,8 +26,6 @@ from shmbus.tensors.device import driver
 from shmbus.tensors.device.driver import CudaDriverError, call, in_context
 from shmbus.tensors.device.handles import DeviceHandle, device_of, uuid_of
 
-__all__ = ["DeviceMemory", "Kind", "refusals"]
-
 Kind = Literal["vmm", "ipc"]
 
 

@@ -46,17 +46,6 @@ from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import LocalPiece, dtype_name
 
-__all__ = [
-    "CheckpointCarrier",
-    "CheckpointPlace",
-    "CheckpointReader",
-    "CheckpointVersion",
-    "CheckpointWriter",
-    "faults_in_file",
-    "newest_checkpoints",
-    "sync_path",
-]
-
 FILE: Final = "model.safetensors"
 _LINK: Final = "latest"
 _NAME: Final = re.compile(r"version-(-?\d+)-(\d+)")

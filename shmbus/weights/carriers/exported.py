@@ -51,14 +51,6 @@ from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import VersionChanges
 
-__all__ = [
-    "ExportedReaders",
-    "ExportedWriter",
-    "OwnBuffers",
-    "Placed",
-    "block_sums",
-]
-
 #: Bytes that one digest covers, as in a pool.
 BLOCK_BYTES: Final = 16 << 20
 

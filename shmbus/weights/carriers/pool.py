@@ -49,21 +49,6 @@ from shmbus.weights.patches import (
 )
 from shmbus.weights.source import LocalPiece, target_of_piece
 
-__all__ = [
-    "KIND",
-    "SAMPLED_BLOCKS",
-    "BorrowedTensors",
-    "LostVersionError",
-    "PoolWriter",
-    "PooledVersion",
-    "SlotReader",
-    "SlotWriter",
-    "VersionMemory",
-    "VersionMeta",
-    "WriteMemory",
-    "no_digests",
-]
-
 KIND: Final = "weights"
 
 #: Room for a manifest that grows by a few names before the pool has to be made again.
