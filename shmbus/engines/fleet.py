@@ -5,17 +5,14 @@ Then the bus's policy version says so.
 
 Invariants:
 
-- Neither a status nor a body is believed: a server has a version when the row of each of its ranks
-  says that it applied it. Only such a server is resumed. A reload has no rows: there a server's own
-  calls have to say so.
-- What ran before stays leased until the rows agree, so there is a way back for as long as it may be
-  needed.
+- Neither a status nor a body is believed: a server has a version, and is resumed, when the row of
+  each of its ranks says so; of a reload, which has no rows, its own calls have to.
+- What ran before stays leased until the rows agree: a way back for as long as it may be needed.
 - A server that is not whole stays paused, and the error names it.
 - Nothing is loaded into a server that does not say that it is paused; the parameters of a shared
   model change only while every server says so.
-- One pause at a time: in this process by a lock, among processes by the note's. An update that was
-  begun is ended, by its deadlines at the latest: a cancelled task waits for it, and what a dead
-  process leaves is recovered by its note.
+- One pause at a time, by a lock and the note's. An update that was begun is ended: a cancelled task
+  waits for it, and what a dead process leaves is recovered by its note.
 
 Source of reloads: /collective_rpc, /update_weight_version and /weight_info of vLLM 0.32;
 /update_weights_from_disk of SGLang 0.5.23.

@@ -112,8 +112,7 @@ class LoraFleet(ClosedByAsyncWith):
         Raises
         ------
         UpdateRolledBackError
-            Too few took it; it was unloaded where it was loaded, and the version before is in
-            force.
+            Too few took it; it was unloaded again, and the version before is in force.
         """
         if not isinstance(adapter, LoraVersion):
             raise TypeError(

@@ -1,8 +1,7 @@
-"""A server whose process is this one's: started with a checkpoint, watched, and ended.
+"""A server whose process is this one's: started anew with each checkpoint, watched, and ended.
 
-For engines that take new weights only when they start. `EngineFleet.reload` drives it like any
-other server: what pauses others ends this one, and what has others read a checkpoint starts it with
-that.
+`EngineFleet.reload` drives it like any other server: what pauses others ends this one, and what has
+others read a checkpoint starts it with that.
 
 Invariant: the server ends with the process that made it, however that ends (`shmbus._session`).
 

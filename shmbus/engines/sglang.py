@@ -1,15 +1,11 @@
 """An SGLang server: its routes for reinforcement learning, as SGLang 0.5.23 has them.
 
 The weights reach it where it was started with ``--custom-weight-loader`` and the name of
-`shmbus.engines.sglang_loader.load`.
+`shmbus.engines.sglang_loader.load`. What differs from vLLM:
 
-What differs from vLLM, and what is made of it:
-
-- A custom loader runs only between ``begin_weight_update`` and ``end_weight_update``, and what
-  `begin` does to a quantised model cannot be undone without loading. So a rank attaches once the
-  server is paused, or, where the model is quantised, when it loads for the first time.
-- Its scheduler does not catch what a loader raises, so ours raises nothing, and SGLang's answer
-  says nothing of the weights; the rows do.
+- A custom loader runs only between ``begin_weight_update`` and ``end_weight_update``; of a
+  quantised model `begin` cannot be undone without loading, so its ranks attach at the first load.
+- Its scheduler does not catch what a loader raises, so ours raises nothing; the rows say it.
 - Whether it is paused is ``/ready``.
 
 Source: sglang/srt/entrypoints/http_server.py, sglang/srt/managers/io_struct.py,

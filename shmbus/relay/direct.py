@@ -1,10 +1,7 @@
 """Messages straight from process to process over TCP.
 
-Each process listens at an endpoint, which others learn when they are introduced, or from a
-connection that comes from there. Blocking sockets and a thread for each direction, since one system
-call then moves a whole block without the interpreter's lock. A message without a block goes from
-the thread that says it, where nothing waits before it and the socket takes it: waking a thread
-costs more.
+Blocking sockets and a thread for each direction: one system call then moves a whole block without
+the interpreter's lock. A message without a block goes from the thread that says it, if it can.
 
 Invariants:
 

@@ -397,32 +397,11 @@ class MirrorState(NamedTuple):
 
 
 Message: TypeAlias = (
-    Subscription
-    | Announcement
-    | SinkStateWanted
-    | SinkState
-    | Assignment
-    | Assignments
-    | Drop
-    | Fetch
-    | Fetched
-    | Returned
-    | Settled
-    | Release
-    | Released
-    | Confirmation
-    | HelloWanted
-    | Hello
-    | Steering
-    | Peers
-    | Wanted
-    | Unanswered
-    | VersionOffer
-    | PiecesWanted
-    | VersionPiece
-    | PiecesGone
-    | MirrorState
-)
+    Subscription | Announcement | SinkStateWanted | SinkState | Assignment | Assignments | Drop
+    | Fetch | Fetched | Returned | Settled | Release | Released | Confirmation | HelloWanted
+    | Hello | Steering | Peers | Wanted | Unanswered | VersionOffer | PiecesWanted | VersionPiece
+    | PiecesGone | MirrorState
+)  # fmt: skip
 
 
 #: Raised with every change of a message or of its meaning.

@@ -1,15 +1,11 @@
 """Atropos's bridge file: a trainer on the memory of an engine that its patched vLLM has exported.
 
 ``vllm_bridge_config.json`` says which tensors an engine has on its device, each with the eight
-parts of a handle of torch's. They are opened, fused ones are taken apart by the checkpoint's names,
-and a model's parameters become views of them: an optimizer's step is what the engine generates with
-next.
+parts of a handle of torch's. They are opened, and a model's parameters become views of them.
+Nothing guards such an engine: its server has to be paused for a step by its own means.
 
 Invariants: what is read is typed and checked whole, and every handle is opened, before a parameter
 of the model changes; nothing is unpickled.
-
-Nothing guards such an engine: its server has to be paused for a step by its own means. For engines
-of one's own there is `share_model`, which has a guard.
 
 Source: example_trainer/model.py, example_trainer/vllm_patching/patched_gpu_runner.py and README.md
 of Atropos 0.4.0.

@@ -98,10 +98,6 @@ class Fp8BlockSource:
     def slices(self) -> Mapping[str, Slice]:
         """Return names for parts, and for the scales of parts.
 
-        Returns
-        -------
-        dict of Slice
-
         Raises
         ------
         WeightsError

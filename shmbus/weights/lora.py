@@ -1,11 +1,9 @@
 """Adapters alone: LoRA tensors as weights of their own, or as files in PEFT's form.
 
-A trainer that has frozen the rest of the model sends megabytes instead of gigabytes. Servers that
-take paths get a folder on tmpfs, under a name that carries the version; who reads tensors gets them
-through `WeightPublisher` and `lora_source`.
+Servers that take paths get a folder on tmpfs, under a name that carries the version; who reads
+tensors gets them through `WeightPublisher` and `lora_source`.
 
-Invariant: a folder is written whole under another name, synced, and renamed; what has a version's
-name is whole.
+Invariant: a folder is written whole under another name, synced, and renamed.
 
 Source: PEFT's `get_peft_model_state_dict` and `save_pretrained` (adapter_config.json,
 adapter_model.safetensors).

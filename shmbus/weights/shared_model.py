@@ -11,14 +11,11 @@
             model(tokens)
 
 On a CUDA device the tensors lie in memory that is exported once, by whichever side has them: an
-engine shares its parameters with ``writes=False`` and names for parts of its fused ones, and the
-trainer attaches with ``writable=True``. The file is a companion of the bus (`shared_file`).
+engine shares with ``writes=False``, and the trainer attaches with ``writable=True``.
 
 Invariants:
 
-- A reader inside `reading` meets one version only. The trainer's step waits for it, and new readers
-  wait for a step that waits, so that neither starves. Both are file locks, which end with their
-  process.
+- A reader inside `reading` meets one version only, and neither it nor the trainer's step starves.
 - A trainer that dies in a step, or whose step raises, leaves the word `stepping` behind: readers
   get an error, and nobody generates with a mix.
 - A model is attached whole or not at all: every parameter and buffer is found first.

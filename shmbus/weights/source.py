@@ -35,8 +35,7 @@ class LocalPiece:
     tensor : Tensor
         The part, of any dtype and strides; it is cast while it is copied.
     lasting : bool
-        Whether the source gives this object again for the next version, so that what was found out
-        about it may be kept; a tensor that is made for one version would be kept with it.
+        Whether the source gives this object again, so that what was found out about it is kept.
 
     Raises
     ------

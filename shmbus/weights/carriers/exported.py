@@ -1,8 +1,7 @@
 """Whole versions in exported memory: of a CUDA device, or a memfd of the host.
 
-A pool's slot holds only the name of a buffer, which rank 0 has allocated on its device and exports
-once; the other ranks map it, and write their own pieces into their place, whichever device they are
-on: over peer access, or from device to device where there is none. Nothing is gathered.
+A pool's slot holds only the name of a buffer, which rank 0 exports once; the other ranks map it,
+and write their own pieces into their place, over peer access or from device to device.
 
 Invariants: a version is published when the device has all of its bytes; a slot's buffer is written
 only under the slot's lock, which its readers keep until their device has read it; a rank above 0

@@ -3,9 +3,7 @@
 Slots, leases, rows and the manifest are the same wherever a version's bytes lie; a backend says
 where: in the slot (`SlotWriter`, `SlotReader`), or in exported memory (`exported`).
 
-Invariants: a slot that is given up leaves the version before it in force; a version that cannot be
-used is refused in the reader's row, and its lease ends; one whose memory went with its publisher is
-no version: what follows it is waited for, and the error says so.
+Invariant: a slot that is given up leaves the version before it in force.
 """
 
 from __future__ import annotations
