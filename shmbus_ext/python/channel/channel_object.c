@@ -67,7 +67,6 @@ static const struct companion_kind channel_kind = {
     "channel", offsetof(ChannelObject, c.file), open_channel, shut, isolate,
 };
 
-/* create(fd, name, slots, max_bytes) */
 static PyObject *py_channel_create(PyTypeObject *type, PyObject *args) {
     int fd;
     PyObject *name;
@@ -130,7 +129,6 @@ static PyObject *py_channel_leave(ChannelObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* state(data) */
 static PyObject *py_channel_state(ChannelObject *self, PyObject *args) {
     Py_buffer data;
     if (!PyArg_ParseTuple(args, "y*", &data)) {

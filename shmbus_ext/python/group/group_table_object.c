@@ -69,38 +69,34 @@ static struct entry_list *list_of(GroupListsObject *self, enum entry_place place
     return place == ENTRY_READY ? &self->ready[entry->split] : &self->leased;
 }
 
+/* Counts it in its list and its split; with -1, out of them. */
+static void count_entry(GroupListsObject *self, const GroupEntryObject *entry, uint64_t sign) {
+    const uint64_t samples = sign * samples_of(entry);
+    struct entry_list *list = list_of(self, entry->place, entry);
+    list->groups += sign;
+    list->samples += samples;
+    if (entry->place == ENTRY_READY) {
+        self->ready_groups += sign;
+        self->ready_samples += samples;
+    } else {
+        self->leased_of[entry->split].groups += sign;
+        self->leased_of[entry->split].samples += samples;
+    }
+}
+
 /* Before a neighbour, or as the last. The list's reference is the caller's. */
 static void enter(GroupListsObject *self, enum entry_place place, struct list_link *at,
                   GroupEntryObject *entry) {
-    struct entry_list *list = list_of(self, place, entry);
     list_insert_before(at, &entry->link);
     entry->lists = self;
     entry->place = place;
-    list->groups++;
-    list->samples += samples_of(entry);
-    if (place == ENTRY_READY) {
-        self->ready_groups++;
-        self->ready_samples += samples_of(entry);
-    } else {
-        self->leased_of[entry->split].groups++;
-        self->leased_of[entry->split].samples += samples_of(entry);
-    }
+    count_entry(self, entry, 1);
 }
 
 /* Out of its list; the list's reference becomes the caller's. */
 static void leave(GroupEntryObject *entry) {
-    GroupListsObject *self = entry->lists;
-    struct entry_list *list = list_of(self, entry->place, entry);
     list_unlink(&entry->link);
-    list->groups--;
-    list->samples -= samples_of(entry);
-    if (entry->place == ENTRY_READY) {
-        self->ready_groups--;
-        self->ready_samples -= samples_of(entry);
-    } else {
-        self->leased_of[entry->split].groups--;
-        self->leased_of[entry->split].samples -= samples_of(entry);
-    }
+    count_entry(entry->lists, entry, UINT64_MAX);
     entry->lists = NULL;
     entry->place = ENTRY_NOWHERE;
 }

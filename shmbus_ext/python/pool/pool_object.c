@@ -27,7 +27,6 @@ static const struct companion_kind pool_kind = {
     "pool", offsetof(PoolObject, c.file), open_pool, shut, isolate,
 };
 
-/* create(fd, name, slots, max_slots, slot_bytes, meta_bytes, block_bytes, patch_bytes) */
 static PyObject *py_pool_create(PyTypeObject *type, PyObject *args) {
     int fd;
     PyObject *name;

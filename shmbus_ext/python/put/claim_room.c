@@ -433,7 +433,6 @@ bool py_take_claim(const WriterObject *self, PyObject *object, struct request_cl
     return true;
 }
 
-/* _give_back_request(claim) -> bool */
 PyObject *py_writer_give_back_request(WriterObject *self, PyObject *object) {
     struct request_claim claim;
     if (!py_writer_usable(self) || !py_take_claim(self, object, &claim)) {

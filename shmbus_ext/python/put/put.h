@@ -214,11 +214,9 @@ bool py_check_declared(const DeclaredSchemaObject *declared, PyObject *const *na
 /* _put_group(items: list of dicts of put's arguments, timeout): all of them or none, also where the
  * process is killed. */
 PyObject *py_writer_put_group(WriterObject *self, PyObject *args);
-/* cancelled(instance_id, *, round, split) -> bool */
 PyObject *py_writer_cancelled(WriterObject *self, PyObject *args, PyObject *kwargs);
 
 /* ---- Producer.put_many, and what closing does to one that is under way in another thread. */
-/* put_many(items, *, timeout=None) -> int */
 PyObject *py_writer_put_many(WriterObject *self, PyObject *args, PyObject *kwargs);
 /* Aborts what is reserved and not committed, of all put_many's under way. */
 void py_writer_abort_batches(WriterObject *self);

@@ -148,7 +148,6 @@ static PyObject *lasting_of(const TrajectoryObject *t) {
     return Py_BuildValue("(NN)", own, source);
 }
 
-/* lasting_origins(trajectories) -> list[tuple[bytes, ...]] */
 static PyObject *py_lasting_origins(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
         return PyErr_Format(PyExc_TypeError, "lasting_origins: expected a list of trajectories");

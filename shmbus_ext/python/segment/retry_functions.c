@@ -83,7 +83,6 @@ SEGMENT_FUNCTION(py_retry_requests, py_take_segment) {
     return found;
 }
 
-/* retry_claim(segment, entry, number, producer_id) -> bool */
 static PyObject *py_retry_claim(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int entry;
@@ -94,7 +93,6 @@ static PyObject *py_retry_claim(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyBool_FromLong(retry_claim(&segment->c, entry, number, producer_id));
 }
 
-/* retry_unclaim(segment, entry, producer_id) -> bool */
 static PyObject *py_retry_unclaim(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int entry;
@@ -118,7 +116,6 @@ static PyObject *py_retry_note(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* retry_noted(segment) -> (open, groups_failed) */
 SEGMENT_FUNCTION(py_retry_noted, py_take_segment) {
     struct bus_header *header = segment->c.header;
     return Py_BuildValue("(IK)", RELAXED(header->retries_open),

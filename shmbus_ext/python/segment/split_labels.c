@@ -155,7 +155,6 @@ static PyObject *py_splits(PyObject *Py_UNUSED(module), PyObject *object) {
     return found;
 }
 
-/* split_label(segment, number) -> str */
 static PyObject *py_split_label_call(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int number;
