@@ -80,8 +80,20 @@ bool py_plan_fields_init(void);
 PyObject *py_as_array(PyObject *name, PyObject *value, bool declared);
 /* The last step, of all that is planned: the schema, and the places of the parts, of which
  * `too_large` is said where no record holds them. False with an exception. */
-bool py_arguments_plan(struct put_arguments *self, struct schema_cache *cache, uint32_t count,
-                       uint64_t meta_bytes, const char *too_large);
+static inline bool py_arguments_plan(struct put_arguments *self, struct schema_cache *cache,
+                                     uint32_t count, uint64_t meta_bytes, const char *too_large) {
+    struct record_spec *spec = &self->spec;
+    spec->field_count = count;
+    spec->shape = self->shape;
+    spec->field_bytes = self->field_bytes;
+    spec->field_ndim = self->field_ndim;
+    spec->meta_bytes = meta_bytes;
+    self->schema = py_schema_cache_find(cache, spec, self->names, self->dtypes, self->field_ndim);
+    if (self->schema == NULL) {
+        return false;
+    }
+    return record_plan(spec) || py_refuse(hooks.too_large_error, "%s", too_large);
+}
 
 /* ---- A producer's lane, and room for a record in it: what put, put_many and reserve share. */
 /* A wait for space is cut into slices of this, for signals and for a close during it. */

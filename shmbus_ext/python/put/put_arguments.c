@@ -749,21 +749,6 @@ static bool join_rows(struct put_arguments *self) {
     return taken;
 }
 
-bool py_arguments_plan(struct put_arguments *self, struct schema_cache *cache, uint32_t count,
-                       uint64_t meta_bytes, const char *too_large) {
-    struct record_spec *spec = &self->spec;
-    spec->field_count = count;
-    spec->shape = self->shape;
-    spec->field_bytes = self->field_bytes;
-    spec->field_ndim = self->field_ndim;
-    spec->meta_bytes = meta_bytes;
-    self->schema = py_schema_cache_find(cache, spec, self->names, self->dtypes, self->field_ndim);
-    if (self->schema == NULL) {
-        return false;
-    }
-    return record_plan(spec) || py_refuse(hooks.too_large_error, "%s", too_large);
-}
-
 bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache,
                          DeclaredSchemaObject *declared) {
     uint32_t words;
