@@ -7,11 +7,9 @@
  * this returns.
  *
  * Invariant: the main thread waits only for code of ours that neither waits nor calls the user's. */
-#include "python/uninterrupted.h"
+#include "python/hooks.h"
 
 #include <stdatomic.h>
-
-#include "python/hooks.h"
 
 #define ERRAND "shmbus_ext._core.errand"
 

@@ -200,17 +200,12 @@ bool py_append_number(PyObject *list, Py_ssize_t number);
 
 /* What module.c adds. */
 extern PyMethodDef py_arrays_functions[];
-extern const struct named_value py_baseline_constants[];
-extern PyMethodDef py_baseline_functions[];
-bool py_baseline_add_objects(PyObject *module);
 extern PyMethodDef py_extra_fields_functions[];
 extern const struct named_value py_extra_fields_constants[];
 extern const struct named_value py_gather_plan_constants[];
 extern PyMethodDef py_gather_plan_functions[];
 bool py_gather_plan_add_objects(PyObject *module);
 bool py_gather_threads_add_constants(PyObject *module);
-extern PyMethodDef py_measure_functions[];
-extern const struct named_value py_measure_constants[];
 extern PyMethodDef py_pack_functions[];
 
 #endif

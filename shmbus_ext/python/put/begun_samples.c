@@ -1,7 +1,6 @@
 /* Samples that a writer has begun; the table is in ring/observe.h. */
 #include "python/put/put.h"
 
-#include "python/requests/requests.h"
 #include "ring/observe.h"
 
 struct sample {

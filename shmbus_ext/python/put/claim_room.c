@@ -10,7 +10,6 @@
 
 #include "base/clock.h"
 #include "base/copy.h"
-#include "python/requests/requests.h"
 #include "ring/lead.h"
 #include "ring/recovery.h"
 #include "ring/observe.h"

@@ -16,7 +16,6 @@
 #include "base/clock.h"
 #include "public_docs.h"
 #include "python/hooks.h"
-#include "python/uninterrupted.h"
 #include "ring/observe.h"
 
 /* A wait is never shorter: work that is due in less may as well run at its end. */

@@ -285,16 +285,6 @@ static PyObject *py_read_run(PyObject *Py_UNUSED(module), PyObject *args) {
                         : Py_BuildValue("(NKN)", rows, U64(run.place.offset), PyBool_FromLong(cut));
 }
 
-PyMethodDef py_inspect_functions[] = {
-    {"layout", py_layout, METH_NOARGS, NULL},
-    {"lock_held", py_lock_held, METH_VARARGS, NULL},
-    {"any_lock_held", py_any_lock_held, METH_VARARGS, NULL},
-    {"lock_all", py_lock_all, METH_VARARGS, NULL},
-    {"scan_run", py_scan_run, METH_VARARGS, NULL},
-    {"read_run", py_read_run, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
 const struct named_value py_inspect_constants[] = {
     {"MAGIC", (long)SHMBUS_MAGIC},
     {"HEADER_BYTES", (long)SHMBUS_HEADER_BYTES},
@@ -568,7 +558,13 @@ SEGMENT_FUNCTION(py_next_round, py_take_writable) {
     return PyLong_FromLongLong(shmbus_next_round(segment->c.header));
 }
 
-PyMethodDef py_rounds_functions[] = {
+PyMethodDef py_inspect_functions[] = {
+    {"layout", py_layout, METH_NOARGS, NULL},
+    {"lock_held", py_lock_held, METH_VARARGS, NULL},
+    {"any_lock_held", py_any_lock_held, METH_VARARGS, NULL},
+    {"lock_all", py_lock_all, METH_VARARGS, NULL},
+    {"scan_run", py_scan_run, METH_VARARGS, NULL},
+    {"read_run", py_read_run, METH_VARARGS, NULL},
     {"segment_plan", py_segment_plan, METH_VARARGS, NULL},
     {"next_round", py_next_round, METH_O, NULL},
     {NULL, NULL, 0, NULL},

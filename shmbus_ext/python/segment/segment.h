@@ -91,13 +91,18 @@ PyObject *py_split_label(SegmentObject *segment, uint32_t number);
 /* Of a key (str, round) or (str, round, split); false, without an exception, of another. */
 bool py_key_hash(PyObject *key, uint64_t *hash);
 
+/* ---- The request lane: what feeders offer, and what the collector and operators see. */
+/* What a row says, as request_text returns it; None where the request has ended. */
+PyObject *py_describe_request(SegmentObject *segment, uint32_t row, uint64_t number);
+
 /* What module.c adds. */
+extern PyMethodDef py_request_functions[];
+extern const struct named_value py_request_constants[];
 extern const struct named_value py_inspect_constants[];
 extern PyMethodDef py_inspect_functions[];
 bool py_inspect_add_objects(PyObject *module);
 extern PyMethodDef py_retry_functions[];
 extern const struct named_value py_retry_constants[];
-extern PyMethodDef py_rounds_functions[];
 extern const struct named_value py_splits_constants[];
 extern PyMethodDef py_splits_functions[];
 bool py_splits_add_objects(PyObject *module);

@@ -1,5 +1,5 @@
 /* The request lane for shmbus.feeder, and for shmbus.stash.requests, the collector's side. */
-#include "python/requests/requests.h"
+#include "python/segment/segment.h"
 
 #include <errno.h>
 
