@@ -56,6 +56,12 @@ static inline bool py_add_object(PyObject *module, const char *name, PyObject *o
 #define METHOD(name, function, flags, doc) \
     {name, (PyCFunction)(void (*)(void))(function), flags, doc}
 
+/* What each type of the core says first; `flags` beside the default ones. */
+#define TYPE_BASICS(name, object, dealloc, flags)                           \
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core." name,      \
+    .tp_basicsize = sizeof(object), .tp_dealloc = (destructor)(dealloc),    \
+    .tp_flags = Py_TPFLAGS_DEFAULT | (flags)
+
 /* What Py_BuildValue takes by K. */
 #define U64(value) ((unsigned long long)(value))
 /* A word of the segment for tables and messages, which order nothing by it. */

@@ -247,10 +247,7 @@ static PyMemberDef channel_members[] = {
 };
 
 PyTypeObject ChannelType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Channel",
-    .tp_basicsize = sizeof(ChannelObject),
-    .tp_dealloc = py_companion_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Channel", ChannelObject, py_companion_dealloc, 0),
     .tp_methods = channel_methods,
     .tp_members = channel_members,
 };
@@ -352,10 +349,7 @@ static PyBufferProcs memory_buffer = {
 };
 
 PyTypeObject ChannelMemoryType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.ChannelMemory",
-    .tp_basicsize = sizeof(ChannelMemoryObject),
-    .tp_dealloc = (destructor)py_channel_memory_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("ChannelMemory", ChannelMemoryObject, py_channel_memory_dealloc, 0),
     .tp_members = memory_members,
     .tp_as_buffer = &memory_buffer,
 };

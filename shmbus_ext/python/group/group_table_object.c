@@ -331,10 +331,7 @@ static PyMemberDef group_entry_members[] = {
 };
 
 PyTypeObject GroupEntryType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.GroupEntry",
-    .tp_basicsize = sizeof(GroupEntryObject),
-    .tp_dealloc = (destructor)py_group_entry_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("GroupEntry", GroupEntryObject, py_group_entry_dealloc, 0),
     .tp_members = group_entry_members,
 };
 
@@ -951,10 +948,7 @@ static PyMemberDef group_table_members[] = {
 static PySequenceMethods group_table_sequence = {.sq_length = (lenfunc)py_group_table_length};
 
 PyTypeObject GroupTableType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.GroupTable",
-    .tp_basicsize = sizeof(GroupTableObject),
-    .tp_dealloc = (destructor)py_group_table_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("GroupTable", GroupTableObject, py_group_table_dealloc, 0),
     .tp_methods = group_table_methods,
     .tp_getset = group_table_getset,
     .tp_members = group_table_members,

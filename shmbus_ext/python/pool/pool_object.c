@@ -256,10 +256,7 @@ static PyMemberDef pool_members[] = {
 };
 
 PyTypeObject PoolType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.SlotPool",
-    .tp_basicsize = sizeof(PoolObject),
-    .tp_dealloc = py_companion_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("SlotPool", PoolObject, py_companion_dealloc, 0),
     .tp_methods = pool_methods,
     .tp_members = pool_members,
 };

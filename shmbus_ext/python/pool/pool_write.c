@@ -261,10 +261,7 @@ static PyBufferProcs write_buffer = {.bf_getbuffer = (getbufferproc)py_pool_writ
                                      .bf_releasebuffer = (releasebufferproc)py_pool_write_release};
 
 PyTypeObject PoolWriteType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.PoolWrite",
-    .tp_basicsize = sizeof(PoolWriteObject),
-    .tp_dealloc = (destructor)py_pool_write_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("PoolWrite", PoolWriteObject, py_pool_write_dealloc, 0),
     .tp_methods = write_methods,
     .tp_members = write_members,
     .tp_as_buffer = &write_buffer,

@@ -433,10 +433,7 @@ static PyMappingMethods reservation_mapping = {.mp_subscript = (binaryfunc)py_re
                                         .mp_ass_subscript = (objobjargproc)py_reservation_assign};
 
 PyTypeObject ReservationType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Reservation",
-    .tp_basicsize = sizeof(ReservationObject),
-    .tp_dealloc = (destructor)py_reservation_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Reservation", ReservationObject, py_reservation_dealloc, 0),
     .tp_doc = DOC_Reservation,
     .tp_methods = reservation_methods,
     .tp_getset = reservation_getset,

@@ -426,10 +426,7 @@ static PyMethodDef restorer_methods[] = {
 };
 
 PyTypeObject RestorerType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Restorer",
-    .tp_basicsize = sizeof(RestorerObject),
-    .tp_dealloc = (destructor)py_restorer_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Restorer", RestorerObject, py_restorer_dealloc, 0),
     .tp_methods = restorer_methods,
     .tp_init = (initproc)py_restorer_init,
     .tp_new = PyType_GenericNew,

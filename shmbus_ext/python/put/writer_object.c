@@ -280,10 +280,7 @@ static PyMemberDef writer_members[] = {
 };
 
 PyTypeObject WriterType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Writer",
-    .tp_basicsize = sizeof(WriterObject),
-    .tp_dealloc = (destructor)py_writer_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    TYPE_BASICS("Writer", WriterObject, py_writer_dealloc, Py_TPFLAGS_BASETYPE),
     .tp_methods = writer_methods,
     .tp_getset = writer_getset,
     .tp_members = writer_members,

@@ -700,10 +700,7 @@ static PyMemberDef borrower_members[] = {
 };
 
 PyTypeObject BorrowerType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Borrower",
-    .tp_basicsize = sizeof(BorrowerObject),
-    .tp_dealloc = (destructor)py_borrower_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Borrower", BorrowerObject, py_borrower_dealloc, 0),
     .tp_methods = borrower_methods,
     .tp_members = borrower_members,
     .tp_init = (initproc)py_borrower_init,

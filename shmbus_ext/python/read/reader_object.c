@@ -576,10 +576,7 @@ static PyMemberDef reader_members[] = {
 };
 
 PyTypeObject ReaderType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Reader",
-    .tp_basicsize = sizeof(ReaderObject),
-    .tp_dealloc = (destructor)py_reader_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Reader", ReaderObject, py_reader_dealloc, 0),
     .tp_methods = reader_methods,
     .tp_members = reader_members,
     .tp_init = (initproc)py_reader_init,

@@ -143,10 +143,7 @@ static PyMethodDef attempt_methods[] = {
 };
 
 PyTypeObject LockAttemptType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.LockAttempt",
-    .tp_basicsize = sizeof(AttemptObject),
-    .tp_dealloc = (destructor)py_attempt_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("LockAttempt", AttemptObject, py_attempt_dealloc, 0),
     .tp_methods = attempt_methods,
 };
 
@@ -158,10 +155,7 @@ static PyMethodDef recursive_lock_methods[] = {
 };
 
 PyTypeObject RecursiveLockType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.RecursiveLock",
-    .tp_basicsize = sizeof(RecursiveLockObject),
-    .tp_dealloc = (destructor)py_recursive_lock_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("RecursiveLock", RecursiveLockObject, py_recursive_lock_dealloc, 0),
     .tp_methods = recursive_lock_methods,
     .tp_new = py_recursive_lock_new,
 };

@@ -358,10 +358,7 @@ static SegmentObject *py_intake_segment(PyObject *intake) {
 }
 
 PyTypeObject IntakeType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Intake",
-    .tp_basicsize = sizeof(IntakeObject),
-    .tp_dealloc = (destructor)py_intake_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    TYPE_BASICS("Intake", IntakeObject, py_intake_dealloc, Py_TPFLAGS_HAVE_GC),
     .tp_traverse = (traverseproc)py_intake_traverse,
     .tp_clear = (inquiry)py_intake_clear,
     .tp_members = intake_members,
@@ -489,10 +486,8 @@ static PyMemberDef consumer_members[] = {
 };
 
 PyTypeObject ConsumerBaseType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.ConsumerBase",
-    .tp_basicsize = sizeof(ConsumerObject),
-    .tp_dealloc = (destructor)py_consumer_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    TYPE_BASICS("ConsumerBase", ConsumerObject, py_consumer_dealloc,
+                Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC),
     .tp_traverse = (traverseproc)py_consumer_traverse,
     .tp_clear = (inquiry)py_consumer_clear,
     .tp_doc = "``take``; what it does not know it leaves to ``_take`` of the subclass.",

@@ -248,10 +248,7 @@ static PyMemberDef declared_members[] = {
 };
 
 PyTypeObject DeclaredSchemaType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.DeclaredSchema",
-    .tp_basicsize = sizeof(DeclaredSchemaObject),
-    .tp_dealloc = (destructor)py_declared_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("DeclaredSchema", DeclaredSchemaObject, py_declared_dealloc, 0),
     .tp_methods = declared_methods,
     .tp_members = declared_members,
     .tp_new = py_declared_new,

@@ -308,8 +308,5 @@ static void py_schema_dealloc(SchemaObject *self) {
 }
 
 PyTypeObject SchemaType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Schema",
-    .tp_basicsize = sizeof(SchemaObject),
-    .tp_dealloc = (destructor)py_schema_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Schema", SchemaObject, py_schema_dealloc, 0),
 };

@@ -537,10 +537,7 @@ static PyMemberDef segment_members[] = {
 };
 
 PyTypeObject SegmentType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Segment",
-    .tp_basicsize = sizeof(SegmentObject),
-    .tp_dealloc = (destructor)py_segment_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Segment", SegmentObject, py_segment_dealloc, 0),
     .tp_methods = segment_methods,
     .tp_getset = segment_getset,
     .tp_members = segment_members,
