@@ -15,7 +15,7 @@ from conftest import Spawner, open_descriptors
 
 from shmbus import PeerGoneError
 from shmbus.tensors.device.descriptors import DescriptorServer, fetch_descriptor
-from shmbus.tensors.device.handles import MAX_BYTES, MAX_MESSAGE_BYTES, DeviceHandle
+from shmbus.tensors.device.memory import MAX_BYTES, MAX_MESSAGE_BYTES, DeviceHandle
 
 ASKER = """
 import os, sys

@@ -23,9 +23,7 @@ import torch
 
 from shmbus import ShmbusError
 from shmbus.tensors.device.descriptors import DescriptorServer, fetch_descriptor
-from shmbus.tensors.device.handles import DeviceHandle, device_of
-from shmbus.tensors.device.host import HostMemory
-from shmbus.tensors.device.memory import DeviceMemory
+from shmbus.tensors.device.memory import DeviceHandle, DeviceMemory, HostMemory, device_of
 
 MemoryKind = Literal["vmm", "ipc", "memfd"]
 
