@@ -482,7 +482,7 @@ class Coordinator:
             found = self.stash.lease(1, self.policy_version)
             if not found:
                 break
-            groups.append((self._weight(found[0]), found[0]))
+            groups.append((sum(map(_NBYTES, self._records(found[0]))), found[0]))
             room -= groups[-1][0]
         return groups
 
@@ -588,9 +588,6 @@ class Coordinator:
         """Return what of a group crosses together: samples, and reports of those that failed."""
         reports = self.stash.reports.get(group) if self.stash.reports else None
         return [*group.samples, *reports] if reports else group.samples
-
-    def _weight(self, group: GroupEntry[OriginHead]) -> int:
-        return sum(map(_NBYTES, self._records(group)))
 
 
 def find_missing(

@@ -142,7 +142,8 @@ class CoordinatorParty:
         self.hellos[address] = (hello, time.monotonic())
         self._note_clock(hello)
         if self.pure is None:
-            self._begin_if_all_sinks_are_there()
+            if all(address in self.hellos for address in self.sinks):
+                self._begin()
         elif hello.term > self.pure.term:
             # Of one that was here before, and whose last words came late.
             self._begin()
@@ -180,11 +181,6 @@ class CoordinatorParty:
             )  # fmt: skip
         if self.pure is not None and not hello.is_sink:
             self.pure.clocks_ns[hello.bus] = self.clocks.offset_ns(hello.address)
-
-    def _begin_if_all_sinks_are_there(self) -> None:
-        if not all(address in self.hellos for address in self.sinks):
-            return
-        self._begin()
 
     def _begin(self) -> None:
         """Begin, or begin again, under a number above all that anybody has heard."""

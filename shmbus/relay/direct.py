@@ -218,11 +218,6 @@ class _Link:
             _skip(left, self._connection.sendmsg(left, (), socket.MSG_DONTWAIT))
         return not left
 
-    def _sent(self, item: _Item) -> None:
-        with self._lock:
-            self._nbytes -= item.nbytes
-            self._count -= 1
-
     def _work(self) -> None:
         attempts = 0
         while not self._over.is_set():
@@ -283,7 +278,9 @@ class _Link:
                 _require_open(connection)
                 _send(connection, item.left)
             finally:
-                self._sent(item)
+                with self._lock:
+                    self._nbytes -= item.nbytes
+                    self._count -= 1
                 # The room is to be free once the block has gone, and not with the next one.
                 del item
 

@@ -152,7 +152,7 @@ class Sink:
         self.term = message.term
         return [self._state()]
 
-    def _is_meant(self, message: Assignment | Drop) -> bool:
+    def is_meant(self, message: Assignment | Drop) -> bool:
         """Whether it is for this sink, by its coordinator, and about nothing that it has."""
         if (message.incarnation, message.term) != (self.incarnation, self.term):
             return False
@@ -166,19 +166,15 @@ class Sink:
         """Take on several groups likewise, each by itself; what they make is fetched together."""
         before = len(self.waiting)
         for message in messages:
-            if self._is_meant(message):
+            if self.is_meant(message):
                 self.waiting.append(message)
                 self._waiting_bytes += message.nbytes
                 self.owed.update(message.origins)
         return self._next() if len(self.waiting) > before else []
 
-    def may_drop(self, message: Drop) -> bool:
-        """Whether a drop was meant for this sink, and names nothing that is in its journal."""
-        return self._is_meant(message)
-
     def drop(self, message: Drop) -> list[Message]:
         """Have sources let a group go; the caller has written down that it is dropped."""
-        if not self._is_meant(message):
+        if not self.is_meant(message):
             return []
         origins = frozenset(message.origins)
         self.settled |= origins

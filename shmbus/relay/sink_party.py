@@ -317,7 +317,7 @@ class SinkParty:
                 self._say(sink.assign_all(g for g in message.groups if g.sink == sink.name))
             case Assignment() as message if message.sink == sink.name:
                 self._say(sink.assign(message))
-            case Drop() as message if message.sink == sink.name and sink.may_drop(message):
+            case Drop() as message if message.sink == sink.name and sink.is_meant(message):
                 if self.journal.drop(message.origins, message.reason):
                     self._say(sink.drop(message))
             case Fetched() as message if message.sink == sink.name:

@@ -60,11 +60,6 @@ class _Handle(msgspec.Struct, kw_only=True):
     stride: tuple[int, ...]
     dtype: str
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
-        return found
-
 
 class _File(msgspec.Struct, kw_only=True):
     """The file, as far as it counts here."""
@@ -202,7 +197,8 @@ def _opened(handle: _Handle) -> torch.Tensor:
         handle.event_handle_b64,
         handle.event_sync_required,
     )
-    made = torch.empty(0, dtype=handle.torch_dtype, device=storage.device)
+    dtype: torch.dtype = getattr(torch, handle.dtype.removeprefix("torch."))
+    made = torch.empty(0, dtype=dtype, device=storage.device)
     return made.set_(storage, handle.tensor_storage_offset, handle.shape, handle.stride)
 
 
