@@ -21,9 +21,9 @@ from shmbus.channel.endpoint import (
     StepOrderError,
     StepSkippedError,
     check_deadline,
+    companion_of,
     own_label,
 )
-from shmbus.channel.lifecycle import companion_of
 from shmbus.channel.sender import DEFAULT_TIMEOUT_S
 from shmbus.errors import BusBusyError
 from shmbus_ext import _core

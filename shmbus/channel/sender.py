@@ -14,8 +14,14 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from shmbus._arguments import check_bytes, check_int, check_int64
-from shmbus.channel.endpoint import Endpoint, StepOrderError, check_deadline, fit_text, own_label
-from shmbus.channel.lifecycle import companion_of
+from shmbus.channel.endpoint import (
+    Endpoint,
+    StepOrderError,
+    check_deadline,
+    companion_of,
+    fit_text,
+    own_label,
+)
 from shmbus.errors import BusBusyError, BusExistsError, CapacityError, ChannelError
 from shmbus.pool import copy_bytes
 from shmbus_ext import _core

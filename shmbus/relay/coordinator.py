@@ -26,6 +26,7 @@ from shmbus.relay.messages import (
     Mark,
     Message,
     MissingSample,
+    Origin,
     Returned,
     Settled,
     SinkState,
@@ -33,8 +34,11 @@ from shmbus.relay.messages import (
     Subscription,
     Unanswered,
     Wanted,
+    bus_of,
+    by_bus,
+    is_of,
+    unpack_heads,
 )
-from shmbus.relay.origins import Origin, bus_of, by_bus, is_of, unpack_heads
 from shmbus.relay.retries import RetryRequests
 from shmbus.stash.failures import FailingGroup
 from shmbus.stash.stash import Stash, StashPolicy

@@ -44,8 +44,9 @@ from shmbus.relay.messages import (
     Subscription,
     Unanswered,
     Wanted,
+    bus_of,
+    name_origin,
 )
-from shmbus.relay.origins import bus_of, name_origin
 from shmbus.relay.party import Backoff
 from shmbus.stash.stash import Stash, StashPolicy
 from shmbus_ext._core import OriginHead

@@ -25,7 +25,7 @@ from shmbus import errors, limits
 from shmbus._closing import ClosedByWith
 from shmbus._keys import split_key
 from shmbus.ledger import REASONS
-from shmbus.relay.origins import Origin, name_origin
+from shmbus.relay.messages import Origin, name_origin
 from shmbus.segment import lifecycle
 from shmbus.segment.explain import RELAY_LABEL
 from shmbus.stash.upkeep import Upkeep

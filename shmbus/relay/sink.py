@@ -27,14 +27,16 @@ from shmbus.relay.messages import (
     Fetched,
     Mark,
     Message,
+    Origin,
     Release,
     Released,
     Returned,
     Settled,
     SinkState,
     SinkStateWanted,
+    by_bus,
+    is_of,
 )
-from shmbus.relay.origins import Origin, by_bus, is_of
 
 #: Bytes that are fetched at a time: groups are put together until they are as many. What one core's
 #: cache holds is checked and put without coming from memory again.

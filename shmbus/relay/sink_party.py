@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 from shmbus import Bus, Producer, errors
 from shmbus.ledger import REASONS
 from shmbus.relay.messages import (
+    ORIGIN_BYTES,
     Assignment,
     Assignments,
     Confirmation,
@@ -31,13 +32,16 @@ from shmbus.relay.messages import (
     Hello,
     HelloWanted,
     Message,
+    Origin,
     Peers,
     Release,
     Released,
     Settled,
     SinkStateWanted,
+    bus_of,
+    by_bus,
+    name_origin,
 )
-from shmbus.relay.origins import ORIGIN_BYTES, Origin, bus_of, by_bus, name_origin
 from shmbus.relay.party import Backoff
 from shmbus.relay.sink import BLOCK_BYTES, BLOCK_RECORDS, Batch, Journal, Sink
 from shmbus.segment import lifecycle

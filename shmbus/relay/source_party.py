@@ -27,13 +27,13 @@ from shmbus.relay.messages import (
     HelloWanted,
     Mark,
     Message,
+    Origin,
     Release,
     Released,
     Steering,
     Subscription,
     Wanted,
 )
-from shmbus.relay.origins import Origin
 from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus.relay.retries import RetryRows
 from shmbus.segment import lifecycle

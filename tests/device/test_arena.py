@@ -14,8 +14,14 @@ from conftest import Spawner, open_descriptors, wait_until
 from shmbus import PeerGoneError
 from shmbus.inspect.leftovers import remove, survey
 from shmbus.segment.names import memory_socket
-from shmbus.tensors.device.arena import Arena, ArenaView, BufferLostError, BufferName, allocator
-from shmbus.tensors.device.descriptors import fetch_descriptor
+from shmbus.tensors.device.arena import (
+    Arena,
+    ArenaView,
+    BufferLostError,
+    BufferName,
+    allocator,
+    fetch_descriptor,
+)
 from shmbus.tensors.device.memory import NO_UUID, DeviceHandle, HostMemory
 from shmbus.tensors.sender import Completion
 
