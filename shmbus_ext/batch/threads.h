@@ -1,5 +1,4 @@
-/* Threads that share the pieces of one job with the thread that has it: a batch is copied by several
- * processors.
+/* Threads that share the pieces of one job, such as the copy of a batch, with the thread that has it.
  *
  * Invariants:
  * - A job has ended when threads_run returns: each piece was done once, by one thread.

@@ -177,9 +177,8 @@ static uint64_t bound_in_versions(const struct lead_table *lead, uint64_t leased
 }
 
 /* A trainer announces its new version before it acknowledges the batch that made it. So of what is
- * leased at that moment, as much as a version has was trained; the rest is taken ahead. Groups that
- * are taken ahead are no measure of a version: a trainer that takes what there is would raise its own
- * bound each time. */
+ * leased at that moment, as much as a version has was trained. The rest is taken ahead, and no measure
+ * of a version: a trainer that takes what there is would raise its own bound each time. */
 static void begin_version(struct lead_table *lead, int64_t version, uint64_t leased) {
     uint64_t trained = lead->a_version == 0 || leased < lead->a_version ? leased : lead->a_version;
     uint64_t until = lead->ended + trained;

@@ -28,8 +28,7 @@ void begun_forget(struct segment *segment, uint64_t producer_id);
 
 /* ---- Counting what is delivered into the segment's histograms. Only the collector writes them. */
 /* What one call counts, before it is added to the segment: taking samples is the hot path, and most
- * values fall into the same few buckets. A call is often about one group, and looks only at buckets
- * that it has touched. */
+ * values fall into the same few buckets. A call looks only at buckets that it has touched. */
 struct figure_tally {
     uint64_t buckets[SHMBUS_FIGURES][SHMBUS_FIGURE_BUCKETS];
     double sums[SHMBUS_FIGURES];

@@ -1,5 +1,4 @@
-/* The walk of reader.h: reader_next -> visit_lane -> take_ended, and walk_lane -> walk_record; both
- * end in deliver. */
+/* The walk: reader_next -> visit_lane -> take_ended, and walk_lane -> walk_record, then deliver. */
 #include "reader.h"
 
 #include <stdlib.h>
@@ -204,9 +203,8 @@ static enum walk walk_record(struct reader *self, struct lane *lane, struct reco
     }
 }
 
-/* Moves the limit to what is exposed by now. All pending reservations are to be looked at after
- * that: one that ended before a record below the limit was exposed comes before that record.
- * Whether there is more to walk. */
+/* Moves the limit to what is exposed by now; whether there is more to walk. Pending reservations are
+ * looked at after that: one that ended before a record below the limit was exposed comes first. */
 static bool look_further(struct reader *self, struct lane *lane) {
     uint64_t before = lane->limit;
     if (lane->extent != NO_EXTENT) {
@@ -240,9 +238,8 @@ static enum walk walk_lane(struct reader *self, struct lane *lane, struct record
     return enter_next_run(self, lane) ? WALK_ON : WALK_END;
 }
 
-/* The next pending reservation that was committed, in the order of the lane, so that a batch that
- * was seen half way is handed out as it was put. 1 when it is in self->copy, 0 when none is
- * left. */
+/* The next pending reservation that was committed, in the lane's order, so that a batch that was seen
+ * half way is handed out as it was put. 1 when it is in self->copy, 0 when none is left. */
 static int take_ended(struct reader *self, struct lane *lane, struct record_ref *ref) {
     while (lane->pending_at < lane->pending_count) {
         struct pending *entry = &lane->pending[lane->pending_at];

@@ -186,9 +186,8 @@ void reader_let_go(struct reader *self, const struct record_ref *ref);
 /* Frees a run if nothing holds it any more. */
 void reader_try_free(struct reader *self, uint32_t extent);
 
-/* Frees the runs that have ended and that no view keeps. On a bus that has lent, runs wait for this
- * until they are a share of the bus, or until the reader is idle: one system call then tells of
- * many. */
+/* Frees the runs that have ended and that no view keeps. On a bus that has lent, they wait until they
+ * are a share of the bus, or the reader is idle: one system call then tells of many. */
 void reader_tidy(struct reader *self);
 void reader_tidy_in_a_pause(struct reader *self);
 

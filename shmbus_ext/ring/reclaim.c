@@ -108,8 +108,7 @@ static void note_successor(struct reader *self, uint32_t extent, uint64_t next) 
 
 static void unlink_and_free(struct reader *self, uint32_t extent) {
     const struct run_state *run = &self->runs[extent];
-    /* SYNC: run-linked. After this its owner cannot link to it: it has, or it begins a new
-     * chain. */
+    /* SYNC: run-linked. After this its owner cannot link to it: it has, or begins a new chain. */
     uint64_t next = link_make(run->generation, 0);
     bool ended = atomic_compare_exchange_strong_explicit(
         &self->segment->extents[extent].next, &next, link_make(run->generation, SHMBUS_LINK_END),

@@ -10,9 +10,8 @@
 
 #include "layout.h"
 
-/* What a producer says of a trajectory. shape holds for each field an offset (filled by
- * record_plan) and then ndim sizes; schema is field_count schema_entry's with their names and
- * dtypes. */
+/* What a producer says of a trajectory. shape holds for each field an offset (filled by record_plan)
+ * and then ndim sizes; schema is field_count schema_entry's with their names and dtypes. */
 struct record_spec {
     const char *id;
     const uint8_t *schema;

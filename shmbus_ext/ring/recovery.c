@@ -101,8 +101,7 @@ static void seal_chain(struct segment *segment, struct producer_slot *slot, uint
 
 /* Frees leases that never got their place in the chain; they hold no record. The first extent of a
  * run is met before its others here, and freed after them by the reader, so one of the others that
- * is met without its first is free. Of the collector's leases one stays: on a full bus its
- * successor would not get another. */
+ * is met without its first is free. Of the collector's one stays, which a full bus might not have. */
 static uint32_t free_orphans(struct segment *segment, uint32_t slot_index) {
     uint32_t covered = 0;
     uint32_t kept = NO_EXTENT;

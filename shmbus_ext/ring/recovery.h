@@ -1,9 +1,8 @@
 /* What a dead producer left, and how it ends: its last commit is counted or not, its lane sealed,
  * its leases that never got a place in the lane freed, the samples that it had in hand given back.
  *
- * Invariants: the caller holds the lock of the slot, so nobody else writes there. A recovery that
- * is itself ended by death is begun again by the next holder of that lock, from any of its
- * steps. */
+ * Invariants: the caller holds the lock of the slot, so nobody else writes there. A recovery that is
+ * itself ended by death is begun again by the next holder of that lock, from any of its steps. */
 #ifndef SHMBUS_RING_RECOVERY_H
 #define SHMBUS_RING_RECOVERY_H
 

@@ -261,8 +261,7 @@ static enum shared_status take_description(struct segment *self) {
     enum lock_status lock = file_lock_share(own, SHMBUS_LOCK_USERS);
     if (lock != LOCK_TAKEN) {
         close(own);
-        /* It is being removed, under a lock of moments; the caller looks again whether it is
-         * there. */
+        /* It is being removed, under a lock of moments; the caller looks again. */
         return lock == LOCK_HELD_ELSEWHERE ? SHARED_UNFINISHED : SHARED_SYSTEM_ERROR;
     }
     file_lock_drop(self->fd, SHMBUS_LOCK_USERS);

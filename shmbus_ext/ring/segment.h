@@ -208,10 +208,9 @@ static inline bool removal_happened(const struct segment *self) {
 /* ---- The collector's bell: producers wake a collector that sleeps. It is one word, and the
  * collector is alone, so that whoever rings clears it and wakes in one step.
  *
- * Invariant of the bell: a reader that sleeps has stored 1 before it looked for records one last
- * time; a producer that published looks at the bell afterwards. Both are sequentially consistent,
- * so at least one of them sees the other, and no wake-up is lost. While nobody sleeps, neither
- * side makes a system call. */
+ * Invariant: a reader that sleeps has stored 1 before it looked for records one last time; a producer
+ * that published looks at the bell afterwards. Both are sequentially consistent, so one of them sees
+ * the other, and no wake-up is lost. While nobody sleeps, neither side makes a system call. */
 /* Producer, after it has published. Whether it woke a reader. */
 bool doorbell_ring(struct bus_header *header);
 
@@ -335,8 +334,7 @@ enum declared_status declared_schema_read(const struct declared_part *part, uint
 
 /* ---- What a record is known by among all buses, as bytes that go between processes and nodes.
  *
- * Invariant: origins of one bus sort as (producer, sequence), so their numbers have their high bytes
- * first. */
+ * Invariant: origins of one bus sort as (producer, sequence): numbers have their high bytes first. */
 /* Offset  Size  Field
  *      0    16  identity     of the bus
  *     16     8  producer_id  the highest byte first

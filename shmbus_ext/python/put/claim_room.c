@@ -207,8 +207,7 @@ bool py_writer_claim_room(WriterObject *self, const struct wanted_room *wanted, 
  * woken, or has fallen behind, may wait there until the producers' time slices are over. So the
  * producer steps aside: at a wake-up after a long silence, and at the end of a run where the reader
  * has not looked for a while. Where nobody else wants the processor this is one short system call.
- * Not at every wake-up: a producer and a reader on one processor would hand it to and fro for every
- * record. */
+ * Not at every wake-up: the two on one processor would hand it to and fro for every record. */
 void py_writer_tell_reader(WriterObject *self) {
     struct bus_header *header = self->segment->c.header;
     bool woken = doorbell_ring(header);

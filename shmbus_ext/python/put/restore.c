@@ -3,8 +3,7 @@
  * Invariants: the segment is fresh, and this is its collector. Records go into the collector's own
  * lane as if they had been moved there, so each keeps the number that its producer gave it; the
  * counters come last, and with them the ledger is what it was. Records go one behind the other; or,
- * where their runs are named, those of a run into one of its length, so that they take no more
- * extents than they took before. */
+ * where their runs are named, those of a run into one of its length: they take no more extents. */
 #include "python/put/put.h"
 
 #include <string.h>

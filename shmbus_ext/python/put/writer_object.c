@@ -292,8 +292,7 @@ PyTypeObject WriterType = {
  *
  * Invariants:
  *  - The writer moves under the interpreter lock, in one piece: before it, its lane and segment are
- *    the old ones, and after it the new ones. Nobody copies into the old lane then (busy is 0), and
- *    nothing of it is open.
+ *    the old ones, after it the new ones. Nobody copies into the old lane then; nothing of it is open.
  *  - A thread that waits on the segment without the interpreter lock holds a reference to it, and
  *    checks again whether it is the writer's.
  *  - What was counted before goes on being counted. */

@@ -22,8 +22,7 @@
 #define SHORTEST_WAIT_S 1e-4
 /* Records that come faster are awaited without sleeping. Woken for each of them a reader runs on
  * the processor of the producer that woke it, and that producer waits: a record of a megabyte, in
- * the ring after 60 us, took 77. Producers take a reader that has not looked for as long for one
- * that sleeps. */
+ * the ring after 60 us, took 77. Who has not looked for as long counts as one that sleeps. */
 #define STAYS_AWAKE_NS UINT64_C(100000)
 
 struct take_request {

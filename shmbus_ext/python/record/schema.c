@@ -1,8 +1,7 @@
 /* Schemas: which fields a record has, their dtypes and dimensions. Encoded once for all records of
  * one producer that look alike, parsed once for all that a consumer reads.
  *
- * Invariant: a dtype is used for a field only if its itemsize is the one whose bounds were
- * proved. */
+ * Invariant: a dtype is used for a field only if its itemsize is the one of the proved bounds. */
 #include "python/record/record.h"
 
 #include "python/hooks.h"
