@@ -28,8 +28,7 @@ def copy_bytes(target: Any, source: Any) -> None:
 #: Bytes whose digest is one number: a wrong one is named to within this much.
 DEFAULT_BLOCK_BYTES = 16 << 20
 
-#: Seconds that opening waits for a pool whose creator is still allocating it: zeroing tens of GiB
-#: takes as long.
+#: Seconds that opening waits for a pool that is still allocated: zeroing tens of GiB takes as long.
 OPEN_WAIT_S = 30.0
 
 

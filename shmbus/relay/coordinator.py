@@ -102,8 +102,7 @@ def journal_parts(
     return [tuple(whole[at : at + most]) for at in range(0, len(whole), most)]
 
 
-#: Bytes that may be assigned to a sink and not put yet: a few blocks, so that a fetch is under way
-#: while one is put.
+#: Bytes assigned to a sink and not put yet: some blocks, so that one is fetched while one is put.
 WINDOW_BYTES = 128 << 20
 
 #: Groups that are placed together, the heaviest first: so many make sums nearly equal.

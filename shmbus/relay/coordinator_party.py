@@ -58,8 +58,7 @@ _log = logging.getLogger("shmbus.relay")
 
 #: Seconds after which what was not answered is asked for again.
 ASK_AGAIN_S = 1.0
-#: Seconds of silence after which a peer is asked whether it is there; it may follow another
-#: coordinator.
+#: Seconds of silence after which a peer is asked: it may be dead, or follow another coordinator.
 SILENT_S = 3.0
 #: Seconds between rounds without a message: deadlines of groups are as exact as this.
 ROUND_S = 0.05

@@ -83,8 +83,7 @@ _MOST_WAITING: Final = 256 << 20
 _MEET_S: Final = 5.0
 #: A wait that is over at once; 0 would be none, and no timeout.
 _LEAST_S: Final = 1e-6
-#: Connections that have not proved who they are, each with a thread; more wait in the system's
-#: queue.
+#: Connections that have not proved who they are, a thread each; more wait in the system's queue.
 _MOST_MEETING: Final = 32
 #: Seconds between attempts to connect: at first, and at most.
 _RETRY_S: Final = (0.2, 15.0)

@@ -30,8 +30,7 @@ SILENT_S: Final = 3.0
 STALL_S: Final = 0.25
 #: The same where that happens again and again, as when all of them wait for one link.
 _MOST_STALL_S: Final = 8.0
-#: Pieces that a mirror may be behind the one before it: what is under way, and comes while its
-#: words do.
+#: Pieces that a mirror may be behind the one before it: those under way, and while its words are.
 LAG: Final = 64
 #: Versions after which one that was slow is tried at the head of a chain again.
 _SLOW_VERSIONS: Final = 16

@@ -89,8 +89,7 @@ def unpack_heads(bus: str, packed: bytes, clock_ns: int = 0) -> list[OriginHead]
 #: More than anything that is counted, and what the segment's words of 64 bits hold.
 _LARGEST = 2**62
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
-#: Of a coordinator, or -1 of who has heard none. The next one is greater, and as valid: honest ones
-#: never come near the end.
+#: Of a coordinator, or -1 of who has heard none; the next one is greater, and never near the end.
 Term: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=_LARGEST // 2)]
 #: Of the ledger, for a record's end.
 Reason: TypeAlias = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(REASONS)})$")]
@@ -485,8 +484,7 @@ class _Frame(msgspec.Struct, array_like=True):
     body: msgspec.Raw
 
 
-#: What decoding raises: beside msgspec's own errors, for text that is no UTF-8, and for lists that
-#: are too deep.
+#: What decoding raises: also for text that is no UTF-8, and for lists that are too deep.
 _NOT_ONE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _FRAME: Final = msgspec.msgpack.Decoder(_Frame)
 

@@ -172,8 +172,7 @@ _log = logging.getLogger("shmbus.relay")
 
 #: The pool of a bus that has weights.
 POOL_KIND: Final = "weights"
-#: Seconds between words that it is there, between those of how far it is, and between two looks
-#: for a slot.
+#: Seconds between words that it is there, those of how far it is, and two looks for a slot.
 _HELLO_S: Final = 1.0
 _PROGRESS_S: Final = 0.05
 _SLOT_S: Final = 0.1

@@ -42,8 +42,7 @@ from shmbus.relay.messages import (
 #: cache holds is checked and put without coming from memory again.
 BLOCK_BYTES = 4 << 20
 
-#: How many such blocks are under way at a time: one that is put, one that crosses the network, and
-#: one that its sources copy.
+#: Blocks under way at a time: one is put, one crosses the network, and one its sources copy.
 BLOCKS_UNDER_WAY = 3
 
 #: The reason of a release on put: what becomes of the record is not known to its source.

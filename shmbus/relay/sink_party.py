@@ -156,8 +156,7 @@ _log = logging.getLogger("shmbus.relay")
 FULL_PAUSE_S = 0.002
 #: Seconds between rounds with nothing to put.
 IDLE_S = 0.01
-#: Seconds between checks of what the trainer has ended: a source's space is free so much later, and
-#: three messages are sent each time.
+#: Seconds between checks of what the trainer has ended: a source's space is free so much later.
 ENDS_S = 0.05
 #: Seconds for which the coordinator is not told of what was put, while it has assigned more than is
 #: fetched: a message for each block costs it, and what it answers this, as much as the heads do.
@@ -165,8 +164,7 @@ SETTLED_LINGER_S = 0.02
 #: Seconds after which a release that no source has confirmed is asked for again.
 ASK_AGAIN_S = 2.0
 HELLO_S = 1.0
-#: A block is at most this part of the bus, and of the journal's entries, so that there is room for
-#: what the trainer holds.
+#: Most of the bus, and of the journal's entries, in a block: the trainer's groups need room, too.
 _BLOCK_SHARE = 8
 #: The same of a group: it is put whole, beside what the trainer holds.
 _GROUP_SHARE = 2
@@ -348,8 +346,7 @@ class SinkParty:
                 self._write()
                 self._say(said)
         if came:
-            # A message to one that is not connected is lost: one for nothing comes before the first
-            # block is asked for.
+            # A message to one that is not connected is lost: send one before the first block.
             sink = self.sink
             self._say([Fetch(bus, sink.name, sink.incarnation, ()) for bus in sorted(came)])
             self._say(sink.ask_again())

@@ -112,8 +112,7 @@ LINGER_S = 0.01
 BUSY_LINGER_S = 0.04
 #: How many heads are many.
 MANY_HEADS = 64
-#: Records that are polled in a round: what a fast bus gets meanwhile, and few beside the messages
-#: that wait.
+#: Records that are polled in a round: what a fast bus gets meanwhile; messages wait no longer.
 _POLL_AT_ONCE = 4096
 #: Seconds between words that it is there.
 HELLO_S = 1.0

@@ -159,8 +159,7 @@ def _is_soon(event: torch.cuda.Event) -> bool:
     return False
 
 
-#: What a slot of the segment may have where the tensors lie elsewhere: a step's table, of at most
-#: 16 MiB, on a page of its own.
+#: Of a slot where the tensors lie elsewhere: a step's table, at most 16 MiB, on a page of its own.
 TABLE_BYTES: Final = (16 << 20) + 4096
 
 

@@ -138,8 +138,7 @@ def _runs_by_offset(runs: list[PatchRun], manifest: Manifest) -> dict[int, list[
     return found
 
 
-#: Share of elements from which on a patch is not worth its memory: applying one of a tenth costs
-#: as much as a copy.
+#: Share of elements that makes a patch not worth its memory: at a tenth it costs as much as a copy.
 DEFAULT_SHARE: Final = 0.05
 
 #: Elements whose changes share a byte of a patch (`shmbus_ext/pool/patch_code.h`).

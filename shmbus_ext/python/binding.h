@@ -90,8 +90,7 @@ static inline void py_list_add(PyObject **list, PyObject *item) {
     }
 }
 
-/* Puts an item, which it takes, into its place of a new list or tuple; where there is no item, that
- * is cleared, and an exception is set. */
+/* Puts an item, which it takes, into a new list or tuple; that is cleared where there is none. */
 static inline void py_list_set(PyObject **list, Py_ssize_t at, PyObject *item) {
     if (item == NULL) {
         Py_CLEAR(*list);

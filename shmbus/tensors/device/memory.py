@@ -238,8 +238,7 @@ class _Mapping:
         self.reserved = address.value
         call("cuMemMap", self.reserved, self.nbytes, 0, handle, 0)
         self.address = self.reserved
-        # A copy between devices runs on the source's: whoever has tensors on several devices writes
-        # from each of them.
+        # A copy between devices runs on the source's: each that has tensors writes its own.
         devices = [self.device, *(_peers_of(self.device) if writable else ())]
         access = (driver.AccessDescription * len(devices))(
             *(driver.AccessDescription.of(device, writable=writable) for device in devices)
@@ -279,8 +278,7 @@ def _peers_of(device: int) -> list[int]:
     return [other for other in others if torch.cuda.can_device_access_peer(other, device)]
 
 
-#: Memory of kind "ipc" that this process has allocated, by its handle: the driver opens a handle in
-#: other processes only.
+#: This process's own memory of kind "ipc", by handle: the driver opens one in other processes only.
 _own: weakref.WeakValueDictionary[bytes, _Mapping] = weakref.WeakValueDictionary()
 
 

@@ -437,8 +437,7 @@ def _locked(directory: Path) -> LockedFile:
             "a directory of its own"
         ) from error
     except OSError as error:
-        # Some network file systems lock no directories; what is written there is whole all the
-        # same.
+        # Some network file systems lock no directories; what is written is whole all the same.
         if error.errno not in _NO_LOCKS:
             file.close()
             raise

@@ -53,8 +53,7 @@ KIND: Final = "weights"
 _META_SPARE: Final = 1.25
 #: Of what a version says of itself, beside its manifest.
 _META_BYTES: Final = 64
-#: Bytes of a device's tensors, made for this version only, that are kept until they are copied
-#: together.
+#: Bytes of a device's tensors, made for this version, that are kept to be copied together.
 PENDING_BYTES: Final = 64 << 20
 #: Blocks that a sample compares: a scribble over a hundredth of the bytes is found once in three
 #: times, and each costs a hundredth of reading a model of a hundred blocks.

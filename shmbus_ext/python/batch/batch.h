@@ -24,10 +24,8 @@ bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule);
 /* ---- Further fields of a batch, of any dtype and shape: copied as they are.
  *
  * Invariants:
- * - All that is copied of one field has one dtype and one row shape; the first record that has the
- *   field decides, or the caller.
- * - What py_extras_find has filled in is within the segment, and stays there for as long as the
- *   trajectories are leased. */
+ * - All that is copied of a field has one dtype and row shape: the caller's, or the first record's.
+ * - What py_extras_find fills in is in the segment while the trajectories are leased. */
 enum extra_kind {
     EXTRA_TOKEN = 0,    /* a row a token */
     EXTRA_RAGGED = 1,   /* any number of rows */
@@ -78,8 +76,7 @@ void py_extras_copy(const struct extras *self, Py_ssize_t i, uint64_t from, uint
 
 /* ---- Where the fields of trajectories lie: found and checked in one place, for all that reads them.
  *
- * Invariant: what py_find_sources has filled in is within the segment, and stays there for as long
- * as the trajectories are leased. */
+ * Invariant: what py_find_sources fills in is in the segment while the trajectories are leased. */
 enum { FIELD_TOKENS, FIELD_MASK, FIELD_LOGPROBS, FIELD_ADVANTAGES, FIELDS };
 
 /* Where one trajectory's fields lie; NULL for a field that it does not have. */
@@ -154,8 +151,7 @@ void py_prefetch_trajectory(const PyObject *item);
 
 /* ---- Copying sequences into the columns of a batch, in pieces that several threads may share.
  *
- * Invariant: what is copied does not depend on the number of threads: each element is written once,
- * by the same conversion. */
+ * Invariant: with any number of threads each element is written once, by the same conversion. */
 struct piece {
     uint32_t sequence, from, tokens;
 };

@@ -121,8 +121,7 @@ static int64_t *chunks_of(const struct plan *self) {
     return (int64_t *)(self->memory + self->table.chunks_at);
 }
 
-/* One by one: read back as a whole, two halves that were just written would have to be waited
- * for. */
+/* One by one: as a whole, two halves that were just written would have to be waited for. */
 static void put_halves(int64_t *word, const void *first, const void *second) {
     memcpy(word, first, sizeof(int32_t));
     memcpy((uint8_t *)word + sizeof(int32_t), second, sizeof(int32_t));
@@ -398,8 +397,7 @@ static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advanta
  * (kind, bessel, eps), flags uint8 [S] or None, words) -> (bytes, tokens, longest, found_at,
  * borders_at, versions_at, sizes_at, scores_at, chunks_at, launches, instance_ids, known,
  * mentions, scores_fit, has_rows, has_spans, fields that a trajectory has, fields that one lacks): the table,
- * with all addresses shifted; where the memory is less than bytes, there are no launches, and what is in it is
- * arbitrary. */
+ * with all addresses shifted; memory of less than bytes gets no launches, and anything in it. */
 static PyObject *py_plan_gather(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *groups, *memory, *advantages, *flags;
     long long shift;
@@ -442,9 +440,8 @@ bool py_gather_plan_add_objects(PyObject *module) {
 /* ---- What trajectories have, before a batch is made of them: checked, counted, described.
  *
  * Invariant: nothing here copies payload, nor holds it. */
-/* measure(trajectories, names) -> (tokens of each, fields that one has, fields that one lacks, names
- * of all fields of each schema that was met, whether all scores can be compared), after the checks
- * that pack makes. */
+/* measure(trajectories, names) -> (tokens of each, fields that one has, that one lacks, all names
+ * of each schema, whether all scores can be compared), after the checks that pack makes. */
 static PyObject *py_measure(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *names[FIELDS];
     if (!PyArg_ParseTuple(args, "O!(OOOO)", &PyList_Type, &items, &names[0], &names[1], &names[2],

@@ -4,8 +4,7 @@
  * taken cell or another width mean is the stash's, and a full entry's fate too where it is
  * `judged`.
  *
- * Invariant: each cell that is not NULL owns a reference; an entry's cells are emptied before the
- * entry goes back to its pool. */
+ * Invariant: a cell that is not NULL owns a reference, and is emptied before the pool has it. */
 #include "python/group/group.h"
 
 #include "base/clock.h"
@@ -735,8 +734,7 @@ static PyObject *py_group_table_take(GroupTableObject *self, PyObject *key) {
     return entry == NULL ? Py_NewRef(Py_None) : (PyObject *)take_entry(self, entry, at.hash, key);
 }
 
-/* gather(samples, now_s) -> GroupEntry: a group of these samples, by index, that was never in the
- * table; it is in no list. */
+/* gather(samples, now_s) -> GroupEntry: of samples by index that were never in the table. */
 static PyObject *py_group_table_gather(GroupTableObject *self, PyObject *args) {
     PyObject *samples;
     struct arrival first = {.key = NULL};
@@ -816,8 +814,7 @@ static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *Py_UNU
     return found;
 }
 
-/* counts(split) -> (open groups, their samples, ready groups, their samples, leased groups, their
- * samples) */
+/* counts(split) -> (open groups, their samples, and likewise of ready and of leased groups) */
 static PyObject *py_group_table_counts(GroupTableObject *self, PyObject *argument) {
     unsigned long split = PyLong_AsUnsignedLong(argument);
     if (PyErr_Occurred()) {

@@ -516,8 +516,7 @@ done:
 
 /* ---- A patch as bytes, which take a version from one pool to another that has its base: the runs of
  * all ranks, one after the other, each with its stream. */
-/* The next run of such bytes, which lies inside a version of so many; false at the end of them, or
- * where what follows is none. */
+/* The next run of such bytes, inside a version of so many; false at their end, or at no run. */
 static bool next_run(const struct patch_view *view, const uint8_t **at, uint64_t bytes,
                      struct patch_run *run, const uint8_t **stream) {
     if (!patch_next(view, at, run, stream)) {

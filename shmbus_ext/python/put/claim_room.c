@@ -41,8 +41,7 @@ struct wanted_room py_writer_wants(const WriterObject *self,
                                    const struct put_arguments *arguments) {
     const struct record_spec *spec = &arguments->spec;
     struct wanted_room wanted = {spec->record_bytes, 0, arguments->split_object};
-    /* A report of a failure waits for nobody, and the group of an answer was admitted with its
-     * request. */
+    /* A failure's report waits for nobody; an answer's group was admitted with its request. */
     if (lead_is_bounded(&self->segment->c) && (spec->flags & SHMBUS_FLAG_FAILED) == 0 &&
         arguments->answers.number == 0) {
         wanted.begins = lead_key(spec->id, spec->id_bytes, spec->round, SHMBUS_SPLIT_TRAIN);
@@ -350,9 +349,8 @@ bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments) {
 /* ---- A worker's side of the request lane: taking a sample, and ending its claim without an answer.
  *
  * Invariant: a claim of which no Python object tells is given back before the call returns. */
-/* The claim and the text of a sample that was just taken, as _take_requests has them; None where
- * its row has ended or is damaged, so that it is nobody's. `known` is the request whose text the
- * caller has. */
+/* Claim and text of a sample that was just taken, as _take_requests has them; None if its row has
+ * ended or is damaged, so that it is nobody's. `known`: the request whose text the caller has. */
 static PyObject *describe(WriterObject *self, const struct request_claim *claim, uint64_t known) {
     struct segment *segment = &self->segment->c;
     bool again = claim->number == known && request_open_row(segment, claim->row) == claim->number;

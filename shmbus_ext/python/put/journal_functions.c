@@ -96,8 +96,7 @@ static PyObject *py_relay_intend(PyObject *Py_UNUSED(module), PyObject *args) {
     return result;
 }
 
-/* relay_drop(segment, origins, reason) -> bytes | None: the entries of records that are not put, and
- * have ended for that reason. */
+/* relay_drop(segment, origins, reason) -> bytes | None: entries of records that are not put. */
 static PyObject *py_relay_drop(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     Py_buffer origins;
@@ -156,8 +155,7 @@ static PyObject *py_relay_forget(PyObject *Py_UNUSED(module), PyObject *args) {
     return good ? Py_NewRef(Py_None) : NULL;
 }
 
-/* relay_notes(segment) -> list[(entry, origin, state, ended)]: all that is in force; `ended` is the
- * number of a reason, or -1. */
+/* relay_notes(segment) -> [(entry, origin, state, reason that it ended or -1)]: all in force. */
 SEGMENT_FUNCTION(py_relay_notes, py_take_writable) {
     PyObject *notes = PyList_New(0);
     for (uint32_t i = 0; notes != NULL && i < segment->c.relay_entry_count; i++) {

@@ -65,12 +65,10 @@ bool py_arguments_init(void);
  * plans the record. False with an exception. */
 bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache,
                          DeclaredSchemaObject *declared);
-/* Whether a field of so many dimensions fits behind so many words of shapes; false with an
- * exception. */
+/* Whether a field of so many dimensions fits behind so many words; false with an exception. */
 bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim);
 
-/* Writes the lists into their places of a record. False, and no exception, where one is not plain:
- * then py_arguments_convert_lists. */
+/* Writes the lists into a record. False, and no exception: one needs py_arguments_convert_lists. */
 bool py_arguments_fill_lists(const struct put_arguments *self, uint8_t *record);
 /* Makes arrays of the lists, by code of their elements where need be; false with an exception. */
 bool py_arguments_convert_lists(struct put_arguments *self);
@@ -134,15 +132,12 @@ typedef struct writer_object {
 
 /* Sets an exception when the writer is closed or was made before a fork. */
 bool py_writer_usable(WriterObject *self);
-/* A paused bus is a full one, to those who want to write, and so is one whose producers are too far
- * ahead for another group. */
+/* To those who write a bus is full that is paused, or too far ahead for another group. */
 enum writer_status py_writer_try_claim(WriterObject *self, const struct wanted_room *wanted,
                                        struct reservation *at);
-/* Sleeps until this segment, which the caller holds, may have space, and counts the wait; other
- * threads run. */
+/* Sleeps, while other threads run, until this segment, which the caller holds, may have space. */
 void py_writer_sleep(WriterObject *self, SegmentObject *here, uint32_t ticket, int64_t longest_ns);
-/* Room for a record, waiting for it as long as timeout_s allows, for ever where that is negative;
- * false with an exception. */
+/* Room for a record, awaited for timeout_s, for ever if negative; false with an exception. */
 bool py_writer_claim_room(WriterObject *self, const struct wanted_room *wanted, double timeout_s,
                           struct reservation *at);
 /* What a record of these finished arguments needs. */
@@ -170,8 +165,7 @@ void py_writer_fill(const WriterObject *self, const struct put_arguments *argume
 /* The same of a record that is reserved: other threads run while a large one is copied. */
 void py_writer_fill_reserved(WriterObject *self, const struct put_arguments *arguments,
                              const struct reservation *at);
-/* Copies a record whose arguments are finished into the ring and commits it; false with an
- * exception. */
+/* Copies a record of finished arguments into the ring and commits it; false with an exception. */
 bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments);
 /* After a commit: wakes the reader where it sleeps, and lets it run first where that helps. */
 void py_writer_tell_reader(WriterObject *self);
@@ -216,15 +210,13 @@ struct field_list {
 bool py_plan_reservation(WriterObject *self, struct put_arguments *arguments, PyObject *head,
                          const struct field_list *fields, uint64_t meta_room);
 
-/* Whether the schema has the fields so; false with an exception. `shape` has for each field a word
- * that does not count, and its sizes. */
+/* Whether the schema has fields so; false with an exception. `shape`: a word and sizes for each. */
 bool py_check_declared(const DeclaredSchemaObject *declared, PyObject *const *names,
                        PyArray_Descr *const *dtypes, uint32_t count, const uint8_t *ndim,
                        const uint64_t *shape);
 
 /* ---- Producer.put_group: all records of a group, committed by one store. */
-/* _put_group(items: list of dicts of put's arguments, timeout): all of them or none, also where the
- * process is killed. */
+/* _put_group(items: [put's arguments], timeout): all or none, also where the process dies. */
 PyObject *py_writer_put_group(WriterObject *self, PyObject *args);
 PyObject *py_writer_cancelled(WriterObject *self, PyObject *args, PyObject *kwargs);
 

@@ -171,8 +171,7 @@ static bool score_of_number(PyObject *value, double *number) {
     return true;
 }
 
-/* Whether it is asked by item(): an array, a tensor, or what else is no number of Python or NumPy
- * and has one. */
+/* Whether it is asked by item(): what is no number of Python or NumPy and has one, as a tensor. */
 static bool has_item(PyObject *value) {
     return !PyLong_Check(value) && !PyFloat_Check(value) && !PyArray_IsScalar(value, Generic) &&
            PyObject_HasAttrString(value, "item");
@@ -282,8 +281,7 @@ bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
     if (id == NULL) {
         return false;
     }
-    /* Owned, like all that is taken: converting runs code of the caller's, which may change the
-     * mapping that it came from. */
+    /* Owned, as all is: converting runs the caller's code, which may change the mapping. */
     Py_XSETREF(self->id_object, id);
     return true;
 }
@@ -430,8 +428,7 @@ bool py_arguments_take_mapping(struct put_arguments *arguments, PyObject *item) 
     return true;
 }
 
-/* How many samples complete the group: no more than it has; and where they are fewer, a late one
- * must be told from the next group's. */
+/* How many samples complete the group; if not all, a late one is told from the next group's. */
 static bool check_need(const struct record_spec *spec) {
     if (spec->need > spec->group_size) {
         return py_refuse(PyExc_ValueError, "need: expected 1 to %u for group_size=%u, got %u",

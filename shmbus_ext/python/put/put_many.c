@@ -112,8 +112,7 @@ static bool commit_and_wait(WriterObject *self, struct batch *batch, PyObject *i
     return py_writer_claim_room(self, wanted, seconds_until(deadline_s), &batch->at[0]);
 }
 
-/* Whether there is room now; the lists of the item are in it then, or converted. False with an
- * exception where an element is refused. */
+/* Whether there is room now, with the item's lists in it, or converted; or an exception. */
 static bool try_room(WriterObject *self, struct put_arguments *arguments, struct batch *batch,
                      Py_ssize_t at, bool *has_room) {
     struct wanted_room wanted = py_writer_wants(self, arguments);

@@ -129,8 +129,7 @@ static PyObject *py_writer_fail_unsized(WriterObject *self, PyObject *const *arg
     return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE, NULL);
 }
 
-/* _answer(claim, failed, instance_id, ...): put, or the report of a failure, which ends the claim of
- * a request with its commit. */
+/* _answer(claim, failed, instance_id, ...): put, or a failure's report; its commit ends a claim. */
 static PyObject *py_writer_answer(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                   PyObject *kwnames) {
     struct request_claim claim;
@@ -322,8 +321,7 @@ static bool move_to(WriterObject *self, SegmentObject *next) {
     return true;
 }
 
-/* Whether it has moved, or another thread has; 0 where there is no successor yet, -1 with an
- * exception. */
+/* Whether it has moved, by any thread; 0 where there is no successor yet, -1 with an exception. */
 static int try_to_move(WriterObject *self) {
     SegmentObject *before = self->segment;
     PyObject *next = PyObject_CallMethod((PyObject *)self, "_successor", NULL);

@@ -21,8 +21,7 @@
  *    each extent that an array looks into has a view lock. The kernel drops both when the process
  *    dies, and a daemon that dies does not take them with it: they are what the next one believes.
  *  - A view lock is taken while its record is leased, and found by the reader before it frees.
- *  - Locks of either kind are counted by extent; the kernel hears of the first and the last, of
- *    neighbours in one call. */
+ *  - Locks are counted by extent; the kernel hears of the first and last, of neighbours at once. */
 typedef struct {
     HOLDER_HEAD
     uint32_t client;
@@ -384,9 +383,8 @@ static bool keep_leases(BorrowerObject *self, PyObject *leases, PyObject *all) {
     return good;
 }
 
-/* receive(granted, step, all, fd) -> (leases, refused): the leases are locked and read, in the
- * dictionary `all`, and ready then. None are if the connection `fd` is over: the next daemon may have
- * read the locks before these were there. */
+/* receive(granted, step, all, fd) -> (leases, refused): locked, read, in the dictionary `all`, and
+ * ready; none where the connection `fd` is over: the next daemon may have read the locks before. */
 static PyObject *py_borrower_receive(BorrowerObject *self, PyObject *args) {
     PyObject *granted, *all;
     long long step;
@@ -425,8 +423,7 @@ static bool append_group(PyObject *groups, PyTypeObject *kind, PyObject *consume
     return good;
 }
 
-/* hand_out(kind, consumer, limit) -> list of groups: what has been ready longest; with a limit of -1
- * all of one step. */
+/* hand_out(kind, consumer, limit) -> groups, ready longest first; for -1 all of one step. */
 static PyObject *py_borrower_hand_out(BorrowerObject *self, PyObject *args) {
     PyObject *kind, *consumer;
     Py_ssize_t limit;

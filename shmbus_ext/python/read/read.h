@@ -40,9 +40,8 @@ bool py_reader_release_all(ReaderObject *self, PyObject *items, int reason);
 /* Notes when the ring was read last, for others. */
 void py_reader_note_seen(ReaderObject *self, uint64_t now_ns);
 enum wait_result { WAIT_FAILED = -1, WAIT_OVER = 0, WAIT_WOKEN = 1 };
-/* Sleeps until records may have arrived, at most timeout_s; WAIT_FAILED with an exception. While
- * they come within awake_ns of each other, it looks for them without sleeping: for at most that
- * much longer than timeout_s. */
+/* Sleeps until records may have come, at most timeout_s; WAIT_FAILED with an exception. While they
+ * come within awake_ns of each other, it looks without sleeping, for at most that much longer. */
 enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s, uint64_t awake_ns);
 /* Writes what others can read of this consumer. */
 void py_reader_note_table(ReaderObject *self, const GroupTableObject *table);

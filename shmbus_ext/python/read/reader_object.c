@@ -199,8 +199,7 @@ static PyObject *py_reader_poll_into(ReaderObject *self, PyObject *args) {
 /* A reader that sleeps on the processor of a producer is woken by its next record, takes that one,
  * and sleeps again: two switches a record. Awake, and behind that producer in the kernel's queue,
  * it finds all that was committed until the producer stepped aside. Where nobody else wants the
- * processor this is one short system call, and one more as long as it stays awake. WAIT_OVER says
- * that there is reason to sleep. */
+ * processor this is one short system call, and one more while awake. WAIT_OVER: it is to sleep. */
 static enum wait_result let_producers_run(ReaderObject *self, uint64_t until_ns) {
     do {
         Py_BEGIN_ALLOW_THREADS
@@ -508,8 +507,7 @@ static PyObject *py_reader_lend(ReaderObject *self, PyObject *Py_UNUSED(ignored)
     Py_RETURN_NONE;
 }
 
-/* Says that payload is packed into batches, here or by a borrower: producers write it past their
- * caches from now on. */
+/* Says that payload is packed, here or by a borrower: producers write it past their caches now. */
 static PyObject *py_reader_note_packing(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
@@ -588,8 +586,7 @@ PyTypeObject ReaderType = {
  *
  * Invariant: between the first and the last of these steps no code of Python's runs, so no signal's
  * handler does, and a lease that ends has ended for all three. */
-/* The entry of a group that this consumer holds under lease by this table, borrowed; NULL, without
- * an exception, of anything else. */
+/* The entry, borrowed, of a group that this consumer leases by this table; else NULL, no error. */
 static GroupEntryObject *entry_of(PyObject *group, PyObject *consumer,
                                   const GroupTableObject *table) {
     PyObject *lease = py_group_lease(group, consumer);

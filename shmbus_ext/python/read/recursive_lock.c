@@ -3,8 +3,7 @@
  * Invariant: `depth`, `owner` and `waiting` change under the interpreter lock alone: a thread that
  * finds the lock free has it before any other can look. The gate, which is closed but for the
  * moment in which somebody is let through, is where others wait. A module of a free-threaded
- * Python must say that it needs that lock: module.c does. A forked child does not hold what other
- * threads of its parent hold. */
+ * Python must say that it needs that lock. A forked child holds nothing of its parent's threads. */
 #include "python/read/read.h"
 
 /* In a forked child: threads other than the one that forked are not there to release it. The old

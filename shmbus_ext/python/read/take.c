@@ -368,8 +368,7 @@ PyTypeObject IntakeType = {
 /* ---- ConsumerBase.take is what users call: in C, since a consumer that polls calls little else, and
  * one that was just woken pays for each line of Python.
  *
- * Invariant: it knows plain numbers, labels, and an Intake; every other call goes to `_take` of its
- * subclass, with the same arguments. */
+ * Invariant: it knows numbers, labels, an Intake; other calls go to the subclass's `_take`. */
 /* What take asks for where its caller does not say. */
 #define DEFAULT_GROUPS 64
 #define DEFAULT_TIMEOUT_S 0.1

@@ -1,8 +1,7 @@
 /* export_block, record_checks, record_origins and lasting_origins: records of a reader as a block, what
  * tells their heads, and what tells them among all buses, and through restores and relays.
  *
- * Invariant: each trajectory is under lease while its bytes are read: the interpreter lock is held
- * from the check to the copy. */
+ * Invariant: each is leased while its bytes are read, under the interpreter lock. */
 #include "python/record/record.h"
 
 #include "ring/block.h"
@@ -55,8 +54,7 @@ static bool add_all(struct block_maker *maker, PyObject *items) {
     return true;
 }
 
-/* export_block(trajectories, into) -> int: how many bytes of `into` the block takes. All of one
- * bus. */
+/* export_block(trajectories of one bus, into) -> int: how many bytes of `into` the block takes. */
 static PyObject *py_export_block(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items;
     Py_buffer into;
@@ -124,8 +122,7 @@ static PyObject *py_record_origins(PyObject *Py_UNUSED(module), PyObject *items)
     return origins;
 }
 
-/* What one sample is known by for good: on the bus that it was put onto; and, of one that a relay
- * has put, at its source. */
+/* What one sample is known by for good: on its bus, and at its source if a relay has put it. */
 static PyObject *lasting_of(const TrajectoryObject *t) {
     const struct segment *segment = &t->holder->segment->c;
     struct record_header head;

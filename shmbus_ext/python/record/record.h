@@ -89,8 +89,7 @@ void py_holder_clear(HolderObject *self);
 /* Notes in the segment that batches are packed, where it may write there. */
 void py_holder_note_packing(HolderObject *self);
 
-/* ---- What stands behind arrays of the ring: a Keeper behind writable ones, a Pin behind those that
- * are read. */
+/* ---- What stands behind arrays of the ring: a Keeper where they are written, a Pin where read. */
 /* The exporter behind the writable views of one reservation. */
 typedef struct {
     PyObject_HEAD

@@ -84,8 +84,7 @@ PyTypeObject PinType = {
     TYPE_BASICS("Pin", PinObject, py_pin_dealloc, 0),
 };
 
-/* ---- What trajectories are made by: its strings, its schemas, and what it says of
- * itself. */
+/* ---- What trajectories are made by: its strings, its schemas, and what it says of itself. */
 bool py_holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind) {
     self->segment = (SegmentObject *)Py_NewRef((PyObject *)segment);
     self->kind = kind;

@@ -534,9 +534,8 @@ PyObject *py_layout(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
 }
 
 /* ---- The sizes of a segment that is not made yet, for whoever decides whether to make it. */
-/* segment_plan(capacity, max_producers, extent_bytes) ->
- * (segment bytes, bytes of an extent, extents, producers that get one each), or None where no
- * segment can be laid out. */
+/* segment_plan(capacity, max_producers, extent_bytes) -> (segment bytes, extent's bytes, extents,
+ * producers that get one each), or None where no segment can be laid out. */
 static PyObject *py_segment_plan(PyObject *Py_UNUSED(module), PyObject *args) {
     unsigned long long capacity, extent_bytes;
     unsigned int max_producers;

@@ -196,8 +196,7 @@ SEGMENT_FUNCTION(py_request_rows, py_take_segment) {
     return found;
 }
 
-/* request_find(segment, id, round, split) -> what request_text gives, of the oldest open request of
- * that group; None where there is none. */
+/* request_find(segment, id, round, split) -> request_text of the oldest open one, or None. */
 static PyObject *py_request_find(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     const char *id;

@@ -12,8 +12,7 @@
 PyObject *py_layout(PyObject *module, PyObject *ignored);
 
 /* ---- What other processes hold of a segment's locks of extents. */
-/* A list of (first, count): what others hold of the views' locks of extents (kind 0), or of one
- * client's leases (kind 1 + client). */
+/* [(first, count)]: others' locks of extents: views' (kind 0), or a client's leases (1 + it). */
 PyObject *py_locks_held(const struct segment *segment, unsigned int kind);
 
 /* ---- Records under views, copied into memory of this process, which takes the place of the ring at the

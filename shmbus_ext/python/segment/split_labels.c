@@ -118,8 +118,7 @@ bool py_key_hash(PyObject *key, uint64_t *hash) {
     return true;
 }
 
-/* split_number(segment, label) -> int: which gets one if it has none, unless the segment is mapped
- * read-only; then KeyError. */
+/* split_number(segment, label) -> int: a new one if need be; KeyError where mapped read-only. */
 static PyObject *py_split_number_call(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     PyObject *label;
@@ -140,8 +139,7 @@ static PyObject *split_row(SegmentObject *segment, uint32_t number) {
                                          RELAXED(entry->ready_groups), RELAXED(entry->open_groups));
 }
 
-/* splits(segment) -> list of (number, label, acked, dropped, stashed, ready_groups, open_groups):
- * those that have a label. */
+/* splits(segment) -> [(number, label, acked, dropped, stashed, ready_groups, open_groups)] */
 static PyObject *py_splits(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     PyObject *found = py_take_segment(object, &segment) ? PyList_New(0) : NULL;
