@@ -71,11 +71,6 @@ REFERENCE = {
         "Tensors of a step, from one process to one other.",
         ["shmbus.tensors"],
     ),
-    "steps": (
-        "shmbus.channel",
-        "The same for bytes, without torch.",
-        ["shmbus.channel"],
-    ),
     "relay": (
         "shmbus.relay",
         "Complete groups between the buses of a Ray cluster.",

@@ -35,7 +35,7 @@ import numpy as np
 
 from shmbus import BusNotFoundError, WaitTimeoutError
 from shmbus.channel import ChannelReceiver, ChannelSender
-from shmbus.channel.lifecycle import living_statement
+from shmbus.channel.endpoint import living_statement
 
 TESTED = "prime-rl 559b447 (MicroBatchSender) and 0f59b24 (BatchSender), by their interfaces"
 #: Where its interface may be, newest first: package, and the middle of the factories' names.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ClosedByAnyWith", "ClosedByWith"]
+__all__ = ["ClosedByAnyWith", "ClosedByAsyncWith", "ClosedByWith", "ClosedForReason"]
 
 
 class ClosedByWith:
@@ -30,6 +30,41 @@ class ClosedByWith:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class ClosedForReason(ClosedByWith):
+    """Is told at its end what exception has left the block; empty for none."""
+
+    def close(self, reason: str = "") -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close("" if error is None else f"{type(error).__name__}: {error}")
+
+
+class ClosedByAsyncWith:
+    """Is closed by an ``async with`` block alone, since its end waits."""
+
+    async def close(self) -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
 
 
 class ClosedByAnyWith(ClosedByWith):

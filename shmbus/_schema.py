@@ -4,7 +4,7 @@ Invariants:
 
 - A schema that was accepted is encoded in one way, whatever words it was given in, so that two of
   them agree if their fields do.
-- The core reads the encoding back within its own bounds (``ring/declared_schema.h``).
+- The core reads the encoding back within its own bounds (``ring/declared_schema.c``).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from shmbus.producer_requests import Request
     from shmbus.session import Session
-    from shmbus_ext._values import FieldValue, SupportsItem
+    from shmbus_ext._core import FieldValue, SupportsItem
 
 __all__ = ["Producer", "ProducerOptions", "ProducerStats"]
 

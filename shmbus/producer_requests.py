@@ -29,7 +29,7 @@ from shmbus_ext import _core
 
 if TYPE_CHECKING:
     from shmbus.stall import Watch
-    from shmbus_ext._values import FieldValue, SupportsItem
+    from shmbus_ext._core import FieldValue, SupportsItem
 
 __all__ = ["ProducerRequests", "Request", "RequestState", "checked_reason"]
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus_ext._core import Segment
-from shmbus_ext._values import DeclaredSchema, FieldValue, SupportsItem
+from shmbus_ext._core import DeclaredSchema, FieldValue, Segment, SupportsItem
 
 class Reservation:
     """A record whose arrays are filled in the ring itself; `Producer.reserve` makes it.

@@ -10,12 +10,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "ring/attach.h"
-#include "base/clock.h"
-#include "ring/doorbell.h"
-#include "ring/intent_log.h"
 #include "ring/reader.h"
-#include "ring/reclaim.h"
+#include "base/clock.h"
+#include "ring/segment.h"
+#include "ring/intent_log.h"
 #include "ring/writer.h"
 
 enum { PAYLOAD = 64, FIELDS = 3, PRODUCERS = 64 };

@@ -16,8 +16,8 @@ from shmbus.channel.endpoint import (
     StepFailedError,
     StepOrderError,
     StepSkippedError,
+    unlink_channel,
 )
-from shmbus.channel.lifecycle import unlink_channel
 from shmbus.channel.receiver import ChannelReceiver, Message
 from shmbus.channel.sender import ChannelSender
 from shmbus.errors import ChannelError

@@ -1,4 +1,4 @@
-"""What both sides of a channel have in common: waiting for the other one, and leaving.
+"""What both sides of a channel have in common: its file, waiting for the other one, and leaving.
 
 Invariants:
 
@@ -14,31 +14,67 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 from shmbus import errors
 from shmbus._arguments import check_timeout, process_label
+from shmbus._closing import ClosedForReason
 from shmbus._format import printable, show_wait
-from shmbus.channel.lifecycle import channel_path
 from shmbus.errors import ChannelError, DamagedError, PeerGoneError, WaitTimeoutError
-from shmbus.segment.names import leads_to, remove_dead_socket
+from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
 from shmbus.segment.peer_wait import wait_for
+from shmbus.segment.shared_file import Companion
 from shmbus_ext import _core
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+#: What the files of channels are called: ``shmbus-channel.NAME``.
+KIND = "channel"
 
-__all__ = [
-    "ChannelClosedError",
-    "Endpoint",
-    "SIDES",
-    "StepFailedError",
-    "StepOrderError",
-    "StepSkippedError",
-    "fit_text",
-    "own_label",
-]
+
+def channel_path(name: str) -> str:
+    """Return the file of a channel."""
+    return f"{SHM_DIRECTORY}{companion_name(KIND, name)}"
+
+
+def companion_of(name: str) -> Companion[_core.Channel]:
+    """Return what makes and opens the file of a channel."""
+    return Companion(
+        _core.Channel,
+        _core.CHANNEL_LAYOUT_VERSION,
+        KIND,
+        name,
+        title=f"channel {name!r}",
+        unlink=f"shmbus.channel.unlink_channel({name!r})",
+        maker="sender",
+    )
+
+
+def living_statement(name: str) -> bytes | None:
+    """Return what the living sender of a channel has stated, without being a side of it."""
+    try:
+        handle = companion_of(name).open(name, read_only=True)
+    except errors.BusNotFoundError:
+        return None
+    try:
+        life = handle.look(_core.CHANNEL_SENDER)[0]
+        found = handle.statement(_core.CHANNEL_SENDER)
+    finally:
+        handle.close()
+    if life != _core.CHANNEL_ALIVE:
+        return None
+    if isinstance(found, tuple):
+        return found[1]
+    if found == _core.SHARED_NOTHING:
+        return b""
+    raise errors.DamagedError(
+        f"channel {name!r}: the sender's statement does not match its checksum; remove the channel "
+        f"with shmbus.channel.unlink_channel({name!r}), and resume both sides from a checkpoint"
+    )
+
+
+def unlink_channel(name: str) -> None:
+    """Remove a channel's name; its memory is freed when both sides have closed it."""
+    companion_of(name).unlink()
+
 
 # -- what only a channel raises --------------------------------------------------------------------
 
@@ -52,15 +88,7 @@ class StepOrderError(ChannelError):
 
 
 class _StepError(ChannelError):
-    """A step that comes without its bytes.
-
-    Attributes
-    ----------
-    step : int
-        Which.
-    reason : str
-        Why, in the sender's words.
-    """
+    """A step that comes without its bytes: which, and why, in the sender's words."""
 
     def __init__(self, message: str, step: int, reason: str) -> None:
         super().__init__(message)
@@ -89,18 +117,8 @@ def _nothing() -> None:
     """Check nothing."""
 
 
-class Endpoint:
-    """One side of a channel.
-
-    Parameters
-    ----------
-    name : str
-        Of the channel.
-    handle : Channel
-        Open, without a side.
-    timeout : float
-        Seconds that a wait lasts where nothing else is said.
-    """
+class Endpoint(ClosedForReason):
+    """One side of a channel, over an open handle that has no side yet."""
 
     SIDE: ClassVar[int]
     OTHER: ClassVar[int]
@@ -148,57 +166,20 @@ class Endpoint:
         return self._counts()[3]
 
     def is_other_alive(self) -> bool:
-        """Whether a living process is the other side; known by its lock.
-
-        Returns
-        -------
-        bool
-        """
+        """Whether a living process is the other side; known by its lock."""
         return self._handle.look(self.OTHER)[0] == _core.CHANNEL_ALIVE
 
     def presence(self, side: str) -> tuple[bool, int]:
-        """Whether a living process is a side, and how many processes have been it.
-
-        Parameters
-        ----------
-        side : "sender" | "receiver"
-            Which.
-
-        Returns
-        -------
-        bool, int
-        """
+        """Whether a living process is a side, and how many processes have been it."""
         life, _, claims, _, _ = self._handle.look(SIDES.index(side))
         return life == _core.CHANNEL_ALIVE, claims
 
     def state(self, data: bytes) -> None:
-        """Tell the other side something that outlives this process.
-
-        Parameters
-        ----------
-        data : bytes
-            At most 64 KiB; it replaces what this side has stated before.
-        """
+        """Tell the other side what outlives this process, at most 64 KiB, in place of the last."""
         self._handle.state(data)
 
     def statement(self, side: str) -> tuple[int, bytes]:
-        """Return what a side has stated.
-
-        Parameters
-        ----------
-        side : "sender" | "receiver"
-            Which.
-
-        Returns
-        -------
-        int, bytes
-            Its version and itself; 0 and nothing where there is none.
-
-        Raises
-        ------
-        DamagedError
-            It does not match its checksum.
-        """
+        """Return the version of what a side has stated, and that; 0 and nothing for none."""
         found = self._handle.statement(SIDES.index(side))
         if isinstance(found, tuple):
             return found
@@ -207,27 +188,11 @@ class Endpoint:
         raise self._damaged()
 
     def stated(self, side: str) -> int:
-        """Return the version of a side's statement: cheap, and another one after each change.
-
-        Parameters
-        ----------
-        side : "sender" | "receiver"
-            Which.
-
-        Returns
-        -------
-        int
-        """
+        """Return the version of a side's statement: cheap, and another one after each change."""
         return self._handle.stated(SIDES.index(side))
 
     def close(self, reason: str = "") -> None:
-        """Leave the channel by one's own will; the last one to do so removes an empty channel.
-
-        Parameters
-        ----------
-        reason : str
-            For the other side.
-        """
+        """Leave the channel by one's own will; the last one to do so removes an empty channel."""
         if self._handle.closed:
             return
         text = fit_text(reason, _core.CHANNEL_REASON_BYTES)
@@ -256,17 +221,6 @@ class Endpoint:
             state = "closed"
         return f"<{type(self).__name__} {self.name!r} {state}>"
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close("" if error is None else f"{type(error).__name__}: {error}")
-
     def _counts(self) -> tuple[int, int, int, int]:
         found = _core.channel_counts(self._handle)
         if isinstance(found, tuple):
@@ -281,13 +235,7 @@ class Endpoint:
         )
 
     def require_timeout(self, timeout: object) -> None:
-        """Raise TypeError or ValueError unless it is 0 or more seconds, or None for the default.
-
-        Parameters
-        ----------
-        timeout : object
-            Of a wait, given by a user: also one that is over before it begins is looked at.
-        """
+        """Raise TypeError or ValueError unless it is 0 or more seconds, or None for the default."""
         # A float is what it is, as a rule, and each step asks.
         if not (type(timeout) is float and timeout >= 0):
             check_timeout(timeout)

@@ -21,31 +21,18 @@ from shmbus.channel.endpoint import (
     StepOrderError,
     StepSkippedError,
     check_deadline,
+    companion_of,
     own_label,
 )
-from shmbus.channel.lifecycle import companion_of
 from shmbus.channel.sender import DEFAULT_TIMEOUT_S
 from shmbus.errors import BusBusyError
 from shmbus_ext import _core
-
-__all__ = ["ChannelReceiver", "Message"]
-
 
 _Taken: TypeAlias = tuple[int, int, _core.ChannelMemory, bytes, str]
 
 
 class Message(msgspec.Struct, frozen=True):
-    """A step's bytes, until it is acknowledged.
-
-    Attributes
-    ----------
-    step : int
-        Which.
-    memory : ChannelMemory
-        A read-only buffer in place.
-    meta : bytes
-        What the sender added, checked.
-    """
+    """A step's number, its memory in place, read-only, and its meta, until it is acknowledged."""
 
     step: int
     memory: _core.ChannelMemory
@@ -53,28 +40,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class ChannelReceiver(Endpoint):
-    """Receives steps of bytes, from the oldest that was not acknowledged.
-
-    Parameters
-    ----------
-    name : str
-        Of the channel.
-    timeout : float
-        Seconds that a wait lasts where nothing else is said.
-    wait : float
-        Seconds to wait for the channel to be created.
-    label : str
-        For messages; the script's name by default.
-
-    Raises
-    ------
-    BusNotFoundError
-        There is none.
-    BusBusyError
-        Another living process receives.
-    LayoutMismatchError
-        What is there is no channel of this version.
-    """
+    """Receives steps of bytes, from the oldest that was not acknowledged."""
 
     SIDE: ClassVar[int] = _core.CHANNEL_RECEIVER
     OTHER: ClassVar[int] = _core.CHANNEL_SENDER
@@ -108,31 +74,7 @@ class ChannelReceiver(Endpoint):
         step: int | None = None,
         timeout: float | None = None,
     ) -> Message:
-        """Wait for the oldest step that was not acknowledged.
-
-        Parameters
-        ----------
-        step : int, optional
-            Which one is expected, to be sure.
-        timeout : float, optional
-            Seconds.
-
-        Returns
-        -------
-        Message
-            Call `ack` when it is used.
-
-        Raises
-        ------
-        StepSkippedError, StepFailedError
-            The step comes without bytes; it is acknowledged, and the next call has the next step.
-        StepOrderError
-            `step` was acknowledged already or is not the next one; or steps would be left out.
-        WaitTimeoutError, PeerGoneError, ChannelClosedError
-            Nothing came, and why.
-        DamagedError
-            What came is not what was sent.
-        """
+        """Wait for the oldest step that was not acknowledged; `step` says which one is expected."""
         with self._lock:
             if step is not None and check_int64("step", step) <= self.acked_step:
                 raise StepOrderError(
@@ -175,14 +117,7 @@ class ChannelReceiver(Endpoint):
             _core.channel_drop(self._handle)
 
     def resume_after(self, step: int) -> None:
-        """Go on after the last step that a checkpoint has.
-
-        Parameters
-        ----------
-        step : int
-            What comes of this step or earlier ones is acknowledged unseen; a later one than the
-            next is an error, since steps would be left out.
-        """
+        """Go on after a checkpoint's last step: earlier ones that come are acknowledged unseen."""
         self._resumed = check_int64("step", step)
 
     def _is_final(self, claims: int) -> bool:

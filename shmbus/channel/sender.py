@@ -14,13 +14,17 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from shmbus._arguments import check_bytes, check_int, check_int64
-from shmbus.channel.endpoint import Endpoint, StepOrderError, check_deadline, fit_text, own_label
-from shmbus.channel.lifecycle import companion_of
+from shmbus.channel.endpoint import (
+    Endpoint,
+    StepOrderError,
+    check_deadline,
+    companion_of,
+    fit_text,
+    own_label,
+)
 from shmbus.errors import BusBusyError, BusExistsError, CapacityError, ChannelError
 from shmbus.pool import copy_bytes
 from shmbus_ext import _core
-
-__all__ = ["DEFAULT_MAX_BYTES", "DEFAULT_TIMEOUT_S", "ChannelSender"]
 
 #: Of the layout; C would cut what has more bits.
 _MOST_SLOTS = 8
@@ -37,32 +41,7 @@ _CREATION_S = 5.0
 
 
 class ChannelSender(Endpoint):
-    """Sends steps of bytes. It creates the channel, or goes on where a dead sender has ended.
-
-    Parameters
-    ----------
-    name : str
-        Of the channel, as a bus is named.
-    slots : int
-        Steps that may be on their way, 1 to 8.
-    max_bytes : int | str
-        Bytes that a step may have, such as "2GiB".
-    timeout : float
-        Seconds that a wait lasts where nothing else is said.
-    label : str
-        For messages; the script's name by default.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A name or size is none, or the channel is there with others.
-    BusBusyError
-        Another living process sends.
-    LayoutMismatchError
-        What is there is no channel of this version.
-    CapacityError
-        /dev/shm is full.
-    """
+    """Sends steps of bytes. It creates the channel, or goes on where a dead sender has ended."""
 
     SIDE: ClassVar[int] = _core.CHANNEL_SENDER
     OTHER: ClassVar[int] = _core.CHANNEL_RECEIVER
@@ -109,23 +88,7 @@ class ChannelSender(Endpoint):
         return self.sent_step + 1
 
     def check_step(self, step: int | None) -> int:
-        """Compare a step with the one that is sent next.
-
-        Parameters
-        ----------
-        step : int | None
-            None for whichever it is.
-
-        Returns
-        -------
-        int
-            The next one.
-
-        Raises
-        ------
-        StepOrderError
-            `step` is another one.
-        """
+        """Return the step that is sent next; StepOrderError where another one is given."""
         expected = self.next_step
         if step is None or check_int64("step", step) == expected:
             return expected
@@ -142,27 +105,7 @@ class ChannelSender(Endpoint):
     def begin(
         self, size: int, meta_size: int = 0, *, timeout: float | None = None
     ) -> _core.ChannelMemory:
-        """Wait for a slot, and return the memory of the next step, to be filled and committed.
-
-        Parameters
-        ----------
-        size, meta_size : int
-            Bytes.
-        timeout : float, optional
-            Seconds.
-
-        Returns
-        -------
-        ChannelMemory
-            A writable buffer; release what was made of it before `commit`.
-
-        Raises
-        ------
-        WaitTimeoutError, PeerGoneError, ChannelClosedError
-            No slot became free, and why.
-        CapacityError
-            /dev/shm is full, or the step is larger than `max_bytes`.
-        """
+        """Wait for a slot, and return the memory of the next step, to be filled and committed."""
         step = self.next_step
         if size + meta_size + _core.CHANNEL_META_ALIGN > self.max_bytes:
             raise CapacityError(
@@ -178,37 +121,11 @@ class ChannelSender(Endpoint):
             return self._wait(take, timeout, lambda: self._slot_for(step))
 
     def await_slot(self, step: int, *, timeout: float | None = None) -> None:
-        """Wait until a step that is still to be sent has its slot, whatever is sent before it.
-
-        Parameters
-        ----------
-        step : int
-            Which.
-        timeout : float, optional
-            Seconds.
-
-        Raises
-        ------
-        WaitTimeoutError, PeerGoneError, ChannelClosedError
-            No slot became free, and why.
-        """
+        """Wait until a step that is still to be sent has its slot, whatever is sent before it."""
         self._await_acked(step - self.slots, timeout, lambda: self._slot_for(step))
 
     def post(self, meta: Any) -> None:
-        """Send a step that is all meta, for which there is a slot.
-
-        Parameters
-        ----------
-        meta : object
-            A buffer.
-
-        Raises
-        ------
-        ChannelError
-            There is no slot.
-        CapacityError
-            /dev/shm is full.
-        """
+        """Send a step that is all meta, for which there is a slot."""
         with self._lock:
             step = self.next_step
             if self._begin(step, 0, memoryview(meta).nbytes) is None:
@@ -233,13 +150,7 @@ class ChannelSender(Endpoint):
         return f"slot {slot} for step {step}, which step {step - self.slots} still has"
 
     def commit(self, meta: Any = b"") -> None:
-        """Send what `begin` gave memory for.
-
-        Parameters
-        ----------
-        meta : object
-            A buffer of as many bytes as `begin` was told.
-        """
+        """Send what `begin` gave memory for; what was made of that memory was released."""
         self._send(_core.CHANNEL_STEP, meta, "")
 
     def send(
@@ -250,31 +161,7 @@ class ChannelSender(Endpoint):
         step: int | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Copy a step's bytes into a slot and send them.
-
-        Parameters
-        ----------
-        payload : object
-            With a contiguous buffer.
-        meta : object
-            The same, of at most 16 MiB.
-        step : int, optional
-            Which step it is, to be sure.
-        timeout : float, optional
-            Seconds to wait for a slot.
-
-        Returns
-        -------
-        int
-            Its step.
-
-        Raises
-        ------
-        StepOrderError
-            Another step is next.
-        WaitTimeoutError, PeerGoneError, ChannelClosedError, CapacityError
-            As for `begin`.
-        """
+        """Copy a step's bytes into a slot and send them, with at most 16 MiB of meta."""
         with self._lock:
             number = self.check_step(step)
             source = memoryview(payload).cast("B")
@@ -284,54 +171,15 @@ class ChannelSender(Endpoint):
             return number
 
     def skip(self, reason: str, *, step: int | None = None, timeout: float | None = None) -> int:
-        """Say that a step has no bytes: the receiver gets StepSkippedError for it.
-
-        Parameters
-        ----------
-        reason : str
-            Its first 159 bytes are kept.
-        step, timeout
-            As for `send`.
-
-        Returns
-        -------
-        int
-            The step.
-        """
+        """Say that a step has no bytes: the receiver gets StepSkippedError for it."""
         return self._message(_core.CHANNEL_SKIP, reason, step, timeout)
 
     def fail(self, reason: str, *, step: int | None = None, timeout: float | None = None) -> int:
-        """Say that a step could not be made: the receiver gets StepFailedError for it.
-
-        Parameters
-        ----------
-        reason : str
-            Its first 159 bytes are kept.
-        step, timeout
-            As for `send`.
-
-        Returns
-        -------
-        int
-            The step.
-        """
+        """Say that a step could not be made: the receiver gets StepFailedError for it."""
         return self._message(_core.CHANNEL_FAIL, reason, step, timeout)
 
     def wait_acked(self, step: int, *, timeout: float | None = None) -> None:
-        """Wait until the receiver has acknowledged a step.
-
-        Parameters
-        ----------
-        step : int
-            Which.
-        timeout : float, optional
-            Seconds.
-
-        Raises
-        ------
-        WaitTimeoutError, PeerGoneError, ChannelClosedError
-            It did not, and why.
-        """
+        """Wait until the receiver has acknowledged a step."""
         self._await_acked(step, timeout, lambda: f"the acknowledgement of step {step}")
 
     def _await_acked(self, step: int, timeout: float | None, what: Callable[[], str]) -> None:
@@ -341,18 +189,7 @@ class ChannelSender(Endpoint):
         self._wait(acked, timeout, what)
 
     def withdraw(self) -> bool:
-        """Take back what is on its way, to be sent again; not from a living receiver.
-
-        Returns
-        -------
-        bool
-            Whether nothing is on its way now.
-
-        Raises
-        ------
-        DamagedError
-            The segment is damaged.
-        """
+        """Take back what is on its way, to be sent again; False where a receiver has some."""
         with self._lock:
             if self.sent_step == self.acked_step:
                 return True
@@ -362,21 +199,7 @@ class ChannelSender(Endpoint):
             return status == 0
 
     def resume_after(self, step: int) -> None:
-        """Go on after a step that a checkpoint names as the last acknowledged one.
-
-        Where the channel agrees, what is on its way stays so. Else the next step is the one that
-        follows, and what was on its way is withdrawn, to be sent again.
-
-        Parameters
-        ----------
-        step : int
-            The last acknowledged one.
-
-        Raises
-        ------
-        ChannelError
-            A living receiver has steps on their way which the checkpoint does not know.
-        """
+        """Go on after a checkpoint's last acknowledged step; later ones are withdrawn."""
         step = check_int64("step", step)
         with self._lock:
             if self.acked_step == step:

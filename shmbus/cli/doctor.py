@@ -34,7 +34,7 @@ import shmbus
 from shmbus._format import printable, several, show_size
 from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.inspect import leftovers
-from shmbus.pool.survey import read_pools
+from shmbus.pool.status import read_pools
 from shmbus_ext import _core
 
 #: What is found of a package that is not there.

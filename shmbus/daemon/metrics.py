@@ -46,7 +46,7 @@ from shmbus.inspect.failure_kinds import KINDS, kind_of
 from shmbus.inspect.status import read_status
 from shmbus.inspect.types import BusStatus
 from shmbus.ledger import REASONS
-from shmbus.pool.survey import read_pools
+from shmbus.pool.status import read_pools
 
 __all__ = ["BusCollector", "MetricsServer", "health"]
 

@@ -23,8 +23,6 @@ from shmbus._arguments import check_int64, check_seconds
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.rows import POLL_S, Missing, RankRows
 
-__all__ = ["ClientUpdates", "WeightSyncClient"]
-
 #: Bytes of the random part of a name: no two trainers' rows are taken for one another.
 _NAME_BYTES: Final = 4
 
@@ -116,7 +114,8 @@ class ClientUpdates:
             self._say(version)
             return
         if self._is_whole():
-            raise UpdateRolledBackError(version, self._in_force(), failed)
+            in_force = self._rows.whole_version(self, self.ranks)
+            raise UpdateRolledBackError(version, in_force, failed)
         again = "there is none before it" if previous is None else self._load(previous)
         if again is not None:
             raise EngineError(
@@ -156,9 +155,6 @@ class ClientUpdates:
             and not any(row.error_code for row in rows)
             and len({row.applied_version for row in rows}) == 1
         )
-
-    def _in_force(self) -> int | None:
-        return self._rows.whole_version(self, self.ranks)
 
     def _await_rows(self, version: int, timeout: float) -> Missing | None:
         deadline = time.monotonic() + timeout

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shmbus import ShmbusError
 
-__all__ = ["EngineError", "UpdateRolledBackError"]
-
 #: Characters of an answer that a message shows.
 SHOWN_BODY = 500
 
@@ -15,16 +13,12 @@ class EngineError(ShmbusError):
 
     Attributes
     ----------
-    server : str
-        Its address.
-    step : str
-        What it was asked for: "pause", "update" ...
+    server, step : str
+        Its address, and what it was asked for: "pause", "update" ...
     status : int or None
         The HTTP status; None where no answer came.
-    body : str
-        What it said; the cause where no answer came.
-    advice : str
-        What is to be done.
+    body, advice : str
+        What it said, or the cause where no answer came; and what is to be done.
     gone : bool
         Whether nobody listens at its address: the process has ended.
     """

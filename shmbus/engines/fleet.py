@@ -5,17 +5,14 @@ Then the bus's policy version says so.
 
 Invariants:
 
-- Neither a status nor a body is believed: a server has a version when the row of each of its ranks
-  says that it applied it. Only such a server is resumed. A reload has no rows: there a server's own
-  calls have to say so.
-- What ran before stays leased until the rows agree, so there is a way back for as long as it may be
-  needed.
+- Neither a status nor a body is believed: a server has a version, and is resumed, when the row of
+  each of its ranks says so; of a reload, which has no rows, its own calls have to.
+- What ran before stays leased until the rows agree: a way back for as long as it may be needed.
 - A server that is not whole stays paused, and the error names it.
 - Nothing is loaded into a server that does not say that it is paused; the parameters of a shared
   model change only while every server says so.
-- One pause at a time: in this process by a lock, among processes by the note's. An update that was
-  begun is ended, by its deadlines at the latest: a cancelled task waits for it, and what a dead
-  process leaves is recovered by its note.
+- One pause at a time, by a lock and the note's. An update that was begun is ended: a cancelled task
+  waits for it, and what a dead process leaves is recovered by its note.
 
 Source of reloads: /collective_rpc, /update_weight_version and /weight_info of vLLM 0.32;
 /update_weights_from_disk of SGLang 0.5.23.
@@ -30,13 +27,13 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
 import shmbus
 from shmbus._arguments import check_choice, check_flag, check_int
+from shmbus._closing import ClosedByAsyncWith
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.pause_note import PauseNote, PauseNotice
 from shmbus.engines.report import ServerReport, UpdateReport
@@ -54,11 +51,6 @@ from shmbus.segment.names import check_name
 from shmbus.weights.carriers.checkpoint import CheckpointPlace, newest_checkpoints
 from shmbus.weights.shared_file import shared_state
 from shmbus.weights.shared_model import SharedModel
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["EngineFleet"]
 
 #: Of a policy version, which the bus says once servers have it.
 MOST_VERSION: Final = (1 << 63) - 1
@@ -84,7 +76,7 @@ class Publisher(Protocol):
         """Publish that version; return once it is whole."""
 
 
-class EngineFleet:
+class EngineFleet(ClosedByAsyncWith):
     """Brings new weights to inference servers.
 
     Parameters
@@ -167,7 +159,7 @@ class EngineFleet:
         Raises
         ------
         EngineError, UpdateRolledBackError
-            It did not take the newest version, and is none of the fleet's.
+            It did not take the newest version, and is not in the fleet.
         BlockingIOError
             Another process is updating servers of this bus.
         ValueError
@@ -211,10 +203,7 @@ class EngineFleet:
             self.servers = left
 
     async def catch_up(self) -> UpdateReport | None:
-        """Bring the newest version to every server that does not run it, and leave the others.
-
-        A server that was started anew has what it was started with until then, or until the next
-        update. Call this when one came back, or now and then.
+        """Bring the newest version to every server that does not run it, such as one started anew.
 
         Returns
         -------
@@ -223,10 +212,8 @@ class EngineFleet:
 
         Raises
         ------
-        EngineError
-            A server stays paused, since its model is not whole.
-        BlockingIOError
-            Another process is updating servers of this bus.
+        EngineError, BlockingIOError
+            A server stays paused, since its model is not whole; or another process is updating.
         """
         async with self._busy:
             return await to_the_end(self._join(self.servers, only_behind=True), shmbus.ShmbusError)
@@ -239,7 +226,7 @@ class EngineFleet:
         publisher : WeightPublisher
             Of this bus.
         version : int
-            0 or more; 0 is a version as any other.
+            0 or more.
 
         Returns
         -------
@@ -256,7 +243,7 @@ class EngineFleet:
         BlockingIOError
             Another process is updating servers of this bus.
         TypeError, ValueError
-            The publisher or the version is none.
+            The publisher or the version is invalid.
 
         Notes
         -----
@@ -271,22 +258,7 @@ class EngineFleet:
             return await to_the_end(self._update(publisher, version), shmbus.ShmbusError)
 
     def update_sync(self, publisher: Publisher, version: int) -> UpdateReport:
-        """Do what `update` does, where no event loop runs.
-
-        Parameters
-        ----------
-        publisher, version
-            As for `update`.
-
-        Returns
-        -------
-        UpdateReport
-
-        Raises
-        ------
-        RuntimeError
-            An event loop runs in this thread: await `update` there.
-        """
+        """Do what `update` does, where no event loop runs; RuntimeError where one does."""
         _require_no_loop()
 
         async def run() -> UpdateReport:
@@ -298,7 +270,7 @@ class EngineFleet:
         return asyncio.run(run())
 
     async def reload(self, directory: Path | str) -> UpdateReport:
-        """Have the servers read the newest checkpoint of a directory.
+        """Have the servers read the newest checkpoint of a directory; cancelled as `update` is.
 
         Parameters
         ----------
@@ -318,14 +290,8 @@ class EngineFleet:
         EngineError
             A server could not be paused, and nothing was touched; or it stays paused, since it
             could read neither.
-        WeightsError
-            There is no checkpoint in the directory.
-        BlockingIOError
-            Another process is updating servers of this bus.
-
-        Notes
-        -----
-        Cancelling waits for the end, as in `EngineFleet.update`.
+        WeightsError, BlockingIOError
+            There is no checkpoint in the directory, or another process is updating servers.
         """
         async with self._busy:
             return await to_the_end(self._reload(Path(directory)), shmbus.ShmbusError)
@@ -343,7 +309,7 @@ class EngineFleet:
         Parameters
         ----------
         shared : SharedModel
-            Of this bus, as `share` made it.
+            Of this bus, as `share_model` made it.
         action : callable
             Changes the parameters, such as ``optimizer.step``; it is called in a thread.
         version : int
@@ -361,8 +327,7 @@ class EngineFleet:
         BlockingIOError
             Another process is updating servers of this bus.
         TypeError, ValueError
-            The version is no int of 0 or more, the model none of this bus, or the action none that
-            ends when it returns.
+            The version, the model or the action is invalid.
         """
         version = check_int("version", version, 0, (1 << 63) - 1)
         check_flag("heal", heal)
@@ -380,18 +345,9 @@ class EngineFleet:
     async def recover(self) -> UpdateReport | None:
         """End the pause that a dead process has left, by the rules of `update`.
 
-        Servers whose ranks agree on a whole version are resumed. Others get the newest whole one
-        first. One that cannot take it stays paused, and is named.
-
-        Returns
-        -------
-        UpdateReport or None
-            None where nothing was left paused.
-
-        Raises
-        ------
-        BlockingIOError
-            The process that paused them lives.
+        Servers whose ranks agree on a whole version are resumed, others get the newest whole one
+        first; one that cannot take it stays paused, and is named. None where nothing was left
+        paused; BlockingIOError where the process that paused them lives.
         """
         async with self._busy:
             with PauseNote(self.bus) as note:
@@ -400,17 +356,6 @@ class EngineFleet:
     async def close(self) -> None:
         """Let go of connections to the servers; may be called twice. Cancelled, it ends first."""
         await close_all(self.servers)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     # -- an update ---------------------------------------------------------------------------------
 

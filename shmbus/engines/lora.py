@@ -20,22 +20,17 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import shmbus
 from shmbus._arguments import check_int
+from shmbus._closing import ClosedByAsyncWith
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.report import ServerReport, UpdateReport
 from shmbus.engines.server import as_engine_error, checked_addresses, checked_timeout
 from shmbus.engines.tasks import OneAtATime, close_all
 from shmbus.segment.names import check_name
 from shmbus.weights.lora import LoraVersion, past_keeping
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["LoraFleet", "LoraServer"]
 
 
 class LoraServer(Protocol):
@@ -58,7 +53,7 @@ class LoraServer(Protocol):
         """Let go of connections."""
 
 
-class LoraFleet:
+class LoraFleet(ClosedByAsyncWith):
     """Brings versions of an adapter to inference servers.
 
     Parameters
@@ -117,8 +112,7 @@ class LoraFleet:
         Raises
         ------
         UpdateRolledBackError
-            Too few took it; it was unloaded where it was loaded, and the version before is in
-            force.
+            Too few took it; it was unloaded again, and the version before is in force.
         """
         if not isinstance(adapter, LoraVersion):
             raise TypeError(
@@ -191,17 +185,6 @@ class LoraFleet:
     async def close(self) -> None:
         """Let go of connections to the servers; may be called twice. Cancelled, it ends first."""
         await close_all(self.servers)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
 
 def _named(adapter: LoraVersion, version: int) -> str:

@@ -1,8 +1,7 @@
-"""A server whose process is this one's: started with a checkpoint, watched, and ended.
+"""A server whose process is this one's: started anew with each checkpoint, watched, and ended.
 
-For engines that take new weights only when they start. `EngineFleet.reload` drives it like any
-other server: what pauses others ends this one, and what has others read a checkpoint starts it with
-that.
+`EngineFleet.reload` drives it like any other server: what pauses others ends this one, and what has
+others read a checkpoint starts it with that.
 
 Invariant: the server ends with the process that made it, however that ends (`shmbus._session`).
 
@@ -27,8 +26,6 @@ from shmbus.engines.server import HttpServer, PauseMode, checked_timeout
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ManagedServer"]
-
 #: What stands in a command line for the checkpoint's directory.
 CHECKPOINT: Final = "{checkpoint}"
 #: Seconds between two questions whether it answers.
@@ -36,7 +33,7 @@ ASK_S: Final = 0.2
 
 
 class ManagedServer(HttpServer):
-    """A server that is started anew with each checkpoint.
+    """A server that is started anew with each checkpoint; requests in flight end with its process.
 
     Parameters
     ----------
@@ -46,7 +43,8 @@ class ManagedServer(HttpServer):
     url : str
         Where it answers then.
     checkpoint : path
-        What it starts with first.
+        What it starts with first. It has to have what the engine reads beside the weights, such as
+        ``config.json``, which `WeightPublisher` does not write.
     health : str
         A path that it answers with 200 once it serves.
     environment : mapping of str to str, optional
@@ -59,13 +57,7 @@ class ManagedServer(HttpServer):
     Raises
     ------
     TypeError, ValueError
-        The command has no ``{checkpoint}``, or another argument is none.
-
-    Notes
-    -----
-    Requests in flight end with the process: the fleet's mode is "abort". A checkpoint has to have
-    what the engine reads beside the weights, such as ``config.json``; `WeightPublisher` writes the
-    weights alone, so a command of your own may put the rest there.
+        The command has no ``{checkpoint}``, or another argument is invalid.
 
     Examples
     --------
@@ -109,13 +101,7 @@ class ManagedServer(HttpServer):
         return self._process is not None and self._process.poll() is None
 
     async def start(self) -> None:
-        """Start it with the checkpoint that it had last, unless it runs, and wait until it serves.
-
-        Raises
-        ------
-        EngineError
-            It ended, or did not serve in time; it is ended then.
-        """
+        """Start it with its last checkpoint unless it runs; EngineError where it does not serve."""
         if not self.running:
             self._begin()
         deadline = time.monotonic() + self._start_timeout

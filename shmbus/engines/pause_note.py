@@ -19,34 +19,13 @@ from shmbus.segment.cache_salt import NOTE_KIND
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 
-__all__ = ["PauseNote", "PauseNotice", "paused_by"]
-
 MAX_BYTES = 1 << 20
 #: Seconds for which a daemon that asks whether the note was left may hold its lock.
 ASKED_S = 0.1
 
 
 class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fleet/1"):
-    """What the note says.
-
-    Attributes
-    ----------
-    pid : int
-        Who paused, as numbered in its own pid namespace.
-    servers : list[tuple[str, str]]
-        Kind and address of each, such as ("vllm", "http://127.0.0.1:8000").
-    version : int
-        What they are to run.
-    previous : int or None
-        What they ran.
-    shared : bool
-        Whether they and the trainer have one copy of the model, which a step was to change.
-    directory : str
-        Where the checkpoint lies that they were to read; empty where they take other weights.
-    updating : bool
-        Whether servers change their weights now, or may have; not so once an update has ended, of
-        which a server stays paused.
-    """
+    """What the note says: who paused which servers, for what."""
 
     pid: int
     servers: list[tuple[str, str]]

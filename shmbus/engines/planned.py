@@ -22,8 +22,6 @@ from shmbus.weights.loading import LoadCache
 from shmbus.weights.plan_patch import PlanPatch
 from shmbus.weights.subscriber import Place
 
-__all__ = ["EngineLoad", "PlannedLoader"]
-
 #: An engine's loader: tensors by name, and the modules that they go into; None for all.
 EngineLoad = Callable[
     [Iterator[tuple[str, torch.Tensor]], Sequence[torch.nn.Module] | None], object

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["ServerReport", "UpdateReport"]
-
 
 class ServerReport(msgspec.Struct, kw_only=True):
     """How an update went at one server.
@@ -44,10 +42,8 @@ class UpdateReport(msgspec.Struct, kw_only=True):
 
     Attributes
     ----------
-    version : int
-        The new one.
-    previous : int or None
-        What ran before; None before the first.
+    version, previous : int, int or None
+        The new one, and what ran before; None before the first.
     servers : list[ServerReport]
         In the order that they were given.
     total_s : float

@@ -23,8 +23,6 @@ from shmbus.engines.report import UpdateReport
 from shmbus.engines.sglang import SglangServer
 from shmbus.engines.vllm import VllmServer
 
-__all__ = ["HEADERS_VARIABLE", "main", "resume"]
-
 #: A JSON object of headers that each server is sent, such as its key: a note has no secrets.
 HEADERS_VARIABLE: Final = "SHMBUS_SERVER_HEADERS"
 

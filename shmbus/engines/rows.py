@@ -19,8 +19,6 @@ from shmbus.pool.server_rows import LOADING_CODE, WEIGHTS, rows_of_server
 from shmbus.pool.status import ReaderStatus, SlotStatus, read_pool
 from shmbus.weights.errors import MANIFEST_CODE
 
-__all__ = ["POLL_S", "Missing", "RankRows"]
-
 #: Seconds between two looks at the readers' rows.
 POLL_S = 0.01
 

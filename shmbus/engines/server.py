@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, Protocol
 from urllib.parse import SplitResult, urlsplit
 
@@ -17,17 +16,8 @@ import aiohttp
 import msgspec
 
 from shmbus._arguments import check_seconds
+from shmbus._closing import ClosedByAsyncWith
 from shmbus.engines.errors import SHOWN_BODY, EngineError
-
-__all__ = [
-    "Addressed",
-    "EngineServer",
-    "HttpServer",
-    "PauseMode",
-    "as_engine_error",
-    "checked_addresses",
-    "checked_timeout",
-]
 
 #: What happens to requests in flight: frozen and continued; awaited; aborted.
 PauseMode = Literal["keep", "wait", "abort"]
@@ -67,16 +57,10 @@ class EngineServer(Protocol):
         """Return how many processes load weights: each has a row of its own."""
 
     async def prepare(self, bus: str, timeout: float) -> bool:
-        """Have each rank attach to the weights of a bus and check them; nothing is touched.
-
-        False where this kind of server cannot before it is paused: `attach` does.
-        """
+        """Have each rank attach to a bus's weights; False where it cannot before it is paused."""
 
     async def attach(self, bus: str, timeout: float) -> bool:
-        """Do what `prepare` could not, now that it is paused.
-
-        False where only `load` can: its ranks attach when they load for the first time.
-        """
+        """Do what `prepare` could not, now that it is paused; False where only `load` can."""
 
     async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
         """Stop generating."""
@@ -88,15 +72,7 @@ class EngineServer(Protocol):
         """Read a checkpoint's directory on its machine, and say that it has that version."""
 
     async def settle(self, loading: bool, timeout: float) -> bool:
-        """End an update that was left open, as its last step does; whether there was one.
-
-        Parameters
-        ----------
-        loading : bool
-            Whether a rank's row says that it loads, for servers that do not say it themselves.
-        timeout : float
-            Seconds.
-        """
+        """End an update that was left open; whether there was one. `loading`: what the rows say."""
 
     async def resume(self, timeout: float) -> None:
         """Go on generating."""
@@ -108,8 +84,8 @@ class EngineServer(Protocol):
         """Let go of connections."""
 
 
-class HttpServer:
-    """A server that is controlled over HTTP.
+class HttpServer(ClosedByAsyncWith):
+    """A server that is controlled over HTTP, by one connection a request.
 
     Parameters
     ----------
@@ -120,15 +96,8 @@ class HttpServer:
 
     Raises
     ------
-    TypeError
-        The address is no str, or a header none.
-    ValueError
-        The address is none of HTTP, or has a key in it; or a header has control characters.
-
-    Notes
-    -----
-    Each request has a connection of its own: one that is kept belongs to one event loop, and a
-    server may close it in the moment in which it is used again.
+    TypeError, ValueError
+        The address is not one of HTTP, or has a key in it; or a header is invalid.
     """
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
@@ -146,14 +115,7 @@ class HttpServer:
         query: Mapping[str, str] | None = None,
         advice: str,
     ) -> dict[str, Any]:
-        """Send one request and return the JSON object that a 200 carries.
-
-        Raises
-        ------
-        EngineError
-            No answer came within the timeout, or another status, or no JSON object. Where nobody
-            listens its advice is to look at the address, whatever the step's is.
-        """
+        """Send one request; the JSON object that a 200 carries, EngineError for anything else."""
         status, text = await self.call(
             step, method, path, timeout, body=body, query=query, advice=advice
         )
@@ -172,13 +134,7 @@ class HttpServer:
         query: Mapping[str, str] | None = None,
         advice: str,
     ) -> tuple[int, str]:
-        """Send one request and return the status and the text that came.
-
-        Raises
-        ------
-        EngineError
-            No answer came within the timeout.
-        """
+        """Send one request; the status and the text, EngineError where none came in time."""
         raw = bytearray()
         try:
             async with (
@@ -245,17 +201,6 @@ class HttpServer:
 
     async def close(self) -> None:
         """Let go of what it holds, which is nothing; may be called twice."""
-
-    async def __aenter__(self) -> HttpServer:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.address}>"

@@ -1,15 +1,11 @@
 """An SGLang server: its routes for reinforcement learning, as SGLang 0.5.23 has them.
 
 The weights reach it where it was started with ``--custom-weight-loader`` and the name of
-`shmbus.engines.sglang_loader.load`.
+`shmbus.engines.sglang_loader.load`. What differs from vLLM:
 
-What differs from vLLM, and what is made of it:
-
-- A custom loader runs only between ``begin_weight_update`` and ``end_weight_update``, and what
-  `begin` does to a quantised model cannot be undone without loading. So a rank attaches once the
-  server is paused, or, where the model is quantised, when it loads for the first time.
-- Its scheduler does not catch what a loader raises, so ours raises nothing, and SGLang's answer
-  says nothing of the weights; the rows do.
+- A custom loader runs only between ``begin_weight_update`` and ``end_weight_update``; of a
+  quantised model `begin` cannot be undone without loading, so its ranks attach at the first load.
+- Its scheduler does not catch what a loader raises, so ours raises nothing; the rows say it.
 - Whether it is paused is ``/ready``.
 
 Source: sglang/srt/entrypoints/http_server.py, sglang/srt/managers/io_struct.py,
@@ -26,8 +22,6 @@ from shmbus.engines.errors import EngineError
 from shmbus.engines.server import HttpServer, PauseMode
 from shmbus.engines.sglang_order import LOADER, Order, order_for_rank
 from shmbus.pool.server_rows import row_name
-
-__all__ = ["SglangServer"]
 
 _LOADER = (
     f"start the server with --custom-weight-loader {LOADER} in an environment that has shmbus "
@@ -56,11 +50,6 @@ class SglangServer(HttpServer):
     headers : mapping of str to str, optional
         Sent with each request, such as ``{"Authorization": "Bearer ..."}``: the admin key, where
         it has one.
-
-    Raises
-    ------
-    ValueError
-        The address is none of HTTP.
     """
 
     kind: str = "sglang"
@@ -191,18 +180,7 @@ class SglangServer(HttpServer):
             )
 
     async def settle(self, loading: bool, timeout: float) -> bool:
-        """End a session that a dead trainer or a lost answer has left open; it says so itself.
-
-        Returns
-        -------
-        bool
-            Whether there was one.
-
-        Raises
-        ------
-        EngineError
-            It is not known.
-        """
+        """End a session that a dead trainer or a lost answer has left open; it says so itself."""
         del loading
         status, text = await self.call(
             "end", "POST", "/end_weight_update", timeout, body={}, advice=_AGAIN

@@ -28,8 +28,6 @@ from shmbus.engines.planned import PlannedLoader
 from shmbus.engines.sglang_order import Order, read_order
 from shmbus.weights import Weights, WeightSubscriber
 
-__all__ = ["load"]
-
 logger = logging.getLogger("sglang.shmbus")
 
 #: Seconds to wait for the weights when a trainer says that they are there.

@@ -1,9 +1,7 @@
 """What a trainer tells each rank of an SGLang server: one order, in the name of an empty tensor.
 
 SGLang hands a custom loader the model and a list of named tensors, which it unpickles from the
-request; nothing else reaches it. So the list has one tensor without elements, whose name says what
-to do. SGLang takes nothing but a pickle, so its few opcodes are written here by hand; nothing is
-unpickled here.
+request; nothing else reaches it. So its few opcodes are written here by hand; nothing is unpickled.
 
 Source: sglang/srt/managers/tp_worker.py (`deserialize_own_rank`) and
 sglang/srt/model_executor/model_runner_components/weight_updater.py of SGLang 0.5.23.
@@ -16,8 +14,6 @@ import struct
 from typing import Literal
 
 import msgspec
-
-__all__ = ["LOADER", "Order", "order_for_rank", "read_order"]
 
 #: What `--custom-weight-loader` takes, and an update names as its load format.
 LOADER = "shmbus.engines.sglang_loader.load"

@@ -12,8 +12,6 @@ from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["OneAtATime", "close_all", "to_the_end"]
-
 _T = TypeVar("_T")
 
 #: Seconds between two tries; an update takes longer.

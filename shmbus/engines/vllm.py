@@ -15,8 +15,6 @@ from shmbus.engines.errors import EngineError
 from shmbus.engines.server import HttpServer, PauseMode
 from shmbus.pool.server_rows import row_name
 
-__all__ = ["VllmServer"]
-
 _ROUTES = "start the server with VLLM_SERVER_DEV_MODE=1, which has these routes"
 _BACKEND = (
     'start the server with --weight-transfer-config \'{"backend": "shmbus"}\' in an environment '

@@ -1,18 +1,17 @@
 """What runs inside a vLLM worker: weights from shared memory, by the name "shmbus".
 
-vLLM's users get it by one string, ``--weight-transfer-config '{"backend": "shmbus"}'``: the entry
-point ``vllm.general_plugins`` calls `register` in each process, which imports nothing else.
+vLLM's users get it by ``--weight-transfer-config '{"backend": "shmbus"}'``: the entry point
+``vllm.general_plugins`` calls `register` in each process, which imports nothing else.
 
 Invariants:
 
 - Between start and finish nothing is raised: an exception of one worker leaves vLLM's answers out
-  of step with its calls where there are several. What went wrong is in this worker's row, which is
-  what the fleet believes.
+  of step with its calls. What went wrong is in this worker's row, which the fleet believes.
 - A version that could not be loaded is never said to be applied, and a row says so before vLLM is
   answered.
-- From start to finish, and at no other time, the row says that a version is being loaded. A trainer
-  that dies in between leaves an update open that has to be finished before another is started: each
-  worker raises otherwise. vLLM's model has memory all the while but within `receive_weights`.
+- From start to finish, and at no other time, the row says that a version is being loaded: an update
+  that is left open has to be finished before another is started. vLLM's model has memory all the
+  while but within `receive_weights`.
 
 Source: vllm/distributed/weight_transfer/base.py and ipc_engine.py of vLLM 0.32.
 """
@@ -45,8 +44,6 @@ from shmbus.weights.errors import LOAD_CODE, MANIFEST_CODE
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
-
-__all__ = ["ShmbusWeightTransferEngine"]
 
 logger = logging.getLogger("vllm.shmbus")
 

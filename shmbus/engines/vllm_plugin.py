@@ -5,8 +5,6 @@ vLLM calls it in each of its processes, whether or not this backend is chosen.
 
 from __future__ import annotations
 
-__all__ = ["BACKEND", "register"]
-
 #: The name in ``--weight-transfer-config '{"backend": ...}'``.
 BACKEND = "shmbus"
 

@@ -18,7 +18,7 @@ Source: vllm/distributed/weight_transfer/base.py, factory.py and ipc_engine.py o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -35,13 +35,13 @@ from shmbus.engines.vllm_plugin import BACKEND, register
 from shmbus.weights import (
     LocalPiece,
     ParamMeta,
-    Slice,
     WeightPublisher,
     WeightsError,
     WeightSource,
 )
 from shmbus.weights.publisher import PUBLISH_TIMEOUT_S
-from shmbus.weights.source import dtype_name
+from shmbus.weights.sharded_source import ExportedSource
+from shmbus.weights.source import EvenShares, dtype_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,25 +54,7 @@ register()
 
 @dataclass
 class ShmbusTrainerInitInfo(TrainerInitInfo):
-    """How a trainer's rank publishes.
-
-    Attributes
-    ----------
-    bus : str
-        The bus that the weights belong to; that need not exist.
-    rank : int
-        This process's among those that publish together; by keyword, as vLLM has it.
-    world_size : int
-        How many publish together.
-    carrier, device : str
-        As for `WeightPublisher`; a directory of checkpoints has no place here.
-    patches : bool or float
-        As for `WeightPublisher`.
-    version : int
-        Of the weights as they are now; each `send_weights` sends the next.
-    timeout : float
-        Seconds to wait for ranks and readers.
-    """
+    """How a trainer's rank publishes, as for `WeightPublisher`; `version` is the first one's."""
 
     backend: ClassVar[str] = BACKEND
 
@@ -85,22 +67,8 @@ class ShmbusTrainerInitInfo(TrainerInitInfo):
     timeout: float = PUBLISH_TIMEOUT_S
 
 
-class GatheredSource:
-    """A source of vLLM's as one of ours: whole tensors, each written by one of the ranks.
-
-    Iterating a sharded model gathers each tensor, on every rank. `ModuleSource` of
-    `shmbus.weights` does not: each rank writes its own shard.
-
-    Parameters
-    ----------
-    source : vllm WeightSource
-        All ranks hold all of it.
-
-    Raises
-    ------
-    WeightsError
-        It is split over the ranks, so that this one cannot tell who has what.
-    """
+class GatheredSource(ExportedSource):
+    """A source of vLLM's as one of ours: tensors are gathered on every rank, and written by one."""
 
     def __init__(self, source: VllmSource) -> None:
         if source.held_names() is not None:
@@ -109,6 +77,7 @@ class GatheredSource:
                 "(held_names() of None), got one that is split; pass a WeightSource of "
                 "shmbus.weights, whose ranks write what they have"
             )
+        super().__init__(lambda: iter(source))
         self._source = source
 
     def params(self) -> list[ParamMeta]:
@@ -118,56 +87,16 @@ class GatheredSource:
             for each in self._source.metadata()
         ]
 
-    def aliases(self) -> Mapping[str, str]:
-        """Return nothing: vLLM's sources name a tied tensor once."""
-        return {}
-
-    def slices(self) -> Mapping[str, Slice]:
-        """Return nothing: vLLM's sources name whole tensors."""
-        return {}
-
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        """Yield this rank's share of the tensors; every one is gathered.
-
-        Parameters
-        ----------
-        rank, world_size : int
-            Of the publisher.
-
-        Yields
-        ------
-        LocalPiece
-        """
-        written = [0] * world_size
+        """Yield this rank's share of the tensors; every one is gathered."""
+        shares = EvenShares(world_size)
         for name, tensor in self._source:
-            lightest = written.index(min(written))
-            written[lightest] += tensor.numel() * tensor.element_size()
-            if lightest == rank:
+            if shares.next(tensor.nbytes) == rank:
                 yield LocalPiece(name, (0,) * tensor.dim(), tensor.detach())
 
 
 class ShmbusTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmbusTrainerInitInfo]):
-    """Publishes a source's weights, and brings them to the servers behind a client.
-
-    Parameters
-    ----------
-    init_info : ShmbusTrainerInitInfo
-        How.
-    client : VLLMWeightSyncClient
-        Used by rank 0 alone.
-    source : WeightSource
-        Of `shmbus.weights`, or one of vLLM's.
-
-    Raises
-    ------
-    EngineError
-        Rank 0: an inference rank cannot read these weights, or they do not fit its model. Nothing
-        was touched.
-    WeightsError
-        They cannot be published; see `WeightPublisher`.
-    ValueError
-        There is no source.
-    """
+    """Publishes a source's weights, and brings them to the servers behind a client of rank 0."""
 
     init_info_cls = ShmbusTrainerInitInfo
 
@@ -214,31 +143,14 @@ class ShmbusTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmbusTraine
         client: VLLMWeightSyncClient,
         source: VllmSource | None = None,
     ) -> Self:
-        """Publish the weights as they are, and have each inference rank attach and check them.
-
-        Parameters
-        ----------
-        init_info, client, source
-            As for the class. Every trainer rank calls this.
-
-        Returns
-        -------
-        ShmbusTrainerWeightTransferEngine
-        """
+        """Publish the weights as they are, and have inference ranks attach, on every rank."""
         return cls(init_info, client=client, source=source)
 
     def send_weights(self) -> None:
         """Publish the next version and load it into all inference ranks; every rank calls this.
 
-        Raises
-        ------
-        UpdateRolledBackError
-            Rank 0: an inference rank could not take it; all of them run what they ran before.
-        EngineError
-            Rank 0: nor could that be loaded again. That server's model is not whole: keep it
-            paused.
-        WeightsError
-            It could not be published; the version before stays in force.
+        In rank 0 UpdateRolledBackError says that all ranks run what they ran before, EngineError
+        that one is not whole; WeightsError that the version before stays in force.
         """
         version = self.version + 1
         if self._updates is None:

@@ -13,8 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-from shmbus.pool.copying import copy_bytes
-from shmbus.pool.lifecycle import PoolSpec, create_pool, unlink_pool
+from shmbus.pool.lifecycle import PoolSpec, copy_bytes, create_pool, unlink_pool
 from shmbus.pool.patches import PatchRun, Piece, VersionPatch, has_patch, put_piece, same_bytes
 from shmbus.pool.publisher import PoolPublisher, VersionWrite, WhenHeld
 from shmbus.pool.reader import PoolReader, VersionLease

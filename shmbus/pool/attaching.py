@@ -24,8 +24,6 @@ from shmbus.pool.status import status_of_pool
 from shmbus.segment.peer_wait import SLICE_S
 from shmbus_ext import _core
 
-__all__ = ["attach", "fit"]
-
 
 def attach(
     bus: str, kind: str, rank: int, spec: PoolSpec | None, timeout: float

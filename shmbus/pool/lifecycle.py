@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import msgspec
 
@@ -11,13 +12,23 @@ from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from shmbus.segment.shared_file import Companion
 from shmbus_ext import _core
 
-__all__ = ["PoolSpec", "create_handle", "create_pool", "open_pool", "pool_path", "unlink_pool"]
+
+def copy_bytes(target: Any, source: Any) -> None:
+    """Copy one buffer into another, by non-temporal stores where they are worth it."""
+    if memoryview(target).nbytes != memoryview(source).nbytes:
+        raise ValueError(
+            f"copy_bytes: expected two buffers of one length, got {memoryview(target).nbytes} and "
+            f"{memoryview(source).nbytes} bytes"
+        )
+    if memoryview(target).readonly:
+        raise TypeError("copy_bytes: expected a writable target, got a read-only buffer")
+    _core.pool_copy(target, source)
+
 
 #: Bytes whose digest is one number: a wrong one is named to within this much.
 DEFAULT_BLOCK_BYTES = 16 << 20
 
-#: Seconds that opening waits for a pool whose creator is still allocating it: zeroing tens of GiB
-#: takes as long.
+#: Seconds that opening waits for a pool that is still allocated: zeroing tens of GiB takes as long.
 OPEN_WAIT_S = 30.0
 
 

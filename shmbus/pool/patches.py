@@ -24,19 +24,6 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from shmbus.pool.publisher import VersionWrite
 
-__all__ = [
-    "PatchRun",
-    "Piece",
-    "VersionPatch",
-    "export_patch",
-    "find_patch",
-    "has_patch",
-    "patched_crc",
-    "put_piece",
-    "same_bytes",
-    "take_patch",
-]
-
 
 class Piece(msgspec.Struct, frozen=True):
     """Where elements lie in a version's bytes."""
@@ -133,10 +120,7 @@ def export_patch(lease: _core.PoolLease) -> tuple[int, bytes] | None:
 
 
 def take_patch(write: VersionWrite, exported: Any) -> bool:
-    """Write a version by a patch of another pool; False where it replaces what is not there.
-
-    What it does not replace may differ too: `patched_crc` of both versions tells.
-    """
+    """Write a version by a patch of another pool; False where it replaces what is not there."""
     return _core.pool_patch_take(write.buffer, exported)
 
 

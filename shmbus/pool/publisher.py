@@ -39,8 +39,6 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["PoolPublisher", "VersionWrite", "WhenHeld"]
-
 _T = TypeVar("_T")
 
 WhenHeld: TypeAlias = Literal["wait", "skip", "grow"]

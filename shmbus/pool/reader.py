@@ -30,8 +30,6 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     pass
 
-__all__ = ["PoolReader", "VersionLease"]
-
 #: Seconds that one sleep lasts at most; between two, whether the pool still has its name.
 _SLEEP_S: Final = 10 * SLICE_S
 

@@ -26,6 +26,7 @@ from shmbus.relay.messages import (
     Mark,
     Message,
     MissingSample,
+    Origin,
     Returned,
     Settled,
     SinkState,
@@ -33,8 +34,11 @@ from shmbus.relay.messages import (
     Subscription,
     Unanswered,
     Wanted,
+    bus_of,
+    by_bus,
+    is_of,
+    unpack_heads,
 )
-from shmbus.relay.origins import Origin, bus_of, by_bus, is_of, unpack_heads
 from shmbus.relay.retries import RetryRequests
 from shmbus.stash.failures import FailingGroup
 from shmbus.stash.stash import Stash, StashPolicy
@@ -98,8 +102,7 @@ def journal_parts(
     return [tuple(whole[at : at + most]) for at in range(0, len(whole), most)]
 
 
-#: Bytes that may be assigned to a sink and not put yet: a few blocks, so that a fetch is under way
-#: while one is put.
+#: Bytes assigned to a sink and not put yet: some blocks, so that one is fetched while one is put.
 WINDOW_BYTES = 128 << 20
 
 #: Groups that are placed together, the heaviest first: so many make sums nearly equal.
@@ -422,10 +425,7 @@ class Coordinator:
         return self._ask([bus])
 
     def ask_who_holds_less(self, held: Mapping[str, int]) -> list[Message]:
-        """Have those sources say what they hold that hold less than is believed here.
-
-        Such a source has released what was taken, and the word of that was lost.
-        """
+        """Have sources say what they hold that hold less than is believed here."""
         believed = [*self.known, *(o for o, mark in self.taken.items() if mark is None)]
         return self._ask({bus for bus, o in by_bus(believed) if len(o) > held.get(bus, len(o))})
 
@@ -485,7 +485,7 @@ class Coordinator:
             found = self.stash.lease(1, self.policy_version)
             if not found:
                 break
-            groups.append((self._weight(found[0]), found[0]))
+            groups.append((sum(map(_NBYTES, self._records(found[0]))), found[0]))
             room -= groups[-1][0]
         return groups
 
@@ -588,15 +588,9 @@ class Coordinator:
             self.stash.fail_lost(lost, "the bus that had it has gone", now_s)
 
     def _records(self, group: GroupEntry[OriginHead]) -> list[OriginHead]:
-        """Return what of a group crosses: its samples, and reports of those that failed for good.
-
-        They go together, so that no part of it is ever left behind alone.
-        """
+        """Return what of a group crosses together: samples, and reports of those that failed."""
         reports = self.stash.reports.get(group) if self.stash.reports else None
         return [*group.samples, *reports] if reports else group.samples
-
-    def _weight(self, group: GroupEntry[OriginHead]) -> int:
-        return sum(map(_NBYTES, self._records(group)))
 
 
 def find_missing(

@@ -44,8 +44,9 @@ from shmbus.relay.messages import (
     Subscription,
     Unanswered,
     Wanted,
+    bus_of,
+    name_origin,
 )
-from shmbus.relay.origins import bus_of, name_origin
 from shmbus.relay.party import Backoff
 from shmbus.stash.stash import Stash, StashPolicy
 from shmbus_ext._core import OriginHead
@@ -57,8 +58,7 @@ _log = logging.getLogger("shmbus.relay")
 
 #: Seconds after which what was not answered is asked for again.
 ASK_AGAIN_S = 1.0
-#: Seconds of silence after which a peer is asked whether it is there; it may follow another
-#: coordinator.
+#: Seconds of silence after which a peer is asked: it may be dead, or follow another coordinator.
 SILENT_S = 3.0
 #: Seconds between rounds without a message: deadlines of groups are as exact as this.
 ROUND_S = 0.05
@@ -142,7 +142,8 @@ class CoordinatorParty:
         self.hellos[address] = (hello, time.monotonic())
         self._note_clock(hello)
         if self.pure is None:
-            self._begin_if_all_sinks_are_there()
+            if all(address in self.hellos for address in self.sinks):
+                self._begin()
         elif hello.term > self.pure.term:
             # Of one that was here before, and whose last words came late.
             self._begin()
@@ -164,10 +165,7 @@ class CoordinatorParty:
         self._steer()
 
     def _ask_for_news(self, bus: str, mark: Mark) -> None:
-        """Ask a source for all, where one of its announcements was lost, and none came after it.
-
-        `mark` is what the source had said of itself a while ago, so that it is not under way still.
-        """
+        """Ask a source for all, where an announcement was lost that it had told of a while ago."""
         assert self.pure is not None
         backoff = self._news.setdefault(bus, Backoff())
         newest = self.pure.newest.get(bus)
@@ -183,11 +181,6 @@ class CoordinatorParty:
             )  # fmt: skip
         if self.pure is not None and not hello.is_sink:
             self.pure.clocks_ns[hello.bus] = self.clocks.offset_ns(hello.address)
-
-    def _begin_if_all_sinks_are_there(self) -> None:
-        if not all(address in self.hellos for address in self.sinks):
-            return
-        self._begin()
 
     def _begin(self) -> None:
         """Begin, or begin again, under a number above all that anybody has heard."""

@@ -1,10 +1,7 @@
 """Messages straight from process to process over TCP.
 
-Each process listens at an endpoint, which others learn when they are introduced, or from a
-connection that comes from there. Blocking sockets and a thread for each direction, since one system
-call then moves a whole block without the interpreter's lock. A message without a block goes from
-the thread that says it, where nothing waits before it and the socket takes it: waking a thread
-costs more.
+Blocking sockets and a thread for each direction: one system call then moves a whole block without
+the interpreter's lock. A message without a block goes from the thread that says it, if it can.
 
 Invariants:
 
@@ -86,8 +83,7 @@ _MOST_WAITING: Final = 256 << 20
 _MEET_S: Final = 5.0
 #: A wait that is over at once; 0 would be none, and no timeout.
 _LEAST_S: Final = 1e-6
-#: Connections that have not proved who they are, each with a thread; more wait in the system's
-#: queue.
+#: Connections that have not proved who they are, a thread each; more wait in the system's queue.
 _MOST_MEETING: Final = 32
 #: Seconds between attempts to connect: at first, and at most.
 _RETRY_S: Final = (0.2, 15.0)
@@ -221,11 +217,6 @@ class _Link:
             _skip(left, self._connection.sendmsg(left, (), socket.MSG_DONTWAIT))
         return not left
 
-    def _sent(self, item: _Item) -> None:
-        with self._lock:
-            self._nbytes -= item.nbytes
-            self._count -= 1
-
     def _work(self) -> None:
         attempts = 0
         while not self._over.is_set():
@@ -286,7 +277,9 @@ class _Link:
                 _require_open(connection)
                 _send(connection, item.left)
             finally:
-                self._sent(item)
+                with self._lock:
+                    self._nbytes -= item.nbytes
+                    self._count -= 1
                 # The room is to be free once the block has gone, and not with the next one.
                 del item
 

@@ -21,8 +21,6 @@ from typing import Final, NamedTuple
 from shmbus.relay.messages import MirrorState, Transfer
 from shmbus.relay.party import Backoff
 
-__all__ = ["PIECE_BYTES", "Distribution", "Hop", "count_pieces"]
-
 #: Bytes of a piece: a few system calls each, and little beside a version, since a chain of n
 #: mirrors has the last byte n pieces later than one.
 PIECE_BYTES: Final = 4 << 20
@@ -32,8 +30,7 @@ SILENT_S: Final = 3.0
 STALL_S: Final = 0.25
 #: The same where that happens again and again, as when all of them wait for one link.
 _MOST_STALL_S: Final = 8.0
-#: Pieces that a mirror may be behind the one before it: what is under way, and comes while its
-#: words do.
+#: Pieces that a mirror may be behind the one before it: those under way, and while its words are.
 LAG: Final = 64
 #: Versions after which one that was slow is tried at the head of a chain again.
 _SLOW_VERSIONS: Final = 16

@@ -8,26 +8,88 @@ one judges it by its numbers alone:
 - An answer with records by the number of its question: what has been put since, or was given back,
   may be assigned again, and an answer from before that names records that their source let go.
 
+What a source says of a record is compared with the record itself, by its head's `check`, before
+anything of it is put.
+
 What came from elsewhere has the types that its message has, or is refused as a whole; another
 version of shmbus is refused by its version, before anything else of it is read.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Collection
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias, cast, get_args
 
 import msgspec
 
 from shmbus import errors
 from shmbus.ledger import REASONS
-from shmbus.relay.origins import Origin
 from shmbus_ext import _core
+from shmbus_ext._core import OriginHead
+
+ORIGIN_BYTES: Final = 32
+#: A record among all buses: the bus's identity, then producer id and sequence with their high bytes
+#: first, so that they sort as numbers. Bytes, since a relay hashes each of them many times, and a
+#: hash of bytes is remembered; it is what the core reads, too.
+Origin: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=ORIGIN_BYTES, max_length=ORIGIN_BYTES)]
+_ID: Final = struct.Struct(">QQ")
+_IDENTITY_BYTES: Final = ORIGIN_BYTES - _ID.size
+
+
+def make_origin(bus: str, producer_id: int, sequence: int) -> Origin:
+    """Return what a record of the bus of this identity is known by."""
+    return bytes.fromhex(bus) + _ID.pack(producer_id, sequence)
+
+
+def is_of(origin: Origin, bus: str) -> bool:
+    """Whether a record is of the bus of this identity."""
+    return origin.startswith(bytes.fromhex(bus))
+
+
+def bus_of(origin: Origin) -> str:
+    """Return the identity of a record's bus."""
+    return origin[:_IDENTITY_BYTES].hex()
+
+
+def by_bus(origins: Collection[Origin]) -> list[tuple[str, Collection[Origin]]]:
+    """Return records bus by bus, in their order."""
+    if not origins:
+        return []
+    lowest = min(origins)[:_IDENTITY_BYTES]
+    if max(origins).startswith(lowest):
+        return [(lowest.hex(), origins)]
+    found: dict[bytes, list[Origin]] = {}
+    for origin in origins:
+        found.setdefault(origin[:_IDENTITY_BYTES], []).append(origin)
+    return [(identity.hex(), found[identity]) for identity in sorted(found)]
+
+
+def name_origin(origin: Origin) -> str:
+    """Return a record's name for people: producer and sequence on its bus."""
+    return "/".join(map(str, _ID.unpack_from(origin, _IDENTITY_BYTES)))
+
+
+def unpack_heads(bus: str, packed: bytes, clock_ns: int = 0) -> list[OriginHead]:
+    """Return heads that a bus announced; `clock_ns` is its machine's clock minus the reader's."""
+    try:
+        heads = _core.unpack_heads(packed)
+    except ValueError as error:
+        raise errors.ProtocolError(f"relay: an announcement of bus {bus}: {error}") from error
+    identity = bytes.fromhex(bus)
+    for head in heads:
+        if not head.origin.startswith(identity):
+            raise errors.ProtocolError(
+                f"relay: an announcement of bus {bus} names records of another one"
+            )
+        head.clock_ns = clock_ns
+    return heads
+
 
 #: More than anything that is counted, and what the segment's words of 64 bits hold.
 _LARGEST = 2**62
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
-#: Of a coordinator, or -1 of who has heard none. The next one is greater, and as valid: honest ones
-#: never come near the end.
+#: Of a coordinator, or -1 of who has heard none; the next one is greater, and never near the end.
 Term: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=_LARGEST // 2)]
 #: Of the ledger, for a record's end.
 Reason: TypeAlias = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(REASONS)})$")]
@@ -237,12 +299,9 @@ class Hello(NamedTuple):
     """A source or a sink to the coordinator: who it is, when it begins and now and then.
 
     `largest_record` and `largest_group` are bytes that its bus takes, `largest_count` records of a
-    group; 0 of a source. `paused` is why its bus is paused. `clock_ns` is its CLOCK_MONOTONIC, and
-    `held`, `moving` and `settled` count records, for messages. `term` is that of the newest
-    coordinator that it has heard, and `coordinator` where that one is. `asked` are term and number
-    of the newest Wanted that a source has taken, `mark` is that of its newest announcement: a
-    coordinator that has not got that one asks for all. `oldest_ns` is when the record was committed
-    that it has held for longest, 0 for none.
+    group; 0 of a source. `held`, `moving` and `settled` count records. `term` and `coordinator` are
+    of the newest coordinator that it has heard, `asked` of the newest Wanted, `mark` of its newest
+    announcement. `oldest_ns` is when its oldest record was committed, 0 for none.
     """
 
     address: str
@@ -400,32 +459,11 @@ class MirrorState(NamedTuple):
 
 
 Message: TypeAlias = (
-    Subscription
-    | Announcement
-    | SinkStateWanted
-    | SinkState
-    | Assignment
-    | Assignments
-    | Drop
-    | Fetch
-    | Fetched
-    | Returned
-    | Settled
-    | Release
-    | Released
-    | Confirmation
-    | HelloWanted
-    | Hello
-    | Steering
-    | Peers
-    | Wanted
-    | Unanswered
-    | VersionOffer
-    | PiecesWanted
-    | VersionPiece
-    | PiecesGone
-    | MirrorState
-)
+    Subscription | Announcement | SinkStateWanted | SinkState | Assignment | Assignments | Drop
+    | Fetch | Fetched | Returned | Settled | Release | Released | Confirmation | HelloWanted
+    | Hello | Steering | Peers | Wanted | Unanswered | VersionOffer | PiecesWanted | VersionPiece
+    | PiecesGone | MirrorState
+)  # fmt: skip
 
 
 #: Raised with every change of a message or of its meaning.
@@ -446,8 +484,7 @@ class _Frame(msgspec.Struct, array_like=True):
     body: msgspec.Raw
 
 
-#: What decoding raises: beside msgspec's own errors, for text that is no UTF-8, and for lists that
-#: are too deep.
+#: What decoding raises: also for text that is no UTF-8, and for lists that are too deep.
 _NOT_ONE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _FRAME: Final = msgspec.msgpack.Decoder(_Frame)
 

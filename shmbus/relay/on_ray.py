@@ -106,11 +106,7 @@ class RelayActor:
 
 
 def _without_forgotten(plan: PartyPlan) -> PartyPlan:
-    """Return a coordinator's plan without peers that were forgotten before it was restarted.
-
-    All peers are registered before their coordinator, and keep their names while Ray starts them
-    again or their node is away: one without a name was killed for good.
-    """
+    """Return a coordinator's plan without peers that have no name: they were killed for good."""
     listed = ray.util.list_named_actors(all_namespaces=True)
     named = {each["name"] for each in listed if each["namespace"] == NAMESPACE}
     gone = [each for each in [*plan.sources, *plan.sinks] if each not in named]
@@ -322,10 +318,7 @@ class Relay:
         ]
 
     def describe(self, timeout: float = _ANSWER_S) -> list[dict[str, Any]]:
-        """Return what each actor says of itself, within so many seconds for all of them.
-
-        One that does not answer has "error", and so has one whose bus cannot be used.
-        """
+        """Return what each actor says of itself; "error" is why one can do nothing."""
         timeout = _answer_s(timeout)
         asked: dict[str, Any] = {}
         said: list[dict[str, Any]] = []

@@ -53,10 +53,7 @@ class Mailbox(Protocol):
     def send(
         self, to: str, message: Message, payload: bytes | bytearray | memoryview = b""
     ) -> None:
-        """Send a message, or lose it where nobody has that address now.
-
-        It may wait for `flush`. A payload may be read later, and must not change meanwhile.
-        """
+        """Send a message at the next `flush`, or lose it; a payload must not change meanwhile."""
 
     def flush(self) -> None:
         """Let go what waits to be sent with what comes after it."""

@@ -19,25 +19,22 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from shmbus import errors, limits
+from shmbus._closing import ClosedByWith
 from shmbus._keys import split_key
 from shmbus.ledger import REASONS
-from shmbus.relay.origins import Origin, name_origin
+from shmbus.relay.messages import Origin, name_origin
 from shmbus.segment import lifecycle
 from shmbus.segment.explain import RELAY_LABEL
 from shmbus.stash.upkeep import Upkeep
 from shmbus_ext import _core
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _KEY: Final = operator.attrgetter("key")
 
 
-class RecordReader:
+class RecordReader(ClosedByWith):
     """Reads a bus record by record, in its collector's place, from several threads."""
 
     def __init__(self, name: str) -> None:
@@ -174,17 +171,6 @@ class RecordReader:
             self._reader.close()
             self._held.clear()
             self._of_group.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def reason_of(report: _core.Trajectory) -> str:

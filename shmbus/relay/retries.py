@@ -19,8 +19,7 @@ from collections.abc import Hashable, Sequence
 from typing import TypeAlias
 
 from shmbus._keys import make_key, split_key
-from shmbus.relay.messages import MissingSample, Unanswered, Wanted
-from shmbus.relay.origins import bus_of
+from shmbus.relay.messages import MissingSample, Unanswered, Wanted, bus_of
 from shmbus.stash.failures import Failures, Request
 from shmbus_ext import _core
 from shmbus_ext._core import OriginHead

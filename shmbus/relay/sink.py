@@ -27,21 +27,22 @@ from shmbus.relay.messages import (
     Fetched,
     Mark,
     Message,
+    Origin,
     Release,
     Released,
     Returned,
     Settled,
     SinkState,
     SinkStateWanted,
+    by_bus,
+    is_of,
 )
-from shmbus.relay.origins import Origin, by_bus, is_of
 
 #: Bytes that are fetched at a time: groups are put together until they are as many. What one core's
 #: cache holds is checked and put without coming from memory again.
 BLOCK_BYTES = 4 << 20
 
-#: How many such blocks are under way at a time: one that is put, one that crosses the network, and
-#: one that its sources copy.
+#: Blocks under way at a time: one is put, one crosses the network, and one its sources copy.
 BLOCKS_UNDER_WAY = 3
 
 #: The reason of a release on put: what becomes of the record is not known to its source.
@@ -152,7 +153,7 @@ class Sink:
         self.term = message.term
         return [self._state()]
 
-    def _is_meant(self, message: Assignment | Drop) -> bool:
+    def is_meant(self, message: Assignment | Drop) -> bool:
         """Whether it is for this sink, by its coordinator, and about nothing that it has."""
         if (message.incarnation, message.term) != (self.incarnation, self.term):
             return False
@@ -166,19 +167,15 @@ class Sink:
         """Take on several groups likewise, each by itself; what they make is fetched together."""
         before = len(self.waiting)
         for message in messages:
-            if self._is_meant(message):
+            if self.is_meant(message):
                 self.waiting.append(message)
                 self._waiting_bytes += message.nbytes
                 self.owed.update(message.origins)
         return self._next() if len(self.waiting) > before else []
 
-    def may_drop(self, message: Drop) -> bool:
-        """Whether a drop was meant for this sink, and names nothing that is in its journal."""
-        return self._is_meant(message)
-
     def drop(self, message: Drop) -> list[Message]:
         """Have sources let a group go; the caller has written down that it is dropped."""
-        if not self._is_meant(message):
+        if not self.is_meant(message):
             return []
         origins = frozenset(message.origins)
         self.settled |= origins

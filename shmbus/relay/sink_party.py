@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 from shmbus import Bus, Producer, errors
 from shmbus.ledger import REASONS
 from shmbus.relay.messages import (
+    ORIGIN_BYTES,
     Assignment,
     Assignments,
     Confirmation,
@@ -31,13 +32,16 @@ from shmbus.relay.messages import (
     Hello,
     HelloWanted,
     Message,
+    Origin,
     Peers,
     Release,
     Released,
     Settled,
     SinkStateWanted,
+    bus_of,
+    by_bus,
+    name_origin,
 )
-from shmbus.relay.origins import ORIGIN_BYTES, Origin, bus_of, by_bus, name_origin
 from shmbus.relay.party import Backoff
 from shmbus.relay.sink import BLOCK_BYTES, BLOCK_RECORDS, Batch, Journal, Sink
 from shmbus.segment import lifecycle
@@ -152,8 +156,7 @@ _log = logging.getLogger("shmbus.relay")
 FULL_PAUSE_S = 0.002
 #: Seconds between rounds with nothing to put.
 IDLE_S = 0.01
-#: Seconds between checks of what the trainer has ended: a source's space is free so much later, and
-#: three messages are sent each time.
+#: Seconds between checks of what the trainer has ended: a source's space is free so much later.
 ENDS_S = 0.05
 #: Seconds for which the coordinator is not told of what was put, while it has assigned more than is
 #: fetched: a message for each block costs it, and what it answers this, as much as the heads do.
@@ -161,8 +164,7 @@ SETTLED_LINGER_S = 0.02
 #: Seconds after which a release that no source has confirmed is asked for again.
 ASK_AGAIN_S = 2.0
 HELLO_S = 1.0
-#: A block is at most this part of the bus, and of the journal's entries, so that there is room for
-#: what the trainer holds.
+#: Most of the bus, and of the journal's entries, in a block: the trainer's groups need room, too.
 _BLOCK_SHARE = 8
 #: The same of a group: it is put whole, beside what the trainer holds.
 _GROUP_SHARE = 2
@@ -180,10 +182,7 @@ class _Block:
         return dict(zip(self.origins, range(len(self.origins)), strict=True))
 
     def find(self, order: tuple[Origin, ...], at: int) -> tuple[int, int]:
-        """Return where what is `at` this place of an order lies, and how many lie as the order.
-
-        None of them where it is not here.
-        """
+        """Return where what is `at` this place of an order lies, and how many lie as the order."""
         if self.origins == order:
             return at, len(order) - at
         first = self._index.get(order[at], -1)
@@ -199,10 +198,7 @@ class _Block:
 
 
 def _named(origins: bytes, asked: tuple[Origin, ...]) -> tuple[Origin, ...]:
-    """Return origins that lie one behind the other; what was asked for, where they are that.
-
-    Objects that are in a sink's sets already are found there at half the cost of new ones.
-    """
+    """Return origins that lie one behind the other, as the objects that were asked for."""
     if origins == b"".join(asked):
         return asked
     known = {origin: origin for origin in asked}
@@ -323,7 +319,7 @@ class SinkParty:
                 self._say(sink.assign_all(g for g in message.groups if g.sink == sink.name))
             case Assignment() as message if message.sink == sink.name:
                 self._say(sink.assign(message))
-            case Drop() as message if message.sink == sink.name and sink.may_drop(message):
+            case Drop() as message if message.sink == sink.name and sink.is_meant(message):
                 if self.journal.drop(message.origins, message.reason):
                     self._say(sink.drop(message))
             case Fetched() as message if message.sink == sink.name:
@@ -350,8 +346,7 @@ class SinkParty:
                 self._write()
                 self._say(said)
         if came:
-            # A message to one that is not connected is lost: one for nothing comes before the first
-            # block is asked for.
+            # A message to one that is not connected is lost: send one before the first block.
             sink = self.sink
             self._say([Fetch(bus, sink.name, sink.incarnation, ()) for bus in sorted(came)])
             self._say(sink.ask_again())
@@ -497,10 +492,7 @@ class SinkParty:
         return 0.0 if sink.ready else IDLE_S
 
     def _tell_missing(self) -> bool:
-        """Report samples that will not come, before the rest of their group; False on a full bus.
-
-        Said twice it does no harm: the trainer's stash keeps one report a sample.
-        """
+        """Report samples that will not come, once or again; False on a full bus."""
         for group in self.sink.batches[0].groups:
             for sample in group.missing:
                 if sample.id in self._told:

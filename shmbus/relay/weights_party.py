@@ -36,8 +36,6 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from shmbus.relay.party import Mailbox
 
-__all__ = ["MirrorNote", "WeightsNote", "WeightsParty"]
-
 _log = logging.getLogger("shmbus.relay")
 
 #: Seconds between two looks for a version.

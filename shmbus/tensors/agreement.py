@@ -21,19 +21,6 @@ from shmbus.channel.endpoint import Endpoint
 from shmbus.errors import DamagedError
 from shmbus.tensors.views import DTYPE_BYTES, has_memory
 
-__all__ = [
-    "Agreement",
-    "SpecMismatchError",
-    "Statement",
-    "TensorSpec",
-    "differences",
-    "is_there",
-    "parse_specs",
-    "specs_of",
-    "step_differences",
-    "unsendable",
-]
-
 #: Of a dimension: more than any memory has, and every reader's integers hold it.
 _MOST_SIZE: Final = (1 << 63) - 1
 

@@ -11,8 +11,6 @@ from shmbus.tensors.config import Carrier, choose_carrier
 from shmbus.tensors.receiver import TensorReceiver
 from shmbus.tensors.sender import TensorSender
 
-__all__ = ["TensorChannel"]
-
 
 class TensorChannel:
     """Named tensors of a step, from one process to one other on the same machine."""

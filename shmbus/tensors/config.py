@@ -16,8 +16,6 @@ from shmbus.channel.sender import DEFAULT_MAX_BYTES
 from shmbus.errors import DeviceMismatchError
 from shmbus.tensors.device.memory import refusals
 
-__all__ = ["Carrier", "CudaCarrier", "HostCarrier", "MemfdCarrier", "choose_carrier"]
-
 
 class HostCarrier(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="host"

@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["launch"]
-
 #: 64-bit numbers of a piece in the table: target, source, words, none.
 ENTRY: Final = 4
 #: Warps of a program that copies a whole piece. A thread then moves 32 bytes in vectors of 16: 2.07

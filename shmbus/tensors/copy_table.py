@@ -19,20 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = [
-    "LARGE_BYTES",
-    "PIECE_BYTES",
-    "CopyTable",
-    "Cut",
-    "Pair",
-    "cut",
-    "import_kernels",
-    "is_alike",
-    "may_cut",
-    "prepare_copies",
-    "spans_of",
-]
-
 #: A tensor to write, and what is written into it.
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 

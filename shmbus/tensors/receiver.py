@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
+from shmbus._closing import ClosedForReason
 from shmbus._near_names import UnknownNameError
 from shmbus.channel import ChannelError, ChannelReceiver, Message, StepFailedError
 from shmbus.errors import PeerGoneError, WaitTimeoutError
@@ -24,13 +25,6 @@ from shmbus.tensors.views import payload_tensor, tensor_at
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = [
-    "Opened",
-    "StepItem",
-    "StepReader",
-    "TensorReceiver",
-]
 
 #: A step's tensors, and what has to be done before its slot is given back.
 Opened: TypeAlias = tuple[dict[str, torch.Tensor], Callable[[], None]]
@@ -176,21 +170,7 @@ _HEADS: Final = 16
 
 
 class StepItem(Mapping[str, torch.Tensor]):
-    """A step's tensors by their names; as a context, its end acknowledges the step.
-
-    Parameters
-    ----------
-    channel : ChannelReceiver
-        Which received it.
-    step : int
-        Which.
-    tensors : dict of Tensor
-        Views of its memory, or copies.
-    meta : dict
-        Of the sender.
-    finish : callable
-        What has to be done before its slot is given back.
-    """
+    """A step's tensors by name, with its `step` and `meta`; leaving its context acknowledges it."""
 
     def __init__(
         self,
@@ -266,26 +246,8 @@ class StepItem(Mapping[str, torch.Tensor]):
             self.drop()
 
 
-class TensorReceiver:
-    """The receiving side; `TensorChannel.open` makes it.
-
-    Parameters
-    ----------
-    name : str
-        Of the channel.
-    specs : mapping of name to (dtype, shape)
-        What is expected; None in a shape for a dimension that may vary.
-    timeout : float
-        Seconds that a wait lasts where nothing else is said.
-    wait : float
-        Seconds to wait for the channel to be created.
-    label : str
-        For messages.
-    device : torch.device, optional
-        Which CUDA device reads memory of a CUDA carrier; by default the one that has it.
-    views : bool
-        Whether its tensors, and those of a memfd, are views instead of copies.
-    """
+class TensorReceiver(ClosedForReason):
+    """The receiving side of a channel of tensors."""
 
     def __init__(
         self,
@@ -383,13 +345,7 @@ class TensorReceiver:
         return StepItem(self._channel, message.step, tensors, meta, finish)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the last acknowledged step, for a checkpoint.
-
-        Returns
-        -------
-        dict
-            With "acked_step".
-        """
+        """Return the last acknowledged step, for a checkpoint."""
         return {"acked_step": self._channel.acked_step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -418,14 +374,3 @@ class TensorReceiver:
 
     def __repr__(self) -> str:
         return f"<TensorReceiver over {self._channel!r}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close("" if error is None else f"{type(error).__name__}: {error}")

@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["launch"]
-
 #: 64-bit numbers of a program in the table: first change, changes; elements of a row of the piece,
 #: those between two rows, and before the first; the first of the source; for each of three
 #: dimensions its step in the source, its size, its step in the target; the target's address, the

@@ -3,23 +3,28 @@
 Invariants: a step is checked whole before a byte of it is written; each tensor is copied once. A
 step is committed when all of its bytes are there, never before, so a sender that dies has sent a
 step whole or not at all; a buffer is written only while no receiver reads it.
+What follows a copy of a device runs after it, one at a time, in order, and none after one that has
+raised until that was told; a process waits on events of its own only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from shmbus import CapacityError
 from shmbus._arguments import check_bytes, check_int64, is_text
+from shmbus._closing import ClosedForReason
 from shmbus.channel import ChannelSender
 from shmbus.errors import ShmbusError
-from shmbus.pool.copying import copy_bytes
+from shmbus.pool.lifecycle import copy_bytes
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.agreement import (
     Agreement,
@@ -33,25 +38,128 @@ from shmbus.tensors.agreement import (
 )
 from shmbus.tensors.config import Carrier, CudaCarrier, HostCarrier
 from shmbus.tensors.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
-from shmbus.tensors.device.completion import Completion
 from shmbus.tensors.device.driver import CudaDriverError
 from shmbus.tensors.step_table import StepForm, encode_head, encode_meta
 from shmbus.tensors.views import byte_view, copy_tensor, payload_tensor, tensor_at
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+#: Seconds that a caller waits itself for the end of a small copy: what a device takes to change
+#: over from another process, and as much again.
+SOON_S: Final = 0.00025
 
-__all__ = [
-    "TABLE_BYTES",
-    "ExportedWriter",
-    "SlotWriter",
-    "StepWriter",
-    "TensorSender",
-    "open_writer",
-]
+_Task: TypeAlias = tuple[torch.cuda.Event, Callable[[], None]]
 
-#: What a slot of the segment may have where the tensors lie elsewhere: a step's table, of at most
-#: 16 MiB, on a page of its own.
+
+class Completion:
+    """Runs actions after copies."""
+
+    def __init__(self, depth: int = 1) -> None:
+        self._depth = depth
+        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._changed = threading.Condition(threading.Lock())
+        self._pending = 0
+        self._idle: list[torch.cuda.Event] = []
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def pending(self) -> int:
+        """Return how many actions are on their way."""
+        return self._pending
+
+    def after(
+        self, device: torch.device, action: Callable[[], None], *, soon: bool = False
+    ) -> None:
+        """Run an action once a device has done what its current stream was asked to do."""
+        event = self._record(device)
+        self._settle(0 if event is None else self._depth - 1)
+        if event is None:
+            action()
+            return
+        if soon and not self._pending and _is_soon(event):
+            self._idle.append(event)
+            action()
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="shmbus-device", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._pending += 1
+        self._queue.put((event, action))
+
+    def _record(self, device: torch.device) -> torch.cuda.Event | None:
+        """Return what happens when the device has got so far; None where it has already."""
+        if device.type != "cuda":
+            return None
+        # To make an event takes longer than to record one again.
+        event = self._idle.pop() if self._idle else _new_event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way."""
+        self._settle(0)
+
+    def check(self) -> None:
+        """Raise what an action has raised, without waiting where none has."""
+        if self._error is not None:
+            self._settle(0)
+
+    def _settle(self, most: int) -> None:
+        if self._pending > most or self._error is not None:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._pending <= (most if self._error is None else 0)
+                )
+                error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        """Wait for what is on its way, and end the thread; may be called twice."""
+        try:
+            self.settle()
+        finally:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._queue.put(None)
+                thread.join()
+
+    def _run(self) -> None:
+        while True:
+            task = self._queue.get()
+            if task is None:
+                return
+            event, action = task
+            error: BaseException | None = None
+            try:
+                event.synchronize()
+                if self._error is None:
+                    action()
+            except BaseException as raised:  # settle raises it, where the caller is
+                error = raised
+            self._idle.append(event)
+            del event, action, task
+            with self._changed:
+                self._error = self._error or error
+                self._pending -= 1
+                self._changed.notify_all()
+            del error
+
+
+def _new_event() -> torch.cuda.Event:
+    """Return an event for which a thread sleeps."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+
+def _is_soon(event: torch.cuda.Event) -> bool:
+    deadline = time.perf_counter() + SOON_S
+    while time.perf_counter() < deadline:
+        if event.query():  # type: ignore[no-untyped-call]
+            return True
+    return False
+
+
+#: Of a slot where the tensors lie elsewhere: a step's table, at most 16 MiB, on a page of its own.
 TABLE_BYTES: Final = (16 << 20) + 4096
 
 
@@ -83,35 +191,6 @@ def open_writer(
     except BaseException:
         channel.close()
         raise
-
-
-class StepWriter(Protocol):
-    """Writes steps of a channel into one kind of memory."""
-
-    device: torch.device
-
-    @property
-    def growths(self) -> int:
-        """Return how often a buffer got more memory."""
-
-    @property
-    def next_step(self) -> int:
-        """Return the step that is written next; raises what kept an earlier one from being sent."""
-
-    def write(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        form: StepForm,
-        more: bytes,
-        timeout: float | None,
-    ) -> None:
-        """Copy a step's tensors, and send it once they are there; `more` follows its head."""
-
-    def settle(self) -> None:
-        """Wait until what was written is sent; raises what kept it from being so."""
-
-    def close(self, *, drain: bool) -> None:
-        """Let go of the memory; drain: not before the receiver has had all of it."""
 
 
 class SlotWriter:
@@ -289,22 +368,12 @@ class ExportedWriter:
             self._arena.close()
 
 
-class TensorSender:
-    """The sending side; `TensorChannel.create` makes it.
+#: Writes steps of a channel into one kind of memory, and sends each once it is there.
+StepWriter: TypeAlias = SlotWriter | ExportedWriter
 
-    Parameters
-    ----------
-    name : str
-        Of the channel.
-    carrier : HostCarrier | MemfdCarrier | CudaCarrier
-        Which memory, how many slots.
-    specs : mapping, optional
-        What is sent; the first step says it where this does not.
-    timeout : float
-        Seconds that a wait lasts where nothing else is said.
-    label : str
-        For messages.
-    """
+
+class TensorSender(ClosedForReason):
+    """The sending side of a channel of tensors."""
 
     def __init__(
         self,
@@ -494,13 +563,7 @@ class TensorSender:
         return self._channel.fail(reason, step=step, timeout=timeout)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the last acknowledged step, for a checkpoint.
-
-        Returns
-        -------
-        dict
-            With "acked_step".
-        """
+        """Return the last acknowledged step, for a checkpoint."""
         return {"acked_step": self._channel.acked_step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -537,17 +600,6 @@ class TensorSender:
 
     def __repr__(self) -> str:
         return f"<TensorSender over {self._channel!r}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close("" if error is None else f"{type(error).__name__}: {error}")
 
     def _check_tensors(self, tensors: Mapping[str, torch.Tensor], step: int) -> None:
         for name, tensor in tensors.items():

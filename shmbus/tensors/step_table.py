@@ -18,17 +18,6 @@ from shmbus.tensors.agreement import TensorSpec, size_of
 from shmbus.tensors.device.arena import BufferName
 from shmbus.tensors.views import ALIGNMENT, DTYPE_BYTES, TensorPlace
 
-__all__ = [
-    "Places",
-    "StepForm",
-    "check_places",
-    "decode_meta",
-    "decode_places",
-    "encode_head",
-    "encode_meta",
-    "head_of",
-]
-
 #: Bytes in front of a table, which say where it ends.
 _LENGTH_BYTES: Final = 4
 

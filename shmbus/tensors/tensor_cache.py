@@ -17,8 +17,6 @@ import torch
 
 from shmbus.tensors.views import is_elsewhere, is_sharded
 
-__all__ = ["SeenTensors", "are_same"]
-
 #: What tells how a tensor lies in its memory.
 _LAYOUT: Final = (
     attrgetter("dtype"), attrgetter("shape"), methodcaller("stride"), attrgetter("device"),
@@ -46,8 +44,7 @@ class SeenTensors:
 
     def __init__(self, tensors: Mapping[str, object]) -> None:
         self._names, self._tensors = _tensors_of(tensors)
-        # What is tied comes once. A DTensor's own part, and what any other wrapper stands for, may
-        # move without a trace.
+        # What is tied comes once. What a DTensor or another wrapper stands for may move unseen.
         self._once = tuple({id(tensor): tensor for tensor in self._tensors}.values())
         self._told = not any(is_sharded(each) or is_elsewhere(each) for each in self._once)
         if self._told:

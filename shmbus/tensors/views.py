@@ -21,21 +21,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "ALIGNMENT",
-    "DTYPE_BYTES",
-    "TensorPlace",
-    "byte_view",
-    "copy_tensor",
-    "has_memory",
-    "is_elsewhere",
-    "is_plain_copy",
-    "is_sharded",
-    "payload_tensor",
-    "tensor_at",
-    "unowned",
-]
-
 #: Bytes at multiples of which tensors begin: the widest vector and DMA access.
 ALIGNMENT: Final = 256
 

@@ -1,15 +1,11 @@
 """Atropos's bridge file: a trainer on the memory of an engine that its patched vLLM has exported.
 
 ``vllm_bridge_config.json`` says which tensors an engine has on its device, each with the eight
-parts of a handle of torch's. They are opened, fused ones are taken apart by the checkpoint's names,
-and a model's parameters become views of them: an optimizer's step is what the engine generates with
-next.
+parts of a handle of torch's. They are opened, and a model's parameters become views of them.
+Nothing guards such an engine: its server has to be paused for a step by its own means.
 
 Invariants: what is read is typed and checked whole, and every handle is opened, before a parameter
 of the model changes; nothing is unpickled.
-
-Nothing guards such an engine: its server has to be paused for a step by its own means. For engines
-of one's own there is `share_model`, which has a guard.
 
 Source: example_trainer/model.py, example_trainer/vllm_patching/patched_gpu_runner.py and README.md
 of Atropos 0.4.0.
@@ -32,8 +28,6 @@ from shmbus.tensors.views import DTYPE_BYTES
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Slice
 from shmbus.weights.shared_model import put_views
-
-__all__ = ["attach_bridge"]
 
 FILE: Final = "vllm_bridge_config.json"
 #: Bytes of a file that is read: a thousand tensors with handles have one megabyte.
@@ -65,11 +59,6 @@ class _Handle(msgspec.Struct, kw_only=True):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
-        return found
 
 
 class _File(msgspec.Struct, kw_only=True):
@@ -208,7 +197,8 @@ def _opened(handle: _Handle) -> torch.Tensor:
         handle.event_handle_b64,
         handle.event_sync_required,
     )
-    made = torch.empty(0, dtype=handle.torch_dtype, device=storage.device)
+    dtype: torch.dtype = getattr(torch, handle.dtype.removeprefix("torch."))
+    made = torch.empty(0, dtype=dtype, device=storage.device)
     return made.set_(storage, handle.tensor_storage_offset, handle.shape, handle.stride)
 
 

@@ -15,16 +15,6 @@ from typing import Final
 
 from shmbus.errors import DamagedError, DeviceMismatchError, WeightsError
 
-__all__ = [
-    "LOAD_CODE",
-    "MANIFEST_CODE",
-    "TORN_CODE",
-    "UNUSABLE",
-    "ManifestError",
-    "PatchBaseError",
-    "VersionOrderError",
-]
-
 #: What a reader's row says, for programs: why it could not take a version.
 MANIFEST_CODE = 1
 TORN_CODE = 2

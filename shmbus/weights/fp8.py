@@ -22,8 +22,6 @@ from shmbus.errors import WeightsError
 from shmbus.weights.manifest import ParamMeta, Slice
 from shmbus.weights.source import LocalPiece, WeightSource, require_source
 
-__all__ = ["Fp8BlockSource", "quantize_blocks"]
-
 #: Elements of a block's side.
 BLOCK: Final = 128
 #: What the scales of a tensor are called, after its own name.
@@ -80,12 +78,7 @@ class Fp8BlockSource:
         }
 
     def params(self) -> list[ParamMeta]:
-        """List all tensors, a matrix's scales right after it.
-
-        Returns
-        -------
-        list of ParamMeta
-        """
+        """Return all tensors, a matrix's scales right after it."""
         found = []
         for param in self._source.params():
             if param.name not in self._chosen:
@@ -104,10 +97,6 @@ class Fp8BlockSource:
 
     def slices(self) -> Mapping[str, Slice]:
         """Return names for parts, and for the scales of parts.
-
-        Returns
-        -------
-        dict of Slice
 
         Raises
         ------

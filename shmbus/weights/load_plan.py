@@ -1,21 +1,19 @@
 """What an engine's own loader did with a version, as a plan: which bytes of it went where.
 
-A loader narrows, fuses and casts what a checkpoint has into what its rank needs. It is run once
-under `LoadRecorder`, which sees every operation of torch on the version's bytes; copies become a
-plan, by which each later version is gathered without the loader, and of which only those bytes
-move that the rank needs. What cannot be recorded is named, and goes through the loader each time.
+A loader is run once under `LoadRecorder`, which sees every operation of torch on the version's
+bytes. Copies become a plan, by which each later version is gathered without the loader; what cannot
+be recorded goes through the loader each time.
 
 Invariants:
 
 - A tensor is in the plan only if all that became of it were copies into memory that the model has
-  now, and no operation computed with it: who computes once would have to compute again.
+  now, and no operation computed with it.
 - What shares a module with a tensor that is not in the plan is not in it either: engines load a
   module as a whole.
 - Targets of a plan do not overlap, so its copies may be made in any order.
 
-What goes past torch, such as a kernel that is launched on addresses, is not seen. What it fills is
-not memory that copies have filled, so it is never taken for one; what it keeps elsewhere of weights
-that it leaves alone is not found out, and an engine that does so has to say it (`may_plan`).
+What goes past torch, such as a kernel that is launched on addresses, is not seen, and what it fills
+is never taken for a copy; an engine that keeps such weights elsewhere has to say it (`may_plan`).
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ from shmbus.tensors.copy_plan import CopyPlan
 from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.weights.manifest import Manifest
-
-__all__ = ["LoadPlan", "LoadRecorder", "Recorded", "bits"]
 
 #: torch has no types for it.
 StorageWeakRef: Any = _StorageWeakRef

@@ -7,7 +7,7 @@ copy fails after that, the error says that the model is torn.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +22,16 @@ from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest, Slice, require_slices, view_of
 from shmbus.weights.source import dtype_name, local_part
 
-__all__ = ["LoadCache", "Loading", "Targets", "named_of", "paired", "targets_of"]
-
 #: What `load_into` writes into: a module, or tensors by name.
 Targets = torch.nn.Module | Mapping[str, torch.Tensor]
+
+
+class Fit(NamedTuple):
+    """How a version and a model have to fit, as `Weights.load_into` says."""
+
+    strict: bool = True
+    cast: bool = False
+    slices: Mapping[str, Slice] | None = None
 
 
 def named_of(model: Targets | Mapping[str, object]) -> Mapping[str, object]:
@@ -73,16 +79,13 @@ def paired(
     manifest: Manifest,
     tensors: dict[str, torch.Tensor],
     targets: Mapping[str, torch.Tensor],
-    *,
-    strict: bool = True,
-    cast: bool = False,
-    slices: Mapping[str, Slice] | None = None,
+    fit: Fit,
 ) -> dict[str, Pair]:
     """Check everything, and say what is to be copied into what."""
     targets = {name: target.detach() for name, target in targets.items()}
-    require_slices(slices)
-    destinations = _destinations(targets, slices or {})
-    faults = _faults(manifest, targets, destinations, strict=strict, cast=cast, slices=slices or {})
+    require_slices(fit.slices)
+    destinations = _destinations(targets, fit.slices or {})
+    faults = _faults(manifest, targets, destinations, fit)
     if faults:
         raise ManifestError(
             f"version {version} does not fit the model, and nothing of it was changed", faults
@@ -153,13 +156,10 @@ def _faults(
     manifest: Manifest,
     targets: Mapping[str, torch.Tensor],
     destinations: Mapping[str, torch.Tensor],
-    *,
-    strict: bool,
-    cast: bool,
-    slices: Mapping[str, Slice],
+    fit: Fit,
 ) -> list[str]:
     """Everything that does not fit, in the order missing, unexpected, shape, dtype."""
-    places = manifest.by_name()
+    places, slices = manifest.by_name(), fit.slices or {}
     missing, unexpected, shapes, dtypes = [], [], [], []
     for name, part in slices.items():
         if name not in destinations:
@@ -176,17 +176,12 @@ def _faults(
         dtype, shape = manifest.shape_of(name, places)
         if shape != tuple(target.shape):
             shapes.append(f"shape of {name!r}: expected {list(target.shape)}, got {list(shape)}")
-        if dtype != dtype_name(target.dtype) and not cast:
+        if dtype != dtype_name(target.dtype) and not fit.cast:
             dtypes.append(f"dtype of {name!r}: expected {dtype_name(target.dtype)}, got {dtype}")
-    if strict:
-        taken = _covered(manifest, destinations)
+    if fit.strict:
+        taken = {manifest.root(name) for name in destinations}
         unexpected = [f"unexpected: {t.name!r}" for t in manifest.tensors if t.name not in taken]
-    return [*(missing if strict else []), *unexpected, *shapes, *dtypes]
-
-
-def _covered(manifest: Manifest, destinations: Mapping[str, torch.Tensor]) -> set[str]:
-    """Tensors of which the model takes something, by itself, an alias or a slice."""
-    return {manifest.root(name) for name in destinations}
+    return [*(missing if fit.strict else []), *unexpected, *shapes, *dtypes]
 
 
 def _tied(manifest: Manifest, pairs: Mapping[str, Pair]) -> list[str]:

@@ -1,11 +1,9 @@
 """Adapters alone: LoRA tensors as weights of their own, or as files in PEFT's form.
 
-A trainer that has frozen the rest of the model sends megabytes instead of gigabytes. Servers that
-take paths get a folder on tmpfs, under a name that carries the version; who reads tensors gets them
-through `WeightPublisher` and `lora_source`.
+Servers that take paths get a folder on tmpfs, under a name that carries the version; who reads
+tensors gets them through `WeightPublisher` and `lora_source`.
 
-Invariant: a folder is written whole under another name, synced, and renamed; what has a version's
-name is whole.
+Invariant: a folder is written whole under another name, synced, and renamed.
 
 Source: PEFT's `get_peft_model_state_dict` and `save_pretrained` (adapter_config.json,
 adapter_model.safetensors).
@@ -29,8 +27,6 @@ from shmbus.errors import WeightsError
 from shmbus.weights.carriers.checkpoint import faults_in_file, sync_path
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.source import ModuleSource
-
-__all__ = ["LoraFiles", "LoraVersion", "lora_source", "lora_state", "past_keeping"]
 
 _TENSORS: Final = "adapter_model.safetensors"
 _CONFIG: Final = "adapter_config.json"
@@ -82,10 +78,8 @@ class LoraFiles:
 
     Raises
     ------
-    TypeError, ValueError
-        The name is none, or `keep` is less than 1.
-    WeightsError
-        The config is none of PEFT's.
+    TypeError, ValueError, WeightsError
+        The name, `keep` or the config is invalid.
     """
 
     def __init__(
@@ -124,7 +118,7 @@ class LoraFiles:
         state : mapping of Tensor
             By PEFT's names, such as `lora_state` gives.
         version : int
-            0 or more; 0 is a version as any other.
+            0 or more.
 
         Returns
         -------
@@ -180,12 +174,7 @@ class LoraFiles:
         return LoraVersion(name=name, path=str(target.resolve()), version=version, size=size)
 
     def versions(self) -> list[int]:
-        """List what is there, oldest first.
-
-        Returns
-        -------
-        list of int
-        """
+        """Return what is there, oldest first."""
         ends = re.compile(re.escape(self._name) + r"-v(\d+)")
         found = (ends.fullmatch(each.name) for each in self._directory.iterdir())
         return sorted(int(match[1]) for match in found if match)

@@ -43,10 +43,8 @@ class ParamMeta(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    name : str
-        As in the checkpoint.
-    dtype : str
-        Torch's name of what is published, such as "bfloat16".
+    name, dtype : str
+        As in the checkpoint; torch's name of what is published, such as "bfloat16".
     shape : tuple of int
         Of the whole tensor, whatever part of it this rank has.
     """

@@ -21,8 +21,6 @@ import torch
 
 from shmbus.weights.sharded_source import Shard
 
-__all__ = ["MegatronLayout", "megatron_shards"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronLayout:
@@ -150,7 +148,7 @@ def _segments(name: str, tensor: torch.Tensor, layout: MegatronLayout) -> Iterat
     elif name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         own = "lm_head.weight" if name.startswith("output") else "model.embed_tokens.weight"
         # Padded to the same rows in each rank: as many as the whole of what this one has.
-        rows = _padded_rows(layout)
+        rows = -(-layout.vocab // (VOCAB_MULTIPLE * layout.tp)) * VOCAB_MULTIPLE
         yield _Segment(rows, own, (layout.vocab, hidden), (layout.tp_rank * rows, 0))
     elif name == "decoder.final_layernorm.weight":
         yield _Segment(hidden, "model.norm.weight", (hidden, *width), (0,))
@@ -163,10 +161,6 @@ def _segments(name: str, tensor: torch.Tensor, layout: MegatronLayout) -> Iterat
 
 #: Rows to multiples of which Megatron pads a vocabulary, times the tensor ranks.
 VOCAB_MULTIPLE = 128
-
-
-def _padded_rows(layout: MegatronLayout) -> int:
-    return -(-layout.vocab // (VOCAB_MULTIPLE * layout.tp)) * VOCAB_MULTIPLE
 
 
 def _of_layer(

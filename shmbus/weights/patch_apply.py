@@ -30,8 +30,6 @@ from shmbus.weights.manifest import Manifest, TensorPlace
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import dtype_name
 
-__all__ = ["LoadedModel", "PlainModel", "apply_changes", "compare", "plain_model"]
-
 #: Tensors that are compared after a patch where a sample is asked for.
 SAMPLED_TENSORS: Final = 4
 
@@ -131,8 +129,7 @@ def _state_of(pairs: Mapping[str, Pair]) -> tuple[object, ...]:
     found = []
     for name, (target, _) in pairs.items():
         at = (target.data_ptr(), target.device, target.dtype, tuple(target.shape), target.stride())
-        # Of an inference tensor, and of what a wrapper stands for, no writes are counted: such a
-        # list is equal to no other.
+        # Of inference tensors and wrappers no writes are counted: such a list equals no other.
         uncounted = target.is_inference() or is_elsewhere(target)
         found.append((name, at, object() if uncounted else target._version))
     return tuple(found)

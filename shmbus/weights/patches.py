@@ -20,20 +20,6 @@ from shmbus.tensors.views import DTYPE_BYTES, byte_view
 from shmbus.weights.manifest import Manifest, TensorPlace
 from shmbus.weights.source import LocalPiece
 
-__all__ = [
-    "DEFAULT_SHARE",
-    "ComparedPieces",
-    "PatchPolicy",
-    "PlacedBytes",
-    "VersionChanges",
-    "contiguous_parts",
-    "element_width",
-    "patch_capacity",
-    "patch_share",
-    "pieces_of",
-    "placed_bytes",
-]
-
 #: Where elements lie in a version, and those elements.
 PlacedBytes: TypeAlias = tuple[Piece, npt.NDArray[np.uint8]]
 
@@ -152,8 +138,7 @@ def _runs_by_offset(runs: list[PatchRun], manifest: Manifest) -> dict[int, list[
     return found
 
 
-#: Share of elements from which on a patch is not worth its memory: applying one of a tenth costs
-#: as much as a copy.
+#: Share of elements that makes a patch not worth its memory: at a tenth it costs as much as a copy.
 DEFAULT_SHARE: Final = 0.05
 
 #: Elements whose changes share a byte of a patch (`shmbus_ext/pool/patch_code.h`).

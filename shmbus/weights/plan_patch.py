@@ -25,8 +25,6 @@ from shmbus.tensors.copy_table import Pair, may_cut
 from shmbus.weights.load_plan import LoadPlan, Recorded, bits
 from shmbus.weights.patches import VersionChanges
 
-__all__ = ["PlanPatch"]
-
 #: Of `mixed` in `shmbus_ext/pool/patch_elements.h`, as a number with a sign.
 _SALT: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 #: Threads that read a patch; more wait for memory.

@@ -15,8 +15,6 @@ from shmbus._arguments import check_choice, check_int64, check_path, known_devic
 from shmbus.errors import DeviceMismatchError, WeightsError
 from shmbus.weights.carriers import CARRIERS, carrier_class
 
-__all__ = ["Choice", "checked_device", "choose", "probe_carriers"]
-
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """A carrier, and the reasons."""

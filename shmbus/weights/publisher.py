@@ -44,8 +44,6 @@ from shmbus.weights.source import LocalPiece, WeightSource, require_source
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Publication", "Published", "WeightPublisher"]
-
 #: Default for `timeout`, in seconds: ranks and readers that need longer for a copy have stopped.
 PUBLISH_TIMEOUT_S: Final = 60.0
 
@@ -130,10 +128,8 @@ class Publication:
 
         Raises
         ------
-        WaitTimeoutError
-            It is still under way; it goes on.
-        WeightsError
-            It failed; what was newest stays in force.
+        WaitTimeoutError, WeightsError
+            It is still under way, and goes on; or it failed, and what was newest stays in force.
         """
         check_timeout(timeout, "timeout")
         if not self._ended.wait(timeout):
@@ -176,14 +172,13 @@ class WeightPublisher:
     digests : bool
         Compute a digest of each block, which costs another pass over memory.
     patches : bool | float
-        Carrier "shm": whether a version also says which elements changed since the one before, for
-        subscribers that have exactly that one. A number is the share of elements up to which it
-        does, 0.05 where it is True. It costs as much memory as `docs/weights.md` says.
+        Carrier "shm": whether a version also says which elements changed since the one before; a
+        number is the share of elements up to which it does, 0.05 where it is True.
     directory : path, optional
         Carrier "checkpoint": where files go.
     keep : bool
-        Whether the weights stay when this publisher is closed. A death always leaves them, and so
-        does an exception that leaves its ``with`` block.
+        Whether the weights stay when this publisher is closed, as they do after a death, and after
+        an exception that leaves its ``with`` block.
     label : str
         For messages, and for `shmbus weights`.
 
@@ -193,14 +188,12 @@ class WeightPublisher:
         The source contradicts itself.
     BusBusyError
         Another process publishes these weights.
-    WeightsError
-        The carrier cannot serve here.
+    WeightsError, DeviceMismatchError
+        The carrier cannot serve here, or the device is not here.
     TypeError, ValueError
-        An option is none, or is another carrier's.
+        An option is invalid, or is another carrier's.
     CapacityError
         The slots do not fit /dev/shm, or the device.
-    DeviceMismatchError
-        The device is not here.
 
     Examples
     --------
@@ -278,8 +271,7 @@ class WeightPublisher:
         Parameters
         ----------
         version : int
-            An int64, above the one before; 0 and negative ones are versions too. A publisher's
-            first may be any, as after a restart from a checkpoint: see `new_life`.
+            An int64, above the one before; a publisher's first may be any, as after `new_life`.
         text : str
             A name for it.
 
@@ -289,20 +281,16 @@ class WeightPublisher:
 
         Raises
         ------
-        PeerGoneError
-            Another rank has ended.
-        WaitTimeoutError
-            Readers or ranks took too long; names them.
+        PeerGoneError, WaitTimeoutError
+            Another rank has ended; or readers or ranks, which are named, took too long.
         ManifestError
             The model is not the one that this publisher was made for.
         VersionOrderError
             The version is not above the one before.
         WeightsError
             Another rank could not write its pieces.
-        BusClosedError
-            This publisher is closed.
-        BusRemovedError
-            The weights were removed under it, so that nobody would find what it publishes.
+        BusClosedError, BusRemovedError
+            This publisher is closed, or the weights were removed under it.
         TypeError, ValueError
             The version is no int64.
         """
@@ -312,8 +300,8 @@ class WeightPublisher:
     def new_life(self) -> None:
         """Say that training went back, as to a checkpoint: the next version may have any number.
 
-        Readers that wait for a newer version get the next one, though its number may be lower. A
-        new publisher begins a life by itself. Where there are ranks, each says so.
+        Readers that wait for a newer version get the next one all the same. Each rank says so; a
+        new publisher begins a life by itself.
         """
         self.version = None
 

@@ -1,9 +1,7 @@
 """Weights of any layout: each rank names what it has, and where that lies in the whole model.
 
-A trainer cuts a model by tensor, expert, pipeline and data parallelism, and fuses what it
-multiplies together. A shard is a part of a tensor of the checkpoint, as a view of whatever this
-rank has; ranks tell each other of their shards once, names and boxes alone, and each writes its own
-into its place.
+A shard is a part of a tensor of the checkpoint, as a view of whatever this rank has; ranks tell
+each other of their shards once, names and boxes alone, and each writes its own into its place.
 
 Invariants: no rank gathers a tensor; shards of all ranks are each tensor exactly once, but for
 those that several have alike, of which one writes; a hole or an overlap is refused by name before a
@@ -24,8 +22,6 @@ from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice
 from shmbus.weights.source import EvenShares, LocalPiece, dtype_name, local_part
 
-__all__ = ["ExportedSource", "Shard", "ShardedSource", "module_shards"]
-
 #: What every rank said, in the order of ranks, for what this one says.
 Exchange: TypeAlias = Callable[[bytes], Sequence[bytes]]
 
@@ -37,15 +33,12 @@ class Shard:
     ----------
     name : str
         As in the checkpoint.
-    shape : tuple of int
-        Of the whole tensor.
-    start : tuple of int
-        Where the part begins in each dimension.
+    shape, start : tuple of int
+        Of the whole tensor, and where the part begins in each dimension.
     tensor : Tensor
-        The part: a view of what this rank has, of any strides; it is cast while it is copied where
-        `dtype` is another.
+        The part: a view of what this rank has, of any strides.
     dtype : torch.dtype, optional
-        What is published; the tensor's own by default.
+        What is published, cast while it is copied; the tensor's own by default.
     """
 
     __slots__ = ("dtype", "name", "shape", "start", "tensor")

@@ -29,18 +29,6 @@ from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to
 from shmbus.segment.own_file import open_own
 from shmbus.weights.manifest import Manifest
 
-__all__ = [
-    "HEADER",
-    "HEADER_BYTES",
-    "KIND",
-    "STEPPING_AT",
-    "VERSION_AT",
-    "SharedFile",
-    "open_file",
-    "path_of",
-    "shared_state",
-]
-
 KIND: Final = "shared"
 MAGIC: Final = b"shmbusS2"
 #: magic, version, stepping, bytes of the manifest, bytes of the payload, where the payload begins;

@@ -11,14 +11,14 @@
             model(tokens)
 
 On a CUDA device the tensors lie in memory that is exported once, by whichever side has them: an
-engine shares its parameters with ``writes=False`` and names for parts of its fused ones, and the
-trainer attaches with ``writable=True``. The file is a companion of the bus (`shared_file`).
+engine shares with ``writes=False``, and the trainer attaches with ``writable=True``.
 
 Invariants:
 
-- A reader inside `reading` meets one version only. The trainer's step waits for it, and new readers
-  wait for a step that waits, so that neither starves. Both are file locks, which end with their
-  process.
+- A reader inside `reading` meets one version only, and neither it nor the trainer's step starves.
+- Who steps holds both bytes of a file; a reader holds the second, and passes the first to get it.
+  So whoever waits to step keeps new readers out. Threads of one process, which the file's locks do
+  not tell apart, the guard itself keeps apart; what is held ends with its object, or its process.
 - A trainer that dies in a step, or whose step raises, leaves the word `stepping` behind: readers
   get an error, and nobody generates with a mix.
 - A model is attached whole or not at all: every parameter and buffer is found first.
@@ -27,9 +27,12 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import struct
+import threading
+import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -44,6 +47,7 @@ from shmbus.errors import (
     WaitTimeoutError,
     WeightsError,
 )
+from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import memory_socket, remove_dead_socket
 from shmbus.tensors.device.arena import (
     Arena,
@@ -66,33 +70,171 @@ from shmbus.weights.shared_file import (
     SharedFile,
     open_file,
 )
-from shmbus.weights.shared_lock import Reading, StepGuard, Stepping
 from shmbus.weights.source import ModuleSource
 
-__all__ = ["SharedModel", "attach_model", "put_views", "share_model"]
+#: Bytes of the file that are locked; what they hold does not matter.
+_GATE: Final = 0
+_DATA: Final = 1
+_WRITER: Final = 2
+#: Seconds between two tries.
+_RETRY_S: Final = 0.0002
+
+
+class StepGuard:
+    """The locks of one open file."""
+
+    def __init__(self, file: LockedFile) -> None:
+        self._file = file
+        # Held again by what is collected in the middle of a block under it.
+        self._threads = threading.RLock()
+        #: Of this process: readers, and the one who steps, by their ids.
+        self._readers: set[int] = set()
+        self._stepper: int | None = None
+        #: Whether that one keeps readers out.
+        self._excludes = False
+
+    @property
+    def steps(self) -> bool:
+        """Whether this process steps."""
+        return self._stepper is not None
+
+    def become_writer(self) -> bool:
+        """Be the one that steps, until the file is closed; False where another one is."""
+        return self._lock(_WRITER, fcntl.F_WRLCK)
+
+    def _lock(self, byte: int, kind: int) -> bool:
+        if self._file.fd < 0:
+            raise BusClosedError("this copy of shared weights was closed meanwhile; attach again")
+        return self._file.lock_byte(byte, kind)
+
+
+class Reading:
+    """A reader of this process."""
+
+    def __init__(self, guard: StepGuard) -> None:
+        self._guard = guard
+
+    def begin(self, timeout: float | None) -> bool:
+        """Begin to read; False where a step took longer than that."""
+        return _until(self._try, timeout)
+
+    def _try(self) -> bool:
+        guard = self._guard
+        # All of it under the threads' lock: the file has one lock of each byte for all of them.
+        with guard._threads:
+            if guard._stepper is not None and guard._excludes:
+                return False
+            began = False
+            try:
+                # Said first, so that `end` undoes whatever of the rest has happened.
+                guard._readers.add(id(self))
+                began = guard._lock(_GATE, fcntl.F_RDLCK) and guard._lock(_DATA, fcntl.F_RDLCK)
+                guard._lock(_GATE, fcntl.F_UNLCK)
+                return began
+            finally:
+                if not began:
+                    self.end()
+
+    def end(self) -> None:
+        """End reading; may be called twice."""
+        guard = self._guard
+        if guard._file.fd < 0:  # closed, or a forked child, where another thread's lock stays
+            return
+        with guard._threads:
+            if id(self) not in guard._readers:
+                return
+            if len(guard._readers) == 1:
+                guard._lock(_DATA, fcntl.F_UNLCK)
+            if guard._stepper is None or not guard._excludes:
+                guard._lock(_GATE, fcntl.F_UNLCK)
+            guard._readers.discard(id(self))
+
+    def __del__(self) -> None:
+        # Its constructor may have been interrupted, or its end.
+        if hasattr(self, "_guard") and id(self) in self._guard._readers:
+            self.end()
+
+
+class Stepping:
+    """The one who steps."""
+
+    def __init__(self, guard: StepGuard, *, excludes: bool) -> None:
+        self._guard = guard
+        self._excludes = excludes
+
+    def begin(self, timeout: float | None) -> bool:
+        """Begin to step; False where a reader stayed longer than that, or another one steps."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        began = False
+        try:
+            if not _until(self._claim, timeout):
+                return False
+            for attempt in (self._pass, self._enter) if self._excludes else ():
+                left = None if deadline is None else deadline - time.monotonic()
+                if not _until(attempt, left):
+                    return False
+            began = True
+            return True
+        finally:
+            if not began:
+                self.end()
+
+    def _claim(self) -> bool:
+        """Be the one of this process."""
+        guard = self._guard
+        with guard._threads:
+            if guard._stepper is not None:
+                return False
+            guard._excludes = self._excludes
+            guard._stepper = id(self)
+            return True
+
+    def _pass(self) -> bool:
+        """Keep new readers out."""
+        guard = self._guard
+        with guard._threads:
+            return guard._lock(_GATE, fcntl.F_WRLCK)
+
+    def _enter(self) -> bool:
+        """Be alone."""
+        guard = self._guard
+        with guard._threads:
+            # The file's lock would become this process's own readers' end.
+            return not guard._readers and guard._lock(_DATA, fcntl.F_WRLCK)
+
+    def end(self) -> None:
+        """End stepping; may be called twice."""
+        guard = self._guard
+        if guard._file.fd < 0:
+            return
+        with guard._threads:
+            if guard._stepper != id(self):
+                return
+            if self._excludes:
+                if not guard._readers:
+                    guard._lock(_DATA, fcntl.F_UNLCK)
+                guard._lock(_GATE, fcntl.F_UNLCK)
+            guard._stepper = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_guard") and id(self) == self._guard._stepper:
+            self.end()
+
+
+def _until(attempt: Callable[[], bool], timeout: float | None) -> bool:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while not attempt():
+        if deadline is not None and time.monotonic() >= deadline:
+            return False
+        time.sleep(_RETRY_S)
+    return True
+
 
 Locking: TypeAlias = Literal["lock", "none"]
 
 
 class SharedModel(ClosedByWith):
-    """A model's tensors in shared memory, for a ``with`` block.
-
-    `share_model` and `attach_model` make it.
-
-    Parameters
-    ----------
-    file : SharedFile
-        Open; this object closes it.
-    writable : bool
-        Whether this process steps.
-    arena : Arena, optional
-        What exports the tensors' memory, where this process has it and it is not the file's.
-
-    Raises
-    ------
-    ManifestError
-        The file's manifest cannot be used.
-    """
+    """A model's tensors in shared memory, for a ``with`` block."""
 
     def __init__(self, file: SharedFile, *, writable: bool, arena: Arena | None = None) -> None:
         self.bus: Final = file.bus
@@ -156,10 +298,8 @@ class SharedModel(ClosedByWith):
         ------
         WaitTimeoutError
             The step took longer.
-        DamagedError
-            The trainer ended in a step, or its step failed.
-        BusClosedError
-            This copy was closed.
+        DamagedError, BusClosedError
+            The trainer ended in a step, or its step failed; or this copy was closed.
         """
         check_timeout(timeout, "timeout")
         self._require_open()
@@ -243,14 +383,12 @@ class SharedModel(ClosedByWith):
         ------
         WeightsError
             This process only reads, or steps already; or the model has a tensor that is not shared.
-        BusClosedError
-            This copy was closed.
-        TypeError, ValueError
-            The version is no int64, or an option is none.
-        WaitTimeoutError
-            A reader did not leave; nothing was changed.
+        WaitTimeoutError, BusClosedError
+            A reader did not leave, and nothing was changed; or this copy was closed.
         DamagedError
             A step before was not ended.
+        TypeError, ValueError
+            The version is no int64, or an option is invalid.
         """
         version = check_int64("version", version)
         check_timeout(timeout, "timeout")
@@ -333,8 +471,7 @@ def share_model(
     bus : str
         The bus that they belong to; it need not exist.
     model : torch.nn.Module
-        On the CPU, or all of it on one CUDA device, whose memory is exported then: what one process
-        has there, the other has too.
+        On the CPU, or all of it on one CUDA device, whose memory is exported then.
     slices : mapping of Slice, optional
         Names for parts, such as q_proj of a fused qkv_proj.
     version : int
@@ -480,7 +617,7 @@ def attach_model(
     ManifestError
         What does not fit, all of it; nothing was changed.
     TypeError, ValueError
-        The model or the timeout is none.
+        The model or the timeout is invalid.
     """
     check_seconds("timeout", timeout)
     if not isinstance(model, torch.nn.Module):
@@ -556,14 +693,8 @@ def _views_for(
         if buffer.is_meta and name not in found
     ]
     if strict:
-        taken = {_whole(shared.manifest, name) for name in found}
+        taken = {shared.manifest.root(name) for name in found}
         faults += [
             f"unexpected: {t.name!r}" for t in shared.manifest.tensors if t.name not in taken
         ]
     return found, faults
-
-
-def _whole(manifest: Manifest, name: str) -> str:
-    while name in manifest.slices:
-        name = manifest.slices[name].of
-    return manifest.aliases.get(name, name)

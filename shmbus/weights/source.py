@@ -22,17 +22,6 @@ from shmbus.weights.manifest import ParamMeta, Slice, TensorPlace, require_slice
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "EvenShares",
-    "LocalPiece",
-    "ModuleSource",
-    "WeightSource",
-    "dtype_name",
-    "local_part",
-    "require_source",
-    "target_of_piece",
-]
-
 
 class LocalPiece:
     """The part of a tensor that this rank writes.
@@ -46,8 +35,7 @@ class LocalPiece:
     tensor : Tensor
         The part, of any dtype and strides; it is cast while it is copied.
     lasting : bool
-        Whether the source gives this object again for the next version, so that what was found out
-        about it may be kept; a tensor that is made for one version would be kept with it.
+        Whether the source gives this object again, so that what was found out about it is kept.
 
     Raises
     ------
@@ -248,12 +236,7 @@ class ModuleSource:
         return self._dtype if cast and self._dtype is not None else tensor.dtype
 
     def params(self) -> list[ParamMeta]:
-        """List all tensors of the whole model.
-
-        Returns
-        -------
-        list of ParamMeta
-        """
+        """Return all tensors of the whole model."""
         return [
             ParamMeta(name, dtype_name(self._published_dtype(tensor)), tuple(tensor.shape))
             for name, tensor in self._named()[0].items()

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
@@ -41,6 +41,7 @@ from shmbus.weights.errors import (
     PatchBaseError,
 )
 from shmbus.weights.loading import (
+    Fit,
     LoadCache,
     Loading,
     Targets,
@@ -52,11 +53,6 @@ from shmbus.weights.manifest import Slice, require_slices, view_of
 from shmbus.weights.patch_apply import LoadedModel, apply_changes, compare, plain_model
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.probe import choose
-
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["Place", "Verify", "WeightSubscriber", "Weights"]
 
 Verify: TypeAlias = Literal["off", "sample", "all"]
 
@@ -101,8 +97,7 @@ class WeightSubscriber(ClosedByWith):
         As the publisher's; "auto" takes whichever but "checkpoint" it chose.
     verify : "off" | "sample" | "all"
         Whether digests of some blocks, or of all, are compared before a version is handed out. The
-        publisher has to compute them. After a patch, some of the model's tensors, or all, are
-        compared with the whole version too.
+        publisher has to compute them. After a patch, tensors of the model are compared too.
     patches : bool
         Whether `Weights.load_into` changes only what changed, where the model still is what this
         subscriber loaded into it before, and the publisher has made a patch from that version.
@@ -114,12 +109,10 @@ class WeightSubscriber(ClosedByWith):
 
     Raises
     ------
-    DeviceMismatchError
-        The device is not here.
-    WeightsError
-        The carrier cannot serve here.
+    DeviceMismatchError, WeightsError
+        The device is not here, or the carrier cannot serve here.
     TypeError, ValueError
-        An option is none, or is another carrier's.
+        An option is invalid, or is another carrier's.
 
     Examples
     --------
@@ -171,14 +164,10 @@ class WeightSubscriber(ClosedByWith):
         ------
         WaitTimeoutError
             There is none yet.
-        ManifestError
-            Its manifest cannot be used.
-        DamagedError
-            Its bytes are not what was published.
-        BusBusyError
-            There is no place for another reader.
-        BusClosedError
-            This subscriber is closed.
+        ManifestError, DamagedError
+            Its manifest cannot be used, or its bytes are not what was published.
+        BusBusyError, BusClosedError
+            There is no place for another reader, or this subscriber is closed.
         """
         check_timeout(timeout, "timeout")
         return self._open(0, timeout)
@@ -189,10 +178,9 @@ class WeightSubscriber(ClosedByWith):
         Parameters
         ----------
         newer_than : int, optional
-            The number of the version that the caller has: one that this subscriber got after it
-            counts whatever its number, as training may have gone back. Of a version that this
-            subscriber never got, one with a larger number counts, and one that begins a new life
-            while this waits. None takes any.
+            The number that the caller has: a version that this subscriber got after it counts
+            whatever its number, as training may have gone back. Of one that it never got, a larger
+            number counts, or a new life that begins while this waits. None takes any.
         timeout : float, optional
             Seconds; None waits for ever.
 
@@ -203,10 +191,8 @@ class WeightSubscriber(ClosedByWith):
 
         Raises
         ------
-        WaitTimeoutError
-            None came.
-        ManifestError, DamagedError, BusBusyError, BusClosedError
-            As for `latest`.
+        WaitTimeoutError, ManifestError, DamagedError, BusBusyError, BusClosedError
+            None came, or as for `latest`.
         """
         check_timeout(timeout, "timeout")
         if newer_than is not None:
@@ -243,10 +229,8 @@ class WeightSubscriber(ClosedByWith):
 
         Raises
         ------
-        WaitTimeoutError
-            It is not there.
-        ManifestError, DamagedError, BusBusyError, BusClosedError
-            As for `latest`.
+        WaitTimeoutError, ManifestError, DamagedError, BusBusyError, BusClosedError
+            It is not there, or as for `latest`.
         """
         version = check_int64("version", version)
         self._require_open()
@@ -254,11 +238,7 @@ class WeightSubscriber(ClosedByWith):
 
     @property
     def removed(self) -> bool:
-        """Whether the weights that it reads were removed, so that nothing newer comes there.
-
-        What is leased stays readable. A trainer that was started again may have made new ones: make
-        a new subscriber, whose row is there.
-        """
+        """Whether the weights that it reads were removed, so that nothing newer comes there."""
         return self._reader.removed()
 
     def _require_open(self) -> None:
@@ -298,9 +278,8 @@ class WeightSubscriber(ClosedByWith):
 class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
     """One whole version: tensors by name, which are views of shared memory.
 
-    A view is read-only, though torch has no such thing: a store into it ends the process. It stays
-    what it is for as long as it lives, and so keeps its slot from the publisher; copy what is to
-    stay.
+    A view is read-only, though torch has no such thing: a store into it ends the process. It keeps
+    its slot from the publisher for as long as it lives; copy what is to stay.
 
     Attributes
     ----------
@@ -386,27 +365,22 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         Raises
         ------
         ManifestError
-            What does not fit: missing, unexpected, shapes, dtypes, all of them. Nothing was
-            changed.
+            What does not fit, all of it; nothing was changed.
         DamagedError
             A copy failed: the model has some of this version.
-        BusClosedError
-            These weights are closed.
-        TypeError
-            An option is none.
+        BusClosedError, TypeError
+            These weights are closed, or an option is invalid.
         """
         check_flag("strict", strict)
         check_flag("cast", cast)
         require_slices(slices)
         carried = self._open()
-        named = named_of(model)
+        named, fit = named_of(model), Fit(strict, cast, slices)
         try:
             if self._known is not None:
-                written = self._follow(
-                    carried, self._known, named, strict=strict, cast=cast, slices=slices
-                )
+                written = self._follow(carried, self._known, named, fit)
             else:
-                prepared = self._prepared(carried, named, strict=strict, cast=cast, slices=slices)
+                prepared = self._prepared(carried, named, fit)
                 carried.report_loading()
                 written = prepared.copy(self.version)
                 self.loaded = "whole"
@@ -417,23 +391,8 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         carried.report_applied()
         return written
 
-    def _paired(
-        self,
-        targets: dict[str, torch.Tensor],
-        *,
-        strict: bool = True,
-        cast: bool = False,
-        slices: Mapping[str, Slice] | None = None,
-    ) -> dict[str, Pair]:
-        return paired(
-            self.version,
-            self.manifest,
-            self._views(),
-            targets,
-            strict=strict,
-            cast=cast,
-            slices=slices,
-        )
+    def _paired(self, targets: dict[str, torch.Tensor], fit: Fit) -> dict[str, Pair]:
+        return paired(self.version, self.manifest, self._views(), targets, fit)
 
     def prepare(self, device: torch.device) -> None:
         """Have copies to a device be as fast as they can, before any is made.
@@ -446,11 +405,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         self._open().prepare([device])
 
     def lasting(self) -> tuple[LoadCache, dict[str, torch.Tensor]] | None:
-        """Return what stands for this memory, and views that keep no lease; None where none lasts.
-
-        The next version in the same slot has the same ones, so that what was found out of them
-        holds. They are read while these weights are open only.
-        """
+        """Return what the next version in this memory has too, and views that keep no lease."""
         carried = self._open()
         cache = carried.cache
         return None if cache is None else (cache, carried.borrow())
@@ -462,39 +417,19 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         return None if patch is None else (patch, carried.base(patch))
 
     def report_loading(self) -> None:
-        """Say that something else has begun to load this version.
-
-        Until `report_applied`, this process runs no whole one: whoever finds it so, such as the
-        next trainer after a death, has a whole version loaded before it generates.
-        """
+        """Say that something else loads this version: none runs whole until `report_applied`."""
         self._open().report_loading()
 
-    def _prepared(
-        self,
-        carried: CarriedVersion,
-        named: Mapping[str, object],
-        *,
-        strict: bool,
-        cast: bool,
-        slices: Mapping[str, Slice] | None,
-    ) -> Loading:
+    def _prepared(self, carried: CarriedVersion, named: Mapping[str, object], fit: Fit) -> Loading:
         """Say what is copied into what; what was checked before is not checked again."""
-        cache = None if slices else carried.cache
-        found = None if cache is None else cache.get(named, (strict, cast))
+        cache = None if fit.slices else carried.cache
+        found = None if cache is None else cache.get(named, fit[:2])
         if found is None:
             targets = targets_of(named)
-            pairs = paired(
-                self.version,
-                self.manifest,
-                self._views() if cache is None else carried.borrow(),
-                targets,
-                strict=strict,
-                cast=cast,
-                slices=slices,
-            )
-            found = Loading(pairs)
+            views = self._views() if cache is None else carried.borrow()
+            found = Loading(paired(self.version, self.manifest, views, targets, fit))
             if cache is not None:
-                cache.put(targets, (strict, cast), found)
+                cache.put(targets, fit[:2], found)
         carried.prepare(found.devices)
         return found
 
@@ -520,14 +455,11 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         carried: CarriedVersion,
         known: LoadedModel,
         named: Mapping[str, object],
-        *,
-        strict: bool,
-        cast: bool,
-        slices: Mapping[str, Slice] | None,
+        fit: Fit,
     ) -> int:
         """Change what changed, if that is enough; else copy everything."""
-        how, origin, patch = (strict, cast), carried.origin, carried.patch()
-        if patch is not None and not slices and self._compares == "off":
+        how, origin, patch = fit[:2], carried.origin, carried.patch()
+        if patch is not None and not fit.slices and self._compares == "off":
             checked = known.plain(origin, patch.base_sequence, self.manifest, how, named)
             if checked is not None:
                 carried.report_loading()
@@ -538,7 +470,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
                     self.loaded = "patch"
                     return written
         targets = targets_of(named)
-        pairs = self._paired(targets, strict=strict, cast=cast, slices=slices)
+        pairs = self._paired(targets, fit)
         carried.prepare({target.device for target in targets.values()})
         carried.report_loading()
         usable = patch is not None and known.has(origin, patch.base_sequence, pairs)
@@ -547,7 +479,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         self.loaded = "whole" if written is None else "patch"
         if written is None:
             written = Loading(pairs).copy(self.version)
-        plain = None if slices else plain_model(self.manifest, how, named, pairs)
+        plain = None if fit.slices else plain_model(self.manifest, how, named, pairs)
         known.remember(origin, self.sequence, pairs, plain)
         return written
 
@@ -560,18 +492,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         return written if compare(self.manifest, pairs, patch, sample=sample) else None
 
     def patch_base(self) -> int | None:
-        """Return the version from which a patch leads to this one.
-
-        Returns
-        -------
-        int | None
-            None where there is no patch.
-
-        Raises
-        ------
-        BusClosedError
-            These weights are closed.
-        """
+        """Return the version from which a patch leads to this one; None where there is no patch."""
         patch = self._open().patch()
         return None if patch is None else patch.base_version
 
@@ -580,8 +501,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
     ) -> int:
         """Bring a model from one version to this one by what changed, and by nothing else.
 
-        For those who know what their model has; `load_into` finds out by itself, and loads the
-        whole version where it has to.
+        For those who know what their model has; `load_into` finds out by itself.
 
         Parameters
         ----------
@@ -599,10 +519,8 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
 
         Raises
         ------
-        PatchBaseError
-            This version has no patch, or one for another base. Nothing was changed.
-        ManifestError
-            What does not fit. Nothing was changed.
+        PatchBaseError, ManifestError
+            This version has no patch for that base, or does not fit. Nothing was changed.
         DamagedError
             The model did not have the base: it has some of this version.
         BusClosedError
@@ -619,7 +537,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
                 None if patch is None else patch.base_version,
             )
         targets = targets_of(model)
-        pairs = self._paired(targets, slices=slices)
+        pairs = self._paired(targets, Fit(slices=slices))
         carried.prepare({target.device for target in targets.values()})
         carried.report_loading()
         if self._known is not None:

@@ -8,8 +8,7 @@
 #include <emmintrin.h>
 
 #define LINE ((size_t)64)
-/* A smaller copy reaches the reader's cache soon enough, and begins and ends in lines that are not
- * whole. */
+/* A smaller copy reaches the reader's cache soon enough, with lines that are not whole. */
 #define WORTH_STREAMING_BYTES ((size_t)2048)
 
 /* Pages that are copied side by side: memory banks and the hardware's look-ahead, which ends with a

@@ -18,8 +18,7 @@ enum lock_status file_lock_share(int fd, int64_t byte);
 /* The same for neighbours, in one system call: all of them, or none. */
 enum lock_status file_lock_share_range(int fd, int64_t start, int64_t bytes);
 void file_lock_drop_range(int fd, int64_t start, int64_t bytes);
-/* The first lock of somebody else's found in [*start, *start + *bytes): LOCK_HELD_ELSEWHERE, with
- * its range. */
+/* The first lock of somebody else's found in [*start, *start + *bytes), with its range. */
 enum lock_status file_lock_find(int fd, int64_t *start, int64_t *bytes);
 /* Every byte at once: taken only where no description but this one holds any lock. */
 enum lock_status file_lock_take_all(int fd);

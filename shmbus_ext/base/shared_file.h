@@ -51,12 +51,10 @@ struct shared_file {
     uint64_t found_bytes;
 };
 
-/* Gives a new, empty file its size, memory for its first bytes, and maps the tables. Takes fd over
- * when it succeeds; shared_unmap in any case. */
+/* Gives a new, empty file its size and its tables, mapped. Takes fd over when it succeeds. */
 enum shared_status shared_create(struct shared_file *self, const struct shared_kind *kind, int fd,
                                  uint64_t file_bytes, uint64_t allocated);
-/* Maps the tables and checks the header, of which it gives a copy. read_only: fd was opened so, and
- * nothing is ever written. The same of fd and of shared_unmap. */
+/* Maps the tables, and copies the header checked. read_only: nothing is ever written. */
 enum shared_status shared_open(struct shared_file *self, const struct shared_kind *kind, int fd,
                                bool read_only, void *copy);
 void shared_unmap(struct shared_file *self, const struct shared_kind *kind);

@@ -15,8 +15,7 @@ bool baseline_scores_fit(const double *scores, uint64_t n) {
 
 static void standardise(double *centred, uint64_t n, const struct baseline *baseline,
                         double unit) {
-    /* In units of the largest deviation no square can under- or overflow. In a loop of its own,
-     * several are divided at once. */
+    /* In units of the largest deviation no square can under- or overflow. */
     for (uint64_t i = 0; i < n; i++) {
         centred[i] /= unit;
     }

@@ -1,5 +1,4 @@
-/* Scores relative to a baseline of their group (mean, leave-one-out, deviation), in one pass over a
- * group in cache.
+/* Scores relative to a baseline of their group (mean, leave-one-out, deviation), in one pass.
  *
  * Invariants: float64 inside; equal scores, and a single one, give exactly 0; scores up to
  * BASELINE_MAX_SCORE by magnitude never give a nan or an infinity. */

@@ -197,16 +197,16 @@ WIDEST bool gather_any_not_finite(const float *values, uint64_t n) {
     return found != 0;
 }
 
-uint64_t gather_find_not_finite(const float *values, uint64_t n) {
-    if (!gather_any_not_finite(values, n)) {
-        return n;
+/* The place of the first element of which `any` says so; n for none. */
+#define FIRST_OF(name, type, any)                                                                \
+    uint64_t name(const type *values, uint64_t n) {                                              \
+        uint64_t at = any(values, n) ? 0 : n;                                                    \
+        while (at < n && !any(&values[at], 1)) {                                                 \
+            at++;                                                                                \
+        }                                                                                        \
+        return at;                                                                               \
     }
-    uint64_t at = 0;
-    while (!gather_any_not_finite(&values[at], 1)) {
-        at++;
-    }
-    return at;
-}
+FIRST_OF(gather_find_not_finite, float, gather_any_not_finite)
 
 #define EXPONENT_F64 UINT64_C(0x7ff0000000000000)
 
@@ -220,16 +220,7 @@ WIDEST static bool any_not_finite_f64(const double *values, uint64_t n) {
     return found != 0;
 }
 
-uint64_t gather_find_not_finite_f64(const double *values, uint64_t n) {
-    if (!any_not_finite_f64(values, n)) {
-        return n;
-    }
-    uint64_t at = 0;
-    while (!any_not_finite_f64(&values[at], 1)) {
-        at++;
-    }
-    return at;
-}
+FIRST_OF(gather_find_not_finite_f64, double, any_not_finite_f64)
 
 WIDEST void gather_mask_f32(float *dst, const uint8_t *mask, uint64_t n) {
     for (uint64_t i = 0; i < n; i++) {

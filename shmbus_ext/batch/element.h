@@ -36,8 +36,7 @@ static inline bool stored_takes_bool(enum stored_kind kind) {
     return kind == STORED_BOOL || kind == STORED_U8;
 }
 
-/* Rounded to nearest, ties to even, from the double itself: by way of a float it would round twice.
- * What is too large becomes infinite. */
+/* Rounded to nearest, ties to even, once, from the double itself; too large is infinite. */
 static inline uint16_t half_of_double(double value) {
     uint16_t sign = signbit(value) ? 0x8000 : 0;
     double size = fabs(value);

@@ -1,8 +1,7 @@
 /* The helpers behind batch/threads.h, parked on a futex between jobs.
  *
  * Invariant: who claims a piece does so by a change of `claim` that has the job's own number in it,
- * so a helper that wakes late finds nothing left to claim, and never reads the next job's fields
- * while they are written. */
+ * so a helper that wakes late finds nothing to claim, and reads no field that is being written. */
 #define _GNU_SOURCE
 #include "threads.h"
 

@@ -1,5 +1,4 @@
-/* Threads that share the pieces of one job with the thread that has it: a batch is copied by several
- * processors.
+/* Threads that share the pieces of one job, such as the copy of a batch, with the thread that has it.
  *
  * Invariants:
  * - A job has ended when threads_run returns: each piece was done once, by one thread.
@@ -18,8 +17,7 @@ typedef void threads_work(void *job, uint32_t piece);
 /* So many helpers, parked; NULL with errno where one cannot be started. */
 struct threads *threads_start(unsigned int helpers);
 
-/* Does pieces 0 to n - 1, and returns when all are done. Alone where there are no helpers, or where
- * another thread uses them. */
+/* Does pieces 0 to n - 1; alone where there are no helpers, or another thread uses them. */
 void threads_run(struct threads *self, uint32_t pieces, threads_work *work, void *job);
 
 /* Joins the helpers, of which none has a job, and frees them; NULL is fine. */

@@ -1,6 +1,6 @@
-/* How messages pass (see messages.h). */
+/* How messages pass (see channel.h). */
 #define _GNU_SOURCE
-#include "channel/messages.h"
+#include "channel/channel.h"
 
 #include <string.h>
 
@@ -133,8 +133,7 @@ enum shared_status messages_begin_at(struct channel *self, int64_t step) {
     if (status != SHARED_OK) {
         return status;
     }
-    /* Without a message on its way nothing that a receiver looks at depends on the base. With one,
-     * its receiver must not come meanwhile. */
+    /* Only with a message on its way does a receiver look at what depends on the base. */
     bool withdraw = counts.sent != counts.acked;
     if (withdraw) {
         enum lock_status lock = file_lock_take(self->file.fd, receiver);

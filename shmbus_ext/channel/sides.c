@@ -1,6 +1,6 @@
-/* How a side is taken, left and described (see sides.h). */
+/* How a side is taken, left and described (see channel.h). */
 #define _GNU_SOURCE
-#include "channel/sides.h"
+#include "channel/channel.h"
 
 #include <string.h>
 
@@ -58,8 +58,7 @@ enum channel_life sides_life(const struct channel *self, enum channel_side_name 
         return CHANNEL_ALIVE; /* a description does not find its own locks */
     }
     for (;;) {
-        /* SYNC: channel-claim. Lock and state are two looks: without the count, who has come between
-         * them would be taken for one that has died. */
+        /* SYNC: channel-claim. Without the count, who came between both looks would seem dead. */
         uint64_t claims = atomic_load_explicit(&row->claims, memory_order_acquire);
         if (file_lock_probe(self->file.fd, CHANNEL_LOCK_SIDE + side) == LOCK_HELD_ELSEWHERE) {
             return CHANNEL_ALIVE;

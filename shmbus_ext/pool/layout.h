@@ -26,8 +26,7 @@
 #define POOL_MAGIC UINT64_C(0x314C4F4F50424853) /* "SHBPOOL1" */
 #define POOL_LAYOUT_VERSION 1u
 #define POOL_PAGE 4096u
-/* Slots of at least a huge page begin at a multiple of one, so that large pages and device
- * registration fit them. */
+/* Slots of a huge page or more begin at a multiple of one: so they can be of large pages. */
 #define POOL_HUGE_PAGE (UINT64_C(2) << 20)
 
 /* A slot more is memory of a whole set; eight of them are more than any pipeline needs. */

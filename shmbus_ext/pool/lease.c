@@ -1,6 +1,6 @@
-/* How a version is leased (see lease.h). */
+/* How a version is leased (see pool.h). */
 #define _GNU_SOURCE
-#include "pool/lease.h"
+#include "pool/pool.h"
 
 #include <string.h>
 
@@ -93,8 +93,7 @@ enum shared_status lease_latest(struct pool *self, uint64_t after, uint32_t *slo
     return SHARED_HELD;
 }
 
-/* The slot with the highest sequence below a limit, of those that have a version. A look without
- * the lock, so that a slot which has another version is not disturbed. */
+/* The slot with the highest sequence below a limit; a look that takes no lock. */
 static bool newest_of(struct pool *self, int64_t version, uint64_t below, uint32_t *at,
                       struct slot_row *row) {
     bool any = false;

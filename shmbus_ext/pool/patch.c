@@ -4,7 +4,6 @@
 
 #include <string.h>
 
-#include "pool/lease.h"
 #include "base/checksum.h"
 #include "base/copy.h"
 #include "base/failpoints.h"
@@ -137,8 +136,7 @@ static bool is_piece(const struct patch_run *run, uint64_t offset,
            run->width == shape->width;
 }
 
-/* The piece's run in a patch. Pieces come in the same order each time, so the one after the last
- * that was found is looked at first. */
+/* The piece's run in a patch: mostly the one behind the last that was found. */
 static bool find_run(const struct patch_view *view, const uint8_t **next, uint64_t offset,
                      const struct patch_shape *shape, struct patch_run *run,
                      const uint8_t **stream) {
@@ -169,8 +167,7 @@ static bool links_of(struct patch_maker *maker, uint64_t offset, const struct pa
     return maker->caught_up;
 }
 
-/* Writes the piece by catching the slot up and comparing with it in one pass. False where the slot
- * did not have what its patches were made for, or the patch is full. */
+/* Catches the slot up and compares in one pass; false for another base, or a full patch. */
 static bool put_in_place(struct patch_maker *maker, uint64_t offset,
                          const struct patch_shape *shape, const uint8_t *now,
                          struct patch_out *out) {

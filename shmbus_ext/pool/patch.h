@@ -64,8 +64,7 @@ bool patch_put_run(struct patch_maker *maker, const struct patch_run *run, const
 void patch_give_up(struct patch_maker *maker);
 /* All pieces are there: others may read the patch once the version is whole. */
 void patch_seal(struct patch_maker *maker);
-/* In the publisher, when all ranks have written: whether all have made their patches. If not, the
- * promise of one is taken back. */
+/* In the publisher, at the end: whether all ranks have made their patches, or none has. */
 bool patch_settle(struct pool *pool, uint32_t slot, uint64_t sequence);
 
 /* A rank's patch of a version that is leased; row is a checked copy. False where there is none. */

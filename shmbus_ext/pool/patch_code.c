@@ -14,12 +14,10 @@
 
 #define BLOCK_SPANS PATCH_BLOCK_SPANS
 #define BLOCK_ELEMENTS (BLOCK_SPANS * PATCH_SPAN)
-/* How far ahead of comparing memory is asked for: what passes while it answers, and a block more,
- * all of which is caught up before any of it is compared. */
+/* How far ahead of comparing memory is asked for: what passes while it answers. */
 #define AHEAD_BYTES 1024u
 #define LINE_BYTES 64u
-/* Places that are found at a time in 64 elements, and read at a time of a span: more are rare where
- * a patch is worth it. */
+/* Places found at a time in 64 elements, and read at a time: more are rare. */
 #define FOUND_AT_ONCE 2u
 #define READ_AT_ONCE 8u
 #define COPIED_AT_ONCE 64u
@@ -53,8 +51,7 @@ struct block {
     const uint8_t *values;
 };
 
-/* Reads a block's counts and moves on to the next block; false where its bytes are not all there.
- * Counts are summed several at a time. */
+/* Reads a block's counts, several at a time; false where its bytes are not all there. */
 INLINE bool next_block(struct patch_in *in, struct block *block, uint32_t elements,
                        const uint32_t width) {
     uint32_t spans = spans_of(elements), sum = 0, all = 0;
@@ -229,8 +226,7 @@ INLINE uint64_t pack_values(uint8_t *to, const uint8_t *now, uint8_t *base, bool
     return digest;
 }
 
-/* Packs a block that has spans of which so many changed that all of their elements are packed: what
- * did not change counts too. */
+/* Packs a block with spans of which all elements are packed, changed or not. */
 INLINE bool pack_dense(struct patch_out *out, const uint8_t *now, uint8_t *base, bool in_place,
                        const struct changes *found, uint32_t elements, uint64_t first,
                        const uint32_t width) {
@@ -427,8 +423,7 @@ INLINE void make_lot(struct patch_in *in, struct lot *lot, uint8_t *row, uint64_
     lot->blocks = 0;
 }
 
-/* Applies a row's blocks, those with few changes in lots. While the memory of one lot is asked for
- * the lot before it is made. */
+/* Applies a row's blocks; while the memory of one lot is asked for, the one before is made. */
 INLINE bool apply_row(struct patch_in *in, uint8_t *row, uint64_t elements, uint64_t first,
                       const uint32_t width) {
     struct lot lots[2];

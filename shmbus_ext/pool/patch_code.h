@@ -60,9 +60,8 @@ bool patch_encode(struct patch_out *out, const struct patch_shape *shape, const 
 /* Applies a stream to a piece; false where it is damaged, and some of the piece may be changed. */
 bool patch_apply(struct patch_in *in, const struct patch_shape *shape, uint8_t *to);
 /* Lists what a stream writes: the number of each element, counted over rows that lie one after the
- * other, and its new value, in rising order; where most of a span changed, all of it. How many that
- * are, or UINT64_MAX where there is no room for so many, or the stream is damaged. Twice what it
- * changes is always room. */
+ * other, and its new value, in rising order; where most of a span changed, all of it. Their number,
+ * or UINT64_MAX where it is damaged, or room is missing: twice what it changes is always room. */
 uint64_t patch_list(struct patch_in *in, const struct patch_shape *shape, uint32_t *elements_at,
                     uint8_t *values, uint64_t room);
 /* Copies rows that lie one after the other into a piece. */

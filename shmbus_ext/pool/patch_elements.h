@@ -15,8 +15,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* What was there before, in a number that does not depend on the order: one wrong element always
- * changes it, since an odd factor can be undone. */
+/* Digests what was there, in any order: an odd factor keeps one wrong element visible. */
 INLINE uint64_t mixed(uint32_t value, uint64_t at) {
     return (value + UINT64_C(0x9E3779B97F4A7C15)) * (2 * at + 1);
 }

@@ -49,11 +49,9 @@ struct pool_geometry {
 
 /* False when the numbers cannot make a pool. */
 bool pool_plan(struct pool_geometry *plan);
-/* Makes a pool of a new, empty file: allocates the first slots and writes the tables, the magic
- * last. Takes fd over when it succeeds; pool_unmap in any case. */
+/* Makes a pool of a new, empty file, the magic last. Takes fd over when it succeeds. */
 enum shared_status pool_create(struct pool *self, int fd, const struct pool_geometry *plan);
-/* Maps a pool and checks it. read_only: fd was opened so, nothing is ever written, and no slot is
- * mapped. Takes fd over when it succeeds. */
+/* Maps a pool and checks it; read_only maps no slot. Takes fd over when it succeeds. */
 enum shared_status pool_open(struct pool *self, int fd, bool read_only);
 void pool_unmap(struct pool *self);
 /* Makes the slots writable in this process. */
@@ -97,5 +95,95 @@ uint32_t digest_blocks(const void *data, uint64_t bytes, uint64_t block_bytes, u
 /* The first block in [from, to) that differs from its digest; `to` for none. */
 uint32_t digest_first_wrong(const void *data, uint64_t bytes, uint64_t block_bytes,
                             const uint32_t *digests, uint32_t from, uint32_t to);
+
+/* ---- Who takes part in a pool: ranks that write, readers, and what each says of itself.
+ *
+ * Invariant: a row belongs to whoever holds its lock byte, so a dead process's row is free, and is
+ * known for a dead one's by a pid that was not taken back. */
+/* Becomes a rank; rank 0 is the publisher. SHARED_HELD where a living process is it. */
+enum shared_status rows_claim_writer(struct pool *self, uint32_t rank, const char *label,
+                                   uint32_t pid);
+/* Becomes a reader. SHARED_HELD where all rows are taken. */
+enum shared_status rows_claim_reader(struct pool *self, const char *label, const char *device,
+                                   uint32_t pid);
+/* A regular end: the row says so, and its lock is free. */
+void rows_leave(struct pool *self);
+
+enum row_life {
+    ROW_FREE = 0, /* nobody was ever there, or it ended regularly */
+    ROW_ALIVE,
+    ROW_DEAD,
+};
+enum row_life rows_writer_life(const struct pool *self, uint32_t rank);
+enum row_life rows_reader_life(const struct pool *self, uint32_t row);
+
+/* This reader runs that version. */
+void rows_applied(struct pool *self, uint64_t sequence, int64_t version);
+/* This reader could not take that version; what it runs stays as it was. */
+void rows_refused(struct pool *self, uint64_t sequence, int64_t version, int32_t code,
+                  const char *text);
+
+/* ---- Reading a pool: a version is leased for as long as anybody in this process copies it or has
+ * views of it.
+ *
+ * Invariants: a leased slot is not written. What is leased was whole: its row was checked under the
+ * lock that keeps the publisher out. A reader that dies has its leases ended by the kernel. */
+/* Leases the newest version above `after`, else SHARED_NOTHING; or SHARED_DAMAGED. */
+enum shared_status lease_latest(struct pool *self, uint64_t after, uint32_t *slot,
+                              struct slot_row *row);
+/* Leases the whole version of that number, newest or not; SHARED_NOTHING for none. */
+enum shared_status lease_version(struct pool *self, int64_t version, uint32_t *slot,
+                               struct slot_row *row);
+void lease_drop(struct pool *self, uint32_t slot);
+/* Copies a row for whoever holds no lock; false where it changed meanwhile or is damaged. */
+bool lease_peek(const struct pool *self, uint32_t slot, struct slot_row *row);
+/* Sequence and slot of the newest version without leasing it; 0 for none. */
+uint64_t lease_newest(const struct pool *self);
+
+/* ---- Writing a version into a pool: by one publisher, or by several ranks of which rank 0 is it.
+ *
+ * Invariants: the newest whole version is never overwritten, whoever dies. A slot is written under
+ * its exclusive lock, or by a rank that holds its piece of it; nobody takes a slot while any of
+ * these is held. `latest` is stored last, by the publisher alone, after the slot is unlocked. */
+/* What a version is, from its publisher; text and meta are copied. */
+struct version_facts {
+    int64_t version;
+    uint64_t bytes;
+    uint64_t meta_bytes;
+    const void *meta;
+    const char *text;
+    uint32_t ranks;
+    bool patches; /* whether ranks may make patches against the newest version */
+};
+
+/* The publisher takes a slot for all ranks; SHARED_NOTHING where none is free. */
+enum shared_status publish_begin(struct pool *self, const struct version_facts *facts,
+                               uint32_t *slot, uint64_t *sequence);
+/* All pieces are there: readers get the version. digests: blocks whose digest lies in the slot. */
+void publish_finish(struct pool *self, uint32_t slot, uint64_t sequence, uint32_t digests);
+/* The version is given up; its slot is kept until nobody here can write it any more. */
+void publish_give_up(struct pool *self);
+void publish_let_go(struct pool *self, uint32_t slot);
+void publish_count_skipped(struct pool *self);
+
+/* A rank joins the version under way, if it has not written it; else SHARED_NOTHING. */
+enum shared_status publish_join(struct pool *self, uint32_t *slot, struct slot_row *row);
+/* Its piece is written, or fails the version; kept until nobody here can write it. */
+void publish_piece_done(struct pool *self, uint64_t sequence);
+void publish_piece_failed(struct pool *self, uint64_t sequence, const char *error);
+void publish_piece_let_go(struct pool *self, uint32_t slot);
+/* Whether a joined version became whole: OK, NOTHING for not yet, GONE if given up. */
+enum shared_status publish_outcome(const struct pool *self, uint64_t sequence);
+
+enum piece_state {
+    PIECE_ABSENT = 0, /* the rank is not there, and has not begun */
+    PIECE_AWAITED,
+    PIECE_BEGUN,
+    PIECE_DONE,
+    PIECE_FAILED,
+    PIECE_DEAD, /* it ended while it wrote */
+};
+/* How far a rank is with a version, as the publisher sees it. */
+enum piece_state publish_piece_state(const struct pool *self, uint64_t sequence, uint32_t rank);
 
 #endif

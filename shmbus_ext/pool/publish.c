@@ -1,12 +1,10 @@
-/* How a version is written (see publish.h). */
+/* How a version is written (see pool.h). */
 #define _GNU_SOURCE
-#include "pool/publish.h"
+#include "pool/pool.h"
 
 #include <stdio.h>
 #include <string.h>
 
-#include "pool/lease.h"
-#include "pool/rows.h"
 #include "base/checksum.h"
 #include "base/clock.h"
 #include "base/failpoints.h"
@@ -32,8 +30,7 @@ static bool take_slot(struct pool *self, uint32_t slot) {
         return false;
     }
     FAILPOINT("pool-slot-locked");
-    /* SYNC: pool-writing. First, so that a rank which joins late finds the version gone, or is
-     * found by its lock. */
+    /* SYNC: pool-writing. First: a rank that joins late finds it gone, or is found by its lock. */
     (void)atomic_exchange_explicit(&self->header->writing, 0, memory_order_seq_cst);
     if (has_writer(self, slot)) {
         file_lock_drop(self->file.fd, pool_lock_slot(slot));
@@ -42,8 +39,7 @@ static bool take_slot(struct pool *self, uint32_t slot) {
     return true;
 }
 
-/* The slot that was written longest ago and can be taken; max_slots for none. What the rows say
- * decides only the order. */
+/* The slot that was written longest ago and can be taken; max_slots for none. */
 static uint32_t choose_slot(struct pool *self) {
     uint32_t newest = pool_word_slot(
         atomic_load_explicit(&self->header->latest, memory_order_relaxed));
@@ -70,8 +66,7 @@ static uint32_t choose_slot(struct pool *self) {
     return self->max_slots;
 }
 
-/* Whether a slot has a whole version of the same tensors, and which. The publisher alone writes
- * rows, so its own looks need no lock. */
+/* Whether a slot has a whole version of the same tensors, and which, by the own rows. */
 static bool has_alike(const struct pool *self, uint32_t slot, const struct version_facts *facts,
                       uint32_t meta_crc, struct slot_row *row) {
     return slot < self->max_slots && lease_peek(self, slot, row) && row->bytes == facts->bytes &&

@@ -1,6 +1,6 @@
-/* Claiming, leaving and writing the rows of rows.h. */
+/* Claiming, leaving and writing rows (see pool.h). */
 #define _GNU_SOURCE
-#include "pool/rows.h"
+#include "pool/pool.h"
 
 #include <stdio.h>
 

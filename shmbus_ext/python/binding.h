@@ -56,6 +56,12 @@ static inline bool py_add_object(PyObject *module, const char *name, PyObject *o
 #define METHOD(name, function, flags, doc) \
     {name, (PyCFunction)(void (*)(void))(function), flags, doc}
 
+/* What each type of the core says first; `flags` beside the default ones. */
+#define TYPE_BASICS(name, object, dealloc, flags)                           \
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core." name,      \
+    .tp_basicsize = sizeof(object), .tp_dealloc = (destructor)(dealloc),    \
+    .tp_flags = Py_TPFLAGS_DEFAULT | (flags)
+
 /* What Py_BuildValue takes by K. */
 #define U64(value) ((unsigned long long)(value))
 /* A word of the segment for tables and messages, which order nothing by it. */
@@ -84,8 +90,7 @@ static inline void py_list_add(PyObject **list, PyObject *item) {
     }
 }
 
-/* Puts an item, which it takes, into its place of a new list or tuple; where there is no item, that
- * is cleared, and an exception is set. */
+/* Puts an item, which it takes, into a new list or tuple; that is cleared where there is none. */
 static inline void py_list_set(PyObject **list, Py_ssize_t at, PyObject *item) {
     if (item == NULL) {
         Py_CLEAR(*list);

@@ -1,13 +1,11 @@
 /* What a handle of a segment beside a bus is, whichever it is: a pool or a channel.
  *
  * Invariant: what runs without the interpreter lock, and what lies in the segment and outlives the
- * handle, is a user; the last of them ends a handle that was closed meanwhile. A forked child has
- * neither mapping nor lock: a copy of a description keeps its locks, and with them the parent's
- * proof of life. */
+ * handle, is a user; the last of them ends a handle that was closed meanwhile. A forked child has no
+ * mapping and no lock: a copy of a description keeps its locks, the parent's proof of life. */
 #ifndef SHMBUS_PYTHON_COMPANION_H
 #define SHMBUS_PYTHON_COMPANION_H
 
-#include "python/binding.h"
 #include "base/bell.h"
 #include "base/shared_file.h"
 #include "python/list.h"

@@ -1,7 +1,6 @@
 /* What Python gives the core once, at import (see hooks.h).
  *
- * Invariant: all hooks are set before any other function of the module is called; `shmbus` sees to
- * it when it is imported. */
+ * Invariant: all hooks are set, by importing `shmbus`, before any other function is called. */
 #include "python/hooks.h"
 
 #include <errno.h>

@@ -35,8 +35,7 @@ void py_restore_error(PyObject *error);
 extern PyMethodDef py_hooks_functions[];
 
 /* ---- What the kernel refused, as an exception; named where all of shmbus needs what is missing. */
-/* Raises OSError of errno for a file that is open: "bus", "pool" or "channel" is what `kind` calls
- * it. Returns NULL. */
+/* Raises OSError of errno for an open "bus", "pool" or "channel". Returns NULL. */
 PyObject *py_raise_system(const char *kind, PyObject *name);
 
 /* ---- The watchdog of a wait: called with the seconds waited, at the end of every period of it. */
@@ -49,5 +48,14 @@ struct watch {
 double py_watch_first_s(const struct watch *self);
 /* Calls it, and says when next; false with an exception, which ends the wait. */
 bool py_watch_call(const struct watch *self, double waited_s, double *next_s);
+
+/* ---- Python code that no signal's handler can interrupt. */
+/* What callable(*arguments) returns, or raises. In the main thread it runs in another one, so it must
+ * not ask for a lock that the caller holds. Steals nothing. */
+PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments);
+extern PyMethodDef py_uninterrupted_functions[];
+/* The end of a `with` block calls `close()`, and no signal's handler comes between. */
+extern PyTypeObject ClosedByBlockType;
+bool py_closing_init(void);
 
 #endif

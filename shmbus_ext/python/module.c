@@ -1,6 +1,5 @@
 /* The extension module: its types, its functions, and the constants that Python shares with C. */
 #define SHMBUS_IMPORTS_NUMPY
-#include "python/binding.h"
 
 #include "base/checksum.h"
 #include "base/clock.h"
@@ -13,9 +12,7 @@
 #include "python/put/put.h"
 #include "python/read/read.h"
 #include "python/record/record.h"
-#include "python/requests/requests.h"
 #include "python/segment/segment.h"
-#include "python/uninterrupted.h"
 
 static PyObject *py_crc32c(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer data;
@@ -111,22 +108,13 @@ static const struct named_value constants[] = {
 
 static bool add_constants(PyObject *module) {
     const struct named_value *const tables[] = {
-        constants,
-        py_baseline_constants,
-        py_begun_constants,
-        py_channel_constants,
-        py_companion_constants,
-        py_delivery_constants,
-        py_export_constants,
-        py_extra_fields_constants,
-        py_gather_plan_constants,
-        py_group_table_constants,
-        py_inspect_constants,
-        py_measure_constants,
-        py_pool_constants,
-        py_relay_constants,
-        py_request_constants,
-        py_retry_constants,
+        constants,                 py_begun_constants,
+        py_channel_constants,      py_companion_constants,
+        py_delivery_constants,     py_export_constants,
+        py_extra_fields_constants, py_gather_plan_constants,
+        py_group_table_constants,  py_inspect_constants,
+        py_pool_constants,         py_relay_constants,
+        py_request_constants,      py_retry_constants,
         py_splits_constants,
     };
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
@@ -141,20 +129,19 @@ static bool add_constants(PyObject *module) {
 
 static bool add_functions(PyObject *module) {
     PyMethodDef *const tables[] = {
-        py_arrays_functions,        py_baseline_functions,
-        py_begun_functions,         py_channel_messages_functions,
-        py_client_lease_functions,  py_convert_functions,
-        py_declared_functions,      py_delivery_functions,
-        py_end_lease_functions,     py_export_functions,
-        py_extra_fields_functions,  py_gather_plan_functions,
-        py_group_functions,         py_hooks_functions,
-        py_import_functions,        py_inspect_functions,
-        py_measure_functions,       py_origin_head_functions,
-        py_pack_functions,          py_pool_lease_functions,
-        py_pool_patch_functions,    py_pool_rows_functions,
-        py_relay_functions,         py_request_functions,
-        py_retry_functions,         py_rounds_functions,
-        py_splits_functions,        py_uninterrupted_functions,
+        py_arrays_functions,           py_begun_functions,
+        py_channel_messages_functions, py_client_lease_functions,
+        py_convert_functions,          py_declared_functions,
+        py_delivery_functions,         py_end_lease_functions,
+        py_export_functions,           py_extra_fields_functions,
+        py_gather_plan_functions,      py_group_functions,
+        py_hooks_functions,            py_import_functions,
+        py_inspect_functions,          py_origin_head_functions,
+        py_pack_functions,             py_pool_lease_functions,
+        py_pool_patch_functions,       py_pool_rows_functions,
+        py_relay_functions,            py_request_functions,
+        py_retry_functions,            py_splits_functions,
+        py_uninterrupted_functions,
     };
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
         if (PyModule_AddFunctions(module, tables[i]) < 0) {
@@ -166,17 +153,11 @@ static bool add_functions(PyObject *module) {
 
 static bool add_objects(PyObject *module) {
     bool (*const add[])(PyObject *) = {
-        py_inspect_add_objects,
-        py_group_add_objects,
-        py_client_lease_add_objects,
-        py_gather_plan_add_objects,
-        py_baseline_add_objects,
-        py_delivery_add_objects,
-        py_begun_add_objects,
-        py_splits_add_objects,
-        py_plan_fields_add_constants,
-        py_arguments_add_constants,
-        py_gather_threads_add_constants,
+        py_inspect_add_objects,      py_group_add_objects,
+        py_client_lease_add_objects, py_gather_plan_add_objects,
+        py_delivery_add_objects,     py_begun_add_objects,
+        py_splits_add_objects,       py_plan_fields_add_constants,
+        py_arguments_add_constants,  py_gather_threads_add_constants,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {

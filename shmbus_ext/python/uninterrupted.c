@@ -7,11 +7,9 @@
  * this returns.
  *
  * Invariant: the main thread waits only for code of ours that neither waits nor calls the user's. */
-#include "python/uninterrupted.h"
+#include "python/hooks.h"
 
 #include <stdatomic.h>
-
-#include "python/hooks.h"
 
 #define ERRAND "shmbus_ext._core.errand"
 
@@ -65,8 +63,7 @@ static PyObject *run_errand(PyObject *capsule, PyObject *Py_UNUSED(ignored)) {
 
 static PyMethodDef run_errand_def = {"run_errand", run_errand, METH_NOARGS, NULL};
 
-/* Starts the errand's thread; false with an exception. Its state is made here, by the interpreter:
- * in the thread, without memory, nobody could be told. */
+/* Starts the errand's thread, with a state of the interpreter's; false with an exception. */
 static bool start_thread(PyObject *capsule) {
     static PyObject *start; /* _thread.start_new_thread */
     if (start == NULL) {
@@ -134,8 +131,7 @@ PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments) {
         if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
             return NULL;
         }
-        /* Where no thread can be had, the change is made here: an interrupt is less likely than
-         * that it is needed. */
+        /* Without a thread the change is made here: it is needed more than an interrupt is likely. */
         PyErr_Clear();
         return PyObject_Call(callable, arguments, NULL);
     }

@@ -1,16 +1,13 @@
-/* How a collector begins (see attach.h). */
-#include "attach.h"
+/* How a collector begins (see reader.h). */
+#include "reader.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#include "extents.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "intent_log.h"
-#include "reclaim.h"
 #include "recovery.h"
-#include "request_feed.h"
 
 struct head {
     uint64_t order;
@@ -96,8 +93,7 @@ bool reader_attach(struct reader *self, struct segment *segment) {
     }
     FAILPOINT("collector-replayed");
     writer_attach_collector(&self->mover, segment);
-    /* Dead producers first: their last commits belong to the counts that this reader begins
-     * with. */
+    /* Dead producers first: their last commits count. */
     reader_sweep(self);
     if (!build_lanes(self)) {
         reader_detach(self);

@@ -60,14 +60,12 @@ struct block_maker {
 
 /* False without room for a header. */
 bool block_begin(struct block_maker *self, void *into, uint64_t room);
-/* Adds a record of the ring, which has `bytes`; false without room, where the block has as many
- * records as it may, or where the record's own numbers do not fit its bytes. */
+/* Adds a record of the ring; false without room, or where its numbers do not fit. */
 bool block_add(struct block_maker *self, const void *record, uint64_t bytes);
 /* The bytes of the whole block. */
 uint64_t block_end(struct block_maker *self, const uint8_t identity[SHMBUS_IDENTITY_BYTES]);
 
-/* The checksum of a record's head in its canonical form: equal on both sides only if all that a
- * head says is. False where the record's numbers do not fit its bytes. */
+/* The checksum of a record's canonical head; false where its numbers do not fit. */
 bool block_head_check(const void *record, uint64_t bytes, uint32_t *check);
 
 /* ---- reading one ---- */
@@ -103,15 +101,13 @@ bool block_open(const void *block, uint64_t bytes, struct block_header *header,
                 struct block_cursor *cursor, struct block_report *report);
 /* The same without the checksum over the records, for one that was proved before. */
 bool block_reopen(const void *block, uint64_t bytes, struct block_cursor *cursor);
-/* The next record: its head in `copy`, checked, and where its image lies. NULL behind the last one,
- * or with a fault in the report. */
+/* The next record's checked head, and its image; NULL at the end, or with a fault. */
 const uint8_t *block_next(struct block_cursor *cursor, struct record_copy *copy,
                           struct block_report *report);
 /* Steps over one; false where the block ends. */
 bool block_skip(struct block_cursor *cursor);
 
-/* Frame, head and payload of a record that block_next gave, into room for it in a lane. Its flags
- * are those that it keeps, and more_flags; it is neither closed nor exposed. */
+/* A record that block_next gave, into room in a lane; neither closed nor exposed. */
 void block_write(struct record_header *to, const struct record_place *place,
                  const struct record_copy *copy, const uint8_t *image, uint64_t producer_id,
                  uint32_t slot, uint32_t more_flags);

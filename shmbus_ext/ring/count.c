@@ -1,8 +1,5 @@
-/* The walk of count.h: as reader.c goes, but nothing changes. */
-#include "count.h"
-
-#include "extents.h"
-#include "reader_state.h"
+/* Counting what is unread: as reader.c goes, but nothing changes. */
+#include "reader.h"
 
 static bool is_unread(const struct reader *self, const struct record_place *place, uint64_t room,
                       uint64_t below, uint64_t *bytes) {

@@ -1,5 +1,5 @@
-/* Reading, bounding and writing the schema that a bus declares (see declared_schema.h). */
-#include "declared_schema.h"
+/* Reading, bounding and writing the schema that a bus declares (see segment.h). */
+#include "segment.h"
 
 #include <string.h>
 

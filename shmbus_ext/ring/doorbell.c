@@ -1,5 +1,5 @@
-/* The collector's bell (see doorbell.h). */
-#include "doorbell.h"
+/* The collector's bell (see segment.h). */
+#include "segment.h"
 
 bool doorbell_ring(struct bus_header *header) {
     /* SYNC: bell. The fence orders the publication before the look at the bell. */

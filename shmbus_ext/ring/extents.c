@@ -1,10 +1,9 @@
-/* Leasing and freeing extents (see extents.h). */
-#include "extents.h"
+/* Leasing and freeing extents (see segment.h). */
+#include "segment.h"
 
 #include <stdlib.h>
 
 #include "base/clock.h"
-#include "doorbell.h"
 #include "base/failpoints.h"
 
 /* How long a producer that waits for a run keeps single leases out of the upper half. */

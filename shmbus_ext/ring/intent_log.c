@@ -4,9 +4,8 @@
 #include <stdbool.h>
 
 #include "base/checksum.h"
-#include "extents.h"
 #include "base/failpoints.h"
-#include "reader_state.h"
+#include "reader.h"
 #include "relay_journal.h"
 
 static bool unpack_ref(const struct segment *segment, uint64_t ref, struct record_place *place) {
@@ -108,8 +107,7 @@ static void replay_release(struct segment *segment) {
     atomic_store_explicit(&header->intent_count, 0, memory_order_release);
 }
 
-/* A death half way through leaves no extent behind: the words are in the log, and freeing from an
- * exact word succeeds once only. */
+/* A death half way leaves no extent behind: the log has the words, and each frees once only. */
 static void free_words(struct segment *segment, uint32_t first, uint32_t span) {
     for (uint32_t i = span; i-- > 0;) {
         extent_unlease(segment, first + i,

@@ -12,7 +12,6 @@
 
 #include <stdint.h>
 
-#include "layout.h"
 #include "record.h"
 #include "segment.h"
 

@@ -21,8 +21,7 @@ enum shmbus_figure {
     SHMBUS_FIGURES = 5,
 };
 
-/* Upper bounds of a histogram's buckets; one more bucket has what is above all of them. With the
- * sum they fill two cache lines. */
+/* Upper bounds of a histogram's buckets; one more has the rest. Two cache lines. */
 #define SHMBUS_FIGURE_BOUNDS 14u
 #define SHMBUS_FIGURE_BUCKETS (SHMBUS_FIGURE_BOUNDS + 1u)
 
@@ -37,8 +36,7 @@ struct figure_entry {
 _Static_assert(sizeof(struct figure_entry) == 128, "two cache lines a figure");
 _Static_assert(offsetof(struct figure_entry, sum) == 120, "layout");
 
-/* A sample counts as solved from this score on: tasks are scored 0 and 1, or -1 and 1, maybe with
- * less for the form alone. */
+/* A sample counts as solved from this score on, whether tasks have 0 and 1, or -1 and 1. */
 #define SHMBUS_SOLVED_SCORE 0.5
 
 /* Offset  Size  Field           Written by  Read by  Order

@@ -1,7 +1,6 @@
 /* The admission table of lead.h. */
 #include "lead.h"
 
-#include "doorbell.h"
 #include "base/failpoints.h"
 
 /* A word: hash << SLOT_BITS | slot + 1 of a claimant, 0 once it is settled. */
@@ -105,8 +104,7 @@ static bool change(struct segment *segment, uint64_t key, uint64_t from, uint64_
     return false;
 }
 
-/* Whoever waits to begin a group, those that wait with samples of the group that begins next, and
- * whoever waits for a prompt to sample: all of them are woken. */
+/* Wakes whoever waits to begin a group, or for a prompt to sample. */
 static void tell(struct segment *segment) {
     bell_ring(&segment->header->space_bell, BELL_ALL);
     bell_ring(&segment->requests.lane->work, BELL_ALL);
@@ -179,9 +177,8 @@ static uint64_t bound_in_versions(const struct lead_table *lead, uint64_t leased
 }
 
 /* A trainer announces its new version before it acknowledges the batch that made it. So of what is
- * leased at that moment, as much as a version has was trained; the rest is taken ahead. Groups that
- * are taken ahead are no measure of a version: a trainer that takes what there is would raise its own
- * bound each time. */
+ * leased at that moment, as much as a version has was trained. The rest is taken ahead, and no measure
+ * of a version: a trainer that takes what there is would raise its own bound each time. */
 static void begin_version(struct lead_table *lead, int64_t version, uint64_t leased) {
     uint64_t trained = lead->a_version == 0 || leased < lead->a_version ? leased : lead->a_version;
     uint64_t until = lead->ended + trained;

@@ -50,8 +50,7 @@ bool lead_leave(struct segment *segment, uint64_t key);
 /* The word of a row if it is settled, else 0; and freeing a row that still has that word. */
 uint64_t lead_settled(const struct segment *segment, uint32_t row);
 void lead_free(struct segment *segment, uint32_t row, uint64_t word);
-/* A bound in versions follows: so many groups are delivered and have not ended, and so many others
- * have since the last call. */
+/* For a bound in versions: groups under lease, and those ended since the last call. */
 void lead_follow(struct segment *segment, uint64_t leased, uint64_t ended);
 
 /* Rows that are taken. */

@@ -1,5 +1,5 @@
-/* The hash set of moved_set.h: open addressing, never more than half full. */
-#include "moved_set.h"
+/* The hash set of reader.h: open addressing, never more than half full. */
+#include "reader.h"
 
 #include <stdlib.h>
 

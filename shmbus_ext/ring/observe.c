@@ -7,8 +7,7 @@
 #include "base/clock.h"
 #include "ring/lead.h"
 
-/* Rows that are looked at from a sample's own place on: a table that is three quarters full has a
- * free one among so many, nearly always. */
+/* Rows looked at from a sample's own place on: nearly always one is free. */
 #define PROBES 64u
 #define WRITTEN UINT64_C(1)
 

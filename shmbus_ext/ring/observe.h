@@ -5,7 +5,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "ring/layout.h"
 #include "ring/segment.h"
 
 /* ---- Samples that producers have begun, so that others can say who is missing.
@@ -29,8 +28,7 @@ void begun_forget(struct segment *segment, uint64_t producer_id);
 
 /* ---- Counting what is delivered into the segment's histograms. Only the collector writes them. */
 /* What one call counts, before it is added to the segment: taking samples is the hot path, and most
- * values fall into the same few buckets. A call is often about one group, and looks only at buckets
- * that it has touched. */
+ * values fall into the same few buckets. A call looks only at buckets that it has touched. */
 struct figure_tally {
     uint64_t buckets[SHMBUS_FIGURES][SHMBUS_FIGURE_BUCKETS];
     double sums[SHMBUS_FIGURES];
@@ -41,8 +39,7 @@ struct figure_tally {
 };
 _Static_assert(SHMBUS_FIGURE_BUCKETS <= 32, "touched has a bit for each bucket");
 
-/* An upper bound of a bucket; they ascend, and a value belongs to the first that it does not exceed.
- * Versions, seconds, tokens, scores. */
+/* An ascending upper bound of a bucket. Versions, seconds, tokens, scores. */
 double figure_bound(enum shmbus_figure figure, unsigned bucket);
 
 void figure_tally_begin(struct figure_tally *tally);

@@ -1,12 +1,9 @@
-/* The walk of reader.h: reader_next -> visit_lane -> take_ended, and walk_lane -> walk_record; both
- * end in deliver. */
+/* The walk: reader_next -> visit_lane -> take_ended, and walk_lane -> walk_record, then deliver. */
 #include "reader.h"
 
 #include <stdlib.h>
 
-#include "extents.h"
 #include "intent_log.h"
-#include "reclaim.h"
 
 /* Records taken from one lane before the next has its turn. */
 #define LANE_QUOTA 64u
@@ -68,8 +65,7 @@ static void make_ref(const struct reader *self, struct record_ref *ref,
     ref->bytes = self->copy.header.record_bytes;
 }
 
-/* All lanes are read to their ends: what their counters promise and this reader has not met is
- * lost. */
+/* At the ends of all lanes: what was promised and not met is lost. */
 static void count_lost(struct reader *self) {
     if (!self->unsettled) {
         return;
@@ -147,8 +143,7 @@ enum walk {
     WALK_NO_MEMORY,
 };
 
-/* The record behind this one lies in the cache of whoever wrote it: its head is on the way while
- * this one is handed out. */
+/* The next record's head, in its writer's cache, comes while this is handed out. */
 static inline void expect_next(const struct lane *lane, const struct record_header *record,
                                uint64_t record_bytes) {
     if (lane->cursor < lane->limit) {
@@ -192,8 +187,7 @@ static enum walk walk_record(struct reader *self, struct lane *lane, struct reco
             lane->cursor = place.offset;
             return WALK_NO_MEMORY;
         }
-        /* The end of it moves a counter, which brings the next visit. That of an owner that is
-         * gone already moves none. */
+        /* Its end moves a counter, which brings the next visit; not if its owner is gone. */
         self->runs[lane->extent].open++;
         lane->dirty = lane->dirty ||
                       lane_owner_gone(self->segment, lane->slot, self->copy.header.producer_id);
@@ -209,9 +203,8 @@ static enum walk walk_record(struct reader *self, struct lane *lane, struct reco
     }
 }
 
-/* Moves the limit to what is exposed by now. All pending reservations are to be looked at after
- * that: one that ended before a record below the limit was exposed comes before that record.
- * Whether there is more to walk. */
+/* Moves the limit to what is exposed by now; whether there is more to walk. Pending reservations are
+ * looked at after that: one that ended before a record below the limit was exposed comes first. */
 static bool look_further(struct reader *self, struct lane *lane) {
     uint64_t before = lane->limit;
     if (lane->extent != NO_EXTENT) {
@@ -245,9 +238,8 @@ static enum walk walk_lane(struct reader *self, struct lane *lane, struct record
     return enter_next_run(self, lane) ? WALK_ON : WALK_END;
 }
 
-/* The next pending reservation that was committed, in the order of the lane, so that a batch that
- * was seen half way is handed out as it was put. 1 when it is in self->copy, 0 when none is
- * left. */
+/* The next pending reservation that was committed, in the lane's order, so that a batch that was seen
+ * half way is handed out as it was put. 1 when it is in self->copy, 0 when none is left. */
 static int take_ended(struct reader *self, struct lane *lane, struct record_ref *ref) {
     while (lane->pending_at < lane->pending_count) {
         struct pending *entry = &lane->pending[lane->pending_at];
@@ -351,8 +343,7 @@ static int visit_lane(struct reader *self, struct lane *lane, struct record_ref 
     }
 }
 
-/* Whether anything is left to read in a lane. That its slot is free does not say: a successor may
- * have freed it, and died, before this reader knew its owner. */
+/* Whether anything is left in a lane; a free slot does not say: a successor may have died. */
 static bool worth_a_visit(const struct lane *lane, const struct producer_slot *slot) {
     return atomic_load_explicit(&slot->state, memory_order_acquire) != SHMBUS_SLOT_FREE ||
            lane->extent != NO_EXTENT || lane->dirty || lane->pending_count > 0 ||
@@ -360,8 +351,7 @@ static bool worth_a_visit(const struct lane *lane, const struct producer_slot *s
            atomic_load_explicit(&slot->next_order, memory_order_acquire) != lane->seen.next_order;
 }
 
-/* Which lanes are worth a visit changes only when a producer attaches or leaves, and when lanes
- * without a producer have been read to their ends. */
+/* Lanes worth a visit change when a producer comes or leaves, or is read to its end. */
 static void refresh_active(struct reader *self) {
     uint32_t epoch =
         atomic_load_explicit(&self->segment->header->attach_epoch, memory_order_acquire);

@@ -1,10 +1,8 @@
-/* Freeing runs, and moving what keeps them (see reclaim.h). */
-#include "reclaim.h"
+/* Freeing runs, and moving what keeps them (see reader.h). */
+#include "reader.h"
 
 #include <string.h>
 
-#include "doorbell.h"
-#include "extents.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "intent_log.h"
@@ -110,8 +108,7 @@ static void note_successor(struct reader *self, uint32_t extent, uint64_t next) 
 
 static void unlink_and_free(struct reader *self, uint32_t extent) {
     const struct run_state *run = &self->runs[extent];
-    /* SYNC: run-linked. After this its owner cannot link to it: it has, or it begins a new
-     * chain. */
+    /* SYNC: run-linked. After this its owner cannot link to it: it has, or begins a new chain. */
     uint64_t next = link_make(run->generation, 0);
     bool ended = atomic_compare_exchange_strong_explicit(
         &self->segment->extents[extent].next, &next, link_make(run->generation, SHMBUS_LINK_END),
@@ -156,9 +153,7 @@ static uint32_t parked_at(const struct reader *self, uint32_t from, uint32_t to,
     return from;
 }
 
-/* Marks those of parked[from..to) that no borrower looks at. A borrower holds a lock for its views,
- * which it took while the record was leased, so before its run was parked. One question is enough
- * for any number of runs, and two more for each lock between them. */
+/* Marks those of parked[from..to) without a borrower's view lock, which is older than they. */
 static void find_unviewed(struct reader *self, uint32_t from, uint32_t to) {
     while (from < to) {
         int64_t start = SHMBUS_LOCK_VIEW + (int64_t)self->parked[from];

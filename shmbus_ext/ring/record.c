@@ -138,8 +138,7 @@ enum record_verdict record_read_frame(const struct record_header *shared, uint64
     return RECORD_OK;
 }
 
-/* Whether one field lies inside the record. A dimension of 0 makes its bytes 0, whatever the product
- * of the others would come to. */
+/* Whether one field lies inside the record; a dimension of 0 makes its bytes 0. */
 static bool field_fits(const struct schema_entry *entry, const uint64_t *shape, uint64_t lowest,
                        uint64_t highest) {
     uint64_t bytes = entry->itemsize;

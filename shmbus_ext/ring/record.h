@@ -10,9 +10,8 @@
 
 #include "layout.h"
 
-/* What a producer says of a trajectory. shape holds for each field an offset (filled by
- * record_plan) and then ndim sizes; schema is field_count schema_entry's with their names and
- * dtypes. */
+/* What a producer says of a trajectory. shape holds for each field an offset (filled by record_plan)
+ * and then ndim sizes; schema is field_count schema_entry's with their names and dtypes. */
 struct record_spec {
     const char *id;
     const uint8_t *schema;
@@ -42,8 +41,7 @@ struct record_spec {
 /* False when the sum overflows what a record can say. */
 bool record_plan(struct record_spec *spec);
 
-/* Where a record lies; part of its frame's checksum, so that stale bytes never pass for a
- * record. */
+/* Where a record lies: part of its frame's checksum, so stale bytes are no record. */
 struct record_place {
     uint32_t extent;
     uint32_t generation;
@@ -79,13 +77,11 @@ void record_write_frame(struct record_header *record, const struct record_place 
                         uint64_t record_bytes, uint64_t producer_id, uint32_t slot, uint32_t flags);
 /* Everything else but sequence, lane_number, time and checksum. */
 void record_write_body(struct record_header *record, const struct record_spec *spec);
-/* Another record's image, which may be unaligned, but for its state: a frame of its new place, and
- * all that lies behind it as it was. */
+/* Another record's image but its state, maybe unaligned, with a frame of its new place. */
 void record_copy_image(struct record_header *to, const struct record_place *place,
                        const void *image, uint64_t record_bytes, uint64_t producer_id,
                        uint32_t slot, uint32_t flags);
-/* Closes the header of a record of so many bytes: after this the state may say COMMITTED. Lengths in
- * the header may be another process's by now: what they say beyond the record is not followed. */
+/* Closes a record's header, before COMMITTED; what lengths say beyond it is not followed. */
 void record_close(struct record_header *record, uint64_t bytes, uint64_t sequence,
                   uint64_t lane_number);
 
@@ -126,8 +122,7 @@ static inline bool record_flags_hold(uint32_t flags) {
 /* Frame only: enough to step over. */
 enum record_verdict record_read_frame(const struct record_header *shared, uint64_t room,
                                       const struct record_place *place, struct record_header *copy);
-/* Completes a copy whose header was read: header checksum, bounds of each field. The record may be
- * unaligned. */
+/* Completes a copy: header checksum and bounds; the record may be unaligned. */
 enum record_verdict record_read_tables(const void *shared, struct record_copy *copy);
 /* The same, and the payload checksum where the record carries one. */
 enum record_verdict record_read_body(const void *shared, struct record_copy *copy);

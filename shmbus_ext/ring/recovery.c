@@ -6,14 +6,10 @@
 #include <unistd.h>
 
 #include "ring/observe.h"
-#include "doorbell.h"
-#include "extents.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "lead.h"
-#include "record.h"
 #include "relay_journal.h"
-#include "requests.h"
 
 /* Whether the commit that an owner intended took effect: the record shows it. */
 static bool commit_happened(const struct segment *segment, const struct producer_slot *slot) {
@@ -105,8 +101,7 @@ static void seal_chain(struct segment *segment, struct producer_slot *slot, uint
 
 /* Frees leases that never got their place in the chain; they hold no record. The first extent of a
  * run is met before its others here, and freed after them by the reader, so one of the others that
- * is met without its first is free. Of the collector's leases one stays: on a full bus its
- * successor would not get another. */
+ * is met without its first is free. Of the collector's one stays, which a full bus might not have. */
 static uint32_t free_orphans(struct segment *segment, uint32_t slot_index) {
     uint32_t covered = 0;
     uint32_t kept = NO_EXTENT;
@@ -201,8 +196,7 @@ static bool is_healed(struct segment *segment) {
         return false;
     }
     recover_producer(segment, index);
-    /* Every reaper of that slot heals the journal; what is left here was bound and never
-     * announced. */
+    /* What is left here was bound and never announced; reapers heal the journal. */
     relay_reap(segment, writer,
                atomic_load_explicit(&segment->slots[index].committed, memory_order_acquire));
     file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + index);

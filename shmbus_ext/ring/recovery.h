@@ -1,22 +1,19 @@
 /* What a dead producer left, and how it ends: its last commit is counted or not, its lane sealed,
  * its leases that never got a place in the lane freed, the samples that it had in hand given back.
  *
- * Invariants: the caller holds the lock of the slot, so nobody else writes there. A recovery that
- * is itself ended by death is begun again by the next holder of that lock, from any of its
- * steps. */
+ * Invariants: the caller holds the lock of the slot, so nobody else writes there. A recovery that is
+ * itself ended by death is begun again by the next holder of that lock, from any of its steps. */
 #ifndef SHMBUS_RING_RECOVERY_H
 #define SHMBUS_RING_RECOVERY_H
 
 #include <stdint.h>
 
-#include "segment.h"
 #include "writer.h"
 
 /* Ends what the last owner of a slot left, and frees the slot; nothing where it is free. */
 void recover_producer(struct segment *segment, uint32_t slot_index);
 
-/* The same for the lane of the last collector. Returns the extent that it leaves to its successor,
- * or NO_EXTENT. */
+/* The same for the last collector's lane; the extent left to its successor, or NO_EXTENT. */
 uint32_t recover_collector(struct segment *segment);
 
 /* Recovers every slot whose owner has ended, but the caller's own (or NO_SLOT): a worker that waits
@@ -29,8 +26,7 @@ uint32_t recover_dead(struct segment *segment, uint32_t own_slot);
  * Invariant: there is one at a time, and it begins once the lane of the one before it was reaped. */
 enum relay_begun { RELAY_BEGUN, RELAY_BUSY, RELAY_SYSTEM_ERROR };
 
-/* Takes the lock, heals what the last sink has left, and counts the incarnation. Waits up to two
- * seconds for whoever reaps that sink's lane. */
+/* Takes the lock, heals, counts the incarnation; waits 2 s for who reaps the last lane. */
 enum relay_begun relay_begin(struct segment *segment);
 void relay_end(struct segment *segment);
 

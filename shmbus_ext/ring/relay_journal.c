@@ -89,8 +89,7 @@ static uint32_t next_free(struct segment *segment) {
     return count;
 }
 
-/* What an entry says beside its origin: whose commit puts the record, and which; or, of one that is
- * not put, only why it has ended. */
+/* What an entry says beside its origin: which commit puts the record, or why there is none. */
 struct plan {
     uint64_t writer;
     uint64_t commit;

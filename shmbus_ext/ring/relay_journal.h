@@ -14,7 +14,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "ring/layout.h"
 #include "ring/segment.h"
 
 _Static_assert(SHMBUS_RELAY_MAX_ENTRIES < (1u << (32 - SHMBUS_FLAG_RELAY_SHIFT)) - 1,
@@ -38,9 +37,8 @@ struct relay_note {
     uint32_t ended;         /* reason + 1, or 0 */
 };
 
-/* The next n commits of the writer are these, in this order, and entries[i] is their entry: one that
- * is OWED, or RELAY_NEW. All of them are in force, or none: false where there is no room for one more
- * entry or source. */
+/* The next n commits of the writer are these, in order, and entries[i] is their entry: one that is
+ * OWED, or RELAY_NEW. All are in force, or none: false without room for one more entry or source. */
 bool relay_intend(struct segment *segment, const struct writer *writer,
                   const struct relay_origin *origins, uint32_t *entries, uint32_t n);
 /* The same of records that are not put at all: settled, and ended for that reason. */

@@ -1,14 +1,12 @@
-/* Offering requests (see request_feed.h). */
-#include "request_feed.h"
+/* Offering requests (see requests.h). */
+#include "requests.h"
 
 #include <string.h>
 
 #include "base/checksum.h"
 #include "base/clock.h"
-#include "doorbell.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
-#include "request_row.h"
 
 #define NOWHERE UINT32_MAX
 
@@ -228,8 +226,7 @@ static void mend_order(struct request_parts *parts, uint32_t level) {
     atomic_store_explicit(&parts->lane->tails[level], tail, memory_order_release);
 }
 
-/* Whether the order of a priority has a place: places of rows that have ended, where workers have
- * not gone on for a while, are given up first. */
+/* Whether a priority's order has a place; ended rows' places are given up first. */
 static bool order_has_place(struct request_parts *parts, uint32_t level) {
     _Atomic uint64_t *head = &parts->lane->heads[level];
     uint64_t tail = counted(&parts->lane->tails[level]);

@@ -1,5 +1,5 @@
-/* See request_parts.h. */
-#include "request_parts.h"
+/* How the request lane divides its bytes (see segment.h). */
+#include "segment.h"
 
 bool request_divide(struct request_parts *parts, uint8_t *at, uint64_t bytes) {
     uint64_t rows = bytes / SHMBUS_REQUEST_ROW_SHARE;

@@ -1,5 +1,5 @@
-/* See request_row.h. */
-#include "request_row.h"
+/* The words of the request lane (see requests.h). */
+#include "requests.h"
 
 #include <string.h>
 

@@ -7,7 +7,6 @@
 #include "base/clock.h"
 #include "base/failpoints.h"
 #include "lead.h"
-#include "request_row.h"
 
 /* Passes over the lane for totals of one instant, while feeders are at work. */
 #define TOTAL_TRIES 16
@@ -24,8 +23,7 @@ static bool swap(_Atomic uint64_t *word, uint64_t from, uint64_t to) {
 
 /* ---- taking ---- */
 
-/* Says that samples before `next` of a row may be open. The row first: whoever clears the lane's
- * word looks at all rows afterwards. */
+/* Says that a row may have open samples; first, as who clears the lane's word looks then. */
 static void mark_returned(struct segment *segment, uint32_t row) {
     struct request_parts *parts = &segment->requests;
     atomic_store_explicit(&parts->rows[row].returned, 1, memory_order_seq_cst);
@@ -179,8 +177,7 @@ static bool take_in_any_order(struct taker *self, uint32_t level) {
     return false;
 }
 
-/* The rows of a priority in the order of their offers, from the first that may have a sample. Never
- * more than there can be: who offers meanwhile rings. */
+/* The rows of a priority in order, from the first that may have a sample. */
 static bool take_in_order(struct taker *self, uint32_t level) {
     struct request_parts *parts = &self->segment->requests;
     _Atomic uint64_t *head = &parts->lane->heads[level];

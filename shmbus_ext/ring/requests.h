@@ -2,7 +2,7 @@
  * time.
  *
  * A row is one group; its prompt is stored once. A cell is one sample of it: open, claimed by a
- * producer, or done. request_feed.h has the feeders' side, this the workers' and the collector's.
+ * producer, or done.
  *
  * Invariants:
  *  - A cell is handed to one producer at a time: its claim goes from open to claimed by
@@ -21,9 +21,55 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "doorbell.h"
-#include "request_row.h"
+#include "ring/segment.h"
 
+/* ---- The words of the request lane, and a row as a process reads it.
+ *
+ * Invariant: what a row says is copied, bounded and checked before it is used, and the row's word is
+ * looked at again after what it points to was read. */
+#define REQUEST_NUMBER_BITS 28u
+#define REQUEST_NUMBER_MASK ((UINT64_C(1) << REQUEST_NUMBER_BITS) - 1)
+#define REQUEST_PRODUCER_BITS 34u
+#define REQUEST_PRODUCER_MASK ((UINT64_C(1) << REQUEST_PRODUCER_BITS) - 1)
+#define REQUEST_COUNT_MASK ((UINT64_C(1) << (64 - REQUEST_NUMBER_BITS)) - 1)
+/* The producer of a sample that nobody will make any more. */
+#define REQUEST_NOBODY REQUEST_PRODUCER_MASK
+
+static inline uint64_t request_claim_word(enum request_kind kind, uint64_t producer, uint64_t number) {
+    return (uint64_t)kind << 62 | (producer & REQUEST_PRODUCER_MASK) << REQUEST_NUMBER_BITS |
+           (number & REQUEST_NUMBER_MASK);
+}
+
+static inline enum request_kind request_kind_of(uint64_t claim) {
+    return (enum request_kind)(claim >> 62);
+}
+
+static inline uint64_t request_producer_of(uint64_t claim) {
+    return claim >> REQUEST_NUMBER_BITS & REQUEST_PRODUCER_MASK;
+}
+
+static inline uint32_t request_state_of(uint64_t word) {
+    return (uint32_t)(word & 3);
+}
+
+static inline uint64_t request_number_of(uint64_t word) {
+    return word >> 2;
+}
+
+/* The claim of a sample that nobody has, and the word of a row of which nobody has had more. */
+uint64_t request_open_word(uint64_t number);
+uint64_t request_next_word(uint64_t number, uint32_t sample);
+
+uint32_t request_row_crc(const struct request_row *row);
+
+/* The number of a row if it is open, else 0. */
+uint64_t request_open_row(const struct segment *segment, uint32_t index);
+
+/* A row's numbers, copied and bounded; false unless it is open under this number. */
+bool request_copy_row(const struct segment *segment, uint32_t index, uint64_t number,
+                      struct request_row *copy);
+
+/* ---- The workers' and the collector's side. */
 /* A sample that a producer has in hand; number 0 for none. */
 struct request_claim {
     uint64_t number; /* of its row */
@@ -62,8 +108,7 @@ enum request_take { REQUEST_NONE, REQUEST_TAKEN, REQUEST_TOO_FAR_AHEAD };
  * are bounded, a group is admitted here; TOO_FAR_AHEAD where only that keeps one from being taken. */
 enum request_take request_take(struct segment *segment, uint64_t producer_id, uint32_t slot,
                                struct request_claim *claim);
-/* Its prompt. Size first: with data NULL; then `text` says for how many bytes there is room. False
- * where the row has ended, is damaged, or has not so many. */
+/* Its prompt; with data NULL its size. False where it has ended, or without room. */
 bool request_read(const struct segment *segment, uint32_t row, uint64_t number,
                   struct request_text *text, uint8_t *data);
 /* The oldest open request of a group, by its number; 0 where there is none. */
@@ -94,5 +139,47 @@ struct request_totals {
     uint64_t groups; /* that have not ended */
 };
 void request_total(const struct segment *segment, struct request_totals *totals);
+
+/* ---- The feeders' side of the request lane: any process may offer, one at a time.
+ *
+ * Invariants:
+ *  - Rows, and the room of cells and prompts, are given out and taken back only under the feeders'
+ *    lock, which the kernel drops with its holder. `feeding` says that one was at work: whoever gets
+ *    the lock then finishes what it left, from the rows alone, so that nothing leaks.
+ *  - A row is whole before it is open, and open before workers find it in the order.
+ *  - Nothing here waits: a full lane, and a lock that is held, are answers. */
+/* A group to make. */
+struct request_offer {
+    const void *id;
+    const void *prompt;
+    uint32_t id_bytes;
+    uint32_t prompt_bytes;
+    uint32_t split; /* below SHMBUS_MAX_SPLITS */
+    int64_t round;
+    uint32_t group_size;
+    uint32_t need;
+    uint32_t level;
+};
+
+enum request_feed {
+    FEED_DONE = 0,  /* all of them */
+    FEED_FULL,      /* until groups end */
+    FEED_TOO_LARGE, /* for the whole lane */
+    FEED_HELD,      /* another feeder is at work; for moments, unless it is stopped */
+    FEED_ERROR,     /* errno says why */
+};
+/* Whether an empty lane has room for it. */
+bool request_can_fit(const struct segment *segment, const struct request_offer *offer);
+/* The most that are offered under one lock: others wait for it. */
+#define REQUEST_OFFERS_AT_ONCE 64u
+/* Offers groups in order, and rings once: `done` of them, the last `number`. */
+enum request_feed request_offer(struct segment *segment, const struct request_offer *offers,
+                                uint32_t count, uint32_t *done, uint64_t *number);
+
+/* Ends what a dead feeder left, if there is anything; for the collector. */
+void request_heal(struct segment *segment);
+
+/* Bytes of prompts that are free; a hint. */
+uint64_t request_free_bytes(const struct segment *segment);
 
 #endif

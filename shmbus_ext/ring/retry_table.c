@@ -44,8 +44,7 @@ void retry_withdraw(struct segment *segment, uint32_t at) {
     struct retry_entry *entry = &segment->retries[at];
     atomic_store_explicit(&entry->claim, SHMBUS_RETRY_BUSY, memory_order_relaxed);
 #if !defined(__SANITIZE_THREAD__) /* which knows no fences */
-    /* SYNC: retry-requested. A producer that sees anything of what is written after this can no
-     * longer claim the entry. */
+    /* SYNC: retry-requested. Who sees anything of what follows cannot claim any more. */
     atomic_thread_fence(memory_order_release);
 #endif
     entry->number = 0;

@@ -11,10 +11,6 @@
 
 #include "base/clock.h"
 #include "base/file_lock.h"
-#include "ring/declared_schema.h"
-#include "ring/doorbell.h"
-#include "ring/request_parts.h"
-#include "ring/splits.h"
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
@@ -265,8 +261,7 @@ static enum shared_status take_description(struct segment *self) {
     enum lock_status lock = file_lock_share(own, SHMBUS_LOCK_USERS);
     if (lock != LOCK_TAKEN) {
         close(own);
-        /* It is being removed, under a lock of moments; the caller looks again whether it is
-         * there. */
+        /* It is being removed, under a lock of moments; the caller looks again. */
         return lock == LOCK_HELD_ELSEWHERE ? SHARED_UNFINISHED : SHARED_SYSTEM_ERROR;
     }
     file_lock_drop(self->fd, SHMBUS_LOCK_USERS);

@@ -6,13 +6,35 @@
 #define SHMBUS_RING_SEGMENT_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <string.h>
 #include <sys/random.h>
 
 #include "base/shared_file.h"
 #include "ring/layout.h"
-#include "ring/request_parts.h"
+
+/* ---- How the request lane divides its bytes.
+ *
+ * Invariant: everything follows from the number of bytes between the tables and the extents, which is
+ * part of the geometry: rows first, the rest is for prompts. So the lane states no size of its own
+ * that a reader would have to trust. */
+struct request_parts {
+    struct request_lane *lane;
+    struct request_row *rows;
+    _Atomic uint32_t *order; /* rows of each priority, in the order of their offers */
+    struct request_cell *cells;
+    uint64_t *block_bits; /* of cells' blocks: 1 for taken */
+    uint64_t *unit_bits;
+    uint8_t *units;
+    uint32_t row_count;
+    uint32_t block_count;
+    uint32_t unit_count;
+};
+
+/* The parts of so many bytes; only numbers where `at` is NULL. False for too few bytes. */
+bool request_divide(struct request_parts *parts, uint8_t *at, uint64_t bytes);
 
 /* ---- What tells one bus from all others, of whatever node and time: random bits, as digits too. */
 #define IDENTITY_TEXT_BYTES (2 * SHMBUS_IDENTITY_BYTES + 1)
@@ -75,7 +97,7 @@ struct segment {
     uint32_t relay_entry_count;
     uint32_t relay_next; /* this process's: where its search for a free entry goes on */
     struct request_parts requests;
-    struct declared_part *declared; /* read through declared_schema.h */
+    struct declared_part *declared; /* read by declared_schema_read */
     uint8_t *data;
     uint32_t found_version; /* after SHARED_BAD_VERSION */
     uint32_t found_hash;
@@ -102,8 +124,7 @@ struct segment_geometry {
 bool segment_plan(uint64_t capacity, uint32_t max_producers, uint64_t extent_bytes,
                   struct segment_geometry *plan);
 
-/* Gives the request lane of a plan so many bytes, in place of its share of the capacity. False where
- * there are too many. */
+/* Gives a plan's request lane so many bytes; false where there are too many. */
 bool segment_plan_requests(struct segment_geometry *plan, uint64_t request_bytes);
 
 /* Extents of a new segment that are leased to its future collector: producers may fill the bus
@@ -116,28 +137,23 @@ static inline uint32_t segment_reserved(const struct segment *self) {
     return reserved_extents(self->extent_count);
 }
 
-/* Makes a segment of a new, empty file: allocates and touches all of it, and writes the tables, the
- * magic last. Takes fd over when it succeeds. */
+/* Makes a segment of a new, empty file, the magic last. Takes fd over when it succeeds. */
 enum shared_status segment_create(struct segment *self, int fd,
                                    const struct segment_geometry *plan);
-/* Maps a segment and checks it. read_only: fd was opened so, and nothing is ever written through
- * the mapping. Takes fd over when it succeeds. */
+/* Maps a segment and checks it; read_only never writes. Takes fd over when it succeeds. */
 enum shared_status segment_open(struct segment *self, int fd, bool read_only);
 void segment_unmap(struct segment *self);
 
-/* Maps the file once more, for views: nothing writes through it, neither shmbus nor code that
- * ignores that a view is read-only. */
+/* Maps the file once more, for views, through which nothing can be written. */
 enum shared_status segment_map_views(struct segment *self);
 
-/* Copies of records, at the distances that these have in a mapping. One piece of address space,
- * however many they are; what lies between them takes no memory. */
+/* Copies of records at their distances in a mapping: one piece of address space. */
 struct segment_copies {
     uint8_t *at;     /* NULL for none */
     uint64_t offset; /* of `at` in the mapping */
     uint64_t bytes;
 };
-/* Room for copies of `bytes` that lie within [first, end) of a mapping; false without address
- * space. */
+/* Room for copies of records in [first, end); false without address space. */
 bool segment_copies_begin(struct segment_copies *self, uint64_t first, uint64_t end,
                           uint64_t bytes);
 void segment_copies_add(struct segment_copies *self, const uint8_t *mapping, uint64_t offset,
@@ -148,8 +164,7 @@ void segment_copies_add(struct segment_copies *self, const uint8_t *mapping, uin
 bool segment_copies_replace(struct segment_copies *self, uint8_t *mapping);
 void segment_copies_drop(struct segment_copies *self);
 
-/* Makes the whole mapping private, copied on writing: for a forked child. Views cannot be read any
- * more: what is in the file may be another record by now. */
+/* Makes the whole mapping private in a forked child; views cannot be read any more. */
 void segment_isolate(struct segment *self);
 
 static inline uint8_t *segment_extent(const struct segment *self, uint32_t extent) {
@@ -183,12 +198,169 @@ static inline int64_t shmbus_next_round(struct bus_header *header) {
  *
  * Invariant: a removed bus stays one. The word that says so is the one that says whether producers
  * wait, so a put that finds the bus running looks at nothing more. */
-/* Where the file has lost its last name: says so to all, once, and wakes everybody who waits. A
- * system call. Whether it has. A read-only mapping only looks. */
+/* Whether the file has lost its name, which all are told once; a system call. */
 bool removal_note(struct segment *self);
 
 static inline bool removal_happened(const struct segment *self) {
     return atomic_load_explicit(&self->header->paused, memory_order_acquire) == SHMBUS_REMOVED;
+}
+
+/* ---- The collector's bell: producers wake a collector that sleeps. It is one word, and the
+ * collector is alone, so that whoever rings clears it and wakes in one step.
+ *
+ * Invariant: a reader that sleeps has stored 1 before it looked for records one last time; a producer
+ * that published looks at the bell afterwards. Both are sequentially consistent, so one of them sees
+ * the other, and no wake-up is lost. While nobody sleeps, neither side makes a system call. */
+/* Producer, after it has published. Whether it woke a reader. */
+bool doorbell_ring(struct bus_header *header);
+
+/* What the bell says. */
+enum doorbell_state { BELL_AWAKE = 0, BELL_ANNOUNCED = 1 };
+
+/* Reader: announce sleep, look again, then doorbell_sleep or doorbell_stay. */
+void doorbell_announce(struct bus_header *header);
+void doorbell_stay(struct bus_header *header);
+enum bell_wait doorbell_sleep(struct bus_header *header, int64_t timeout_ns);
+
+/* ---- The pool of extents: leased by producers with one compare-and-swap, freed by the reader.
+ *
+ * Invariants: the low half of a descriptor's word is 0 exactly while the extent is free, and only
+ * the holder of slot i writes i + 1 into it. The generation grows with every release, so a link or
+ * a compare-and-swap from an earlier lease fails. */
+#define NO_EXTENT UINT32_MAX
+
+static inline uint64_t link_make(uint32_t generation, uint32_t low) {
+    return ((uint64_t)generation << 32) | low;
+}
+static inline uint32_t link_generation(uint64_t link) {
+    return (uint32_t)(link >> 32);
+}
+static inline uint32_t link_low(uint64_t link) {
+    return (uint32_t)link;
+}
+
+/* Leases neighbouring extents: the first, or NO_EXTENT. Until extent_enter an orphan. */
+uint32_t extent_lease(struct segment *segment, uint32_t slot, uint32_t span, uint32_t *generation);
+
+/* Gives a lease its place in a lane. */
+void extent_enter(struct segment *segment, uint32_t extent, uint32_t generation, uint32_t span,
+                  uint64_t order, uint64_t producer_id);
+
+/* Frees one extent if its word is still this one. At most one caller succeeds for a lease. */
+bool extent_unlease(struct segment *segment, uint32_t extent, uint64_t word);
+
+/* Keeps a lease and ends what it was entered as: no link to it holds any more. */
+void extent_renew(struct segment *segment, uint32_t extent, uint64_t word);
+
+/* Of a lease that this process holds. */
+uint32_t extent_generation(const struct segment *segment, uint32_t extent);
+
+struct run {
+    uint32_t span;
+    uint32_t generation;
+    uint64_t order;
+};
+
+/* Whether `extent` heads a run that this slot has entered, within bounds. */
+bool extent_is_run(const struct segment *segment, uint32_t extent, uint32_t slot, struct run *run);
+/* The same for what a link names, generation included. */
+bool link_is_run(const struct segment *segment, uint64_t link, uint32_t slot, struct run *run);
+
+/* In ascending order. */
+void extents_sort(uint32_t *extents, size_t count);
+
+uint32_t extent_count_free(const struct segment *segment);
+
+/* ---- The splits of a bus: who a group is for, as a number that records state and a label that
+ * people give.
+ *
+ * Invariants:
+ *  - A number keeps its label for as long as the bus exists. Number SHMBUS_SPLIT_TRAIN is "train".
+ *  - No lock and no owner: whoever needs a label writes what is missing of it, each word from 0. So
+ *    a death in the middle leaves the beginning of a label, which the next process that needs this
+ *    label goes on with, and which is no label until then. */
+/* Of a new segment: number SHMBUS_SPLIT_TRAIN gets its label. */
+void splits_begin(const struct segment *segment);
+/* The number of a label, new if need be; SHMBUS_MAX_SPLITS where all are taken. */
+uint32_t split_number(const struct segment *segment, const char *label, uint32_t bytes);
+/* The same without writing; SHMBUS_MAX_SPLITS where it has none. */
+uint32_t split_find(const struct segment *segment, const char *label, uint32_t bytes);
+/* Copies the label of a number, and returns its bytes; 0 where it has none (yet). */
+uint32_t split_label(const struct segment *segment, uint32_t number,
+                     char label[SHMBUS_SPLIT_LABEL_BYTES + 1]);
+
+/* ---- The schema that a bus declares: which fields its records have, of which dtype and dimensions.
+ *
+ * Invariants:
+ *  - The creator writes it before the magic, and nobody changes it.
+ *  - A reader copies it, checks its checksum, and bounds each part of the copy before it uses it. */
+/* One field; what it points at lies in the bytes that were parsed. */
+struct declared_field {
+    const char *name;
+    const char *dtype;
+    const uint8_t *dimensions; /* i64 each, unaligned: declared_schema_dimension reads one */
+    uint16_t name_bytes;
+    uint16_t dtype_bytes;
+    uint32_t itemsize;
+    uint8_t ndim;
+    uint8_t flags;
+};
+
+struct declared_fields {
+    uint32_t count;
+    uint32_t dimension_names;
+    const uint8_t *names[SHMBUS_MAX_DIMENSION_NAMES]; /* each a length and so many bytes */
+    struct declared_field fields[SHMBUS_MAX_FIELDS];
+};
+
+/* False where the bytes are no schema; then nothing of `fields` may be used. */
+bool declared_schema_parse(const uint8_t *bytes, uint32_t count, struct declared_fields *fields);
+
+/* A size, SHMBUS_DIMENSION_FREE, or SHMBUS_DIMENSION_NAMED less the number of a name. */
+int64_t declared_schema_dimension(const struct declared_field *field, uint32_t dimension);
+
+/* For the creator, before the magic; at most SHMBUS_DECLARED_BYTES. */
+void declared_schema_write(struct declared_part *part, const void *text, uint32_t bytes);
+
+enum declared_status {
+    DECLARED_NONE = 0,
+    DECLARED_OK,
+    DECLARED_DAMAGED, /* its length or its checksum is wrong */
+};
+
+/* Copies what the segment says. SHMBUS_DECLARED_BYTES have room in `text`. */
+enum declared_status declared_schema_read(const struct declared_part *part, uint8_t *text,
+                                          uint32_t *bytes);
+
+/* ---- What a record is known by among all buses, as bytes that go between processes and nodes.
+ *
+ * Invariant: origins of one bus sort as (producer, sequence): numbers have their high bytes first. */
+/* Offset  Size  Field
+ *      0    16  identity     of the bus
+ *     16     8  producer_id  the highest byte first
+ *     24     8  sequence     the same */
+#define RELAY_ORIGIN_BYTES (SHMBUS_IDENTITY_BYTES + 16u)
+
+static inline void origin_pack_number(uint8_t *to, uint64_t number) {
+    for (int i = 0; i < 8; i++) {
+        to[i] = (uint8_t)(number >> (56 - 8 * i));
+    }
+}
+
+static inline uint64_t origin_unpack_number(const uint8_t *from) {
+    uint64_t number = 0;
+    for (int i = 0; i < 8; i++) {
+        number = number << 8 | from[i];
+    }
+    return number;
+}
+
+static inline void origin_pack(void *into, const uint8_t identity[SHMBUS_IDENTITY_BYTES],
+                               uint64_t producer_id, uint64_t sequence) {
+    uint8_t *to = into;
+    memcpy(to, identity, SHMBUS_IDENTITY_BYTES);
+    origin_pack_number(to + SHMBUS_IDENTITY_BYTES, producer_id);
+    origin_pack_number(to + SHMBUS_IDENTITY_BYTES + 8, sequence);
 }
 
 #endif

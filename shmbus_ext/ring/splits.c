@@ -1,5 +1,5 @@
-/* The labels of splits.h, word by word. */
-#include "splits.h"
+/* The labels of splits, word by word (see segment.h). */
+#include "segment.h"
 
 #include <stdbool.h>
 #include <string.h>
@@ -17,8 +17,7 @@ static void encode(uint64_t words[SHMBUS_SPLIT_LABEL_WORDS], const char *label, 
     memcpy((uint8_t *)words + 1, label, bytes);
 }
 
-/* Whether the entry has this label; with `adds` it gets what is missing of it, unless another
- * process writes another one. */
+/* Whether the entry has this label, or gets it with `adds`. */
 static bool has_label(struct split_entry *entry, const uint64_t *words, uint32_t count,
                       bool adds) {
     for (uint32_t i = 0; i < count; i++) {
@@ -56,8 +55,7 @@ static uint32_t search(const struct segment *segment, const char *label, uint32_
 }
 
 uint32_t split_number(const struct segment *segment, const char *label, uint32_t bytes) {
-    /* First among those that are there: a label must not get a second number where another process
-     * has not finished an entry before it. */
+    /* First among those that are there, or a label would get a second number. */
     uint32_t found = search(segment, label, bytes, false);
     return found < SHMBUS_MAX_SPLITS ? found : search(segment, label, bytes, true);
 }

@@ -1,27 +1,23 @@
 /* The producer's side of a lane (see writer.h; LAYOUT.md has the ordering argument). */
 #define _GNU_SOURCE
-#include "writer.h"
 
 #include <string.h>
 #include <unistd.h>
 
 #include "ring/observe.h"
 #include "base/clock.h"
-#include "doorbell.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "lead.h"
 #include "recovery.h"
 #include "relay_journal.h"
-#include "requests.h"
 
 /* Passes over the slots: a reader that recovers a slot holds its lock for a moment. */
 #define ATTACH_PASSES 4
 /* Or for longer, while it is not scheduled: worth waiting for. */
 #define SLOT_PATIENCE_NS UINT64_C(500000000)
 #define SLOT_POLL_US 1000
-/* How often a writer, at the end of a run, checks that the reader is at work. A run of a few
- * records is filled sooner than a busy reader on another processor looks at the bus. */
+/* How often a writer checks, at the end of a run, that the reader is at work. */
 #define LOOK_BACK_NS UINT64_C(100000)
 
 static void set_label(struct producer_slot *slot, const char *label) {
@@ -128,8 +124,7 @@ void writer_seal(struct writer *self) {
     self->extent = NO_EXTENT;
 }
 
-/* Links a run behind the lane's last one; or as a new first, where the reader has ended the
- * chain. */
+/* Links a run behind the lane's last one, or as a new first after an ended chain. */
 static void link_run(struct writer *self, uint64_t link) {
     bool linked = false;
     if (link_low(self->last_link) != 0 &&

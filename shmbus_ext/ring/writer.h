@@ -11,11 +11,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "extents.h"
-#include "layout.h"
 #include "record.h"
 #include "requests.h"
-#include "segment.h"
 
 struct writer {
     struct segment *segment;
@@ -67,15 +64,13 @@ void writer_attach_collector(struct writer *self, struct segment *segment);
 /* Seals the lane. The caller closes the file description afterwards, which drops the lock. */
 void writer_close(struct writer *self);
 
-/* Room for a record in the lane, not exposed to anybody. What it begins or answers is for the caller
- * to note; its commit or abort then ends that too. */
+/* Room for a record in the lane; what it begins or answers is for the caller to note. */
 enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct reservation *out);
 
 /* One step for a record that is filled already: expose it committed. */
 void writer_publish(struct writer *self, const struct reservation *at);
 
-/* The same for n records at once, which a claim for all of them has room for, one behind the other:
- * all of them are committed, or, where the process dies, none. */
+/* The same for n records that one claim has room for: all of them or none. */
 void writer_publish_all(struct writer *self, const struct reservation *at, uint32_t n);
 
 /* The same for a record that was committed before, elsewhere: it keeps its numbers. */

@@ -2,8 +2,7 @@
  *
  * Each case is a run that the explorer found (tests/model), cut down to the state that matters. */
 #define _GNU_SOURCE
-#include "ring/doorbell.h"
-#include "ring/extents.h"
+#include "ring/segment.h"
 #include "ring/recovery.h"
 #include "support.h"
 

@@ -3,7 +3,7 @@
 #include <pthread.h>
 
 #include "base/clock.h"
-#include "ring/doorbell.h"
+#include "ring/segment.h"
 #include "ring/recovery.h"
 #include "support.h"
 

@@ -1,6 +1,6 @@
 /* When a reader wakes producers that wait for space: not for each run that it frees, and not too late. */
 #define _GNU_SOURCE
-#include "ring/doorbell.h"
+#include "ring/segment.h"
 #include "support.h"
 
 #define EXTENTS 64u

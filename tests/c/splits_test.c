@@ -3,7 +3,7 @@
 #include <pthread.h>
 
 #include "ring/observe.h"
-#include "ring/splits.h"
+#include "ring/segment.h"
 #include "support.h"
 
 #define THREADS 4u

@@ -8,7 +8,7 @@
 #include <sys/wait.h>
 
 #include "base/clock.h"
-#include "ring/doorbell.h"
+#include "ring/segment.h"
 #include "support.h"
 #include "ring/retry_table.h"
 

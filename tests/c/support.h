@@ -10,12 +10,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "ring/attach.h"
-#include "ring/count.h"
+#include "ring/reader.h"
 #include "base/file_lock.h"
 #include "ring/intent_log.h"
-#include "ring/reader.h"
-#include "ring/reclaim.h"
 #include "ring/writer.h"
 
 #define CHECK(condition)                                                                         \

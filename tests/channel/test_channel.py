@@ -29,7 +29,7 @@ from shmbus.channel import (
     StepSkippedError,
     unlink_channel,
 )
-from shmbus.channel.lifecycle import channel_path, living_statement
+from shmbus.channel.endpoint import channel_path, living_statement
 from shmbus_ext import _core
 
 

@@ -16,7 +16,7 @@ import torch
 from conftest import Spawner
 
 from shmbus import CapacityError, PeerGoneError, WaitTimeoutError
-from shmbus.channel.lifecycle import channel_path
+from shmbus.channel.endpoint import channel_path
 from shmbus.segment.names import memory_socket
 from shmbus.tensors import (
     ChannelClosedError,

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shmbus import CapacityError, WaitTimeoutError
-from shmbus.channel.lifecycle import channel_path
+from shmbus.channel.endpoint import channel_path
 from shmbus.tensors import (
     CudaCarrier,
     HostCarrier,

@@ -13,7 +13,7 @@ from conftest import Spawner
 
 from shmbus import CapacityError
 from shmbus.channel import unlink_channel
-from shmbus.channel.lifecycle import channel_path
+from shmbus.channel.endpoint import channel_path
 from shmbus.tensors import (
     ChannelClosedError,
     SpecMismatchError,

@@ -13,7 +13,7 @@ from operators import cli
 import shmbus
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, unlink_pool
 from shmbus.pool.lifecycle import pool_path
-from shmbus.pool.survey import find_pools
+from shmbus.pool.status import find_pools
 
 TRAINER = """
 import sys, time

@@ -34,7 +34,7 @@ class Terminal:
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.before = termios.tcgetattr(self.slave)
         self._seen = bytearray()
-        # readline puts the size of pytest's own terminal there, and it goes before a terminal's own.
+        # readline puts the size of pytest's own terminal there; it goes before a terminal's own.
         environment = {**os.environ, "TERM": "xterm-256color"}
         environment.pop("LINES", None)
         environment.pop("COLUMNS", None)

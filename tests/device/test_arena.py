@@ -14,11 +14,16 @@ from conftest import Spawner, open_descriptors, wait_until
 from shmbus import PeerGoneError
 from shmbus.inspect.leftovers import remove, survey
 from shmbus.segment.names import memory_socket
-from shmbus.tensors.device.arena import Arena, ArenaView, BufferLostError, BufferName, allocator
-from shmbus.tensors.device.completion import Completion
-from shmbus.tensors.device.descriptors import fetch_descriptor
-from shmbus.tensors.device.handles import NO_UUID, DeviceHandle
-from shmbus.tensors.device.host import HostMemory
+from shmbus.tensors.device.arena import (
+    Arena,
+    ArenaView,
+    BufferLostError,
+    BufferName,
+    allocator,
+    fetch_descriptor,
+)
+from shmbus.tensors.device.memory import NO_UUID, DeviceHandle, HostMemory
+from shmbus.tensors.sender import Completion
 
 
 @pytest.fixture

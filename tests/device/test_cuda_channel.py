@@ -11,7 +11,7 @@ import torch
 from conftest import Spawner
 
 from shmbus import CapacityError, DeviceMismatchError, PeerGoneError
-from shmbus.channel.lifecycle import channel_path
+from shmbus.channel.endpoint import channel_path
 from shmbus.segment.names import memory_socket
 from shmbus.tensors import (
     ChannelError,

@@ -14,12 +14,12 @@ import pytest
 from conftest import Spawner, open_descriptors
 
 from shmbus import PeerGoneError
-from shmbus.tensors.device.descriptors import DescriptorServer, fetch_descriptor
-from shmbus.tensors.device.handles import MAX_BYTES, MAX_MESSAGE_BYTES, DeviceHandle
+from shmbus.tensors.device.arena import DescriptorServer, fetch_descriptor
+from shmbus.tensors.device.memory import MAX_BYTES, MAX_MESSAGE_BYTES, DeviceHandle
 
 ASKER = """
 import os, sys
-from shmbus.tensors.device.descriptors import fetch_descriptor
+from shmbus.tensors.device.arena import fetch_descriptor
 message, descriptor = fetch_descriptor(sys.argv[1], b"chunk 0", 20.0)
 print(message.decode(), os.pread(descriptor, 100, 0).decode())
 """

@@ -15,10 +15,16 @@ import torch
 
 from shmbus import DeviceMismatchError
 from shmbus.tensors.device import driver, memory
-from shmbus.tensors.device.descriptors import fetch_descriptor
+from shmbus.tensors.device.arena import fetch_descriptor
 from shmbus.tensors.device.driver import CudaDriverError
-from shmbus.tensors.device.handles import DeviceHandle, device_of, uuid_of
-from shmbus.tensors.device.memory import DeviceMemory, Kind, refusals
+from shmbus.tensors.device.memory import (
+    DeviceHandle,
+    DeviceMemory,
+    Kind,
+    device_of,
+    refusals,
+    uuid_of,
+)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -28,7 +34,7 @@ BYTES = 5_000_001
 
 EXPORTER = """
 import sys, time, torch
-from shmbus.tensors.device.descriptors import DescriptorServer
+from shmbus.tensors.device.arena import DescriptorServer
 from shmbus.tensors.device.memory import DeviceMemory
 path, kind, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
 memory = DeviceMemory.allocate(nbytes, 0, kind)

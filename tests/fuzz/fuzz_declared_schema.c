@@ -4,7 +4,7 @@
  *
  * Input: how the part is damaged (1), where (2), and the bytes of the schema. */
 #include "fuzz.h"
-#include "ring/declared_schema.h"
+#include "ring/segment.h"
 
 static void check_field(const struct declared_fields *fields, uint32_t at, const uint8_t *bytes,
                         uint32_t count) {

@@ -5,7 +5,6 @@
  * a sweep, a count, a move, a producer's put, a new collector, a request and whoever takes it. */
 #define _GNU_SOURCE
 #include "fuzz.h"
-#include "ring/request_feed.h"
 #include "ring/requests.h"
 
 #define CAPACITY (64u << 10)

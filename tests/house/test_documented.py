@@ -42,7 +42,6 @@ MODULES = [
     "trainer_adapter.balance",
     "shmbus.weights",
     "shmbus.tensors",
-    "shmbus.channel",
     "shmbus.batch.gather",
     "shmbus.batch.baseline",
 ]
@@ -76,6 +75,10 @@ RAISED_IN_C = {
 MADE_BY_OTHERS = {
     "Bus": "Bus.create and Bus.open",
     "Publication": "WeightPublisher.publish_async",
+    "SharedModel": "share_model and attach_model",
+    "StepItem": "TensorReceiver.recv",
+    "TensorReceiver": "TensorChannel.open",
+    "TensorSender": "TensorChannel.create",
     "WeightSource": "a protocol",
     "Weights": "WeightSubscriber.latest",
 }

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shmbus import Bus, CapacityError, LayoutMismatchError, Producer
-from shmbus.channel.lifecycle import channel_path, companion_of
+from shmbus.channel.endpoint import channel_path, companion_of
 from shmbus.engines.pause_note import PauseNote, paused_by
 from shmbus.errors import WeightsError
 from shmbus.gateway.journal import Journal

@@ -20,7 +20,6 @@ PACKAGES = {
     "shmbus",
     "shmbus.batch.baseline",
     "shmbus.batch.gather",
-    "shmbus.channel",
     "shmbus.relay",
     "trainer_adapter",
     "trainer_adapter.adapters.trl",

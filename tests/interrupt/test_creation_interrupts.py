@@ -12,7 +12,7 @@ import pytest
 from conftest import open_descriptors
 
 import shmbus
-from shmbus.channel import lifecycle as channels
+from shmbus.channel import endpoint as channels
 from shmbus.pool import lifecycle as pools
 
 #: Bytes that take some milliseconds to allocate.

@@ -5,7 +5,7 @@
 #include "actors.h"
 
 #include "../c/support.h"
-#include "ring/doorbell.h"
+#include "ring/segment.h"
 
 #define WAIT_NS INT64_C(1000000000)
 #define PAYLOAD_BYTES 8

@@ -16,7 +16,7 @@
 
 #include <string.h>
 
-#include "ring/count.h"
+#include "ring/reader.h"
 
 _Static_assert(MAX_RECORDS <= 8, "a bit for each record");
 

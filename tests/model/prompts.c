@@ -12,9 +12,8 @@
 
 #include "../c/support.h"
 #include "hooks_api.h"
-#include "ring/doorbell.h"
+#include "ring/segment.h"
 #include "ring/recovery.h"
-#include "ring/request_feed.h"
 #include "ring/requests.h"
 
 enum { SAMPLES = 2, PAYLOAD = 8 };

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shmbus.relay.origins import Origin, OriginHead, make_origin, unpack_heads
+from shmbus.relay.messages import Origin, OriginHead, make_origin, unpack_heads
 from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus_ext import _core
 

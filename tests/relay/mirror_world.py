@@ -14,7 +14,7 @@ from typing import Any
 
 from shmbus.relay.distribution import Distribution, Hop
 from shmbus.relay.messages import MirrorState, PiecesGone, PiecesWanted, Transfer
-from shmbus.relay.mirror import Mirror
+from shmbus.relay.mirror_party import Mirror
 
 SOURCE = "weights"
 #: Seconds between rounds of a party, and between its hellos.

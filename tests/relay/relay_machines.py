@@ -15,9 +15,9 @@ from relay.heads import RecordHead, head_of
 
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
-from shmbus.relay.origins import Origin, OriginHead, bus_of
+from shmbus.relay.messages import Origin, OriginHead, bus_of
 from shmbus.relay.sink import Journal, Sink
-from shmbus.relay.source import Source
+from shmbus.relay.source_party import Source
 from shmbus.stash.stash import StashPolicy
 
 __all__ = ["Plan", "System"]

@@ -10,7 +10,7 @@ from relay.heads import RecordHead, head_of
 
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
-from shmbus.relay.origins import make_origin
+from shmbus.relay.messages import make_origin
 from shmbus.relay.sink import Journal, Sink
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core

@@ -14,7 +14,7 @@ from relay.local import COORDINATOR, put_group, relay, take
 import shmbus
 from shmbus import errors
 from shmbus.relay import messages as m
-from shmbus.relay.origins import (
+from shmbus.relay.messages import (
     OriginHead,
     bus_of,
     by_bus,

@@ -15,7 +15,7 @@ from relay.heads import export
 
 import shmbus
 from shmbus.inspect.status import read_status
-from shmbus.relay.origins import make_origin
+from shmbus.relay.messages import make_origin
 from shmbus.relay.record_reader import RecordReader
 from shmbus_ext import _core
 

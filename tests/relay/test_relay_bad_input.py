@@ -16,7 +16,7 @@ import shmbus
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
 from shmbus.relay.coordinator_party import Clocks
-from shmbus.relay.origins import OriginHead
+from shmbus.relay.messages import OriginHead
 from shmbus_ext import _core
 
 SECOND = 1_000_000_000

@@ -25,7 +25,7 @@ from relay.relay_machines import Plan, System
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
 from shmbus.relay.sink import Batch, Journal, Sink
-from shmbus.relay.source import Source
+from shmbus.relay.source_party import Source
 from shmbus.stash.stash import StashPolicy
 
 IS_LONG = os.environ.get("SHMBUS_TEST_DEATHS", "1") != "1"

@@ -16,9 +16,8 @@ import pytest
 import torch
 from weight_models import move, replace, square, swap, turn
 
-from shmbus.tensors.copy_plan import CopyPlan
+from shmbus.tensors.copy_plan import CopyPlan, HostBatch, plan
 from shmbus.tensors.copy_table import PIECE_BYTES, cut, is_alike
-from shmbus.tensors.host_transfer import HostBatch, plan
 from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.weights.manifest import Manifest, ParamMeta
 

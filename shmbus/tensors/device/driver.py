@@ -16,18 +16,6 @@ import torch
 
 from shmbus import ShmbusError
 
-__all__ = [
-    "AccessDescription",
-    "AllocationProperties",
-    "CudaDriverError",
-    "IpcMemoryHandle",
-    "attribute",
-    "call",
-    "driver",
-    "in_context",
-    "missing",
-]
-
 #: What `cuda.h` calls these numbers.
 MEMORY_PINNED: Final = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 HANDLE_POSIX_FD: Final = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR

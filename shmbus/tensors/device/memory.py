@@ -1,11 +1,15 @@
-"""Device memory that one process allocates and others map: by file descriptor, or by handle.
+"""Memory that one process allocates and others map: by file descriptor, or by a device's handle.
+
+Of the host it is a memfd, which needs no room in /dev/shm and no device.
 
 Invariants:
 
 - The memory is ours, not torch's: its caching allocator, its reference counts over processes and
   its expandable segments have no part in it. It is exported once, for its life.
 - A mapping lives as long as a tensor that looks into it, whatever is closed first, and in the
-  process that made it only.
+  process that made it only; what was opened to be read is mapped read-only.
+- A message names a device by its UUID, never by a number, which means another device in a process
+  that sees others; nothing of one is used before its bounds are checked.
 - With "vmm" the physical memory lives until the last process has unmapped it, so a dead exporter
   leaves its readers whole. With "ipc" it ends with the process that allocated it.
 """
@@ -13,20 +17,187 @@ Invariants:
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
 import weakref
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+import msgspec
 import torch
 from torch import Tensor
 
 from shmbus.errors import DeviceMismatchError
 from shmbus.tensors.device import driver
 from shmbus.tensors.device.driver import CudaDriverError, call, in_context
-from shmbus.tensors.device.handles import DeviceHandle, device_of, uuid_of
 
-__all__ = ["DeviceMemory", "Kind", "refusals"]
+UUID_BYTES: Final = 16
+#: Of memory that no device has.
+NO_UUID: Final = bytes(UUID_BYTES)
+#: Above every device of this decade; a larger number is a damaged message.
+MAX_BYTES: Final = 1 << 44
+#: Of one message, with its largest handle.
+MAX_MESSAGE_BYTES: Final = 512
+_FAILED: Final = ctypes.c_void_p(-1).value
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+class _HostMapping:
+    """Addresses of this process that lead to the memory; unmapped with the last reference."""
+
+    #: Before there is one, as where the constructor was interrupted.
+    address: int | None = None
+
+    def __init__(self, descriptor: int, nbytes: int, *, writable: bool) -> None:
+        how = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self.nbytes = nbytes
+        self.address = _libc.mmap(None, nbytes, how, mmap.MAP_SHARED, descriptor, 0)
+        if self.address == _FAILED:
+            self.address = None
+            number = ctypes.get_errno()
+            raise OSError(number, f"mmap of {nbytes} bytes: {os.strerror(number)}")
+
+    def __del__(self) -> None:
+        if self.address:
+            _libc.munmap(self.address, self.nbytes)
+
+
+class HostMemory:
+    """Bytes of the host that other processes can map; made by `allocate` or `open`."""
+
+    #: Before there are any, as where the constructor was interrupted.
+    _mapping: _HostMapping | None = None
+    _descriptor = -1
+
+    def __init__(self, mapping: _HostMapping, handle: DeviceHandle, descriptor: int) -> None:
+        self._mapping = mapping
+        self._descriptor = descriptor
+        self.handle = handle
+        self.nbytes = handle.nbytes
+        self.device = torch.device("cpu")
+
+    @classmethod
+    def allocate(cls, nbytes: int) -> HostMemory:
+        """Allocate memory that can be exported: zeroed, and all of it there."""
+        if nbytes <= 0:
+            raise ValueError(f"host memory: expected more than 0 bytes, got {nbytes}")
+        descriptor = os.memfd_create("shmbus", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+            mapping = _HostMapping(descriptor, nbytes, writable=True)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(mapping, DeviceHandle("memfd", NO_UUID, nbytes, nbytes), descriptor)
+
+    @classmethod
+    def open(
+        cls, handle: DeviceHandle, descriptor: int | None, *, writable: bool = False
+    ) -> HostMemory:
+        """Map what another process has allocated."""
+        if descriptor is None:
+            raise ValueError("host memory: expected a file descriptor")
+        found = os.fstat(descriptor).st_size
+        if found < handle.mapped_nbytes:
+            raise ValueError(
+                f"host memory: expected a file of {handle.mapped_nbytes} bytes, got one of {found}"
+            )
+        return cls(_HostMapping(descriptor, handle.mapped_nbytes, writable=writable), handle, -1)
+
+    def descriptor(self) -> int:
+        """Return a new file descriptor of it, for another process; the caller closes it."""
+        if self._descriptor < 0:
+            raise ValueError("this host memory is closed, or another process's")
+        return os.dup(self._descriptor)
+
+    def tensor(self) -> Tensor:
+        """Return all its bytes: uint8 [nbytes], on the CPU. No copy."""
+        return self.lend()[0]
+
+    def lend(self) -> tuple[Tensor, weakref.ref[Any]]:
+        """Return `tensor()`, and what tells whether a tensor of that memory is still there."""
+        if self._mapping is None:
+            raise ValueError("this host memory is closed")
+        # An array of ctypes can carry its mapping along, and torch keeps what it made a tensor of.
+        span: Any = (ctypes.c_uint8 * self.nbytes).from_address(self._mapping.address or 0)
+        span.mapping = self._mapping
+        return torch.frombuffer(span, dtype=torch.uint8), weakref.ref(span)
+
+    def close(self) -> None:
+        """Let go of it; may be called twice. Tensors that look into it stay valid."""
+        self._mapping = None
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = " closed" if self._mapping is None else ""
+        return f"<HostMemory {self.nbytes} B{state}>"
+
+
+class DeviceHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="device-memory/1"):
+    """What another process needs in order to map memory that this one allocated."""
+
+    kind: Literal["vmm", "ipc", "memfd"]
+    uuid: bytes
+    nbytes: int
+    mapped_nbytes: int
+    handle: bytes = b""
+
+    def encode(self) -> bytes:
+        """Return it as MessagePack."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, message: bytes) -> DeviceHandle:
+        """Check and return what another process sent."""
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise ValueError(
+                f"device memory: expected a message of at most {MAX_MESSAGE_BYTES} bytes, got "
+                f"{len(message)}"
+            )
+        try:
+            found = msgspec.msgpack.decode(message, type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"device memory: not a message of this version: {error}") from error
+        expected = 64 if found.kind == "ipc" else 0
+        if len(found.handle) != expected or len(found.uuid) != UUID_BYTES:
+            raise ValueError(
+                f"device memory of kind {found.kind!r}: expected a handle of {expected} bytes and "
+                f"a UUID of {UUID_BYTES}, got {len(found.handle)} and {len(found.uuid)}"
+            )
+        if not 0 < found.nbytes <= found.mapped_nbytes <= MAX_BYTES:
+            raise ValueError(
+                f"device memory: expected 0 < bytes <= mapped bytes <= {MAX_BYTES}, got "
+                f"{found.nbytes} and {found.mapped_nbytes}"
+            )
+        return found
+
+
+def uuid_of(device: torch.device | int) -> bytes:
+    """Return the 16 bytes that name a CUDA device on all its host's processes."""
+    return bytes.fromhex(str(torch.cuda.get_device_properties(device).uuid).replace("-", ""))
+
+
+def device_of(uuid: bytes) -> int:
+    """Return the number that this process has for a device."""
+    seen = [uuid_of(number) for number in range(torch.cuda.device_count())]
+    if uuid in seen:
+        return seen.index(uuid)
+    raise DeviceMismatchError(
+        f"memory of the CUDA device {uuid.hex()}, which this process does not see: it sees "
+        f"{', '.join(each.hex() for each in seen) or 'none'}; start it with that device in "
+        "CUDA_VISIBLE_DEVICES, or choose the carrier 'shm'"
+    )
+
 
 Kind = Literal["vmm", "ipc"]
 
@@ -67,8 +238,7 @@ class _Mapping:
         self.reserved = address.value
         call("cuMemMap", self.reserved, self.nbytes, 0, handle, 0)
         self.address = self.reserved
-        # A copy between devices runs on the source's: whoever has tensors on several devices writes
-        # from each of them.
+        # A copy between devices runs on the source's: each that has tensors writes its own.
         devices = [self.device, *(_peers_of(self.device) if writable else ())]
         access = (driver.AccessDescription * len(devices))(
             *(driver.AccessDescription.of(device, writable=writable) for device in devices)
@@ -108,8 +278,7 @@ def _peers_of(device: int) -> list[int]:
     return [other for other in others if torch.cuda.can_device_access_peer(other, device)]
 
 
-#: Memory of kind "ipc" that this process has allocated, by its handle: the driver opens a handle in
-#: other processes only.
+#: This process's own memory of kind "ipc", by handle: the driver opens one in other processes only.
 _own: weakref.WeakValueDictionary[bytes, _Mapping] = weakref.WeakValueDictionary()
 
 

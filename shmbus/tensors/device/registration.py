@@ -17,8 +17,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["RegisteredSlots", "Registration"]
-
 _PAGE: Final = 4096
 
 #: cudaHostRegisterPortable | cudaHostRegisterMapped: for all contexts, with an address there.

@@ -19,17 +19,6 @@ from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import LocalPiece
 
-__all__ = [
-    "DEFAULT_SLOTS",
-    "CarriedVersion",
-    "Carrier",
-    "ReaderCarrier",
-    "ReaderOptions",
-    "VersionSink",
-    "WriterCarrier",
-    "WriterOptions",
-]
-
 #: One that is read, and one that is written.
 DEFAULT_SLOTS: Final = 2
 

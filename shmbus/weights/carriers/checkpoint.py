@@ -46,17 +46,6 @@ from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import LocalPiece, dtype_name
 
-__all__ = [
-    "CheckpointCarrier",
-    "CheckpointPlace",
-    "CheckpointReader",
-    "CheckpointVersion",
-    "CheckpointWriter",
-    "faults_in_file",
-    "newest_checkpoints",
-    "sync_path",
-]
-
 FILE: Final = "model.safetensors"
 _LINK: Final = "latest"
 _NAME: Final = re.compile(r"version-(-?\d+)-(\d+)")
@@ -448,8 +437,7 @@ def _locked(directory: Path) -> LockedFile:
             "a directory of its own"
         ) from error
     except OSError as error:
-        # Some network file systems lock no directories; what is written there is whole all the
-        # same.
+        # Some network file systems lock no directories; what is written is whole all the same.
         if error.errno not in _NO_LOCKS:
             file.close()
             raise

@@ -1,8 +1,7 @@
 """Whole versions in exported memory: of a CUDA device, or a memfd of the host.
 
-A pool's slot holds only the name of a buffer, which rank 0 has allocated on its device and exports
-once; the other ranks map it, and write their own pieces into their place, whichever device they are
-on: over peer access, or from device to device where there is none. Nothing is gathered.
+A pool's slot holds only the name of a buffer, which rank 0 exports once; the other ranks map it,
+and write their own pieces into their place, over peer access or from device to device.
 
 Invariants: a version is published when the device has all of its bytes; a slot's buffer is written
 only under the slot's lock, which its readers keep until their device has read it; a rank above 0
@@ -20,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -50,14 +49,6 @@ from shmbus.weights.carriers.pool import (
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import VersionChanges
-
-__all__ = [
-    "ExportedReaders",
-    "ExportedWriter",
-    "OwnBuffers",
-    "Placed",
-    "block_sums",
-]
 
 #: Bytes that one digest covers, as in a pool.
 BLOCK_BYTES: Final = 16 << 20
@@ -130,18 +121,8 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 # -- where versions are written -------------------------------------------------------------------
 
 
-class Buffers(Protocol):
-    """What versions lie in, a buffer a slot; none is ever replaced."""
-
-    def buffer(self, owner: int, slot: int, nbytes: int) -> tuple[BufferName, torch.Tensor]:
-        """Return a slot's buffer, of the owner that the version names."""
-
-    def close(self) -> None:
-        """Let go of all of them."""
-
-
 class OwnBuffers:
-    """The buffers of rank 0."""
+    """The buffers of rank 0, one a slot; none is ever replaced."""
 
     def __init__(self, path: str, kind: MemoryKind, device: torch.device) -> None:
         self._device = device
@@ -230,7 +211,7 @@ class ExportedWriter:
         self.meta: bytes | None = None
         self.slot_bytes = Placed.room(self._total)
         self.patch_bytes = 0
-        self.buffers: Buffers | None = None
+        self.buffers: OwnBuffers | LeadersBuffers | None = None
 
     def open(self) -> None:
         """Allocate the buffers of all slots, in rank 0: memory is found now, not in a step."""

@@ -3,9 +3,7 @@
 Slots, leases, rows and the manifest are the same wherever a version's bytes lie; a backend says
 where: in the slot (`SlotWriter`, `SlotReader`), or in exported memory (`exported`).
 
-Invariants: a slot that is given up leaves the version before it in force; a version that cannot be
-used is refused in the reader's row, and its lease ends; one whose memory went with its publisher is
-no version: what follows it is waited for, and the error says so.
+Invariant: a slot that is given up leaves the version before it in force.
 """
 
 from __future__ import annotations
@@ -49,29 +47,13 @@ from shmbus.weights.patches import (
 )
 from shmbus.weights.source import LocalPiece, target_of_piece
 
-__all__ = [
-    "KIND",
-    "SAMPLED_BLOCKS",
-    "BorrowedTensors",
-    "LostVersionError",
-    "PoolWriter",
-    "PooledVersion",
-    "SlotReader",
-    "SlotWriter",
-    "VersionMemory",
-    "VersionMeta",
-    "WriteMemory",
-    "no_digests",
-]
-
 KIND: Final = "weights"
 
 #: Room for a manifest that grows by a few names before the pool has to be made again.
 _META_SPARE: Final = 1.25
 #: Of what a version says of itself, beside its manifest.
 _META_BYTES: Final = 64
-#: Bytes of a device's tensors, made for this version only, that are kept until they are copied
-#: together.
+#: Bytes of a device's tensors, made for this version, that are kept to be copied together.
 PENDING_BYTES: Final = 64 << 20
 #: Blocks that a sample compares: a scribble over a hundredth of the bytes is found once in three
 #: times, and each costs a hundredth of reading a model of a hundred blocks.

@@ -36,8 +36,6 @@ from shmbus.weights.carriers.pool import (
 from shmbus.weights.errors import MANIFEST_CODE, TORN_CODE, UNUSABLE
 from shmbus.weights.manifest import Manifest
 
-__all__ = ["CudaIpcCarrier", "CudaVmmCarrier", "MemfdCarrier", "PooledReader", "ShmCarrier"]
-
 #: Seconds between two attempts to find a pool that is not there yet.
 _RETRY_S: Final = 0.05
 _SHM: Final = Path("/dev/shm")

@@ -13,8 +13,7 @@
 /* ---- Arrays of the caller's: checked before anything is read or written through them. */
 /* Elements of an array; 0 of anything else, which py_check_array refuses. */
 uint64_t py_array_elements(PyObject *object);
-/* Whether it is a contiguous array of one dimension, of a numpy type and so many elements: then
- * where its data is; false with an exception that names it. */
+/* Whether it is a contiguous array of one dimension, and its data; false with an exception. */
 bool py_check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
                     void *data);
 
@@ -25,10 +24,8 @@ bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule);
 /* ---- Further fields of a batch, of any dtype and shape: copied as they are.
  *
  * Invariants:
- * - All that is copied of one field has one dtype and one row shape; the first record that has the
- *   field decides, or the caller.
- * - What py_extras_find has filled in is within the segment, and stays there for as long as the
- *   trajectories are leased. */
+ * - All that is copied of a field has one dtype and row shape: the caller's, or the first record's.
+ * - What py_extras_find fills in is in the segment while the trajectories are leased. */
 enum extra_kind {
     EXTRA_TOKEN = 0,    /* a row a token */
     EXTRA_RAGGED = 1,   /* any number of rows */
@@ -59,8 +56,7 @@ struct extra_source {
     uint64_t before; /* rows of the trajectories before it */
 };
 
-/* The fields that a call is about, and what was found of them: of trajectory i the next `count`
- * from sources[i * count]. */
+/* The fields of a call; of trajectory i the next `count` from sources[i * count]. */
 struct extras {
     struct extra *fields;
     struct extra_source *sources;
@@ -68,23 +64,19 @@ struct extras {
     PyObject *keep; /* schemas whose dtypes are borrowed */
 };
 
-/* specs: a tuple of (name, kind, optional, dtype or None, row sizes, ...); false with an exception.
- * Ends by py_extras_clear in either case. */
+/* specs: tuples (name, kind, optional, dtype or None, row sizes, ...); then py_extras_clear. */
 bool py_extras_read(struct extras *self, PyObject *specs, Py_ssize_t trajectories);
-/* Takes uint8 [bytes], the last of each spec; after all were found, so that their sizes are
- * known. */
+/* Takes uint8 [bytes], the last of each spec, when the sizes are known. */
 bool py_extras_read_destination(struct extras *self, PyObject *specs);
 /* Finds the fields of trajectory i, which is readable and has so many tokens. */
 bool py_extras_find(struct extras *self, Py_ssize_t i, TrajectoryObject *t, uint64_t tokens);
 void py_extras_clear(struct extras *self);
-/* Copies of sequence i the rows of n tokens, and with its first ones what has no row a token: without
- * the interpreter, and from several threads. */
+/* Copies rows of n tokens of sequence i, and its other rows with the first; no interpreter. */
 void py_extras_copy(const struct extras *self, Py_ssize_t i, uint64_t from, uint64_t n);
 
 /* ---- Where the fields of trajectories lie: found and checked in one place, for all that reads them.
  *
- * Invariant: what py_find_sources has filled in is within the segment, and stays there for as long
- * as the trajectories are leased. */
+ * Invariant: what py_find_sources fills in is in the segment while the trajectories are leased. */
 enum { FIELD_TOKENS, FIELD_MASK, FIELD_LOGPROBS, FIELD_ADVANTAGES, FIELDS };
 
 /* Where one trajectory's fields lie; NULL for a field that it does not have. */
@@ -159,8 +151,7 @@ void py_prefetch_trajectory(const PyObject *item);
 
 /* ---- Copying sequences into the columns of a batch, in pieces that several threads may share.
  *
- * Invariant: what is copied does not depend on the number of threads: each element is written once,
- * by the same conversion. */
+ * Invariant: with any number of threads each element is written once, by the same conversion. */
 struct piece {
     uint32_t sequence, from, tokens;
 };
@@ -205,17 +196,12 @@ bool py_append_number(PyObject *list, Py_ssize_t number);
 
 /* What module.c adds. */
 extern PyMethodDef py_arrays_functions[];
-extern const struct named_value py_baseline_constants[];
-extern PyMethodDef py_baseline_functions[];
-bool py_baseline_add_objects(PyObject *module);
 extern PyMethodDef py_extra_fields_functions[];
 extern const struct named_value py_extra_fields_constants[];
 extern const struct named_value py_gather_plan_constants[];
 extern PyMethodDef py_gather_plan_functions[];
 bool py_gather_plan_add_objects(PyObject *module);
 bool py_gather_threads_add_constants(PyObject *module);
-extern PyMethodDef py_measure_functions[];
-extern const struct named_value py_measure_constants[];
 extern PyMethodDef py_pack_functions[];
 
 #endif

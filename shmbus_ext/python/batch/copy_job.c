@@ -274,10 +274,7 @@ bool py_gather_threads_add_constants(PyObject *Py_UNUSED(module)) {
 }
 
 PyTypeObject GatherThreadsType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.GatherThreads",
-    .tp_basicsize = sizeof(GatherThreadsObject),
-    .tp_dealloc = (destructor)py_gather_threads_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("GatherThreads", GatherThreadsObject, py_gather_threads_dealloc, 0),
     .tp_methods = methods,
     .tp_members = members,
     .tp_new = py_gather_threads_new,

@@ -288,8 +288,7 @@ static PyObject *describe_extra(const struct extras *self, Py_ssize_t e, npy_int
     return result;
 }
 
-/* measure_extras(trajectories, lengths, specs) -> list of (dtype, row sizes, rows of each), after
- * all the checks that pack makes. */
+/* measure_extras(trajectories, lengths, specs) -> [(dtype, row sizes, rows)]; checks like pack. */
 static PyObject *py_measure_extras(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *lengths, *specs, *result = NULL;
     if (!PyArg_ParseTuple(args, "O!O!O!", &PyList_Type, &items, &PyList_Type, &lengths,

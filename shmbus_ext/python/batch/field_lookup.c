@@ -2,8 +2,6 @@
 #define _GNU_SOURCE /* memmem */
 #include "python/batch/batch.h"
 
-#include "batch/convert.h"
-
 #include <string.h>
 
 bool py_field_error(const TrajectoryObject *t, PyObject *name, const char *expected,
@@ -173,8 +171,7 @@ bool py_batch_fits(uint64_t tokens) {
     return tokens <= INT32_MAX;
 }
 
-/* mapping_of(trajectory) -> (address, bytes, segment) of the mapping that it lies in. The segment
- * keeps it. */
+/* mapping_of(trajectory) -> (address, bytes, segment that keeps it) of the mapping it lies in. */
 static PyObject *py_mapping_of(PyObject *Py_UNUSED(module), PyObject *item) {
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
         return PyErr_Format(PyExc_TypeError, "expected a trajectory, got %.100s",

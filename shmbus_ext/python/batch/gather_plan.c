@@ -9,9 +9,7 @@
 
 #include <string.h>
 
-#include "batch/baseline.h"
 #include "python/group/group.h"
-#include "python/record/record.h"
 
 /* The table, in one block of bytes; each part begins on a cache line:
  *
@@ -123,8 +121,7 @@ static int64_t *chunks_of(const struct plan *self) {
     return (int64_t *)(self->memory + self->table.chunks_at);
 }
 
-/* One by one: read back as a whole, two halves that were just written would have to be waited
- * for. */
+/* One by one: as a whole, two halves that were just written would have to be waited for. */
 static void put_halves(int64_t *word, const void *first, const void *second) {
     memcpy(word, first, sizeof(int32_t));
     memcpy((uint8_t *)word + sizeof(int32_t), second, sizeof(int32_t));
@@ -400,8 +397,7 @@ static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advanta
  * (kind, bessel, eps), flags uint8 [S] or None, words) -> (bytes, tokens, longest, found_at,
  * borders_at, versions_at, sizes_at, scores_at, chunks_at, launches, instance_ids, known,
  * mentions, scores_fit, has_rows, has_spans, fields that a trajectory has, fields that one lacks): the table,
- * with all addresses shifted; where the memory is less than bytes, there are no launches, and what is in it is
- * arbitrary. */
+ * with all addresses shifted; memory of less than bytes gets no launches, and anything in it. */
 static PyObject *py_plan_gather(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *groups, *memory, *advantages, *flags;
     long long shift;
@@ -428,11 +424,6 @@ static PyObject *py_plan_gather(PyObject *Py_UNUSED(module), PyObject *args) {
     return plan_all(&self, groups, advantages, flags);
 }
 
-PyMethodDef py_gather_plan_functions[] = {
-    {"plan_gather", py_plan_gather, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
 /* What a kind in the table is to numpy, by its number. */
 static PyObject *kind_names(void) {
     return Py_BuildValue("(sssssssssss)", "?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4",
@@ -441,21 +432,16 @@ static PyObject *kind_names(void) {
 _Static_assert(ELEMENT_BOOL == 0 && ELEMENT_U64 == 8 && ELEMENT_F32 == 9 && ELEMENT_F64 == 10,
                "kind_names has them in this order");
 
-const struct named_value py_gather_plan_constants[] = {
-    {"CHUNK_WORDS", CHUNK_WORDS},
-    {NULL, 0},
-};
-
 bool py_gather_plan_add_objects(PyObject *module) {
-    return py_add_object(module, "ELEMENT_KINDS", kind_names());
+    return py_add_object(module, "ELEMENT_KINDS", kind_names()) &&
+           py_add_object(module, "BASELINE_MAX_SCORE", PyFloat_FromDouble(BASELINE_MAX_SCORE));
 }
 
 /* ---- What trajectories have, before a batch is made of them: checked, counted, described.
  *
  * Invariant: nothing here copies payload, nor holds it. */
-/* measure(trajectories, names) -> (tokens of each, fields that one has, fields that one lacks, names
- * of all fields of each schema that was met, whether all scores can be compared), after the checks
- * that pack makes. */
+/* measure(trajectories, names) -> (tokens of each, fields that one has, that one lacks, all names
+ * of each schema, whether all scores can be compared), after the checks that pack makes. */
 static PyObject *py_measure(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *names[FIELDS];
     if (!PyArg_ParseTuple(args, "O!(OOOO)", &PyList_Type, &items, &names[0], &names[1], &names[2],
@@ -528,13 +514,75 @@ static PyObject *py_describe(PyObject *Py_UNUSED(module), PyObject *items) {
     return result;
 }
 
-PyMethodDef py_measure_functions[] = {
+/* ---- Baselines: rules as they come from Python, and whole batches of groups. Sizes are checked
+ * against the scores before anything is read by them. */
+bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule) {
+    int kind, bessel;
+    if (!PyArg_ParseTuple(tuple, "ipd", &kind, &bessel, &rule->eps)) {
+        return false;
+    }
+    if (kind < 0 || kind >= BASELINE_KINDS) {
+        return py_refuse(PyExc_ValueError, "kind: expected 0 to %d, got %d", BASELINE_KINDS - 1,
+                         kind);
+    }
+    rule->kind = (enum baseline_kind)kind;
+    rule->bessel = bessel != 0;
+    return true;
+}
+
+static bool sizes_fit(const int64_t *sizes, uint64_t groups, uint64_t samples) {
+    for (uint64_t i = 0; i < groups; i++) {
+        if (sizes[i] < 0 || (uint64_t)sizes[i] > samples) {
+            return false;
+        }
+        samples -= (uint64_t)sizes[i];
+    }
+    return samples == 0;
+}
+
+/* relative_scores(scores float64 [S], sizes int64 [G], (kind, bessel, eps)) -> float64 [S], or None
+ * where scores or sizes do not fit. */
+static PyObject *py_relative_scores(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *arrays[2], *tuple;
+    struct baseline rule;
+    const double *scores;
+    const int64_t *sizes;
+    if (!PyArg_ParseTuple(args, "OOO!", &arrays[0], &arrays[1], &PyTuple_Type, &tuple) ||
+        !py_baseline_of_tuple(tuple, &rule)) {
+        return NULL;
+    }
+    uint64_t samples = py_array_elements(arrays[0]), groups = py_array_elements(arrays[1]);
+    if (!py_check_array(arrays[0], "scores", NPY_FLOAT64, samples, false, &scores) ||
+        !py_check_array(arrays[1], "sizes", NPY_INT64, groups, false, &sizes)) {
+        return NULL;
+    }
+    if (!sizes_fit(sizes, groups, samples) || !baseline_scores_fit(scores, samples)) {
+        Py_RETURN_NONE;
+    }
+    npy_intp length = (npy_intp)samples;
+    PyObject *result = PyArray_SimpleNew(1, &length, NPY_FLOAT64);
+    if (result != NULL) {
+        double *out = PyArray_DATA((PyArrayObject *)result);
+        for (uint64_t i = 0, at = 0; i < groups; at += (uint64_t)sizes[i++]) {
+            baseline_apply(scores + at, (uint64_t)sizes[i], &rule, out + at);
+        }
+    }
+    return result;
+}
+
+PyMethodDef py_gather_plan_functions[] = {
+    {"plan_gather", py_plan_gather, METH_VARARGS, NULL},
     {"describe", py_describe, METH_O, NULL},
     {"measure", py_measure, METH_VARARGS, NULL},
+    {"relative_scores", py_relative_scores, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-const struct named_value py_measure_constants[] = {
+const struct named_value py_gather_plan_constants[] = {
+    {"CHUNK_WORDS", CHUNK_WORDS},
     {"HAS_LOGPROBS", 1 << FIELD_LOGPROBS},
+    {"BASELINE_MEAN", BASELINE_MEAN},
+    {"BASELINE_LEAVE_ONE_OUT", BASELINE_LEAVE_ONE_OUT},
+    {"BASELINE_DEVIATION", BASELINE_DEVIATION},
     {NULL, 0},
 };

@@ -4,9 +4,7 @@
  * are copied the trajectories' space is held, whatever another thread acknowledges. */
 #include "python/batch/batch.h"
 
-#include "batch/convert.h"
 #include "python/group/group.h"
-#include "python/record/record.h"
 
 /* ---- Where a batch goes ---- */
 

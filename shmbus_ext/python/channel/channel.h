@@ -23,8 +23,7 @@ extern PyTypeObject ChannelMemoryType;
 ChannelMemoryObject *py_channel_memory_new(uint8_t *at, size_t bytes, bool read_only);
 /* Ends it. Whether views are left: the mapping must then be given to it by py_channel_memory_keep. */
 bool py_channel_memory_end(ChannelMemoryObject *self);
-/* Replaces the mapping by a private copy at the same address, which lives as long as the views.
- * False with errno where there is no memory; nothing has changed then. */
+/* Replaces the mapping by a private copy for the views' life; false with errno, unchanged. */
 bool py_channel_memory_keep(ChannelMemoryObject *self, size_t mapped);
 
 /* ---- Channel: one process's handle of a channel, and what happens to it at fork and at close. */
@@ -45,8 +44,7 @@ extern PyTypeObject ChannelType;
 bool py_channel_has_side(ChannelObject *self, enum channel_side_name side);
 
 /* ---- What a Channel does with messages: methods as functions of the module. */
-/* Ends the memory of the message that is being written or read, if any; views that are left keep a
- * copy. False with an exception where there is no memory for one. */
+/* Ends the message's memory; views that are left keep a copy. False with an exception. */
 bool py_channel_end_memory(ChannelObject *self);
 
 /* What module.c adds. */

@@ -1,14 +1,12 @@
 /* Sending, receiving and acknowledging for Python: where slots are mapped, and when views end.
  *
- * Invariant: at most one ChannelMemory of a handle is current; it ends before its slot changes
- * hands. */
+ * Invariant: a handle has at most one current ChannelMemory; it ends before its slot changes hands. */
 #define _GNU_SOURCE
 #include "python/channel/channel.h"
 
 #include <sys/mman.h>
 
 #include "base/checksum.h"
-#include "channel/messages.h"
 #include "python/hooks.h"
 #include "python/segment/segment.h"
 

@@ -8,7 +8,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "channel/sides.h"
 #include "python/hooks.h"
 #include "python/segment/segment.h"
 
@@ -68,7 +67,6 @@ static const struct companion_kind channel_kind = {
     "channel", offsetof(ChannelObject, c.file), open_channel, shut, isolate,
 };
 
-/* create(fd, name, slots, max_bytes) */
 static PyObject *py_channel_create(PyTypeObject *type, PyObject *args) {
     int fd;
     PyObject *name;
@@ -131,7 +129,6 @@ static PyObject *py_channel_leave(ChannelObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* state(data) */
 static PyObject *py_channel_state(ChannelObject *self, PyObject *args) {
     Py_buffer data;
     if (!PyArg_ParseTuple(args, "y*", &data)) {
@@ -250,10 +247,7 @@ static PyMemberDef channel_members[] = {
 };
 
 PyTypeObject ChannelType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Channel",
-    .tp_basicsize = sizeof(ChannelObject),
-    .tp_dealloc = py_companion_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Channel", ChannelObject, py_companion_dealloc, 0),
     .tp_methods = channel_methods,
     .tp_members = channel_members,
 };
@@ -355,10 +349,7 @@ static PyBufferProcs memory_buffer = {
 };
 
 PyTypeObject ChannelMemoryType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.ChannelMemory",
-    .tp_basicsize = sizeof(ChannelMemoryObject),
-    .tp_dealloc = (destructor)py_channel_memory_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("ChannelMemory", ChannelMemoryObject, py_channel_memory_dealloc, 0),
     .tp_members = memory_members,
     .tp_as_buffer = &memory_buffer,
 };

@@ -89,11 +89,8 @@ static PyMemberDef client_lease_members[] = {
 };
 
 PyTypeObject ClientLeaseType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.ClientLease",
-    .tp_basicsize = sizeof(ClientLeaseObject),
+    TYPE_BASICS("ClientLease", ClientLeaseObject, py_client_lease_dealloc, 0),
     .tp_itemsize = sizeof(struct record_ref),
-    .tp_dealloc = (destructor)py_client_lease_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_members = client_lease_members,
 };
 

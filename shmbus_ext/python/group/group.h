@@ -56,8 +56,7 @@ typedef struct group_lists {
     } leased_of[SHMBUS_MAX_SPLITS];
 } GroupListsObject;
 
-/* What has been ready longest of a split is under lease since `now_ns`: a list of at most `limit`
- * entries. NULL with an exception, and then nothing is leased. */
+/* Leases at most `limit` of a split, the first ready first; NULL with an exception, none. */
 PyObject *py_group_lists_lease_ready(GroupListsObject *self, uint32_t split, Py_ssize_t limit,
                                      uint64_t now_ns);
 /* A leased entry is the next to be leased. */
@@ -102,8 +101,7 @@ static inline Py_ssize_t py_client_lease_records(const ClientLeaseObject *self) 
     return Py_SIZE(self);
 }
 
-/* Of what a message grants, read no further than its places; NULL with an exception, or without one
- * where they do not lie in this segment. */
+/* Of a grant's places; NULL with an exception, or without one where this segment has none. */
 ClientLeaseObject *py_client_lease_new(HolderObject *borrower, PyObject *granted, long long step);
 
 /* ---- What the segment says of deliveries, counted where groups are leased. */
@@ -115,14 +113,12 @@ extern PyTypeObject GroupBaseType;
 
 /* A group of a type that is made of GroupBase. */
 PyObject *py_group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease);
-/* Its lease, borrowed, where it is a group that this consumer delivered and that is under lease by
- * its own account; NULL, without an exception, of anything else. */
+/* Its lease, borrowed, if this consumer has it; NULL, without an exception, of others. */
 PyObject *py_group_lease(PyObject *group, PyObject *consumer);
 void py_group_set_state(PyObject *group, PyObject *state);
 /* The samples of a group, borrowed; NULL with an exception for what is none. */
 PyObject *py_group_samples(PyObject *group);
-/* A new list of the trajectories of all groups of a list, one behind the other, and how many are of
- * each: int64 [G]. NULL with an exception; the sizes may be there nevertheless. */
+/* A new list of all groups' trajectories, and how many each has: int64 [G]. Or NULL. */
 PyObject *py_group_members(PyObject *groups, PyObject **sizes);
 
 /* ---- GroupTable: samples in cells by key, until their group is complete. */
@@ -155,8 +151,7 @@ typedef struct {
 } GroupTableObject;
 extern PyTypeObject GroupTableType;
 
-/* Up to SAMPLES_BATCH samples into their cells; what is refused or to be judged is appended to
- * `left`. False with an exception. */
+/* Up to SAMPLES_BATCH samples into their cells; what is refused goes to `left`. */
 bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize_t count,
                                 double now_s, PyObject *left);
 

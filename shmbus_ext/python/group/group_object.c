@@ -200,10 +200,8 @@ static PyMappingMethods group_mapping = {.mp_length = (lenfunc)py_group_length,
                                          .mp_subscript = (binaryfunc)py_group_item};
 
 PyTypeObject GroupBaseType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.GroupBase",
-    .tp_basicsize = sizeof(GroupObject),
-    .tp_dealloc = (destructor)py_group_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    TYPE_BASICS("GroupBase", GroupObject, py_group_dealloc,
+                Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC),
     .tp_traverse = (traverseproc)py_group_traverse,
     .tp_clear = (inquiry)py_group_clear,
     .tp_doc = DOC_GroupBase,

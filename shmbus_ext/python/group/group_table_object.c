@@ -4,14 +4,12 @@
  * taken cell or another width mean is the stash's, and a full entry's fate too where it is
  * `judged`.
  *
- * Invariant: each cell that is not NULL owns a reference; an entry's cells are emptied before the
- * entry goes back to its pool. */
+ * Invariant: a cell that is not NULL owns a reference, and is emptied before the pool has it. */
 #include "python/group/group.h"
 
 #include "base/clock.h"
 #include "base/failpoints.h"
-#include "python/record/record.h"
-#include "ring/reader_state.h"
+#include "ring/reader.h"
 
 /* ---- Entries of complete groups, and the two lists that they are in.
  *
@@ -70,39 +68,34 @@ static struct entry_list *list_of(GroupListsObject *self, enum entry_place place
     return place == ENTRY_READY ? &self->ready[entry->split] : &self->leased;
 }
 
-/* Before a neighbour, or as the last where that is the list's head. The list's reference is the
- * caller's. */
+/* Counts it in its list and its split; with -1, out of them. */
+static void count_entry(GroupListsObject *self, const GroupEntryObject *entry, uint64_t sign) {
+    const uint64_t samples = sign * samples_of(entry);
+    struct entry_list *list = list_of(self, entry->place, entry);
+    list->groups += sign;
+    list->samples += samples;
+    if (entry->place == ENTRY_READY) {
+        self->ready_groups += sign;
+        self->ready_samples += samples;
+    } else {
+        self->leased_of[entry->split].groups += sign;
+        self->leased_of[entry->split].samples += samples;
+    }
+}
+
+/* Before a neighbour, or as the last. The list's reference is the caller's. */
 static void enter(GroupListsObject *self, enum entry_place place, struct list_link *at,
                   GroupEntryObject *entry) {
-    struct entry_list *list = list_of(self, place, entry);
     list_insert_before(at, &entry->link);
     entry->lists = self;
     entry->place = place;
-    list->groups++;
-    list->samples += samples_of(entry);
-    if (place == ENTRY_READY) {
-        self->ready_groups++;
-        self->ready_samples += samples_of(entry);
-    } else {
-        self->leased_of[entry->split].groups++;
-        self->leased_of[entry->split].samples += samples_of(entry);
-    }
+    count_entry(self, entry, 1);
 }
 
 /* Out of its list; the list's reference becomes the caller's. */
 static void leave(GroupEntryObject *entry) {
-    GroupListsObject *self = entry->lists;
-    struct entry_list *list = list_of(self, entry->place, entry);
     list_unlink(&entry->link);
-    list->groups--;
-    list->samples -= samples_of(entry);
-    if (entry->place == ENTRY_READY) {
-        self->ready_groups--;
-        self->ready_samples -= samples_of(entry);
-    } else {
-        self->leased_of[entry->split].groups--;
-        self->leased_of[entry->split].samples -= samples_of(entry);
-    }
+    count_entry(entry->lists, entry, UINT64_MAX);
     entry->lists = NULL;
     entry->place = ENTRY_NOWHERE;
 }
@@ -135,8 +128,7 @@ static void py_group_lists_push_ready(GroupListsObject *self, GroupEntryObject *
     enter(self, ENTRY_READY, &self->ready[entry->split].entries, entry);
 }
 
-/* Of a group that lacks samples, which may come yet: each member says in the ring that it is one, so
- * that whoever collects next has the same group. */
+/* Of a group that lacks samples: its members say so in the ring, for the next collector. */
 static void mark_members(const GroupEntryObject *entry) {
     uint32_t state = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entry->samples); i++) {
@@ -338,10 +330,7 @@ static PyMemberDef group_entry_members[] = {
 };
 
 PyTypeObject GroupEntryType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.GroupEntry",
-    .tp_basicsize = sizeof(GroupEntryObject),
-    .tp_dealloc = (destructor)py_group_entry_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("GroupEntry", GroupEntryObject, py_group_entry_dealloc, 0),
     .tp_members = group_entry_members,
 };
 
@@ -536,8 +525,7 @@ static void count_cells(GroupTableObject *self, uint32_t split, int64_t cells, i
     open->groups += (uint64_t)entries;
 }
 
-/* Takes an entry out of the table, as an object that has its references from then on. The samples,
- * which no cache may hold any more, are not looked at unless their bytes count. */
+/* Takes an entry out as an object that has its references; samples are in no cache by now. */
 static GroupEntryObject *take_entry(GroupTableObject *self, struct group_entry *entry,
                                     uint64_t hash, PyObject *key) {
     GroupEntryObject *taken = py_group_entry_new(entry, key);
@@ -574,8 +562,7 @@ enum {
     REFUSED_LEASED
 };
 
-/* Whether the sample's group is failing, and so kept elsewhere; from a failure on, it is. -1 with
- * an exception. */
+/* Whether the sample's group fails, now or from this on; -1 with an exception. */
 static int is_failing(const GroupTableObject *self, const struct arrival *from) {
     if (from->failed) {
         return PyDict_SetDefault(self->failing, from->key, Py_None) == NULL ? -1 : 1;
@@ -747,8 +734,7 @@ static PyObject *py_group_table_take(GroupTableObject *self, PyObject *key) {
     return entry == NULL ? Py_NewRef(Py_None) : (PyObject *)take_entry(self, entry, at.hash, key);
 }
 
-/* gather(samples, now_s) -> GroupEntry: a group of these samples, by index, that was never in the
- * table; it is in no list. */
+/* gather(samples, now_s) -> GroupEntry: of samples by index that were never in the table. */
 static PyObject *py_group_table_gather(GroupTableObject *self, PyObject *args) {
     PyObject *samples;
     struct arrival first = {.key = NULL};
@@ -828,8 +814,7 @@ static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *Py_UNU
     return found;
 }
 
-/* counts(split) -> (open groups, their samples, ready groups, their samples, leased groups, their
- * samples) */
+/* counts(split) -> (open groups, their samples, and likewise of ready and of leased groups) */
 static PyObject *py_group_table_counts(GroupTableObject *self, PyObject *argument) {
     unsigned long split = PyLong_AsUnsignedLong(argument);
     if (PyErr_Occurred()) {
@@ -960,10 +945,7 @@ static PyMemberDef group_table_members[] = {
 static PySequenceMethods group_table_sequence = {.sq_length = (lenfunc)py_group_table_length};
 
 PyTypeObject GroupTableType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.GroupTable",
-    .tp_basicsize = sizeof(GroupTableObject),
-    .tp_dealloc = (destructor)py_group_table_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("GroupTable", GroupTableObject, py_group_table_dealloc, 0),
     .tp_methods = group_table_methods,
     .tp_getset = group_table_getset,
     .tp_members = group_table_members,

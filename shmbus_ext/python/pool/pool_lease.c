@@ -4,8 +4,6 @@
  * buffer keep the object. There is no earlier end, since a view cannot be taken back. */
 #include "python/pool/pool.h"
 
-#include "pool/pool.h"
-#include "pool/lease.h"
 #include "base/checksum.h"
 
 static bool is_reader(PoolObject *pool) {
@@ -163,10 +161,7 @@ static PyMemberDef lease_members[] = {
 static PyBufferProcs lease_buffer = {.bf_getbuffer = (getbufferproc)py_pool_lease_buffer};
 
 PyTypeObject PoolLeaseType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.PoolLease",
-    .tp_basicsize = sizeof(PoolLeaseObject),
-    .tp_dealloc = (destructor)py_pool_lease_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("PoolLease", PoolLeaseObject, py_pool_lease_dealloc, 0),
     .tp_methods = lease_methods,
     .tp_members = lease_members,
     .tp_getset = lease_getset,

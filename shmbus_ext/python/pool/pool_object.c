@@ -7,10 +7,6 @@
 
 #include <unistd.h>
 
-#include "pool/lease.h"
-#include "pool/publish.h"
-#include "pool/rows.h"
-
 static enum shared_status open_pool(CompanionObject *self, int fd, bool read_only) {
     return pool_open(&((PoolObject *)self)->c, fd, read_only);
 }
@@ -31,7 +27,6 @@ static const struct companion_kind pool_kind = {
     "pool", offsetof(PoolObject, c.file), open_pool, shut, isolate,
 };
 
-/* create(fd, name, slots, max_slots, slot_bytes, meta_bytes, block_bytes, patch_bytes) */
 static PyObject *py_pool_create(PyTypeObject *type, PyObject *args) {
     int fd;
     PyObject *name;
@@ -261,10 +256,7 @@ static PyMemberDef pool_members[] = {
 };
 
 PyTypeObject PoolType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.SlotPool",
-    .tp_basicsize = sizeof(PoolObject),
-    .tp_dealloc = py_companion_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("SlotPool", PoolObject, py_companion_dealloc, 0),
     .tp_methods = pool_methods,
     .tp_members = pool_members,
 };

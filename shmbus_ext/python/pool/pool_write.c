@@ -5,9 +5,6 @@
 #include "python/pool/pool.h"
 
 #include "base/copy.h"
-#include "pool/pool.h"
-#include "pool/patch.h"
-#include "pool/publish.h"
 
 /* Says that the version will not be whole, at once: others wait for it. */
 static void give_up(PoolWriteObject *self, const char *error) {
@@ -264,10 +261,7 @@ static PyBufferProcs write_buffer = {.bf_getbuffer = (getbufferproc)py_pool_writ
                                      .bf_releasebuffer = (releasebufferproc)py_pool_write_release};
 
 PyTypeObject PoolWriteType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.PoolWrite",
-    .tp_basicsize = sizeof(PoolWriteObject),
-    .tp_dealloc = (destructor)py_pool_write_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("PoolWrite", PoolWriteObject, py_pool_write_dealloc, 0),
     .tp_methods = write_methods,
     .tp_members = write_members,
     .tp_as_buffer = &write_buffer,
@@ -522,8 +516,7 @@ done:
 
 /* ---- A patch as bytes, which take a version from one pool to another that has its base: the runs of
  * all ranks, one after the other, each with its stream. */
-/* The next run of such bytes, which lies inside a version of so many; false at the end of them, or
- * where what follows is none. */
+/* The next run of such bytes, inside a version of so many; false at their end, or at no run. */
 static bool next_run(const struct patch_view *view, const uint8_t **at, uint64_t bytes,
                      struct patch_run *run, const uint8_t **stream) {
     if (!patch_next(view, at, run, stream)) {

@@ -1,8 +1,6 @@
 /* Samples that a writer has begun; the table is in ring/observe.h. */
 #include "python/put/put.h"
 
-#include "python/requests/requests.h"
-#include "python/segment/segment.h"
 #include "ring/observe.h"
 
 struct sample {
@@ -67,8 +65,7 @@ static PyObject *py_begun_key(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyLong_FromUnsignedLongLong(begun_key(id, (uint32_t)id_bytes, round, split));
 }
 
-/* note_waited(segment, seconds): trainers have waited for groups so much longer; for the
- * collector. */
+/* note_waited(segment, seconds): trainers waited for groups so much longer; for the collector. */
 static PyObject *py_note_waited(PyObject *Py_UNUSED(module), PyObject *args) {
     double seconds;
     SegmentObject *segment;

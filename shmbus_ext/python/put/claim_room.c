@@ -10,13 +10,8 @@
 
 #include "base/clock.h"
 #include "base/copy.h"
-#include "python/hooks.h"
-#include "python/requests/requests.h"
-#include "python/segment/segment.h"
-#include "ring/doorbell.h"
 #include "ring/lead.h"
 #include "ring/recovery.h"
-#include "ring/segment.h"
 #include "ring/observe.h"
 
 /* Copies above this are worth letting other threads run. */
@@ -46,8 +41,7 @@ struct wanted_room py_writer_wants(const WriterObject *self,
                                    const struct put_arguments *arguments) {
     const struct record_spec *spec = &arguments->spec;
     struct wanted_room wanted = {spec->record_bytes, 0, arguments->split_object};
-    /* A report of a failure waits for nobody, and the group of an answer was admitted with its
-     * request. */
+    /* A failure's report waits for nobody; an answer's group was admitted with its request. */
     if (lead_is_bounded(&self->segment->c) && (spec->flags & SHMBUS_FLAG_FAILED) == 0 &&
         arguments->answers.number == 0) {
         wanted.begins = lead_key(spec->id, spec->id_bytes, spec->round, SHMBUS_SPLIT_TRAIN);
@@ -212,8 +206,7 @@ bool py_writer_claim_room(WriterObject *self, const struct wanted_room *wanted, 
  * woken, or has fallen behind, may wait there until the producers' time slices are over. So the
  * producer steps aside: at a wake-up after a long silence, and at the end of a run where the reader
  * has not looked for a while. Where nobody else wants the processor this is one short system call.
- * Not at every wake-up: a producer and a reader on one processor would hand it to and fro for every
- * record. */
+ * Not at every wake-up: the two on one processor would hand it to and fro for every record. */
 void py_writer_tell_reader(WriterObject *self) {
     struct bus_header *header = self->segment->c.header;
     bool woken = doorbell_ring(header);
@@ -238,9 +231,10 @@ static bool copies_non_temporally(const WriterObject *self, const struct record_
            spec->record_bytes * spec->group_size >= FAR_GROUP_BYTES;
 }
 
-static void copy_payload(const WriterObject *self, const struct put_arguments *arguments,
-                         uint8_t *record) {
+void py_writer_fill(const WriterObject *self, const struct put_arguments *arguments,
+                    const struct reservation *at) {
     const struct record_spec *spec = &arguments->spec;
+    uint8_t *record = (uint8_t *)at->record;
     const bool non_temporal = copies_non_temporally(self, spec);
     if (spec->meta_bytes > 0) {
         memcpy(record + spec->meta_offset, PyBytes_AS_STRING(arguments->meta_encoded),
@@ -291,20 +285,15 @@ static void copy_unlocked(WriterObject *self, const struct put_arguments *argume
                           const struct reservation *at) {
     self->busy++;
     Py_BEGIN_ALLOW_THREADS
-    copy_payload(self, arguments, (uint8_t *)at->record);
+    py_writer_fill(self, arguments, at);
     Py_END_ALLOW_THREADS
     self->busy--;
-}
-
-void py_writer_fill(const WriterObject *self, const struct put_arguments *arguments,
-                    const struct reservation *at) {
-    copy_payload(self, arguments, (uint8_t *)at->record);
 }
 
 void py_writer_fill_reserved(WriterObject *self, const struct put_arguments *arguments,
                              const struct reservation *at) {
     if (at->bytes < RELEASE_LOCK_BYTES) {
-        copy_payload(self, arguments, (uint8_t *)at->record);
+        py_writer_fill(self, arguments, at);
     } else {
         copy_unlocked(self, arguments, at);
     }
@@ -345,7 +334,7 @@ bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments) {
     at.answers = arguments->answers;
     py_writer_write_head(self, arguments, &at);
     if (bytes < RELEASE_LOCK_BYTES) {
-        copy_payload(self, arguments, (uint8_t *)at.record);
+        py_writer_fill(self, arguments, &at);
         writer_publish(&self->c, &at);
     } else {
         /* Reserved first, so that another thread's record can go behind it during the copy. */
@@ -360,9 +349,8 @@ bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments) {
 /* ---- A worker's side of the request lane: taking a sample, and ending its claim without an answer.
  *
  * Invariant: a claim of which no Python object tells is given back before the call returns. */
-/* The claim and the text of a sample that was just taken, as _take_requests has them; None where
- * its row has ended or is damaged, so that it is nobody's. `known` is the request whose text the
- * caller has. */
+/* Claim and text of a sample that was just taken, as _take_requests has them; None if its row has
+ * ended or is damaged, so that it is nobody's. `known`: the request whose text the caller has. */
 static PyObject *describe(WriterObject *self, const struct request_claim *claim, uint64_t known) {
     struct segment *segment = &self->segment->c;
     bool again = claim->number == known && request_open_row(segment, claim->row) == claim->number;
@@ -441,7 +429,6 @@ bool py_take_claim(const WriterObject *self, PyObject *object, struct request_cl
     return true;
 }
 
-/* _give_back_request(claim) -> bool */
 PyObject *py_writer_give_back_request(WriterObject *self, PyObject *object) {
     struct request_claim claim;
     if (!py_writer_usable(self) || !py_take_claim(self, object, &claim)) {

@@ -4,9 +4,6 @@
  * its size again before each of its elements, and nothing is written but to an array of our own. */
 #include "python/put/put.h"
 
-#include "python/hooks.h"
-#include "python/record/record.h"
-
 /* A conversion under way: where it is, and where its elements go. */
 struct conversion {
     PyObject *name;
@@ -215,13 +212,14 @@ static PyArrayObject *plain_array(PyArrayObject *array) {
                                                  NPY_ARRAY_CARRAY_RO | NPY_ARRAY_NOTSWAPPED, NULL);
 }
 
-static PyArrayObject *array_of(PyObject *name, PyObject *value) {
-    PyObject *array = PyObject_CallFunctionObjArgs(hooks.as_array, name, value, Py_True, NULL);
+PyObject *py_as_array(PyObject *name, PyObject *value, bool declared) {
+    PyObject *array = PyObject_CallFunctionObjArgs(hooks.as_array, name, value,
+                                                   declared ? Py_True : Py_False, NULL);
     if (array != NULL && !PyArray_Check(array)) {
         Py_CLEAR(array);
         PyErr_Format(PyExc_TypeError, "%U: expected an array", name);
     }
-    return (PyArrayObject *)array;
+    return array;
 }
 
 static bool is_array_like(PyObject *value) {
@@ -236,7 +234,7 @@ static bool convert_row(struct conversion *self, PyObject *value, int depth) {
                       PyUnicode_FromFormat("a list of %llu, got %.100s", U64(self->sizes[depth]),
                                            Py_TYPE(value)->tp_name));
     }
-    PyArrayObject *given = array_of(self->name, value);
+    PyArrayObject *given = (PyArrayObject *)py_as_array(self->name, value, true);
     PyArrayObject *array = given == NULL ? NULL : plain_array(given);
     Py_XDECREF(given);
     if (array == NULL) {
@@ -309,7 +307,7 @@ int py_list_sizes(PyObject *name, PyObject *value, uint64_t sizes[SHMBUS_MAX_NDI
     bool deep = py_is_list(at) && list_size(at) > 0;
     int more = 0;
     if (!py_is_list(at) && !PyLong_Check(at) && !PyFloat_Check(at) && is_array_like(at)) {
-        PyArrayObject *array = array_of(name, at);
+        PyArrayObject *array = (PyArrayObject *)py_as_array(name, at, true);
         if (array == NULL) {
             Py_DECREF(at);
             return -1;
@@ -490,35 +488,20 @@ static bool fill_f64(void *to, PyObject *const *from, Py_ssize_t count) {
     return true;
 }
 
-static bool fill_f32(void *to, PyObject *const *from, Py_ssize_t count) {
-    float *out = to;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        double value;
-        if (!plain_float(from[i], &value) || !store_double(&out[i], STORED_F32, value)) {
-            return false;
-        }
+#define FLOAT_FILLER(name, type, kind)                                                           \
+    static bool name(void *to, PyObject *const *from, Py_ssize_t count) {                        \
+        type *out = to;                                                                          \
+        for (Py_ssize_t i = 0; i < count; i++) {                                                 \
+            double value;                                                                        \
+            if (!plain_float(from[i], &value) || !store_double(&out[i], kind, value)) {          \
+                return false;                                                                    \
+            }                                                                                    \
+        }                                                                                        \
+        return true;                                                                             \
     }
-    return true;
-}
-
-static inline bool fill_halves(uint16_t *out, PyObject *const *from, Py_ssize_t count,
-                               enum stored_kind kind) {
-    for (Py_ssize_t i = 0; i < count; i++) {
-        double value;
-        if (!plain_float(from[i], &value) || !store_double(&out[i], kind, value)) {
-            return false;
-        }
-    }
-    return true;
-}
-
-static bool fill_f16(void *to, PyObject *const *from, Py_ssize_t count) {
-    return fill_halves(to, from, count, STORED_F16);
-}
-
-static bool fill_bf16(void *to, PyObject *const *from, Py_ssize_t count) {
-    return fill_halves(to, from, count, STORED_BF16);
-}
+FLOAT_FILLER(fill_f32, float, STORED_F32)
+FLOAT_FILLER(fill_f16, uint16_t, STORED_F16)
+FLOAT_FILLER(fill_bf16, uint16_t, STORED_BF16)
 
 static const struct {
     row_filler fill;

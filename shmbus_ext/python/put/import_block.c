@@ -5,11 +5,8 @@
  * committed in their order, so how many the lane has gained says which. */
 #include "python/put/put.h"
 
-#include "python/hooks.h"
-#include "python/record/record.h"
 #include "ring/block.h"
 #include "ring/lead.h"
-#include "ring/origin.h"
 
 static const char *const faults[] = {
     [BLOCK_NOT_ONE] = "it is no block of shmbus: its first bytes are %llx, not %llx",
@@ -139,8 +136,7 @@ static PyObject *py_check_block(PyObject *Py_UNUSED(module), PyObject *argument)
     return found;
 }
 
-/* Room for a record: 1 where it has it, 0 where there is none and `waits` is false, -1 with an
- * exception. */
+/* Room for a record: 1, 0 where there is none and `waits` is false, or -1 with an exception. */
 static int claim(WriterObject *self, const struct record_copy *copy, bool waits, double timeout_s,
                  struct reservation *at) {
     const struct record_header *head = &copy->header;
@@ -197,8 +193,7 @@ static Py_ssize_t import_records(WriterObject *self, struct block_cursor *cursor
 
 /* import_block(writer, buffer, first, limit, timeout_s, entries=b"") -> int: how many records were
  * committed, from number `first` of the block on, at most `limit`. Waits for space for the first one
- * only. The block was checked before. `entries` are what relay_intend gave for these records, whose
- * end the collector then notes there. */
+ * only. The block was checked before. `entries`: of relay_intend, for the ends of these records. */
 static PyObject *py_import_block(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object, *timeout;
     Py_buffer block, entries = {0};

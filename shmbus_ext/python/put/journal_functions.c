@@ -3,17 +3,11 @@
  * Invariant: an entry's number from Python is bounded before it is used. */
 #include "python/put/put.h"
 
-#include "python/segment/segment.h"
-#include "ring/origin.h"
 #include "ring/recovery.h"
 #include "ring/relay_journal.h"
 
 /* relay_begin(segment) -> int | None: the incarnation of this sink; None where there is another. */
-static PyObject *py_relay_begin(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_writable(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_relay_begin, py_take_writable) {
     enum relay_begun begun;
     Py_BEGIN_ALLOW_THREADS
     begun = relay_begin(&segment->c);
@@ -74,7 +68,7 @@ static struct relay_origin *unpack_origins(const Py_buffer *packed) {
 }
 
 /* relay_intend(writer, origins, entries) -> bytes | None: the entries' numbers. Origins are one
- * behind the other (ring/origin.h). None where the journal has no room for them. */
+ * behind the other (ring/segment.h). None where the journal has no room for them. */
 static PyObject *py_relay_intend(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     Py_buffer origins, entries;
@@ -102,8 +96,7 @@ static PyObject *py_relay_intend(PyObject *Py_UNUSED(module), PyObject *args) {
     return result;
 }
 
-/* relay_drop(segment, origins, reason) -> bytes | None: the entries of records that are not put, and
- * have ended for that reason. */
+/* relay_drop(segment, origins, reason) -> bytes | None: entries of records that are not put. */
 static PyObject *py_relay_drop(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     Py_buffer origins;
@@ -162,13 +155,8 @@ static PyObject *py_relay_forget(PyObject *Py_UNUSED(module), PyObject *args) {
     return good ? Py_NewRef(Py_None) : NULL;
 }
 
-/* relay_notes(segment) -> list[(entry, origin, state, ended)]: all that is in force; `ended` is the
- * number of a reason, or -1. */
-static PyObject *py_relay_notes(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_writable(object, &segment)) {
-        return NULL;
-    }
+/* relay_notes(segment) -> [(entry, origin, state, reason that it ended or -1)]: all in force. */
+SEGMENT_FUNCTION(py_relay_notes, py_take_writable) {
     PyObject *notes = PyList_New(0);
     for (uint32_t i = 0; notes != NULL && i < segment->c.relay_entry_count; i++) {
         struct relay_note note;
@@ -199,11 +187,7 @@ static PyObject *pack_ends(const uint32_t (*pairs)[2], uint32_t n, uint32_t reas
 }
 
 /* relay_ends(segment) -> dict[reason, entries]: settled entries whose records have ended, packed. */
-static PyObject *py_relay_ends(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_writable(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_relay_ends, py_take_writable) {
     uint32_t n = 0, counts[SHMBUS_REASONS] = {0};
     uint32_t(*pairs)[2] = PyMem_Calloc(segment->c.relay_entry_count + 1u, sizeof *pairs);
     if (pairs == NULL) {
@@ -238,11 +222,7 @@ static PyObject *py_relay_ends(PyObject *Py_UNUSED(module), PyObject *object) {
 
 /* relay_words(segment) -> (entries, writer, incarnation, source_incarnation, term, ended, seen_ns,
  * figures): what the journal says beside its entries. */
-static PyObject *py_relay_words(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_segment(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_relay_words, py_take_segment) {
     struct relay_journal *journal = segment->c.relay;
     PyObject *figures = PyTuple_New(SHMBUS_RELAY_FIGURES);
     for (int i = 0; figures != NULL && i < (int)SHMBUS_RELAY_FIGURES; i++) {
@@ -287,11 +267,7 @@ static PyObject *py_relay_note(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 /* relay_next_source(segment) -> int: greater than that of any earlier relay that read this bus. */
-static PyObject *py_relay_next_source(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_writable(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_relay_next_source, py_take_writable) {
     return PyLong_FromUnsignedLongLong(
         atomic_fetch_add_explicit(&segment->c.relay->source_incarnation, 1, memory_order_relaxed) +
         1);

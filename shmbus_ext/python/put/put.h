@@ -59,25 +59,39 @@ bool py_parse_score(PyObject *value, double *score);
 /* One version, or the oldest and the newest, of which `span` is the distance. */
 bool py_parse_policy_versions(PyObject *value, int64_t *oldest, uint32_t *span);
 bool py_arguments_init(void);
-/* ROW_LENGTHS: the field's name. */
 
 /* ---- The fields of a put: matched with the declared schema, taken as arrays or lists, and planned. */
 /* After all arguments were taken: checks the fields, by the declared schema where there is one, and
  * plans the record. False with an exception. */
 bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache,
                          DeclaredSchemaObject *declared);
-/* Whether a field of so many dimensions fits behind so many words of shapes; false with an
- * exception. */
+/* Whether a field of so many dimensions fits behind so many words; false with an exception. */
 bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim);
 
-/* Writes the lists into their places of a record. False, and no exception, where one is not plain:
- * then py_arguments_convert_lists. */
+/* Writes the lists into a record. False, and no exception: one needs py_arguments_convert_lists. */
 bool py_arguments_fill_lists(const struct put_arguments *self, uint8_t *record);
 /* Makes arrays of the lists, by code of their elements where need be; false with an exception. */
 bool py_arguments_convert_lists(struct put_arguments *self);
 
 bool py_plan_fields_init(void);
-/* STANDARD_DTYPES: the dtypes that fields have without a declaration. */
+/* What NumPy makes an array of, by the hook; NULL with an exception. */
+PyObject *py_as_array(PyObject *name, PyObject *value, bool declared);
+/* The last step, of all that is planned: the schema, and the places of the parts, of which
+ * `too_large` is said where no record holds them. False with an exception. */
+static inline bool py_arguments_plan(struct put_arguments *self, struct schema_cache *cache,
+                                     uint32_t count, uint64_t meta_bytes, const char *too_large) {
+    struct record_spec *spec = &self->spec;
+    spec->field_count = count;
+    spec->shape = self->shape;
+    spec->field_bytes = self->field_bytes;
+    spec->field_ndim = self->field_ndim;
+    spec->meta_bytes = meta_bytes;
+    self->schema = py_schema_cache_find(cache, spec, self->names, self->dtypes, self->field_ndim);
+    if (self->schema == NULL) {
+        return false;
+    }
+    return record_plan(spec) || py_refuse(hooks.too_large_error, "%s", too_large);
+}
 
 /* ---- A producer's lane, and room for a record in it: what put, put_many and reserve share. */
 /* A wait for space is cut into slices of this, for signals and for a close during it. */
@@ -118,15 +132,12 @@ typedef struct writer_object {
 
 /* Sets an exception when the writer is closed or was made before a fork. */
 bool py_writer_usable(WriterObject *self);
-/* A paused bus is a full one, to those who want to write, and so is one whose producers are too far
- * ahead for another group. */
+/* To those who write a bus is full that is paused, or too far ahead for another group. */
 enum writer_status py_writer_try_claim(WriterObject *self, const struct wanted_room *wanted,
                                        struct reservation *at);
-/* Sleeps until this segment, which the caller holds, may have space, and counts the wait; other
- * threads run. */
+/* Sleeps, while other threads run, until this segment, which the caller holds, may have space. */
 void py_writer_sleep(WriterObject *self, SegmentObject *here, uint32_t ticket, int64_t longest_ns);
-/* Room for a record, waiting for it as long as timeout_s allows, for ever where that is negative;
- * false with an exception. */
+/* Room for a record, awaited for timeout_s, for ever if negative; false with an exception. */
 bool py_writer_claim_room(WriterObject *self, const struct wanted_room *wanted, double timeout_s,
                           struct reservation *at);
 /* What a record of these finished arguments needs. */
@@ -151,11 +162,10 @@ void py_writer_write_head(WriterObject *self, const struct put_arguments *argume
 /* Meta and arrays of a record that nobody sees yet. */
 void py_writer_fill(const WriterObject *self, const struct put_arguments *arguments,
                     const struct reservation *at);
-/* Meta and arrays of a record that is reserved. Other threads run while a large one is copied. */
+/* The same of a record that is reserved: other threads run while a large one is copied. */
 void py_writer_fill_reserved(WriterObject *self, const struct put_arguments *arguments,
                              const struct reservation *at);
-/* Copies a record whose arguments are finished into the ring and commits it; false with an
- * exception. */
+/* Copies a record of finished arguments into the ring and commits it; false with an exception. */
 bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments);
 /* After a commit: wakes the reader where it sleeps, and lets it run first where that helps. */
 void py_writer_tell_reader(WriterObject *self);
@@ -200,21 +210,17 @@ struct field_list {
 bool py_plan_reservation(WriterObject *self, struct put_arguments *arguments, PyObject *head,
                          const struct field_list *fields, uint64_t meta_room);
 
-/* Whether the schema has the fields so; false with an exception. `shape` has for each field a word
- * that does not count, and its sizes. */
+/* Whether the schema has fields so; false with an exception. `shape`: a word and sizes for each. */
 bool py_check_declared(const DeclaredSchemaObject *declared, PyObject *const *names,
                        PyArray_Descr *const *dtypes, uint32_t count, const uint8_t *ndim,
                        const uint64_t *shape);
 
 /* ---- Producer.put_group: all records of a group, committed by one store. */
-/* _put_group(items: list of dicts of put's arguments, timeout): all of them or none, also where the
- * process is killed. */
+/* _put_group(items: [put's arguments], timeout): all or none, also where the process dies. */
 PyObject *py_writer_put_group(WriterObject *self, PyObject *args);
-/* cancelled(instance_id, *, round, split) -> bool */
 PyObject *py_writer_cancelled(WriterObject *self, PyObject *args, PyObject *kwargs);
 
 /* ---- Producer.put_many, and what closing does to one that is under way in another thread. */
-/* put_many(items, *, timeout=None) -> int */
 PyObject *py_writer_put_many(WriterObject *self, PyObject *args, PyObject *kwargs);
 /* Aborts what is reserved and not committed, of all put_many's under way. */
 void py_writer_abort_batches(WriterObject *self);

@@ -5,9 +5,6 @@
 
 #include <math.h>
 
-#include "python/hooks.h"
-#include "python/segment/segment.h"
-
 static PyObject *word_group_size, *word_index, *word_score, *word_policy_version, *word_round,
     *word_meta, *word_timeout, *word_instance_id, *word_split, *word_need, *word_rows,
     *word_row_lengths;
@@ -174,8 +171,7 @@ static bool score_of_number(PyObject *value, double *number) {
     return true;
 }
 
-/* Whether it is asked by item(): an array, a tensor, or what else is no number of Python or NumPy
- * and has one. */
+/* Whether it is asked by item(): what is no number of Python or NumPy and has one, as a tensor. */
 static bool has_item(PyObject *value) {
     return !PyLong_Check(value) && !PyFloat_Check(value) && !PyArray_IsScalar(value, Generic) &&
            PyObject_HasAttrString(value, "item");
@@ -285,8 +281,7 @@ bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
     if (id == NULL) {
         return false;
     }
-    /* Owned, like all that is taken: converting runs code of the caller's, which may change the
-     * mapping that it came from. */
+    /* Owned, as all is: converting runs the caller's code, which may change the mapping. */
     Py_XSETREF(self->id_object, id);
     return true;
 }
@@ -433,8 +428,7 @@ bool py_arguments_take_mapping(struct put_arguments *arguments, PyObject *item) 
     return true;
 }
 
-/* How many samples complete the group: no more than it has; and where they are fewer, a late one
- * must be told from the next group's. */
+/* How many samples complete the group; if not all, a late one is told from the next group's. */
 static bool check_need(const struct record_spec *spec) {
     if (spec->need > spec->group_size) {
         return py_refuse(PyExc_ValueError, "need: expected 1 to %u for group_size=%u, got %u",
@@ -515,16 +509,6 @@ bool py_plan_fields_add_constants(PyObject *module) {
     return py_add_object(module, "STANDARD_DTYPES", dtypes);
 }
 
-static PyObject *as_array(PyObject *name, PyObject *value, bool declared) {
-    PyObject *array = PyObject_CallFunctionObjArgs(hooks.as_array, name, value,
-                                                   declared ? Py_True : Py_False, NULL);
-    if (array != NULL && !PyArray_Check(array)) {
-        Py_CLEAR(array);
-        PyErr_Format(PyExc_TypeError, "%U: expected an array", name);
-    }
-    return array;
-}
-
 /* What the elements of a list become; false with an exception where nothing says so. */
 static bool choose_dtype(struct put_arguments *self, uint32_t i,
                          const DeclaredSchemaObject *declared, uint8_t field) {
@@ -552,7 +536,7 @@ static bool choose_dtype(struct put_arguments *self, uint32_t i,
             return true;
         }
     }
-    Py_XDECREF(as_array(name, self->values[i], false)); /* which says how to declare it */
+    Py_XDECREF(py_as_array(name, self->values[i], false)); /* which says how to declare it */
     return false;
 }
 
@@ -595,7 +579,7 @@ static bool convert_dtype(struct put_arguments *self, uint32_t i,
                           const DeclaredSchemaObject *declared, uint8_t field) {
     PyArrayObject *array = self->arrays[i];
     PyArray_Descr *wanted = declared->dtypes[field];
-    if (!py_declared_has_dtype(declared, field, PyArray_DESCR(array))) {
+    if (!py_same_dtype(PyArray_DESCR(array), wanted)) {
         PyArrayObject *converted =
             py_convert_array(self->names[i], array, wanted, declared->kinds[field]);
         if (converted == NULL) {
@@ -615,7 +599,7 @@ static bool take_array(struct put_arguments *self, uint32_t i,
     if (PyArray_CheckExact(value) && PyArray_NDIM((PyArrayObject *)value) > 0) {
         array = Py_NewRef(value);
     } else {
-        array = as_array(self->names[i], value, declared != NULL);
+        array = py_as_array(self->names[i], value, declared != NULL);
         if (array == NULL) {
             return false;
         }
@@ -772,22 +756,10 @@ bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache,
         !(checked ? plan_declared_fields(self, declared, &words) : plan_fields(self, &words))) {
         return false;
     }
-    struct record_spec *spec = &self->spec;
-    spec->field_count = self->array_count;
-    spec->shape = self->shape;
-    spec->shape_words = words;
-    spec->field_bytes = self->field_bytes;
-    spec->field_ndim = self->field_ndim;
-    self->schema = py_schema_cache_find(cache, spec, self->names, self->dtypes, self->field_ndim);
-    if (self->schema == NULL) {
-        return false;
-    }
-    if (!record_plan(spec)) {
-        return py_refuse(hooks.too_large_error,
-                         "the record's parts add up to more than a record can hold (2^48 bytes a "
-                         "field, 4 GiB of meta); split it");
-    }
-    return true;
+    self->spec.shape_words = words;
+    return py_arguments_plan(self, cache, self->array_count, self->spec.meta_bytes,
+                             "the record's parts add up to more than a record can hold (2^48 bytes "
+                             "a field, 4 GiB of meta); split it");
 }
 
 bool py_arguments_fill_lists(const struct put_arguments *self, uint8_t *record) {

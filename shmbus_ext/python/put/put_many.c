@@ -5,11 +5,7 @@
 #include "python/put/put.h"
 
 #include "base/clock.h"
-#include "python/hooks.h"
-#include "python/segment/segment.h"
 #include "ring/observe.h"
-#include "ring/doorbell.h"
-#include "ring/segment.h"
 
 /* Sets `accepted` of the exception that is set: how many items were committed. */
 static void note_accepted(Py_ssize_t done) {
@@ -45,13 +41,13 @@ static void batch_abort(WriterObject *self, struct batch *batch) {
     batch->open = 0;
 }
 
-/* Names the item in the exception that is set, where the message is one of ours. */
-static void name_item(Py_ssize_t at) {
+/* Names the item or sample in the exception that is set, where the message is one of ours. */
+static void name_place(const char *what, Py_ssize_t at) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     if (type == PyExc_TypeError || type == PyExc_ValueError || type == hooks.too_large_error) {
         PyErr_NormalizeException(&type, &value, &traceback);
-        PyErr_Format(type, "put_many: item %zd: %S", at, value);
+        PyErr_Format(type, "%s %zd: %S", what, at, value);
         Py_XDECREF(type);
         Py_XDECREF(value);
         Py_XDECREF(traceback);
@@ -71,7 +67,7 @@ static bool parse_item(WriterObject *self, struct put_arguments *arguments, PyOb
                 (wanted.bytes <= self->segment->c.record_limit ||
                  py_writer_claim_room(self, &wanted, 0.0, &unused));
     if (!good) {
-        name_item(at);
+        name_place("put_many: item", at);
     }
     return good;
 }
@@ -82,7 +78,7 @@ static bool check_items(WriterObject *self, PyObject *items, Py_ssize_t from) {
         struct put_arguments arguments;
         good = parse_item(self, &arguments, items, i);
         if (good && !py_arguments_convert_lists(&arguments)) {
-            name_item(i);
+            name_place("put_many: item", i);
             good = false;
         }
         py_arguments_end(&arguments);
@@ -116,8 +112,7 @@ static bool commit_and_wait(WriterObject *self, struct batch *batch, PyObject *i
     return py_writer_claim_room(self, wanted, seconds_until(deadline_s), &batch->at[0]);
 }
 
-/* Whether there is room now; the lists of the item are in it then, or converted. False with an
- * exception where an element is refused. */
+/* Whether there is room now, with the item's lists in it, or converted; or an exception. */
 static bool try_room(WriterObject *self, struct put_arguments *arguments, struct batch *batch,
                      Py_ssize_t at, bool *has_room) {
     struct wanted_room wanted = py_writer_wants(self, arguments);
@@ -134,7 +129,7 @@ static bool try_room(WriterObject *self, struct put_arguments *arguments, struct
         py_writer_leave_room(self, to);
     }
     if (!py_arguments_convert_lists(arguments)) {
-        name_item(at);
+        name_place("put_many: item", at);
         return false;
     }
     /* Code of the elements ran: the room may be another record's by now, the bus another one. */
@@ -251,21 +246,6 @@ struct whole_group {
     uint64_t bytes;
 };
 
-/* Names the sample in the exception that is set, where the message is one of ours. */
-static void name_sample(Py_ssize_t index) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    if (type == PyExc_TypeError || type == PyExc_ValueError || type == hooks.too_large_error) {
-        PyErr_NormalizeException(&type, &value, &traceback);
-        PyErr_Format(type, "put_group: sample %zd: %S", index, value);
-        Py_XDECREF(type);
-        Py_XDECREF(value);
-        Py_XDECREF(traceback);
-        return;
-    }
-    PyErr_Restore(type, value, traceback);
-}
-
 static bool read_samples(WriterObject *self, struct whole_group *group, PyObject *items) {
     for (Py_ssize_t i = 0; i < group->count; i++) {
         struct put_arguments *sample = &group->samples[i];
@@ -274,7 +254,7 @@ static bool read_samples(WriterObject *self, struct whole_group *group, PyObject
         if (!py_arguments_take_mapping(sample, PyList_GET_ITEM(items, i)) ||
             !py_arguments_finish(sample, &self->schemas, self->declared) ||
             (sample->list_count > 0 && !py_arguments_convert_lists(sample))) {
-            name_sample(i);
+            name_place("put_group: sample", i);
             return false;
         }
         group->bytes += sample->spec.record_bytes;

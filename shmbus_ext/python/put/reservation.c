@@ -6,9 +6,6 @@
 #include "python/put/put.h"
 
 #include "public_docs.h"
-#include "python/hooks.h"
-#include "ring/doorbell.h"
-#include "ring/lead.h"
 
 /* Takes the arrays back. One that somebody still holds can no longer be written through, and its
  * record's space is kept until it is gone, for views of it that we don't know of. */
@@ -49,21 +46,18 @@ static void py_reservation_finish(ReservationObject *self, bool commit) {
     py_reservation_take_arrays(self);
     self->ended = true;
     list_unlink(&self->link);
-    if (commit) {
-        move_from_views(self);
-        self->at.record->score = self->score;
-        self->at.record->policy_version = self->policy_version;
-        self->at.record->version_span = self->version_span;
-        writer_commit(&self->writer->c, &self->at);
-        self->writer->bytes += self->at.bytes;
-    } else {
+    if (!commit) {
         writer_abort(&self->writer->c, &self->at);
-    }
-    if (commit) {
-        py_writer_tell_reader(self->writer);
-    } else {
         doorbell_ring(self->writer->segment->c.header);
+        return;
     }
+    move_from_views(self);
+    self->at.record->score = self->score;
+    self->at.record->policy_version = self->policy_version;
+    self->at.record->version_span = self->version_span;
+    writer_commit(&self->writer->c, &self->at);
+    self->writer->bytes += self->at.bytes;
+    py_writer_tell_reader(self->writer);
 }
 
 static bool py_reservation_usable(ReservationObject *self) {
@@ -193,9 +187,7 @@ PyObject *py_writer_reserve(WriterObject *self, PyObject *args) {
     }
     made = py_reservation_new(self, &at, fields.names);
     if (made == NULL) {
-        if (at.admitted != 0) {
-            lead_withdraw(&self->segment->c, at.admitted, self->c.slot_index);
-        }
+        py_writer_leave_room(self, &at);
         goto end;
     }
     PyObject *meta = arguments.meta_encoded;
@@ -209,14 +201,11 @@ end:
 }
 
 static int py_reservation_index_of(ReservationObject *self, PyObject *name) {
-    for (uint32_t i = 0; i < self->count; i++) {
-        PyObject *own = PyTuple_GET_ITEM(self->names, i);
-        if (own == name || (PyUnicode_Check(name) && PyUnicode_Compare(own, name) == 0)) {
-            return (int)i;
-        }
+    int field = py_find_name(self->names, self->count, name);
+    if (field < 0) {
+        PyErr_Format(PyExc_KeyError, "%R: this reservation has the fields %R", name, self->names);
     }
-    PyErr_Format(PyExc_KeyError, "%R: this reservation has the fields %R", name, self->names);
-    return -1;
+    return field;
 }
 
 /* Not an assignment of one's own array: what is to be committed is in the ring already. */
@@ -444,10 +433,7 @@ static PyMappingMethods reservation_mapping = {.mp_subscript = (binaryfunc)py_re
                                         .mp_ass_subscript = (objobjargproc)py_reservation_assign};
 
 PyTypeObject ReservationType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Reservation",
-    .tp_basicsize = sizeof(ReservationObject),
-    .tp_dealloc = (destructor)py_reservation_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Reservation", ReservationObject, py_reservation_dealloc, 0),
     .tp_doc = DOC_Reservation,
     .tp_methods = reservation_methods,
     .tp_getset = reservation_getset,
@@ -510,7 +496,7 @@ bool py_check_declared(const DeclaredSchemaObject *declared, PyObject *const *na
             shape += 1 + ndim[i];
             continue;
         }
-        if (!py_declared_has_dtype(declared, fields[i], dtypes[i])) {
+        if (!py_same_dtype(dtypes[i], declared->dtypes[fields[i]])) {
             PyObject *wanted = py_dtype_text(declared->dtypes[fields[i]]);
             PyObject *got = py_dtype_text(dtypes[i]);
             if (wanted != NULL && got != NULL) {
@@ -531,9 +517,6 @@ bool py_check_declared(const DeclaredSchemaObject *declared, PyObject *const *na
 
 bool py_plan_reservation(WriterObject *self, struct put_arguments *arguments, PyObject *head,
                          const struct field_list *fields, uint64_t meta_room) {
-    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
-    PyObject *names[SHMBUS_MAX_FIELDS];
-    struct record_spec *spec = &arguments->spec;
     Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
     if (!py_arguments_take_mapping(arguments, head) || !py_arguments_finish_head(arguments)) {
         return false;
@@ -544,30 +527,19 @@ bool py_plan_reservation(WriterObject *self, struct put_arguments *arguments, Py
                          SHMBUS_MAX_FIELDS, count);
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        names[i] = PyTuple_GET_ITEM(fields->names, i);
-        dtypes[i] = (PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i);
+        arguments->names[i] = PyTuple_GET_ITEM(fields->names, i); /* borrowed: they are no arrays */
+        arguments->dtypes[i] = (PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i);
     }
     if (!take_shapes(arguments, fields, self->segment->c.record_limit)) {
         return false;
     }
     arguments->declared = Py_XNewRef((PyObject *)self->declared);
     if (self->declared != NULL &&
-        !py_check_declared(self->declared, names, dtypes, (uint32_t)count, arguments->field_ndim,
-                           arguments->shape)) {
+        !py_check_declared(self->declared, arguments->names, arguments->dtypes, (uint32_t)count,
+                           arguments->field_ndim, arguments->shape)) {
         return false;
     }
-    spec->field_count = (uint32_t)count;
-    spec->shape = arguments->shape;
-    spec->field_bytes = arguments->field_bytes;
-    spec->field_ndim = arguments->field_ndim;
-    arguments->schema =
-        py_schema_cache_find(&self->schemas, spec, names, dtypes, arguments->field_ndim);
-    if (arguments->schema == NULL) {
-        return false;
-    }
-    spec->meta_bytes = meta_room > spec->meta_bytes ? meta_room : spec->meta_bytes;
-    if (!record_plan(spec)) {
-        return py_refuse(hooks.too_large_error, "the reservation is larger than any record");
-    }
-    return true;
+    return py_arguments_plan(arguments, &self->schemas, (uint32_t)count,
+                             Py_MAX(meta_room, arguments->spec.meta_bytes),
+                             "the reservation is larger than any record");
 }

@@ -3,19 +3,12 @@
  * Invariants: the segment is fresh, and this is its collector. Records go into the collector's own
  * lane as if they had been moved there, so each keeps the number that its producer gave it; the
  * counters come last, and with them the ledger is what it was. Records go one behind the other; or,
- * where their runs are named, those of a run into one of its length, so that they take no more
- * extents than they took before. */
+ * where their runs are named, those of a run into one of its length: they take no more extents. */
 #include "python/put/put.h"
 
 #include <string.h>
 
-#include "python/hooks.h"
-#include "python/segment/segment.h"
-#include "ring/doorbell.h"
-#include "ring/extents.h"
 #include "base/file_lock.h"
-#include "ring/segment.h"
-#include "ring/writer.h"
 
 /* Where the lane goes on in a run that it has left. */
 struct open_run {
@@ -432,10 +425,7 @@ static PyMethodDef restorer_methods[] = {
 };
 
 PyTypeObject RestorerType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Restorer",
-    .tp_basicsize = sizeof(RestorerObject),
-    .tp_dealloc = (destructor)py_restorer_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Restorer", RestorerObject, py_restorer_dealloc, 0),
     .tp_methods = restorer_methods,
     .tp_init = (initproc)py_restorer_init,
     .tp_new = PyType_GenericNew,

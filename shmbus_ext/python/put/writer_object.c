@@ -9,12 +9,37 @@
 
 #include "base/clock.h"
 #include "public_docs.h"
-#include "python/hooks.h"
-#include "ring/doorbell.h"
-#include "ring/segment.h"
 
 /* Closing waits in steps of this for copies that other threads have under way. */
 #define CLOSE_POLL_US 50
+
+static void pause_us(useconds_t us) {
+    Py_BEGIN_ALLOW_THREADS
+    usleep(us);
+    Py_END_ALLOW_THREADS
+}
+
+/* Takes a lane of the segment; false with an exception. */
+static bool attach(struct writer *writer, SegmentObject *segment, const char *label) {
+    enum writer_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = writer_attach_in_time(writer, &segment->c, label);
+    Py_END_ALLOW_THREADS
+    if (status == WRITER_SYSTEM_ERROR) {
+        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, segment->name);
+    } else if (status != WRITER_OK) {
+        py_raise_hook(hooks.busy_error, Py_BuildValue("(Os)", segment, "producer"));
+    }
+    return status == WRITER_OK;
+}
+
+/* Gives the lane up, and what is open in it. */
+static void leave_bus(WriterObject *self) {
+    py_writer_abort_batches(self);
+    py_writer_abort_open(self);
+    writer_close(&self->c);
+    py_segment_release_handle(self->segment);
+}
 
 static int py_writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"segment", "label", "checksum", NULL};
@@ -31,19 +56,8 @@ static int py_writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) 
     }
     self->segment = (SegmentObject *)Py_NewRef(segment);
     list_init(&self->reservations);
-    if (!py_segment_usable(self->segment, "handle")) {
-        return -1;
-    }
-    enum writer_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = writer_attach_in_time(&self->c, &self->segment->c, label);
-    Py_END_ALLOW_THREADS
-    if (status == WRITER_SYSTEM_ERROR) {
-        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->segment->name);
-        return -1;
-    }
-    if (status != WRITER_OK) {
-        py_raise_hook(hooks.busy_error, Py_BuildValue("(Os)", segment, "producer"));
+    if (!py_segment_usable(self->segment, "handle") ||
+        !attach(&self->c, self->segment, label)) {
         return -1;
     }
     self->flags = checksum ? SHMBUS_FLAG_PAYLOAD_CRC : 0;
@@ -115,8 +129,7 @@ static PyObject *py_writer_fail_unsized(WriterObject *self, PyObject *const *arg
     return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE, NULL);
 }
 
-/* _answer(claim, failed, instance_id, ...): put, or the report of a failure, which ends the claim of
- * a request with its commit. */
+/* _answer(claim, failed, instance_id, ...): put, or a failure's report; its commit ends a claim. */
 static PyObject *py_writer_answer(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                   PyObject *kwnames) {
     struct request_claim claim;
@@ -169,18 +182,12 @@ static void py_writer_detach(WriterObject *self) {
     /* Another thread's copy ends in its own record: the space is given up only afterwards. */
     self->closing = true;
     while (self->busy > 0) {
-        Py_BEGIN_ALLOW_THREADS
-        usleep(CLOSE_POLL_US);
-        Py_END_ALLOW_THREADS
+        pause_us(CLOSE_POLL_US);
     }
-    if (!self->attached) {
-        return;
+    if (self->attached) {
+        self->attached = false;
+        leave_bus(self);
     }
-    self->attached = false;
-    py_writer_abort_batches(self);
-    py_writer_abort_open(self);
-    writer_close(&self->c);
-    py_segment_release_handle(self->segment);
 }
 
 static PyObject *py_writer_close(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
@@ -272,10 +279,7 @@ static PyMemberDef writer_members[] = {
 };
 
 PyTypeObject WriterType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Writer",
-    .tp_basicsize = sizeof(WriterObject),
-    .tp_dealloc = (destructor)py_writer_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    TYPE_BASICS("Writer", WriterObject, py_writer_dealloc, Py_TPFLAGS_BASETYPE),
     .tp_methods = writer_methods,
     .tp_getset = writer_getset,
     .tp_members = writer_members,
@@ -287,8 +291,7 @@ PyTypeObject WriterType = {
  *
  * Invariants:
  *  - The writer moves under the interpreter lock, in one piece: before it, its lane and segment are
- *    the old ones, and after it the new ones. Nobody copies into the old lane then (busy is 0), and
- *    nothing of it is open.
+ *    the old ones, after it the new ones. Nobody copies into the old lane then; nothing of it is open.
  *  - A thread that waits on the segment without the interpreter lock holds a reference to it, and
  *    checks again whether it is the writer's.
  *  - What was counted before goes on being counted. */
@@ -296,32 +299,10 @@ PyTypeObject WriterType = {
 #define POLL_US 20000
 #define MOVE_POLL_US 500
 
-static void pause_us(useconds_t us) {
-    Py_BEGIN_ALLOW_THREADS
-    usleep(us);
-    Py_END_ALLOW_THREADS
-}
-
-static void leave_old_bus(WriterObject *self) {
-    py_writer_abort_batches(self);
-    py_writer_abort_open(self);
-    writer_close(&self->c);
-    py_segment_release_handle(self->segment);
-}
-
 /* Attaches to the next segment, and moves there; false with an exception. */
 static bool move_to(WriterObject *self, SegmentObject *next) {
     struct writer fresh;
-    enum writer_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = writer_attach_in_time(&fresh, &next->c, self->label);
-    Py_END_ALLOW_THREADS
-    if (status == WRITER_SYSTEM_ERROR) {
-        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, next->name);
-        return false;
-    }
-    if (status != WRITER_OK) {
-        py_raise_hook(hooks.busy_error, Py_BuildValue("(Os)", next, "producer"));
+    if (!attach(&fresh, next, self->label)) {
         return false;
     }
     /* Another thread's copy ends in its own record: nothing new is claimed in a removed bus. */
@@ -332,7 +313,7 @@ static bool move_to(WriterObject *self, SegmentObject *next) {
         writer_close(&fresh);
         return false;
     }
-    leave_old_bus(self);
+    leave_bus(self);
     self->committed_base += fresh.sequence - self->c.sequence;
     self->aborted_base += fresh.aborted - self->c.aborted;
     self->c = fresh;
@@ -340,8 +321,7 @@ static bool move_to(WriterObject *self, SegmentObject *next) {
     return true;
 }
 
-/* Whether it has moved, or another thread has; 0 where there is no successor yet, -1 with an
- * exception. */
+/* Whether it has moved, by any thread; 0 where there is no successor yet, -1 with an exception. */
 static int try_to_move(WriterObject *self) {
     SegmentObject *before = self->segment;
     PyObject *next = PyObject_CallMethod((PyObject *)self, "_successor", NULL);

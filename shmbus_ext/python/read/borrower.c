@@ -12,9 +12,7 @@
 #include <poll.h>
 
 #include "base/file_lock.h"
-#include "python/group/group.h"
 #include "python/hooks.h"
-#include "ring/extents.h"
 
 /* ---- What a Borrower keeps.
  *
@@ -23,8 +21,7 @@
  *    each extent that an array looks into has a view lock. The kernel drops both when the process
  *    dies, and a daemon that dies does not take them with it: they are what the next one believes.
  *  - A view lock is taken while its record is leased, and found by the reader before it frees.
- *  - Locks of either kind are counted by extent; the kernel hears of the first and the last, of
- *    neighbours in one call. */
+ *  - Locks are counted by extent; the kernel hears of the first and last, of neighbours at once. */
 typedef struct {
     HOLDER_HEAD
     uint32_t client;
@@ -204,8 +201,7 @@ static ClientLeaseObject *py_borrower_pop_ready(BorrowerObject *self) {
     return NULL;
 }
 
-/* A lease that was handed out and did not reach its caller is ready again, as the next; one that is
- * not held stays as it is. The exception that is set stays. take_back of its holder_kind. */
+/* Makes a lease that did not reach its caller ready again; an exception that is set stays. */
 static void py_borrower_take_back(HolderObject *holder, PyObject *item) {
     BorrowerObject *self = (BorrowerObject *)holder;
     ClientLeaseObject *lease = (ClientLeaseObject *)item;
@@ -319,8 +315,7 @@ static PyObject *leases_of(BorrowerObject *self, PyObject *granted, long long st
     return leases;
 }
 
-/* Takes out of a list of locked leases those that hold no committed records; false with an
- * exception. */
+/* Takes out locked leases that hold no committed records; false with an exception. */
 static bool read_leases(BorrowerObject *self, PyObject *leases, PyObject *refused) {
     PyObject *empty = PyList_New(0);
     bool good = empty != NULL;
@@ -350,8 +345,7 @@ static bool read_leases(BorrowerObject *self, PyObject *leases, PyObject *refuse
     return good;
 }
 
-/* Locks and reads what a message grants: a list of leases; the numbers of those whose places hold no
- * committed records are appended. */
+/* Locks and reads what a message grants; numbers of what holds no records are appended. */
 static PyObject *borrow(BorrowerObject *self, PyObject *granted, long long step,
                         PyObject *refused) {
     PyObject *leases = leases_of(self, granted, step, refused);
@@ -389,9 +383,8 @@ static bool keep_leases(BorrowerObject *self, PyObject *leases, PyObject *all) {
     return good;
 }
 
-/* receive(granted, step, all, fd) -> (leases, refused): the leases are locked and read, in the
- * dictionary `all`, and ready then. None are if the connection `fd` is over: the next daemon may have
- * read the locks before these were there. */
+/* receive(granted, step, all, fd) -> (leases, refused): locked, read, in the dictionary `all`, and
+ * ready; none where the connection `fd` is over: the next daemon may have read the locks before. */
 static PyObject *py_borrower_receive(BorrowerObject *self, PyObject *args) {
     PyObject *granted, *all;
     long long step;
@@ -430,8 +423,7 @@ static bool append_group(PyObject *groups, PyTypeObject *kind, PyObject *consume
     return good;
 }
 
-/* hand_out(kind, consumer, limit) -> list of groups: what has been ready longest; with a limit of -1
- * all of one step. */
+/* hand_out(kind, consumer, limit) -> groups, ready longest first; for -1 all of one step. */
 static PyObject *py_borrower_hand_out(BorrowerObject *self, PyObject *args) {
     PyObject *kind, *consumer;
     Py_ssize_t limit;
@@ -705,10 +697,7 @@ static PyMemberDef borrower_members[] = {
 };
 
 PyTypeObject BorrowerType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Borrower",
-    .tp_basicsize = sizeof(BorrowerObject),
-    .tp_dealloc = (destructor)py_borrower_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Borrower", BorrowerObject, py_borrower_dealloc, 0),
     .tp_methods = borrower_methods,
     .tp_members = borrower_members,
     .tp_init = (initproc)py_borrower_init,

@@ -9,17 +9,10 @@
 
 #include "python/hooks.h"
 #include "python/put/put.h"
-#include "python/record/record.h"
-#include "python/segment/segment.h"
-#include "ring/attach.h"
 #include "ring/observe.h"
 #include "base/clock.h"
-#include "ring/count.h"
-#include "ring/doorbell.h"
 #include "base/file_lock.h"
 #include "ring/intent_log.h"
-#include "ring/reclaim.h"
-#include "ring/segment.h"
 
 /* A sleeping reader wakes this often for signals only. */
 #define SLEEP_SLICE_NS INT64_C(1000000000)
@@ -206,8 +199,7 @@ static PyObject *py_reader_poll_into(ReaderObject *self, PyObject *args) {
 /* A reader that sleeps on the processor of a producer is woken by its next record, takes that one,
  * and sleeps again: two switches a record. Awake, and behind that producer in the kernel's queue,
  * it finds all that was committed until the producer stepped aside. Where nobody else wants the
- * processor this is one short system call, and one more as long as it stays awake. WAIT_OVER says
- * that there is reason to sleep. */
+ * processor this is one short system call, and one more while awake. WAIT_OVER: it is to sleep. */
 static enum wait_result let_producers_run(ReaderObject *self, uint64_t until_ns) {
     do {
         Py_BEGIN_ALLOW_THREADS
@@ -515,8 +507,7 @@ static PyObject *py_reader_lend(ReaderObject *self, PyObject *Py_UNUSED(ignored)
     Py_RETURN_NONE;
 }
 
-/* Says that payload is packed into batches, here or by a borrower: producers write it past their
- * caches from now on. */
+/* Says that payload is packed, here or by a borrower: producers write it past their caches now. */
 static PyObject *py_reader_note_packing(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
@@ -583,10 +574,7 @@ static PyMemberDef reader_members[] = {
 };
 
 PyTypeObject ReaderType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Reader",
-    .tp_basicsize = sizeof(ReaderObject),
-    .tp_dealloc = (destructor)py_reader_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Reader", ReaderObject, py_reader_dealloc, 0),
     .tp_methods = reader_methods,
     .tp_members = reader_members,
     .tp_init = (initproc)py_reader_init,
@@ -598,8 +586,7 @@ PyTypeObject ReaderType = {
  *
  * Invariant: between the first and the last of these steps no code of Python's runs, so no signal's
  * handler does, and a lease that ends has ended for all three. */
-/* The entry of a group that this consumer holds under lease by this table, borrowed; NULL, without
- * an exception, of anything else. */
+/* The entry, borrowed, of a group that this consumer leases by this table; else NULL, no error. */
 static GroupEntryObject *entry_of(PyObject *group, PyObject *consumer,
                                   const GroupTableObject *table) {
     PyObject *lease = py_group_lease(group, consumer);

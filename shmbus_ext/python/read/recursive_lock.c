@@ -3,11 +3,8 @@
  * Invariant: `depth`, `owner` and `waiting` change under the interpreter lock alone: a thread that
  * finds the lock free has it before any other can look. The gate, which is closed but for the
  * moment in which somebody is let through, is where others wait. A module of a free-threaded
- * Python must say that it needs that lock: module.c does. A forked child does not hold what other
- * threads of its parent hold. */
+ * Python must say that it needs that lock. A forked child holds nothing of its parent's threads. */
 #include "python/read/read.h"
-
-#include "python/segment/segment.h"
 
 /* In a forked child: threads other than the one that forked are not there to release it. The old
  * gate may be in any state, and is left alone. */
@@ -145,10 +142,7 @@ static PyMethodDef attempt_methods[] = {
 };
 
 PyTypeObject LockAttemptType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.LockAttempt",
-    .tp_basicsize = sizeof(AttemptObject),
-    .tp_dealloc = (destructor)py_attempt_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("LockAttempt", AttemptObject, py_attempt_dealloc, 0),
     .tp_methods = attempt_methods,
 };
 
@@ -160,10 +154,7 @@ static PyMethodDef recursive_lock_methods[] = {
 };
 
 PyTypeObject RecursiveLockType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.RecursiveLock",
-    .tp_basicsize = sizeof(RecursiveLockObject),
-    .tp_dealloc = (destructor)py_recursive_lock_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("RecursiveLock", RecursiveLockObject, py_recursive_lock_dealloc, 0),
     .tp_methods = recursive_lock_methods,
     .tp_new = py_recursive_lock_new,
 };

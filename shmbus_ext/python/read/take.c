@@ -15,19 +15,14 @@
 
 #include "base/clock.h"
 #include "public_docs.h"
-#include "python/group/group.h"
 #include "python/hooks.h"
-#include "python/segment/segment.h"
-#include "python/uninterrupted.h"
 #include "ring/observe.h"
-#include "ring/segment.h"
 
 /* A wait is never shorter: work that is due in less may as well run at its end. */
 #define SHORTEST_WAIT_S 1e-4
 /* Records that come faster are awaited without sleeping. Woken for each of them a reader runs on
  * the processor of the producer that woke it, and that producer waits: a record of a megabyte, in
- * the ring after 60 us, took 77. Producers take a reader that has not looked for as long for one
- * that sleeps. */
+ * the ring after 60 us, took 77. Who has not looked for as long counts as one that sleeps. */
 #define STAYS_AWAKE_NS UINT64_C(100000)
 
 struct take_request {
@@ -120,8 +115,7 @@ static enum take_state pump(IntakeObject *self, const struct take_request *reque
     return TAKE_MORE;
 }
 
-/* These leases were not delivered. The last goes first, so that all are ready in their old
- * order. */
+/* These leases were not delivered: ready again, in their old order. */
 static void give_back_all(PyObject *list, Py_ssize_t groups, PyObject *consumer) {
     for (Py_ssize_t i = PyList_GET_SIZE(list) - 1; i >= 0; i--) {
         PyObject *item = PyList_GET_ITEM(list, i);
@@ -130,8 +124,7 @@ static void give_back_all(PyObject *list, Py_ssize_t groups, PyObject *consumer)
     }
 }
 
-/* Makes groups of a list of leased entries, in place; false with an exception, and nothing
- * leased. */
+/* Makes groups of leased entries, in place; false with an exception, and none leased. */
 static bool make_groups(IntakeObject *self, PyObject *consumer, PyObject *list) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
         PyObject *entry = PyList_GET_ITEM(list, i);
@@ -214,8 +207,7 @@ static PyObject *locked_look(IntakeObject *self, const struct take_request *requ
 
 enum wait_end { ENDED_FAILED, ENDED_WOKEN, ENDED_DUE, ENDED_TIME_OVER };
 
-/* Sleeps until records arrive, until on_due must run, or until the time is over; ENDED_FAILED with
- * an exception. */
+/* Sleeps until records arrive, on_due must run, or the time is over. */
 static enum wait_end wait_for_more(IntakeObject *self, const struct take_request *request,
                                    double began_s, double *next_watch_s) {
     double now_s = seconds(clock_monotonic_ns());
@@ -365,10 +357,7 @@ static SegmentObject *py_intake_segment(PyObject *intake) {
 }
 
 PyTypeObject IntakeType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Intake",
-    .tp_basicsize = sizeof(IntakeObject),
-    .tp_dealloc = (destructor)py_intake_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    TYPE_BASICS("Intake", IntakeObject, py_intake_dealloc, Py_TPFLAGS_HAVE_GC),
     .tp_traverse = (traverseproc)py_intake_traverse,
     .tp_clear = (inquiry)py_intake_clear,
     .tp_members = intake_members,
@@ -379,8 +368,7 @@ PyTypeObject IntakeType = {
 /* ---- ConsumerBase.take is what users call: in C, since a consumer that polls calls little else, and
  * one that was just woken pays for each line of Python.
  *
- * Invariant: it knows plain numbers, labels, and an Intake; every other call goes to `_take` of its
- * subclass, with the same arguments. */
+ * Invariant: it knows numbers, labels, an Intake; other calls go to the subclass's `_take`. */
 /* What take asks for where its caller does not say. */
 #define DEFAULT_GROUPS 64
 #define DEFAULT_TIMEOUT_S 0.1
@@ -496,10 +484,8 @@ static PyMemberDef consumer_members[] = {
 };
 
 PyTypeObject ConsumerBaseType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.ConsumerBase",
-    .tp_basicsize = sizeof(ConsumerObject),
-    .tp_dealloc = (destructor)py_consumer_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    TYPE_BASICS("ConsumerBase", ConsumerObject, py_consumer_dealloc,
+                Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC),
     .tp_traverse = (traverseproc)py_consumer_traverse,
     .tp_clear = (inquiry)py_consumer_clear,
     .tp_doc = "``take``; what it does not know it leaves to ``_take`` of the subclass.",

@@ -5,50 +5,6 @@
 #include "python/record/record.h"
 
 #include "python/hooks.h"
-#include "python/segment/segment.h"
-
-/* ---- dtypes ---- */
-
-/* Of a dtype that NumPy itself has no name for, or that stands in for such a one. */
-static bool is_bfloat16(PyArray_Descr *dtype) {
-    PyObject *described =
-        PyObject_CallFunction(hooks.encode_dtype, "sO", "dtype", (PyObject *)dtype);
-    bool found = described != NULL && PyBytes_Check(described) &&
-                 strcmp(PyBytes_AS_STRING(described), "bfloat16") == 0;
-    Py_XDECREF(described);
-    PyErr_Clear();
-    return found;
-}
-
-enum stored_kind py_stored_kind(PyArray_Descr *dtype) {
-    if (PyTypeNum_ISUSERDEF(dtype->type_num) || PyDataType_METADATA(dtype) != NULL) {
-        return is_bfloat16(dtype) ? STORED_BF16 : STORED_OTHER;
-    }
-    if (dtype->byteorder == '>') {
-        return STORED_OTHER;
-    }
-    npy_intp itemsize = PyDataType_ELSIZE(dtype);
-    bool is_signed = dtype->kind == 'i';
-    switch (dtype->kind) {
-    case 'b':
-        return STORED_BOOL;
-    case 'i':
-    case 'u':
-        return itemsize == 1   ? (is_signed ? STORED_I8 : STORED_U8)
-               : itemsize == 2 ? (is_signed ? STORED_I16 : STORED_U16)
-               : itemsize == 4 ? (is_signed ? STORED_I32 : STORED_U32)
-                               : (is_signed ? STORED_I64 : STORED_U64);
-    case 'f':
-        return itemsize == 2   ? STORED_F16
-               : itemsize == 4 ? STORED_F32
-               : itemsize == 8 ? STORED_F64
-                               : STORED_OTHER;
-    default:
-        return STORED_OTHER;
-    }
-}
-
-/* ---- checks ---- */
 
 bool py_declared_refuse_missing(const DeclaredSchemaObject *self, uint64_t missing) {
     return py_refuse(PyExc_TypeError,
@@ -56,21 +12,6 @@ bool py_declared_refuse_missing(const DeclaredSchemaObject *self, uint64_t missi
                      "\"%U?\" if samples may lack it",
                      PyTuple_GET_ITEM(self->names, __builtin_ctzll(missing)),
                      PyTuple_GET_ITEM(self->names, __builtin_ctzll(missing)));
-}
-
-static int find_field(const DeclaredSchemaObject *self, PyObject *name) {
-    uint32_t count = self->parsed.count;
-    for (uint32_t i = 0; i < count; i++) {
-        if (PyTuple_GET_ITEM(self->names, i) == name) {
-            return (int)i;
-        }
-    }
-    for (uint32_t i = 0; i < count; i++) {
-        if (PyUnicode_Compare(PyTuple_GET_ITEM(self->names, i), name) == 0) {
-            return (int)i;
-        }
-    }
-    return -1;
 }
 
 static bool is_shared(PyObject *name) {
@@ -83,7 +24,7 @@ static bool is_shared(PyObject *name) {
 }
 
 int py_declared_find(const DeclaredSchemaObject *self, PyObject *name) {
-    int field = find_field(self, name);
+    int field = py_find_name(self->names, self->parsed.count, name);
     if (field < 0 && (PyUnicode_CompareWithASCIIString(name, SHMBUS_ROW_LENGTHS) == 0 ||
                       is_shared(name))) {
         return DECLARED_BY_THE_CORE;
@@ -164,11 +105,6 @@ int py_declared_complete(const DeclaredSchemaObject *self, uint32_t field, int n
     return ndim;
 }
 
-bool py_declared_has_dtype(const DeclaredSchemaObject *self, uint32_t field,
-                           PyArray_Descr *dtype) {
-    return py_same_dtype(dtype, self->dtypes[field]);
-}
-
 /* ---- the type ---- */
 
 static bool take_names(DeclaredSchemaObject *self) {
@@ -223,21 +159,15 @@ static bool take_dimensions(DeclaredSchemaObject *self) {
 
 static bool take_dtype(DeclaredSchemaObject *self, uint32_t i) {
     const struct declared_field *field = &self->parsed.fields[i];
-    PyObject *name = PyTuple_GET_ITEM(self->names, i);
-    PyObject *dtype = PyObject_CallFunction(hooks.decode_dtype, "Oy#", name, field->dtype,
-                                            (Py_ssize_t)field->dtype_bytes);
-    if (dtype == NULL) {
+    PyObject *encoded =
+        PyBytes_FromStringAndSize((const char *)field->dtype, (Py_ssize_t)field->dtype_bytes);
+    self->dtypes[i] = encoded == NULL ? NULL
+                                      : py_decode_dtype(PyTuple_GET_ITEM(self->names, i), encoded,
+                                                        field->itemsize);
+    Py_XDECREF(encoded);
+    if (self->dtypes[i] == NULL) {
         return false;
     }
-    if (!PyArray_DescrCheck(dtype) ||
-        (uint32_t)PyDataType_ELSIZE((PyArray_Descr *)dtype) != field->itemsize ||
-        PyDataType_REFCHK((PyArray_Descr *)dtype)) {
-        PyErr_Format(PyExc_TypeError, "field %R: its dtype %R does not fit its itemsize %u", name,
-                     dtype, field->itemsize);
-        Py_DECREF(dtype);
-        return false;
-    }
-    self->dtypes[i] = (PyArray_Descr *)dtype;
     self->kinds[i] = (uint8_t)py_stored_kind(self->dtypes[i]);
     if ((field->flags & SHMBUS_DECLARED_OPTIONAL) == 0) {
         self->required |= UINT64_C(1) << i;
@@ -301,7 +231,7 @@ static PyObject *py_declared_list(DeclaredSchemaObject *self, PyObject *Py_UNUSE
 
 /* dtype(name) -> numpy.dtype, or None where there is no such field. */
 static PyObject *py_declared_dtype(DeclaredSchemaObject *self, PyObject *name) {
-    int field = PyUnicode_Check(name) ? find_field(self, name) : -1;
+    int field = py_find_name(self->names, self->parsed.count, name);
     return Py_NewRef(field < 0 ? Py_None : (PyObject *)self->dtypes[field]);
 }
 
@@ -318,10 +248,7 @@ static PyMemberDef declared_members[] = {
 };
 
 PyTypeObject DeclaredSchemaType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.DeclaredSchema",
-    .tp_basicsize = sizeof(DeclaredSchemaObject),
-    .tp_dealloc = (destructor)py_declared_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("DeclaredSchema", DeclaredSchemaObject, py_declared_dealloc, 0),
     .tp_methods = declared_methods,
     .tp_members = declared_members,
     .tp_new = py_declared_new,

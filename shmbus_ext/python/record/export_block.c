@@ -1,13 +1,10 @@
 /* export_block, record_checks, record_origins and lasting_origins: records of a reader as a block, what
  * tells their heads, and what tells them among all buses, and through restores and relays.
  *
- * Invariant: each trajectory is under lease while its bytes are read: the interpreter lock is held
- * from the check to the copy. */
+ * Invariant: each is leased while its bytes are read, under the interpreter lock. */
 #include "python/record/record.h"
 
 #include "ring/block.h"
-#include "ring/segment.h"
-#include "ring/origin.h"
 #include "ring/relay_journal.h"
 
 /* A trajectory that can be read; NULL with an exception. */
@@ -57,8 +54,7 @@ static bool add_all(struct block_maker *maker, PyObject *items) {
     return true;
 }
 
-/* export_block(trajectories, into) -> int: how many bytes of `into` the block takes. All of one
- * bus. */
+/* export_block(trajectories of one bus, into) -> int: how many bytes of `into` the block takes. */
 static PyObject *py_export_block(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items;
     Py_buffer into;
@@ -102,26 +98,6 @@ static PyObject *py_record_checks(PyObject *Py_UNUSED(module), PyObject *items) 
     return checks;
 }
 
-/* record_origins(trajectories) -> list[bytes]: what each is known by among all buses. */
-static PyObject *py_record_origins(PyObject *Py_UNUSED(module), PyObject *items) {
-    if (!PyList_Check(items)) {
-        return PyErr_Format(PyExc_TypeError, "record_origins: expected a list of trajectories");
-    }
-    PyObject *origins = PyList_New(PyList_GET_SIZE(items));
-    for (Py_ssize_t i = 0; origins != NULL && i < PyList_GET_SIZE(origins); i++) {
-        const TrajectoryObject *t = readable(PyList_GET_ITEM(items, i));
-        PyObject *origin = t == NULL ? NULL : PyBytes_FromStringAndSize(NULL, RELAY_ORIGIN_BYTES);
-        if (origin == NULL) {
-            Py_CLEAR(origins);
-        } else {
-            origin_pack(PyBytes_AS_STRING(origin), t->holder->segment->c.header->identity,
-                        t->producer_id, t->sequence);
-            PyList_SET_ITEM(origins, i, origin);
-        }
-    }
-    return origins;
-}
-
 static PyObject *pack_origin(const uint8_t *identity, uint64_t producer_id, uint64_t sequence) {
     PyObject *origin = PyBytes_FromStringAndSize(NULL, RELAY_ORIGIN_BYTES);
     if (origin != NULL) {
@@ -130,8 +106,23 @@ static PyObject *pack_origin(const uint8_t *identity, uint64_t producer_id, uint
     return origin;
 }
 
-/* What one sample is known by for good: on the bus that it was put onto; and, of one that a relay
- * has put, at its source. */
+/* record_origins(trajectories) -> list[bytes]: what each is known by among all buses. */
+static PyObject *py_record_origins(PyObject *Py_UNUSED(module), PyObject *items) {
+    if (!PyList_Check(items)) {
+        return PyErr_Format(PyExc_TypeError, "record_origins: expected a list of trajectories");
+    }
+    PyObject *origins = PyList_New(PyList_GET_SIZE(items));
+    for (Py_ssize_t i = 0; origins != NULL && i < PyList_GET_SIZE(origins); i++) {
+        const TrajectoryObject *t = readable(PyList_GET_ITEM(items, i));
+        py_list_set(&origins, i,
+                    t == NULL ? NULL
+                              : pack_origin(t->holder->segment->c.header->identity,
+                                            t->producer_id, t->sequence));
+    }
+    return origins;
+}
+
+/* What one sample is known by for good: on its bus, and at its source if a relay has put it. */
 static PyObject *lasting_of(const TrajectoryObject *t) {
     const struct segment *segment = &t->holder->segment->c;
     struct record_header head;
@@ -154,7 +145,6 @@ static PyObject *lasting_of(const TrajectoryObject *t) {
     return Py_BuildValue("(NN)", own, source);
 }
 
-/* lasting_origins(trajectories) -> list[tuple[bytes, ...]] */
 static PyObject *py_lasting_origins(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
         return PyErr_Format(PyExc_TypeError, "lasting_origins: expected a list of trajectories");
@@ -174,11 +164,7 @@ static PyObject *py_lasting_origins(PyObject *Py_UNUSED(module), PyObject *items
 }
 
 /* lineage(segment) -> list[bytes]: its identity, and those of the buses that it was restored from. */
-static PyObject *py_lineage(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_segment(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_lineage, py_take_segment) {
     const struct bus_header *header = segment->c.header;
     PyObject *found = PyList_New(0);
     for (uint32_t i = 0; found != NULL && i <= SHMBUS_ANCESTORS; i++) {
@@ -194,11 +180,7 @@ static PyObject *py_lineage(PyObject *Py_UNUSED(module), PyObject *object) {
 }
 
 /* leased_in_part(segment) -> bool: whether a group was ever leased without all of its samples. */
-static PyObject *py_leased_in_part(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_segment(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_leased_in_part, py_take_segment) {
     const struct bus_header *header = segment->c.header;
     return PyBool_FromLong((long)RELAXED(header->leased_in_part));
 }

@@ -9,7 +9,6 @@
 #include <structmember.h>
 
 #include "ring/block.h"
-#include "ring/origin.h"
 
 /* A head as bytes; its id and its reason follow, as UTF-8. Numbers as this machine has them: both
  * ends have one layout version, which says so.
@@ -386,10 +385,7 @@ static PyGetSetDef getset[] = {
 };
 
 PyTypeObject OriginHeadType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.OriginHead",
-    .tp_basicsize = sizeof(OriginHeadObject),
-    .tp_dealloc = (destructor)py_origin_head_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("OriginHead", OriginHeadObject, py_origin_head_dealloc, 0),
     .tp_doc = "A head of a record on any bus, as a group table takes it.",
     .tp_new = py_origin_head_new,
     .tp_members = members,

@@ -6,7 +6,7 @@
 #include "batch/convert.h"
 #include "batch/element.h"
 #include "python/segment/segment.h"
-#include "ring/declared_schema.h"
+#include "ring/segment.h"
 #include "ring/record.h"
 #include "ring/writer.h"
 
@@ -46,8 +46,11 @@ extern PyTypeObject SchemaType;
 SchemaObject *py_schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t count);
 /* -1 where there is no such field. */
 int py_schema_find(const SchemaObject *self, PyObject *name);
+/* The place of a name among the first of a tuple's, by identity and then by value; -1 for none. */
+int py_find_name(PyObject *names, uint32_t count, PyObject *name);
+/* The dtype that these bytes describe, of elements of so many bytes; NULL with an exception. */
+PyArray_Descr *py_decode_dtype(PyObject *name, PyObject *encoded, uint32_t itemsize);
 PyArray_Descr *py_schema_dtype(SchemaObject *self, int field);
-enum element_kind py_kind_of_dtype(const PyArray_Descr *dtype);
 /* Whether they are one dtype; those that stand in for what NumPy lacks are so by their names. */
 bool py_same_dtype(PyArray_Descr *one, PyArray_Descr *other);
 /* As people read it, so that what stands in for bfloat16 is called that; NULL with an exception. */
@@ -83,12 +86,10 @@ struct holder_kind {
 };
 bool py_holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind);
 void py_holder_clear(HolderObject *self);
-/* Notes that batches are packed of what it read, in the segment where it may write there. A
- * borrower may not: its client tells the daemon. */
+/* Notes in the segment that batches are packed, where it may write there. */
 void py_holder_note_packing(HolderObject *self);
 
-/* ---- What stands behind arrays of the ring: a Keeper behind writable ones, a Pin behind those that
- * are read. */
+/* ---- What stands behind arrays of the ring: a Keeper where they are written, a Pin where read. */
 /* The exporter behind the writable views of one reservation. */
 typedef struct {
     PyObject_HEAD
@@ -162,9 +163,6 @@ static inline const uint8_t *py_trajectory_bytes(const TrajectoryObject *self) {
            self->ref.place.offset;
 }
 
-/* ---- Methods of Trajectory that read all of its fields at once, and copy them out of the ring. */
-/* Once the type is ready. */
-
 /* ---- A declared schema, as what is put is checked against it. */
 /* What numbers are stored as in arrays of a dtype. */
 enum stored_kind py_stored_kind(PyArray_Descr *dtype);
@@ -193,8 +191,7 @@ bool py_declared_refuse_missing(const DeclaredSchemaObject *self, uint64_t missi
 #define DECLARED_BY_THE_CORE 0xff
 _Static_assert(SHMBUS_MAX_FIELDS <= DECLARED_BY_THE_CORE, "it is no field's number");
 
-/* Which declared field each name is; false with an exception where one is unknown, or a field that
- * is required is not among them. */
+/* Which declared field each name is; false with an exception for one unknown or missing. */
 static inline bool py_declared_match(const DeclaredSchemaObject *self, PyObject *const *names,
                                      uint32_t count, uint8_t *fields) {
     uint64_t given = 0;
@@ -249,14 +246,11 @@ static inline bool py_declared_fits(const DeclaredSchemaObject *self,
 /* The sizes of an empty list, of which its first is known: of the others what is declared. */
 int py_declared_complete(const DeclaredSchemaObject *self, uint32_t field, int ndim,
                          uint64_t sizes[SHMBUS_MAX_NDIM]);
-/* Whether arrays of a dtype are what the field has, without a conversion. */
-bool py_declared_has_dtype(const DeclaredSchemaObject *self, uint32_t field,
-                           PyArray_Descr *dtype);
 
 /* ---- OriginHead: what a relay knows of a record that lies elsewhere, and heads as bytes. */
 typedef struct {
     PyObject_HEAD
-    PyObject *origin; /* bytes, as ring/origin.h has them */
+    PyObject *origin; /* bytes, as ring/segment.h has them */
     PyObject *instance_id;
     PyObject *key;
     PyObject *reason; /* why its sample failed: str; None of a sample */
@@ -277,7 +271,6 @@ extern PyTypeObject OriginHeadType;
  * so whoever reads it after a death scores it anew. */
 /* False with an exception for a sample that was put without a score, and has none since. */
 bool py_trajectory_require_score(const TrajectoryObject *self);
-/* Adds `score` and `scored` to Trajectory. */
 
 /* What module.c adds. */
 extern PyMethodDef py_declared_functions[];

@@ -1,8 +1,7 @@
 /* Schemas: which fields a record has, their dtypes and dimensions. Encoded once for all records of
  * one producer that look alike, parsed once for all that a consumer reads.
  *
- * Invariant: a dtype is used for a field only if its itemsize is the one whose bounds were
- * proved. */
+ * Invariant: a dtype is used for a field only if its itemsize is the one of the proved bounds. */
 #include "python/record/record.h"
 
 #include "python/hooks.h"
@@ -132,15 +131,52 @@ PyObject *py_schema_cache_find(struct schema_cache *cache, struct record_spec *s
 /* As it travels; NULL without an exception for a dtype that cannot, and so is like no other. */
 static PyObject *described(PyArray_Descr *dtype) {
     PyObject *text = PyObject_CallFunction(hooks.encode_dtype, "sO", "dtype", (PyObject *)dtype);
-    if (text == NULL) {
+    if (text == NULL || !PyBytes_Check(text)) {
         PyErr_Clear();
+        Py_CLEAR(text);
     }
     return text;
 }
 
+/* Of a dtype that NumPy itself has no name for, or that stands in for such a one. */
+static bool is_bfloat16(PyArray_Descr *dtype) {
+    PyObject *text = described(dtype);
+    bool found = text != NULL && strcmp(PyBytes_AS_STRING(text), "bfloat16") == 0;
+    Py_XDECREF(text);
+    return found;
+}
+
+enum stored_kind py_stored_kind(PyArray_Descr *dtype) {
+    if (PyTypeNum_ISUSERDEF(dtype->type_num) || PyDataType_METADATA(dtype) != NULL) {
+        return is_bfloat16(dtype) ? STORED_BF16 : STORED_OTHER;
+    }
+    if (dtype->byteorder == '>') {
+        return STORED_OTHER;
+    }
+    npy_intp itemsize = PyDataType_ELSIZE(dtype);
+    bool is_signed = dtype->kind == 'i';
+    switch (dtype->kind) {
+    case 'b':
+        return STORED_BOOL;
+    case 'i':
+    case 'u':
+        return itemsize == 1   ? (is_signed ? STORED_I8 : STORED_U8)
+               : itemsize == 2 ? (is_signed ? STORED_I16 : STORED_U16)
+               : itemsize == 4 ? (is_signed ? STORED_I32 : STORED_U32)
+                               : (is_signed ? STORED_I64 : STORED_U64);
+    case 'f':
+        return itemsize == 2   ? STORED_F16
+               : itemsize == 4 ? STORED_F32
+               : itemsize == 8 ? STORED_F64
+                               : STORED_OTHER;
+    default:
+        return STORED_OTHER;
+    }
+}
+
 PyObject *py_dtype_text(PyArray_Descr *dtype) {
     PyObject *name = PyDataType_METADATA(dtype) == NULL ? NULL : described(dtype);
-    PyObject *text = name != NULL && PyBytes_Check(name)
+    PyObject *text = name != NULL
                          ? PyUnicode_FromString(PyBytes_AS_STRING(name))
                          : PyObject_Str((PyObject *)dtype);
     Py_XDECREF(name);
@@ -155,7 +191,7 @@ bool py_same_dtype(PyArray_Descr *one, PyArray_Descr *other) {
         return PyArray_EquivTypes(one, other);
     }
     PyObject *first = described(one), *second = described(other);
-    bool same = first != NULL && second != NULL && PyBytes_Check(first) && PyBytes_Check(second) &&
+    bool same = first != NULL && second != NULL &&
                 strcmp(PyBytes_AS_STRING(first), PyBytes_AS_STRING(second)) == 0;
     Py_XDECREF(first);
     Py_XDECREF(second);
@@ -164,39 +200,11 @@ bool py_same_dtype(PyArray_Descr *one, PyArray_Descr *other) {
 
 /* ---- Schemas that this process reads ---- */
 
-enum element_kind py_kind_of_dtype(const PyArray_Descr *dtype) {
-    /* Integers that stand in for bfloat16 are no numbers. */
-    if (PyDataType_METADATA(dtype) != NULL) {
-        return ELEMENT_OTHER;
-    }
-    if (dtype->byteorder != '=' && dtype->byteorder != '|' && dtype->byteorder != '<') {
-        return ELEMENT_OTHER;
-    }
-    switch (dtype->kind) {
-    case 'b':
-        return ELEMENT_BOOL;
-    case 'i':
-    case 'u': {
-        bool is_signed = dtype->kind == 'i';
-        switch (PyDataType_ELSIZE(dtype)) {
-        case 1:
-            return is_signed ? ELEMENT_I8 : ELEMENT_U8;
-        case 2:
-            return is_signed ? ELEMENT_I16 : ELEMENT_U16;
-        case 4:
-            return is_signed ? ELEMENT_I32 : ELEMENT_U32;
-        default:
-            return is_signed ? ELEMENT_I64 : ELEMENT_U64;
-        }
-    }
-    case 'f':
-        return PyDataType_ELSIZE(dtype) == 4   ? ELEMENT_F32
-               : PyDataType_ELSIZE(dtype) == 8 ? ELEMENT_F64
-                                               : ELEMENT_OTHER;
-    default:
-        return ELEMENT_OTHER;
-    }
+static enum element_kind kind_of_dtype(PyArray_Descr *dtype) {
+    enum stored_kind kind = py_stored_kind(dtype);
+    return kind <= STORED_F64 ? (enum element_kind)kind : ELEMENT_OTHER;
 }
+_Static_assert((int)STORED_F64 == (int)ELEMENT_F64, "both name these in one order");
 
 SchemaObject *py_schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t count) {
     SchemaObject *self = PyObject_New(SchemaObject, &SchemaType);
@@ -237,29 +245,38 @@ SchemaObject *py_schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t c
     return self;
 }
 
-int py_schema_find(const SchemaObject *self, PyObject *name) {
-    for (uint32_t i = 0; i < self->count; i++) {
-        if (PyTuple_GET_ITEM(self->names, i) == name) {
+int py_find_name(PyObject *names, uint32_t count, PyObject *name) {
+    for (uint32_t i = 0; i < count; i++) {
+        if (PyTuple_GET_ITEM(names, i) == name) {
             return (int)i;
         }
     }
-    for (uint32_t i = 0; i < self->count; i++) {
-        if (PyUnicode_Check(name) &&
-            PyUnicode_Compare(PyTuple_GET_ITEM(self->names, i), name) == 0) {
+    for (uint32_t i = 0; i < count && PyUnicode_Check(name); i++) {
+        if (PyUnicode_Compare(PyTuple_GET_ITEM(names, i), name) == 0) {
             return (int)i;
         }
     }
     return -1;
 }
 
+int py_schema_find(const SchemaObject *self, PyObject *name) {
+    return py_find_name(self->names, self->count, name);
+}
+
+PyArray_Descr *py_decode_dtype(PyObject *name, PyObject *encoded, uint32_t itemsize) {
+    PyObject *dtype = PyObject_CallFunctionObjArgs(hooks.decode_dtype, name, encoded, NULL);
+    if (dtype != NULL && (!PyArray_DescrCheck(dtype) ||
+                          (uint32_t)PyDataType_ELSIZE((PyArray_Descr *)dtype) != itemsize ||
+                          PyDataType_REFCHK((PyArray_Descr *)dtype))) {
+        PyErr_Format(PyExc_TypeError, "field %R: its dtype %R does not fit its itemsize %u", name,
+                     encoded, itemsize);
+        Py_CLEAR(dtype);
+    }
+    return (PyArray_Descr *)dtype;
+}
+
 PyArray_Descr *py_schema_dtype(SchemaObject *self, int field) {
     if (self->dtypes[field] == NULL) {
-        PyObject *dtype = PyObject_CallFunctionObjArgs(
-            hooks.decode_dtype, PyTuple_GET_ITEM(self->names, field), self->dtype_names[field],
-            NULL);
-        if (dtype == NULL) {
-            return NULL;
-        }
         struct schema_entry entry;
         const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(self->encoded);
         for (int i = 0;; i++) {
@@ -270,16 +287,11 @@ PyArray_Descr *py_schema_dtype(SchemaObject *self, int field) {
             at += sizeof entry + entry.name_bytes + entry.dtype_bytes;
         }
         /* The bounds were proved for the itemsize that the record states, not for the dtype's. */
-        if (!PyArray_DescrCheck(dtype) ||
-            (uint32_t)PyDataType_ELSIZE((PyArray_Descr *)dtype) != entry.itemsize ||
-            PyDataType_REFCHK((PyArray_Descr *)dtype)) {
-            Py_DECREF(dtype);
-            return (PyArray_Descr *)PyErr_Format(
-                PyExc_TypeError, "field %R: its dtype %R does not fit its itemsize %u",
-                PyTuple_GET_ITEM(self->names, field), self->dtype_names[field], entry.itemsize);
+        self->dtypes[field] = py_decode_dtype(PyTuple_GET_ITEM(self->names, field),
+                                              self->dtype_names[field], entry.itemsize);
+        if (self->dtypes[field] != NULL) {
+            self->kinds[field] = (uint8_t)kind_of_dtype(self->dtypes[field]);
         }
-        self->dtypes[field] = (PyArray_Descr *)dtype;
-        self->kinds[field] = (uint8_t)py_kind_of_dtype(self->dtypes[field]);
     }
     return self->dtypes[field];
 }
@@ -295,8 +307,5 @@ static void py_schema_dealloc(SchemaObject *self) {
 }
 
 PyTypeObject SchemaType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Schema",
-    .tp_basicsize = sizeof(SchemaObject),
-    .tp_dealloc = (destructor)py_schema_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Schema", SchemaObject, py_schema_dealloc, 0),
 };

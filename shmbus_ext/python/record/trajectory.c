@@ -11,7 +11,6 @@
 #include "base/checksum.h"
 #include "public_docs.h"
 #include "python/hooks.h"
-#include "python/segment/segment.h"
 
 static PyObject *shared_id(HolderObject *holder, const char *text, uint32_t bytes, uint32_t hash) {
     PyObject **place = &holder->ids[hash % ID_TABLE];
@@ -195,13 +194,19 @@ PyObject *py_trajectory_view(TrajectoryObject *self, int field) {
     return array;
 }
 
-static PyObject *py_trajectory_get(TrajectoryObject *self, PyObject *name) {
+/* -1 with an exception where there is no such field. */
+static int require_field(const TrajectoryObject *self, PyObject *name) {
     int field = py_schema_find(self->schema, name);
     if (field < 0) {
-        return PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
-                            self->schema->names);
+        PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
+                     self->schema->names);
     }
-    return py_trajectory_readable(self) ? py_trajectory_view(self, field) : NULL;
+    return field;
+}
+
+static PyObject *py_trajectory_get(TrajectoryObject *self, PyObject *name) {
+    int field = require_field(self, name);
+    return field >= 0 && py_trajectory_readable(self) ? py_trajectory_view(self, field) : NULL;
 }
 
 static PyObject *py_trajectory_get_or(TrajectoryObject *self, PyObject *args) {
@@ -234,10 +239,9 @@ static PyObject *py_trajectory_keys(TrajectoryObject *self, PyObject *Py_UNUSED(
 
 /* shape(name) -> tuple; known without touching the ring. */
 static PyObject *py_trajectory_shape(TrajectoryObject *self, PyObject *name) {
-    int field = py_schema_find(self->schema, name);
+    int field = require_field(self, name);
     if (field < 0) {
-        return PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
-                            self->schema->names);
+        return NULL;
     }
     const uint64_t *shape = self->shape + self->schema->shape_at[field];
     PyObject *result = PyTuple_New(self->schema->ndim[field]);

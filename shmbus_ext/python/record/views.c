@@ -40,10 +40,7 @@ static void py_keeper_dealloc(KeeperObject *self) {
 }
 
 PyTypeObject KeeperType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Keeper",
-    .tp_basicsize = sizeof(KeeperObject),
-    .tp_dealloc = (destructor)py_keeper_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Keeper", KeeperObject, py_keeper_dealloc, 0),
 };
 
 /* ---- Pin: behind views that are read ---- */
@@ -84,14 +81,10 @@ static void py_pin_dealloc(PinObject *self) {
 }
 
 PyTypeObject PinType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Pin",
-    .tp_basicsize = sizeof(PinObject),
-    .tp_dealloc = (destructor)py_pin_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Pin", PinObject, py_pin_dealloc, 0),
 };
 
-/* ---- What trajectories are made by: its strings, its schemas, and what it says of
- * itself. */
+/* ---- What trajectories are made by: its strings, its schemas, and what it says of itself. */
 bool py_holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind) {
     self->segment = (SegmentObject *)Py_NewRef((PyObject *)segment);
     self->kind = kind;

@@ -10,10 +10,7 @@
 #include <unistd.h>
 
 #include "base/file_lock.h"
-#include "ring/layout.h"
 #include "ring/relay_journal.h"
-#include "ring/record.h"
-#include "ring/segment.h"
 
 /* ---- locks ---- */
 
@@ -288,16 +285,6 @@ static PyObject *py_read_run(PyObject *Py_UNUSED(module), PyObject *args) {
                         : Py_BuildValue("(NKN)", rows, U64(run.place.offset), PyBool_FromLong(cut));
 }
 
-PyMethodDef py_inspect_functions[] = {
-    {"layout", py_layout, METH_NOARGS, NULL},
-    {"lock_held", py_lock_held, METH_VARARGS, NULL},
-    {"any_lock_held", py_any_lock_held, METH_VARARGS, NULL},
-    {"lock_all", py_lock_all, METH_VARARGS, NULL},
-    {"scan_run", py_scan_run, METH_VARARGS, NULL},
-    {"read_run", py_read_run, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
 const struct named_value py_inspect_constants[] = {
     {"MAGIC", (long)SHMBUS_MAGIC},
     {"HEADER_BYTES", (long)SHMBUS_HEADER_BYTES},
@@ -547,9 +534,8 @@ PyObject *py_layout(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
 }
 
 /* ---- The sizes of a segment that is not made yet, for whoever decides whether to make it. */
-/* segment_plan(capacity, max_producers, extent_bytes) ->
- * (segment bytes, bytes of an extent, extents, producers that get one each), or None where no
- * segment can be laid out. */
+/* segment_plan(capacity, max_producers, extent_bytes) -> (segment bytes, extent's bytes, extents,
+ * producers that get one each), or None where no segment can be laid out. */
 static PyObject *py_segment_plan(PyObject *Py_UNUSED(module), PyObject *args) {
     unsigned long long capacity, extent_bytes;
     unsigned int max_producers;
@@ -567,15 +553,17 @@ static PyObject *py_segment_plan(PyObject *Py_UNUSED(module), PyObject *args) {
 
 /* ---- next_round, for shmbus.Producer. */
 /* next_round(segment): a number that this bus has handed out to nobody else. */
-static PyObject *py_next_round(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_writable(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_next_round, py_take_writable) {
     return PyLong_FromLongLong(shmbus_next_round(segment->c.header));
 }
 
-PyMethodDef py_rounds_functions[] = {
+PyMethodDef py_inspect_functions[] = {
+    {"layout", py_layout, METH_NOARGS, NULL},
+    {"lock_held", py_lock_held, METH_VARARGS, NULL},
+    {"any_lock_held", py_any_lock_held, METH_VARARGS, NULL},
+    {"lock_all", py_lock_all, METH_VARARGS, NULL},
+    {"scan_run", py_scan_run, METH_VARARGS, NULL},
+    {"read_run", py_read_run, METH_VARARGS, NULL},
     {"segment_plan", py_segment_plan, METH_VARARGS, NULL},
     {"next_round", py_next_round, METH_O, NULL},
     {NULL, NULL, 0, NULL},

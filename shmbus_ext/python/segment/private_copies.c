@@ -5,8 +5,7 @@
  *    views point into the mapping that all else uses, at records that only their reservation uses.
  *  - At a close, the copies are in place before any lock is dropped that keeps the space.
  *  - At a fork, the copies are made before it, while the parent holds the space. They take their
- *    place in the child before anything runs there, so it sees nothing of what the parent does
- *    then. */
+ *    place in the child before anything runs there: it sees nothing of what the parent does then. */
 #include "python/segment/segment.h"
 
 #include "base/file_lock.h"

@@ -71,11 +71,7 @@ static PyObject *describe_request(uint32_t entry, const struct retry_request *re
 
 /* retry_requests(segment) -> list of (entry, number, claimant, id, round, split, group_size, need,
  * index, attempt, reason, asked_ns); claimant is 0 or a producer's id plus 1. */
-static PyObject *py_retry_requests(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_segment(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_retry_requests, py_take_segment) {
     PyObject *found = PyList_New(0);
     for (uint32_t entry = 0; found != NULL && entry < SHMBUS_RETRY_ENTRIES; entry++) {
         struct retry_request request;
@@ -87,7 +83,6 @@ static PyObject *py_retry_requests(PyObject *Py_UNUSED(module), PyObject *object
     return found;
 }
 
-/* retry_claim(segment, entry, number, producer_id) -> bool */
 static PyObject *py_retry_claim(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int entry;
@@ -98,7 +93,6 @@ static PyObject *py_retry_claim(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyBool_FromLong(retry_claim(&segment->c, entry, number, producer_id));
 }
 
-/* retry_unclaim(segment, entry, producer_id) -> bool */
 static PyObject *py_retry_unclaim(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int entry;
@@ -122,12 +116,7 @@ static PyObject *py_retry_note(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* retry_noted(segment) -> (open, groups_failed) */
-static PyObject *py_retry_noted(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_segment(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_retry_noted, py_take_segment) {
     struct bus_header *header = segment->c.header;
     return Py_BuildValue("(IK)", RELAXED(header->retries_open),
                          U64(RELAXED(header->groups_failed)));

@@ -12,8 +12,7 @@
 PyObject *py_layout(PyObject *module, PyObject *ignored);
 
 /* ---- What other processes hold of a segment's locks of extents. */
-/* A list of (first, count): what others hold of the views' locks of extents (kind 0), or of one
- * client's leases (kind 1 + client). */
+/* [(first, count)]: others' locks of extents: views' (kind 0), or a client's leases (1 + it). */
 PyObject *py_locks_held(const struct segment *segment, unsigned int kind);
 
 /* ---- Records under views, copied into memory of this process, which takes the place of the ring at the
@@ -30,8 +29,7 @@ struct view {
 /* Copies all records of `views` that are writable, or all that are not; false without memory. */
 bool py_copies_make(struct segment_copies *self, const struct segment *segment,
                     const struct list_link *views, bool writable);
-/* Puts them in the place of the ring, in the same mapping; false, without copies, where the kernel
- * cannot. */
+/* Puts them in place of the ring, in the same mapping; false where the kernel cannot. */
 bool py_copies_replace(struct segment_copies *self, struct segment *segment, bool writable);
 /* Without memory for copies: the views' locks keep the space, as a borrower's do, and nothing else
  * of this reader or borrower stays locked. Where view locks fail too, everything stays locked. */
@@ -58,12 +56,19 @@ extern PyTypeObject SegmentType;
 void py_segment_add_view(SegmentObject *self, struct view *view);
 /* Sets an exception when the handle is closed or was made before a fork. */
 bool py_segment_usable(SegmentObject *self, const char *what);
-/* For O& of PyArg_ParseTuple: a Segment that may be used (SegmentObject *), and the number of a round
- * or None (int64_t). 0 with an exception. */
+/* For O& of PyArg_ParseTuple: a usable Segment; a round or None (int64_t). */
 int py_take_segment(PyObject *object, void *segment);
 /* The same, of one that this process may write. */
 int py_take_writable(PyObject *object, void *segment);
 int py_take_round(PyObject *object, void *round);
+/* A function of the module with one argument, a segment that `take` gives; its body follows. */
+#define SEGMENT_FUNCTION(name, take)                                                             \
+    static PyObject *name##_of(SegmentObject *segment);                                          \
+    static PyObject *name(PyObject *Py_UNUSED(module), PyObject *object) {                       \
+        SegmentObject *segment;                                                                  \
+        return take(object, &segment) ? name##_of(segment) : NULL;                               \
+    }                                                                                            \
+    static PyObject *name##_of(SegmentObject *segment)
 /* The number of a round, or None where it is SHMBUS_NO_ROUND. */
 PyObject *py_round(int64_t round);
 /* Raises BusRemovedError. */
@@ -78,22 +83,25 @@ bool py_segment_init_fork(void);
 /* ---- Splits by their labels, and the lists of a bus that producers ask: rounds, cancelled groups. */
 /* Whether a label can be one; false with an exception. */
 bool py_split_check(PyObject *label);
-/* The number of a label that was checked, which gets one if it has none; SHMBUS_MAX_SPLITS with an
- * exception. */
+/* The number of a checked label, new if need be; SHMBUS_MAX_SPLITS with an exception. */
 uint32_t py_split_number(SegmentObject *segment, PyObject *label);
 /* The label of a number, or "#" and the number where it has none; NULL with an exception. */
 PyObject *py_split_label(SegmentObject *segment, uint32_t number);
-/* Of a key with a round: (str, int) or (str, int, number of the split). False, without an
- * exception, where it is another. */
+/* Of a key (str, round) or (str, round, split); false, without an exception, of another. */
 bool py_key_hash(PyObject *key, uint64_t *hash);
 
+/* ---- The request lane: what feeders offer, and what the collector and operators see. */
+/* What a row says, as request_text returns it; None where the request has ended. */
+PyObject *py_describe_request(SegmentObject *segment, uint32_t row, uint64_t number);
+
 /* What module.c adds. */
+extern PyMethodDef py_request_functions[];
+extern const struct named_value py_request_constants[];
 extern const struct named_value py_inspect_constants[];
 extern PyMethodDef py_inspect_functions[];
 bool py_inspect_add_objects(PyObject *module);
 extern PyMethodDef py_retry_functions[];
 extern const struct named_value py_retry_constants[];
-extern PyMethodDef py_rounds_functions[];
 extern const struct named_value py_splits_constants[];
 extern PyMethodDef py_splits_functions[];
 bool py_splits_add_objects(PyObject *module);

@@ -6,10 +6,7 @@
 
 #include "python/hooks.h"
 #include "base/clock.h"
-#include "ring/doorbell.h"
-#include "ring/extents.h"
 #include "base/file_lock.h"
-#include "ring/segment.h"
 
 uint32_t fork_generation;
 static struct list_link all_segments = {&all_segments, &all_segments};
@@ -106,8 +103,7 @@ void py_segment_release_handle(SegmentObject *self) {
         struct view *view = LIST_ENTRY(l, struct view, link);
         view->handle_closed(view, view->writable ? written : read);
     }
-    /* With no memory for copies the description stays open, and its locks keep the space until the
-     * last view is gone. */
+    /* With no memory for copies its locks keep the space until the last view is gone. */
     if (written && read) {
         close(self->c.fd);
         self->c.fd = -1;
@@ -245,8 +241,7 @@ static PyObject *py_segment_close(SegmentObject *self, PyObject *Py_UNUSED(ignor
     Py_RETURN_NONE;
 }
 
-/* Number of extents that each slot holds: {slot: extents}; the collector's slot is
- * max_producers. */
+/* {slot: extents that it holds}; the collector's slot is max_producers. */
 static PyObject *py_segment_holders(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyDict_New();
     uint32_t *counts = PyMem_Calloc((size_t)self->c.max_producers + 1, sizeof *counts);
@@ -542,10 +537,7 @@ static PyMemberDef segment_members[] = {
 };
 
 PyTypeObject SegmentType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Segment",
-    .tp_basicsize = sizeof(SegmentObject),
-    .tp_dealloc = (destructor)py_segment_dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    TYPE_BASICS("Segment", SegmentObject, py_segment_dealloc, 0),
     .tp_methods = segment_methods,
     .tp_getset = segment_getset,
     .tp_members = segment_members,

@@ -4,7 +4,6 @@
 #include "python/segment/segment.h"
 
 #include "ring/observe.h"
-#include "ring/splits.h"
 
 bool py_split_check(PyObject *label) {
     if (!PyUnicode_Check(label)) {
@@ -45,8 +44,7 @@ PyObject *py_split_label(SegmentObject *segment, uint32_t number) {
     return label;
 }
 
-/* Among those that this process has met; mostly by identity, as literals are interned. What is
- * trained on has its number whatever the table says. */
+/* Among those met here, mostly by identity; "train" has its number in any case. */
 static uint32_t known_number(const SegmentObject *segment, PyObject *label) {
     if (PyUnicode_CompareWithASCIIString(label, SHMBUS_SPLIT_TRAIN_LABEL) == 0) {
         return SHMBUS_SPLIT_TRAIN;
@@ -120,8 +118,7 @@ bool py_key_hash(PyObject *key, uint64_t *hash) {
     return true;
 }
 
-/* split_number(segment, label) -> int: which gets one if it has none, unless the segment is mapped
- * read-only; then KeyError. */
+/* split_number(segment, label) -> int: a new one if need be; KeyError where mapped read-only. */
 static PyObject *py_split_number_call(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     PyObject *label;
@@ -142,8 +139,7 @@ static PyObject *split_row(SegmentObject *segment, uint32_t number) {
                                          RELAXED(entry->ready_groups), RELAXED(entry->open_groups));
 }
 
-/* splits(segment) -> list of (number, label, acked, dropped, stashed, ready_groups, open_groups):
- * those that have a label. */
+/* splits(segment) -> [(number, label, acked, dropped, stashed, ready_groups, open_groups)] */
 static PyObject *py_splits(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     PyObject *found = py_take_segment(object, &segment) ? PyList_New(0) : NULL;
@@ -157,7 +153,6 @@ static PyObject *py_splits(PyObject *Py_UNUSED(module), PyObject *object) {
     return found;
 }
 
-/* split_label(segment, number) -> str */
 static PyObject *py_split_label_call(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int number;

@@ -7,8 +7,7 @@
 
 #include <stdio.h>
 
-#include "channel/messages.h"
-#include "channel/sides.h"
+#include "channel/channel.h"
 
 #define NS INT64_C(1000000)
 /* Waits in vain before a deadline has passed. */

@@ -7,9 +7,7 @@
 
 #include <stdio.h>
 
-#include "pool/lease.h"
-#include "pool/publish.h"
-#include "pool/rows.h"
+#include "pool/pool.h"
 
 #define NS INT64_C(1000000)
 /* Waits in vain before a deadline has passed. */

@@ -1,12 +1,9 @@
 /* The request lane for shmbus.feeder, and for shmbus.stash.requests, the collector's side. */
-#include "python/requests/requests.h"
+#include "python/segment/segment.h"
 
 #include <errno.h>
 
-#include "python/segment/segment.h"
 #include "ring/lead.h"
-#include "ring/request_feed.h"
-#include "ring/request_parts.h"
 #include "ring/requests.h"
 
 /* More than any lane has, and with an id still less than 32 bits count. */
@@ -128,28 +125,25 @@ static bool take_row(PyObject *args, SegmentObject **segment, unsigned int *row,
     return true;
 }
 
-/* request_close(segment, row, number): no more of its samples are handed out; for the collector. */
-static PyObject *py_request_close(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *change_row(PyObject *args, void (*change)(struct segment *, uint32_t, uint64_t)) {
     SegmentObject *segment;
     unsigned int row;
     unsigned long long number;
     if (!take_row(args, &segment, &row, &number)) {
         return NULL;
     }
-    request_close(&segment->c, row, number);
+    change(&segment->c, row, number);
     Py_RETURN_NONE;
+}
+
+/* request_close(segment, row, number): no more of its samples are handed out; for the collector. */
+static PyObject *py_request_close(PyObject *Py_UNUSED(module), PyObject *args) {
+    return change_row(args, request_close);
 }
 
 /* request_end(segment, row, number): its group has ended; for the collector. */
 static PyObject *py_request_end(PyObject *Py_UNUSED(module), PyObject *args) {
-    SegmentObject *segment;
-    unsigned int row;
-    unsigned long long number;
-    if (!take_row(args, &segment, &row, &number)) {
-        return NULL;
-    }
-    request_end(&segment->c, row, number);
-    Py_RETURN_NONE;
+    return change_row(args, request_end);
 }
 
 PyObject *py_describe_request(SegmentObject *segment, uint32_t row, uint64_t number) {
@@ -183,13 +177,8 @@ static PyObject *py_request_text(PyObject *Py_UNUSED(module), PyObject *args) {
                                                    : NULL;
 }
 
-/* request_rows(segment) -> list of (row, number, admitted, open, claimed, done), oldest first by
- * number where the caller sorts. */
-static PyObject *py_request_rows(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_segment(object, &segment)) {
-        return NULL;
-    }
+/* request_rows(segment) -> list of (row, number, admitted, open, claimed, done) */
+SEGMENT_FUNCTION(py_request_rows, py_take_segment) {
     PyObject *found = PyList_New(0);
     uint32_t rows = requests_are_used(&segment->c) ? segment->c.requests.row_count : 0;
     for (uint32_t row = 0; found != NULL && row < rows; row++) {
@@ -207,8 +196,7 @@ static PyObject *py_request_rows(PyObject *Py_UNUSED(module), PyObject *object) 
     return found;
 }
 
-/* request_find(segment, id, round, split) -> what request_text gives, of the oldest open request of
- * that group; None where there is none. */
+/* request_find(segment, id, round, split) -> request_text of the oldest open one, or None. */
 static PyObject *py_request_find(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     const char *id;
@@ -252,22 +240,14 @@ static PyObject *py_request_since(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 /* request_number(segment) -> int: of the last request; 0 where the lane was never used. */
-static PyObject *py_request_number(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_segment(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_request_number, py_take_segment) {
     return PyLong_FromUnsignedLongLong(
         atomic_load_explicit(&segment->c.requests.lane->number, memory_order_acquire));
 }
 
 /* request_totals(segment) -> (offered, open, claimed, done, given_up, groups, taken_ns, free_bytes,
  * bytes): samples, groups that have not ended, and room for prompts. */
-static PyObject *py_request_totals(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_segment(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_request_totals, py_take_segment) {
     struct request_totals totals;
     request_total(&segment->c, &totals);
     const struct request_parts *parts = &segment->c.requests;
@@ -278,22 +258,14 @@ static PyObject *py_request_totals(PyObject *Py_UNUSED(module), PyObject *object
 }
 
 /* request_bytes(segment) -> int: all that the lane takes of the segment. */
-static PyObject *py_request_bytes(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_segment(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_request_bytes, py_take_segment) {
     return PyLong_FromSsize_t(segment->c.data - (const uint8_t *)segment->c.requests.lane);
 }
 
 /* ---- The admission table for shmbus.stash.upkeep, the collector's side, and for what others say of it. */
 /* lead_state(segment) -> (limit, held, max_groups, max_versions, a_version): limit 0 for no bound,
  * max_groups 0 and max_versions -1 for none of that kind. */
-static PyObject *py_lead_state(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_segment(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_lead_state, py_take_segment) {
     const struct lead_table *lead = segment->c.lead;
     return Py_BuildValue("(IIIiK)", RELAXED(lead->limit), lead_held(&segment->c), lead->max_groups,
                          (int)lead->max_versions - 1, U64(lead->a_version));
@@ -336,8 +308,7 @@ static PyObject *py_lead_key(PyObject *Py_UNUSED(module), PyObject *args) {
     return take_key(args, &segment, &key) ? PyLong_FromUnsignedLongLong(key) : NULL;
 }
 
-/* lead_follow(segment, leased, ended): groups that are leased, and those that have ended since the
- * last call; for the collector. */
+/* lead_follow(segment, leased, ended): groups under lease, and ended since the last call. */
 static PyObject *py_lead_follow(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned long long leased, ended;
@@ -349,11 +320,7 @@ static PyObject *py_lead_follow(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 /* lead_settled(segment) -> {row: word} of groups whose first record is committed, or never will be. */
-static PyObject *py_lead_settled(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    if (!py_take_segment(object, &segment)) {
-        return NULL;
-    }
+SEGMENT_FUNCTION(py_lead_settled, py_take_segment) {
     PyObject *found = PyDict_New();
     for (uint32_t row = 0; found != NULL && row < SHMBUS_LEAD_ROWS; row++) {
         uint64_t word = lead_settled(&segment->c, row);
