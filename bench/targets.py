@@ -105,7 +105,7 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
         "channel-stall": _most_times(1.3),
         "channel-rate": _times(0.8),
         "channel-cuda-stall": _most_times(1.3),
-        # msgspec makes Python numbers of a body; a parser of arrays would be 900 lines for a quarter.
+        # msgspec makes Python numbers of a body; a quarter took a parser of 900 lines.
         "gateway-post": _most_times(0.6),
         "gateway-post-gzip": _most_times(0.6),
         "gpu-gather-64k": _times(0.3),

@@ -80,7 +80,8 @@ VALUES: list[Any] = [
     Text("sub"), b"", b"a", bytearray(b"x"), (), (1,), (1, 2), (2, 1), ("a", "b"), [], [1],
     [[1], [2, 3]], [None], {}, {"a": 1}, {1: 2}, set(), {1}, object(), object, int, len, Number.ONE,
     np.int32(1), np.uint64(2**64 - 1), np.float32(1.5), np.bool_(True), np.str_("s"), np.array(1),
-    np.array([1, 2]), np.array([]), np.array("a"), np.datetime64("2020-01-01"), np.timedelta64(1, "s"),
+    np.array([1, 2]), np.array([]), np.array("a"), np.datetime64("2020-01-01"),
+    np.timedelta64(1, "s"),
     np.zeros(1, [("a", "i4")]), 1 + 2j, decimal.Decimal("1.5"), datetime.datetime(2026, 1, 1),
     range(3), memoryview(b"abc"), Ellipsis, NotImplemented, Exception("x"),
 ]  # fmt: skip
