@@ -210,8 +210,10 @@ def record(bus: str, agent: Agent, count: int) -> list[shmbus.Trajectory]:
         shmbus.Producer(bus) as producer,
         shmbus.Feeder(bus) as feeder,
     ):
-        for number in range(count // 2):
-            feeder.request(f"q{number}", group_size=2)
+
+        def offer() -> None:  # as many as there is room for, while others are taken
+            for number in range(count // 2):
+                feeder.request(f"q{number}", group_size=2)
 
         def work() -> None:
             try:
@@ -222,7 +224,7 @@ def record(bus: str, agent: Agent, count: int) -> list[shmbus.Trajectory]:
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=work) for _ in range(AT_ONCE)]
+        threads = [threading.Thread(target=each) for each in (offer, *[work] * AT_ONCE)]
         for thread in threads:
             thread.start()
         samples = []
