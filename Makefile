@@ -9,7 +9,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-WORKERS ?= 8
+WORKERS ?= 6
 JOBS ?= $(shell nproc)
 export SHMBUS_DEBUG SHMBUS_SANITIZE SHMBUS_WERROR
 # Images of containers often set it, and then each of hundreds of processes compiles what it imports.
@@ -18,6 +18,9 @@ export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
+
+# Whole programs, which `make test` leaves to a target of their own.
+PROGRAMS := examples bench
 
 # Tests are shared out by file, so that a file's fixtures are set up once and its tests keep their
 # order. Long ones run first (tests/conftest.py).
@@ -46,7 +49,7 @@ ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
 side_by_side = +@$(MAKE) --no-print-directory --output-sync=target --jobs=$(JOBS) SIDE_BY_SIDE=1
-.PHONY: help demo test test-examples test-peers test-peers-all test-adapters test-engines test-once test-relay test-web check docs
+.PHONY: help demo test test-programs test-peers test-peers-all test-adapters test-engines test-once test-relay test-web check docs
 .PHONY: bench bench-calls
 .PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points week ends versions leaks valgrind
 .PHONY: cross sanitize clean FORCE
@@ -59,11 +62,11 @@ help: ## Show this list
 demo: $(VENV)/.demo ## Train a small policy over the bus, workers and trainer on this machine
 	@$(BIN)/shmbus demo $(ARGS)
 
-test: $(VENV)/.dev ## Run the test suite, but for examples
-	$(BIN)/pytest $(DISTRIBUTED) --ignore=tests/examples $(ARGS)
+test: $(VENV)/.dev ## Run the test suite, but for examples and the benchmark
+	$(BIN)/pytest $(DISTRIBUTED) $(foreach folder,$(PROGRAMS),--ignore=tests/$(folder)) $(ARGS)
 
-test-examples: $(VENV)/.dev ## Run the examples and the first hour's programs in their quick forms
-	$(BIN)/pytest $(DISTRIBUTED) $(ARGS) tests/examples
+test-programs: $(VENV)/.dev ## Run the examples, the first hour and the benchmark's programs in their quick forms
+	$(BIN)/pytest $(DISTRIBUTED) $(ARGS) $(PROGRAMS:%=tests/%)
 
 test-peers: build/peers/atropos/.made ## Run Atropos' own tests against the gateway, and test its adapter
 	HF_HUB_OFFLINE=1 build/peers/atropos/bin/pytest -p no:cacheprovider $(ARGS) tests/peers/atropos

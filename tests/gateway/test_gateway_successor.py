@@ -186,7 +186,7 @@ def test_a_group_that_the_dead_gateway_had_not_put_is_put(gateway_of: Any) -> No
 
 def test_a_body_that_waited_while_others_were_put_is_not_taken_for_put(gateway_of: Any) -> None:
     """What was committed since its note is of the others."""
-    gateway = gateway_of("--create", "4MiB", "--hold", 0.2)
+    gateway = gateway_of("--create", "4MiB", "--hold", 2)
     assert gateway.post("/register", {**REGISTRATION, "reads_bus": True}).status == 200
     body = [numbered(number, 20_000) for number in range(10)]
     with shmbus.Consumer(gateway.name) as consumer:
