@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import zlib
 
-__all__ = ["backoff_s"]
-
 
 def backoff_s(backoff: tuple[float, float], attempt: int, of: object) -> float:
     """Return the seconds before an attempt, 1 for the first that follows a failure."""

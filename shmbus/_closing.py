@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ClosedByAnyWith", "ClosedByAsyncWith", "ClosedByWith", "ClosedForReason"]
-
 
 class ClosedByWith:
     """Is entered as itself, and closed when the block is left."""

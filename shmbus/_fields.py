@@ -13,8 +13,6 @@ from shmbus._arguments import check_int
 from shmbus._encoding import parse_dtype
 from shmbus_ext import _core
 
-__all__ = ["FieldSpec", "check_sizes", "is_argument", "parse_field"]
-
 #: A dtype and sizes; or sizes alone, of a field whose dtype is known.
 FieldSpec: TypeAlias = "tuple[DTypeLike, int | tuple[int, ...]] | int | tuple[int, ...]"
 

@@ -5,20 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = [
-    "bar",
-    "fold",
-    "label_text",
-    "printable",
-    "several",
-    "show_count",
-    "show_duration",
-    "show_size",
-    "show_wait",
-    "table",
-    "unprinted",
-]
-
 #: What `printable` writes for a character.
 _ESCAPE = re.compile(r"\\(?:[trn]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 

@@ -11,8 +11,6 @@ from collections.abc import Hashable
 
 from shmbus_ext import _core
 
-__all__ = ["has_round", "make_key", "split_key", "split_of"]
-
 
 def make_key(instance_id: str, round: int | None, split: int) -> Hashable:
     """Return the key of a group, as the core makes it."""

@@ -10,8 +10,6 @@ import asyncio
 import weakref
 from collections.abc import Callable
 
-__all__ = ["LoopWaits"]
-
 
 class LoopWaits:
     """For each event loop, the one thread that sleeps for all of its tasks."""

@@ -10,8 +10,6 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-__all__ = ["OPTIONS", "UnknownNameError", "near", "near_argument", "near_options", "unknown_option"]
-
 #: How much two names have to have in common, from 0 to 1: "timout" and "timeout" have 0.92.
 ALIKE: Final = 0.8
 

@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Final
 
-__all__ = ["program"]
-
 #: Where this package lies. It comes last: a child that finds the package otherwise needs it not.
 _ROOT: Final = str(Path(__file__).resolve().parents[1])
 #: The first entry of sys.path is the working directory, and empty; with PYTHONSAFEPATH none is.

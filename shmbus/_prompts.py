@@ -26,8 +26,6 @@ from shmbus._encoding import (
 from shmbus._fields import is_argument
 from shmbus_ext import _core
 
-__all__ = ["Claim", "Prompt", "Request", "RequestText", "Ticket", "encode_prompt", "shared_fields"]
-
 _ALIGN = 16
 #: Dtypes of lists that nobody declared: a sample's, and the token ids of a prompt.
 _KNOWN_DTYPES: Final = {

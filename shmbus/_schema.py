@@ -25,19 +25,6 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from types import EllipsisType
 
-__all__ = [
-    "Schema",
-    "SchemaField",
-    "agreed_schema",
-    "declared_schema",
-    "decode_part",
-    "difference",
-    "encode",
-    "fields_of",
-    "mapping_of",
-    "parse",
-    "require_same_schema",
-]
 
 #: A size, the name of a dimension, or None for any size.
 Dimension: TypeAlias = int | str | None

@@ -14,8 +14,6 @@ import subprocess
 import sys
 from typing import Final
 
-__all__ = ["main"]
-
 #: Seconds that a command has to end in order.
 END_S: Final = 10.0
 #: Seconds between two questions whether it has ended by itself.

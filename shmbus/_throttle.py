@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["LimitedLog", "Throttle"]
-
 
 class Throttle:
     """Decides which events are told in full, and counts the others."""

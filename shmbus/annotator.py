@@ -37,7 +37,6 @@ from shmbus.segment.names import check_name
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["Annotator", "Columns", "UnannotatedGroup"]
 
 #: Where each sample's rows begin in a column, and in what an annotator is given.
 _BORDERS: Final = "borders"

@@ -63,8 +63,6 @@ from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
-__all__ = ["Consumer"]
-
 _T = TypeVar("_T")
 
 #: What `drop` counts groups as.

@@ -22,8 +22,6 @@ from shmbus import errors
 from shmbus.rows import Row, put_rows, rows_of
 from shmbus_ext import _core
 
-__all__ = ["GroupCopy", "ReadGroup", "TrajectoryCopy"]
-
 
 class _Sample(Protocol):
     @property

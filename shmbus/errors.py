@@ -32,30 +32,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-__all__ = [
-    "BusBusyError",
-    "BusClosedError",
-    "BusExistsError",
-    "BusFullError",
-    "BusNotFoundError",
-    "BusRemovedError",
-    "CapacityError",
-    "ChannelError",
-    "DamagedError",
-    "DaemonUnavailableError",
-    "DeviceMismatchError",
-    "LayoutMismatchError",
-    "PeerGoneError",
-    "ProtocolError",
-    "RecordTooLargeError",
-    "RecorderUnavailableError",
-    "ShmbusError",
-    "StallError",
-    "UnscoredError",
-    "WaitTimeoutError",
-    "WeightsError",
-]
-
 
 class ShmbusError(Exception):
     """Base class of all shmbus errors."""

@@ -31,8 +31,6 @@ from shmbus.segment.names import check_name
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
 
-__all__ = ["Feeder"]
-
 #: What a feeder waits for, in a report of a stall.
 _WAITS_FOR = "room in the request lane"
 #: Seconds between two attempts while another feeder is at work: its turn takes microseconds.

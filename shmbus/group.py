@@ -15,8 +15,6 @@ from shmbus._arguments import TRAIN
 from shmbus.copies import GroupCopy, ReadGroup
 from shmbus_ext._core import GroupBase, Trajectory
 
-__all__ = ["Group"]
-
 GroupState = Literal["leased", "acknowledged", "given_back", "dropped"]
 
 

@@ -13,15 +13,6 @@ import msgspec
 
 from shmbus_ext import _core
 
-__all__ = [
-    "LanePauseStatus",
-    "Ledger",
-    "RequestCounts",
-    "SplitCounts",
-    "TrainedBefore",
-    "TrajectoryCounts",
-]
-
 #: Names of the ways out of the bus, by their number in the segment.
 REASONS: tuple[str, ...] = (
     "acknowledged",

@@ -8,48 +8,6 @@ from __future__ import annotations
 
 from shmbus_ext import _core
 
-__all__ = [
-    "ALIKE_FAILURES",
-    "ALIKE_PROMPTS",
-    "ASYNC_TAKE_S",
-    "CLIENT_WAIT_S",
-    "DEFAULT_CAPACITY",
-    "DEFAULT_MAX_PRODUCERS",
-    "FAIL_REASON_CHARS",
-    "GROUPS_REPLY_BYTES",
-    "GROUP_TIMEOUT_S",
-    "HELLO_WAIT_S",
-    "LEAVE_WAIT_S",
-    "LOG_INTERVAL_S",
-    "MAX_CELLS_SHOWN",
-    "MAX_CLIENTS",
-    "MAX_EVENTS_SHOWN",
-    "MAX_GROUPS_SHOWN",
-    "MAX_MESSAGE_BYTES",
-    "MAX_REQUESTED",
-    "META_ROOM_BYTES",
-    "METRICS_PORT",
-    "PARTIAL_RELEASES",
-    "POLL_RECORDS",
-    "PROBE_S",
-    "READY_PRESSURE",
-    "RECLAIM_WAIT_S",
-    "REDIAL_INTERVAL_S",
-    "REQUEST_WAIT_S",
-    "RETRY_BACKOFF_S",
-    "RETRY_TIMEOUT_S",
-    "SMALLEST_DEFAULT_CAPACITY",
-    "SPACE_WAIT_S",
-    "STALL_DEAD_S",
-    "STALL_REPORT_S",
-    "STALL_SLOW_S",
-    "STATUS_GROUPS",
-    "STATUS_REASON_BYTES",
-    "SWEEP_INTERVAL_S",
-    "TAKE_SLICE_S",
-    "UNCONFIRMED",
-]
-
 #: Bytes for records of a bus by default: some 14,000 trajectories of 2,048 tokens. Where /dev/shm
 #: has less than twice as much free, a bus takes half of that: containers get 64 MiB.
 DEFAULT_CAPACITY = "256MiB"

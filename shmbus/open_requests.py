@@ -18,16 +18,6 @@ from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.undelivered import OpenGroups
 from shmbus_ext import _core
 
-__all__ = [
-    "OpenRequest",
-    "RequestsState",
-    "RestoredRequests",
-    "open_keys",
-    "open_requests",
-    "requests_state",
-    "restore_requests",
-]
-
 #: The form of a saved state.
 _VERSION = 1
 

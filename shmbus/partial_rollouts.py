@@ -32,7 +32,6 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PartialRollouts", "check_continuation", "version_span"]
 
 KIND: Final = "partial"
 #: Bytes and checksum of an entry, which lies behind them.

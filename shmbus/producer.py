@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from shmbus.session import Session
     from shmbus_ext._core import FieldValue, SupportsItem
 
-__all__ = ["Producer", "ProducerOptions", "ProducerStats"]
 
 #: What a Producer waits for, in a report of a stall.
 _WAITS_FOR_SPACE: Final = "space in the ring"

@@ -24,8 +24,6 @@ from shmbus._encoding import as_array
 from shmbus._fields import is_argument
 from shmbus_ext import _core
 
-__all__ = ["Row", "join_rows", "put_rows", "row_fields", "row_lengths", "rows_of"]
-
 #: What a row may say beside its fields: how many of its elements it shares with another row.
 PREFIX: Final = "prefix_length"
 #: What the name of a field begins with that the first sample has for its group.

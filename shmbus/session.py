@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from shmbus._prompts import Request
     from shmbus.producer_requests import ProducerRequests
 
-__all__ = ["Session"]
 
 logger = logging.getLogger(__name__)
 

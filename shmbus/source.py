@@ -27,8 +27,6 @@ from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
-__all__ = ["AttachOptions", "Source", "attach", "stash_options"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds that a new Consumer waits for the daemon of a bus that has had one: a supervisor restarts

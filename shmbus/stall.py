@@ -27,7 +27,6 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from shmbus.inspect.stall_report import StallReport
 
-__all__ = ["OnStall", "Watch", "check_stall"]
 
 logger = logging.getLogger(__name__)
 

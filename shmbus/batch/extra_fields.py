@@ -15,18 +15,6 @@ from numpy.typing import NDArray
 
 from shmbus_ext import _core
 
-__all__ = [
-    "COPY_WORDS",
-    "RAGGED",
-    "SEQUENCE",
-    "TOKEN",
-    "ExtraRows",
-    "ExtraSpec",
-    "PackedExtra",
-    "measure_extras",
-    "plan_extras",
-]
-
 TOKEN: Final[int] = _core.EXTRA_TOKEN
 """A row a token."""
 RAGGED: Final[int] = _core.EXTRA_RAGGED

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["FieldNames"]
-
 
 class FieldNames(msgspec.Struct, frozen=True, kw_only=True):
     """The producers' names of the fields that a batch is made of; None for one that is not used.

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from shmbus.batch.field_names import FieldNames
 from shmbus_ext import _core
 
-__all__ = ["MixedLogprobsError", "check_presence"]
-
 
 class MixedLogprobsError(ValueError):
     """Some groups of a batch have logprobs, and others do not."""

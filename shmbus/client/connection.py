@@ -31,8 +31,6 @@ from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 from shmbus_ext import _core
 
-__all__ = ["Connection", "end_trained_messages"]
-
 #: Seconds that a reply may be late before the client gives up on it.
 REPLY_GRACE_S = 1.0
 #: Seconds after which a thread that waits for the one that reads checks that it still does: an

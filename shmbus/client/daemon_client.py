@@ -34,8 +34,6 @@ from shmbus.ledger import Ledger, TrainedBefore
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
-__all__ = ["DaemonClient"]
-
 #: Groups of a take from which on the next portion is requested ahead: a smaller take wants few.
 _AHEAD_GROUPS = 16
 

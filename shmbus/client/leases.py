@@ -27,8 +27,6 @@ from shmbus import errors, limits
 from shmbus.control import messages
 from shmbus_ext import _core
 
-__all__ = ["ClientLease", "ClientState", "Leases", "Pending"]
-
 ClientLease = _core.ClientLease
 _G = TypeVar("_G", bound=_core.GroupBase)
 

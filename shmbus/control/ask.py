@@ -13,8 +13,6 @@ from shmbus import errors, limits
 from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 
-__all__ = ["ask_events", "ask_group", "ask_groups", "ask_snapshot", "ask_status"]
-
 #: Seconds that a daemon has for its status: a healthy one answers within milliseconds.
 _STATUS_WAIT_S = 1.0
 

@@ -22,11 +22,6 @@ from shmbus.inspect.types import BusEvent, Count, GroupCells, GroupState, LeaseS
 from shmbus.ledger import Ledger
 from shmbus_ext import _core
 
-__all__ = [
-    "NAMES_BYTES", "NAME_BYTES", "VERSION", "FrameBuffer", "decode_reply", "decode_request",
-    "frame", "split_names",
-]  # fmt: skip
-
 #: Of the protocol. Both sides must have the same.
 VERSION = 1
 

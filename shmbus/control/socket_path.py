@@ -15,8 +15,6 @@ import struct
 from shmbus import errors
 from shmbus.segment.names import socket_path
 
-__all__ = ["check_peer", "obstacle", "peer", "require_place"]
-
 _CREDENTIALS = struct.Struct("=iII")
 
 

@@ -23,8 +23,6 @@ from shmbus import errors, limits
 from shmbus.control import messages, socket_path
 from shmbus.segment import names
 
-__all__ = ["DaemonUnreachable", "Wire", "refusal", "socket_exists"]
-
 #: Bytes that one call receives at most. The buffer is kept: a new one of this size is a mapping of
 #: its own, which a small reply would pay for with two system calls and a page fault.
 _CHUNK_BYTES = 1 << 18

@@ -13,8 +13,6 @@ from shmbus.control import messages
 from shmbus.daemon.leases import Session
 from shmbus_ext import _core
 
-__all__ = ["mixed_refusal", "rank_refusal", "refusal", "taken_by_ranks", "too_many"]
-
 
 def refusal(
     hello: messages.Hello,

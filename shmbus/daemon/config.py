@@ -26,8 +26,6 @@ from shmbus.segment.bounds import Bounds, check_bounds
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
-__all__ = ["ConfigError", "Settings", "add_arguments", "load"]
-
 #: Seconds that leases have to end after SIGTERM: an optimizer step, and less than systemd's 90.
 _DRAIN_TIMEOUT_S = 30.0
 

@@ -19,8 +19,6 @@ from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailedIndex, FailingGroup
 from shmbus_ext import _core
 
-__all__ = ["find_group", "group_cells"]
-
 #: Bytes of a cell and of a group in an answer, beside their texts: names of fields and numbers.
 _CELL_BYTES = 70
 _GROUP_BYTES = 120

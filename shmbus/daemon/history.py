@@ -26,8 +26,6 @@ from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailedIndex
 from shmbus_ext import _core
 
-__all__ = ["Events", "History", "ProducerWatch"]
-
 #: Events that the answer about one group has: many more than a group goes through.
 _OF_A_GROUP = 200
 #: Events that are kept of groups: some seconds at full speed, days of a run that takes minutes a

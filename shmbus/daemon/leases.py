@@ -22,8 +22,6 @@ from shmbus.inspect.types import LeaseStatus
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 
-__all__ = ["Lease", "LeaseTable", "Session", "extents_of", "split_identities"]
-
 #: Seconds after an empty answer in which a client counts as waiting still: it asks in portions.
 _BETWEEN_ASKS_S = 1.0
 #: Trajectories leased in one answer, except for a single larger group; a place takes 24 bytes.

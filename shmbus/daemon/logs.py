@@ -6,8 +6,6 @@ import json
 import logging
 from typing import Any, Literal
 
-__all__ = ["set_up"]
-
 #: Attributes that every record has; the others are what `extra` added.
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 

@@ -48,8 +48,6 @@ from shmbus.inspect.types import BusStatus
 from shmbus.ledger import REASONS
 from shmbus.pool.status import read_pools
 
-__all__ = ["BusCollector", "MetricsServer", "health"]
-
 #: Producer slots, ranks and readers with a label of their own; the others share one, or have none,
 #: so that thousands of them do not make thousands of time series.
 MAX_SLOTS_LABELLED = 64

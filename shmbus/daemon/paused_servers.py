@@ -18,8 +18,6 @@ from typing import Final
 
 from shmbus.inspect.processes import servers_left
 
-__all__ = ["PausedServers"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at the note: a pause costs rollouts, a look some microseconds.

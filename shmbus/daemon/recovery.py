@@ -26,8 +26,6 @@ from shmbus.daemon.leases import Lease, LeaseTable, Session, extents_of, split_i
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 
-__all__ = ["Claims", "InDoubt", "Withheld", "extents_of_client", "extents_of_clients"]
-
 Trajectory = _core.Trajectory
 #: In place of a reason: the client had not ended this lease.
 LEASE_HELD = _core.LEASE_HELD

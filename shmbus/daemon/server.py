@@ -46,8 +46,6 @@ from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
 from shmbus.store import snapshot
 
-__all__ = ["Server", "notify", "serve"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds that the daemon lets records accumulate after a poll that completed no group for a

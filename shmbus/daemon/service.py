@@ -32,8 +32,6 @@ from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 
-__all__ = ["Service"]
-
 #: Takes of one client that may wait at once: the threads of one Consumer.
 MAX_WAITING = 64
 #: Seconds between checks whether a disconnected client still holds the locks of its leases; a dying

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["GatheredSource", "ShmbusTrainerInitInfo", "ShmbusTrainerWeightTransferEngine"]
-
 register()
 
 

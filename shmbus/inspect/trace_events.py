@@ -25,8 +25,6 @@ from shmbus.inspect.groups import Groups
 from shmbus.inspect.types import BusEvent, BusStatus
 from shmbus.pool.status import PoolStatus
 
-__all__ = ["MAX_OPEN", "TraceEvent", "TraceEvents"]
-
 #: One event, to be encoded as a JSON object.
 TraceEvent: TypeAlias = "dict[str, Any]"
 

@@ -8,8 +8,6 @@ from shmbus._arguments import check_count, parse_size
 from shmbus._format import show_size
 from shmbus_ext import _core
 
-__all__ = ["NO_BOUNDS", "Bounds", "check_bounds"]
-
 
 class Bounds(NamedTuple):
     """The bounds as the core takes them; 0 for what it chooses, or does not bound."""

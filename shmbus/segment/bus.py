@@ -23,8 +23,6 @@ from shmbus.segment.bounds import check_bounds
 from shmbus.segment.names import identity, is_named
 from shmbus_ext import _core
 
-__all__ = ["Bus", "BusStats", "ProducerInfo"]
-
 
 class ProducerInfo(msgspec.Struct, frozen=True):
     """One producer slot that has been used.

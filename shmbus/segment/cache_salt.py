@@ -19,8 +19,6 @@ import msgspec
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from shmbus.segment.own_file import open_own
 
-__all__ = ["NOTE_KIND", "cache_salt"]
-
 #: The companion in which a fleet notes that it is updating servers (`shmbus.engines.pause_note`).
 NOTE_KIND: Final = "fleet"
 _MAX_NOTE_BYTES: Final = 1 << 20

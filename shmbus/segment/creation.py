@@ -40,8 +40,6 @@ from shmbus.segment.names import (
 from shmbus.segment.shared_file import create_file, free_and_total, remove_file
 from shmbus_ext import _core
 
-__all__ = ["create_segment", "ensure_segment", "remove_made", "remove_unfinished"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds between two checks of a segment without magic and lock: a living creator locks it within

@@ -18,25 +18,6 @@ from shmbus.segment.names import SHM_DIRECTORY, bus_names, shm_path
 from shmbus.segment.shared_file import free_and_total
 from shmbus_ext import _core
 
-__all__ = [
-    "DAEMON_LABEL",
-    "RELAY_LABEL",
-    "UnfinishedError",
-    "busy_error",
-    "full_error",
-    "layout_error",
-    "lead_text",
-    "memory_error",
-    "no_default_error",
-    "not_found_error",
-    "others_text",
-    "removed_error",
-    "requests_full_error",
-    "requests_text",
-    "space_error",
-]
-
-
 #: What a daemon calls itself as the reader of its bus.
 DAEMON_LABEL: Final = "shmbus serve"
 #: And what the relay that carries its records to other buses calls itself.

@@ -24,18 +24,6 @@ from shmbus.segment.names import (
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
-__all__ = [
-    "ATTACH_WAIT_S",
-    "has_magic",
-    "open_file",
-    "open_if_there",
-    "open_once",
-    "open_segment",
-    "unlink",
-    "until_there",
-    "wait_for_bus",
-]
-
 #: Seconds that attaching waits for a segment whose creator is still allocating it: touching tens of
 #: GiB takes seconds.
 ATTACH_WAIT_S = 10.0

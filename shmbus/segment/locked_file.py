@@ -19,8 +19,6 @@ from shmbus.segment.names import leads_to
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
-__all__ = ["LockedFile", "try_lock"]
-
 _all: Final[weakref.WeakSet[LockedFile]] = weakref.WeakSet()
 #: C's struct flock on 64-bit Linux: type, whence, start, length, pid.
 _FLOCK: Final = struct.Struct("hhqqi4x")

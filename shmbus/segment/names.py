@@ -22,24 +22,6 @@ import re
 import socket
 import stat
 
-__all__ = [
-    "PREFIX",
-    "SHM_DIRECTORY",
-    "SOCKET_SUFFIX",
-    "bus_names",
-    "check_name",
-    "companion_name",
-    "identity",
-    "is_named",
-    "leads_to",
-    "memory_socket",
-    "parse_companion",
-    "remove_daemon_socket",
-    "remove_dead_socket",
-    "shm_path",
-    "socket_path",
-]
-
 PREFIX = "/shmbus."
 SHM_DIRECTORY = "/dev/shm"
 SOCKET_SUFFIX = ".sock"

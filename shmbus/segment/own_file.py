@@ -12,8 +12,6 @@ import stat
 
 from shmbus import errors
 
-__all__ = ["check_own", "open_own"]
-
 
 def open_own(path: str, flags: int, what: str) -> int:
     """Open a file that has to be this user's own."""

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-__all__ = ["SLICE_S", "wait_for"]
-
 #: Seconds that one sleep lasts at most: deaths ring no bell.
 SLICE_S: Final = 0.05
 

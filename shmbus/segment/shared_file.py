@@ -24,8 +24,6 @@ from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
-__all__ = ["Companion", "create_file", "free_and_total", "open_once", "remove_file"]
-
 #: Seconds between two attempts to open a file that is not there yet, or not finished.
 _POLL_S: Final = 0.005
 #: What POSIX leaves out of the names in it.

@@ -38,8 +38,6 @@ from shmbus.stash.stash import Stash, StashPolicy
 from shmbus.stash.upkeep import Upkeep
 from shmbus_ext import _core
 
-__all__ = ["Collector"]
-
 #: Portions of `limits.POLL_RECORDS` that a `take` reads at most, so that it returns under any load.
 _TAKE_POLLS = 16
 

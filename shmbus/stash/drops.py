@@ -17,8 +17,6 @@ from shmbus._keys import split_key
 from shmbus._throttle import Throttle
 from shmbus_ext import _core
 
-__all__ = ["DropLog", "duplicate_error"]
-
 logger = logging.getLogger("shmbus.drops")
 
 Trajectory = _core.Trajectory

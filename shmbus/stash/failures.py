@@ -36,15 +36,6 @@ from shmbus import limits
 from shmbus._backoff import backoff_s
 from shmbus_ext._core import GroupEntry
 
-__all__ = [
-    "FailedIndex",
-    "FailingGroup",
-    "Failures",
-    "LanePause",
-    "Reported",
-    "Request",
-]
-
 DiscardReason = Literal["failed", "duplicate", "size_mismatch"]
 
 

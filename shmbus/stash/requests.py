@@ -22,8 +22,6 @@ from collections.abc import Callable, Hashable, Iterable
 from shmbus._keys import make_key
 from shmbus_ext import _core
 
-__all__ = ["Requests"]
-
 
 class Requests:
     """Ends the requests of a bus as their groups end."""

@@ -31,8 +31,6 @@ from shmbus.stash.failures import Request
 from shmbus.stash.stash import Stash
 from shmbus_ext import _core
 
-__all__ = ["Retries"]
-
 _At = tuple[Hashable, int]
 _log = logging.getLogger("shmbus.requests")
 

@@ -46,8 +46,6 @@ from shmbus_ext._core import (
     GroupTable,
 )
 
-__all__ = ["Discard", "Sample", "Stash", "StashPolicy"]
-
 Reason = Literal[
     "duplicate",
     "size_mismatch",

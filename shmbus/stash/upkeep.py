@@ -15,8 +15,6 @@ from shmbus._keys import split_key
 from shmbus.stash.requests import Requests
 from shmbus_ext import _core
 
-__all__ = ["Lead", "Upkeep"]
-
 #: Stragglers are moved when less than this fraction of the extents is free ...
 _EVACUATE_FREE_FRACTION = 0.125
 #: ... and at most this often, in seconds, since each attempt walks all samples that wait.

@@ -31,8 +31,6 @@ from shmbus.store.directory import MANIFEST, write_directory
 from shmbus.store.parts import NO_ROUND, Part, PartWriter, Record, damaged, read_parts, read_record
 from shmbus_ext import _core
 
-__all__ = ["Capture", "Replayed", "record", "replay"]
-
 #: Seconds between two polls of a recording that found nothing new: what is acknowledged between
 #: two polls is missed, and a poll costs microseconds.
 _POLL_S = 0.001

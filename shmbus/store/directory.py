@@ -26,8 +26,6 @@ from shmbus._format import show_size
 from shmbus.segment.locked_file import LockedFile
 from shmbus.store.parts import write_file
 
-__all__ = ["MANIFEST", "sync", "write_directory"]
-
 logger = logging.getLogger(__name__)
 
 #: The last file that is written.

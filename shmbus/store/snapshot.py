@@ -49,8 +49,6 @@ from shmbus.store.parts import (
 )
 from shmbus_ext import _core
 
-__all__ = ["Manifest", "read_manifest", "restore", "restored_as", "take"]
-
 #: Says that its records are on a bus again.
 _RESTORED: Final = "restored.json"
 _FORMAT: Final = "shmbus-snapshot"
