@@ -149,11 +149,10 @@ def test_bfloat16_is_as_near_to_float64_as_the_plain_layout(
                     for x in grads
                 )
             for part, (mine, right) in enumerate(zip([out, *grads], truth, strict=True)):
-                errors[way, part] = max(
-                    errors[way, part], float((mine.detach().double() - right.detach()).abs().max())
-                )
-    # PyTorch's rule for fused kernels: at most twice the error of the plain way, in the same dtype.
-    assert (errors[0] <= 2 * errors[1] + 1e-3).all(), errors
+                errors[way, part] += float((mine.detach().double() - right.detach()).square().sum())
+    # Sums of squares: the largest of a few values is a matter of where it lies between two bfloat16.
+    # PyTorch's rule for fused kernels allows twice the error of the plain way in the same dtype.
+    assert (np.sqrt(errors[0]) <= 1.25 * np.sqrt(errors[1])).all(), errors
 
 
 def test_blocks_are_those_that_the_rule_of_the_mask_gives(
