@@ -150,7 +150,7 @@ def test_bfloat16_is_as_near_to_float64_as_the_plain_layout(
                 )
             for part, (mine, right) in enumerate(zip([out, *grads], truth, strict=True)):
                 errors[way, part] += float((mine.detach().double() - right.detach()).square().sum())
-    # Sums of squares: the largest of a few values is a matter of where it lies between two bfloat16.
+    # By squares: the largest of few values is a matter of where it lies between two bfloat16.
     # PyTorch's rule for fused kernels allows twice the error of the plain way in the same dtype.
     assert (np.sqrt(errors[0]) <= 1.25 * np.sqrt(errors[1])).all(), errors
 
