@@ -79,14 +79,14 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_every_error_is_a_shmbus_error_and_hangs_where_the_tree_says() -> None:
-    assert sorted(errors.__all__) == sorted([*TREE, *BASES, "ShmbusError"])
+    drawn = re.findall(r"([A-Z][A-Za-z]+Error)  ", errors.__doc__ or "")
+    assert sorted(drawn) == sorted([*TREE, *BASES])
     assert issubclass(shmbus.ShmbusError, Exception)
     assert not issubclass(shmbus.ShmbusError, (ValueError, TypeError, OSError))
     for name, more in TREE.items():
         error = getattr(shmbus, name)
         assert error.__bases__ == (shmbus.ShmbusError, *more), name
         assert error.__doc__
-        assert name in (errors.__doc__ or ""), f"{name} is not drawn in the tree"
     assert shmbus.BusFullError("full").accepted == 0
 
 
@@ -96,7 +96,7 @@ def test_no_error_of_shmbus_is_left_out_of_the_public_names() -> None:
         if inspect.isclass(value) and issubclass(value, Exception)
     }  # fmt: skip
     public = {name for name in shmbus.__all__ if name.endswith("Error")}
-    assert found == set(errors.__all__) == public | set(BASES)
+    assert found == public | set(BASES)
 
 
 def test_an_error_exists_once_so_that_except_catches_it_everywhere() -> None:
