@@ -118,6 +118,7 @@ GUIDES = (
     "tuning.md",
     "weights.md",
     "colocation.md",
+    "vllm.md",
     "relay.md",
     "agents.md",
     "gateway.md",

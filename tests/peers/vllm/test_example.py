@@ -1,0 +1,95 @@
+"""examples/vllm_grpo.py learns, goes on after a kill of all of it, and trains each group once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import shmbus
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples/vllm_grpo.py"
+START_S, LEARN_S = 180.0, 900.0
+
+
+@pytest.fixture
+def port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def begun(output: Path, port: str, *options: str) -> tuple[subprocess.Popen[bytes], Path]:
+    """Start the example; what it and its server say goes to a file."""
+    said = output.with_suffix(f".{time.monotonic_ns()}")
+    command = [sys.executable, str(EXAMPLE), "--output", str(output), "--port", port, *options]
+    with said.open("wb") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True), said
+
+
+def wait_for(words: str, process: subprocess.Popen[bytes], said: Path) -> None:
+    """Wait until it said so."""
+    end = time.monotonic() + START_S
+    while words not in said.read_text():
+        assert process.poll() is None and time.monotonic() < end, said.read_text()[-3000:]
+        time.sleep(0.1)
+
+
+def under(pid: int) -> list[int]:
+    """Return a process and all below it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(each for child in children for each in under(int(child)))]
+
+
+@pytest.mark.timeout(1500)
+def test_it_learns_and_trains_each_group_once_whatever_was_killed(
+    tmp_path: Path, port: str
+) -> None:
+    output = tmp_path / f"{os.getpid()}"
+    process, said = begun(output, port, "--save-steps", "5")
+    try:
+        wait_for("step 8:", process, said)
+        for each in under(process.pid):
+            os.kill(each, signal.SIGKILL)
+        process.wait()
+        process, said = begun(output, port)
+        process.wait(LEARN_S)
+        text = said.read_text()
+        assert process.returncode == 0, text[-3000:]
+        assert "resumed after step 5\n" in text
+        steps = max(int(each) for each in re.findall(r"step (\d+): reward", text))
+        evaluations = 1 + len(re.findall(r"step \d+: evaluation", text))
+        done = re.search(r"evaluation (0\.9\d*|1\.0+), (\d+) samples", text)
+        assert done
+        assert int(done[2]) == steps * 16 * 8 + evaluations * 64
+    finally:
+        if process.poll() is None:
+            for each in under(process.pid):
+                os.kill(each, signal.SIGKILL)
+            process.wait()
+        shmbus.unlink(f"vllm-{output.name}")
+    assert not list(Path("/dev/shm").glob(f"*vllm-{output.name}*"))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("weights", ["lora", "checkpoint", "restart"])
+def test_each_way_for_weights_comes_to_the_server(weights: str, tmp_path: Path, port: str) -> None:
+    output = tmp_path / f"{os.getpid()}"
+    process, said = begun(output, port, "--weights", weights, "--steps", "3", "--save-steps", "9")
+    try:
+        process.wait(600)
+        assert process.returncode == 1, "it cannot have learned in three steps"
+        assert "\nstep 3: reward" in said.read_text(), said.read_text()[-3000:]
+    finally:
+        if process.poll() is None:
+            for each in under(process.pid):
+                os.kill(each, signal.SIGKILL)
+            process.wait()
+        shmbus.unlink(f"vllm-{output.name}")
