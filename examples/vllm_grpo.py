@@ -119,6 +119,9 @@ async def work(producer: shmbus.Producer, client: openai.AsyncOpenAI, lora: bool
             producer.requests.fail(request, repr(error))  # asked for again
             continue
         choice: Any = completion.choices[0]
+        if choice.finish_reason == "abort":
+            producer.requests.release(request)  # it was cut short for new weights
+            continue
         answer = {
             "score": score(request, choice.token_ids),
             "policy_version": version,  # the oldest that it may have met
@@ -159,6 +162,9 @@ def managed(options: argparse.Namespace, folder: Path) -> ManagedServer:
     command += ["--port", str(options.port)]
     command += ["--host", "127.0.0.1", "--weight-transfer-config", '{"backend": "shmbus"}']
     command += options.server.split()
+    if options.weights == "restart":  # what a version's folder has not
+        command += ["--hf-config-path", str(folder), "--tokenizer", str(folder)]
+        command += ["--generation-config", "vllm"]
     if options.weights == "lora":
         command += ["--enable-lora", "--max-lora-rank", "32", "--max-loras", "2"]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
