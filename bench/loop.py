@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import ctypes
 import itertools
+import multiprocessing
 import os
 import pickle
 import random
@@ -19,6 +20,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +31,7 @@ import torch
 
 import shmbus
 from bench import machine, processes, program
-from bench.loop_arms import ARMS, POLL_S, PREFIX, Arm, bus
+from bench.loop_arms import ARMS, POLL_S, PREFIX, bus
 from bench.loop_policy import PAYLOADS, WORKS, Sample, Setup, check, generated, make, step
 from bench.processes import MeasurementError, Role, Started, context, descendants
 from bench.row import Row, skipped
@@ -43,11 +45,10 @@ FIRST: Final = 2
 #: GiB that a device with the generator and the trainer needs, and one with either.
 DEVICE_GIB: Final = (60, 40)
 WORKERS: Final = 2
-#: What the soak lets grow from the first third of its checks to the last: of all its processes
-#: together, and of the files in /dev/shm with the bus's name.
-MAY_GROW: Final = {"MB": 200, "descriptors": 20, "threads": 8, "segments": 2}
-#: Processes that were just started grow; only a soak of this length is held to it.
-STEADY_S: Final = 120.0
+#: What the soak lets grow from the first half of its checks to the second, once each kind of
+#: process has come again: of all processes together, and of the files in /dev/shm with the bus's
+#: name. The highest of each half counts, since a process that begins has less.
+MAY_GROW: Final = {"MB": 64, "descriptors": 8, "threads": 4, "segments": 1}
 #: Seconds that a run may take, and that the soak may stand still.
 PATIENCE_S: Final = 300.0
 Found = dict[str, Any]
@@ -55,11 +56,18 @@ now = time.perf_counter
 
 
 def end_with_parent() -> None:
-    """Be killed when the parent ends, however it does."""
+    """Be killed when the program ends, however it does; a template may be the parent."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
+    def watch() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def generating(end: Arm, setup: Setup, stop: Any, found: Found) -> Iterator[None]:
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def generating(end: Any, setup: Setup, stop: Any, found: Found) -> Iterator[None]:
     """Attach, and generate batch after batch, until no more are wanted."""
     while end.newest() < 0:
         time.sleep(POLL_S)
@@ -96,7 +104,7 @@ def generating(end: Arm, setup: Setup, stop: Any, found: Found) -> Iterator[None
         yield
 
 
-def training(end: Arm, setup: Setup, found: Found) -> Iterator[None]:
+def training(end: Any, setup: Setup, found: Found) -> Iterator[None]:
     """Publish, and take all steps."""
     optimizer = torch.optim.Adam(end.policy.parameters(), lr=setup.work.rate)
     end.publish(0)
@@ -137,7 +145,7 @@ def role(start: Any, name: str, arm: str, link: Any, setup: Setup, stop: Any) ->
 
 def run(arm: str, setup: Setup, patience_s: float) -> dict[str, float]:
     """Run a loop, and return its figures; MeasurementError where it is not done in time."""
-    names = ["both"] if ARMS[arm] is Arm else ["generator", "trainer"]
+    names = ["both"] if arm == "alternating" else ["generator", "trainer"]
     setup = setup._replace(threads=max(1, (os.cpu_count() or 1) // len(names)))
     with ARMS[arm].made(setup) as link:
         more = (arm, link, setup, context().Event())
@@ -238,17 +246,13 @@ def sampler(name: str, setup: Setup, counts: torch.Tensor, number: int) -> None:
                     version = weights.version
             prompt, at = int(request.instance_id), slice(request.index, request.index + 1)
             wanted = setup.prompts(prompt)[at], setup.lengths(prompt)[at]
-            for _, *made in generated(
-                policy, *wanted, lambda rows: bool(counts[number].add_(rows))
-            ):
-                sample = Sample.made(setup, ("", 0), version, *made)
-                fields: Any = sample.fields
-                producer.requests.answer(
-                    request, score=sample.score, policy_version=version, **fields
-                )
+            ((_, *made),) = generated(policy, *wanted, lambda rows: bool(counts[number].add_(rows)))
+            sample: Any = Sample.made(setup, ("", 0), version, *made)
+            answer = {"score": sample.score, "policy_version": version, **sample.fields}
+            producer.requests.answer(request, **answer)
 
 
-def learner(name: str, setup: Setup, checkpoint: Path, ending: Any) -> None:
+def learner(name: str, setup: Setup, checkpoint: Path, counts: torch.Tensor) -> None:
     """Train from the checkpoint to the end of the prompts, and keep an account in it."""
     end_with_parent()
     policy = make(setup, "cpu")
@@ -266,7 +270,7 @@ def learner(name: str, setup: Setup, checkpoint: Path, ending: Any) -> None:
 
         def prompts() -> Iterator[tuple[int, dict[str, Any]]]:
             for number in itertools.count():
-                if ending.is_set() and number >= account["offered"]:
+                if counts[-1] and number >= account["offered"]:
                     return
                 yield number, {}
 
@@ -281,9 +285,10 @@ def learner(name: str, setup: Setup, checkpoint: Path, ending: Any) -> None:
             publisher.publish(version=handler.step)
             handler.set_policy_version(handler.step)
             state, ledger = handler.state_dict(), handler.stats()
+            left = state.get("requests") or {}
             account |= {
                 "offered": state["offer"]["position"], "step": handler.step,
-                "in_flight": len((state.get("requests") or {}).get("open", ())),
+                "in_flight": [int(each["instance_id"]) for each in left.get("open", ())],
                 "tokens": account["tokens"] + int(batch.loss_mask.sum()),
                 "balanced": ledger.balanced and ledger.requests.balanced,
                 "dropped": dict(ledger.dropped), "reward": float(batch.scores.mean()),
@@ -297,10 +302,12 @@ def learner(name: str, setup: Setup, checkpoint: Path, ending: Any) -> None:
 def audited(checkpoint: Path) -> Found:
     """Read the newest account; MeasurementError where a prompt is lost or trained twice."""
     account: Found = pickle.loads(checkpoint.read_bytes())[3]
-    times = account.pop("times")
+    times = account.pop("times").ljust(account["offered"], b"\0")
     account["trained"] = len(times) - times.count(0)
     twice = account["trained"] - times.count(1)
-    lost = account["offered"] - account["trained"] - account["in_flight"]
+    # A prompt of the life before, behind what this one has come to again, may be in flight too.
+    known = sum(not times[number] for number in account["in_flight"] if number < account["offered"])
+    lost = times[: account["offered"]].count(0) - known
     if twice or lost or not account["balanced"]:
         raise MeasurementError(f"trained twice {twice}, lost {lost} prompts: {account}")
     return account
@@ -320,15 +327,16 @@ def in_use(name: str) -> Counter[str]:
 
 def soak(setup: Setup, seconds: float, every_s: float, patience_s: float) -> Row:
     """Train under faults, with checks, until all that was offered is trained."""
-    shared: Any = torch.zeros(WORKERS, dtype=torch.int64)
-    counts, ending = shared.share_memory_(), context().Event()
+    # Tokens of each worker, and whether the end is near; no lock, which a kill would leave held.
+    shared: Any = torch.zeros(WORKERS + 1, dtype=torch.int64)
+    counts = shared.share_memory_()
     rng, kills, used = random.Random(setup.seed), Counter[str](), list[Counter[str]]()
     with contextlib.ExitStack() as stack:
         name = stack.enter_context(bus(32 << 20))
         place = tempfile.TemporaryDirectory(prefix=PREFIX, dir=machine.SHM)
         checkpoint = Path(stack.enter_context(place), "checkpoint")
         roles = [Role(sampler, (name, setup, counts, number)) for number in range(WORKERS)]
-        roles.append(Role(learner, (name, setup, checkpoint, ending)))
+        roles.append(Role(learner, (name, setup, checkpoint, counts)))
         started = [Started(each) for each in roles]
         stack.callback(lambda: list(map(Started.end, started)))
 
@@ -358,23 +366,25 @@ def soak(setup: Setup, seconds: float, every_s: float, patience_s: float) -> Row
                 has_steps(2)
                 kill_at = time.monotonic() + every_s
             if at >= check_at:
-                used.append(in_use(name))
-                print(f"{at - began:.0f} s: {audited(checkpoint)}, {dict(used[-1])}", flush=True)
+                uses = in_use(name)
+                used += [uses] if len(kills) == 2 else []
+                print(f"{at - began:.0f} s: {audited(checkpoint)}, {dict(uses)}", flush=True)
                 check_at += period
-        ending.set()
+        counts[-1] = 1
         wait(lambda: not started[-1].running)
         account = audited(checkpoint)
     if account["in_flight"]:
         raise MeasurementError(f"the soak ended with prompts that are not trained: {account}")
-    third = len(used) // 3 if seconds >= STEADY_S else 0
-    for what, limit in MAY_GROW.items() if third else ():
-        first, last = (max(each[what] for each in part) for part in (used[:third], used[-third:]))
+    half = len(used) // 2
+    for what, limit in MAY_GROW.items() if half else ():
+        first, last = (max(each[what] for each in part) for part in (used[:half], used[half:]))
         if last > first + limit:
             raise MeasurementError(f"{what} grew from {first} to {last}, by more than {limit}")
     return Row(
         name="loop-soak", title=f"soak of {seconds:g} s, goodput",
-        values=(account["tokens"] / int(counts.sum()),), figures={**account, "used": used},
-        note=f"{account['trained']} prompts once, 0 twice, 0 lost; {dict(kills)} killed",
+        values=(account["tokens"] / int(counts[:-1].sum()),), figures={**account, "used": used},
+        note=f"{account['trained']} prompts once, 0 twice, 0 lost; {dict(kills)} killed; "
+        + (f"nothing grew in {len(used)} checks" if half else "too short to see what grows"),
     )  # fmt: skip
 
 
@@ -399,9 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lag", type=program.at_least_one, default=1, help="versions (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and kills")
     parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds for a run")
-    parser.add_argument(
-        "--soak", type=duration, metavar="TIME", help="under faults, such as 2h; unfinished"
-    )
+    parser.add_argument("--soak", type=duration, metavar="TIME", help="under faults, such as 2h")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
     return program.run("loop", parser, measure, argv)
 

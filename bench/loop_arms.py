@@ -33,23 +33,25 @@ from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from trainer_adapter import OnlineDataHandler, group_advantages
 from trainer_adapter.batches.batch import Batch
 
-__all__ = ["ARMS", "POLL_S", "PREFIX", "Arm", "bus"]
+__all__ = ["ARMS", "POLL_S", "PREFIX", "bus"]
 
 POLL_S: Final = 0.002
 #: Of all that a run makes in /dev/shm.
 PREFIX: Final = f"bench-loop-{os.getpid()}-"
 
 
-class Arm(contextlib.ExitStack):
-    """One end: the generator's, the trainer's, or both in one process, which this class is for.
+class _Arm(contextlib.ExitStack):
+    """An arm of one process, which has both ends; of the others each end has its methods.
 
-    Waits have no end: the program ends who waits too long.
+    The generator calls `send` for a sample, `sent` after the last of a batch, `newest` for the
+    version that it can have, -1 for none, and `load` for that one. The trainer calls `next` for a
+    packed batch, whose samples are `collected`, `publish`, and `done` for a batch. A wait has no
+    end: the program ends who waits too long. `made` gives what is between the ends.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
     #: Batches, and versions of the weights, that may lie in /dev/shm at once.
     room: ClassVar[tuple[int, int]] = (0, 0)
-    #: That the generator's policy has.
     version = -1
 
     def __init__(self, link: Any, setup: Setup, policy: Any, role: str) -> None:
@@ -57,49 +59,35 @@ class Arm(contextlib.ExitStack):
         self.link, self.setup, self.policy = link, setup, policy
         self.weights = {name: value.data for name, value in policy.named_parameters()}
         self.samples: list[Any] = []
-        self._open(role)
+        self.open(role)
 
     @classmethod
     @contextmanager
     def made(cls, setup: Setup) -> Iterator[Any]:
-        """Make what is between the ends, and remove it whatever has become of them."""
         yield None
 
-    def _open(self, role: str) -> None:
-        pass
+    def open(self, role: str) -> None: ...
+    def sent(self, batch: int) -> None: ...
+    def load(self) -> None: ...
+    def done(self, batch: Batch) -> None: ...
 
     def send(self, sample: Sample) -> None:
-        """Send a sample, or keep it until its batch is sent."""
         self.samples.append(sample)
 
-    def sent(self, batch: int) -> None:
-        """Send a batch, where that is done as a whole."""
-
     def newest(self) -> int:
-        """Return the newest version that the generator can have, -1 for none."""
         return self.version
 
-    def load(self) -> None:
-        """Load it."""
-
     def collected(self, batch: int) -> list[Sample]:
-        """Wait for the samples of a batch."""
         samples, self.samples = self.samples, []
         return samples
 
     def next(self, batch: int) -> Batch:
-        """Wait for a batch, packed on the trainer's device."""
         return packed(self.collected(batch), self.setup)
 
     def publish(self, version: int) -> None:
-        """Publish the trainer's policy."""
         self.version = version
 
-    def done(self, batch: Batch) -> None:
-        """Say that a batch is trained."""
-
     def copy(self, into: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:
-        """Copy weights, and wait until that is done."""
         for name, value in into.items():
             value.copy_(source[name])
         if self.policy.device.type == "cuda":
@@ -131,7 +119,7 @@ def packed(samples: list[Sample], setup: Setup) -> Batch:
     ).to(setup.trainer)  # fmt: skip
 
 
-class _Queue(Arm):
+class _Queue(_Arm):
     room = (0, 1)
 
     @classmethod
@@ -140,7 +128,7 @@ class _Queue(Arm):
         made = context()
         yield made.Queue(), made.Queue(), made.Lock(), made.Value("q", -1, lock=False)
 
-    def _open(self, role: str) -> None:
+    def open(self, role: str) -> None:
         self.queue, handles, self.lock, self.number = self.link
         self.queue.cancel_join_thread()  # what is under way at the end is of no use
         if role == "trainer":
@@ -170,7 +158,7 @@ class _Queue(Arm):
             self.number.value = version
 
 
-class _Files(Arm):
+class _Files(_Arm):
     needs = ("msgspec", "safetensors")
     room = (3, 5)
 
@@ -239,7 +227,7 @@ def bus(capacity: int) -> Iterator[str]:
             shmbus_main(["rm", "--force", name])
 
 
-class _Shmbus(Arm):
+class _Shmbus(_Arm):
     room = (4, 2)
     carrier = "shm"
 
@@ -249,7 +237,7 @@ class _Shmbus(Arm):
         with bus(max(setup.room(4, 0), 8 << 20)) as name:
             yield name
 
-    def _open(self, role: str) -> None:
+    def open(self, role: str) -> None:
         setup, source = self.setup, ModuleSource(self.policy)
         if role == "generator":
             self.producer = self.enter_context(shmbus.Producer(self.link))
@@ -296,7 +284,7 @@ class _ShmbusDevice(_Shmbus):
     room, carrier = (4, 0), "cuda_vmm"
 
 
-ARMS: Final[dict[str, type[Arm]]] = {
-    "alternating": Arm, "queue": _Queue, "files": _Files, "shmbus": _Shmbus,
+ARMS: Final[dict[str, type[_Arm]]] = {
+    "alternating": _Arm, "queue": _Queue, "files": _Files, "shmbus": _Shmbus,
     "shmbus-device": _ShmbusDevice,
 }  # fmt: skip

@@ -87,7 +87,8 @@ class Setup(NamedTuple):
         layers, hidden, heads, keys, head, inner, vocab = self.work.shape
         elements = vocab + layers * (2 * (heads + keys) * head + 3 * inner)
         return (
-            batches * self.work.groups * self.work.group * sample + versions * 4 * hidden * elements
+            batches * self.work.groups * self.work.group * sample
+            + versions * hidden * elements * (4 if self.trainer == "cpu" else 2)
         )
 
 
@@ -116,7 +117,7 @@ class Sample(NamedTuple):
 
 def make(setup: Setup, device: str) -> Any:
     """Make the policy, in float32 on a CPU; it trains packed rows, and generates by SDPA."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config
 
     layers, hidden, heads, keys, head, inner, vocab = setup.work.shape
     config = Qwen3Config(
@@ -128,7 +129,8 @@ def make(setup: Setup, device: str) -> Any:
     torch.set_num_threads(setup.threads)
     torch.manual_seed(setup.seed)
     with torch.device(device):
-        return Qwen3ForCausalLM(config).to(torch.float32 if device == "cpu" else torch.bfloat16)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 @torch.no_grad()

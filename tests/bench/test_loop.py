@@ -67,6 +67,18 @@ def test_a_payload_arrives_as_it_was_sent(rows_of: Any) -> None:
     assert rows["loop-experts-shmbus-device"].skipped == "needs --device cuda"
 
 
+def test_an_arm_without_its_package_is_skipped_and_others_go_on(spawn: Spawner) -> None:
+    lines = [
+        "import sys; from bench import loop",
+        "loop.ARMS['files'].needs = ('no_such_package',)",
+        "if __name__ == '__main__':",
+        f"    sys.exit(loop.main({[*TINY, '--arms', 'files', 'alternating']}))",
+    ]
+    said = spawn.script("\n".join(lines), env=PATH).finish(DEADLINE_S)
+    assert "skipped: there is no no_such_package here" in said
+    assert "text, alternating, a step" in said and "idle trainer" in said
+
+
 def test_an_arm_that_hangs_is_ended_and_others_go_on(spawn: Spawner) -> None:
     arguments = [*TINY, "--arms", "queue", "alternating", "--patience", 7]
     child = spawn.module("bench.loop", *arguments, env=PATH)
@@ -99,6 +111,13 @@ def test_ctrl_c_leaves_nothing(spawn: Spawner) -> None:
     wait_until(lambda: not left_of(child))
 
 
+def test_a_soak_trains_each_prompt_once_though_workers_and_trainers_die(rows_of: Any) -> None:
+    row = rows_of("--soak", "6s", "--every", 0.5)["loop-soak"]
+    print(row)
+    assert "workers" in row.note and "trainers" in row.note and " 0 lost" in row.note
+    assert row.figures["trained"] == row.figures["offered"] and not row.figures["in_flight"]
+
+
 @pytest.mark.parametrize(
     ("times", "offered", "balanced", "said"),
     [
@@ -110,7 +129,7 @@ def test_ctrl_c_leaves_nothing(spawn: Spawner) -> None:
 def test_an_account_that_does_not_balance_ends_the_soak(
     tmp_path: Path, times: bytes, offered: int, balanced: bool, said: str
 ) -> None:
-    account = {"times": times, "offered": offered, "in_flight": 1, "balanced": balanced}
+    account = {"times": times, "offered": offered, "in_flight": [3, 7], "balanced": balanced}
     (tmp_path / "checkpoint").write_bytes(pickle.dumps((None, None, None, account)))
     with pytest.raises(MeasurementError, match=said):
         audited(tmp_path / "checkpoint")
