@@ -179,6 +179,17 @@ def why_not(arm: str, setup: Setup) -> str:
     return machine.lacks(shm_bytes=setup.room(*ARMS[arm].room), modules=ARMS[arm].needs)
 
 
+def said(run: Found) -> str:
+    """Say what a run found beside the length of a step."""
+    return (
+        f"idle trainer {run['trainer_idle']:.0%}, "
+        f"generator {run['generator_idle']:.0%}; "
+        f"pause {1e3 * run['pause_p50_s']:.2g} to {1e3 * run['pause_p95_s']:.2g} ms; "
+        f"{run['trained_per_s']:,.0f} and {run['generated_per_s']:,.0f} tokens/s; lag "
+        f"{run['lag']:.2g}; goodput {run['goodput']:.3g}; reward {run['reward']:.2f}"
+    )
+
+
 def rows_of(payload: str, found: dict[str, list[Found]], failed: dict[str, str]) -> Iterator[Row]:
     """Make the rows of a payload: of each arm a step, and what the trainer waits in it."""
     for figure, name, title in (("step_s", "", "a step"), ("wait_s", "-wait", "the trainer waits")):
@@ -192,20 +203,14 @@ def rows_of(payload: str, found: dict[str, list[Found]], failed: dict[str, str])
             yield Row(
                 name=f"loop-{payload}-{arm}{name}", title=f"{payload}, {arm}, {title}", unit="ms",
                 values=of[arm], beside=beside, beside_values=of.get(beside, ()),
-                note="" if name else
-                f"idle trainer {mid['trainer_idle']:.0%}, generator {mid['generator_idle']:.0%}; "
-                f"pause {1e3 * mid['pause_p50_s']:.2g} to {1e3 * mid['pause_p95_s']:.2g} ms; "
-                f"{mid['trained_per_s']:,.0f} and {mid['generated_per_s']:,.0f} tokens/s; lag "
-                f"{mid['lag']:.2g}; goodput {mid['goodput']:.3g}; reward {mid['reward']:.2f}",
-                figures={} if name else {"runs": runs},
+                note="" if name else said(mid), figures={} if name else {"runs": runs},
             )  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
     """Run the arms by turns, or the soak."""
     print(f"seed {options.seed}", flush=True)
-    if options.tiny or options.soak:
-        processes.use_template("transformers", "bench.loop_arms", "trainer_adapter.attention")
+    processes.use_template("transformers", "bench.loop_arms", "trainer_adapter.attention")
     if options.soak:
         setup = Setup(WORKS["tiny"], "text", options.seed)
         return [soak(setup, options.soak, options.every, options.patience)]
@@ -223,8 +228,13 @@ def measure(options: argparse.Namespace) -> list[Row]:
         for arm in (arm for arm in options.arms * turns if arm not in failed):
             try:
                 found.setdefault(arm, []).append(run(arm, setup, options.patience))
+                step_s = found[arm][-1]["step_s"]
+                print(
+                    f"{payload}, {arm}: {step_s:.3g} s a step, {said(found[arm][-1])}", flush=True
+                )
             except MeasurementError as error:
                 failed[arm] = f"ended: {str(error).strip().splitlines()[-1]}"
+                print(f"{payload}, {arm}: {error}", flush=True)
                 del found[arm]
         rows += rows_of(payload, found, failed)
     return rows

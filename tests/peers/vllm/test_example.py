@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -74,7 +75,8 @@ def test_it_learns_and_trains_each_group_once_whatever_was_killed(
             for each in under(process.pid):
                 os.kill(each, signal.SIGKILL)
             process.wait()
-        shmbus.unlink(f"vllm-{output.name}")
+        with contextlib.suppress(shmbus.BusNotFoundError):  # a run that is done removes its bus
+            shmbus.unlink(f"vllm-{output.name}")
     assert not list(Path("/dev/shm").glob(f"*vllm-{output.name}*"))
 
 
