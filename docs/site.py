@@ -119,6 +119,7 @@ GUIDES = (
     "weights.md",
     "colocation.md",
     "vllm.md",
+    "gains.md",
     "relay.md",
     "agents.md",
     "gateway.md",

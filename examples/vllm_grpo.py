@@ -186,9 +186,8 @@ def sender(
         with WeightPublisher(bus, ModuleSource(model)) as publisher:
             yield lambda version: fleet.update_sync(publisher, version)
     elif options.weights == "lora":
-        files = LoraFiles(
-            f"/dev/shm/{bus}-adapters", "policy", model.peft_config["default"].to_dict()
-        )
+        folder = options.output.resolve() / "adapters"
+        files = LoraFiles(folder, "policy", model.peft_config["default"].to_dict())
         adapters = LoraFleet([engine], bus=bus)
         yield lambda version: asyncio.run(
             adapters.update(files.publish(lora_state(model), version))

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class Server:
 
     def end(self) -> None:
         """End it and all of its processes, and leave nothing of vLLM's in /dev/shm."""
-        files = self._shared_memory()
+        files = shared_memory(self._members())
         self.process.terminate()
         deadline = time.monotonic() + END_S
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -111,14 +112,15 @@ class Server:
                     found.append(int(entry.name))
         return found
 
-    def _shared_memory(self) -> set[str]:
-        """What it has mapped in /dev/shm by names of vLLM's and Python's own."""
-        found = set()
-        for pid in self._members():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                maps = Path(f"/proc/{pid}/maps").read_text()
-                found.update(re.findall(r"/dev/shm/(?:psm_|sem\.mp-|vllm_dist_)\S+", maps))
-        return found
+
+def shared_memory(pids: Iterable[int]) -> set[str]:
+    """What processes have mapped in /dev/shm by names of vLLM's and Python's own."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found.update(re.findall(r"/dev/shm/(?:psm_|sem\.mp-|vllm_dist_)\S+", maps))
+    return found
 
 
 async def fresh_outputs(folder: Path, log: Path, size: int) -> list[str]:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from serving import shared_memory
 
 import shmbus
 
@@ -49,6 +50,25 @@ def under(pid: int) -> list[int]:
     return [pid, *(each for child in children for each in under(int(child)))]
 
 
+def ended(process: subprocess.Popen[bytes], output: Path) -> None:
+    """Kill what is left of a run, and remove what it and its vLLM leave behind."""
+    if process.poll() is None:
+        kill_all(process)
+    with contextlib.suppress(shmbus.BusNotFoundError):  # a run that is done removes its bus
+        shmbus.unlink(f"vllm-{output.name}")
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """Kill it and all below it at once."""
+    pids = under(process.pid)
+    left = shared_memory(pids)
+    for each in pids:
+        os.kill(each, signal.SIGKILL)
+    process.wait()
+    for file in left:
+        Path(file).unlink(missing_ok=True)
+
+
 @pytest.mark.timeout(1500)
 def test_it_learns_and_trains_each_group_once_whatever_was_killed(
     tmp_path: Path, port: str
@@ -57,9 +77,7 @@ def test_it_learns_and_trains_each_group_once_whatever_was_killed(
     process, said = begun(output, port, "--save-steps", "5")
     try:
         wait_for("step 8:", process, said)
-        for each in under(process.pid):
-            os.kill(each, signal.SIGKILL)
-        process.wait()
+        kill_all(process)
         process, said = begun(output, port)
         process.wait(LEARN_S)
         text = said.read_text()
@@ -71,12 +89,7 @@ def test_it_learns_and_trains_each_group_once_whatever_was_killed(
         assert done
         assert int(done[2]) == steps * 16 * 8 + evaluations * 64
     finally:
-        if process.poll() is None:
-            for each in under(process.pid):
-                os.kill(each, signal.SIGKILL)
-            process.wait()
-        with contextlib.suppress(shmbus.BusNotFoundError):  # a run that is done removes its bus
-            shmbus.unlink(f"vllm-{output.name}")
+        ended(process, output)
     assert not list(Path("/dev/shm").glob(f"*vllm-{output.name}*"))
 
 
@@ -90,8 +103,4 @@ def test_each_way_for_weights_comes_to_the_server(weights: str, tmp_path: Path, 
         assert process.returncode == 1, "it cannot have learned in three steps"
         assert "\nstep 3: reward" in said.read_text(), said.read_text()[-3000:]
     finally:
-        if process.poll() is None:
-            for each in under(process.pid):
-                os.kill(each, signal.SIGKILL)
-            process.wait()
-        shmbus.unlink(f"vllm-{output.name}")
+        ended(process, output)

@@ -38,11 +38,11 @@ from shmbus.weights import ModuleSource, WeightPublisher
 
 IN_FLIGHT = 8
 TOKENS = 32
-#: Tokens of a block of vLLM's cache; prompts have several, since only whole ones are cached.
-BLOCK = 16
+#: Tokens of a block of vLLM's cache, on a CPU a multiple of 32; only whole blocks are cached.
+BLOCK = 32
 OPTIONS = ("--block-size", str(BLOCK), "--enable-prompt-tokens-details", "--enable-prefix-caching")
 PROMPTS, PROBES = (
-    [" ".join(f"w{(n * 7 + k) % 125}" for k in range(4 * BLOCK)) for n in range(first, first + 4)]
+    [" ".join(f"w{(n * 7 + k) % 125}" for k in range(2 * BLOCK)) for n in range(first, first + 4)]
     for first in (0, 4)
 )
 #: Updates by starting anew, each of which takes a minute.
