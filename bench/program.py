@@ -22,7 +22,7 @@ from bench.processes import MeasurementError
 from bench.row import Row, table
 from shmbus._arguments import parse_size
 
-__all__ = ["at_least_one", "capacity", "file", "finish", "parser_of", "run"]
+__all__ = ["at_least_one", "capacity", "command", "file", "finish", "parser_of", "run"]
 
 #: Said below figures that only show that a program runs.
 TINY = "NOTE: --tiny only shows that each row can be measured; its figures mean nothing."
@@ -55,10 +55,18 @@ def file(text: str) -> Path:
     return path
 
 
+def command(name: str) -> str:
+    """Return what starts a program: one of this folder, or a path of the repository."""
+    if name == "bench":
+        return "shmbus bench"
+    return f"python {name}" if name.endswith(".py") else f"python -m bench.{name}"
+
+
 def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
     """Make the parser of a program, with the options of all of them."""
-    shown = "shmbus bench" if name == "bench" else f"python -m bench.{name}"
-    parser = argparse.ArgumentParser(prog=shown, description=(description or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog=command(name), description=(description or "").split("\n")[0]
+    )
     parser.add_argument("--output", type=file, metavar="PATH", help="where the JSON goes")
     parser.add_argument(
         "--repetitions", type=at_least_one, metavar="N", help="of each row (default: the level's)"

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from bench.program import command
 from bench.row import HEADS, Row, cells
 
 __all__ = ["BLOCK", "block", "filled", "main"]
@@ -79,10 +80,8 @@ def _of(result: dict[str, Any]) -> str:
     facts = result["machine"]
     cpu = facts["cpu"].replace("(R)", "")
     on = facts.get("gpu") or f"{facts['cores']} cores of an {cpu}"
-    command = (
-        "shmbus bench" if result["program"] == "bench" else f"python -m bench.{result['program']}"
-    )
-    return f"`{command}` on {on}, {facts['date_utc'][:10]}, load {facts['load_average'][0]:.1f}"
+    load = f"load {facts['load_average'][0]:.1f}"
+    return f"`{command(result['program'])}` on {on}, {facts['date_utc'][:10]}, {load}"
 
 
 def _markdown(

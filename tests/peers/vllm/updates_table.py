@@ -36,6 +36,7 @@ from shmbus import Bus, Producer
 from shmbus.engines import EngineFleet, VllmServer
 from shmbus.weights import ModuleSource, WeightPublisher
 
+PROGRAM = "tests/peers/vllm/updates_table.py"
 IN_FLIGHT = 8
 TOKENS = 32
 #: Tokens of a block of vLLM's cache, on a CPU a multiple of 32; only whole blocks are cached.
@@ -109,7 +110,7 @@ class Arm:
             "stale_prefix_hits": self.stale,
             "answers_unlike_a_fresh_server": self.wrong,
         }
-        said = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+        said = ", ".join(f"{key.replace('_', ' ')} {value:,.0f}" for key, value in figures.items())
         print(f"{self.title}: pause {1e3 * statistics.median(ordered):.1f} ms, {said}", flush=True)
         values = tuple(1e3 * pause for pause in self.pauses)
         return Row(
@@ -249,13 +250,13 @@ async def table(options: argparse.Namespace) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    parser = program.parser_of("vllm", __doc__)
+    parser = program.parser_of(PROGRAM, __doc__)
     parser.add_argument("--shape", default="tiny", choices=("tiny", "0.6b"))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--arms", default="shm-salt,shm,reload,restart")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    return program.run("vllm", parser, lambda options: asyncio.run(table(options)), argv)
+    return program.run(PROGRAM, parser, lambda options: asyncio.run(table(options)), argv)
 
 
 if __name__ == "__main__":
