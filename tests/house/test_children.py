@@ -69,7 +69,8 @@ def test_it_ends_as_a_fresh_one_does(
 
 
 def test_ctrl_c_and_a_stop_reach_it(spawn: Spawner) -> None:
-    child = spawn.script("import time; print('ready'); time.sleep(600)")
+    # Short sleeps: Python misses a signal that comes just before a sleep until that ends.
+    child = spawn.script("import time; print('ready')\nwhile True: time.sleep(0.05)")
     child.expect("ready")
     child.send_signal(signal.SIGSTOP)
     assert child.running
