@@ -35,6 +35,7 @@ need() { # COMMAND PACKAGES...
 }
 
 need valgrind valgrind
+need node nodejs
 need redis-server redis-server
 need qemu-aarch64 qemu-user
 need aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu libc6-dev-arm64-cross

@@ -54,9 +54,10 @@ class MeasurementError(Exception):
 
 
 def use_template(*modules: str) -> None:
-    """Fork all processes from a template with these modules: quick, and nothing to time by.
+    """Fork all processes from a template with these modules, which is quick.
 
-    Has to be called before the first process is started.
+    Not where a start or a first touch of memory is timed. Has to be called before the first process
+    is started.
     """
     os.environ[TEMPLATE] = ",".join(modules)
 

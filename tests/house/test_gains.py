@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from bench.row import number
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench/results"
 
@@ -20,11 +22,7 @@ def measured(file: str, unit: str) -> set[str]:
     rows = json.loads((RESULTS / file).read_text())["rows"]
     of = [row for row in rows if row["unit"] == unit]
     values = [row[key] for row in of for key in ("values", "beside_values") if row[key]]
-    return {shown(statistics.median(each)) for each in values}
-
-
-def shown(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return {number(statistics.median(each)) for each in values}
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +42,9 @@ def said() -> Any:
 
 def test_its_rates_are_those_of_the_kept_runs(said: Any) -> None:
     kept = measured("two-cores.json", "trajectories/s")
-    assert set(map(shown, said["TRAJECTORIES"].values())) <= kept
+    assert set(map(number, said["TRAJECTORIES"].values())) <= kept
     kept = measured("weights-cpu.json", "GB/s") | measured("weights-h200.json", "GB/s")
-    assert {shown(rate) for pair in said["WEIGHTS"].values() for rate in pair} <= kept
+    assert {number(rate) for pair in said["WEIGHTS"].values() for rate in pair} <= kept
 
 
 def test_seconds_are_bytes_by_rate_and_a_link_bounds_them(said: Any) -> None:

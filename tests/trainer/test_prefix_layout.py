@@ -55,7 +55,7 @@ def answers(rng: np.random.Generator, prompt: np.ndarray[Any, Any], count: int) 
 
 def put_groups(producer: Producer, rng: np.random.Generator, groups: int) -> None:
     for number in range(groups):
-        prompt = rng.integers(0, 30, int(rng.integers(20, 60)))  # a sequence: at most 93 tokens
+        prompt = rng.integers(0, 30, int(rng.integers(20, 57)))  # a sequence: at most 90 tokens
         samples = answers(rng, prompt, 4)
         if number % 2:  # a tree: each sample has rows that branch off its first one
             samples = [
@@ -157,7 +157,7 @@ def test_micro_batches_add_up_to_the_whole_and_keep_groups_together(
 
         (whole,) = micro_batches(batch, count=1)
         wanted = total([whole])
-        for cut in ({"max_tokens": 200}, {"max_tokens": 95}, {"count": 3}, {"count": 20}):
+        for cut in ({"max_tokens": 200}, {"max_tokens": 90}, {"count": 3}, {"count": 20}):
             parts = micro_batches(batch, **cut)
             assert sorted(at for part in parts for at in part.sequence_indices.tolist()) == list(
                 range(batch.sequences)

@@ -16,6 +16,7 @@ import pytest
 from serving import shared_memory
 
 import shmbus
+from bench.processes import descendants
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples/vllm_grpo.py"
 START_S, LEARN_S = 180.0, 900.0
@@ -44,12 +45,6 @@ def wait_for(words: str, process: subprocess.Popen[bytes], said: Path) -> None:
         time.sleep(0.1)
 
 
-def under(pid: int) -> list[int]:
-    """Return a process and all below it."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(each for child in children for each in under(int(child)))]
-
-
 def ended(process: subprocess.Popen[bytes], output: Path) -> None:
     """Kill what is left of a run, and remove what it and its vLLM leave behind."""
     if process.poll() is None:
@@ -60,7 +55,7 @@ def ended(process: subprocess.Popen[bytes], output: Path) -> None:
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
     """Kill it and all below it at once."""
-    pids = under(process.pid)
+    pids = [process.pid, *descendants(process.pid)]
     left = shared_memory(pids)
     for each in pids:
         os.kill(each, signal.SIGKILL)
