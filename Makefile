@@ -162,6 +162,7 @@ check-python: $(VENV)/.dev
 
 docs: $(VENV)/.docs ## Build the documentation site into build/site; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/pytest -q -p no:cacheprovider tests/house/test_reference.py
 
 bench: $(VENV)/.bench ## Measure shmbus and other ways to move a trajectory (five minutes; ARGS=--full)
 	@$(BIN)/shmbus bench $(ARGS)
