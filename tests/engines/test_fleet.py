@@ -21,6 +21,8 @@ from shmbus.engines import (
 )
 from shmbus.engines.pause_note import paused_by
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["engine_fixtures"]
 
 

@@ -18,6 +18,8 @@ from shmbus.relay.messages import Message, VersionOffer, VersionPiece
 from shmbus.relay.mirror_party import POOL_KIND
 from shmbus.segment import shared_file
 
+pytestmark = pytest.mark.slow
+
 #: Of a version: some pieces, and the last one shorter.
 SIZE = (1 << 20) + 12_346
 

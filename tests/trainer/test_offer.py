@@ -24,6 +24,8 @@ from shmbus import Bus, Producer
 from shmbus.store import snapshot as store
 from trainer_adapter import OnlineDataHandler
 
+pytestmark = pytest.mark.slow
+
 TOKENS = np.arange(4, dtype=np.int32)
 
 

@@ -23,6 +23,8 @@ from shmbus import Bus, Consumer, Producer, unlink
 from shmbus.inspect.status import read_status
 from shmbus.web import settings
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Web]
 Picture = dict[str, Any]
 
