@@ -184,7 +184,7 @@ def said(run: Found) -> str:
     return (
         f"idle trainer {run['trainer_idle']:.0%}, "
         f"generator {run['generator_idle']:.0%}; "
-        f"pause {1e3 * run['pause_p50_s']:.2g} to {1e3 * run['pause_p95_s']:.2g} ms; "
+        f"pause {1e3 * run['pause_p50_s']:,.1f} to {1e3 * run['pause_p95_s']:,.1f} ms; "
         f"{run['trained_per_s']:,.0f} and {run['generated_per_s']:,.0f} tokens/s; lag "
         f"{run['lag']:.2g}; goodput {run['goodput']:.3g}; reward {run['reward']:.2f}"
     )
