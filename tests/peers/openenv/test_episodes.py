@@ -25,7 +25,13 @@ from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 
 import shmbus
+from shmbus.recorder.server import serving
+from shmbus.recorder.settings import Settings
 from trainer_adapter.adapters.openenv import EpisodeRecord, put_episode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recorder"))
+from recorders import chat, user
+from stub_engine import StubEngine, in_thread, serving_stub
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -136,6 +142,34 @@ def test_the_page_makes_a_sample(server: str, bus: str) -> None:
         consumer.ack(group)
 
 
+def test_an_agent_of_an_environment_becomes_a_worker_by_its_base_url(
+    server: str, bus_name: str, seed: int
+) -> None:
+    schema = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
+    with (
+        shmbus.Bus.create(bus_name, "1MiB", schema=schema),
+        in_thread(lambda: serving_stub(StubEngine(seed), 0)) as engine,
+        in_thread(lambda: serving(Settings(bus=bus_name, engines=(engine.url,), port=0))),
+        GenericEnvClient(base_url=server).sync() as env,
+        shmbus.Producer(bus_name) as producer,
+        shmbus.Consumer(bus_name) as consumer,
+    ):
+        consumer.request("q1", group_size=1)
+        with producer.session(producer.requests.next(timeout=30.0), wait=30.0) as session:
+            result, messages, reward = env.reset(), [], 0.0
+            while not result.done:
+                messages.append(user(result.observation["text"]))
+                messages.append(chat(session, messages))
+                result = env.step({"word": 7})
+                reward += result.reward or 0.0
+            session.finish(reward)
+        [group] = consumer.take(1, 10.0)
+        sampled = [i for row in group[0].rows for i in row["tokens"][row["loss_mask"] == 1]]
+        assert (group[0].score, group[0].meta["turns"]) == (1.5, 3)
+        assert sampled == [i for each in engine.record for i in each.output]
+        consumer.ack(group)
+
+
 def test_a_context_that_was_rewritten_begins_a_row() -> None:
     record = EpisodeRecord()
     record.turn([1, 2], [3], [-1.0])
@@ -172,7 +206,8 @@ def test_what_cannot_be_trained_is_reported_and_asked_for_again(
     with shmbus.Producer(bus) as producer, shmbus.Consumer(bus, sample_retries=1) as consumer:
         assert not put_episode(producer, record, "q", group_size=1, index=0)
         assert consumer.take(1, 0.2) == []
-        [wanted] = wait_until(producer.requests.retries)
+        # The backoff ends while somebody takes.
+        [wanted] = wait_until(lambda: consumer.take(1, 0.1) or producer.requests.retries())
         assert words in wanted.reason
 
 

@@ -81,6 +81,8 @@ def answers_of(rows: Iterable[Row], left: dict[tuple[int, ...], list[Answer]]) -
                 and all(mask[at : at + len(answer.output)])
             ]
             assert fitting, f"the engine never sampled what is trained from token {at} on"
+            calls = {answer.number[0] for answer in fitting}
+            assert len(calls) == 1, "two calls asked and got the same: whose is it?"
             left[tuple(tokens[:at])].remove(fitting[0])
             found.append(fitting[0])
             at += len(fitting[0].output)

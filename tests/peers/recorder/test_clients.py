@@ -77,7 +77,8 @@ def chat_agent(session: shmbus.Session, rng: random.Random) -> None:
         messages.append({"role": "user", "content": f"on {turn}"})
     fork = [*messages[:2], {"role": "user", "content": "another way"}]
     client.chat.completions.create(model="m", messages=fork, n=2, max_tokens=8, extra_body=CONTENT)
-    summary = [{"role": "user", "content": "what was: little"}]
+    # Of this session alone: else two sessions may have the same answer, and nobody knows whose.
+    summary = [{"role": "user", "content": f"what was: little {rng.random()}"}]
     client.chat.completions.create(
         model="m", messages=summary, max_tokens=8, extra_body=CONTENT  # type: ignore[arg-type]
     )  # fmt: skip

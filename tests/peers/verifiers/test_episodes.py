@@ -209,7 +209,8 @@ def test_what_cannot_be_trained_is_reported_and_is_no_reward_of_0(
     with shmbus.Producer(bus) as producer, shmbus.Consumer(bus, sample_retries=1) as consumer:
         assert not put_episode(producer, made, "q", group_size=1, index=0)
         assert consumer.take(1, 0.2) == []
-        [wanted] = wait_until(producer.requests.retries)
+        # The backoff ends while somebody takes.
+        [wanted] = wait_until(lambda: consumer.take(1, 0.1) or producer.requests.retries())
         assert words in wanted.reason
         assert put_episode(producer, episode(trace(forked())), "q", group_size=1, index=0)
         assert len(consumer.take(1, 5.0)) == 1
