@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import importlib.util
 import itertools
 import os
@@ -148,8 +149,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take the environment that the imports of tests have left as the one of their children."""
+    """Take what the imports of tests have left as it is: their children's environment, no garbage.
+
+    A collection, as some tests ask for and each end of a fork does, leaves that alone.
+    """
     accept_environment()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

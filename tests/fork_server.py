@@ -18,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing
@@ -309,6 +310,9 @@ if __name__ == "__main__":
         # What an extra lacks here is said by the child that imports it.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    # What was imported is no child's garbage: one that ends would else visit all of it, and have
+    # each page copied for that. A child of torch's ended in a second of processor.
+    gc.freeze()
     todo = serve(connection)
     become(todo)
     if todo["program"][0] == "-m":
