@@ -513,6 +513,17 @@ def spawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawner]:
         spawner.end_all()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small matrices are slower on several threads, above all beside busy neighbours."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 # --- builds
 
 
