@@ -56,7 +56,10 @@ COMMANDS = tuple(f"shmbus.cli.{module}" for module in dict.fromkeys(cli._COMMAND
 PLAIN = ("uvloop", "shmbus.consumer", "shmbus.feeder", *COMMANDS)
 # With what torch imports at the first optimizer or loaded tensor, in as much time as all the rest.
 TORCH = (*PLAIN, "torch._dynamo", "trainer_adapter.handler.handler")
-HTTP = (*PLAIN, "aiohttp.web")
+HTTP = (*PLAIN, "aiohttp.web", "shmbus.gateway.server")
+#: Programs with one of these words need them.
+TORCH_WORDS = ("torch", "trainer_adapter", "shmbus.engines", "shmbus.tensors", "shmbus.weights")
+HTTP_WORDS = ("shmbus.gateway", "shmbus.web", '"proxy"')
 
 #: What children that run a function need; tests' own modules are not on the path of their template.
 FUNCTIONS = (
@@ -72,7 +75,6 @@ FUNCTIONS = (
     "shmbus.relay.weights_party",
     "shmbus.tensors",
     "shmbus.weights.shared_model",
-    "torch._dynamo",
     "trainer_adapter.handler.handler",
 )
 #: Their context. A process has one template, which imports what was set last before it starts: so
@@ -83,11 +85,9 @@ TEMPLATE.set_forkserver_preload([*FUNCTIONS])
 
 def modules_for(program: str, arguments: list[str]) -> tuple[str, ...]:
     """What a program, by its text or its module's name, will import."""
-    if "demo" in arguments or any(
-        word in program for word in ("torch", "trainer_adapter", "shmbus.weights")
-    ):
+    if "demo" in arguments or any(word in program for word in TORCH_WORDS):
         return TORCH
-    return HTTP if "shmbus.gateway" in program or "shmbus.web" in program else PLAIN
+    return HTTP if any(word in program for word in HTTP_WORDS) else PLAIN
 
 
 def environment() -> dict[str, str]:
