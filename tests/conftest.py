@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import importlib.util
 import itertools
 import os
@@ -28,7 +29,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from fork_server import Forked, Streams, accept_environment, end_servers, fork
+from fork_server import (
+    Forked,
+    Streams,
+    accept_environment,
+    end_servers,
+    fork,
+    share_servers,
+    use_servers,
+)
 
 from shmbus import Bus, Consumer, Feeder, Producer
 from shmbus.client.daemon_client import DaemonClient
@@ -147,9 +156,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(marker.args[0] * PATIENCE), append=False)
 
 
-def pytest_collection_finish() -> None:
-    """Take the environment that the imports of tests have left as the one of their children."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Take what the imports of tests have left as it is: their children's environment, no garbage.
+
+    A collection, as some tests ask for and each end of a fork does, leaves that alone.
+    """
     accept_environment()
+    if IS_WORKER:
+        use_servers(session.config.workerinput["fork_servers"])  # type: ignore[attr-defined]
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +215,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput["left_behind"] = _left_behind  # type: ignore[attr-defined]
     elif _left_behind and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Have all workers use the same fork servers: each takes seconds of processor to start."""
+    node.workerinput["fork_servers"] = share_servers()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -490,6 +511,17 @@ def spawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawner]:
         yield spawner
     finally:
         spawner.end_all()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small matrices are slower on several threads, above all beside busy neighbours."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 # --- builds

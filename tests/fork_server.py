@@ -8,7 +8,10 @@ Invariants:
 
 - A child is a process of its own, as one that was executed: its script is `__main__`, at the top of
   its stack; its arguments, directory, streams and environment are its own, and it ends as an
-  interpreter does. Signals, locks and descriptors know no difference.
+  interpreter does, but that no destructor of a C++ library runs. Signals, locks and descriptors
+  know no difference.
+- The workers of a run (pytest-xdist) share servers, which import at the first request and end with
+  the process that started them.
 - The server has one thread, and no handle, segment, loop or socket of shmbus is open in it: there
   is nothing for a child to inherit but modules.
 - What only a fresh interpreter can do is left to one: another environment, what an interpreter does
@@ -18,6 +21,8 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import importlib
 import json
 import multiprocessing
@@ -51,7 +56,10 @@ COMMANDS = tuple(f"shmbus.cli.{module}" for module in dict.fromkeys(cli._COMMAND
 PLAIN = ("uvloop", "shmbus.consumer", "shmbus.feeder", *COMMANDS)
 # With what torch imports at the first optimizer or loaded tensor, in as much time as all the rest.
 TORCH = (*PLAIN, "torch._dynamo", "trainer_adapter.handler.handler")
-HTTP = (*PLAIN, "aiohttp.web")
+HTTP = (*PLAIN, "aiohttp.web", "shmbus.gateway.server")
+#: Programs with one of these words need them.
+TORCH_WORDS = ("torch", "trainer_adapter", "shmbus.engines", "shmbus.tensors", "shmbus.weights")
+HTTP_WORDS = ("shmbus.gateway", "shmbus.web", '"proxy"')
 
 #: What children that run a function need; tests' own modules are not on the path of their template.
 FUNCTIONS = (
@@ -67,7 +75,6 @@ FUNCTIONS = (
     "shmbus.relay.weights_party",
     "shmbus.tensors",
     "shmbus.weights.shared_model",
-    "torch._dynamo",
     "trainer_adapter.handler.handler",
 )
 #: Their context. A process has one template, which imports what was set last before it starts: so
@@ -78,11 +85,9 @@ TEMPLATE.set_forkserver_preload([*FUNCTIONS])
 
 def modules_for(program: str, arguments: list[str]) -> tuple[str, ...]:
     """What a program, by its text or its module's name, will import."""
-    if "demo" in arguments or any(
-        word in program for word in ("torch", "trainer_adapter", "shmbus.weights")
-    ):
+    if "demo" in arguments or any(word in program for word in TORCH_WORDS):
         return TORCH
-    return HTTP if "shmbus.gateway" in program or "shmbus.web" in program else PLAIN
+    return HTTP if any(word in program for word in HTTP_WORDS) else PLAIN
 
 
 def environment() -> dict[str, str]:
@@ -145,26 +150,20 @@ class Forked:
 
 
 class ForkServer:
-    """The server's side that a test talks to; the process starts here.
+    """The server's side that a test talks to.
 
     Parameters
     ----------
-    modules : tuple of str
-        What it imports.
+    address : str
+        Where it listens.
     """
 
-    def __init__(self, modules: tuple[str, ...]) -> None:
+    def __init__(self, address: str) -> None:
         self._lock = threading.Lock()
         self._asked = 0
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES)
-        with theirs:
-            argv = [sys.executable, "-u", "-X", "faulthandler", __file__]
-            self._process = subprocess.Popen(
-                [*argv, str(theirs.fileno()), *modules],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+        self._socket.connect(address)
 
     def start(
         self,
@@ -189,7 +188,34 @@ class ForkServer:
                 # A watchdog may have ended the test that waited for an earlier one.
                 if number == self._asked:
                     return answer
-        raise ChildProcessError(f"the fork server ended with status {self._process.wait()}")
+        raise ChildProcessError("the fork server ended")
+
+    def close(self) -> None:
+        """Leave it."""
+        self._socket.close()
+
+
+class OwnServer(ForkServer):
+    """A server that starts here, and ends when this is closed or this process has ended.
+
+    Parameters
+    ----------
+    modules : tuple of str
+        What it imports.
+    """
+
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("")  # a name of the kernel's choice, without a file
+            listener.listen()
+            self.address: str = listener.getsockname().decode()
+            argv = [sys.executable, "-u", "-X", "faulthandler", __file__]
+            self._process = subprocess.Popen(
+                [*argv, str(listener.fileno()), *modules],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+            )
+            super().__init__(self.address)
 
     def close(self) -> None:
         """End it."""
@@ -198,11 +224,24 @@ class ForkServer:
         with contextlib.suppress(ConnectionError):  # it has died, and a test has told so
             self._socket.send(json.dumps({"end": True}).encode())
         self._process.wait()
-        self._socket.close()
+        super().close()
 
 
 _servers: dict[tuple[str, ...], ForkServer] = {}
 _environment: dict[str, str] = {}
+
+
+def share_servers() -> dict[str, str]:
+    """Start servers for other processes, and return the address of each by its modules."""
+    for modules in (PLAIN, TORCH, HTTP):
+        if modules not in _servers:
+            _servers[modules] = OwnServer(modules)
+    return {" ".join(modules): server.address for modules, server in _servers.items()}
+
+
+def use_servers(addresses: dict[str, str]) -> None:
+    """Have children be forked by servers that another process shares."""
+    _servers.update({tuple(words.split()): ForkServer(at) for words, at in addresses.items()})
 
 
 def accept_environment() -> None:
@@ -242,7 +281,7 @@ def fork(
         return None
     needs = modules_for(text, arguments)
     if needs not in _servers:
-        _servers[needs] = ForkServer(needs)
+        _servers[needs] = OwnServer(needs)
     return _servers[needs].start(program, arguments, directory, streams, more)
 
 
@@ -255,21 +294,60 @@ def end_servers() -> None:
 # --- in the server
 
 
-def serve(control: socket.socket) -> dict[str, Any]:
-    """Fork and reap for whoever is connected; returns in each child, with what it shall run."""
-    while data := control.recv(REQUEST_BYTES):
-        request: dict[str, Any] = json.loads(data)
-        if "end" in request:
-            break
-        if "reap" in request:
-            answer = os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])
-        else:
-            answer = os.fork()
-            if answer == 0:
-                control.close()
-                return request
-        control.send(json.dumps([request["number"], answer]).encode())
-    sys.exit(0)
+def load(modules: list[str], environment: dict[str, str]) -> None:
+    """Import what children need, as they would in this environment."""
+    os.environ.clear()
+    # Else NumPy's library of matrices starts threads when it is imported.
+    os.environ.update({**environment, "OPENBLAS_NUM_THREADS": "1"})
+    # No child compiles; and what Triton's library says of objects that outlive it would be printed.
+    sys.modules["triton"] = None  # type: ignore[assignment]
+    for name in modules:
+        # What an extra lacks here is said by the child that imports it.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    del sys.modules["triton"]
+    # What was imported is no child's garbage: one that ends would else visit all of it, and have
+    # each page copied for that. Children with torch ended in a second of processor.
+    gc.freeze()
+
+
+def serve(listener: socket.socket, modules: list[str]) -> dict[str, Any]:
+    """Fork and reap for all who connect; returns in each child, with what it shall run.
+
+    The first one who connects is the process that started this, and ends it.
+    """
+    owner, _ = listener.accept()
+    open_sockets = [listener, owner]
+    loaded = False
+    while True:
+        for each in select.select(open_sockets, [], [])[0]:
+            if each is listener:
+                open_sockets.append(listener.accept()[0])
+                continue
+            try:
+                data = each.recv(REQUEST_BYTES)
+            except ConnectionError:
+                data = b""
+            request: dict[str, Any] = json.loads(data or "{}")
+            if each is owner and (not data or "end" in request):
+                sys.exit(0)
+            if not data:
+                open_sockets.remove(each)
+                each.close()
+                continue
+            if "reap" in request:
+                answer = os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])
+            else:
+                if not loaded:
+                    load(modules, request["environment"])
+                    loaded = True
+                answer = os.fork()
+                if answer == 0:
+                    for each in open_sockets:
+                        each.close()
+                    return request
+            with contextlib.suppress(ConnectionError):
+                each.send(json.dumps([request["number"], answer]).encode())
 
 
 def become(request: dict[str, Any]) -> None:
@@ -302,14 +380,10 @@ def main_of(path: str) -> tuple[CodeType, dict[str, Any]]:
 if __name__ == "__main__":
     # A Ctrl-C is for the suite, which then ends this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    # Else NumPy's library of matrices starts threads when it is imported.
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    for name in sys.argv[2:]:
-        # What an extra lacks here is said by the child that imports it.
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    todo = serve(connection)
+    # The end of a process takes what a library holds; torch's destructors took as long as all else.
+    libc = ctypes.CDLL(None)
+    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+    todo = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     become(todo)
     if todo["program"][0] == "-m":
         runpy.run_module(todo["program"][1], run_name="__main__", alter_sys=True)

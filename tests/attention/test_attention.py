@@ -21,6 +21,8 @@ from torch import Tensor
 from trainer_adapter.attention import attention_backend, dispatch, native, varlen_attention
 from trainer_adapter.attention import plan as planning
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HEAD_DIM = 16
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (2, 0), (-1, 2), (2, -1), (3, 1), (40, 40)]
 HEADS = [(2, 2), (4, 2), (4, 1)]
@@ -32,14 +34,6 @@ BATCHES = {
     "cross": [(3, 7), (7, 3), (0, 4), (4, 0), (1, 9), (6, 6), (9, 1)],
     "several blocks": [(300, 300), (2, 5), (140, 400), (400, 140)],
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Case(NamedTuple):

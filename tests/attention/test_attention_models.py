@@ -25,16 +25,10 @@ from trainer_adapter.attention import (
 from trainer_adapter.attention import compiled as compiled_attention
 from trainer_adapter.batches.batch import Batch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = [5, 1, 9, 9, 0, 30]
 WINDOWS = [(-1, 0), (3, 1), (-1, -1)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def borders(lengths: list[int]) -> Tensor:

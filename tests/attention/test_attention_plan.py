@@ -5,21 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from test_attention import visible_keys
 
 from trainer_adapter.attention import buckets as moving
 from trainer_adapter.attention import plan as planning
 
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (2, 0), (-1, 2), (2, -1), (3, 1), (40, 40)]
-
-
-def visible_keys(n_q: int, n_k: int, window: tuple[int, int]) -> Tensor:
-    left, right = window
-    row = torch.arange(n_q)[:, None] - n_q
-    key = torch.arange(n_k) - n_k
-    ahead = key - row
-    no_limit = torch.ones(n_q, n_k, dtype=torch.bool)
-    return (no_limit if right < 0 else ahead <= right) & (no_limit if left < 0 else -ahead <= left)
 
 
 def plan_of(

@@ -13,15 +13,8 @@ from trainer_adapter.attention import prefix_attention, prefixes, varlen_attenti
 from trainer_adapter.batches import prefix_tree
 from trainer_adapter.batches.prefix_tree import PrefixTree, share_prefixes
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_sequences(rng: np.random.Generator, longest: int) -> list[list[np.ndarray[Any, Any]]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from conftest import Daemon, Spawner, wait_until
+from operators import cli, usage
 
 from shmbus import Bus, Consumer, Producer
 from shmbus.daemon.history import GROUP_EVENTS, OTHER_EVENTS, Events, ProducerWatch
@@ -30,11 +28,6 @@ def kinds(name: str) -> list[tuple[str, str]]:
 
 def events_of(name: str, key: str) -> list[str]:
     return [event.kind for event in read_group(name, key).events]
-
-
-def run_events(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shmbus", "events", name, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_a_group_is_told_from_its_first_sample_to_its_end(bus_name: str, daemon: Start) -> None:
@@ -129,15 +122,15 @@ def test_the_command_says_the_same_and_goes_on_from_a_number(bus_name: str, daem
     with Producer(bus_name) as producer, Consumer(bus_name) as taker:
         put(producer, "q", range(4))
         [group] = taker.take(timeout=10)
-        found = json.loads(run_events(bus_name, "--json").stdout)
+        found = cli("events", bus_name, "--json").json()
         assert found["events"][-1]["kind"] == "leased"
         group.ack()
-        newer = json.loads(run_events(bus_name, "--json", "--after", str(found["newest"])).stdout)
+        newer = cli("events", bus_name, "--json", "--after", str(found["newest"])).json()
         assert [event["kind"] for event in newer["events"]] == ["acknowledged"]
-        assert "q  acknowledged by" in run_events(bus_name).stdout
-        told = json.loads(run_events(bus_name, "--group", "q", "--json").stdout)
+        assert "q  acknowledged by" in cli("events", bus_name).out
+        told = cli("events", bus_name, "--group", "q", "--json").json()
         assert (told["state"], told["source"]) == ("gone", "daemon")
-    assert run_events(bus_name, "--limit", "0").returncode == 2
+    assert usage("events", bus_name, "--limit", "0").status == 2
 
 
 def test_without_a_daemon_a_group_is_told_by_its_records(bus_name: str) -> None:
@@ -148,10 +141,10 @@ def test_without_a_daemon_a_group_is_told_by_its_records(bus_name: str) -> None:
         assert found.group is not None and found.group.present == 2
         assert "shmbus serve" in found.problem
         assert read_group(bus_name, "q").state == "gone"
-        done = run_events(bus_name)
-        assert done.returncode == 1 and "kept by a daemon" in done.stderr
-        done = run_events(bus_name, "--group", "q", "--round", "3")
-        assert done.returncode == 0 and "2 of 4 samples" in done.stdout
+        done = cli("events", bus_name)
+        assert done.status == 1 and "kept by a daemon" in done.err
+        done = cli("events", bus_name, "--group", "q", "--round", "3")
+        assert done.status == 0 and "2 of 4 samples" in done.out
 
 
 def test_texts_of_producers_steer_no_terminal(bus_name: str, daemon: Start) -> None:
@@ -161,7 +154,7 @@ def test_texts_of_producers_steer_no_terminal(bus_name: str, daemon: Start) -> N
         producer.fail(evil, 0, evil, group_size=1)
         wait_until(lambda: read_group(bus_name, evil).events, what="the failure")
     for arguments in ((), ("--group", evil)):
-        printed = run_events(bus_name, *arguments).stdout
+        printed = cli("events", bus_name, *arguments).out
         assert "failed" in printed and "\x1b" not in printed.replace(evil, "")
 
 

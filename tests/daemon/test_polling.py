@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from conftest import Daemon, wait_until
+from conftest import Daemon, client_of, wait_until
 
 from shmbus import Consumer, Group, Ledger, Producer
-from shmbus.client.daemon_client import DaemonClient
 from shmbus.control.ask import ask_status
 from shmbus.control.messages import StatusReply
 
@@ -21,12 +20,6 @@ DEADLINE_S = 30.0
 def put(producer: Producer, key: str, index: int = 0, size: int = 1, version: int = 0) -> None:
     tokens = np.arange(4, dtype=np.int32)
     producer.put(key, group_size=size, index=index, policy_version=version, tokens=tokens)
-
-
-def source_of(consumer: Consumer) -> DaemonClient:
-    source = consumer._source
-    assert isinstance(source, DaemonClient)
-    return source
 
 
 def ledger_of(name: str) -> Ledger:
@@ -51,7 +44,7 @@ def test_what_was_asked_ahead_and_answered_long_ago_is_no_answer_to_a_poll(
         wait_until(lambda: ledger_of(bus_name).in_ring == 0, what="the ring to be read")
         # All that was asked for, so that as many are asked ahead; the daemon has none.
         assert len(consumer.take(16, 0)) == 16
-        client = source_of(consumer)
+        client = client_of(consumer)
         assert client.state.open_take is not None
         wire = client.connection.wire
         assert wire is not None and wire.wait(DEADLINE_S)

@@ -81,6 +81,12 @@ def test_ctrl_c_and_a_stop_reach_it(spawn: Spawner) -> None:
     wait_until(lambda: not child.running)
 
 
+def test_it_ends_without_a_word_of_what_its_server_has_imported(spawn: Spawner) -> None:
+    child = spawn.script("import torch\nprint('over')")
+    assert isinstance(child.popen, Forked)
+    assert child.finish() == "over\n"
+
+
 def test_another_environment_gets_a_fresh_one(
     spawn: Spawner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

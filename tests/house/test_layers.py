@@ -9,6 +9,7 @@ file before any of its modules; that this stays cheap is what the last test chec
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -183,6 +184,7 @@ def imported_names(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@functools.cache
 def imports() -> dict[str, set[str]]:
     """What each module imports of the others."""
     known = modules()

@@ -166,8 +166,8 @@ def test_no_module_that_reads_a_segment_or_a_socket_knows_pickle_or_eval() -> No
                     names = [node.module or ""]
                 elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                     names = [node.func.id]
-                elif isinstance(node, ast.Attribute):
-                    names = [ast.unparse(node)]
+                elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    names = [f"{node.value.id}.{node.attr}"]
                 elif isinstance(node, ast.keyword):
                     names = [node.arg or ""]
                 if any(UNPICKLES.fullmatch(name) for name in names):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
-from conftest import Daemon, wait_until
+from conftest import Daemon, Spawner, wait_until
+from operators import cli
 
 from shmbus import Bus, BusFullError, Consumer, Producer
 from shmbus.inspect.groups import read_groups
@@ -49,7 +47,7 @@ def test_a_bus_in_order_has_no_finding(bus_name: str) -> None:
 
 
 def test_a_ring_full_of_complete_and_incomplete_groups_names_both(
-    bus_name: str, daemon: Callable[..., Daemon]
+    bus_name: str, daemon: Callable[..., Daemon], spawn: Spawner
 ) -> None:
     daemon("--capacity", "1MiB")
     with Producer(bus_name) as producer, Consumer(bus_name) as trainer:
@@ -61,20 +59,19 @@ def test_a_ring_full_of_complete_and_incomplete_groups_names_both(
             for number in range(1000):
                 producer.put(f"q{number}", group_size=1, index=0, tokens=[1] * 8000, timeout=0.2)
         script = "import sys, shmbus\nshmbus.Producer(sys.argv[1]).put('z', group_size=1, index=0, "
-        waiting = subprocess.Popen([sys.executable, "-c", script + "tokens=[1] * 20000)", bus_name])
-        try:
-            wait_until(lambda: read_status(bus_name).space_wanted, what="a producer that waits")
-            sentence = said(bus_name).sentence
-        finally:
-            waiting.kill()
-            waiting.wait()
+        waiting = spawn.script(script + "tokens=[1] * 20000)", bus_name)
+        wait_until(lambda: read_status(bus_name).space_wanted, what="a producer that waits")
+        sentence = said(bus_name).sentence
+        waiting.kill()
         assert held and re.search(
             r"60 incomplete groups, and \d+ complete ones that wait", sentence
         ), sentence
         assert "Have the trainer take groups, set group_timeout" in sentence, sentence
 
 
-def test_aborted_reservations_that_nobody_reads_are_not_a_lack_of_capacity(bus_name: str) -> None:
+def test_aborted_reservations_that_nobody_reads_are_not_a_lack_of_capacity(
+    bus_name: str, spawn: Spawner
+) -> None:
     script = (
         "import sys, shmbus\n"
         "producer = shmbus.Producer(sys.argv[1])\n"
@@ -83,15 +80,12 @@ def test_aborted_reservations_that_nobody_reads_are_not_a_lack_of_capacity(bus_n
         "    producer.reserve('q', group_size=1, index=0, fields=fields).abort()\n"
     )
     with Bus.create(bus_name, "1MiB"):
-        filler = subprocess.Popen([sys.executable, "-c", script, bus_name])
-        try:
-            wait_until(lambda: read_status(bus_name).space_wanted, what="a full ring")
-            sentence = said(bus_name).sentence
-            assert "reservations stay until somebody reads the bus" in sentence, sentence
-            assert "Start the trainer" in sentence
-        finally:
-            filler.kill()
-            filler.wait()
+        filler = spawn.script(script, bus_name)
+        wait_until(lambda: read_status(bus_name).space_wanted, what="a full ring")
+        sentence = said(bus_name).sentence
+        assert "reservations stay until somebody reads the bus" in sentence, sentence
+        assert "Start the trainer" in sentence
+        filler.kill()
 
 
 def test_groups_with_one_producer_each_wait_for_it() -> None:
@@ -228,18 +222,13 @@ def test_the_command_line_says_it_too(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
         producer.put("q", group_size=3, index=1, score=1.0, tokens=[1])
         producer.fail("q", group_size=3, index=0, reason="boom")
-        command = [sys.executable, "-m", "shmbus", "inspect", bus_name, "--groups"]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert "x#." in text and "failed: q[0], once: boom" in text
-        printed = subprocess.run(
-            [*command, "5", "--json"], capture_output=True, text=True, check=True
-        ).stdout
-        assert json.loads(printed)["groups"][0]["cells"][0]["state"] == "failed"
-        status = subprocess.run(
-            [sys.executable, "-m", "shmbus", "status", bus_name, "--json"],
-            capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
-        assert json.loads(status)["verdict"]["findings"][0]["kind"] == "nobody_reads"
+        told = cli("inspect", bus_name, "--groups")
+        assert told.status == 0
+        assert "x#." in told.out and "failed: q[0], once: boom" in told.out
+        found = cli("inspect", bus_name, "--groups", "5", "--json").json()
+        assert found["groups"][0]["cells"][0]["state"] == "failed"
+        status = cli("status", bus_name, "--json").json()
+        assert status["verdict"]["findings"][0]["kind"] == "nobody_reads"
 
 
 def test_failures_alike_are_one_line(bus_name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import Child, Spawner, open_descriptors, wait_until
+from operators import cli
 
 from shmbus import BusBusyError, DamagedError, WaitTimeoutError, errors
 from shmbus.pool import (
@@ -460,10 +460,9 @@ def test_gc_removes_a_pool_only_when_nobody_has_it_open(
 
 
 def gc_of(name: str, *options: str) -> str:
-    import sys
-
-    argv = [sys.executable, "-m", "shmbus.cli", "gc", name, *options]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
+    done = cli("gc", name, *options)
+    assert done.status == 0, done.err
+    return done.out
 
 
 def test_a_stopped_publisher_keeps_its_place(bus_name: str, spawn: Spawner) -> None:

@@ -60,7 +60,7 @@ def test_interrupting_it_leaves_no_process_and_no_segment(
     spawn: Spawner, tmp_path: Path, number: int
 ) -> None:
     child = spawn.module(
-        "shmbus.cli", "demo", "--no-live", "--chaos", "--workers", 3, "--output", tmp_path
+        "shmbus.cli", "demo", "--no-live", "--chaos", "--workers", 2, "--output", tmp_path
     )
     wait_until(lambda: has_stepped(child), 60, "the first step")
     workers = workers_of(child)

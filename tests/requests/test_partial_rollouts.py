@@ -24,12 +24,6 @@ def bus(bus_name: str) -> Iterator[Bus]:
     assert not os.path.exists("/dev/shm" + companion_name("partial", bus_name))
 
 
-@pytest.fixture
-def producer(bus: Bus) -> Iterator[Producer]:
-    with Producer(bus.name) as handle:
-        yield handle
-
-
 def offer(bus: Bus, groups: int = 1, size: int = 1) -> None:
     with Feeder(bus.name) as feeder:
         for number in range(groups):

@@ -24,12 +24,6 @@ def bus(bus_name: str) -> Iterator[Bus]:
         yield handle
 
 
-@pytest.fixture
-def producer(bus: Bus) -> Iterator[Producer]:
-    with Producer(bus.name) as handle:
-        yield handle
-
-
 def put(producer: Producer, key: str, index: int, size: int = 2, **more: Any) -> None:
     arguments: dict[str, Any] = {"x": np.full(20, index, np.int32), "timeout": 30, **more}
     producer.put(key, group_size=size, index=index, **arguments)

@@ -21,12 +21,6 @@ def bus(bus_name: str) -> Iterator[Bus]:
         yield handle
 
 
-@pytest.fixture
-def producer(bus: Bus) -> Iterator[Producer]:
-    with Producer(bus.name) as handle:
-        yield handle
-
-
 def put(producer: Producer, key: str, lengths: tuple[int, ...] = (3, 5)) -> None:
     producer.put_group(
         key, [{"tokens": np.arange(n, dtype=np.int32), "score": float(n)} for n in lengths]

@@ -20,6 +20,8 @@ from shmbus import Annotator, Bus, Columns, Consumer, Producer, ProtocolError
 from trainer_adapter import OnlineDataHandler
 
 REFERENCE = {"ref_logprobs": "float32"}
+# To allocate what is usual takes long, and no test fills it.
+SMALL = {"capacity": "8MiB", "request_capacity": "8MiB"}
 # The long form has thousands.
 GROUPS = int(os.environ.get("SHMBUS_TEST_ANNOTATED", "80"))
 
@@ -55,8 +57,8 @@ def in_thread(work: Any) -> threading.Thread:
 def test_a_batch_waits_for_its_column_and_two_passes_see_each_other(bus: Bus) -> None:
     put(bus, 4)
     with (
-        Columns(bus.name, {"teacher": "float64"}) as teacher,
-        Columns(bus.name, REFERENCE, fields=("tokens", "teacher")) as second,
+        Columns(bus.name, {"teacher": "float64"}, **SMALL) as teacher,
+        Columns(bus.name, REFERENCE, fields=("tokens", "teacher"), **SMALL) as second,
         OnlineDataHandler(
             bus.name, groups_per_batch=4, annotate_group=[teacher, second]
         ) as handler,
@@ -99,7 +101,7 @@ def test_a_batch_waits_for_its_column_and_two_passes_see_each_other(bus: Bus) ->
 def test_one_that_never_writes_is_told_by_a_deadline_and_asked_still(bus: Bus) -> None:
     put(bus, 1)
     with (
-        Columns(bus.name, REFERENCE, timeout=0.3) as columns,
+        Columns(bus.name, REFERENCE, timeout=0.3, **SMALL) as columns,
         OnlineDataHandler(bus.name, groups_per_batch=1, annotate_group=columns) as handler,
         Annotator(bus.name, REFERENCE) as annotator,
     ):
@@ -144,7 +146,7 @@ def test_what_an_annotator_writes_wrong_is_named(
 ) -> None:
     put(bus, 1)
     with (
-        Columns(bus.name, REFERENCE) as columns,
+        Columns(bus.name, REFERENCE, **SMALL) as columns,
         OnlineDataHandler(bus.name, groups_per_batch=1, annotate_group=columns) as handler,
         Annotator(bus.name, REFERENCE) as annotator,
     ):

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from conftest import keys_of
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -90,6 +89,9 @@ def test_torchs_stateful_data_loader_resumes_it(
 def test_a_distributed_checkpoint_saves_and_loads_it(
     bus: Bus, producer: Producer, tmp_path: Path, acks: int
 ) -> None:
+    # Here and not above: it takes as long as torch, in each worker that collects this file.
+    import torch.distributed.checkpoint as dcp
+
     keys = [f"k{number}" for number in range(8)]
     for key in keys:
         put(producer, key)

@@ -5,7 +5,6 @@ What needs the bus is tested elsewhere; here one process samples, packs and lear
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,18 +20,11 @@ from trainer_adapter.demo.policy import Policy  # noqa: E402
 from trainer_adapter.demo.sampler import PolicyConfig, Sample, Sampler, evaluate  # noqa: E402
 from trainer_adapter.demo.task import EOS, SEP, SortTask  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TASK = SortTask()
 # Float32 sums in another order: two blocks of width 64 stay well below this.
 LOGPROB_TOLERANCE = 1e-4
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small are slower on several threads, above all beside busy neighbours."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -11,12 +12,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from answering import answering
 from conftest import Daemon, wait_until
 
 import shmbus
@@ -42,24 +43,7 @@ def ids(batch: Any) -> list[str]:
     return [group.instance_id for group in batch.groups]
 
 
-@contextmanager
-def worker(name: str, does: Callable[[Producer, shmbus.Request], None] = answer) -> Iterator[None]:
-    """Have a thread do something with each request."""
-    ends = threading.Event()
-
-    def work() -> None:
-        with Producer(name) as producer:
-            while not ends.is_set():
-                if (request := producer.requests.next(timeout=0.05)) is not None:
-                    does(producer, request)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        thread.join()
+worker = functools.partial(answering, answer=answer)
 
 
 def open_ids(name: str) -> list[str]:
@@ -186,7 +170,7 @@ def test_a_group_that_ends_otherwise_than_trained_is_replaced(
         daemon(*[flag for flag in flags if flag != "True"])
     with (
         OnlineDataHandler(bus.name, groups_per_batch=2, malformed="drop", **options) as handler,
-        worker(bus.name, does),
+        answering(bus.name, does),
     ):
         handler.set_policy_version(9)
         handler.offer(prompts(30), ahead=1, group_size=2)

@@ -18,15 +18,9 @@ from trainer_adapter.logprobs import logit_rows, token_logprobs
 from trainer_adapter.losses import policy_loss
 from trainer_adapter.microbatch import micro_batches
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PLAIN = ("tokens", "position_ids", "cu_seqlens", "loss_mask", "logprobs", "advantages", "scores")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 from conftest import Daemon, Spawner, segments_named, wait_until
 from msgspec import to_builtins
+from operators import cli
 from pages import TRAINER, WORKER, Web
 
 from shmbus import Bus, Consumer, Producer, unlink
@@ -31,9 +30,7 @@ Picture = dict[str, Any]
 
 def status_of(name: str) -> Picture:
     """What ``shmbus status --json`` prints."""
-    command = [sys.executable, "-m", "shmbus", "status", name, "--json"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    found: Picture = json.loads(printed)
+    found: Picture = cli("status", name, "--json").json()
     return found
 
 

@@ -6,13 +6,12 @@ import importlib.metadata
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import Daemon, wait_until
+from operators import cli
 from pages import Web
 
 pytestmark = pytest.mark.skipif(
@@ -71,7 +70,6 @@ def test_a_page_that_dies_harms_nobody_and_comes_again_with_its_token(
 
 
 def test_a_port_that_is_none_is_a_usage_error(bus_name: str) -> None:
-    command = [sys.executable, "-m", "shmbus", "serve", bus_name, "--web", "70000"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "expected 0 to 65535" in done.stderr
+    done = cli("serve", bus_name, "--web", "70000")
+    assert done.status == 2
+    assert "expected 0 to 65535" in done.err
