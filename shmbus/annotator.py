@@ -3,7 +3,8 @@
 A trainer's `Columns` offers each group to the annotators of its columns, with the arrays that they
 need, and waits for their answer; an `Annotator` takes such groups and writes their columns. They
 meet on a bus of their own, ``NAME.columns.COLUMN+COLUMN``: its request lane hands a group to one
-annotator at a time, and again after a death; its ledger says who waits for whom.
+annotator at a time, and again after a death; its ledger says who waits for whom. Several ranks
+share it, each by a split of its own.
 
 Invariants:
 
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from shmbus import errors
-from shmbus._arguments import check_timeout
+from shmbus._arguments import TRAIN, check_rank, check_timeout
 from shmbus._closing import ClosedByWith
 from shmbus._encoding import parse_dtype
 from shmbus._prompts import Request
@@ -283,14 +284,19 @@ class Columns(ClosedByWith):
         Seconds to wait for a group; None waits for ever.
     capacity, request_capacity : int or str
         Of the bus of the columns: for what was written and not trained yet, and for the groups that
-        wait for annotators.
+        wait for annotators. Of several ranks the daemon decides.
+    rank, world_size : int
+        Those of the handler. Several ranks need a daemon on the bus of the columns, which gives
+        each what was written for it: ``shmbus serve run1.columns.ref_logprobs``.
 
     Raises
     ------
     TypeError, ValueError
-        `writes` is no mapping of names to dtypes.
+        `writes` is no mapping of names to dtypes, or `rank` is none of `world_size`.
     BusExistsError, BusBusyError
         The bus of the columns is another, or another process asks for them.
+    BusNotFoundError, DaemonUnavailableError
+        Nobody serves the bus of the columns of several ranks.
     """
 
     def __init__(
@@ -303,13 +309,20 @@ class Columns(ClosedByWith):
         timeout: float | None = None,
         capacity: int | str = "256MiB",
         request_capacity: int | str = "64MiB",
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
+        rank, world_size = check_rank(rank, world_size)
         self._columns = _columns(writes)
         self._fields, self._tokens = tuple(fields), tokens
         self._timeout = check_timeout(timeout)
         self.name = _bus_of(bus, self._columns)
-        Bus.ensure(self.name, capacity, request_capacity=request_capacity).close()
-        self._consumer = Consumer(self.name, daemon=False, on_stall=None)
+        if world_size == 1:
+            Bus.ensure(self.name, capacity, request_capacity=request_capacity).close()
+        self._split = f"rank{rank}" if rank else TRAIN
+        self._consumer = Consumer(
+            self.name, daemon=world_size > 1 or None, split=self._split, on_stall=None
+        )
         #: What was written, by the group's name, and not asked for yet.
         self._written: dict[str, Group] = {}
         #: Groups that have their columns, each with what these lie in.
@@ -360,7 +373,7 @@ class Columns(ClosedByWith):
 
     def _offer(self, name: str, group: Group) -> bool:
         """Offer a group to annotators, unless it is; False where there is no room."""
-        if (name, None, "train") in self._consumer.open_requests():
+        if (name, None, self._split) in self._consumer.open_requests():
             return True
         sent: dict[str, Any] = {_BORDERS: self._borders(group)}
         for field in self._fields:
@@ -368,7 +381,9 @@ class Columns(ClosedByWith):
             sent[field] = np.concatenate(own)
         meta = {"instance_id": group.instance_id, "round": group.round}
         try:
-            self._consumer.request(name, group_size=1, meta=meta, timeout=0, **sent)
+            self._consumer.request(
+                name, group_size=1, meta=meta, split=self._split, timeout=0, **sent
+            )
         except errors.BusFullError:
             return False
         return True

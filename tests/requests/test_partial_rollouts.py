@@ -318,7 +318,7 @@ def put_spanning(producer: Producer, key: str, version_of: list[int], **more: An
     ],
 )
 def test_a_rollout_whose_share_of_old_trained_tokens_is_small_is_not_stale(
-    bus: Bus, producer: Producer, share: float, kept: list[str]
+    bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture, share: float, kept: list[str]
 ) -> None:
     with Consumer(bus.name, max_policy_lag=2, stale_share=share) as consumer:
         consumer.policy_version = 10
@@ -335,6 +335,7 @@ def test_a_rollout_whose_share_of_old_trained_tokens_is_small_is_not_stale(
         ledger = consumer.stats()
         assert ledger.dropped["stale"] == 2 * (5 - len(kept)) + 1
         assert ledger.balanced
+    assert "token_versions" not in caplog.text
 
 
 def test_the_share_is_of_a_continued_rollout_as_it_was_released_and_answered(
