@@ -8,10 +8,11 @@ share it, each by a split of its own.
 
 Invariants:
 
-- A group is called by its first sample's identity on its bus. So what was written for it is never
-  another's, and a trainer that starts again finds what was written for the one before.
+- A group is called by its bus's identity and its first sample's there. So what was written for it
+  is never another's, and a trainer that starts again finds what was written for the one before.
 - A column is committed once, as a whole group's, with the dtype that both sides were told.
-- What was written stays in the ring until its group has ended, so a trainer's death loses none.
+- What was written stays in the ring until its group has ended, so a trainer's death loses none; the
+  next life ends what was left of groups that had ended.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from shmbus._encoding import parse_dtype
 from shmbus._prompts import Request
 from shmbus.consumer import Consumer
 from shmbus.group import Group
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus.producer import Producer
 from shmbus.segment.bus import Bus
 from shmbus.segment.names import check_name
@@ -296,7 +298,7 @@ class Columns(ClosedByWith):
     BusExistsError, BusBusyError
         The bus of the columns is another, or another process asks for them.
     BusNotFoundError, DaemonUnavailableError
-        Nobody serves the bus of the columns of several ranks.
+        There is no such bus, or nobody serves that of the columns of several ranks.
     """
 
     def __init__(
@@ -329,6 +331,28 @@ class Columns(ClosedByWith):
         self._used: list[tuple[Group, str, Group]] = []
         self._pulling = False
         self._came = asyncio.Event()
+        try:
+            with SegmentFile(bus) as file:
+                self._bus = file.header["identity"].tobytes().hex()
+                self._end_left(file)
+        except BaseException:
+            self._consumer.close()
+            raise
+
+    def _end_left(self, file: SegmentFile) -> None:
+        """Take what was written for the lives before; end it where its group has ended."""
+        while written := self._consumer.take(64, timeout=0):
+            self._written.update((group.instance_id, group) for group in written)
+        below = [*file.slots()["committed"][:-1].tolist(), 0]
+        scans = [file.scan(run, below[run.slot]) for run in file.runs()] if self._written else []
+        if any(scan.changed for scan in scans):
+            return  # a record was moved, or released: the next life finds out
+        keys = np.frombuffer(b"".join(scan.keys for scan in scans), "<u8").reshape(-1, 2)
+        for name in self._written.keys() - {self._name(*key) for key in keys.tolist()}:
+            self._written.pop(name).ack()
+
+    def _name(self, producer_id: int, sequence: int) -> str:
+        return f"{self._bus}.{producer_id}.{sequence}"
 
     async def __call__(self, group: Group) -> dict[str, list[NDArray[Any]]]:
         """Have a group annotated; call it by a handler.
@@ -350,7 +374,7 @@ class Columns(ClosedByWith):
         """
         self._end_used()
         first = group.trajectories[0]
-        name = f"{first.producer_id}.{first.sequence}"
+        name = self._name(first.producer_id, first.sequence)
         began_s = time.monotonic()
         offered = False
         while name not in self._written:

@@ -329,3 +329,53 @@ def test_ranks_without_a_daemon_of_their_columns_are_told_so(
         Columns(bus.name, REFERENCE, rank=1, world_size=2)
     with pytest.raises(ValueError, match="rank: expected 0 to 1, got 2"):
         Columns(bus.name, REFERENCE, rank=2, world_size=2)
+
+
+def annotated(handler: OnlineDataHandler, annotator: Annotator, groups: int = 1) -> Any:
+    """The next batch, once an annotator has written the columns of all groups."""
+    with pytest.raises(TimeoutError):
+        handler.next_batch(0.5)
+    for _ in range(groups):
+        group = annotator.take(30)
+        assert group is not None
+        group.write(ref_logprobs=reference(group))
+    return handler.next_batch(30)
+
+
+def test_a_bus_that_is_made_anew_gets_no_columns_of_the_one_before(bus: Bus) -> None:
+    put(bus, 1)
+    for first in (0, 5):
+        with (
+            Columns(bus.name, REFERENCE, timeout=0.2) as columns,
+            OnlineDataHandler(bus.name, groups_per_batch=1, annotate_group=columns) as handler,
+            Annotator(bus.name, REFERENCE) as annotator,
+        ):
+            batch = annotated(handler, annotator)
+            assert torch.equal(batch.extra["ref_logprobs"], -batch.tokens.float())
+        if not first:
+            shmbus.unlink(bus.name)
+            Bus.ensure(bus.name, capacity="16MiB").close()
+            put(bus, 1, first=5)
+    shmbus.unlink(bus.name)
+    with Consumer(columns.name) as consumer:
+        # That of the bus before has ended.
+        assert [len(group) for group in consumer.take(10, timeout=0.2)] == [1]
+        assert consumer.stats().acknowledged == 1
+
+
+def test_what_was_written_for_a_group_that_has_ended_ends_with_the_next_life(bus: Bus) -> None:
+    put(bus, 2)
+    with (
+        Columns(bus.name, REFERENCE, timeout=0.2) as columns,
+        OnlineDataHandler(bus.name, groups_per_batch=1, annotate_group=columns) as handler,
+        Annotator(bus.name, REFERENCE) as annotator,
+    ):
+        handler.ack(annotated(handler, annotator, groups=2))
+        columns._used.clear()  # as after a death: nothing that was written is told to have ended
+        columns.close()
+    with Columns(bus.name, REFERENCE) as columns, Annotator(bus.name, REFERENCE) as annotator:
+        assert columns._consumer.stats().acknowledged == 1
+        with OnlineDataHandler(bus.name, groups_per_batch=1, annotate_group=columns) as handler:
+            batch = handler.next_batch(30)
+            assert torch.equal(batch.extra["ref_logprobs"], -batch.tokens.float())
+            assert annotator.take(0) is None
