@@ -3,14 +3,16 @@
 A trainer's `Columns` offers each group to the annotators of its columns, with the arrays that they
 need, and waits for their answer; an `Annotator` takes such groups and writes their columns. They
 meet on a bus of their own, ``NAME.columns.COLUMN+COLUMN``: its request lane hands a group to one
-annotator at a time, and again after a death; its ledger says who waits for whom.
+annotator at a time, and again after a death; its ledger says who waits for whom. Several ranks
+share it, each by a split of its own.
 
 Invariants:
 
-- A group is called by its first sample's identity on its bus. So what was written for it is never
-  another's, and a trainer that starts again finds what was written for the one before.
+- A group is called by its bus's identity and its first sample's there. So what was written for it
+  is never another's, and a trainer that starts again finds what was written for the one before.
 - A column is committed once, as a whole group's, with the dtype that both sides were told.
-- What was written stays in the ring until its group has ended, so a trainer's death loses none.
+- What was written stays in the ring until its group has ended, so a trainer's death loses none; the
+  next life ends what was left of groups that had ended.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from shmbus import errors
-from shmbus._arguments import check_timeout
+from shmbus._arguments import TRAIN, check_rank, check_timeout
 from shmbus._closing import ClosedByWith
 from shmbus._encoding import parse_dtype
 from shmbus._prompts import Request
 from shmbus.consumer import Consumer
 from shmbus.group import Group
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus.producer import Producer
 from shmbus.segment.bus import Bus
 from shmbus.segment.names import check_name
@@ -283,14 +286,19 @@ class Columns(ClosedByWith):
         Seconds to wait for a group; None waits for ever.
     capacity, request_capacity : int or str
         Of the bus of the columns: for what was written and not trained yet, and for the groups that
-        wait for annotators.
+        wait for annotators. Of several ranks the daemon decides.
+    rank, world_size : int
+        Those of the handler. Several ranks need a daemon on the bus of the columns, which gives
+        each what was written for it: ``shmbus serve run1.columns.ref_logprobs``.
 
     Raises
     ------
     TypeError, ValueError
-        `writes` is no mapping of names to dtypes.
+        `writes` is no mapping of names to dtypes, or `rank` is none of `world_size`.
     BusExistsError, BusBusyError
         The bus of the columns is another, or another process asks for them.
+    BusNotFoundError, DaemonUnavailableError
+        There is no such bus, or nobody serves that of the columns of several ranks.
     """
 
     def __init__(
@@ -303,19 +311,48 @@ class Columns(ClosedByWith):
         timeout: float | None = None,
         capacity: int | str = "256MiB",
         request_capacity: int | str = "64MiB",
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
+        rank, world_size = check_rank(rank, world_size)
         self._columns = _columns(writes)
         self._fields, self._tokens = tuple(fields), tokens
         self._timeout = check_timeout(timeout)
         self.name = _bus_of(bus, self._columns)
-        Bus.ensure(self.name, capacity, request_capacity=request_capacity).close()
-        self._consumer = Consumer(self.name, daemon=False, on_stall=None)
+        if world_size == 1:
+            Bus.ensure(self.name, capacity, request_capacity=request_capacity).close()
+        self._split = f"rank{rank}" if rank else TRAIN
+        self._consumer = Consumer(
+            self.name, daemon=world_size > 1 or None, split=self._split, on_stall=None
+        )
         #: What was written, by the group's name, and not asked for yet.
         self._written: dict[str, Group] = {}
         #: Groups that have their columns, each with what these lie in.
         self._used: list[tuple[Group, str, Group]] = []
         self._pulling = False
         self._came = asyncio.Event()
+        try:
+            with SegmentFile(bus) as file:
+                self._bus = file.header["identity"].tobytes().hex()
+                self._end_left(file)
+        except BaseException:
+            self._consumer.close()
+            raise
+
+    def _end_left(self, file: SegmentFile) -> None:
+        """Take what was written for the lives before; end it where its group has ended."""
+        while written := self._consumer.take(64, timeout=0):
+            self._written.update((group.instance_id, group) for group in written)
+        below = [*file.slots()["committed"][:-1].tolist(), 0]
+        scans = [file.scan(run, below[run.slot]) for run in file.runs()] if self._written else []
+        if any(scan.changed for scan in scans):
+            return  # a record was moved, or released: the next life finds out
+        keys = np.frombuffer(b"".join(scan.keys for scan in scans), "<u8").reshape(-1, 2)
+        for name in self._written.keys() - {self._name(*key) for key in keys.tolist()}:
+            self._written.pop(name).ack()
+
+    def _name(self, producer_id: int, sequence: int) -> str:
+        return f"{self._bus}.{producer_id}.{sequence}"
 
     async def __call__(self, group: Group) -> dict[str, list[NDArray[Any]]]:
         """Have a group annotated; call it by a handler.
@@ -337,7 +374,7 @@ class Columns(ClosedByWith):
         """
         self._end_used()
         first = group.trajectories[0]
-        name = f"{first.producer_id}.{first.sequence}"
+        name = self._name(first.producer_id, first.sequence)
         began_s = time.monotonic()
         offered = False
         while name not in self._written:
@@ -360,7 +397,7 @@ class Columns(ClosedByWith):
 
     def _offer(self, name: str, group: Group) -> bool:
         """Offer a group to annotators, unless it is; False where there is no room."""
-        if (name, None, "train") in self._consumer.open_requests():
+        if (name, None, self._split) in self._consumer.open_requests():
             return True
         sent: dict[str, Any] = {_BORDERS: self._borders(group)}
         for field in self._fields:
@@ -368,7 +405,9 @@ class Columns(ClosedByWith):
             sent[field] = np.concatenate(own)
         meta = {"instance_id": group.instance_id, "round": group.round}
         try:
-            self._consumer.request(name, group_size=1, meta=meta, timeout=0, **sent)
+            self._consumer.request(
+                name, group_size=1, meta=meta, split=self._split, timeout=0, **sent
+            )
         except errors.BusFullError:
             return False
         return True

@@ -36,6 +36,7 @@ from shmbus._arguments import (
     check_period,
     check_policy_version,
     check_rank,
+    check_share,
     check_split,
     check_timeout,
     clamp_request,
@@ -99,6 +100,9 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         delivered as it is. With `sample_retries` its missing samples are requested first.
     max_policy_lag : int, optional
         Groups whose oldest sample is more versions than this behind `policy_version` are dropped.
+    stale_share : float, default 0
+        Keep them while no more than this share, below 1, of each sample's trained tokens is so old,
+        by its fields `token_versions` and `loss_mask`; one without counts by its oldest version.
     skip_zero_variance : bool
         Drop complete groups whose scores are all equal.
     duplicate : "drop" | "error"
@@ -186,6 +190,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         group_timeout: float | None = limits.GROUP_TIMEOUT_S,
         on_timeout: Literal["wait", "drop", "partial"] = "drop",
         max_policy_lag: int | None = None,
+        stale_share: float = 0.0,
         skip_zero_variance: bool = False,
         duplicate: Literal["drop", "error"] = "drop",
         max_stash_bytes: int | None = None,
@@ -213,6 +218,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             group_timeout_s=_or_none(check_period, "group_timeout", group_timeout),
             on_timeout=on_timeout,
             max_policy_lag=_or_none(check_count, "max_policy_lag", max_policy_lag, 0),
+            stale_share=check_share(stale_share, max_policy_lag),
             skip_zero_variance=check_flag("skip_zero_variance", skip_zero_variance),
             max_stash_bytes=_or_none(check_count, "max_stash_bytes", max_stash_bytes, 1),
             on_overflow=on_overflow,

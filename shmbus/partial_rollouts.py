@@ -25,6 +25,7 @@ import numpy as np
 
 from shmbus import errors
 from shmbus._prompts import Prompt, Request, encode_prompt
+from shmbus.batch.token_versions import version_span
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from shmbus_ext import _core
@@ -101,12 +102,11 @@ class PartialRollouts:
         self, request: Request, so_far: Mapping[str, Any], state: Any, max_lag: int | None
     ) -> None:
         """Keep what was sampled so far; raises BusFullError where there is no room."""
-        versions = so_far.get("token_versions")
         entry = _Entry(
             self._key(request),
             encode_prompt(so_far, state),
             request.releases + 1,
-            None if versions is None else version_span(so_far)[0],
+            version_span(request, so_far)[0] if "token_versions" in so_far else None,
             max_lag,
         )
         self._append(entry)
@@ -206,12 +206,3 @@ def check_continuation(
             f"expected it to begin with the {len(known)} elements that the request has, got {got}; "
             "go on from request.so_far, or set request.so_far = None to start anew"
         )
-
-
-def version_span(arrays: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the oldest and the newest version of the trained tokens."""
-    versions = np.asarray(arrays["token_versions"])
-    mask = arrays.get("loss_mask")
-    if mask is not None:
-        versions = versions[np.asarray(mask) != 0]
-    return (int(versions.min()), int(versions.max())) if len(versions) else (0, 0)

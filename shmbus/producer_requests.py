@@ -23,8 +23,9 @@ from shmbus._backoff import backoff_s
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import Prompt, Request, RequestText, Ticket, check_request
+from shmbus.batch.token_versions import version_span
 from shmbus.errors import BusClosedError
-from shmbus.partial_rollouts import PartialRollouts, check_continuation, version_span
+from shmbus.partial_rollouts import PartialRollouts, check_continuation
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
@@ -637,7 +638,7 @@ class ProducerRequests:
         if continued is not None:
             check_continuation(request, continued, arrays if rows is None else rows[0], "answer")
         if policy_version == 0 and "token_versions" in arrays:
-            policy_version = version_span(arrays)
+            policy_version = version_span(request, arrays)
         for name in ("instance_id", "group_size", "index", "round", "need", "split"):
             if name in arrays and (name != "group_size" or request.group_size):
                 raise TypeError(f"requests.answer: {name} is the request's; leave it out")

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from shmbus import limits
-from shmbus._arguments import check_backoff, parse_size
+from shmbus._arguments import check_backoff, check_share, parse_size
 from shmbus._schema import parse
 from shmbus.segment.bounds import Bounds, check_bounds
 from shmbus.stash.stash import StashPolicy
@@ -46,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     group_timeout: float = limits.GROUP_TIMEOUT_S
     on_timeout: Literal["wait", "drop", "partial"] = "drop"
     max_policy_lag: int | None = None
+    stale_share: float = 0.0
     skip_zero_variance: bool = False
     duplicate: Literal["drop", "error"] = "drop"
     max_stash_bytes: int | str | None = None
@@ -69,6 +70,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Check the bounds that types do not express."""
         for name in self.__struct_fields__:
             _check_bounds(name, getattr(self, name))
+        check_share(self.stale_share, self.max_policy_lag)
 
     def bounds(self) -> Bounds:
         """Return what a bus is made with beside its space."""
@@ -85,6 +87,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             group_timeout_s=None if math.isinf(self.group_timeout) else self.group_timeout,
             on_timeout=self.on_timeout,
             max_policy_lag=self.max_policy_lag,
+            stale_share=self.stale_share,
             skip_zero_variance=self.skip_zero_variance,
             max_stash_bytes=None if size is None else parse_size(size),
             on_overflow=self.on_overflow,
@@ -108,6 +111,7 @@ _HELP = {
     "group_timeout": "seconds that a group may stay incomplete; inf for no limit",
     "on_timeout": "what happens to it then",
     "max_policy_lag": "versions that a group's oldest sample may be behind",
+    "stale_share": "share of a sample's trained tokens that may be older than that",
     "skip_zero_variance": "drop complete groups whose scores are all equal",
     "duplicate": "a second sample of an index: drop it, or also raise an error",
     "max_stash_bytes": "ring bytes that incomplete groups may occupy",
@@ -138,6 +142,7 @@ _METAVARS = {
     "schema": "JSON",
     "group_timeout": "SECONDS",
     "max_policy_lag": "N",
+    "stale_share": "SHARE",
     "max_stash_bytes": "SIZE",
     "sample_retries": "N",
     "retry_timeout": "SECONDS",

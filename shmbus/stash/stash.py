@@ -33,6 +33,7 @@ import msgspec
 
 from shmbus import errors, limits
 from shmbus._keys import has_round, split_of
+from shmbus.batch.token_versions import is_stale
 from shmbus.stash.failures import FailingGroup, Failures, Request
 from shmbus_ext import _core
 from shmbus_ext._core import (
@@ -106,6 +107,8 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
     #: A group is stale if its oldest sample is more than this many versions behind. Of the split
     #: "train" only, as `skip_zero_variance` is: nothing is learned from the others.
     max_policy_lag: int | None = None
+    #: Of a sample's trained tokens, by `token_versions`, this share may be older.
+    stale_share: float = 0.0
     #: Discard complete groups whose scores are all equal: they give no gradient.
     skip_zero_variance: bool = False
     #: Ring bytes that incomplete groups may hold.
@@ -477,7 +480,7 @@ class Stash(Generic[S]):
         lag = self.policy.max_policy_lag
         if lag is None:
             return False
-        return min(s.policy_version for s in samples) < policy_version - lag
+        return is_stale(samples, policy_version - lag, self.policy.stale_share)
 
     def discard_leased(self, reason: Reason, group: GroupEntry[S]) -> None:
         """End a lease by discarding the group."""

@@ -179,3 +179,51 @@ def test_ranks_that_left_in_order_leave_no_leases_that_nobody_holds(
         while len(found) < 70 and time.monotonic() - began < 30:
             found += plain.take(64, timeout=1)
         assert len({group.instance_id for group in found}) == 70
+
+
+def put_spanning(producer: Producer, key: str, old: int, version: int = 10) -> None:
+    """A group of which one sample has so many of ten tokens of version 0."""
+    for index, count in enumerate((0, old)):
+        versions = np.array([0] * count + [version] * (10 - count), np.int64)
+        producer.put(
+            key, group_size=2, index=index, score=index, policy_version=(versions.min(), version),
+            tokens=np.arange(10, dtype=np.int32), token_versions=versions,
+        )  # fmt: skip
+
+
+def test_a_daemon_counts_the_share_of_old_tokens_for_all_ranks(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "8MiB", "--max-policy-lag", LAG, "--stale-share", 0.2)
+    with (
+        Producer(bus_name) as producer,
+        Consumer(bus_name, rank=0, world_size=2, max_policy_lag=LAG, stale_share=0.2) as zero,
+        Consumer(bus_name, rank=1, world_size=2) as one,
+    ):
+        zero.policy_version = 10
+        for number, old in enumerate((2, 3, 1, 10, 0, 2)):
+            put_spanning(producer, f"g{number}", old)
+        shards = [consumer.take_shard(groups=2, timeout=20) for consumer in (zero, one)]
+        assert {g.instance_id for shard in shards for g in shard} == {"g0", "g2", "g4", "g5"}
+        for consumer, shard in zip((zero, one), shards, strict=True):
+            consumer.ack(shard)
+        ledger = settled(bus_name, 8).ledger
+        assert (ledger.dropped, ledger.balanced) == ({"stale": 4}, True)
+        # One that counts by the oldest token would give back for ever what it is given.
+        for share in (0.3, 0):
+            with pytest.raises(ValueError, match=f"stale_share={share:g}.*0.2"):
+                Consumer(bus_name, max_policy_lag=LAG, stale_share=share)
+
+
+def test_what_is_kept_by_its_share_is_dropped_once_more_of_it_is_old(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "8MiB", "--max-policy-lag", LAG, "--stale-share", 0.2)
+    with Producer(bus_name) as producer, Consumer(bus_name, split="train") as consumer:
+        consumer.policy_version = 10
+        put_spanning(producer, "q", 2)
+        [group] = consumer.take(timeout=20)
+        group.give_back()
+        consumer.policy_version = 13
+        assert consumer.take(timeout=0.2) == []
+        assert consumer.stats().dropped == {"stale": 2}

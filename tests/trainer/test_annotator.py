@@ -6,14 +6,14 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Spawner, wait_until
+from conftest import Daemon, Spawner, wait_until
 
 import shmbus
 from shmbus import Annotator, Bus, Columns, Consumer, Producer, ProtocolError
@@ -245,3 +245,139 @@ def test_annotators_and_trainers_that_are_killed_cost_nothing(
     assert Counter(written.read_text().split()).most_common(1)[0][1] == 1
     with Consumer(bus.name) as consumer:
         assert {group.instance_id for group in consumer.take(groups, 10)}.isdisjoint(counts)
+
+
+RANK = """
+import os, random, signal, sys
+import torch, shmbus
+from trainer_adapter import OnlineDataHandler
+bus, log, rank, ranks, life = *sys.argv[1:3], *map(int, sys.argv[3:])
+rng = random.Random(1000 * life + rank)
+sizes = {"rank": rank, "world_size": ranks}
+with shmbus.Columns(bus, {"ref_logprobs": "float32"}, **sizes) as columns, OnlineDataHandler(
+    bus, groups_per_batch=1, annotate_group=columns, **sizes
+) as handler:
+    while True:
+        batch = handler.next_batch(60)
+        assert torch.equal(batch.extra["ref_logprobs"], -batch.tokens.float())
+        if life and rng.random() < 0.2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with open(log, "a") as file:
+            for group in batch.groups:
+                file.write(f"{group.instance_id}\\n")
+        handler.ack(batch)
+"""
+
+
+def test_ranks_that_are_killed_each_find_what_was_written_for_their_groups(
+    daemon: Callable[..., Daemon], bus: Bus, spawn: Spawner, seed: int, tmp_path: Path
+) -> None:
+    ranks, groups = 2, GROUPS // 2 * 2
+    written, trained = tmp_path / "written", tmp_path / "trained"
+    for path in (written, trained):
+        path.touch()
+    daemon()
+    served = daemon(name=f"{bus.name}.columns.ref_logprobs")
+    put(bus, groups)
+    started = 0
+
+    def annotator() -> Any:
+        nonlocal started
+        started += 1
+        return spawn.script(ANNOTATOR, bus.name, seed + started, written)
+
+    def trainer(rank: int, life: int) -> Any:
+        return spawn.script(RANK, bus.name, trained, rank, ranks, life)
+
+    lives = 4
+    trainers = {rank: trainer(rank, lives) for rank in range(ranks)}
+    left = dict.fromkeys(trainers, lives)
+    annotators = [annotator() for _ in range(2)]
+
+    def ended() -> bool:
+        for at, one in enumerate(annotators):
+            if not one.running:
+                assert one.popen.returncode == -signal.SIGKILL, one.output()
+                annotators[at] = annotator()
+        for rank, one in trainers.items():
+            if not one.running:
+                assert one.popen.returncode == -signal.SIGKILL, one.output()
+                left[rank] -= 1
+                trainers[rank] = trainer(rank, left[rank])
+        return len(trained.read_text().split()) >= groups
+
+    wait_until(ended, timeout=150 + groups)
+    assert min(left.values()) < lives
+    for child in (*annotators, *trainers.values()):
+        child.kill()
+    assert Counter(trained.read_text().split()) == {f"q{n}": 1 for n in range(groups)}
+    assert Counter(written.read_text().split()).most_common(1)[0][1] == 1
+    served.kill()
+    # Only what was written for a rank's last group is there still: it ends with the next one.
+    with Consumer(served.name, daemon=False) as consumer:
+        rest = [consumer.take(timeout=0.5, split=split) for split in ("train", "rank1")]
+        assert max(map(len, rest)) <= 1
+        assert consumer.stats().balanced
+
+
+def test_ranks_without_a_daemon_of_their_columns_are_told_so(
+    daemon: Callable[..., Daemon], bus: Bus
+) -> None:
+    daemon()
+    with pytest.raises(shmbus.BusNotFoundError, match=r"columns\.ref_logprobs"):
+        Columns(bus.name, REFERENCE, rank=1, world_size=2)
+    Columns(bus.name, REFERENCE).close()
+    with pytest.raises(shmbus.DaemonUnavailableError, match=r"serve .*columns\.ref_logprobs"):
+        Columns(bus.name, REFERENCE, rank=1, world_size=2)
+    with pytest.raises(ValueError, match="rank: expected 0 to 1, got 2"):
+        Columns(bus.name, REFERENCE, rank=2, world_size=2)
+
+
+def annotated(handler: OnlineDataHandler, annotator: Annotator, groups: int = 1) -> Any:
+    """The next batch, once an annotator has written the columns of all groups."""
+    with pytest.raises(TimeoutError):
+        handler.next_batch(0.5)
+    for _ in range(groups):
+        group = annotator.take(30)
+        assert group is not None
+        group.write(ref_logprobs=reference(group))
+    return handler.next_batch(30)
+
+
+def test_a_bus_that_is_made_anew_gets_no_columns_of_the_one_before(bus: Bus) -> None:
+    put(bus, 1)
+    for first in (0, 5):
+        with (
+            Columns(bus.name, REFERENCE, timeout=0.2) as columns,
+            OnlineDataHandler(bus.name, groups_per_batch=1, annotate_group=columns) as handler,
+            Annotator(bus.name, REFERENCE) as annotator,
+        ):
+            batch = annotated(handler, annotator)
+            assert torch.equal(batch.extra["ref_logprobs"], -batch.tokens.float())
+        if not first:
+            shmbus.unlink(bus.name)
+            Bus.ensure(bus.name, capacity="16MiB").close()
+            put(bus, 1, first=5)
+    shmbus.unlink(bus.name)
+    with Consumer(columns.name) as consumer:
+        # That of the bus before has ended.
+        assert [len(group) for group in consumer.take(10, timeout=0.2)] == [1]
+        assert consumer.stats().acknowledged == 1
+
+
+def test_what_was_written_for_a_group_that_has_ended_ends_with_the_next_life(bus: Bus) -> None:
+    put(bus, 2)
+    with (
+        Columns(bus.name, REFERENCE, timeout=0.2) as columns,
+        OnlineDataHandler(bus.name, groups_per_batch=1, annotate_group=columns) as handler,
+        Annotator(bus.name, REFERENCE) as annotator,
+    ):
+        handler.ack(annotated(handler, annotator, groups=2))
+        columns._used.clear()  # as after a death: nothing that was written is told to have ended
+        columns.close()
+    with Columns(bus.name, REFERENCE) as columns, Annotator(bus.name, REFERENCE) as annotator:
+        assert columns._consumer.stats().acknowledged == 1
+        with OnlineDataHandler(bus.name, groups_per_batch=1, annotate_group=columns) as handler:
+            batch = handler.next_batch(30)
+            assert torch.equal(batch.extra["ref_logprobs"], -batch.tokens.float())
+            assert annotator.take(0) is None

@@ -124,15 +124,13 @@ class HostPacker:
             groups=groups,
             **extra,
         )
-        if batch.extra_kinds:
+        if self._extra_fields is not None:
             of_groups(batch.extra_offsets, batch.extra_kinds, packed.sizes)
-        if self._extra_fields is not None and self._extra_fields.supports:
             join_support(batch, self._extra_fields, facts.lengths, packed.trajectories)
         if packed.has_rows:
             split = RowSplit.of(packed.trajectories, facts.lengths, names.tokens)
             split_rows(batch, split, extras.row_sources())
-        if any([group.annotated for group in groups]):
-            add_columns(batch, groups, self._extra_fields)
+        add_columns(batch, groups, self._extra_fields)
         if self._layout == "padded":
             pad_batch(batch)
         elif self._layout == "prefix":

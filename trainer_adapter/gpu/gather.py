@@ -169,8 +169,7 @@ def begin_gather(
         batch.newest_policy_versions = newest
         if not table.has_logprobs:
             batch.logprobs = None
-        if any([group.annotated for group in groups]):
-            add_columns(batch, groups, wanted)
+        add_columns(batch, groups, wanted)
         if layout == "padded":
             pad_batch(batch)
 

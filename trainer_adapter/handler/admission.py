@@ -26,6 +26,7 @@ import numpy as np
 import shmbus
 from shmbus.batch.field_presence import MixedLogprobsError
 from shmbus.batch.gather import FieldNames, measure
+from shmbus.batch.token_versions import is_stale
 from trainer_adapter._arguments import check_lengths, score_error
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.batches.columns import column_names
@@ -53,16 +54,23 @@ class Admission:
         malformed: Literal["raise", "drop"],
         truncated: Truncated,
         max_policy_lag: int | None,
+        stale_share: float,
         extra_fields: ExtraFields | None = None,
         keep_group: Callable[[ScoredGroup], object] | None = None,
     ) -> None:
+        if stale_share and fields.loss_mask != "loss_mask":
+            raise ValueError(
+                "stale_share: expected trained tokens to be those of the field 'loss_mask', got "
+                f"fields=FieldNames(loss_mask={fields.loss_mask!r}); name the field so, or leave "
+                "stale_share out"
+            )
         self._consumer = consumer
         self._planner = planner
         self._fields = fields
         self._tokens_per_batch = tokens_per_batch
         self._malformed = malformed
         self._truncated = truncated
-        self._max_policy_lag = max_policy_lag
+        self._max_policy_lag, self._stale_share = max_policy_lag, stale_share
         self._extra_fields = extra_fields
         self._keep_group = keep_group
         self._unread = UnreadFields(fields, [] if extra_fields is None else extra_fields.sources)
@@ -128,12 +136,10 @@ class Admission:
         if self._max_policy_lag is None:
             return []
         bound = self._consumer.policy_version - self._max_policy_lag
-        return [g for g in groups if min(t.policy_version for t in g.trajectories) < bound]
+        return [g for g in groups if is_stale(g.trajectories, bound, self._stale_share)]
 
     def return_stale(self) -> None:
         """Give waiting groups that are too old to the Consumer, which drops and counts them."""
-        if self._max_policy_lag is None:
-            return
         stale = self.stale(self._planner.groups)
         if stale:
             self._planner.unsettled = True

@@ -163,9 +163,9 @@ class OnlineDataHandler(IterableDataset[Batch]):
         of their own. Of a list, each one sees what those before it added, in `Group.columns`. What
         it raises is raised by `next_batch`, and the groups wait for the next call.
     **consumer_options
-        As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
-        duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, retry_backoff,
-        on_failure, label, daemon, on_stall, stall_timeout, prompt_schema.
+        As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, stale_share,
+        skip_zero_variance, duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout,
+        retry_backoff, on_failure, label, daemon, on_stall, stall_timeout, prompt_schema.
 
     Raises
     ------
@@ -261,6 +261,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 truncated=truncated,
                 # A shard stays as it is: all ranks make as many batches.
                 max_policy_lag=None if world_size > 1 else max_policy_lag,
+                stale_share=consumer_options.get("stale_share", 0.0),
                 extra_fields=options["extra_fields"],
                 keep_group=keep_group,
             )
