@@ -8,7 +8,6 @@ back to the sender only when this process's device has read what it was asked to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
@@ -234,12 +233,7 @@ class StepItem(Mapping[str, torch.Tensor]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.ack()
         else:

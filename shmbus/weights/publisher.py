@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -451,12 +450,7 @@ class WeightPublisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # Readers go on with what was published where its trainer fails, as where it dies.
         self._close(keep=self._keep or error is not None)
 
