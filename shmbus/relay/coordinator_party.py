@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
@@ -47,12 +47,9 @@ from shmbus.relay.messages import (
     bus_of,
     name_origin,
 )
-from shmbus.relay.party import Backoff
+from shmbus.relay.party import Backoff, Mailbox
 from shmbus.stash.stash import Stash, StashPolicy
 from shmbus_ext._core import OriginHead
-
-if TYPE_CHECKING:
-    from shmbus.relay.party import Mailbox
 
 _log = logging.getLogger("shmbus.relay")
 

@@ -16,7 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from shmbus import Bus, Producer, errors
 from shmbus.ledger import REASONS
@@ -42,13 +42,10 @@ from shmbus.relay.messages import (
     by_bus,
     name_origin,
 )
-from shmbus.relay.party import Backoff
+from shmbus.relay.party import Backoff, Mailbox
 from shmbus.relay.sink import BLOCK_BYTES, BLOCK_RECORDS, Batch, Journal, Sink
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
-
-if TYPE_CHECKING:
-    from shmbus.relay.party import Mailbox
 
 #: Of an entry's number, as the core takes it.
 ENTRY_BYTES: Final = 4

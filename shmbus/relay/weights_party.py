@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
@@ -31,10 +31,8 @@ from shmbus.relay.messages import (
     VersionPiece,
 )
 from shmbus.relay.mirror_party import POOL_KIND, digest_of
+from shmbus.relay.party import Mailbox
 from shmbus_ext import _core
-
-if TYPE_CHECKING:
-    from shmbus.relay.party import Mailbox
 
 _log = logging.getLogger("shmbus.relay")
 
