@@ -198,16 +198,6 @@ class HttpServer(ClosedByAsyncWith):
             shown = f"expected a JSON object, got {self._without_keys(text)[:SHOWN_BODY]!r}"
             raise EngineError(self.address, step, 200, shown, advice) from error
 
-    async def models_with_paths(self, timeout: float) -> dict[str, str]:
-        """Return what the server lists as models, as OpenAI's API has it, with their roots."""
-        advice = "is it a server with OpenAI's routes?"
-        answer = await self.ask("models", "GET", "/v1/models", timeout, advice=advice)
-        try:
-            cards = msgspec.convert(answer.get("data"), list[_Card])
-        except msgspec.ValidationError as error:
-            raise self.refuse("models", answer, advice) from error
-        return {card.id: card.root or "" for card in cards}
-
     def refuse(self, step: str, answer: Mapping[str, Any], advice: str) -> EngineError:
         """Make the error of an answer that is a 200 and no success."""
         said = self._without_keys(repr(dict(answer)))
@@ -218,6 +208,36 @@ class HttpServer(ClosedByAsyncWith):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.address}>"
+
+
+class InferenceServer(HttpServer):
+    """One that serves adapters beside its model, by the routes that vLLM began with."""
+
+    #: What those routes begin with, and what is advised where one fails.
+    _adapter_routes = _adapter_advice = ""
+
+    async def load_adapter(self, name: str, path: str, timeout: float) -> None:
+        """Load an adapter from a folder on its machine."""
+        await self._adapter("load", {"lora_name": name, "lora_path": path}, timeout)
+
+    async def unload_adapter(self, name: str, timeout: float) -> None:
+        """Unload an adapter; requests in flight keep what they have."""
+        await self._adapter("unload", {"lora_name": name}, timeout)
+
+    async def _adapter(self, verb: str, body: Mapping[str, str], timeout: float) -> None:
+        step, path = f"{verb} adapter", f"{self._adapter_routes}/{verb}_lora_adapter"
+        advice = self._adapter_advice
+        await self.call(step, "POST", path, timeout, body=body, advice=advice, good=(200,))
+
+    async def adapters(self, timeout: float) -> dict[str, str]:
+        """Return the adapters and models that it lists, as OpenAI's API has it, and their paths."""
+        advice = "is it a server with OpenAI's routes?"
+        answer = await self.ask("models", "GET", "/v1/models", timeout, advice=advice)
+        try:
+            cards = msgspec.convert(answer.get("data"), list[_Card])
+        except msgspec.ValidationError as error:
+            raise self.refuse("models", answer, advice) from error
+        return {card.id: card.root or "" for card in cards}
 
 
 def _checked_url(url: object) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from shmbus.engines.errors import EngineError
-from shmbus.engines.server import AGAIN, HttpServer, PauseMode
+from shmbus.engines.server import AGAIN, InferenceServer, PauseMode
 from shmbus.engines.sglang_order import LOADER, Order, order_for_rank
 from shmbus.pool.server_rows import row_name
 
@@ -27,7 +27,6 @@ _LOADER = (
     f"start the server with --custom-weight-loader {LOADER} in an environment that has shmbus "
     "installed"
 )
-_ADAPTERS = "start the server with --enable-lora and --max-lora-rank"
 #: More have no rows: a pool's table has 128.
 MOST_RANKS = 128
 #: The status of an answer that says that no session is open.
@@ -39,7 +38,7 @@ _REPLICAS = (
 )
 
 
-class SglangServer(HttpServer):
+class SglangServer(InferenceServer):
     """An SGLang server, by its address.
 
     Parameters
@@ -55,6 +54,7 @@ class SglangServer(HttpServer):
     #: It has no mode that awaits the requests in flight.
     modes: tuple[PauseMode, ...] = ("keep", "abort")
     answers_in_step: bool = True
+    _adapter_advice = "start the server with --enable-lora and --max-lora-rank"
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(url, headers=headers)
@@ -184,23 +184,6 @@ class SglangServer(HttpServer):
         path, good = "/end_weight_update", (200, _NO_SESSION)
         status, _ = await self.call("end", "POST", path, timeout, body={}, advice=AGAIN, good=good)
         return status == 200
-
-    async def load_adapter(self, name: str, path: str, timeout: float) -> None:
-        """Load an adapter from a folder on its machine."""
-        body = {"lora_name": name, "lora_path": path}
-        await self._adapter("load", body, timeout)
-
-    async def unload_adapter(self, name: str, timeout: float) -> None:
-        """Unload an adapter; requests in flight keep what they have."""
-        await self._adapter("unload", {"lora_name": name}, timeout)
-
-    async def _adapter(self, verb: str, body: Mapping[str, str], timeout: float) -> None:
-        step, path = f"{verb} adapter", f"/{verb}_lora_adapter"
-        await self.call(step, "POST", path, timeout, body=body, advice=_ADAPTERS, good=(200,))
-
-    async def adapters(self, timeout: float) -> dict[str, str]:
-        """Return the adapters that it lists, and their paths."""
-        return await self.models_with_paths(timeout)
 
     async def resume(self, timeout: float) -> None:
         """Go on generating."""

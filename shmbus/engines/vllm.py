@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shmbus.engines.server import AGAIN, HttpServer, PauseMode
+from shmbus.engines.server import AGAIN, InferenceServer, PauseMode
 from shmbus.pool.server_rows import row_name
 
 _ROUTES = "start the server with VLLM_SERVER_DEV_MODE=1, which has these routes"
@@ -19,13 +19,9 @@ _BACKEND = (
     'start the server with --weight-transfer-config \'{"backend": "shmbus"}\' in an environment '
     "that has shmbus installed"
 )
-_ADAPTERS = (
-    "start the server with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
-    "environment"
-)
 
 
-class VllmServer(HttpServer):
+class VllmServer(InferenceServer):
     """A vLLM server, by its address.
 
     Parameters
@@ -40,6 +36,11 @@ class VllmServer(HttpServer):
     modes: tuple[PauseMode, ...] = ("keep", "wait", "abort")
     # What other ranks said is left in their queues then, and taken for answers to the next call.
     answers_in_step: bool = False
+    _adapter_routes = "/v1"
+    _adapter_advice = (
+        "start the server with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
+        "environment"
+    )
 
     async def ranks(self, timeout: float) -> int:
         """Return the processes that load weights: tensor, pipeline and data parallel."""
@@ -120,23 +121,6 @@ class VllmServer(HttpServer):
         if loading:
             await self._finish({}, timeout)
         return loading
-
-    async def load_adapter(self, name: str, path: str, timeout: float) -> None:
-        """Load an adapter from a folder on its machine."""
-        body = {"lora_name": name, "lora_path": path}
-        await self._adapter("load", body, timeout)
-
-    async def unload_adapter(self, name: str, timeout: float) -> None:
-        """Unload an adapter; requests in flight keep what they have."""
-        await self._adapter("unload", {"lora_name": name}, timeout)
-
-    async def _adapter(self, verb: str, body: Mapping[str, str], timeout: float) -> None:
-        step, path = f"{verb} adapter", f"/v1/{verb}_lora_adapter"
-        await self.call(step, "POST", path, timeout, body=body, advice=_ADAPTERS, good=(200,))
-
-    async def adapters(self, timeout: float) -> dict[str, str]:
-        """Return the adapters that it lists, and their paths."""
-        return await self.models_with_paths(timeout)
 
     async def resume(self, timeout: float) -> None:
         """Go on generating."""
