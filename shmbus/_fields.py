@@ -16,22 +16,10 @@ from shmbus_ext import _core
 #: A dtype and sizes; or sizes alone, of a field whose dtype is known.
 FieldSpec: TypeAlias = "tuple[DTypeLike, int | tuple[int, ...]] | int | tuple[int, ...]"
 
-_RESERVED = frozenset(
-    {
-        "instance_id",
-        "group_size",
-        "index",
-        "score",
-        "policy_version",
-        "round",
-        "meta",
-        "timeout",
-        "split",
-        "need",
-        "rows",
-        _core.ROW_LENGTHS,
-    }
-)
+_RESERVED = frozenset({
+    "instance_id", "group_size", "index", "score", "policy_version", "round", "meta", "timeout",
+    "split", "need", "rows", _core.ROW_LENGTHS,
+})  # fmt: skip
 
 # Above it C could not count: 2^48 bytes are more than a field of any record can have.
 _MOST_BYTES = 1 << 48

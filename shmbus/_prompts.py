@@ -253,22 +253,8 @@ class Request:
     """
 
     __slots__ = (
-        "_claim",
-        "_found",
-        "_offered_ns",
-        "_partials",
-        "_prompt",
-        "_retry",
-        "_salt",
-        "attempt",
-        "group_size",
-        "index",
-        "instance_id",
-        "need",
-        "priority",
-        "reason",
-        "round",
-        "split",
+        "_claim", "_found", "_offered_ns", "_partials", "_prompt", "_retry", "_salt", "attempt",
+        "group_size", "index", "instance_id", "need", "priority", "reason", "round", "split",
     )  # fmt: skip
 
     instance_id: str

@@ -7,7 +7,6 @@ the others exactly once, and only the Consumer changes it.
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from shmbus import errors
@@ -163,12 +162,7 @@ class Group(ReadGroup[Trajectory], GroupBase):
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self.state != "leased":
             return
         if kind is None:

@@ -58,14 +58,7 @@ class ClientState:
     """What is open between this process and its daemon, as data."""
 
     __slots__ = (
-        "last_id",
-        "leases",
-        "lock",
-        "next_step",
-        "open_take",
-        "replies",
-        "to_end",
-        "trained",
+        "last_id", "leases", "lock", "next_step", "open_take", "replies", "to_end", "trained",
         "trained_at",
     )  # fmt: skip
 

@@ -165,7 +165,6 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         """Read again from a client that reads its replies."""
-        #: Whether it does not read its replies.
         self._choked = False
         self._update_reading()
 

@@ -18,10 +18,9 @@ import secrets
 import time
 from typing import Any, Final, Protocol
 
-from shmbus import Bus, BusNotFoundError
 from shmbus._arguments import check_int64, check_seconds
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
-from shmbus.engines.rows import POLL_S, Missing, RankRows
+from shmbus.engines.rows import POLL_S, Missing, RankRows, say_version
 
 #: Bytes of the random part of a name: no two trainers' rows are taken for one another.
 _NAME_BYTES: Final = 4
@@ -111,7 +110,7 @@ class ClientUpdates:
         previous = None if previous is None else check_int64("previous", previous)
         failed = self._load(version)
         if failed is None:
-            self._say(version)
+            say_version(self.bus, version)
             return
         if self._is_whole():
             in_force = self._rows.whole_version(self, self.ranks)
@@ -163,7 +162,3 @@ class ClientUpdates:
             if missing is None or missing.final or time.monotonic() >= deadline:
                 return missing
             time.sleep(POLL_S)
-
-    def _say(self, version: int) -> None:
-        with contextlib.suppress(BusNotFoundError), Bus.open(self.bus) as bus:
-            bus.policy_version = version

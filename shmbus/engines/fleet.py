@@ -37,7 +37,7 @@ from shmbus._closing import ClosedByAsyncWith
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.pause_note import PauseNote, PauseNotice
 from shmbus.engines.report import ServerReport, UpdateReport
-from shmbus.engines.rows import RankRows
+from shmbus.engines.rows import RankRows, say_version
 from shmbus.engines.server import (
     EngineServer,
     PauseMode,
@@ -546,7 +546,7 @@ class EngineFleet(ClosedByAsyncWith):
                 untouched += mixed
             runs = [each.version for _, each in untouched if each.version is not None]
             if runs:
-                self._say(max(runs))
+                say_version(self.bus, max(runs))
             await self._each(untouched, self._resume)
         finally:
             if newest is not None:
@@ -634,7 +634,7 @@ class EngineFleet(ClosedByAsyncWith):
         report.version = newest.version
         for step in (self._find, self._read(newest)):
             pairs = await self._each(pairs, step)
-        self._say(newest.version)
+        say_version(self.bus, newest.version)
         await self._each(pairs, self._resume)
         return self._recovered(note, report)
 
@@ -675,7 +675,7 @@ class EngineFleet(ClosedByAsyncWith):
                     f"{', '.join(server.address for server in self.servers)} stay paused: load "
                     "whole weights in a step with heal=True"
                 ) from error
-            self._say(version)
+            say_version(self.bus, version)
             resumed = await self._each(pairs, self._resume)
         self._clear(note, report)
         await self._all(resumed, reports)
@@ -709,7 +709,7 @@ class EngineFleet(ClosedByAsyncWith):
                 each.error = f"the shared model is no whole one: {why}"
             return report
         report.version = state[0]
-        self._say(state[0])
+        say_version(self.bus, state[0])
         for server, each in await self._each(pairs, self._resume):
             del server
             each.version = state[0]
@@ -829,7 +829,7 @@ class EngineFleet(ClosedByAsyncWith):
                 behind, loaded = untouched, []
             restored = await restore(behind)
             if loaded and says:  # before it serves: the version is the salt of what it caches
-                self._say(report.version)
+                say_version(self.bus, report.version)
             await self._each(aside + loaded + restored, self._resume)
         self._clear(note, report)
         left = [each for _, each in behind if each.state not in SETTLED]
@@ -899,12 +899,6 @@ class EngineFleet(ClosedByAsyncWith):
             with bus:
                 if not _is_paused_by_others(bus):
                     bus.resume()
-
-    def _say(self, version: int) -> None:
-        bus = self._open_bus()
-        if bus is not None:
-            with bus:
-                bus.policy_version = version
 
     def _open_bus(self) -> shmbus.Bus | None:
         """Open the bus; None where weights are all that is shared under that name."""

@@ -15,18 +15,17 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import sys
 import time
 from collections.abc import Sequence
 from typing import Protocol
 
-import shmbus
 from shmbus._arguments import check_int
 from shmbus._closing import ClosedByAsyncWith
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.report import ServerReport, UpdateReport
+from shmbus.engines.rows import say_version
 from shmbus.engines.server import as_engine_error, checked_addresses, checked_timeout
 from shmbus.engines.tasks import OneAtATime, close_all
 from shmbus.segment.names import check_name
@@ -132,7 +131,7 @@ class LoraFleet(ClosedByAsyncWith):
                 await asyncio.gather(*(self._unload(*pair, adapter.name) for pair in pairs))
                 causes = [f"{each.address}: {each.error}" for each in reports if each.error]
                 raise UpdateRolledBackError(adapter.version, previous, "; ".join(causes))
-            self._announce(adapter.version)
+            say_version(self.bus, adapter.version)
             for pair in pairs:
                 there = await self._versions(pair[0], adapter)
                 for old in past_keeping(there, adapter.version, self.keep):
@@ -177,10 +176,6 @@ class LoraFleet(ClosedByAsyncWith):
         except Exception:  # loading it says why
             return []
         return sorted(int(match[1]) for match in found if match)
-
-    def _announce(self, version: int) -> None:
-        with contextlib.suppress(shmbus.BusNotFoundError), shmbus.Bus.open(self.bus) as bus:
-            bus.policy_version = version
 
     async def close(self) -> None:
         """Let go of connections to the servers; may be called twice. Cancelled, it ends first."""

@@ -16,15 +16,11 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from shmbus._programs import program
 from shmbus.engines.errors import EngineError
 from shmbus.engines.server import HttpServer, PauseMode, checked_timeout
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: What stands in a command line for the checkpoint's directory.
 CHECKPOINT: Final = "{checkpoint}"
@@ -194,14 +190,9 @@ class ManagedServer(HttpServer):
         """Whether it does not serve."""
         return not (self.running and await self._answers())
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> ManagedServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         await self.end()

@@ -28,6 +28,9 @@ MAX_ANSWER_BYTES = 1 << 20
 #: Characters of what may be a key; a shorter word of a header is part of many others.
 LEAST_KEY = 8
 
+#: What is advised where only the server can know more.
+AGAIN = "look at the server's own log"
+
 #: Which routes and options it has, as each step's own advice has it, is no question there.
 _NOBODY = "nobody listens there: is this the server's address, and has it started?"
 
@@ -116,12 +119,16 @@ class HttpServer(ClosedByAsyncWith):
         advice: str,
     ) -> dict[str, Any]:
         """Send one request; the JSON object that a 200 carries, EngineError for anything else."""
-        status, text = await self.call(
-            step, method, path, timeout, body=body, query=query, advice=advice
+        _, text = await self.call(
+            step, method, path, timeout, body=body, query=query, advice=advice, good=(200,)
         )
-        if status != 200:
-            raise EngineError(self.address, step, status, text, advice)
         return self._object(step, text, advice)
+
+    async def post(
+        self, step: str, path: str, timeout: float, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Send an order as `ask` does; what is wrong with it is in the server's own log."""
+        return await self.ask(step, "POST", path, timeout, body=body, advice=AGAIN)
 
     async def call(
         self,
@@ -133,8 +140,12 @@ class HttpServer(ClosedByAsyncWith):
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
         advice: str,
+        good: Sequence[int] = (),
     ) -> tuple[int, str]:
-        """Send one request; the status and the text, EngineError where none came in time."""
+        """Send one request; the status, one of `good` if there are any, and the text.
+
+        EngineError where none came in time.
+        """
         raw = bytearray()
         try:
             async with (
@@ -167,7 +178,10 @@ class HttpServer(ClosedByAsyncWith):
             said = self._without_keys(str(error) or repr(error))
             raise EngineError(self.address, step, None, said, advice, gone=gone) from error
         text = raw.decode("utf-8", "replace")
-        return status, text if status == 200 else self._without_keys(text)
+        text = text if status == 200 else self._without_keys(text)
+        if good and status not in good:
+            raise EngineError(self.address, step, status, text, advice)
+        return status, text
 
     def _without_keys(self, said: str) -> str:
         """Take out what was sent in headers: some servers say in an error what they were sent."""
@@ -184,16 +198,6 @@ class HttpServer(ClosedByAsyncWith):
             shown = f"expected a JSON object, got {self._without_keys(text)[:SHOWN_BODY]!r}"
             raise EngineError(self.address, step, 200, shown, advice) from error
 
-    async def models_with_paths(self, timeout: float) -> dict[str, str]:
-        """Return what the server lists as models, as OpenAI's API has it, with their roots."""
-        advice = "is it a server with OpenAI's routes?"
-        answer = await self.ask("models", "GET", "/v1/models", timeout, advice=advice)
-        try:
-            cards = msgspec.convert(answer.get("data"), list[_Card])
-        except msgspec.ValidationError as error:
-            raise self.refuse("models", answer, advice) from error
-        return {card.id: card.root or "" for card in cards}
-
     def refuse(self, step: str, answer: Mapping[str, Any], advice: str) -> EngineError:
         """Make the error of an answer that is a 200 and no success."""
         said = self._without_keys(repr(dict(answer)))
@@ -204,6 +208,36 @@ class HttpServer(ClosedByAsyncWith):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.address}>"
+
+
+class InferenceServer(HttpServer):
+    """One that serves adapters beside its model, by the routes that vLLM began with."""
+
+    #: What those routes begin with, and what is advised where one fails.
+    _adapter_routes = _adapter_advice = ""
+
+    async def load_adapter(self, name: str, path: str, timeout: float) -> None:
+        """Load an adapter from a folder on its machine."""
+        await self._adapter("load", {"lora_name": name, "lora_path": path}, timeout)
+
+    async def unload_adapter(self, name: str, timeout: float) -> None:
+        """Unload an adapter; requests in flight keep what they have."""
+        await self._adapter("unload", {"lora_name": name}, timeout)
+
+    async def _adapter(self, verb: str, body: Mapping[str, str], timeout: float) -> None:
+        step, path = f"{verb} adapter", f"{self._adapter_routes}/{verb}_lora_adapter"
+        advice = self._adapter_advice
+        await self.call(step, "POST", path, timeout, body=body, advice=advice, good=(200,))
+
+    async def adapters(self, timeout: float) -> dict[str, str]:
+        """Return the adapters and models that it lists, as OpenAI's API has it, and their paths."""
+        advice = "is it a server with OpenAI's routes?"
+        answer = await self.ask("models", "GET", "/v1/models", timeout, advice=advice)
+        try:
+            cards = msgspec.convert(answer.get("data"), list[_Card])
+        except msgspec.ValidationError as error:
+            raise self.refuse("models", answer, advice) from error
+        return {card.id: card.root or "" for card in cards}
 
 
 def _checked_url(url: object) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from shmbus.engines.errors import EngineError
-from shmbus.engines.server import HttpServer, PauseMode
+from shmbus.engines.server import AGAIN, InferenceServer, PauseMode
 from shmbus.engines.sglang_order import LOADER, Order, order_for_rank
 from shmbus.pool.server_rows import row_name
 
@@ -27,8 +27,6 @@ _LOADER = (
     f"start the server with --custom-weight-loader {LOADER} in an environment that has shmbus "
     "installed"
 )
-_ADAPTERS = "start the server with --enable-lora and --max-lora-rank"
-_AGAIN = "look at the server's own log"
 #: More have no rows: a pool's table has 128.
 MOST_RANKS = 128
 #: The status of an answer that says that no session is open.
@@ -40,7 +38,7 @@ _REPLICAS = (
 )
 
 
-class SglangServer(HttpServer):
+class SglangServer(InferenceServer):
     """An SGLang server, by its address.
 
     Parameters
@@ -56,6 +54,7 @@ class SglangServer(HttpServer):
     #: It has no mode that awaits the requests in flight.
     modes: tuple[PauseMode, ...] = ("keep", "abort")
     answers_in_step: bool = True
+    _adapter_advice = "start the server with --enable-lora and --max-lora-rank"
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(url, headers=headers)
@@ -169,7 +168,7 @@ class SglangServer(HttpServer):
         await self._succeed("update", "/update_weights_from_tensor", body, timeout)
 
     async def _flush(self, timeout: float) -> None:
-        status, text = await self.call("flush", "POST", "/flush_cache", timeout, advice=_AGAIN)
+        status, text = await self.call("flush", "POST", "/flush_cache", timeout, advice=AGAIN)
         if status != 200:
             raise EngineError(
                 self.address,
@@ -182,31 +181,9 @@ class SglangServer(HttpServer):
     async def settle(self, loading: bool, timeout: float) -> bool:
         """End a session that a dead trainer or a lost answer has left open; it says so itself."""
         del loading
-        status, text = await self.call(
-            "end", "POST", "/end_weight_update", timeout, body={}, advice=_AGAIN
-        )
-        if status not in (200, _NO_SESSION):
-            raise EngineError(self.address, "end", status, text, _AGAIN)
+        path, good = "/end_weight_update", (200, _NO_SESSION)
+        status, _ = await self.call("end", "POST", path, timeout, body={}, advice=AGAIN, good=good)
         return status == 200
-
-    async def load_adapter(self, name: str, path: str, timeout: float) -> None:
-        """Load an adapter from a folder on its machine."""
-        body = {"lora_name": name, "lora_path": path}
-        await self._adapter("load adapter", "/load_lora_adapter", body, timeout)
-
-    async def unload_adapter(self, name: str, timeout: float) -> None:
-        """Unload an adapter; requests in flight keep what they have."""
-        body = {"lora_name": name}
-        await self._adapter("unload adapter", "/unload_lora_adapter", body, timeout)
-
-    async def _adapter(self, step: str, path: str, body: Mapping[str, str], timeout: float) -> None:
-        status, text = await self.call(step, "POST", path, timeout, body=body, advice=_ADAPTERS)
-        if status != 200:
-            raise EngineError(self.address, step, status, text, _ADAPTERS)
-
-    async def adapters(self, timeout: float) -> dict[str, str]:
-        """Return the adapters that it lists, and their paths."""
-        return await self.models_with_paths(timeout)
 
     async def resume(self, timeout: float) -> None:
         """Go on generating."""
@@ -214,16 +191,15 @@ class SglangServer(HttpServer):
 
     async def paused(self, timeout: float) -> bool:
         """Ask whether it takes requests; SGLang says no more than that."""
-        status, text = await self.call("ready", "GET", "/ready", timeout, advice=_VERSION)
-        if status not in (200, 503):
-            raise EngineError(self.address, "ready", status, text, _VERSION)
+        good = (200, 503)
+        status, _ = await self.call("ready", "GET", "/ready", timeout, advice=_VERSION, good=good)
         return status == 503
 
     async def _succeed(
         self, step: str, path: str, body: Mapping[str, Any], timeout: float
     ) -> dict[str, Any]:
         """Post, and believe neither a status nor a body alone."""
-        answer = await self.ask(step, "POST", path, timeout, body=body, advice=_AGAIN)
+        answer = await self.post(step, path, timeout, body)
         if answer.get("success") is not True and answer.get("status") != "ok":
-            raise self.refuse(step, answer, _AGAIN)
+            raise self.refuse(step, answer, AGAIN)
         return answer

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Coroutine, Sequence
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 _T = TypeVar("_T")
@@ -28,12 +27,7 @@ class OneAtATime:
         while not self._lock.acquire(blocking=False):
             await asyncio.sleep(TRY_S)
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._lock.release()
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shmbus.engines.errors import EngineError
-from shmbus.engines.server import HttpServer, PauseMode
+from shmbus.engines.server import AGAIN, InferenceServer, PauseMode
 from shmbus.pool.server_rows import row_name
 
 _ROUTES = "start the server with VLLM_SERVER_DEV_MODE=1, which has these routes"
@@ -20,14 +19,9 @@ _BACKEND = (
     'start the server with --weight-transfer-config \'{"backend": "shmbus"}\' in an environment '
     "that has shmbus installed"
 )
-_ADAPTERS = (
-    "start the server with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
-    "environment"
-)
-_AGAIN = "look at the server's own log"
 
 
-class VllmServer(HttpServer):
+class VllmServer(InferenceServer):
     """A vLLM server, by its address.
 
     Parameters
@@ -42,6 +36,11 @@ class VllmServer(HttpServer):
     modes: tuple[PauseMode, ...] = ("keep", "wait", "abort")
     # What other ranks said is left in their queues then, and taken for answers to the next call.
     answers_in_step: bool = False
+    _adapter_routes = "/v1"
+    _adapter_advice = (
+        "start the server with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
+        "environment"
+    )
 
     async def ranks(self, timeout: float) -> int:
         """Return the processes that load weights: tensor, pipeline and data parallel."""
@@ -83,51 +82,35 @@ class VllmServer(HttpServer):
             advice=_ROUTES,
         )
         if answer.get("status") != "paused":
-            raise self.refuse("pause", answer, _AGAIN)
+            raise self.refuse("pause", answer, AGAIN)
 
     async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
         """Start, update and finish, with the version's number as vLLM's weight version."""
         del clear_cache  # `pause` has said it
-        await self.ask("start", "POST", "/start_weight_update", timeout, advice=_AGAIN)
-        await self.ask(
-            "update",
-            "POST",
-            "/update_weights",
-            timeout,
-            body={"update_info": {"version": version}},
-            advice=_AGAIN,
-        )
+        await self.post("start", "/start_weight_update", timeout)
+        await self.post("update", "/update_weights", timeout, {"update_info": {"version": version}})
         await self._finish({"weight_version": str(version)}, timeout)
 
     async def _finish(self, body: Mapping[str, str], timeout: float) -> None:
-        await self.ask("finish", "POST", "/finish_weight_update", timeout, body=body, advice=_AGAIN)
+        await self.post("finish", "/finish_weight_update", timeout, body)
 
     async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
         """Have each rank read a checkpoint, and set and ask back the weight version."""
         del clear_cache  # `pause` has said it
         call = {"method": "reload_weights", "kwargs": {"weights_path": path}, "timeout": timeout}
-        answer = await self.ask(
-            "reload", "POST", "/collective_rpc", timeout, body=call, advice=_AGAIN
-        )
+        answer = await self.post("reload", "/collective_rpc", timeout, call)
         results = answer.get("results")
         if (
             not isinstance(results, list)
             or not results
             or any(each is not None for each in results)
         ):
-            raise self.refuse("reload", answer, _AGAIN)
+            raise self.refuse("reload", answer, AGAIN)
         said = str(version)
-        await self.ask(
-            "reload",
-            "POST",
-            "/update_weight_version",
-            timeout,
-            body={"new_version": said},
-            advice=_AGAIN,
-        )
-        answer = await self.ask("reload", "GET", "/weight_info", timeout, advice=_AGAIN)
+        await self.post("reload", "/update_weight_version", timeout, {"new_version": said})
+        answer = await self.ask("reload", "GET", "/weight_info", timeout, advice=AGAIN)
         if answer.get("weight_version") != said:
-            raise self.refuse("reload", answer, _AGAIN)
+            raise self.refuse("reload", answer, AGAIN)
 
     async def settle(self, loading: bool, timeout: float) -> bool:
         """Finish the update that a dead trainer or a lost answer has left open.
@@ -139,31 +122,11 @@ class VllmServer(HttpServer):
             await self._finish({}, timeout)
         return loading
 
-    async def load_adapter(self, name: str, path: str, timeout: float) -> None:
-        """Load an adapter from a folder on its machine."""
-        body = {"lora_name": name, "lora_path": path}
-        await self._adapter("load adapter", "/v1/load_lora_adapter", body, timeout)
-
-    async def unload_adapter(self, name: str, timeout: float) -> None:
-        """Unload an adapter; requests in flight keep what they have."""
-        await self._adapter(
-            "unload adapter", "/v1/unload_lora_adapter", {"lora_name": name}, timeout
-        )
-
-    async def _adapter(self, step: str, path: str, body: Mapping[str, str], timeout: float) -> None:
-        status, text = await self.call(step, "POST", path, timeout, body=body, advice=_ADAPTERS)
-        if status != 200:
-            raise EngineError(self.address, step, status, text, _ADAPTERS)
-
-    async def adapters(self, timeout: float) -> dict[str, str]:
-        """Return the adapters that it lists, and their paths."""
-        return await self.models_with_paths(timeout)
-
     async def resume(self, timeout: float) -> None:
         """Go on generating."""
-        answer = await self.ask("resume", "POST", "/resume", timeout, advice=_AGAIN)
+        answer = await self.post("resume", "/resume", timeout)
         if answer.get("status") != "resumed":
-            raise self.refuse("resume", answer, _AGAIN)
+            raise self.refuse("resume", answer, AGAIN)
 
     async def paused(self, timeout: float) -> bool:
         """Ask whether it is paused."""

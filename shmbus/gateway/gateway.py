@@ -29,17 +29,10 @@ from shmbus.gateway.registry import Registry
 from shmbus.gateway.settings import Settings
 from shmbus.http.access import Refusal
 from shmbus.http.metrics import Metrics
-from shmbus.http.server import Connection
+from shmbus.http.server import connection_of
 from shmbus.segment.names import identity, is_named
 
 logger = logging.getLogger(__name__)
-
-
-def connection_of(request: web.BaseRequest) -> Connection:
-    """Return the connection of a request."""
-    connection = request.protocol
-    assert isinstance(connection, Connection)
-    return connection
 
 
 class Gateway:

@@ -45,15 +45,9 @@ _strict: dict[bool, msgspec.json.Decoder[Any]] = {
 }
 #: Keys whose numbers Python may have written as true and false.
 _NUMBERS = (
-    "tokens",
-    "masks",
-    "scores",
-    "advantages",
-    "ref_logprobs",
-    "inference_logprobs",
-    "distill_token_ids",
-    "distill_logprobs",
-)
+    "tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_logprobs",
+    "distill_token_ids", "distill_logprobs",
+)  # fmt: skip
 
 
 def unprocessable(message: str) -> Refusal:

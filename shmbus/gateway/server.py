@@ -27,7 +27,7 @@ import shmbus
 from shmbus.gateway import settings as limits
 from shmbus.gateway.answers import SERVER, json_answer, refusal_answer, text_answer
 from shmbus.gateway.atropos_routes import AtroposRoutes
-from shmbus.gateway.gateway import Gateway, connection_of
+from shmbus.gateway.gateway import Gateway
 from shmbus.gateway.settings import Settings
 from shmbus.gateway.slime_routes import SlimeRoutes
 from shmbus.http.access import (
@@ -38,7 +38,7 @@ from shmbus.http.access import (
     require_loopback_name,
     require_program,
 )
-from shmbus.http.server import HttpServer, run_server, url_of
+from shmbus.http.server import HttpServer, connection_of, run_server, url_of, wait_for_any
 
 logger = logging.getLogger(__name__)
 #: A line for each request.
@@ -236,10 +236,7 @@ def serve(settings: Settings, parent: socket.socket | None = None) -> int:
             gc.collect()
             gc.freeze()
             logger.info("serving", extra={"bus": settings.bus, "http": url_of(*address)})
-            waits = [asyncio.ensure_future(event.wait()) for event in (stop, gateway.gone)]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
+            await wait_for_any(stop, gateway.gone)
             logger.info("stopping", extra={"bus": settings.bus})
             return 1 if gateway.gone.is_set() else 0
 

@@ -271,8 +271,7 @@ class HttpServer:
         self._waiting.pop(connection, None)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        connection = request.protocol
-        assert isinstance(connection, Connection)
+        connection = connection_of(request)
         self._waiting.pop(connection, None)
         try:
             return await self._answer(request)
@@ -284,6 +283,21 @@ class HttpServer:
 def url_of(host: str, port: int) -> str:
     """Return the address of a server that listens there."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def connection_of(request: web.BaseRequest) -> Connection:
+    """Return the connection that a request came by."""
+    connection = request.protocol
+    assert isinstance(connection, Connection)
+    return connection
+
+
+async def wait_for_any(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 def run_server(

@@ -14,7 +14,12 @@ import numpy as np
 from shmbus._keys import make_key
 from shmbus_ext import _core
 
-_SCHEMA: Final[np.dtype[Any]] = np.dtype(dict(_core.layout()["schema_entry"]))  # type: ignore[call-overload]
+#: The structs of the segment, by their names in the core.
+STRUCTS: Final[dict[str, np.dtype[Any]]] = {
+    name: np.dtype(dict(note))  # type: ignore[call-overload]
+    for name, note in _core.layout().items()
+}
+_SCHEMA: Final = STRUCTS["schema_entry"]
 
 
 class Run(msgspec.Struct, frozen=True):

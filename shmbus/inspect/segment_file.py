@@ -25,26 +25,25 @@ from numpy.typing import NDArray
 from shmbus import errors
 from shmbus._closing import ClosedByWith
 from shmbus._schema import decode_part
-from shmbus.inspect.records import RecordRow, Run, Scan, unreadable_rest
+from shmbus.inspect.records import STRUCTS, RecordRow, Run, Scan, unreadable_rest
 from shmbus.segment.explain import layout_error, not_found_error
 from shmbus.segment.names import shm_path
 from shmbus_ext import _core
 
-_LAYOUT: Final = _core.layout()
-_HEADER: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["bus_header"]))  # type: ignore[call-overload]
-_SLOT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["producer_slot"]))  # type: ignore[call-overload]
-_EXTENT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["extent_desc"]))  # type: ignore[call-overload]
-_RETRY_BYTES: Final = _core.RETRY_ENTRIES * _LAYOUT["retry_entry"]["itemsize"]
-_DECLARED_BYTES: Final = _LAYOUT["declared_part"]["itemsize"]
-_LEAD_BYTES: Final = _core.layout()["lead_table"]["itemsize"] + 8 * _core.LEAD_ROWS
+_HEADER: Final = STRUCTS["bus_header"]
+_SLOT: Final = STRUCTS["producer_slot"]
+_EXTENT: Final = STRUCTS["extent_desc"]
+_RETRY_BYTES: Final = _core.RETRY_ENTRIES * STRUCTS["retry_entry"].itemsize
+_DECLARED_BYTES: Final = STRUCTS["declared_part"].itemsize
+_LEAD_BYTES: Final = STRUCTS["lead_table"].itemsize + 8 * _core.LEAD_ROWS
 #: The request lane begins at a multiple of this, as its widest fields ask for.
 _LANE_ALIGN: Final = 128
 _FIGURES_BYTES: Final = _core.FIGURES_BYTES
-_SPLIT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["split_entry"]))  # type: ignore[call-overload]
+_SPLIT: Final = STRUCTS["split_entry"]
 _ANCESTOR: Final = np.dtype([("identity", "V16"), ("producers", "<u8")])
 _SPLITS_BYTES: Final = _core.MAX_SPLITS * _SPLIT.itemsize
 _CANCELLED_BYTES: Final = 8 * _core.CANCELLED_GROUPS
-_BEGUN: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["begun_row"]))  # type: ignore[call-overload]
+_BEGUN: Final = STRUCTS["begun_row"]
 _BEGUN_BYTES: Final = _core.BEGUN_ROWS * _BEGUN.itemsize
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run that are read at a time, so that a large bus is never in memory as a whole.
@@ -171,8 +170,12 @@ class SegmentFile(ClosedByWith):
 
     def extents(self) -> NDArray[Any]:
         """Read the extents' descriptors."""
-        position = _core.HEADER_BYTES + (self.max_producers + 1) * _SLOT.itemsize
-        return np.frombuffer(self._read(self.extent_count * _EXTENT.itemsize, position), _EXTENT)
+        size = self.extent_count * _EXTENT.itemsize
+        return np.frombuffer(self._read(size, self._extent_at(0)), _EXTENT)
+
+    def _extent_at(self, number: int) -> int:
+        before = _core.HEADER_BYTES + (self.max_producers + 1) * _SLOT.itemsize
+        return before + number * _EXTENT.itemsize
 
     def intent(self) -> tuple[int, int, frozenset[tuple[int, int]]]:
         """Read (reason, count, {(extent, offset)}) of a release that a collector did not finish."""
@@ -180,12 +183,7 @@ class SegmentFile(ClosedByWith):
         count, reason = int(header["intent_count"]), int(header["intent_reason"])
         if not 0 < count <= _core.MAX_GROUP_SIZE or reason >= _core.REASONS:
             return 0, 0, frozenset()
-        position = (
-            _core.HEADER_BYTES
-            + (self.max_producers + 1) * _SLOT.itemsize
-            + self.extent_count * _EXTENT.itemsize
-        )
-        log = self._read(8 * count, position)
+        log = self._read(8 * count, self._extent_at(self.extent_count))
         about = np.array(
             [
                 (count << 32) | reason,
@@ -323,12 +321,8 @@ class SegmentFile(ClosedByWith):
 
     def still(self, run: Run) -> bool:
         """Whether a run is still under the lease under which it was found."""
-        position = (
-            _core.HEADER_BYTES
-            + (self.max_producers + 1) * _SLOT.itemsize
-            + run.extent * _EXTENT.itemsize
-        )
-        word = int(np.frombuffer(self._read(_EXTENT.itemsize, position), _EXTENT)[0]["word"])
+        raw = self._read(_EXTENT.itemsize, self._extent_at(run.extent))
+        word = int(np.frombuffer(raw, _EXTENT)[0]["word"])
         return word == (run.generation << 32 | (run.slot + 1))
 
     # -- records --------------------------------------------------------------------------------

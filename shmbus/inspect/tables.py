@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from shmbus import errors
 from shmbus._format import printable
 from shmbus._schema import SchemaField, fields_of
+from shmbus.inspect.records import STRUCTS
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.types import (
     GroupCells,
@@ -55,11 +56,12 @@ def read_histograms(file: SegmentFile) -> tuple[list[Histogram], int]:
     ], useless
 
 
-_LAYOUT: Final = _core.layout()["retry_entry"]
-_ROW: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT))  # type: ignore[call-overload]
-_CRC_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("crc")]
-_NUMBER_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("number")]
-_TEXT_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("id")]
+_ROW: Final = STRUCTS["retry_entry"]
+_CRC_AT, _NUMBER_AT, _TEXT_AT, _REASON_AT = (
+    _ROW.fields[name][1]  # type: ignore[index]
+    for name in ("crc", "number", "id", "reason")
+)
+_ID_ROOM: Final = _REASON_AT - _TEXT_AT
 
 
 def read_lane_pause(file: SegmentFile) -> LanePauseStatus | None:
@@ -111,25 +113,18 @@ def read_wanted(file: SegmentFile) -> list[WantedStatus]:
     return [wanted for _, wanted in sorted(found, key=lambda pair: pair[0])]
 
 
-_ID_ROOM: Final = _ROW.fields["reason"][1] - _TEXT_AT  # type: ignore[index]
-
-
 def _text(entry: bytes, at: int, size: int) -> str:
     start = _TEXT_AT + at
     return printable(entry[start : start + size].decode("utf-8", "backslashreplace"))
 
 
-_TYPES: Final[dict[str, np.dtype[Any]]] = {
-    name: np.dtype(dict(note))  # type: ignore[call-overload]
-    for name, note in _core.layout().items()
-}
 _STATE, _SOURCE_SHIFT = np.uint64(15), np.uint64(48)
 _IDENTITY_BYTES: Final = 16
 
 
 def read_relay(file: SegmentFile) -> RelayStatus | None:
     """Read it; None where no relay was ever at this bus."""
-    kind, entry = _TYPES["relay_journal"], _TYPES["relay_entry"]
+    kind, entry = STRUCTS["relay_journal"], STRUCTS["relay_entry"]
     head = np.frombuffer(file.read(kind.itemsize, file.relay_offset), kind)[0]
     is_sink = bool(head["incarnation"])
     if not is_sink and not head["source_incarnation"]:
@@ -175,11 +170,11 @@ _NOBODY = (1 << 34) - 1
 def read_lead(file: SegmentFile) -> LeadStatus | None:
     """Read how far producers are ahead; None where the bus does not bound it."""
     at = file.lead_offset
-    head = np.frombuffer(file.read(_TYPES["lead_table"].itemsize, at), _TYPES["lead_table"])[0]
+    head = np.frombuffer(file.read(STRUCTS["lead_table"].itemsize, at), STRUCTS["lead_table"])[0]
     limit = int(head["limit"])
     if not limit:
         return None
-    rows = np.frombuffer(file.read(8 * _core.LEAD_ROWS, at + _TYPES["lead_table"].itemsize), "<u8")
+    rows = np.frombuffer(file.read(8 * _core.LEAD_ROWS, at + STRUCTS["lead_table"].itemsize), "<u8")
     versions = int(head["max_versions"])
     return LeadStatus(
         held=int(np.count_nonzero(rows)),
@@ -242,18 +237,15 @@ def read_requests(file: SegmentFile) -> RequestsStatus | None:
 def _tables(file: SegmentFile) -> tuple[Any, NDArray[Any], NDArray[np.uint64], int] | None:
     """Read the lane, its rows and its cells' claims, and where prompts begin; None without any."""
     start = file.requests_offset
-    size = _TYPES["request_lane"].itemsize
-    lane = np.frombuffer(file.read(size, start), _TYPES["request_lane"])[0]
+    size = STRUCTS["request_lane"].itemsize
+    lane = np.frombuffer(file.read(size, start), STRUCTS["request_lane"])[0]
     parts = _core.request_divide(file.data_offset - start)
     if parts is None or not int(lane["number"]):
         return None
-    size = _TYPES["request_row"].itemsize
-    rows = np.frombuffer(
-        file.read(parts["row_count"] * size, start + parts["rows"]), _TYPES["request_row"]
-    )
-    cells = np.frombuffer(
-        file.read(parts["units"] - parts["cells"], start + parts["cells"]), _TYPES["request_cell"]
-    )["claim"]
+    size = parts["row_count"] * STRUCTS["request_row"].itemsize
+    rows = np.frombuffer(file.read(size, start + parts["rows"]), STRUCTS["request_row"])
+    raw = file.read(parts["units"] - parts["cells"], start + parts["cells"])
+    cells = np.frombuffer(raw, STRUCTS["request_cell"])["claim"]
     return lane, rows, cells, start + parts["units"]
 
 

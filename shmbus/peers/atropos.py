@@ -25,21 +25,10 @@ __all__ = ["ENV_KEY", "GROUP_KEY", "KEYS", "env_id_of", "group_of", "is_atropos"
 
 #: The keys of a group, in the order in which the API server of Atropos 0.4.0 answers them.
 KEYS: Final = (
-    "tokens",
-    "masks",
-    "scores",
-    "advantages",
-    "ref_logprobs",
-    "messages",
-    "generation_params",
-    "inference_logprobs",
-    "overrides",
-    "group_overrides",
-    "images",
-    "env_id",
-    "distill_token_ids",
+    "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params",
+    "inference_logprobs", "overrides", "group_overrides", "images", "env_id", "distill_token_ids",
     "distill_logprobs",
-)
+)  # fmt: skip
 #: Where sample 0's meta has what belongs to the whole group.
 GROUP_KEY: Final = "atropos"
 #: The key of the environment's number in it.

@@ -12,8 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +34,6 @@ from shmbus.pool.status import describe_holders, status_of_pool
 from shmbus.segment.names import leads_to
 from shmbus.segment.peer_wait import wait_for
 from shmbus_ext import _core
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _T = TypeVar("_T")
 
@@ -372,15 +368,10 @@ class VersionWrite:
             f"pool {self._publisher.kind!r} of bus {self._publisher.bus!r}, version {self.version}"
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> VersionWrite:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._write.ended:
             return
         if error is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,6 @@ from shmbus.pool.status import status_of_pool
 from shmbus.segment.names import leads_to
 from shmbus.segment.peer_wait import SLICE_S, wait_for
 from shmbus_ext import _core
-
-if TYPE_CHECKING:
-    pass
 
 #: Seconds that one sleep lasts at most; between two, whether the pool still has its name.
 _SLEEP_S: Final = 10 * SLICE_S

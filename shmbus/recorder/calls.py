@@ -28,7 +28,7 @@ from shmbus.recorder.dialects.base import Dialect, UnusableCall
 from shmbus.recorder.engine_api import BadAnswer, Reading, refuse_unsampled
 from shmbus.recorder.engines import Engine, EngineGone, Engines, headers_of
 from shmbus.recorder.event_stream import DONE, EventParser, EventTooLarge
-from shmbus.recorder.refusals import CallRefusal
+from shmbus.recorder.refusals import CallRefusal, bad_request
 from shmbus.recorder.sessions import Session, Sessions
 from shmbus.recorder.settings import Settings
 from shmbus.recorder.transcript import Span
@@ -48,15 +48,10 @@ def decoded(raw: bytes | bytearray) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise CallRefusal(
-            HTTPStatus.BAD_REQUEST, "invalid_json", f"expected a body of JSON: {error}"
-        ) from error
+        raise bad_request("invalid_json", f"expected a body of JSON: {error}") from error
     if not isinstance(found, dict):
-        raise CallRefusal(
-            HTTPStatus.BAD_REQUEST,
-            "invalid_json",
-            f"expected an object as body, got {type(found).__name__}",
-        )
+        got = type(found).__name__
+        raise bad_request("invalid_json", f"expected an object as body, got {got}")
     return found
 
 
@@ -157,12 +152,10 @@ class _Call:
         try:
             self._dialect = DIALECTS[self._path](body, self._session.history)
         except UnusableCall as error:
-            raise CallRefusal(
-                HTTPStatus.BAD_REQUEST, "invalid_call", f"{self._path}: {error}"
-            ) from error
+            raise bad_request("invalid_call", f"{self._path}: {error}") from error
         why = refuse_unsampled(self._dialect.call)
         if why is not None:
-            raise CallRefusal(HTTPStatus.BAD_REQUEST, "not_sampled", why)
+            raise bad_request("not_sampled", why)
 
     async def _ask(self, engine: Engine) -> web.StreamResponse:
         """Ask one engine; EngineGone where nothing of an answer has gone out."""

@@ -42,3 +42,8 @@ class CallRefusal(Refusal):
         self.code = code
         self.reason = reason
         self.retry_after_s = retry_after_s
+
+
+def bad_request(code: str, message: str) -> CallRefusal:
+    """Refuse what a client has to write in another way."""
+    return CallRefusal(HTTPStatus.BAD_REQUEST, code, message)

@@ -34,12 +34,12 @@ from shmbus.http.access import (
     require_program,
 )
 from shmbus.http.metrics import Metrics, escaped
-from shmbus.http.server import Connection, HttpServer, run_server, url_of
+from shmbus.http.server import HttpServer, connection_of, run_server, url_of, wait_for_any
 from shmbus.recorder import settings as limits
 from shmbus.recorder.dialects import DIALECTS
 from shmbus.recorder.dialects.base import error_body
 from shmbus.recorder.recorder import Recorder
-from shmbus.recorder.refusals import CallRefusal, kind_of
+from shmbus.recorder.refusals import CallRefusal, bad_request, kind_of
 from shmbus.recorder.sessions import Session
 from shmbus.recorder.settings import Settings
 from shmbus.session import Opened
@@ -124,9 +124,7 @@ class Server:
             return _refused(refusal)
         except (ConnectionResetError, web.RequestPayloadError) as error:
             self._metrics.note_undelivered(path if self._knows(path) else "other")
-            connection = request.protocol
-            assert isinstance(connection, Connection)
-            connection.abort()
+            connection_of(request).abort()
             raise asyncio.CancelledError(str(error)) from error
         except (shmbus.BusRemovedError, shmbus.BusClosedError) as error:
             return _refused(CallRefusal(HTTPStatus.NOT_FOUND, "bus_removed", str(error)))
@@ -190,11 +188,9 @@ class Server:
                 # Python's own reader takes NaN, so that such a score is refused by its name.
                 found = json.loads(raw or b"{}")
             except (ValueError, RecursionError) as error:
-                raise CallRefusal(
-                    HTTPStatus.BAD_REQUEST, "invalid_json", f"expected a body of JSON: {error}"
-                ) from error
+                raise bad_request("invalid_json", f"expected a body of JSON: {error}") from error
         if not isinstance(found, dict):
-            raise CallRefusal(HTTPStatus.BAD_REQUEST, "invalid_json", "expected an object as body")
+            raise bad_request("invalid_json", "expected an object as body")
         return found
 
     # -- sessions -------------------------------------------------------------------------------
@@ -220,9 +216,7 @@ class Server:
             try:
                 ticket = msgspec.convert(body["ticket"], Ticket)
             except msgspec.ValidationError as error:
-                raise CallRefusal(
-                    HTTPStatus.BAD_REQUEST, "invalid_call", f"ticket: {error}"
-                ) from error
+                raise bad_request("invalid_call", f"ticket: {error}") from error
             session = self._recorder.open_for(ticket)
             opened = Opened(key=session.key, base_url=f"{self._recorder.url}/v1")
             return web.Response(body=_encode(opened), headers=_JSON)
@@ -273,9 +267,7 @@ class Server:
         body = await self._object(request)
         meta = body.get("meta")
         if meta is not None and not isinstance(meta, dict):
-            raise CallRefusal(
-                HTTPStatus.BAD_REQUEST, "invalid_call", "meta: expected an object or nothing"
-            )
+            raise bad_request("invalid_call", "meta: expected an object or nothing")
         put = await self._recorder.score(session, body.get("score"), meta or {})
         return web.Response(body=_encode({"put": put}), headers=_JSON)
 
@@ -366,10 +358,8 @@ def _address_of(request: web.BaseRequest) -> tuple[str, str | None]:
 def _wait_of(body: dict[str, Any]) -> float:
     wait = body.get("timeout", 0.0)
     if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not wait >= 0:
-        raise CallRefusal(
-            HTTPStatus.BAD_REQUEST,
-            "invalid_call",
-            f"timeout: expected seconds of 0 or more, got {wait!r:.80}",
+        raise bad_request(
+            "invalid_call", f"timeout: expected seconds of 0 or more, got {wait!r:.80}"
         )
     return min(float(wait), limits.MAX_WAIT_S)
 
@@ -421,10 +411,7 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
             gc.freeze()
             say(recorder.url)
             logger.info("recording", extra={"bus": settings.bus, "http": recorder.url})
-            waits = [asyncio.ensure_future(event.wait()) for event in (stop, recorder.gone)]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
+            await wait_for_any(stop, recorder.gone)
             logger.info("stopping", extra={"bus": settings.bus})
             return 1 if recorder.gone.is_set() else 0
 

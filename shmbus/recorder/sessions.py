@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from shmbus.recorder import settings as limits
-from shmbus.recorder.refusals import CallRefusal
+from shmbus.recorder.refusals import CallRefusal, bad_request
 from shmbus.recorder.settings import Settings
 from shmbus.recorder.transcript import Transcript, Turn
 
@@ -107,8 +107,7 @@ class Session:
             )
         tokens = self.transcript.tokens
         if self.calls >= bounds.calls or tokens >= bounds.tokens:
-            raise CallRefusal(
-                HTTPStatus.BAD_REQUEST,
+            raise bad_request(
                 "session_limit",
                 f"the session of {self.place} has had {self.calls} of {bounds.calls} calls and "
                 f"{tokens} of {bounds.tokens} tokens; score what there is, or fail it",

@@ -217,17 +217,9 @@ def show_relay(name: str, note: RelayNote) -> str:
         lines.append(f"refused messages: {show_count(note.refused)}")
         lines += [f"  {printable(why)}" for why in note.why_refused]
     head = (
-        "",
-        "bus",
-        "held>",
-        "under way>",
-        "settled>",
-        "oldest>",
-        "version>",
-        "heard>",
-        "clock>",
+        "", "bus", "held>", "under way>", "settled>", "oldest>", "version>", "heard>", "clock>",
         "address",
-    )
+    )  # fmt: skip
     rows = [
         (
             "trainer" if peer.is_sink else "source",

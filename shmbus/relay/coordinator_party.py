@@ -17,42 +17,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
 from shmbus import errors
 from shmbus._keys import split_key
+from shmbus.relay import messages
 from shmbus.relay.coordinator import WINDOW_BYTES, Coordinator
-from shmbus.relay.messages import (
-    Announcement,
-    Assignment,
-    Assignments,
-    Confirmation,
-    Drop,
-    Envelope,
-    Hello,
-    HelloWanted,
-    Mark,
-    Message,
-    Peers,
-    Returned,
-    Settled,
-    SinkState,
-    SinkStateWanted,
-    Steering,
-    Subscription,
-    Unanswered,
-    Wanted,
-    bus_of,
-    name_origin,
-)
-from shmbus.relay.party import Backoff
+from shmbus.relay.messages import Envelope, Mark, Message, bus_of, name_origin
+from shmbus.relay.party import Backoff, Mailbox
 from shmbus.stash.stash import Stash, StashPolicy
 from shmbus_ext._core import OriginHead
-
-if TYPE_CHECKING:
-    from shmbus.relay.party import Mailbox
 
 _log = logging.getLogger("shmbus.relay")
 
@@ -86,7 +62,7 @@ class CoordinatorParty:
         self.sinks = list(sinks)
         self._policy = policy
         self._window = window_bytes
-        self.hellos: dict[str, tuple[Hello, float]] = {}
+        self.hellos: dict[str, tuple[messages.Hello, float]] = {}
         self.clocks = Clocks()
         self._bus_of: dict[str, str] = {}
         self.pure: Coordinator | None = None
@@ -113,11 +89,13 @@ class CoordinatorParty:
         for address in [*self.sources, *self.sinks]:
             heard = self.hellos.get(address)
             if heard is None or now_s - heard[1] > SILENT_S:
-                self._mailbox.send(address, HelloWanted(self.pure.term if self.pure else 0))
+                self._mailbox.send(
+                    address, messages.HelloWanted(self.pure.term if self.pure else 0)
+                )
 
     # -- who is there ----------------------------------------------------------------------------
 
-    def _hello(self, hello: Hello) -> None:
+    def _hello(self, hello: messages.Hello) -> None:
         address = hello.address
         if address not in (self.sinks if hello.is_sink else self.sources):
             self._count_refused(f"{address} is not among the relay's peers; start it with them all")
@@ -160,7 +138,7 @@ class CoordinatorParty:
             view = self.pure.sinks[address]
             if view.heard and view.incarnation < hello.incarnation:
                 # What it said when it began was lost.
-                self._say([SinkStateWanted(address, self.pure.term)])
+                self._say([messages.SinkStateWanted(address, self.pure.term)])
         self._tell_peers()
         self._steer()
 
@@ -172,7 +150,7 @@ class CoordinatorParty:
         if self.pure.lacks_news(bus, mark) and backoff.is_over(newest, time.monotonic()):
             self._say(self.pure.ask_source(bus))
 
-    def _note_clock(self, hello: Hello) -> None:
+    def _note_clock(self, hello: messages.Hello) -> None:
         jump_s = self.clocks.note(hello.address, hello.clock_ns, time.monotonic_ns())
         if jump_s:
             _log.warning(
@@ -202,7 +180,7 @@ class CoordinatorParty:
         self._tell_peers()
         self._say(self.pure.begin())
 
-    def _note_limits(self, hello: Hello) -> None:
+    def _note_limits(self, hello: messages.Hello) -> None:
         assert self.pure is not None
         limits = (hello.largest_record, hello.largest_group, hello.largest_count)
         self.pure.sinks[hello.address].largest = limits
@@ -210,9 +188,9 @@ class CoordinatorParty:
     def _meet_source(self, bus: str) -> None:
         assert self.pure is not None
         self.pure.buses = (*self.pure.buses, bus)
-        self._say([Subscription(bus, self.pure.term)])
+        self._say([messages.Subscription(bus, self.pure.term)])
 
-    def _bus_changed(self, hello: Hello, before: str) -> None:
+    def _bus_changed(self, hello: messages.Hello, before: str) -> None:
         """Begin again with a bus that was removed and made again under its name."""
         assert self.pure is not None
         if hello.is_sink:
@@ -258,7 +236,7 @@ class CoordinatorParty:
         if (addresses, complete, here) != self._told:
             self._told = (addresses, complete, here)
             for sink in self.sinks:
-                self._mailbox.send(sink, Peers(addresses, complete))
+                self._mailbox.send(sink, messages.Peers(addresses, complete))
 
     def _steer(self) -> None:
         """Have sources show the trainers' policy version, and their pause."""
@@ -277,7 +255,7 @@ class CoordinatorParty:
             new = self._steered.get(address) != (version, why)
             if new or shown.policy_version != version or (shown.paused is None) != (why is None):
                 self._steered[address] = (version, why)
-                self._mailbox.send(address, Steering(version, why))
+                self._mailbox.send(address, messages.Steering(version, why))
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -285,21 +263,21 @@ class CoordinatorParty:
         if not said:
             return
         address_of = {bus: address for address, bus in self._bus_of.items()}
-        placed: dict[str, list[Assignment]] = {}
+        placed: dict[str, list[messages.Assignment]] = {}
         for message in said:
             match message:
-                case Assignment():
+                case messages.Assignment():
                     placed.setdefault(message.sink, []).append(message)
-                case Drop() | SinkStateWanted():
+                case messages.Drop() | messages.SinkStateWanted():
                     self._mailbox.send(message.sink, message)
-                case Subscription() | Wanted():
+                case messages.Subscription() | messages.Wanted():
                     to = address_of.get(message.bus)
                     if to is not None:
                         self._mailbox.send(to, message)
                 case _:
                     raise AssertionError(f"a coordinator does not say {type(message).__name__}")
         for sink, groups in placed.items():
-            self._mailbox.send(sink, Assignments(tuple(groups)))
+            self._mailbox.send(sink, messages.Assignments(tuple(groups)))
 
     def _count_refused(self, why: str) -> None:
         self.refused += 1
@@ -324,7 +302,7 @@ class CoordinatorParty:
 
     def _take(self, envelope: Envelope) -> None:
         message = envelope.message
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             self._hello(message)
             return
         pure = self.pure
@@ -332,25 +310,25 @@ class CoordinatorParty:
             return
         now_s = time.monotonic()
         match message:
-            case Announcement() if message.bus in pure.buses:
+            case messages.Announcement() if message.bus in pure.buses:
                 self._announced(envelope.sender, message, now_s)
-            case SinkState() if message.sink in pure.sinks:
+            case messages.SinkState() if message.sink in pure.sinks:
                 self._say(pure.sink_state(message, now_s))
-            case Settled() if message.sink in pure.sinks:
+            case messages.Settled() if message.sink in pure.sinks:
                 self.settled[message.sink] = self.settled.get(message.sink, 0) + 1
                 self._say(pure.settled(message, now_s))
-            case Returned() if message.sink in pure.sinks:
+            case messages.Returned() if message.sink in pure.sinks:
                 self._say(pure.returned(message, now_s))
-            case Confirmation() if message.bus in pure.buses:
+            case messages.Confirmation() if message.bus in pure.buses:
                 self._say(pure.confirmed(message, now_s))
-            case Unanswered() if message.bus in pure.buses:
+            case messages.Unanswered() if message.bus in pure.buses:
                 self._say(pure.unanswered(message, now_s))
-            case Announcement() if envelope.sender not in self.sources:
+            case messages.Announcement() if envelope.sender not in self.sources:
                 self._refuse_stranger(envelope.sender, message.bus)
             case _:
                 pass  # of somebody that has gone, or is not known yet
 
-    def _announced(self, sender: str, message: Announcement, now_s: float) -> None:
+    def _announced(self, sender: str, message: messages.Announcement, now_s: float) -> None:
         assert self.pure is not None
         try:
             self._say(self.pure.announced(message, now_s))
@@ -400,7 +378,7 @@ class CoordinatorParty:
             self._say(self.pure.drop_again())
         term = self.pure.term
         unheard = [bus for bus in self.pure.buses if bus not in self.pure.newest]
-        self._say([Subscription(bus, term) for bus in unheard])
+        self._say([messages.Subscription(bus, term) for bus in unheard])
         self._told = ()
         self._tell_peers()
 

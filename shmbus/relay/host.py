@@ -116,9 +116,6 @@ class HostMailbox:
             taken = [self._box.popleft() for _ in range(len(self._box))]
         return [found for each in taken for found in self.opener.open(*each)]
 
-    def close(self) -> None:
-        """There is nothing that it holds."""
-
 
 class Host:
     """Runs a party, and gives it what comes."""

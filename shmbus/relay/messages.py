@@ -37,11 +37,6 @@ _ID: Final = struct.Struct(">QQ")
 _IDENTITY_BYTES: Final = ORIGIN_BYTES - _ID.size
 
 
-def make_origin(bus: str, producer_id: int, sequence: int) -> Origin:
-    """Return what a record of the bus of this identity is known by."""
-    return bytes.fromhex(bus) + _ID.pack(producer_id, sequence)
-
-
 def is_of(origin: Origin, bus: str) -> bool:
     """Whether a record is of the bus of this identity."""
     return origin.startswith(bytes.fromhex(bus))

@@ -16,7 +16,7 @@ import logging
 import struct
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from shmbus import errors
 from shmbus.inspect import leftovers
@@ -36,10 +36,8 @@ from shmbus.relay.messages import (
     VersionOffer,
     VersionPiece,
 )
+from shmbus.relay.party import Mailbox
 from shmbus_ext import _core
-
-if TYPE_CHECKING:
-    from shmbus.relay.party import Mailbox
 
 #: Pieces that are under way to a mirror: what a fast network holds, and little beside a version.
 WINDOW: Final = 8

@@ -61,9 +61,6 @@ class Mailbox(Protocol):
     def receive(self, timeout_s: float) -> list[Envelope]:
         """Return what has come, after at most so long where nothing has."""
 
-    def close(self) -> None:
-        """Take the address away."""
-
 
 #: Seconds without progress after which something is asked for again ...
 _FIRST_S = 1.0

@@ -67,12 +67,6 @@ class Journal(NamedTuple):
     #: Those of `settled` that their sources may let go, with the reason.
     ended: frozenset[tuple[Origin, str]] = frozenset()
 
-    def healed(self, committed: int) -> Journal:
-        """Return what it says once the lane is nobody's: which part of the intent is on the bus."""
-        done = self.intent[: committed - self.before]
-        rest = self.intent[len(done) :]
-        return Journal(self.settled.union(done), rest, self.before + len(done), self.ended)
-
 
 class Batch(NamedTuple):
     """Groups whose bytes are asked for together, and put together."""

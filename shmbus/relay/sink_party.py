@@ -16,39 +16,24 @@ from array import array
 from collections import deque
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from shmbus import Bus, Producer, errors
 from shmbus.ledger import REASONS
+from shmbus.relay import messages
 from shmbus.relay.messages import (
     ORIGIN_BYTES,
-    Assignment,
-    Assignments,
-    Confirmation,
-    Drop,
     Envelope,
-    Fetch,
-    Fetched,
-    Hello,
-    HelloWanted,
     Message,
     Origin,
-    Peers,
-    Release,
-    Released,
-    Settled,
-    SinkStateWanted,
     bus_of,
     by_bus,
     name_origin,
 )
-from shmbus.relay.party import Backoff
+from shmbus.relay.party import Backoff, Mailbox
 from shmbus.relay.sink import BLOCK_BYTES, BLOCK_RECORDS, Batch, Journal, Sink
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
-
-if TYPE_CHECKING:
-    from shmbus.relay.party import Mailbox
 
 #: Of an entry's number, as the core takes it.
 ENTRY_BYTES: Final = 4
@@ -265,11 +250,11 @@ class SinkParty:
     def _say(self, said: list[Message]) -> None:
         for message in said:
             match message:
-                case Fetch() | Release():
+                case messages.Fetch() | messages.Release():
                     to = self.addresses.get(message.bus)
                     if to is not None:
                         self._mailbox.send(to, message)
-                case Settled():
+                case messages.Settled():
                     self._untold |= message.origins
                 case _:
                     self._tell_settled()
@@ -279,7 +264,7 @@ class SinkParty:
         """Tell the coordinator what was put, before anything else that this says of it."""
         if self._untold:
             origins, self._untold = frozenset(self._untold), set()
-            self._mailbox.send(self._coordinator, Settled(self.sink.name, origins))
+            self._mailbox.send(self._coordinator, messages.Settled(self.sink.name, origins))
 
     def _hello(self, to: str = "") -> None:
         now = time.monotonic_ns()
@@ -289,7 +274,7 @@ class SinkParty:
         moving, settled = len(sink.owed), len(sink.settled)
         self._mailbox.send(
             to or self._coordinator,
-            Hello(
+            messages.Hello(
                 sink.name, True, bus.name, bus.identity, sink.incarnation, sink.term,
                 self._coordinator,
                 bus.policy_version, bus.paused, bus.record_limit, bus.capacity // _GROUP_SHARE,
@@ -305,33 +290,33 @@ class SinkParty:
         """Act on a message."""
         sink = self.sink
         match envelope.message:
-            case HelloWanted() as wanted:
+            case messages.HelloWanted() as wanted:
                 if wanted.term == 0:
                     self._coordinator = envelope.sender
                 self._hello(envelope.sender)
-            case SinkStateWanted() as message if message.sink == sink.name:
+            case messages.SinkStateWanted() as message if message.sink == sink.name:
                 said = sink.tell(message)
                 if said:
                     self._coordinator = envelope.sender
                     self.journal.note(sink.term, time.monotonic_ns(), ())
                 self._say(said)
-            case Assignments() as message:
+            case messages.Assignments() as message:
                 self._say(sink.assign_all(g for g in message.groups if g.sink == sink.name))
-            case Assignment() as message if message.sink == sink.name:
+            case messages.Assignment() as message if message.sink == sink.name:
                 self._say(sink.assign(message))
-            case Drop() as message if message.sink == sink.name and sink.is_meant(message):
+            case messages.Drop() as message if message.sink == sink.name and sink.is_meant(message):
                 if self.journal.drop(message.origins, message.reason):
                     self._say(sink.drop(message))
-            case Fetched() as message if message.sink == sink.name:
+            case messages.Fetched() as message if message.sink == sink.name:
                 self._fetched(envelope.sender, message, envelope.payload)
-            case Released() as message if message.sink == sink.name:
+            case messages.Released() as message if message.sink == sink.name:
                 self._released(message)
-            case Peers() as message:
+            case messages.Peers() as message:
                 self._learn(message)
             case _:
                 pass  # for a sink that was here before this one
 
-    def _learn(self, message: Peers) -> None:
+    def _learn(self, message: messages.Peers) -> None:
         new = dict(message.addresses)
         came = new.keys() - self.addresses.keys()
         self.addresses = new
@@ -348,10 +333,12 @@ class SinkParty:
         if came:
             # A message to one that is not connected is lost: send one before the first block.
             sink = self.sink
-            self._say([Fetch(bus, sink.name, sink.incarnation, ()) for bus in sorted(came)])
+            self._say(
+                [messages.Fetch(bus, sink.name, sink.incarnation, ()) for bus in sorted(came)]
+            )
             self._say(sink.ask_again())
 
-    def _fetched(self, sender: str, message: Fetched, payload: bytes | memoryview) -> None:
+    def _fetched(self, sender: str, message: messages.Fetched, payload: bytes | memoryview) -> None:
         batch = self.sink.asked_by(message)
         if batch is None:
             return
@@ -378,7 +365,7 @@ class SinkParty:
         self._blocks = [each for each in self._blocks if not owed.isdisjoint(each.origins)]
 
     def _check(
-        self, batch: Batch, message: Fetched, payload: bytes | memoryview
+        self, batch: Batch, message: messages.Fetched, payload: bytes | memoryview
     ) -> tuple[Origin, ...]:
         """Return the records of a block; ValueError says what is wrong with it."""
         origins, packed = _core.check_block(payload)
@@ -411,9 +398,9 @@ class SinkParty:
                 )
         return found
 
-    def _released(self, message: Released) -> None:
+    def _released(self, message: messages.Released) -> None:
         for said in self.sink.released(message):
-            assert isinstance(said, Confirmation)
+            assert isinstance(said, messages.Confirmation)
             self.journal.forget(said.origins)
             self._say([said])
 

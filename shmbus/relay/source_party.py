@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shmbus import Bus
 from shmbus.relay.direct import BufferPool
@@ -34,13 +34,11 @@ from shmbus.relay.messages import (
     Subscription,
     Wanted,
 )
+from shmbus.relay.party import Mailbox
 from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus.relay.retries import RetryRows
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
-
-if TYPE_CHECKING:
-    from shmbus.relay.party import Mailbox
 
 
 def _pack_heads(held: Mapping[Origin, Any]) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
@@ -31,10 +31,8 @@ from shmbus.relay.messages import (
     VersionPiece,
 )
 from shmbus.relay.mirror_party import POOL_KIND, digest_of
+from shmbus.relay.party import Mailbox
 from shmbus_ext import _core
-
-if TYPE_CHECKING:
-    from shmbus.relay.party import Mailbox
 
 _log = logging.getLogger("shmbus.relay")
 
@@ -263,23 +261,7 @@ class WeightsParty:
     def note(self) -> WeightsNote:
         """Return what there is to see; from any thread."""
         newest, now_s = self._newest, time.monotonic()
-        mirrors = [
-            MirrorNote(
-                address,
-                None if state is None else heard_s,
-                "" if state is None else state.bus,
-                None if state is None else state.version,
-                0 if state is None else state.pieces,
-                "" if state is None else state.upstream,
-                "" if state is None else state.error,
-                0 if state is None else state.damaged,
-                [] if state is None else [
-                    EngineNote(each.label, each.alive, each.version, each.refused, each.error)
-                    for each in state.engines
-                ],
-            )
-            for address, state, heard_s in self.pure.seen(now_s)
-        ]  # fmt: skip
+        mirrors = [_note_of(*seen) for seen in self.pure.seen(now_s)]
         return WeightsNote(
             self._bus, None if newest is None else newest.version,
             0 if newest is None else newest.size, 0 if newest is None else len(newest.patch),
@@ -317,15 +299,28 @@ class MirrorNote(msgspec.Struct, frozen=True):
 
     address: str
     #: Seconds since them; None of one that was never heard.
-    heard_s: float | None
-    bus: str
-    version: int | None
+    heard_s: float | None = None
+    bus: str = ""
+    version: int | None = None
     #: Pieces of the version that it is getting, and from whom.
-    pieces: int
-    upstream: str
-    error: str
-    damaged: int
-    engines: list[EngineNote]
+    pieces: int = 0
+    upstream: str = ""
+    error: str = ""
+    damaged: int = 0
+    engines: list[EngineNote] = []
+
+
+def _note_of(address: str, state: MirrorState | None, heard_s: float) -> MirrorNote:
+    if state is None:
+        return MirrorNote(address)
+    engines = [
+        EngineNote(each.label, each.alive, each.version, each.refused, each.error)
+        for each in state.engines
+    ]
+    return MirrorNote(
+        address, heard_s, state.bus, state.version, state.pieces, state.upstream, state.error,
+        state.damaged, engines,
+    )  # fmt: skip
 
 
 class WeightsNote(msgspec.Struct, frozen=True):

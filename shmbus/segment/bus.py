@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -396,12 +395,7 @@ class Bus:
     def __enter__(self) -> Bus:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # A forked child leaves this block too, and did not create the bus.
         if self._owner_pid == os.getpid():
             self._remove_own()

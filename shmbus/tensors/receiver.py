@@ -8,8 +8,7 @@ back to the sender only when this process's device has read what it was asked to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -22,9 +21,6 @@ from shmbus.tensors.agreement import Agreement, Statement, TensorSpec, acked_ste
 from shmbus.tensors.device.arena import ArenaView, BufferLostError, BufferName, Memory
 from shmbus.tensors.step_table import Places, check_places, decode_meta, decode_places, head_of
 from shmbus.tensors.views import payload_tensor, tensor_at
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: A step's tensors, and what has to be done before its slot is given back.
 Opened: TypeAlias = tuple[dict[str, torch.Tensor], Callable[[], None]]
@@ -231,15 +227,10 @@ class StepItem(Mapping[str, torch.Tensor]):
     def __repr__(self) -> str:
         return f"<StepItem {self.step} of {self._channel.name!r}: {', '.join(self._tensors)}>"
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> StepItem:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.ack()
         else:

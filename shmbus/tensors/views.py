@@ -26,27 +26,14 @@ ALIGNMENT: Final = 256
 
 #: Bytes of an element, by torch's names of dtypes.
 DTYPE_BYTES: Final[Mapping[str, int]] = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
+    "bool": 1, "uint8": 1, "int8": 1,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
-    "int16": 2,
-    "uint16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "uint32": 4,
-    "float32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float64": 8,
-    "complex64": 8,
+    "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "uint32": 4, "float32": 4,
+    "int64": 8, "uint64": 8, "float64": 8, "complex64": 8,
     "complex128": 16,
-}
+}  # fmt: skip
 
 
 class TensorPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

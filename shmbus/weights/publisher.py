@@ -15,8 +15,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 import torch
@@ -40,9 +39,6 @@ from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import patch_share
 from shmbus.weights.probe import choose
 from shmbus.weights.source import LocalPiece, WeightSource, require_source
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: Default for `timeout`, in seconds: ranks and readers that need longer for a copy have stopped.
 PUBLISH_TIMEOUT_S: Final = 60.0
@@ -448,15 +444,10 @@ class WeightPublisher:
         state = "closed" if self._closed else f"rank {self.rank} of {self.world_size}"
         return f"<WeightPublisher {self.bus!r} by {self.carrier.name} {state}>"
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> WeightPublisher:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # Readers go on with what was published where its trainer fails, as where it dies.
         self._close(keep=self._keep or error is not None)
 

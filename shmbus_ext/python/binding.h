@@ -106,6 +106,19 @@ static inline void py_tuple_set(PyObject **tuple, Py_ssize_t at, PyObject *item)
     }
 }
 
+/* Puts a key and its value, which it takes, into a dictionary; that is cleared after an exception. */
+static inline void py_dict_put(PyObject **dictionary, PyObject *key, PyObject *value) {
+    if (key == NULL || value == NULL || PyDict_SetItem(*dictionary, key, value) < 0) {
+        Py_CLEAR(*dictionary);
+    }
+    Py_XDECREF(key);
+    Py_XDECREF(value);
+}
+
+/* The words in a fixed field of a row that this process has copied: others may write a shared one. */
+#define FIELD_TEXT(field) \
+    PyUnicode_DecodeUTF8((field), (Py_ssize_t)strnlen((field), sizeof(field)), "replace")
+
 /* In a setter: false with a TypeError where the attribute was to be deleted. */
 static inline bool py_is_given(const PyObject *value, const char *name) {
     if (value == NULL) {

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shmbus.relay.messages import Origin, OriginHead, make_origin, unpack_heads
+from shmbus.relay.messages import Origin, OriginHead, unpack_heads
 from shmbus.relay.record_reader import RecordReader, reason_of
+from shmbus.relay.sink import Journal
 from shmbus_ext import _core
 
-__all__ = ["RecordHead", "export", "head_of", "poll"]
+__all__ = ["RecordHead", "export", "head_of", "healed", "make_origin", "poll"]
 
 
 class RecordHead(NamedTuple):
@@ -28,6 +30,21 @@ class RecordHead(NamedTuple):
     check: int
     need: int
     reason: str | None = None
+
+
+def make_origin(bus: str, producer_id: int, sequence: int) -> Origin:
+    """Return what a record of the bus of this identity is known by."""
+    return bytes.fromhex(bus) + struct.pack(">QQ", producer_id, sequence)
+
+
+def healed(journal: Journal, committed: int) -> Journal:
+    """Return what it says once the lane is nobody's: which part of the intent is on the bus."""
+    done = journal.intent[: committed - journal.before]
+    return journal._replace(
+        settled=journal.settled.union(done),
+        intent=journal.intent[len(done) :],
+        before=journal.before + len(done),
+    )
 
 
 def head_of(bus: str, head: RecordHead) -> OriginHead:

@@ -66,11 +66,6 @@ class LocalMailbox:
             taken = [box.popleft() for _ in range(len(box))]
         return [found for each in taken for found in self.opener.open(*each)]
 
-    def close(self) -> None:
-        """Take the address away."""
-        with self._exchange.changed:
-            self._exchange.boxes.pop(self.address, None)
-
 
 class Boxes(dict[str, Any]):
     """The boxes of an exchange, where nothing reaches those that are cut off."""

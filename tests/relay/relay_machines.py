@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from relay.every_order import ASK, DIE, STEP, Faults, Found, Said, visit_every_order
-from relay.heads import RecordHead, head_of
+from relay.heads import RecordHead, head_of, healed
 
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
@@ -81,7 +81,7 @@ class System:
 
     def heal(self, journal: Journal, committed: int) -> Journal:
         """Return what a sink that has died has left, once its lane is nobody's."""
-        return journal.healed(committed)
+        return healed(journal, committed)
 
     def said(self, messages: Sequence[m.Message | Acknowledged]) -> list[Said]:
         """Return messages with their ways."""

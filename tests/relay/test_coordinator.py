@@ -6,11 +6,10 @@ import os
 import random
 
 import pytest
-from relay.heads import RecordHead, head_of
+from relay.heads import RecordHead, head_of, healed, make_origin
 
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
-from shmbus.relay.messages import make_origin
 from shmbus.relay.sink import Journal, Sink
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
@@ -210,7 +209,7 @@ def test_nothing_is_placed_before_every_sink_was_heard() -> None:
 @pytest.mark.parametrize("put", [0, 1, 2])
 def test_a_sinks_successor_goes_on_where_the_lane_ends(put: int) -> None:
     origins = (make_origin(B0, 1, 0), make_origin(B1, 1, 0))
-    journal = Journal(frozenset(), origins, before=40).healed(40 + put)
+    journal = healed(Journal(frozenset(), origins, before=40), 40 + put)
     assert journal.settled == set(origins[:put]) and journal.intent == origins[put:]
     sink = Sink("t0", 2, journal)
     state, *asked = sink.begin()

@@ -9,6 +9,7 @@ import struct
 import numpy as np
 import pytest
 from conftest import wait_until
+from relay.heads import make_origin
 from relay.local import COORDINATOR, put_group, relay, take
 
 import shmbus
@@ -19,7 +20,6 @@ from shmbus.relay.messages import (
     bus_of,
     by_bus,
     is_of,
-    make_origin,
     name_origin,
     unpack_heads,
 )

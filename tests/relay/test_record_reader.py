@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from conftest import Spawner
 from operators import cli
-from relay.heads import export
+from relay.heads import export, make_origin
 
 import shmbus
 from shmbus.inspect.status import read_status
-from shmbus.relay.messages import make_origin
 from shmbus.relay.record_reader import RecordReader
 from shmbus_ext import _core
 

@@ -22,7 +22,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, ClassVar, Final
 
 import shmbus
@@ -361,10 +360,5 @@ class AtroposTrainer:
     def __enter__(self) -> AtroposTrainer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()

@@ -83,7 +83,7 @@ class WriterCarrier(Protocol):
 
 
 class CarriedVersion(Protocol):
-    """A version that a reader has, until it is closed."""
+    """A version of a reader, until it is closed; nothing comes of what its carrier has not."""
 
     version: int
     sequence: int
@@ -97,30 +97,38 @@ class CarriedVersion(Protocol):
     @property
     def cache(self) -> LoadCache | None:
         """Return what was checked of the same memory before; None where none of it lasts."""
+        return None
 
     def borrow(self) -> dict[str, torch.Tensor]:
         """Return the same, for as long as this object is open."""
+        return self.tensors()
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Have copies to those devices be as fast as they can; what cannot be is no error."""
+        return
 
     def patch(self) -> VersionChanges | None:
         """Return what changed since the version before, where the publisher has made that."""
+        return None
 
     def base(self, patch: VersionChanges) -> torch.Tensor | None:
         """Return the bytes of the version that a patch was made from, where they are still here."""
+        return None
 
     def verify(self, *, sample: bool) -> None:
         """Compare digests, of some blocks or of all."""
 
     def report_loading(self) -> None:
         """Say that this process has begun to load it, and runs no whole version now."""
+        return
 
     def report_applied(self) -> None:
         """Say that this process runs it."""
+        return
 
     def report_refused(self, code: int, reason: str) -> None:
         """Say that this process could not take it."""
+        return
 
     def close(self) -> None:
         """Let go; tensors that are left keep what they need."""

@@ -22,7 +22,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -34,16 +34,13 @@ from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsE
 from shmbus.segment.locked_file import LockedFile
 from shmbus.weights.carriers.base import (
     DEFAULT_SLOTS,
+    CarriedVersion,
     Carrier,
     ReaderOptions,
     WriterOptions,
 )
-from shmbus.weights.errors import (
-    ManifestError,
-)
-from shmbus.weights.loading import LoadCache
+from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import LocalPiece, dtype_name
 
 FILE: Final = "model.safetensors"
@@ -218,8 +215,8 @@ class _CheckpointSink:
         self._tensors = {}
 
 
-class CheckpointVersion:
-    """A file that was read."""
+class CheckpointVersion(CarriedVersion):
+    """A file that was read: whole, in memory of its own, and in a directory that has no rows."""
 
     def __init__(self, directory: Path, sequence: int) -> None:
         from safetensors import SafetensorError, safe_open
@@ -259,38 +256,12 @@ class CheckpointVersion:
         """Return the tensors that were read."""
         return self._tensors
 
-    @property
-    def cache(self) -> LoadCache | None:
-        """Return None: its views are made for each lease."""
-
-    def borrow(self) -> dict[str, torch.Tensor]:
-        """Return `tensors()`."""
-        return self.tensors()
-
-    def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Do nothing: there is no host memory that stays."""
-
-    def patch(self) -> VersionChanges | None:
-        """Return None: a file is whole."""
-
-    def base(self, patch: VersionChanges) -> torch.Tensor | None:
-        """Return None: there is no patch."""
-
     def verify(self, *, sample: bool) -> None:
         """Refuse: the file has no digests."""
         del sample
         raise WeightsError(
             "the carrier 'checkpoint' writes no digests; subscribe with verify='off'"
         )
-
-    def report_loading(self) -> None:
-        """Nobody reads it: a directory has no rows."""
-
-    def report_applied(self) -> None:
-        """Nobody reads it: a directory has no rows."""
-
-    def report_refused(self, code: int, reason: str) -> None:
-        """Nobody reads it: a directory has no rows."""
 
     def close(self) -> None:
         """Forget the tensors."""

@@ -186,17 +186,8 @@ static PyObject *py_channel_look(ChannelObject *self, PyObject *args) {
     enum channel_life life = sides_life(&self->c, (enum channel_side_name)side);
     struct channel_side row;
     memcpy(&row, &self->c.sides[side], sizeof row);
-    PyObject *label = PyUnicode_DecodeUTF8(
-        row.label, (Py_ssize_t)strnlen(row.label, sizeof row.label), "replace");
-    PyObject *reason = PyUnicode_DecodeUTF8(
-        row.reason, (Py_ssize_t)strnlen(row.reason, sizeof row.reason), "replace");
-    if (label == NULL || reason == NULL) {
-        Py_XDECREF(label);
-        Py_XDECREF(reason);
-        return NULL;
-    }
-    return Py_BuildValue("(iIKNN)", (int)life, (unsigned int)row.pid, U64(row.claims), label,
-                         reason);
+    return Py_BuildValue("(iIKNN)", (int)life, (unsigned int)row.pid, U64(row.claims),
+                         FIELD_TEXT(row.label), FIELD_TEXT(row.reason));
 }
 
 /* announce(side): a ticket for waiting until that side does something. */

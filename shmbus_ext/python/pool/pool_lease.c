@@ -131,8 +131,7 @@ static PyObject *py_pool_lease_check(PoolLeaseObject *self, PyObject *args) {
 }
 
 static PyObject *py_pool_lease_text(PoolLeaseObject *self, void *Py_UNUSED(ignored)) {
-    size_t length = strnlen(self->row.text, sizeof self->row.text);
-    return PyUnicode_DecodeUTF8(self->row.text, (Py_ssize_t)length, "replace");
+    return FIELD_TEXT(self->row.text);
 }
 
 static PyMethodDef lease_methods[] = {

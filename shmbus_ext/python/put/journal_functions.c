@@ -208,13 +208,8 @@ SEGMENT_FUNCTION(py_relay_ends, py_take_writable) {
         if (counts[reason] == 0) {
             continue;
         }
-        PyObject *key = PyLong_FromUnsignedLong(reason);
-        PyObject *packed = pack_ends(pairs, n, reason, counts[reason]);
-        if (key == NULL || packed == NULL || PyDict_SetItem(ends, key, packed) < 0) {
-            Py_CLEAR(ends);
-        }
-        Py_XDECREF(key);
-        Py_XDECREF(packed);
+        py_dict_put(&ends, PyLong_FromUnsignedLong(reason),
+                    pack_ends(pairs, n, reason, counts[reason]));
     }
     PyMem_Free(pairs);
     return ends;

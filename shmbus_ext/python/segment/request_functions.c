@@ -327,13 +327,7 @@ SEGMENT_FUNCTION(py_lead_settled, py_take_segment) {
         if (word == 0) {
             continue;
         }
-        PyObject *key = PyLong_FromUnsignedLong(row);
-        PyObject *value = PyLong_FromUnsignedLongLong(word);
-        if (key == NULL || value == NULL || PyDict_SetItem(found, key, value) < 0) {
-            Py_CLEAR(found);
-        }
-        Py_XDECREF(key);
-        Py_XDECREF(value);
+        py_dict_put(&found, PyLong_FromUnsignedLong(row), PyLong_FromUnsignedLongLong(word));
     }
     return found;
 }

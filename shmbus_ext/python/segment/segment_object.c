@@ -260,13 +260,7 @@ static PyObject *py_segment_holders(SegmentObject *self, PyObject *Py_UNUSED(ign
         if (counts[i] == 0) {
             continue;
         }
-        PyObject *key = PyLong_FromUnsignedLong(i);
-        PyObject *value = PyLong_FromUnsignedLong(counts[i]);
-        if (key == NULL || value == NULL || PyDict_SetItem(result, key, value) < 0) {
-            Py_CLEAR(result);
-        }
-        Py_XDECREF(key);
-        Py_XDECREF(value);
+        py_dict_put(&result, PyLong_FromUnsignedLong(i), PyLong_FromUnsignedLong(counts[i]));
     }
     PyMem_Free(counts);
     return result;

@@ -98,20 +98,7 @@ class ShmbusCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc, v
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return each worker's arguments of `init_process_group`.
-
-        Parameters
-        ----------
-        actor_wg_world_size, rollout_world_size : int
-            Workers that send, and that receive.
-        metadata : list of dict
-            What `prepare` returned.
-
-        Returns
-        -------
-        tuple of dict
-            Of the senders, and of the receivers.
-        """
+        """Return each worker's arguments of `init_process_group`: of senders, and of receivers."""
         update = secrets.token_hex(8)
         sends: dict[str, list[Any]] = {
             "rank": list(range(actor_wg_world_size)),
@@ -126,15 +113,7 @@ class ShmbusCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc, v
         return sends, receives
 
     def init_process_group(self, rank: int, world_size: int, update: str) -> None:
-        """Begin an update.
-
-        Parameters
-        ----------
-        rank, world_size : int
-            This worker among the senders; -1 of a receiver.
-        update : str
-            The name of the version that is sent and received next.
-        """
+        """Begin an update, whose version has this name; a receiver is of rank -1."""
         if self._publisher is not None and (rank, world_size) != (self._rank, self._world_size):
             self._publisher.close()
             self._publisher = None
@@ -146,19 +125,10 @@ class ShmbusCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc, v
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> None:
-        """Publish a version; every rank of the actor calls this.
+        """Publish a version, `global_steps` or one more than the last; every rank calls this.
 
-        Parameters
-        ----------
-        weights : iterable of (str, Tensor)
-            Whole tensors, gathered as they are asked for, the same on every rank.
-        global_steps : int, optional
-            The version's number; by default one more than the last.
-
-        Raises
-        ------
-        shmbus.errors.WeightsError
-            As of `WeightPublisher`: the version before stays in force.
+        Weights are whole tensors, gathered as they are asked for, the same on every rank. After a
+        WeightsError the version before stays in force.
         """
         if self._publisher is None:
             # What there is must be known before the first byte is written, and verl gives its
@@ -189,40 +159,16 @@ class ShmbusCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc, v
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield the version that is sent in the same update.
+        """Yield the version that is sent in the same update; WaitTimeoutError where none comes.
 
-        Parameters
-        ----------
-        global_steps : int, optional
-            verl's; the version has it, and its name tells more.
-
-        Yields
-        ------
-        tuple of str and Tensor
-            Read-only views of shared memory, which hold back the version after the next while they
-            live.
-
-        Raises
-        ------
-        WaitTimeoutError
-            It did not come.
+        They are read-only views of shared memory, which hold back the version after the next while
+        they live. `global_steps` is not needed: the version's name tells more.
         """
         async for named in self._given(await asyncio.to_thread(self._of_update)):
             yield named
 
     async def get_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield the newest version that there is, as for a rollout that began late.
-
-        Yields
-        ------
-        tuple of str and Tensor
-            As of `receive_weights`.
-
-        Raises
-        ------
-        WaitTimeoutError
-            There is none.
-        """
+        """Yield the newest version that there is, as for a rollout that began late."""
         newest = await asyncio.to_thread(self._reader().latest, timeout=self._timeout_s)
         async for named in self._given(newest):
             yield named

@@ -16,6 +16,7 @@ import logging
 import os
 import queue
 import threading
+from collections.abc import Mapping
 from typing import Any, Final
 
 import shmbus
@@ -43,6 +44,17 @@ _SAMPLING: Final = (
 (kv_put,) = needed("transfer_queue", "kv_put")
 
 
+def bus_of(sampler_kwargs: Mapping[str, Any]) -> str:
+    """Return the name of the bus that verl's configuration, or else the environment, has."""
+    bus = sampler_kwargs.get("bus") or os.environ.get(BUS_VARIABLE)
+    if not bus:
+        raise ValueError(
+            "sampler_kwargs: expected bus, the name of a bus, got none; set "
+            f"trainer.v1.sampler.sampler_kwargs.bus, or the variable {BUS_VARIABLE}"
+        )
+    return str(bus)
+
+
 class ShmbusAgentLoopManager:
     """Offers verl's prompts to the workers of a bus.
 
@@ -53,48 +65,25 @@ class ShmbusAgentLoopManager:
     """
 
     def __init__(self, config: Any) -> None:
-        sampler = config.trainer.v1.sampler.get("sampler_kwargs", None) or {}
-        bus = sampler.get("bus") or os.environ.get(BUS_VARIABLE)
-        if not bus:
-            raise ValueError(
-                "sampler_kwargs: expected bus, the name of a bus, got none; set "
-                f"trainer.v1.sampler.sampler_kwargs.bus, or the variable {BUS_VARIABLE}"
-            )
+        bus = bus_of(config.trainer.v1.sampler.get("sampler_kwargs", None) or {})
         self._rollout = config.actor_rollout_ref.rollout
         LIMITS.clear()
         for name in ("prompt_length", "response_length"):
             if self._rollout.get(name) is not None:
                 LIMITS[name] = int(self._rollout[name])
-        self._bus = shmbus.Bus.open(str(bus))
-        self._feeder = shmbus.Feeder(str(bus))
+        self._bus = shmbus.Bus.open(bus)
+        self._feeder = shmbus.Feeder(bus)
         self._waiting: queue.SimpleQueue[tuple[dict[str, Any], bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._offer_all, name="shmbus-verl", daemon=True)
         self._thread.start()
 
     @classmethod
     def create(cls, config: Any, **handles: Any) -> ShmbusAgentLoopManager:
-        """Make one, as verl's trainer does.
-
-        Parameters
-        ----------
-        config : DictConfig
-        **handles : object
-            verl's inference and reward handles; workers of a bus have their own.
-
-        Returns
-        -------
-        ShmbusAgentLoopManager
-        """
+        """Make one; workers of a bus have their own inference and reward handles."""
         return cls(config)
 
     def generate_sequences(self, prompts: Any) -> None:
-        """Have prompts sampled; their trajectories come by the sampler.
-
-        Parameters
-        ----------
-        prompts : TensorDict
-            A batch of verl's data set, with "uid".
-        """
+        """Have a batch of verl's data set sampled; its trajectories come by the sampler."""
         # Before a worker has one of them, as the sampler does: it may ask which version is current.
         steps = int(_value(prompts, "global_steps", 0)) if "global_steps" in prompts else 0
         if steps - 1 > self._bus.policy_version:

@@ -19,7 +19,6 @@ Invariants:
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -29,10 +28,9 @@ import numpy as np
 import shmbus
 from shmbus._arguments import check_choice
 from trainer_adapter.adapters.ended_groups import EndedGroups
-from trainer_adapter.adapters.optional_imports import BUS_VARIABLE
 from trainer_adapter.adapters.prompt_response import experts_of, part_row
 from trainer_adapter.adapters.split_consumer import SplitConsumer
-from trainer_adapter.adapters.verl.manager import LIMITS, OFFERED, PROMPTS, needed
+from trainer_adapter.adapters.verl.manager import LIMITS, OFFERED, PROMPTS, bus_of, needed
 
 #: verl keeps scores in tensors of this type.
 _LARGEST_SCORE: Final = float(np.finfo(np.float32).max)
@@ -180,17 +178,12 @@ class _FromBus:
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         given: Mapping[str, Any] = dict(self.sampler_kwargs or {})
-        bus = given.get("bus") or os.environ.get(BUS_VARIABLE)
-        if not bus:
-            raise ValueError(
-                "sampler_kwargs: expected bus, the name of a bus, got none; set "
-                f"trainer.v1.sampler.sampler_kwargs.bus, or the variable {BUS_VARIABLE}"
-            )
+        bus = bus_of(given)
         self._refused = given.get("refused", "raise")
         check_choice("refused", self._refused, ("raise", "drop"))
         self._logprobs = bool(given.get("logprobs", True))
         more = {name: value for name, value in given.items() if name not in _OWN}
-        self._consumers = SplitConsumer(str(bus), **{"label": "verl", **more})
+        self._consumers = SplitConsumer(bus, **{"label": "verl", **more})
         self._ended = EndedGroups(self._consumers.consumer)
 
     def _sync_metadata_from_transfer_queue(self) -> None:
