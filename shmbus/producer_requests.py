@@ -637,8 +637,9 @@ class ProducerRequests:
         continued = None if not isinstance(request._found, tuple) else request.so_far
         if continued is not None:
             check_continuation(request, continued, arrays if rows is None else rows[0], "answer")
-        if policy_version == 0 and "token_versions" in arrays:
-            policy_version = version_span(request, arrays)
+        own = [arrays] if rows is None else rows
+        if policy_version == 0 and own and all("token_versions" in fields for fields in own):
+            policy_version = version_span(request, *own)
         for name in ("instance_id", "group_size", "index", "round", "need", "split"):
             if name in arrays and (name != "group_size" or request.group_size):
                 raise TypeError(f"requests.answer: {name} is the request's; leave it out")

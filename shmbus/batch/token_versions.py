@@ -31,10 +31,10 @@ def trained_versions(fields: Any) -> NDArray[np.int64]:
     return versions if mask is None else versions[np.asarray(mask) != 0]
 
 
-def version_span(sample: Any, fields: Any) -> tuple[int, int]:
+def version_span(sample: Any, *rows: Any) -> tuple[int, int]:
     """Return the oldest and the newest version of a sample's trained tokens."""
     try:
-        versions = trained_versions(fields)
+        versions = np.concatenate([trained_versions(fields) for fields in rows])
     except ValueError as error:
         raise ValueError(f"{_named(sample)}: {error}") from error
     return (int(versions.min()), int(versions.max())) if len(versions) else (0, 0)

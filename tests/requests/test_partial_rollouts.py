@@ -66,6 +66,20 @@ def test_the_next_worker_goes_on_and_the_answer_has_the_span_of_versions(
         group.ack()
 
 
+def test_an_answer_of_rows_has_the_span_of_all_of_them(bus: Bus, producer: Producer) -> None:
+    offer(bus)
+    with Consumer(bus.name) as consumer:
+        request = producer.requests.next(5)
+        assert request is not None
+        context = {**sampled(2, 0), "loss_mask": np.zeros(len(PROMPT) + 2, bool)}
+        assert producer.requests.answer(
+            request, score=1.0, rows=[sampled(3, 5), context, sampled(1, 9)]
+        )
+        (group,) = consumer.take(1, 10)
+        assert (group[0].policy_version, group[0].newest_policy_version) == (5, 9)
+        group.ack()
+
+
 def test_prompt_tokens_do_not_age_a_sample(bus: Bus, producer: Producer) -> None:
     offer(bus)
     with Consumer(bus.name) as consumer:
