@@ -445,6 +445,9 @@ class Connection:
             self._wake_all()
 
     def __del__(self) -> None:
+        # The watcher wakes in here, and still gets a reference: it must not dial again, since an
+        # object that it keeps alive is not finalised twice.
+        self._closed = True
         wire = getattr(self, "_wire", None)
         if wire is not None and os.getpid() == self._pid:
             wire.end()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 from conftest import Daemon, client_of, wait_until
 
 from shmbus import Consumer, Group, Producer, limits
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.control import messages
+from shmbus.control.wire import Wire
 
 Served = Callable[..., Daemon]
 DATA = np.arange(8, dtype=np.int32)
@@ -107,3 +110,28 @@ def test_a_daemon_that_drains_lets_a_client_return_to_end_what_it_holds(
         wait_until(lambda: client_of(consumer).connection.wire, what="the connection")
         group.ack()
         served.child.finish()
+
+
+def test_a_consumer_that_is_dropped_is_not_kept_by_its_watcher(
+    daemon: Served, bus_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = Wire.end
+
+    def end_slowly(wire: Wire) -> None:
+        # The watcher has woken, and dialled again if it may, before the finalizer goes on.
+        end(wire)
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(0.3)
+
+    daemon("--capacity", "8MiB")
+    keys = fill(bus_name, 2)
+    consumer = Consumer(bus_name)
+    held = consumer.take(1, timeout=10)
+    monkeypatch.setattr(Wire, "end", end_slowly)
+    del held, consumer
+    monkeypatch.undo()
+    with Consumer(bus_name) as other:
+        found: list[Group] = []
+        wait_until(lambda: found.extend(other.take(2, timeout=0.1)) or len(found) == 2)
+        assert {group.instance_id for group in found} == keys
+        other.ack(found)
