@@ -24,6 +24,8 @@ REFERENCE = {"ref_logprobs": "float32"}
 SMALL = {"capacity": "8MiB", "request_capacity": "8MiB"}
 # The long form has thousands.
 GROUPS = int(os.environ.get("SHMBUS_TEST_ANNOTATED", "80"))
+#: How often an annotator dies before it writes, a group; after it less than half as often.
+DEATHS = min(0.05, 400 / GROUPS)
 
 
 @pytest.fixture
@@ -179,12 +181,12 @@ with shmbus.Annotator(sys.argv[1], {"ref_logprobs": "float32"}) as annotator:
         group = annotator.take(1)
         if group is None:
             continue
-        if rng.random() < 0.05:
+        if rng.random() < float(sys.argv[4]):
             os.kill(os.getpid(), signal.SIGKILL)
         group.write(ref_logprobs=[-sample["tokens"].astype(np.float32) for sample in group])
         with open(sys.argv[3], "a") as log:
             log.write(f"{group.instance_id}\\n")
-        if rng.random() < 0.02:
+        if rng.random() < 0.4 * float(sys.argv[4]):
             os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -221,7 +223,7 @@ def test_annotators_and_trainers_that_are_killed_cost_nothing(
     def annotator() -> Any:
         nonlocal started
         started += 1
-        return spawn.script(ANNOTATOR, bus.name, seed + started, written)
+        return spawn.script(ANNOTATOR, bus.name, seed + started, written, DEATHS)
 
     annotators = [annotator() for _ in range(2)]
     for _ in range(lives):
@@ -284,7 +286,7 @@ def test_ranks_that_are_killed_each_find_what_was_written_for_their_groups(
     def annotator() -> Any:
         nonlocal started
         started += 1
-        return spawn.script(ANNOTATOR, bus.name, seed + started, written)
+        return spawn.script(ANNOTATOR, bus.name, seed + started, written, DEATHS)
 
     def trainer(rank: int, life: int) -> Any:
         return spawn.script(RANK, bus.name, trained, rank, ranks, life)
