@@ -100,7 +100,8 @@ class Server:
         status = sent = 0
         try:
             response = await self._guarded(request, path, key)
-            status, sent = response.status, response.body_length
+            # A stream has gone; any other goes now.
+            status, sent = response.status, response.content_length or response.body_length
             return response
         finally:
             seconds = time.monotonic() - began_s

@@ -113,6 +113,8 @@ def test_metrics_and_health_say_how_engines_and_sessions_are(
     assert f'shmbus_recorder_engine_up{{bus="{name}",engine="{engine.url}"}} 1' in lines
     route = 'route="/v1/chat/completions",status="200"'
     assert f'shmbus_recorder_requests_total{{bus="{name}",{route}}} 1' in lines
+    sent = f'shmbus_recorder_sent_bytes_total{{bus="{name}",route="/v1/chat/completions"}}'
+    assert int(next(line for line in lines if line.startswith(sent)).split()[-1]) > 100
     assert session.api_key not in "".join(lines)
     session.release()
 
