@@ -21,8 +21,8 @@ FIRST_WORD = 2
 COMPLETION_TOKENS = 6
 
 
-def make_model(directory: Path, seed: int = 0) -> Path:
-    """Write a model and its tokenizer; return where."""
+def make_model(directory: Path, seed: int = 0, vocabulary: int = VOCABULARY) -> Path:
+    """Write a model and its tokenizer, where there is none yet; return where."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -30,7 +30,7 @@ def make_model(directory: Path, seed: int = 0) -> Path:
         return directory
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=1,

@@ -4,6 +4,8 @@
 
 What was trained is read from the loss, not from the adapter: each sample's first logprob carries
 the sample's number. A line of ``trained.jsonl`` is a step: its number and those of its samples.
+With the option "tell", a line of ``losses.jsonl`` has what the loss takes of one sequence: sampled
+tokens, the sampler's logprobs, advantages.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ def main() -> None:
     linger: bool = options.pop("linger", False)
     worker_options = options.pop("worker", {})
     without_callback = options.pop("without_callback", False)
+    tell: bool = options.pop("tell", False)
     root = Path(directory)
     root.mkdir(exist_ok=True)
     model = make_model(root / "model")
@@ -81,6 +84,12 @@ def main() -> None:
                 if which not in seen:
                     seen.add(which)
                     numbers.append(round(-logprob * SCALE) - 1)
+            if tell:
+                labels = inputs["shift_labels"][0][inputs["token_index"][chosen]]
+                columns = labels, old, inputs["advantages"][chosen]
+                for which in seen:
+                    line = [column[segment == which].tolist() for column in columns]
+                    write_line(root / "losses.jsonl", line)
             return super().compute_loss(model, inputs, *rest, **more)
 
         def _save_checkpoint(self, *rest: Any) -> None:

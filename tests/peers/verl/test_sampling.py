@@ -18,6 +18,9 @@ from omegaconf import OmegaConf
 
 import shmbus
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recorder"))
+from http_harness import log_of, playing, recording
+
 os.environ["RAY_AUTH_MODE"] = "disabled"
 HERE = Path(__file__).parent
 
@@ -55,11 +58,11 @@ def workers(bus: str, count: int, *arguments: str) -> Iterator[None]:
             process.wait()
 
 
-def config_of(bus: str, n: int = 3) -> Any:
+def config_of(bus: str, n: int = 3, longest: int = 4) -> Any:
     return OmegaConf.create({
         "actor_rollout_ref": {"rollout": {
             "n": n, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
-            "prompt_length": 4, "response_length": 6,
+            "prompt_length": longest, "response_length": longest + 2,
             "val_kwargs": {"n": 1, "temperature": 0.0, "top_p": 1.0, "top_k": -1},
         }},
         "trainer": {"v1": {"sampler": {"sampler_kwargs": {"bus": bus}}}},
@@ -107,10 +110,10 @@ def parts(queue: Any, bus_name: str) -> Iterator[Callable[..., tuple[Any, Any]]]
 
     made: list[Any] = []
 
-    def start(kind: str, **options: Any) -> tuple[Any, Any]:
+    def start(kind: str, longest: int = 4, **options: Any) -> tuple[Any, Any]:
         fqn = "trainer_adapter.adapters.verl.manager.ShmbusAgentLoopManager"
         manager_class = load_class_from_fqn(fqn, "AgentLoopManager")
-        manager = manager_class.create(config=config_of(bus_name), llm_client=None)
+        manager = manager_class.create(config=config_of(bus_name, 3, longest), llm_client=None)
         made.extend([manager, make(kind, bus_name, **options)])
         return made[0], made[1]
 
@@ -149,6 +152,46 @@ def test_a_step_of_prompts_comes_back_from_four_outside_processes(
     with shmbus.Bus.open(bus_name) as bus:
         stats = bus.stats()
         assert stats.acknowledged == stats.committed == 12 and bus.policy_version == 0
+
+
+def test_trajectories_of_recorded_sessions_are_what_their_engine_sampled(
+    seed: int, queue: Any, bus_name: str, parts: Callable[..., tuple[Any, Any]]
+) -> None:
+    manager, sampler = parts("ShmbusSamplerAsync", longest=400)
+    with shmbus.Bus.open(bus_name) as bus, recording(bus_name, seed) as (engine, url):
+
+        def newer() -> None:
+            bus.policy_version += 1
+
+        with playing(url, rewritten=True, between=newer):
+            uids = submit(queue, manager, [5, 6], 4)
+            batch, _ = sampler.sample(global_steps=4, partition_id="train", batch_size=2)
+        assert bus.stats().acknowledged == bus.stats().committed == 6
+    log = log_of(engine)
+    told = {
+        f"{uid}_{index}_{number}": (log[f"{uid}[{index}]"], row)
+        for uid in uids
+        for index in range(3)
+        for number, row in enumerate(log[f"{uid}[{index}]"].rows)
+    }
+    assert set(batch.keys) == set(told)
+    assert len(told) == 8, "a history that was rewritten is an output more"
+    fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "uid",
+              "session_id", "num_turns"]  # fmt: skip
+    data = queue.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=fields)
+    for place, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True)):
+        sample, row = told[key]
+        assert data["prompts"][place].tolist() == row.tokens[: row.begin]
+        assert data["responses"][place].tolist() == row.tokens[row.begin :]
+        assert data["response_mask"][place].tolist() == row.mask[row.begin :]
+        assert data["rollout_log_probs"][place].tolist() == row.logprobs[row.begin :]
+        assert data["rm_scores"][place].sum() == sample.score
+        assert f"{data['uid'][place]}_{data['session_id'][place]}" == key.rpartition("_")[0]
+        assert (tag["min_global_steps"], tag["max_global_steps"]) == sample.versions
+        # Each call is a turn of the agent's, and one of the model's.
+        assert data["num_turns"][place] == 2 * sample.calls
+    assert len({sample.versions for sample, _ in told.values()}) == 6, "each met two of its own"
+    queue.kv_clear(keys=batch.keys, partition_id="train")
 
 
 def test_groups_that_nobody_asked_for_are_prompts_of_their_own(

@@ -94,7 +94,8 @@ def _score_of(t: shmbus.Trajectory) -> float:
 
 
 def _turns_of(t: shmbus.Trajectory, meta: Mapping[str, Any]) -> int:
-    turns = meta.get("num_turns", 2)
+    calls = meta.get("turns")  # as a recorder counts them: verl counts what was asked, too
+    turns = meta.get("num_turns", 2 * calls if type(calls) is int else 2)
     if isinstance(turns, bool) or not isinstance(turns, int):
         raise ValueError(
             f"group {t.instance_id!r}, sample {t.index}: expected an int as num_turns of its meta, "

@@ -1,0 +1,144 @@
+"""A harness that knows HTTP alone, and what its engine's log says of the samples that it made.
+
+Tests of trainers hold the two side by side: what came out at their end of the bus, and the log.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from recorders import ask, user
+from stub_engine import Sampled, StubEngine, in_thread, serving_stub
+
+from shmbus.recorder.server import serving
+from shmbus.recorder.settings import Settings
+
+#: Calls of a conversation, and those after its history was rewritten.
+_TURNS, _TURNS_AFTER = 3, 2
+#: A sample's score is its letters by this: exact in any type of float.
+_LETTERS_A_POINT = 16
+
+
+class Row(NamedTuple):
+    """A whole conversation; logprobs are 0 where the mask is."""
+
+    tokens: list[int]
+    mask: list[int]
+    logprobs: list[float]
+
+    @property
+    def begin(self) -> int:
+        """Where the first sampled token is."""
+        return self.mask.index(1)
+
+
+class Sample(NamedTuple):
+    """What an engine knows of the calls of one session."""
+
+    rows: list[Row]
+    score: float
+    #: The oldest and the newest.
+    versions: tuple[int, int]
+    calls: int
+
+
+@contextmanager
+def recording(bus: str, seed: int) -> Iterator[tuple[StubEngine, str]]:
+    """Have an engine, and the address of a recorder before it, in the block."""
+    with in_thread(lambda: serving_stub(StubEngine(seed))) as engine:
+        settings = Settings(bus=bus, engines=(engine.url,), port=0)
+        with in_thread(lambda: serving(settings)) as recorder:
+            yield engine, recorder.url
+
+
+def play(
+    url: str,
+    *,
+    rewritten: bool = False,
+    between: Callable[[], object] = lambda: None,
+    wait_s: float = 30.0,
+) -> bool:
+    """Take a prompt and make its sample; False where none came.
+
+    It is a conversation of some turns. With `rewritten`, that of an odd index has its history cut
+    behind the first answer then, and goes on from there. `between` is called before the last turn.
+    """
+    status, session = ask(f"{url}/sessions", {"timeout": wait_s})
+    if status == 204:
+        return False
+    assert status == 200, session
+    letters = 0
+    messages = [user(f"{session['instance_id']}[{session['index']}]")]
+    turns = _TURNS + (_TURNS_AFTER if rewritten and session["index"] % 2 else 0)
+    for turn in range(turns):
+        if turn == _TURNS:
+            messages[2:] = [user("cut")]
+        if turn == turns - 1:
+            between()
+        body = {"model": "m", "messages": messages}
+        status, answer = ask(f"{session['base_url']}/chat/completions", body, session["api_key"])
+        assert status == 200, answer
+        said = answer["choices"][0]["message"]
+        letters += len(said["content"])
+        messages += [said, user("go on")]
+    scored = {"score": letters / _LETTERS_A_POINT}
+    assert ask(f"{url}/session/score", scored, session["api_key"]) == (200, {"put": True})
+    return True
+
+
+@contextmanager
+def playing(url: str, **options: Any) -> Iterator[None]:
+    """Make samples, one after the other, until the block is left."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            play(url, wait_s=0.1, **options)
+
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work)
+        try:
+            yield
+        finally:
+            over.set()
+            working.result()  # what it raised is why the block waited in vain
+
+
+def log_of(engine: StubEngine) -> dict[str, Sample]:
+    """Return what was sampled, by ``instance_id[index]``."""
+    found: dict[str, list[list[Sampled]]] = {}
+    for one in engine.record:
+        messages = one.body["messages"]
+        calls = found.setdefault(messages[0]["content"], [])
+        if not calls or len(messages) <= len(calls[-1][-1].body["messages"]):
+            calls.append([])
+        calls[-1].append(one)
+    return {name: _sample(calls) for name, calls in found.items()}
+
+
+def _sample(conversations: list[list[Sampled]]) -> Sample:
+    calls = [one for each in conversations for one in each]
+    # Without rows of ranks, an engine's version is what tells its prefix caches apart.
+    versions = [int(one.body["cache_salt"]) for one in calls]
+    letters = sum(len(one.output) - 1 for one in calls)
+    return Sample(
+        [_row(each) for each in conversations],
+        letters / _LETTERS_A_POINT,
+        (min(versions), max(versions)),
+        len(calls),
+    )
+
+
+def _row(calls: list[Sampled]) -> Row:
+    tokens = calls[-1].prompt + calls[-1].output
+    found = Row(tokens, [0] * len(tokens), [0.0] * len(tokens))
+    for one in calls:
+        begin, end = len(one.prompt), len(one.prompt) + len(one.output)
+        assert tokens[:end] == one.prompt + one.output
+        found.mask[begin:end] = [1] * len(one.output)
+        found.logprobs[begin:end] = one.logprobs
+    return found
