@@ -39,6 +39,11 @@ REFERENCE = {
         "Many trajectories at once, for those who pack batches themselves.",
         ["shmbus.batch.gather", "shmbus.batch.baseline"],
     ),
+    "decode": (
+        "shmbus.decode",
+        "What engines answer over HTTP, into the arrays of a record.",
+        ["shmbus.decode"],
+    ),
     "trainer": ("trainer_adapter", "What a training loop imports.", ["trainer_adapter"]),
     "objectives": (
         "Advantages and losses",

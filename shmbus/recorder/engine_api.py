@@ -12,27 +12,18 @@ Invariants:
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from shmbus.decode import RoutedExperts, sampled_logprobs, token_ids
 from shmbus.recorder.transcript import Span, Turn
 
 Kind: TypeAlias = Literal["vllm", "sglang"]
 Endpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions"]
 
 CHAT: Final = "/v1/chat/completions"
-#: What vLLM says where it has no logprob.
-_NO_LOGPROB: Final = -9999.0
-#: Rounding of a probability of 1.
-_LOGPROB_ROUNDING: Final = 1e-3
-#: How NumPy's format begins.
-_NPY: Final = b"\x93NUMPY"
 #: How vLLM names a token of a logprob by its id.
 _BY_ID: Final = "token_id:"
 
@@ -366,19 +357,25 @@ class Reading:
         if kept.finish_reason == "abort":
             raise BadAnswer("the engine aborted the answer", engine_gone=True)
         ids = self._prompt if kept.prompt is None else kept.prompt
-        prompt = _ids(f"choice {index}: prompt", ids)
-        if not len(prompt):
-            raise BadAnswer(f"choice {index}: prompt: expected token ids, got none")
-        output = _ids(f"choice {index}", kept.ids)
-        logprobs = _logprobs(index, kept.logprobs, len(output))
+        try:
+            prompt = token_ids(f"choice {index}: prompt", ids)
+            if not len(prompt):
+                raise BadAnswer(f"choice {index}: prompt: expected token ids, got none")
+            output = token_ids(f"choice {index}", kept.ids)
+            logprobs = sampled_logprobs(f"choice {index}: logprobs", kept.logprobs, len(output))
+            experts = None
+            if self._experts is not None:
+                text = (kept.experts or "").encode()
+                routed = RoutedExperts(text, len(prompt) + len(output), *self._experts)
+                experts = np.empty(routed.shape, routed.dtype)
+                routed.decode_into(experts)
+        except (TypeError, ValueError) as error:
+            raise BadAnswer(str(error)) from error
         answer = "".join(kept.text)
         if self._chat:
             calls = [(name, arguments) for name, arguments in kept.calls.values()]
             answer = _one_canonical("assistant", answer, calls)
         assert kept.finish_reason is not None
-        experts = None
-        if self._experts is not None:
-            experts = _experts(kept.experts, len(prompt) + len(output) - 1, self._experts)
         return Turn(prompt, output, logprobs, versions, kept.finish_reason, said, answer, experts)
 
     def check_usage(self) -> None:
@@ -394,67 +391,3 @@ class Reading:
                 f"the engine says that the prompt has {said} tokens, and sent "
                 f"{len(turns[0].prompt)}"
             )
-
-
-def _ids(what: str, ids: Any) -> NDArray[np.int32]:
-    if ids is None:
-        raise BadAnswer(
-            f"{what}: the engine's answer has no token ids; expected vLLM 0.10.2 or newer, or "
-            "SGLang 0.5.23 or newer"
-        )
-    try:
-        found = np.asarray(ids)
-    except ValueError:
-        found = np.empty(0, object)
-    if found.ndim != 1 or (found.dtype.kind != "i" and len(found)):
-        raise BadAnswer(f"{what}: expected a list of token ids, got {str(ids)[:80]}")
-    if len(found) and (found.min() < 0 or found.max() > np.iinfo(np.int32).max):
-        raise BadAnswer(f"{what}: expected token ids of 0 to 2^31 - 1, got {found.min()} or more")
-    return found.astype(np.int32)
-
-
-def _logprobs(index: int, values: list[Any], count: int) -> NDArray[np.float32]:
-    if len(values) != count:
-        raise BadAnswer(
-            f"choice {index}: expected {count} logprobs, one for each token, got {len(values)}"
-        )
-    try:
-        found = np.asarray(values, np.float64)
-    except (TypeError, ValueError) as error:
-        raise BadAnswer(f"choice {index}: a logprob is no number: {str(error)[:80]}") from error
-    good = np.isfinite(found) & (found > _NO_LOGPROB) & (found <= _LOGPROB_ROUNDING)
-    if not good.all():
-        at = int(np.flatnonzero(~good)[0])
-        raise BadAnswer(f"choice {index}: logprob {at}: expected a finite one, got {values[at]}")
-    return found.astype(np.float32)
-
-
-def _npy_head(raw: bytes) -> tuple[np.dtype[Any], int]:
-    """Return the dtype of an array in NumPy's format, and where it begins."""
-    stream = io.BytesIO(raw)
-    np.lib.format.read_magic(stream)
-    _, by_columns, dtype = np.lib.format.read_array_header_1_0(stream)
-    if by_columns:
-        raise ValueError("an array by columns")
-    return dtype, stream.tell()
-
-
-def _experts(found: str | None, tokens: int, shape: tuple[int, int]) -> NDArray[Any]:
-    """Decode routed experts: vLLM's base64 of an .npy, SGLang's of plain int32."""
-    layers, experts = shape
-    if found is None:
-        raise BadAnswer(
-            "the engine's answer has no routed experts; start vLLM with "
-            "--enable-return-routed-experts, or SGLang with the flag of that name"
-        )
-    try:
-        raw = base64.b64decode(found, validate=True)
-        dtype, start = _npy_head(raw) if raw.startswith(_NPY) else (np.dtype(np.int32), 0)
-        array: NDArray[Any] = np.frombuffer(raw, dtype, offset=start).reshape(-1, layers, experts)
-    except (binascii.Error, ValueError) as error:
-        raise BadAnswer(
-            f"routed experts: expected [tokens, {layers}, {experts}]: {str(error)[:120]}"
-        ) from error
-    if len(array) < tokens:
-        raise BadAnswer(f"routed experts: expected those of {tokens} tokens, got {len(array)}")
-    return array[:tokens]

@@ -33,6 +33,7 @@ PyObject *py_set_aside_error(void);
 void py_restore_error(PyObject *error);
 
 extern PyMethodDef py_hooks_functions[];
+extern PyMethodDef py_base64_functions[]; /* text into arrays */
 
 /* ---- What the kernel refused, as an exception; named where all of shmbus needs what is missing. */
 /* Raises OSError of errno for an open "bus", "pool" or "channel". Returns NULL. */

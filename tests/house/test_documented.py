@@ -44,6 +44,7 @@ MODULES = [
     "shmbus.tensors",
     "shmbus.batch.gather",
     "shmbus.batch.baseline",
+    "shmbus.decode",
 ]
 
 #: What C functions raise by themselves, beside what a caller's own code does.

@@ -20,6 +20,7 @@ PACKAGES = {
     "shmbus",
     "shmbus.batch.baseline",
     "shmbus.batch.gather",
+    "shmbus.decode",
     "shmbus.relay",
     "trainer_adapter",
     "trainer_adapter.adapters.trl",

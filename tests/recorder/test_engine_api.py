@@ -122,7 +122,7 @@ def test_vllms_experts_are_an_npy_of_all_tokens_but_the_last() -> None:
         answer["choices"][0]["token_ids"] = [5, 6]  # type: ignore[index]
         answer["prompt_token_ids"] = [1, 2]
         reading.read(answer)
-        with pytest.raises(BadAnswer, match="routed experts"):
+        with pytest.raises(BadAnswer, match="routed_experts"):
             reading.turns(NOW)
 
 
