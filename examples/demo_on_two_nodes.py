@@ -5,10 +5,10 @@
     ray start --address HEAD:6379 --resources '{"rollout": 1}'   # on the workers'
     python examples/demo_on_two_nodes.py                         # on either of them
 
-Each node has a bus of its own. Workers take prompts from theirs and put samples onto it, as on one
-node; complete groups cross when there is room for them, and what they became comes back. New
-weights go the other way by the same relay, into a pool beside the workers' bus. Prints the summary
-of the run, as `shmbus demo` writes it.
+Each node has a bus of its own. The trainer offers prompts on its bus, and workers take them from
+theirs and put samples onto it, as on one node; complete groups cross when there is room for them,
+and what they became comes back. New weights go the other way by the same relay, into a pool beside
+the workers' bus. Prints the summary of the run, as `shmbus demo` writes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import ray
 from rich.console import Console
 
@@ -35,19 +34,17 @@ from shmbus.inspect.status import read_status
 from shmbus.pool import read_pool, unlink_pool
 from trainer_adapter.demo import run as one_node
 from trainer_adapter.demo.sampler import PolicyConfig
-from trainer_adapter.demo.task import SortTask, show
 from trainer_adapter.demo.view import PlainView, Summary, ledger_text
 from trainer_adapter.demo.worker import Supervisor, WeightsChannel, WorkerConfig
-from trainer_adapter.handler.handler import OnlineDataHandler
 
-#: Seconds between two times that prompts are offered, and dead workers are restarted.
+#: Seconds between two times that dead workers are restarted.
 TEND_S = 0.05
 #: Of a resource that a node has 1 of.
 A_LITTLE = 0.001
 
 
 class RolloutNode:
-    """An actor on the workers' node: their bus, its prompts, and the workers.
+    """An actor on the workers' node: their bus, and the workers.
 
     Parameters
     ----------
@@ -59,12 +56,8 @@ class RolloutNode:
 
     def __init__(self, bus: str, config: one_node.DemoConfig) -> None:
         self.config = config
-        self.task = SortTask()
-        self.rng = np.random.default_rng(config.seed)
         self.bus = shmbus.Bus.create(bus, one_node.CAPACITY, max_producers=4 * config.workers + 8)
-        self.feeder = shmbus.Feeder(bus)
         self.supervisor: Supervisor | None = None
-        self.requested = 0
         self.error: Exception | None = None
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._tend)
@@ -76,7 +69,8 @@ class RolloutNode:
                 pass
             template = WorkerConfig(self.bus.name, self.config.seed, os.getpid())
             self.supervisor = Supervisor(template, self.config.workers, chaos=self.config.chaos)
-            self._offer_and_restart()
+            while not self.over.wait(TEND_S):
+                self.supervisor.tend()
         except Exception as error:
             self.error = error  # the next `state` tells
 
@@ -86,21 +80,6 @@ class RolloutNode:
             return read_pool(self.bus.name, "weights").version is not None
         except (shmbus.BusNotFoundError, shmbus.LayoutMismatchError):
             return False  # there is no pool yet, or it is being made
-
-    def _offer_and_restart(self) -> None:
-        ahead = one_node.GROUPS_PER_BATCH * one_node.AHEAD_BATCHES
-        assert self.supervisor is not None
-        while not self.over.wait(TEND_S):
-            self.supervisor.tend()
-            offered = read_status(self.bus.name).requests
-            for _ in range(ahead - (0 if offered is None else offered.groups)):
-                prompt = self.task.sample_prompt(self.rng)
-                self.requested += 1
-                self.feeder.request(
-                    f"{show(prompt)}#{self.requested}",
-                    group_size=self.config.group_size,
-                    prompt=prompt,
-                )
 
     def state(self) -> tuple[int, int, int]:
         """Return how many workers live, were killed, and were started again."""
@@ -114,7 +93,7 @@ class RolloutNode:
         return read_status(self.bus.name).ledger
 
     def stop(self) -> None:
-        """End workers and prompts; what they put stays until `close`."""
+        """End the workers; what they put stays until `close`."""
         self.over.set()
         self.thread.join()
         if self.supervisor is not None:
@@ -122,7 +101,6 @@ class RolloutNode:
 
     def close(self) -> None:
         """Remove what it has made."""
-        self.feeder.close()
         self.bus.close()
         with contextlib.suppress(shmbus.BusNotFoundError):  # no weights came
             unlink_pool(self.bus.name, "weights")
@@ -153,10 +131,7 @@ class FarWorkers:
 
 
 class TwoNodes(one_node.Demo):
-    """The demo's trainer; prompts are offered where the workers are."""
-
-    def offer(self, handler: OnlineDataHandler) -> None:
-        """Prompts are offered where the workers are."""
+    """The demo's trainer, whose workers are elsewhere."""
 
     def train_on(self, bus: str, workers: FarWorkers) -> Summary:
         """Train from what arrives on this node's bus."""

@@ -235,6 +235,8 @@ class ProducerRequests:
         limit = clamp_request("limit", limit)
         found = self._find_requests(limit)
         if found or timeout == 0:
+            if not found:
+                _core.request_want(self._producer._segment, False)  # a relay brings what is wanted
             return found
         began = time.monotonic()
         while True:

@@ -270,8 +270,10 @@ def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tu
         first = int(row["first_cell"])
         claims = cells[first : first + int(row["group_size"])]
         for index in np.flatnonzero((claims >> np.uint64(62)) == _IS_CLAIMED).tolist():
-            # A claim has the number of its producer, plus 1.
-            found[at].append((index, (int(claims[index]) >> 28 & _NOBODY) - 1))
+            # A claim has the number of its producer, plus 1; nobody's is of another node.
+            claimant = int(claims[index]) >> 28 & _NOBODY
+            if claimant != _NOBODY:
+                found[at].append((index, claimant - 1))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Records from buses of many nodes to trainers' buses, and weights back to those nodes.
+"""Records from buses of many nodes to trainers' buses, and prompts and weights to those nodes.
 
 Invariants:
 

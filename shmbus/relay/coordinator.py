@@ -579,8 +579,8 @@ class Coordinator:
 
     def _fail_lost(self, samples: Iterable[OriginHead], now_s: float) -> None:
         """Have samples that went with their bus asked for elsewhere, where the policy retries."""
-        if not self.stash.policy.sample_retries:
-            return
+        if not self.stash.policy.sample_retries or self.retries.at_home:
+            return  # of a request all samples are asked for again, by the sink that has its prompt
         by_key: dict[Hashable, list[OriginHead]] = {}
         for sample in samples:
             by_key.setdefault(sample.key, []).append(sample)

@@ -184,6 +184,7 @@ class CoordinatorParty:
         assert self.pure is not None
         limits = (hello.largest_record, hello.largest_group, hello.largest_count)
         self.pure.sinks[hello.address].largest = limits
+        self.pure.retries.at_home |= hello.offers
 
     def _meet_source(self, bus: str) -> None:
         assert self.pure is not None
@@ -323,6 +324,9 @@ class CoordinatorParty:
                 self._say(pure.confirmed(message, now_s))
             case messages.Unanswered() if message.bus in pure.buses:
                 self._say(pure.unanswered(message, now_s))
+            case messages.Begun() if envelope.sender in pure.sinks:
+                for group in message.groups:
+                    pure.stash.table.recent.pop(group, None)
             case messages.Announcement() if envelope.sender not in self.sources:
                 self._refuse_stranger(envelope.sender, message.bus)
             case _:
@@ -350,9 +354,11 @@ class CoordinatorParty:
             pure.stash.expire_failing(now_s)
             self._say(pure.drop_discards())
             self._say(pure.ask_producers(now_s))
-            # Producers of other machines are not told yet of groups that need nothing more.
-            pure.stash.table.cancelled.clear()
             self._say(pure.place())
+            cancelled = tuple(split_key(key)[:2] for key in pure.stash.table.cancelled)
+            pure.stash.table.cancelled.clear()
+            for address in self.sources if cancelled else ():
+                self._mailbox.send(address, messages.Cancelled(cancelled))
             for group in pure.take_too_large():
                 _log.error(
                     "relay: group %r (%d records, the largest of %d bytes) fits no trainer's bus, "

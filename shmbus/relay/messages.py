@@ -5,6 +5,7 @@ one judges it by its numbers alone:
 
 - An announcement by (incarnation, number): only growing ones are taken.
 - What a coordinator says by its term, and what is said to a sink by that sink's incarnation.
+- A word about prompts by its mark, and by that of the word that it answers.
 - An answer with records by the number of its question: what has been put since, or was given back,
   may be assigned again, and an answer from before that names records that their source let go.
 
@@ -91,6 +92,7 @@ Reason: TypeAlias = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(REASONS)})
 #: The identity of a bus: 128 bits.
 Identity: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=_core.MAX_ID_BYTES)]
+_Round: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Place: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=_core.MAX_GROUP_SIZE)]
 #: 0 where a failure was reported by one who does not know it.
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_core.MAX_GROUP_SIZE)]
@@ -154,7 +156,7 @@ class MissingSample(msgspec.Struct, frozen=True, array_like=True):
     """A sample that failed, or never came: of which group, and why. `attempt` is the next one."""
 
     instance_id: _Id
-    round: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None
+    round: _Round | None
     group_size: _Size
     need: _Size
     index: _Place
@@ -296,7 +298,7 @@ class Hello(NamedTuple):
     `largest_record` and `largest_group` are bytes that its bus takes, `largest_count` records of a
     group; 0 of a source. `held`, `moving` and `settled` count records. `term` and `coordinator` are
     of the newest coordinator that it has heard, `asked` of the newest Wanted, `mark` of its newest
-    announcement. `oldest_ns` is when its oldest record was committed, 0 for none.
+    announcement. `oldest_ns` is when its oldest record was committed. `offers`: it has prompts.
     """
 
     address: str
@@ -318,6 +320,7 @@ class Hello(NamedTuple):
     asked: tuple[int, int] = (0, 0)
     mark: Mark = (-1, -1)
     oldest_ns: Count = 0
+    offers: bool = False
 
 
 class Steering(NamedTuple):
@@ -344,6 +347,59 @@ class Unanswered(NamedTuple):
 
     bus: str
     sample: MissingSample
+
+
+class Cancelled(NamedTuple):
+    """The coordinator to a source: these groups, by id and round, need no more samples."""
+
+    groups: tuple[tuple[_Id, _Round | None], ...]
+
+
+class Begun(NamedTuple):
+    """A sink to the coordinator: these groups are made, though one of their key may have ended."""
+
+    groups: tuple[tuple[_Id, _Round | None], ...]
+
+
+class PromptOffer(NamedTuple):
+    """A request of a trainer's bus, by its number there; its prompt is beside the message."""
+
+    number: Count
+    instance_id: _Id
+    round: _Round | None
+    group_size: Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_GROUP_SIZE)]
+    need: Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_GROUP_SIZE)]
+    level: Annotated[int, msgspec.Meta(ge=0, lt=_core.REQUEST_LEVELS)]
+    nbytes: Count
+
+
+class Prompts(NamedTuple):
+    """A sink to the source of this incarnation, -1 for one that it has not heard yet.
+
+    Workers are to make `offers`, and no more what is `over`: numbers on the bus of the sink.
+    """
+
+    bus: str
+    trainer: Identity
+    incarnation: int
+    mark: Mark
+    over: tuple[Count, ...] = ()
+    offers: tuple[PromptOffer, ...] = ()
+
+
+class Demand(NamedTuple):
+    """A source to a sink: which of its requests are here, and how many samples are wanted.
+
+    `answers`: the newest Prompts. `ended`: answered, and no record is here any more.
+    """
+
+    bus: str
+    trainer: Identity
+    mark: Mark
+    answers: Mark
+    here: tuple[Count, ...]
+    ended: tuple[Count, ...] = ()
+    wants: Count = 0
 
 
 class Peers(NamedTuple):
@@ -457,12 +513,12 @@ Message: TypeAlias = (
     Subscription | Announcement | SinkStateWanted | SinkState | Assignment | Assignments | Drop
     | Fetch | Fetched | Returned | Settled | Release | Released | Confirmation | HelloWanted
     | Hello | Steering | Peers | Wanted | Unanswered | VersionOffer | PiecesWanted | VersionPiece
-    | PiecesGone | MirrorState
+    | PiecesGone | MirrorState | Cancelled | Begun | Prompts | Demand
 )  # fmt: skip
 
 
 #: Raised with every change of a message or of its meaning.
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 
 #: Each message's number is its place in the union.
 _KINDS: Final[tuple[type[Any], ...]] = get_args(Message)

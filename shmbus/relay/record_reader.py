@@ -23,7 +23,7 @@ from typing import Final
 
 from shmbus import errors, limits
 from shmbus._closing import ClosedByWith
-from shmbus._keys import split_key
+from shmbus._keys import has_round, split_key
 from shmbus.ledger import REASONS
 from shmbus.relay.messages import Origin, name_origin
 from shmbus.segment import lifecycle
@@ -53,6 +53,8 @@ class RecordReader(ClosedByWith):
         #: Greater than that of any earlier reader of this kind of this bus.
         self.incarnation: int = _core.relay_next_source(self._segment)
         self._upkeep = Upkeep(self._segment, self._reader)
+        #: Groups whose requests came from another bus: it says when those end.
+        self.relayed: set[Hashable] = set()
 
     @property
     def identity(self) -> str:
@@ -92,7 +94,9 @@ class RecordReader(ClosedByWith):
             if found:
                 self._note_held()
             if len(found) < max_records and self._upkeep.checks:
-                self._upkeep.end_checks(self._of_group, lambda key: key in self._of_group)
+                self._upkeep.end_checks(
+                    self._of_group, lambda key: key in self._of_group or key in self.relayed
+                )
             return origins, found
 
     def export(self, origins: Iterable[Origin], into: bytearray | memoryview) -> memoryview:
@@ -140,9 +144,29 @@ class RecordReader(ClosedByWith):
             ended += 1
             if lead.bounded:
                 _core.lead_leave(self._segment, *split_key(key))
-            self._upkeep.requests.ended([one_of[key]])
+            if key not in self.relayed:
+                self._upkeep.requests.ended([one_of[key]])
         lead.follow(0, ended)
         self._note_held()
+
+    def holds(self, key: Hashable) -> bool:
+        """Whether a record of a group is held."""
+        return key in self._of_group
+
+    def end_request(self, key: Hashable) -> None:
+        """Have no more samples of a group made, and tell producers so."""
+        with self._lock:
+            self.cancel([key] if has_round(key) else [])
+            self._upkeep.requests.end(key)
+            self._upkeep.lead.doubt()
+            self.relayed.discard(key)
+
+    def cancel(self, keys: Iterable[Hashable]) -> None:
+        """Tell producers which groups need no more samples."""
+        with self._lock:
+            self._require_open()
+            self._note.cancelled.extend(keys)
+            self._note_held()
 
     # -- state ----------------------------------------------------------------------------------
 

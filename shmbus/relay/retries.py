@@ -3,6 +3,7 @@
 Invariants:
 
 - A request is with one source at a time; its next attempt goes to another one, where there is one.
+  Where prompts come from the trainers' buses, it stays with the source that has its prompt.
 - A source is told a whole list, by a number that grows: what was lost or late does no harm, and a
   list that it has confirmed need not be said again.
 - A source has a request once its backoff is over, and its timeout begins then.
@@ -38,6 +39,8 @@ class RetryRequests:
         self._buses: tuple[str, ...] = ()
         #: Requests for which every source's table was full.
         self._waits = False
+        #: Whether a sample can be made only where its prompt is.
+        self.at_home = False
 
     @property
     def open(self) -> int:
@@ -80,10 +83,11 @@ class RetryRequests:
         """First where the group is made, since that worker has its prompt; then on from there."""
         count = len(self._buses)
         start = self._buses.index(home) if (home := self._home(request)) in self._buses else None
+        attempt = 1 if self.at_home and start is not None else request.attempt
         if start is None:
             start = zlib.crc32(str(request.key).encode("utf-8", "replace"))
         for step in range(count):
-            bus = self._buses[(start + request.attempt - 1 + step) % count]
+            bus = self._buses[(start + attempt - 1 + step) % count]
             if bus in open_:
                 return bus
         return None

@@ -31,6 +31,8 @@ from shmbus.relay.messages import (
     name_origin,
 )
 from shmbus.relay.party import Backoff, Mailbox
+from shmbus.relay.prompt_lanes import TrainerLane
+from shmbus.relay.prompts import PromptSender
 from shmbus.relay.sink import BLOCK_BYTES, BLOCK_RECORDS, Batch, Journal, Sink
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
@@ -149,6 +151,8 @@ SETTLED_LINGER_S = 0.02
 #: Seconds after which a release that no source has confirmed is asked for again.
 ASK_AGAIN_S = 2.0
 HELLO_S = 1.0
+#: Seconds between looks at the trainer's requests: after words of what workers want, and without.
+ASKED_S, PROMPTS_S = 0.01, 0.05
 #: Most of the bus, and of the journal's entries, in a block: the trainer's groups need room, too.
 _BLOCK_SHARE = 8
 #: The same of a group: it is put whole, beside what the trainer holds.
@@ -221,6 +225,9 @@ class SinkParty:
         )  # fmt: skip
         self.sink.term = self.journal.term
         self._tracks_ends = release == "acknowledged"
+        self._lane = TrainerLane(self._segment)
+        self.prompts = PromptSender(self._bus.identity, self.journal.incarnation)
+        self._next_prompts_s = 0.0
         #: Where each source is, by its bus's identity.
         self.addresses: dict[str, str] = {}
         #: What is here and not put yet.
@@ -270,7 +277,9 @@ class SinkParty:
         now = time.monotonic_ns()
         self._shown = (self._bus.policy_version, self._bus.paused)
         self._next_hello_s = now / 1e9 + HELLO_S
-        bus, sink = self._bus, self.sink
+        bus, sink, offers = self._bus, self.sink, _core.request_number(self._segment) > 0
+        for source, address in self.addresses.items() if offers else ():
+            self._mailbox.send(address, self.prompts.say(source, (), ()))
         moving, settled = len(sink.owed), len(sink.settled)
         self._mailbox.send(
             to or self._coordinator,
@@ -278,7 +287,7 @@ class SinkParty:
                 sink.name, True, bus.name, bus.identity, sink.incarnation, sink.term,
                 self._coordinator,
                 bus.policy_version, bus.paused, bus.record_limit, bus.capacity // _GROUP_SHARE,
-                self.journal.capacity // _GROUP_SHARE, now, 0, moving, settled,
+                self.journal.capacity // _GROUP_SHARE, now, 0, moving, settled, offers=offers,
             ),
         )  # fmt: skip
         figures = (moving, settled, self.records, self.refused, len(self.addresses))
@@ -311,6 +320,9 @@ class SinkParty:
                 self._fetched(envelope.sender, message, envelope.payload)
             case messages.Released() as message if message.sink == sink.name:
                 self._released(message)
+            case messages.Demand() as message if message.trainer == self._bus.identity:
+                if self.prompts.demand(message):
+                    self._next_prompts_s = min(self._next_prompts_s, time.monotonic() + ASKED_S)
             case messages.Peers() as message:
                 self._learn(message)
             case _:
@@ -320,6 +332,7 @@ class SinkParty:
         new = dict(message.addresses)
         came = new.keys() - self.addresses.keys()
         self.addresses = new
+        self.prompts.peers(new, complete=message.complete)
         if message.complete:
             named = {bus for bus, _ in by_bus(self.sink.settled | self.sink.owed)}
             for bus in sorted(named - new.keys()):
@@ -337,6 +350,7 @@ class SinkParty:
                 [messages.Fetch(bus, sink.name, sink.incarnation, ()) for bus in sorted(came)]
             )
             self._say(sink.ask_again())
+            self._next_hello_s = 0.0  # which asks them what they want
 
     def _fetched(self, sender: str, message: messages.Fetched, payload: bytes | memoryview) -> None:
         batch = self.sink.asked_by(message)
@@ -429,12 +443,30 @@ class SinkParty:
             self._next_ask_s = now + ASK_AGAIN_S
             self._say(self.sink.ask_release_again(self._unconfirmed & self.sink.ended.keys()))
             self._unconfirmed = set(self.sink.ended)
+        if now >= self._next_prompts_s and _core.request_number(self._segment):
+            self._next_prompts_s = now + PROMPTS_S
+            self._share_prompts()
         if now >= self._next_hello_s:
             self._segment.require_name()
             self._hello()
         elif self._shown != (self._bus.policy_version, self._bus.paused):
             self._hello()  # workers wait for it
         return wait_s
+
+    def _share_prompts(self) -> None:
+        """Have sources' workers make what the trainer requested, and no more what is over."""
+        rows, sender = self._lane.rows(), self.prompts
+        for number in sender.ended(rows):
+            self._lane.end(number)
+            del rows[number]
+        room = 0 if self._bus.paused is not None else self._lane.room(rows)
+        for bus, over, numbers in sender.share(rows, room):
+            found = [each for each in map(self._lane.send, numbers) if each is not None]
+            offers = [offer for offer, _ in found]
+            begun = tuple((each.instance_id, each.round) for each in offers)
+            self._say([messages.Begun(begun)] if begun else [])
+            said = sender.say(bus, over, offers)
+            self._mailbox.send(self.addresses[bus], said, b"".join([each for _, each in found]))
 
     def _tell_ends(self) -> None:
         """Have sources let go what the trainer is done with, or what was dropped."""

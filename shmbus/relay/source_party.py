@@ -20,6 +20,7 @@ from shmbus import Bus
 from shmbus.relay.direct import BufferPool
 from shmbus.relay.messages import (
     Announcement,
+    Cancelled,
     Envelope,
     Fetch,
     Fetched,
@@ -28,6 +29,7 @@ from shmbus.relay.messages import (
     Mark,
     Message,
     Origin,
+    Prompts,
     Release,
     Released,
     Steering,
@@ -35,6 +37,7 @@ from shmbus.relay.messages import (
     Wanted,
 )
 from shmbus.relay.party import Mailbox
+from shmbus.relay.prompt_lanes import NodePrompts
 from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus.relay.retries import RetryRows
 from shmbus.segment import lifecycle
@@ -131,6 +134,7 @@ class SourceParty:
         self._bus = Bus.open(bus)
         self._segment = lifecycle.open_segment(bus)
         self.rows = RetryRows(self._segment, self.reader.identity)
+        self.prompts = NodePrompts(self._bus, self._segment, self.reader)
         self._mailbox = mailbox
         self._coordinator = coordinator
         self.source = Source(self.reader.identity, self.reader.incarnation, _read_heads)
@@ -197,7 +201,11 @@ class SourceParty:
     def round(self) -> float:
         """Do what time asks for, and return the seconds until it is to be called again."""
         now = time.monotonic()
+        asked = self.prompts.look(now)
         count = self._poll()
+        if asked is not None and count < _POLL_AT_ONCE:
+            for address, word in self.prompts.say(asked, now):
+                self._mailbox.send(address, word)
         if self._new and now >= self._next_announcement_s:
             new, self._new = self._new, {}
             busy = len(new) >= MANY_HEADS
@@ -229,6 +237,10 @@ class SourceParty:
                 self._release(envelope.sender, asked)
             case Steering() as steering:
                 self._steer(steering)
+            case Prompts() as prompts if prompts.bus == self.source.bus:
+                self.prompts.take(envelope.sender, prompts, envelope.payload)
+            case Cancelled() as cancelled:
+                self.reader.cancel(cancelled.groups)
             case Wanted() as wanted if wanted.bus == self.source.bus:
                 if wanted.term >= self.term:
                     self.rows.take(wanted)

@@ -91,7 +91,7 @@ class Requests:
     def ended(self, samples: list[_core.Trajectory]) -> None:
         """End the request of a group that was acknowledged or dropped."""
         if samples and self.used:
-            self._end(samples[0].key)
+            self.end(samples[0].key)
             self.note_end(samples[0].key)
 
     def note_end(self, key: Hashable) -> None:
@@ -107,7 +107,8 @@ class Requests:
         self._learn()
         return any(number > ended_at for _, number in self._open.get(key, ()))
 
-    def _end(self, key: Hashable) -> None:
+    def end(self, key: Hashable) -> None:
+        """End the oldest request of a group."""
         at = self._find(key)
         if at is not None:
             _core.request_end(self._segment, *at)

@@ -428,6 +428,30 @@ void request_end(struct segment *segment, uint32_t index, uint64_t number) {
     bell_ring(&segment->requests.lane->room, 1);
 }
 
+uint32_t request_send(struct segment *segment, uint32_t index, uint64_t number) {
+    struct request_row row;
+    uint64_t sent = request_claim_word(CELL_IS_CLAIMED, REQUEST_NOBODY, number);
+    uint32_t count = 0;
+    if (request_copy_row(segment, index, number, &row)) {
+        for (uint32_t i = 0; i < row.group_size; i++) {
+            _Atomic uint64_t *claim = claim_at(segment, row.first_cell + i);
+            count += swap(claim, request_open_word(number), sent) ||
+                     atomic_load_explicit(claim, memory_order_acquire) == sent;
+        }
+        raise_next(segment, index, number, row.group_size);
+    }
+    return count;
+}
+
+void request_arrived(struct segment *segment, uint32_t index, uint64_t number, uint32_t sample) {
+    struct request_row row;
+    if (request_copy_row(segment, index, number, &row) && sample < row.group_size) {
+        swap(claim_at(segment, row.first_cell + sample),
+             request_claim_word(CELL_IS_CLAIMED, REQUEST_NOBODY, number),
+             request_claim_word(CELL_IS_DONE, 0, number));
+    }
+}
+
 /* One pass over the lane. */
 static void add_up(const struct segment *segment, struct request_totals *totals) {
     const struct request_parts *parts = &segment->requests;

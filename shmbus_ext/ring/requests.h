@@ -32,7 +32,8 @@
 #define REQUEST_PRODUCER_BITS 34u
 #define REQUEST_PRODUCER_MASK ((UINT64_C(1) << REQUEST_PRODUCER_BITS) - 1)
 #define REQUEST_COUNT_MASK ((UINT64_C(1) << (64 - REQUEST_NUMBER_BITS)) - 1)
-/* The producer of a sample that nobody will make any more. */
+/* The producer of a sample that nobody will make any more, and of a claimed one that another node
+ * makes: no death on this bus gives it back. */
 #define REQUEST_NOBODY REQUEST_PRODUCER_MASK
 
 static inline uint64_t request_claim_word(enum request_kind kind, uint64_t producer, uint64_t number) {
@@ -132,6 +133,10 @@ void request_end(struct segment *segment, uint32_t row, uint64_t number);
 /* The samples of a row; false where it is not open under that number. */
 bool request_count(const struct segment *segment, uint32_t row, uint64_t number,
                    struct request_counts *counts);
+
+/* The relay, any number of times: other nodes have what is open of a row, so many; one was put. */
+uint32_t request_send(struct segment *segment, uint32_t row, uint64_t number);
+void request_arrived(struct segment *segment, uint32_t row, uint64_t number, uint32_t sample);
 
 /* Samples of the whole lane: offered = open + claimed + done + given up. */
 struct request_totals {

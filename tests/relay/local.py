@@ -132,10 +132,15 @@ class LocalRelay:
             assert time.monotonic() < deadline, f"{address} does not begin"
             time.sleep(0.001)
 
-    def restart(self, address: str) -> None:
-        """End a party, with the messages to it, and start its successor."""
+    def end(self, address: str) -> None:
+        """End a party, with the messages to it."""
         self._stops[address].set()
         self._threads[address].join()
+        self.boxes.pop(address)
+
+    def restart(self, address: str) -> None:
+        """End a party, and start its successor."""
+        self.end(address)
         self.start(address, self._makes[address])
 
     def send(self, sender: str, to: str, message: Message, payload: bytes = b"") -> None:

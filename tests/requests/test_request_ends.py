@@ -275,7 +275,7 @@ def test_a_collector_learns_of_every_request_that_is_offered_while_it_looks(
         while ended < 20_000 and time.monotonic() < moved + 15:
             requests._learn()
             for key in list(requests._open):
-                requests._end(key)
+                requests.end(key)
                 ended, moved = ended + 1, time.monotonic()
         assert (ended, totals(bus)[5]) == (20_000, 0)
         feeder.finish()

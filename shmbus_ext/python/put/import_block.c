@@ -7,6 +7,7 @@
 
 #include "ring/block.h"
 #include "ring/lead.h"
+#include "ring/requests.h"
 
 static const char *const faults[] = {
     [BLOCK_NOT_ONE] = "it is no block of shmbus: its first bytes are %llx, not %llx",
@@ -160,6 +161,8 @@ static Py_ssize_t import_records(WriterObject *self, struct block_cursor *cursor
         return -1;
     }
     Py_ssize_t done = 0;
+    uint64_t group = 0, request = 0;
+    uint32_t row = 0;
     while (done >= 0 && done < limit) {
         struct block_report report;
         const uint8_t *image = block_next(cursor, copy, &report);
@@ -184,6 +187,16 @@ static Py_ssize_t import_records(WriterObject *self, struct block_cursor *cursor
         block_write(at.record, &at.place, copy, image, self->c.producer_id, self->c.slot_index,
                     entry << SHMBUS_FLAG_RELAY_SHIFT);
         writer_publish(&self->c, &at);
+        if (requests_are_used(&self->segment->c)) {
+            const struct record_header *head = &copy->header;
+            uint64_t key = lead_key(copy->id, head->id_bytes, head->round, head->split);
+            if (key != group) { /* samples of one group lie behind each other */
+                group = key;
+                request = request_find(&self->segment->c, copy->id, head->id_bytes, head->round,
+                                       head->split, &row);
+            }
+            request_arrived(&self->segment->c, row, request, head->index);
+        }
         self->bytes += at.bytes;
         done++;
     }

@@ -146,6 +146,21 @@ static PyObject *py_request_end(PyObject *Py_UNUSED(module), PyObject *args) {
     return change_row(args, request_end);
 }
 
+/* request_send(segment, row, number) -> int: how many samples of it other nodes have from now on. */
+static PyObject *py_request_send(PyObject *Py_UNUSED(module), PyObject *args) {
+    SegmentObject *segment;
+    unsigned int row;
+    unsigned long long number;
+    return take_row(args, &segment, &row, &number)
+               ? PyLong_FromUnsignedLong(request_send(&segment->c, row, number))
+               : NULL;
+}
+
+/* request_wanted(segment) -> bool: whether somebody asked for a sample since there was one. */
+SEGMENT_FUNCTION(py_request_wanted, py_take_segment) {
+    return PyBool_FromLong(RELAXED(segment->c.requests.lane->work.wanted) != 0);
+}
+
 PyObject *py_describe_request(SegmentObject *segment, uint32_t row, uint64_t number) {
     struct request_text text;
     if (!request_read(&segment->c, row, number, &text, NULL)) {
@@ -372,6 +387,8 @@ PyMethodDef py_request_functions[] = {
     {"request_await", py_request_await, METH_VARARGS, NULL},
     {"request_close", py_request_close, METH_VARARGS, NULL},
     {"request_end", py_request_end, METH_VARARGS, NULL},
+    {"request_send", py_request_send, METH_VARARGS, NULL},
+    {"request_wanted", py_request_wanted, METH_O, NULL},
     {"request_text", py_request_text, METH_VARARGS, NULL},
     {"request_rows", py_request_rows, METH_O, NULL},
     {"request_find", py_request_find, METH_VARARGS, NULL},

@@ -9,6 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from operator import itemgetter
@@ -129,6 +130,63 @@ def test_groups_of_two_nodes_reach_the_third_and_every_actor_may_die(
             )
             note = wait_until(lambda: idle(relay), "a relay with nothing under way")
             assert (note.lost, note.refused, note.missing) == (0, 0, [])
+    finally:
+        relay.stop()
+
+
+@contextlib.contextmanager
+def workers(names: list[str]) -> Iterator[None]:
+    """A worker on each of these buses, which makes what its bus asks for."""
+    over = threading.Event()
+
+    def work(name: str) -> None:
+        with shmbus.Producer(name) as producer:
+            while not over.is_set():
+                request = producer.requests.next(timeout=0.05)
+                if request is not None:
+                    producer.requests.answer(request, tokens=np.repeat(request["prompt"], 50))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.slow
+def test_prompts_of_the_trainers_node_reach_the_others_and_every_actor_may_die(
+    cluster: Any, buses: dict[str, str]
+) -> None:
+    sources = [buses["left"], buses["right"]]
+    relay = shmbus.relay.start(
+        [f"{buses['left']}@left", f"{buses['right']}@right"], [f"{buses['trainer']}@trainer"]
+    )
+
+    def offer(first: int, groups: int) -> None:
+        for group in range(first, first + groups):
+            feeder.request(f"q{group}", group_size=4, prompt=np.full(10, group, np.int32))
+
+    try:
+        with (
+            shmbus.Consumer(buses["trainer"]) as consumer,
+            shmbus.Feeder(buses["trainer"]) as feeder,
+            workers(sources),
+        ):
+            offer(0, 50)
+            take(consumer, 0, 50)
+            for round_, each in enumerate(relay.describe(), 1):
+                offer(50 * round_, 25)
+                os.kill(each["pid"], signal.SIGKILL)
+                offer(50 * round_ + 25, 25)
+                take(consumer, 50 * round_, 50)
+            wait_until(
+                lambda: sum(map(acknowledged, sources)) == 1000,
+                "all sources to let go of what was acknowledged, with no sample made twice",
+            )
     finally:
         relay.stop()
 

@@ -1,0 +1,198 @@
+"""The request lanes at both ends of a relay: the trainer's, and those of rollout nodes.
+
+Invariant: behind a relayed prompt lie the bus and the number that it has there. Whoever reads the
+prompt does not look so far, and a source that begins finds whose it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import struct
+import time
+from collections.abc import Hashable
+from typing import Final, NamedTuple
+
+from shmbus import Bus
+from shmbus._keys import make_key
+from shmbus.relay.messages import Demand, PromptOffer, Prompts
+from shmbus.relay.prompts import PromptRow, PromptTaker
+from shmbus.relay.record_reader import RecordReader
+from shmbus_ext import _core
+
+_log = logging.getLogger("shmbus.relay")
+
+#: Behind a prompt: this word, the identity of its trainer's bus, and its number there.
+_TAIL: Final = struct.Struct(">8s16sQ")
+_TAIL_WORD: Final = b"shmrelay"
+#: Seconds between looks at the lane, and between words of what is here that does not change.
+_LOOK_S: Final = 0.01
+_AGAIN_S: Final = 1.0
+#: Seconds in which no worker makes anything, after which what was not begun is another node's.
+_IDLE_S: Final = 5.0
+
+
+class TrainerLane:
+    """The requests of a trainer's bus that are there for other nodes."""
+
+    def __init__(self, segment: _core.Segment) -> None:
+        self._segment = segment
+        #: By number: its row, and what is sent of it; None of splits that are not relayed.
+        self._known: dict[int, tuple[int, PromptOffer | None]] = {}
+
+    def rows(self) -> dict[int, PromptRow]:
+        """Return the open requests by number."""
+        segment, known, found = self._segment, self._known, {}
+        table = _core.request_rows(segment)
+        self._known = {n: known.get(n) or self._learn(row, n) for row, n, *_ in table}
+        for row, number, admitted, open_, claimed, done in table:
+            _, offer = self._known[number]
+            if offer is not None:
+                # By a sink, which may have died over it; or workers of this bus have some.
+                maybe = claimed > 0 and not (done or (open_ and admitted))
+                sent = maybe and _core.request_send(segment, row, number) > 0
+                found[number] = PromptRow(*offer[3:6], done, sent, open_ == offer.group_size)
+        return found
+
+    def _learn(self, row: int, number: int) -> tuple[int, PromptOffer | None]:
+        text = _core.request_text(self._segment, row, number)
+        if text is None or _core.split_number(self._segment, text[2]) != _core.SPLIT_TRAIN:
+            return row, None
+        id_, round, _, size, need, level, _, start, data = text
+        return row, PromptOffer(number, id_, round, size, need, level, len(data) - start)
+
+    def room(self, rows: dict[int, PromptRow]) -> int | None:
+        """Return how many groups may be begun; None where the bus does not bound it."""
+        limit, held, *_ = _core.lead_state(self._segment)
+        ahead = held + sum(row.sent and not row.done for row in rows.values())
+        return max(0, limit - ahead) if limit else None
+
+    def send(self, number: int) -> tuple[PromptOffer, bytes] | None:
+        """Keep a request from workers of this bus, for others; None where it is too late for it."""
+        row, offer = self._known[number]
+        text = _core.request_text(self._segment, row, number)
+        if offer is None or text is None or not _core.request_send(self._segment, row, number):
+            return None
+        return offer, text[8][text[7] :]
+
+    def end(self, number: int) -> None:
+        """End a request whose group comes to this bus no more."""
+        _core.request_end(self._segment, self._known[number][0], number)
+
+
+def _is_sound(offer: PromptOffer) -> bool:
+    return offer.need <= offer.group_size and len(offer.instance_id.encode()) <= _core.MAX_ID_BYTES
+
+
+class _NodeRow(NamedTuple):
+    """A request of a rollout node's bus: whose it is, "" for its own; and its samples."""
+
+    trainer: str
+    there: int
+    key: Hashable
+    open: int
+    claimed: int
+    done: int
+
+
+class NodePrompts:
+    """What a rollout node has of trainers' requests, and what its workers want."""
+
+    def __init__(self, bus: Bus, segment: _core.Segment, reader: RecordReader) -> None:
+        self._bus = bus
+        self._segment = segment
+        self._reader = reader
+        #: By number here: whose, which number there, its key.
+        self._known: dict[int, tuple[str, int, Hashable]] = {}
+        found = [row[:3] for row in self._rows() if row.trainer]
+        reader.relayed.update(key for _, _, key in found)
+        self.taker = PromptTaker(
+            reader.identity, reader.incarnation, found, self._offer, reader.end_request
+        )
+        #: By trainer's bus: where its side is; what that was told last, and when.
+        self._told: dict[str, tuple[str, object, float]] = {}
+        self._next_s = 0.0
+        self._busy_s = time.monotonic()
+
+    def take(self, sender: str, message: Prompts, payload: bytes | memoryview) -> None:
+        """Take a word of a trainer's side, and answer it soon; nothing of one that is not sound."""
+        ends = [0, *itertools.accumulate(offer.nbytes for offer in message.offers)]
+        if ends[-1] != len(payload) or not all(map(_is_sound, message.offers)):
+            return
+        prompts = [bytes(payload[at:end]) for at, end in itertools.pairwise(ends)]
+        if self.taker.take(message, prompts):
+            for old in [each for each, told in self._told.items() if told[0] == sender]:
+                if old != message.trainer:  # its bus was made again, and these are over
+                    for number in list(self.taker.here.get(old, ())):
+                        self.taker.give_back(old, number)
+                del self._told[old]
+            self._told[message.trainer] = (sender, None, 0.0)
+            self._next_s = 0.0
+
+    def look(self, now_s: float) -> list[_NodeRow] | None:
+        """Read what became of requests, before the ring is read; None where nobody asks now."""
+        if now_s < self._next_s or not self._told:
+            return None
+        self._next_s = now_s + _LOOK_S
+        return self._rows()
+
+    def say(self, rows: list[_NodeRow], now_s: float) -> list[tuple[str, Demand]]:
+        """Return what to say to whom, once all was read that was there before the look."""
+        open_, claimed = sum(row.open for row in rows), sum(row.claimed for row in rows)
+        if claimed or not open_:
+            self._busy_s = now_s
+        elif now_s - self._busy_s > _IDLE_S:
+            for row in rows:
+                if not row.done:
+                    self.taker.give_back(row.trainer, row.there)
+        wants = 0
+        if not open_ and _core.request_wanted(self._segment) and self._bus.paused is None:
+            wants = max(1, claimed)  # as many as workers have in hand
+        said = []
+        for trainer, (address, before, told_s) in self._told.items():
+            ended = {
+                row.there
+                for row in rows
+                if row.trainer == trainer and row.done and not self._reader.holds(row.key)
+            }
+            what = (list(self.taker.here.get(trainer, ())), ended, wants)
+            if what != before or now_s - told_s >= _AGAIN_S:
+                self._told[trainer] = (address, what, now_s)
+                said.append((address, self.taker.say(trainer, ended, wants)))
+        return said
+
+    # -- the lane --------------------------------------------------------------------------------
+
+    def _rows(self) -> list[_NodeRow]:
+        table = _core.request_rows(self._segment)
+        self._known = {
+            each[1]: self._known.get(each[1]) or self._learn(*each[:2]) for each in table
+        }
+        return [_NodeRow(*self._known[n], *counts) for _, n, _, *counts in table]
+
+    def _learn(self, row: int, number: int) -> tuple[str, int, Hashable]:
+        text = _core.request_text(self._segment, row, number)
+        if text is not None and len(text[8]) - text[7] >= _TAIL.size:
+            word, trainer, there = _TAIL.unpack_from(text[8], len(text[8]) - _TAIL.size)
+            if word == _TAIL_WORD:
+                return trainer.hex(), there, make_key(text[0], text[1], _core.SPLIT_TRAIN)
+        return "", 0, None
+
+    def _offer(self, trainer: str, offer: PromptOffer, prompt: bytes) -> bool:
+        """Offer a request; False where there is no room now."""
+        key = make_key(offer.instance_id, offer.round, _core.SPLIT_TRAIN)
+        data = prompt + _TAIL.pack(_TAIL_WORD, bytes.fromhex(trainer), offer.number)
+        _, id_, round, size, need, level, _ = offer
+        # Before it is there: the reader ends what is not relayed.
+        self._reader.relayed.add(key)
+        done, status = _core.request_offer(
+            self._segment, [(id_.encode(), round, _core.SPLIT_TRAIN, size, need, level, data)], 0
+        )
+        if status == -2:
+            _log.error(
+                "bus %r: the request lane never has room for %r, of %d bytes: it waits until the "
+                "bus is made again with more request_capacity", self._bus.name, id_, len(data),
+            )  # fmt: skip
+        elif not done:
+            self._reader.relayed.discard(key)
+        return bool(done) or status == -2

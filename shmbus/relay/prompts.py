@@ -1,0 +1,200 @@
+"""Requests of trainers' buses on other nodes: who has which, what is sent, and what is over.
+
+Invariants:
+
+- A request is with one source at a time, whole: its samples share a prompt, and its prefix cache.
+- The trainer's lane says that a request was sent, and a source's lane that it is there. A sink that
+  begins sends none of them again before every source has said what it has.
+- A source has a request until it is told that it is over. One that it has not, though it has taken
+  the message, it never got or gave back: it is another's.
+- A source takes only what is said to it in its life, by growing marks: nothing begins twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from shmbus._keys import make_key
+from shmbus.relay.messages import Demand, Mark, PromptOffer, Prompts
+from shmbus_ext import _core
+
+_NEVER: Mark = (-1, -1)
+
+
+class PromptRow(NamedTuple):
+    """An open request of the trainer's bus: `sent` to another node, or `untouched` by anybody."""
+
+    size: int
+    need: int
+    level: int
+    done: int
+    sent: bool
+    untouched: bool
+
+
+Rows: TypeAlias = Mapping[int, PromptRow]
+
+
+class PromptSender:
+    """The side beside a trainer's bus: gives requests to sources whose workers want some."""
+
+    def __init__(self, trainer: str, incarnation: int) -> None:
+        self.trainer = trainer
+        self.incarnation = incarnation
+        self.number = 0
+        #: By number of the request: whose it is; and the number of the message by which it is.
+        self.at: dict[int, str] = {}
+        self.sent: dict[int, int] = {}
+        #: Of each source that is there, the last message with prompts; and its newest word.
+        self.asked: dict[str, int] = {}
+        self.heard: dict[str, Demand] = {}
+        self.complete = False
+
+    def peers(self, buses: Collection[str], *, complete: bool) -> None:
+        """Learn which sources there are: what one had that has gone is free again."""
+        self.complete = complete
+        self.asked = {bus: self.asked.get(bus, 0) for bus in buses}
+        if complete:
+            self.heard = {bus: word for bus, word in self.heard.items() if bus in buses}
+            self.at = {number: bus for number, bus in self.at.items() if bus in buses}
+
+    def demand(self, word: Demand) -> bool:
+        """Learn what a source has; False for what is no news of one that is known."""
+        bus, before = word.bus, self.heard.get(word.bus)
+        if bus not in self.asked or (before is not None and word.mark <= before.mark):
+            return False
+        if word.answers[0] != self.incarnation:
+            # From before this one's first message: what it had may be another's by now.
+            word = word._replace(here=(), ended=())
+        self.heard[bus] = word
+        for number in [n for n, at in self.at.items() if at == bus and n not in word.here]:
+            # Else the message with it may come still.
+            if self.sent.get(number, 0) <= self._answered(bus):
+                del self.at[number]
+        for number in word.here:
+            self.at.setdefault(number, bus)
+        return True
+
+    def _answered(self, bus: str) -> int:
+        """Return the number of the last message that a source has taken; -1 for none of this."""
+        answers = self.heard[bus].answers if bus in self.heard else _NEVER
+        return answers[1] if answers[0] == self.incarnation else -1
+
+    def ended(self, rows: Rows) -> list[int]:
+        """Return requests whose samples never come here. `rows` are newer than any word."""
+        return [
+            number
+            for bus, word in self.heard.items()
+            for number in word.ended
+            if self.at.get(number) == bus and number in rows and not rows[number].done
+        ]
+
+    def share(self, rows: Rows, room: int | None) -> list[tuple[str, list[int], list[int]]]:
+        """Return what is over for a source, and what it gets; `room`: how many may be begun."""
+        self.sent = {n: number for n, number in self.sent.items() if n in self.at}
+        chosen = self._choose(rows, room)
+        going_on = {number for number, row in rows.items() if row.done < row.need}
+        found = []
+        for bus in self.asked.keys() & self.heard.keys():
+            here = self.heard[bus].here
+            over = [n for n in here if n not in going_on or self.at.get(n) != bus]
+            if over or bus in chosen:
+                found.append((bus, over, chosen.get(bus, [])))
+        return found
+
+    def _choose(self, rows: Rows, room: int | None) -> dict[str, list[int]]:
+        wants = {
+            bus: word.wants if room is None else min(word.wants, 1)
+            for bus, word in self.heard.items()
+            # A word from before the last message does not count what that has brought.
+            if word.wants and bus in self.asked and self._answered(bus) >= self.asked[bus]
+        }
+        chosen: dict[str, list[int]] = {}
+        for number in self._free(rows) if wants else ():
+            if room is not None and not rows[number].sent:
+                room -= 1
+                if room < 0:
+                    continue
+            bus = min(wants, key=lambda bus: (wants[bus] <= 0, bus in chosen, -wants[bus], bus))
+            if wants[bus] <= 0:
+                break
+            chosen.setdefault(bus, []).append(number)
+            wants[bus] -= rows[number].size
+        return chosen
+
+    def _free(self, rows: Rows) -> list[int]:
+        """Return what may be sent, in the lane's order."""
+        all_heard = self.complete and all(self._answered(bus) >= 0 for bus in self.asked)
+        free = [
+            number
+            for number, row in rows.items()
+            if number not in self.at and (all_heard and not row.done if row.sent else row.untouched)
+        ]
+        return sorted(free, key=lambda number: (-rows[number].level, number))
+
+    def say(self, bus: str, over: Sequence[int], offers: Sequence[PromptOffer]) -> Prompts:
+        """Make the next message to a source; the lane says already what is sent."""
+        self.number += 1
+        for offer in offers:
+            self.at[offer.number], self.sent[offer.number] = bus, self.number
+            self.asked[bus] = self.number
+        life = self.heard[bus].mark[0] if bus in self.heard else -1
+        mark = (self.incarnation, self.number)
+        return Prompts(bus, self.trainer, life, mark, tuple(over), tuple(offers))
+
+
+class PromptTaker:
+    """The side beside a rollout node's bus: offers what comes, until it is over."""
+
+    def __init__(
+        self,
+        bus: str,
+        incarnation: int,
+        found: Collection[tuple[str, int, Hashable]],
+        offer: Callable[[str, PromptOffer, bytes], bool],
+        end: Callable[[Hashable], None],
+    ) -> None:
+        self.bus = bus
+        self.incarnation = incarnation
+        self.number = 0
+        self._offer, self._end = offer, end  # `offer` says whether there was room
+        #: By trainer's bus: keys of what is here by number, and its newest message.
+        self.here: dict[str, dict[int, Hashable]] = {trainer: {} for trainer, _, _ in found}
+        self.taken: dict[str, Mark] = {}
+        for trainer, number, key in found:
+            self.here[trainer][number] = key
+
+    def take(self, message: Prompts, prompts: Sequence[bytes]) -> bool:
+        """Offer what is new, and end what is over; False for a late message, which says nothing.
+
+        One to the source before this is answered: nothing of it was taken.
+        """
+        trainer = message.trainer
+        if message.mark <= self.taken.get(trainer, _NEVER):
+            return False
+        self.taken[trainer] = message.mark
+        if message.incarnation == self.incarnation:
+            for number in message.over:
+                self.give_back(trainer, number)
+            keys = {key for those in self.here.values() for key in those.values()}
+            here = self.here.setdefault(trainer, {})
+            for offer, prompt in zip(message.offers, prompts, strict=True):
+                key = make_key(offer.instance_id, offer.round, _core.SPLIT_TRAIN)
+                # Else it has come before, or another of its group that is not over.
+                if key not in keys and self._offer(trainer, offer, prompt):
+                    here[offer.number] = key
+        return True
+
+    def give_back(self, trainer: str, number: int) -> None:
+        """Have no more samples of a request made here."""
+        if number in self.here.get(trainer, {}):
+            self._end(self.here[trainer].pop(number))
+
+    def say(self, trainer: str, ended: Collection[int], wants: int) -> Demand:
+        """Say what is here of a trainer's bus; `ended` of it was answered, and has gone."""
+        self.number += 1
+        here = tuple(self.here.get(trainer, ()))
+        mark, answers = (self.incarnation, self.number), self.taken.get(trainer, _NEVER)
+        gone = tuple(number for number in here if number in ended)
+        return Demand(self.bus, trainer, mark, answers, here, gone, wants)

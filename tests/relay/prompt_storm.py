@@ -1,0 +1,157 @@
+"""Prompts of a trainer's bus under SIGKILL: parties and workers of two nodes die at any time.
+
+A program: `PYTHONPATH=tests python tests/relay/prompt_storm.py` prints what it did, and
+ends with status 1 at the first request that is lost or made twice. test_prompt_storm.py runs its
+short form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+import msgspec
+from fork_server import TEMPLATE
+from relay.relay_storm import SIZE, Plan, Storm, is_useless, sample
+from relay.relay_storm import work as be_party
+
+import shmbus
+from shmbus.inspect.status import read_status
+
+#: How many workers each node has.
+WORKERS = 2
+
+
+def work(plan: Plan, address: str) -> None:
+    """Be a party, or a worker, for ever."""
+    bus, _, worker = address.partition("/")
+    if not worker:
+        be_party(plan, address)
+    with shmbus.Producer(bus) as producer:
+        while True:
+            request = producer.requests.next()
+            number, index = request.meta["group"], request.index
+            assert (request.group_size, request.round, request["prompt"].tolist()) == (
+                SIZE, 0, [number] * 50,
+            )  # fmt: skip
+            score = 0.0 if is_useless(number) else float(index)
+            producer.requests.answer(
+                request, score=score, meta={"of": [number, index]}, **sample(number, index)
+            )
+
+
+class PromptStorm(Storm):
+    """The storm of relays, in which the samples are those that the trainer's bus asks for."""
+
+    def start(self, address: str) -> None:
+        """Start a party or a worker."""
+        child = TEMPLATE.Process(target=work, args=(self.plan, address), daemon=True)
+        child.start()
+        self.children[address] = child
+
+    def offer(self) -> None:
+        """Offer all groups, in their order."""
+        with (
+            contextlib.suppress(shmbus.BusRemovedError),
+            shmbus.Feeder(self.plan.trainers[0]) as feeder,
+        ):
+            for number in range(self.plan.groups):
+                feeder.request(
+                    f"q{number}", group_size=SIZE, round=0, meta={"group": number},
+                    prompt=[number] * 50,
+                )  # fmt: skip
+                self.produced += 1
+
+    def run(self) -> dict[str, Any]:
+        """Do all of it, and return what there is to say."""
+        plan = self.plan
+        workers = [f"{bus}/{i}" for bus in plan.sources for i in range(WORKERS)]
+        everybody = [*plan.parties, *workers]
+        buses = [shmbus.Bus.create(each, plan.capacity) for each in plan.sources + plan.trainers]
+        threads = [
+            threading.Thread(target=self.offer),
+            threading.Thread(target=self.train, args=(plan.trainers[0],)),
+        ]
+        began = time.monotonic()
+        try:
+            for address in everybody:
+                self.start(address)
+            for thread in threads:
+                thread.start()
+            for _ in range(plan.kills):
+                time.sleep(self.rng.uniform(0.0, 2 * plan.pause_s))
+                self.kill(self.rng.choice(everybody))
+            self.wait(threads[:1])
+            self.audit(buses)
+        finally:
+            self.over.set()
+            if threads[1].ident is not None:
+                threads[1].join()
+            for child in self.children.values():
+                child.kill()
+                child.join()
+            for bus in buses:
+                bus.unlink()  # which ends a feeder that waits for room
+            if threads[0].ident is not None:
+                threads[0].join()
+        return {
+            "seed": plan.seed, "killed": dict(self.killed), "samples": sum(self.seen.values()),
+            "seconds": round(time.monotonic() - began, 1),
+            "longest_silence_s": round(self.longest_silence_s, 1), "faults": self.faults,
+        }  # fmt: skip
+
+    def audit(self, buses: list[shmbus.Bus]) -> None:
+        """Compare lanes and ledgers once all has ended."""
+        if doubled := [each for each, count in self.seen.items() if count > 1]:
+            self.faults.append(f"doubled: {doubled[:10]}")
+        groups = self.plan.groups
+        useful = groups - sum(map(is_useless, range(groups)))
+        deadline = time.monotonic() + 30.0
+        while time.monotonic() < deadline:
+            ledgers = [bus.stats() for bus in buses]
+            lanes = [read_status(bus.name).requests for bus in buses]
+            open_ = [lane.groups for lane in lanes if lane is not None]
+            if not any(open_) and all(ledger.undelivered == 0 for ledger in ledgers):
+                break
+            time.sleep(0.05)
+        else:
+            self.faults.append(f"not ended: {open_} groups of the lanes, {ledgers}")
+            return
+        trainer, lane = ledgers[-1], lanes[-1]
+        assert lane is not None
+        if (lane.offered, lane.done) != (groups * SIZE, useful * SIZE):
+            self.faults.append(f"the trainer's lane: {lane}")
+        if (trainer.acknowledged, trainer.committed) != (useful * SIZE, useful * SIZE):
+            self.faults.append(f"the trainer's ledger: {trainer}")
+        made = sum(ledger.committed for ledger in ledgers[:-1])
+        if made != groups * SIZE:
+            self.faults.append(f"{made} samples were made of {groups * SIZE}: {ledgers[:-1]}")
+
+
+def main() -> int:
+    """Run it as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--groups", type=int, default=0, help="0: as many as the kills last")
+    parser.add_argument("--release", choices=["acknowledged", "put"], default="acknowledged")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        plan = Plan(
+            f"prompts.{os.getpid()}", directory, 1, arguments.kills,
+            arguments.groups or 10 * arguments.kills, arguments.release, arguments.seed,
+        )  # fmt: skip
+        said = PromptStorm(plan).run()
+    sys.stdout.write(msgspec.json.encode(said).decode() + "\n")
+    return 1 if said["faults"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,399 @@
+"""Requests of the trainer's bus are made by workers of other nodes, as on one node."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from conftest import Spawner, wait_until
+from relay.local import COORDINATOR, relay, stats, take
+
+import shmbus
+from shmbus import Request
+from shmbus.inspect.status import read_status
+from shmbus.relay import messages as m
+from shmbus.stash.stash import StashPolicy
+
+pytest_plugins = ["relay.relay_fixtures"]
+
+
+def answer(producer: shmbus.Producer, request: Request) -> bool:
+    """Make a sample whose tokens are the prompt's, and its index."""
+    tokens = [*request["prompt"].tolist(), request.index]
+    return producer.requests.answer(request, score=float(request.index), tokens=tokens)
+
+
+def offer(feeder: shmbus.Feeder, number: int, *, size: int = 4, **more: object) -> None:
+    """Offer a group."""
+    feeder.request(
+        f"q{number}", group_size=size, prompt=np.full(5, number, np.int32), meta={"n": number},
+        **more,
+    )  # fmt: skip
+
+
+def counts(name: str) -> tuple[int, int, int, int, int, int]:
+    """Samples of a bus's lane: offered, open, claimed, done, given up; and open groups."""
+    found = read_status(name).requests
+    if found is None:
+        return (0, 0, 0, 0, 0, 0)
+    return (found.offered, found.open, found.claimed, found.done, found.given_up, found.groups)
+
+
+@contextlib.contextmanager
+def workers(names: list[str], made: Counter[str]) -> Iterator[None]:
+    """A worker on each of these buses, for a while."""
+    over = threading.Event()
+
+    def work(name: str) -> None:
+        with shmbus.Producer(name) as producer:
+            while not over.is_set():
+                request = producer.requests.next(timeout=0.05)
+                if request is not None and answer(producer, request):
+                    made[name] += 1
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_request_is_made_on_another_node_as_it_was_offered(buses: dict[str, str]) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]]),
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Producer(buses["a"]) as producer,
+    ):
+        consumer.request(
+            "q", group_size=2, need=2, round=3, priority=1, meta={"x": [1, None]},
+            prompt=np.arange(5, dtype=np.int32), image=np.ones((2, 3), np.float32),
+        )  # fmt: skip
+        first = producer.requests.next(timeout=30.0)
+        second = producer.requests.next(timeout=30.0)
+        assert first is not None and second is not None
+        for index, request in enumerate((first, second)):
+            assert (request.instance_id, request.round, request.split) == ("q", 3, "train")
+            assert (request.group_size, request.need, request.index) == (2, 2, index)
+            assert (request.priority, request.attempt) == (1, 0)
+            assert request.meta == {"x": [1, None]} and request["image"].shape == (2, 3)
+            assert request["prompt"].tolist() == [0, 1, 2, 3, 4]
+            assert request.cache_salt == producer.cache_salt
+            assert answer(producer, request)
+        (group,) = take(consumer, 1)
+        assert [t["tokens"].tolist()[-1] for t in group] == [0, 1]
+        assert counts(buses["t"]) == (2, 0, 0, 2, 0, 1)
+        group.ack()
+        assert counts(buses["t"]) == (2, 0, 0, 2, 0, 0)
+        wait_until(lambda: read_status(buses["a"]).requests.groups == 0)
+        assert producer.requests.next(timeout=0.2) is None
+
+
+def test_each_request_of_one_order_is_made_once_by_workers_of_two_nodes(
+    buses: dict[str, str],
+) -> None:
+    made: Counter[str] = Counter()
+    with (
+        relay([buses["a"], buses["b"]], [buses["t"]]),
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Feeder(buses["t"]) as feeder,
+        workers([buses["a"], buses["b"]], made),
+    ):
+        for number in range(40):
+            offer(feeder, number)
+        groups = take(consumer, 40)
+        assert sorted(group.instance_id for group in groups) == sorted(f"q{n}" for n in range(40))
+        for group in groups:
+            for t in group:
+                expected = [int(group.instance_id[1:])] * 5 + [t.index]
+                assert t["tokens"].tolist() == expected
+            group.ack()
+        wait_until(lambda: all(read_status(n).requests.groups == 0 for n in buses.values()))
+        assert made.total() == 160 and len(made) == 2
+        assert stats(buses["t"]).acknowledged == 160 and not stats(buses["t"]).dropped
+
+
+def test_what_a_forgotten_node_had_is_asked_of_another(buses: dict[str, str]) -> None:
+    with (
+        relay([buses["a"], buses["b"]], [buses["t"]]) as made,
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Producer(buses["a"]) as one,
+        shmbus.Producer(buses["b"]) as other,
+    ):
+        consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
+        request = one.requests.next(timeout=30.0)
+        assert request is not None and answer(one, request)
+        assert other.requests.next(timeout=0.3) is None
+        wait_until(lambda: made.coordinator.note().announced == 1)
+        made.end(buses["a"])
+        made.coordinator.forgotten.append(buses["a"])
+        for index in range(2):
+            again = other.requests.next(timeout=30.0)
+            assert again is not None and again.index == index and answer(other, again)
+        (group,) = take(consumer, 1)
+        group.ack()
+        assert counts(buses["t"]) == (2, 0, 0, 2, 0, 0)
+
+
+@pytest.mark.parametrize("who", ["a", "t", COORDINATOR])
+def test_a_party_that_begins_again_has_nothing_asked_twice(buses: dict[str, str], who: str) -> None:
+    with (
+        relay([buses["a"], buses["b"]], [buses["t"]]) as made,
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Producer(buses["a"]) as one,
+        shmbus.Producer(buses["b"]) as other,
+    ):
+        consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
+        requests = [one.requests.next(timeout=30.0) for _ in range(2)]
+        made.restart(buses.get(who, who))
+        assert other.requests.next(timeout=3.0) is None
+        for request in requests:
+            assert request is not None and answer(one, request)
+        (group,) = take(consumer, 1)
+        made.restart(buses.get(who, who))
+        assert other.requests.next(timeout=0.5) is None
+        group.ack()
+        assert counts(buses["t"]) == (2, 0, 0, 2, 0, 0)
+        wait_until(lambda: counts(buses["a"])[5] == 0)
+
+
+def test_a_group_that_needs_no_more_is_made_on_no_node_any_more(buses: dict[str, str]) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]]),
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Producer(buses["a"]) as producer,
+    ):
+        consumer.request("q", group_size=4, need=2, round=1, prompt=np.arange(3, dtype=np.int32))
+        requests = [producer.requests.next(timeout=30.0) for _ in range(3)]
+        for request in requests[:2]:
+            assert request is not None and answer(producer, request)
+        late = requests[2]
+        assert late is not None
+        wait_until(lambda: producer.cancelled("q", round=1))
+        wait_until(lambda: not producer.requests.is_wanted(late))
+        assert not answer(producer, late)
+        assert producer.requests.next(timeout=0.2) is None
+        (group,) = take(consumer, 1)
+        assert len(group) == 2
+        group.ack()
+        assert counts(buses["t"]) == (4, 0, 0, 2, 2, 0)
+
+
+def test_a_group_that_workers_chose_themselves_is_cancelled_on_every_node(
+    buses: dict[str, str],
+) -> None:
+    with (
+        relay([buses["a"], buses["b"]], [buses["t"]]),
+        shmbus.Producer(buses["a"]) as one,
+        shmbus.Producer(buses["b"]) as other,
+    ):
+        for index in range(2):
+            one.put("q", group_size=4, need=2, round=1, index=index, tokens=[1])
+        wait_until(lambda: other.cancelled("q", round=1))
+        assert not other.cancelled("q", round=2)
+
+
+def test_a_request_whose_group_a_policy_drops_ends_on_every_bus(buses: dict[str, str]) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]], policy=StashPolicy(skip_zero_variance=True)),
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Producer(buses["a"]) as producer,
+    ):
+        consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
+        for _ in range(2):
+            request = producer.requests.next(timeout=30.0)
+            assert request is not None and producer.requests.answer(request, tokens=[1])
+        wait_until(lambda: counts(buses["t"]) == (2, 0, 0, 0, 2, 0))
+        wait_until(lambda: counts(buses["a"])[5] == 0)
+        assert consumer.open_requests() == []
+
+
+def test_groups_are_begun_as_far_ahead_as_the_trainers_bus_says(bus_name: str) -> None:
+    names = [f"{bus_name}.a", f"{bus_name}.b", f"{bus_name}.t"]
+    shmbus.Bus.create(names[0], "4MiB").close()
+    shmbus.Bus.create(names[1], "4MiB").close()
+    shmbus.Bus.create(names[2], "4MiB", max_lead=3).close()
+    made: Counter[str] = Counter()
+    try:
+        with (
+            relay(names[:2], names[2:]),
+            shmbus.Consumer(names[2]) as consumer,
+            shmbus.Feeder(names[2]) as feeder,
+            workers(names[:2], made),
+        ):
+            for number in range(12):
+                offer(feeder, number)
+            delivered = 0
+            while delivered < 12:
+                most = 4 * min(delivered + 3, 12)
+                wait_until(lambda most=most: made.total() == most)
+                time.sleep(0.2)
+                assert made.total() == most
+                (group,) = consumer.take(1, timeout=30.0)
+                group.ack()
+                delivered += 1
+    finally:
+        for name in names:
+            shmbus.unlink(name)
+
+
+def test_a_failed_sample_is_asked_for_again_with_its_prompt_where_that_is(
+    buses: dict[str, str],
+) -> None:
+    policy = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
+    with (
+        relay([buses["a"], buses["b"]], [buses["t"]], policy=policy),
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Producer(buses["a"]) as producer,
+    ):
+        consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
+        request = producer.requests.next(timeout=30.0)
+        assert request is not None and answer(producer, request)
+        request = producer.requests.next(timeout=30.0)
+        for attempt in (1, 2):
+            assert request is not None and producer.requests.fail(request, "out of memory")
+            request = producer.requests.next(timeout=30.0)
+            assert request is not None and (request.index, request.attempt) == (1, attempt)
+            assert request["prompt"].tolist() == [0, 1, 2]
+        assert answer(producer, request)
+        (group,) = take(consumer, 1)
+        group.ack()
+        assert counts(buses["t"]) == (2, 0, 0, 2, 0, 0)
+
+
+def test_what_no_worker_begins_on_a_node_is_made_on_another(
+    buses: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmbus.relay.prompt_lanes._IDLE_S", 0.5)
+    with (
+        relay([buses["a"], buses["b"]], [buses["t"]]),
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Producer(buses["a"]) as one,
+        shmbus.Producer(buses["b"]) as other,
+    ):
+        assert one.requests.next(timeout=0) is None  # it asks, and comes no more
+        consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
+        wait_until(lambda: counts(buses["a"])[1] == 2)
+        for _ in range(2):
+            request = other.requests.next(timeout=30.0)
+            assert request is not None and answer(other, request)
+        take(consumer, 1)[0].ack()
+        assert counts(buses["a"]) == (2, 0, 0, 0, 2, 0)
+
+
+def test_other_splits_stay_with_workers_of_the_trainers_bus(buses: dict[str, str]) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]]),
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Producer(buses["a"]) as far,
+        shmbus.Producer(buses["t"]) as near,
+    ):
+        prompt = np.arange(3, dtype=np.int32)
+        consumer.request("e", group_size=1, split="eval", priority=3, prompt=prompt)
+        assert far.requests.next(timeout=0.5) is None
+        request = near.requests.next(timeout=0)
+        assert request is not None and request.split == "eval"
+        consumer.request("q", group_size=1, prompt=prompt)
+        assert far.requests.next(timeout=30.0) is not None
+        assert near.requests.next(timeout=0.2) is None
+
+
+def test_a_checkpoint_has_what_is_under_way_on_other_nodes(buses: dict[str, str]) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]]),
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Producer(buses["a"]) as producer,
+    ):
+        consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
+        request = producer.requests.next(timeout=30.0)
+        assert request is not None
+        state = consumer.state_dict()
+        assert [each["instance_id"] for each in state["open"]] == ["q"]
+        restored = consumer.load_state_dict(state)
+        assert (restored.offered, restored.kept) == (0, 1)
+
+
+def test_prompts_that_were_cut_or_fit_no_row_are_not_offered(buses: dict[str, str]) -> None:
+    with relay([buses["a"]], [buses["t"]]) as made:
+        party = made.parties[buses["a"]]
+        offered = m.PromptOffer(1, "q", None, 2, 2, 0, 10)
+        source = party.source
+        message = m.Prompts(source.bus, "f" * 32, source.incarnation, (9, 9), (), (offered,))
+        made.send("somebody", buses["a"], message, b"short")
+        for changes in ({"need": 3}, {"instance_id": "\N{SNOWMAN}" * 200}):
+            unsound = message._replace(offers=(offered._replace(**changes),))
+            made.send("somebody", buses["a"], unsound, b"0123456789")
+        made.send("somebody", buses["a"], message._replace(offers=()))
+        wait_until(lambda: party.prompts.taker.taken)
+        assert counts(buses["a"])[0] == 0
+
+
+def test_a_trainer_that_went_back_has_the_same_request_made_again(buses: dict[str, str]) -> None:
+    made: Counter[str] = Counter()
+    with (
+        relay([buses["a"]], [buses["t"]]),
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Feeder(buses["t"]) as feeder,
+        workers([buses["a"]], made),
+    ):
+        for _ in range(3):
+            offer(feeder, 1, round=1)
+            (group,) = take(consumer, 1)
+            assert len(group) == 4
+            group.ack()
+        assert made.total() == 12
+
+
+def test_what_a_trainers_bus_had_asked_for_is_over_once_that_is_made_again(
+    buses: dict[str, str],
+) -> None:
+    with relay([buses["a"]], [buses["t"]]), shmbus.Producer(buses["a"]) as producer:
+        with shmbus.Feeder(buses["t"]) as feeder:
+            offer(feeder, 1)
+            old = producer.requests.next(timeout=30.0)
+        shmbus.unlink(buses["t"])
+        shmbus.Bus.create(buses["t"], "4MiB").close()
+        assert old is not None
+        with shmbus.Feeder(buses["t"]) as feeder, shmbus.Consumer(buses["t"]) as consumer:
+            offer(feeder, 2)
+            wait_until(lambda: not producer.requests.is_wanted(old))
+            for _ in range(4):
+                request = producer.requests.next(timeout=30.0)
+                assert request is not None and request.instance_id == "q2"
+                assert answer(producer, request)
+            take(consumer, 1)[0].ack()
+
+
+def test_a_worker_that_dies_has_its_sample_made_by_another_of_its_node(
+    buses: dict[str, str], spawn: Spawner
+) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]]),
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Producer(buses["a"]) as producer,
+    ):
+        consumer.request("q", group_size=1, prompt=np.arange(3, dtype=np.int32))
+        child = spawn.script(HOLDS, buses["a"])
+        wait_until(lambda: "has it" in child.output())
+        child.kill()
+        request = producer.requests.next(timeout=30.0)
+        assert request is not None and answer(producer, request)
+        take(consumer, 1)[0].ack()
+
+
+HOLDS = """
+import sys, time
+import shmbus
+producer = shmbus.Producer(sys.argv[1])
+request = producer.requests.next()
+print("has it", flush=True)
+time.sleep(600)
+"""
