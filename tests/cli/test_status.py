@@ -268,6 +268,13 @@ def test_what_is_no_file_is_no_segment(bus_name: str, tmp_path: Path) -> None:
         server.bind(str(path))
         assert "is no segment" in cli("status", bus_name).err
     path.unlink()
+    path.mkdir()
+    for command in ("status", "pause", "inspect", "snapshot", "gc", "list"):
+        arguments = {"gc": [], "list": [], "snapshot": [bus_name, str(tmp_path / "s")]}
+        result = cli(command, *arguments.get(command, [bus_name]))
+        assert "Traceback" not in result.err
+        assert result.status == (0 if command in ("gc", "list") else 1), command
+    path.rmdir()
 
 
 def test_scribbled_tables_never_crash_a_look(bus_name: str, seed: int) -> None:

@@ -9,6 +9,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal
+from operator import setitem
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,6 +225,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"policy_version": 2**63}, ValueError, ["policy_version", str(2**63)]),
     ({"policy_version": 1.5}, TypeError, ["policy_version", "int", "float"]),
     ({"policy_version": None}, TypeError, ["policy_version", "int", "NoneType"]),
+    ({"policy_version": (5, 3)}, ValueError, ["the oldest and then the newest", "(5, 3)"]),
+    ({"policy_version": (1, 2, 3)}, ValueError, ["an int, or two", "(1, 2, 3)"]),
+    ({"policy_version": ()}, ValueError, ["an int, or two"]),
+    ({"policy_version": (0, 2**32)}, ValueError, ["at most 4294967295 later"]),
+    ({"policy_version": (-1, 2)}, ValueError, ["policy_version", "got -1"]),
     ({"round": -1}, ValueError, ["round", "got -1"]),
     ({"round": 2**63}, ValueError, ["round", str(2**63)]),
     ({"round": "0"}, TypeError, ["round", "int", "str"]),
@@ -242,6 +248,11 @@ BAD_PUT: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"x": None}, TypeError, ["x", "array", "NoneType"]),
     ({"x": np.array([object()])}, TypeError, ["x", "fixed size", "object"]),
     ({"x": np.array([(1, None)], "i4,O")}, TypeError, ["x", "fixed size"]),
+    ({"rewards": 0.7}, TypeError, ["rewards", "did you mean score="]),
+    ({"prompt_id": np.float32(7)}, TypeError, ["prompt_id", "did you mean instance_id="]),
+    ({"version": np.asarray(7)}, TypeError, ["version", "did you mean policy_version="]),
+    ({"timout": 0.7}, TypeError, ["timout", "did you mean timeout="]),
+    ({"groupsize": 8.0}, TypeError, ["groupsize", "did you mean group_size="]),
     ({"n" * 256: X}, ValueError, ["n" * 256, "255 bytes"]),
     ({"": X}, ValueError, ["''", "1 to 255"]),
     ({f"f{i}": X for i in range(65)}, ValueError, ["at most 64 array fields"]),
@@ -365,6 +376,10 @@ def test_bad_arguments_of_a_producers_other_calls_are_refused(ends: Ends) -> Non
         (lambda: producer.requests.retries(0), ValueError, ["limit", "1 or more"]),
         (lambda: producer.requests.retries("all"), TypeError, ["limit", "int"]),
         (lambda: producer.begin_sample("a", 0, split="x" * 32), ValueError, ["split"]),
+        (lambda: producer.begin_sample("a", -1), ValueError, ["index", "got -1"]),
+        (lambda: producer.begin_sample("a", 16_384), ValueError, ["index", "16384"]),
+        (lambda: producer.begin_sample("a", "0"), TypeError, ["index", "str"]),
+        (lambda: producer.begin_sample("", 0), ValueError, ["instance_id", "1 to 255"]),
     ]
     for use, error, words in uses:
         assert_refused(ends, use, error, words)
@@ -397,7 +412,8 @@ def test_a_reservation_refuses_what_put_refuses_and_goes_on(ends: Ends) -> None:
         (lambda: delattr(slot, "score"), TypeError, ["score"]),
         (lambda: setattr(slot, "meta", object()), TypeError, ["meta", "msgspec", "object"]),
         (lambda: setattr(slot, "meta", "m" * 5000), ValueError, ["meta", "1024", "meta_room"]),
-        (lambda: slot["y"], KeyError, ["y"]),
+        (lambda: slot["y"], KeyError, ["y", "this reservation has the fields ('x',)"]),
+        (lambda: setitem(slot, "x", X), TypeError, ["write into its view: slot['x'][:]"]),
         (lambda: slot[0], KeyError, ["0"]),  # type: ignore[index]
         (lambda: slot.resize("y", 1), KeyError, ["y"]),
         (lambda: slot.resize("x", 5), ValueError, ["x", "0 to 4", "got 5"]),

@@ -47,6 +47,11 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a score": ({"score": 1.0}, TypeError, r"score: a request says no score"),
     "an index": ({"index": np.int32(1)}, TypeError, r"index: a request says no index"),
     "a list": ({"hidden": [1, 2]}, TypeError, r"hidden: expected an array, got list; declare"),
+    "no split": ({"split": ""}, ValueError, r"split: expected"),
+    "a long split": ({"split": "x" * 32}, ValueError, r"split: expected"),
+    "a split with a NUL": ({"split": "a\0b"}, ValueError, r"split: expected"),
+    "a number for a split": ({"split": 3}, TypeError, r"split: expected"),
+    "None for a split": ({"split": None}, TypeError, r"split: expected"),
     "text": ({"prompt": "1 + 1?"}, TypeError, r"prompt: expected an array, got str; .*meta="),
     "too large": (
         {"prompt": np.zeros(1 << 21)}, shmbus.RecordTooLargeError, r"bus .*request_capacity",

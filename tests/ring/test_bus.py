@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import re
+import socket
 import stat
 import struct
 from collections.abc import Callable, Iterator
@@ -370,6 +371,22 @@ def test_a_file_that_is_no_segment_is_refused_and_can_be_removed(
     path_of(bus_name).write_bytes(content)
     assert_refused(bus_name, "was never finished|is not a shmbus segment")
     shmbus.unlink(bus_name)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "socket"])
+def test_what_is_no_file_is_no_bus(bus_name: str, kind: str) -> None:
+    path = path_of(bus_name)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    try:
+        assert_refused(bus_name, "not a file of shmbus")
+    finally:
+        path.rmdir() if kind == "directory" else path.unlink()
 
 
 # --- damage

@@ -187,6 +187,9 @@ def test_two_schemas_that_differ_are_refused_with_the_field_and_both_sides(bus: 
     assert len(bus.stats().producers) == slots
     with Bus.ensure(bus.name, schema=SCHEMA) as same:
         assert same.schema == SHOWN
+    bus.unlink()
+    with Bus.ensure(bus.name, "1MiB", schema=SCHEMA) as made:
+        assert made.schema == SHOWN
 
 
 def test_a_producer_goes_on_in_a_successor_of_the_same_schema_only(bus_name: str) -> None:
