@@ -160,7 +160,9 @@ def test_it_starts_anew_after_so_many_releases_or_when_it_is_too_old(
         request = producer.requests.next(5)
         assert request is not None
         assert request.so_far is not None
-        producer.requests.release(request, sampled(1, 3), max_lag=4)
+        newer = sampled(3, 7)
+        newer["token_versions"][len(PROMPT)] = 3  # its oldest token is what counts
+        producer.requests.release(request, newer, max_lag=4)
         consumer.policy_version = 8
         request = producer.requests.next(5)
         assert request is not None
