@@ -161,7 +161,7 @@ def test_it_starts_anew_after_so_many_releases_or_when_it_is_too_old(
         assert request is not None
         assert request.so_far is not None
         newer = sampled(3, 7)
-        newer["token_versions"][len(PROMPT)] = 3  # its oldest token is what counts
+        newer["token_versions"][: len(PROMPT) + 1] = 3  # its oldest token is what counts
         producer.requests.release(request, newer, max_lag=4)
         consumer.policy_version = 8
         request = producer.requests.next(5)
