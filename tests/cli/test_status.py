@@ -83,7 +83,7 @@ def test_without_a_consumer_the_undelivered_are_counted_in_the_ring(bus_name: st
     with shmbus.Bus.create(bus_name, "4MiB"), shmbus.Producer(bus_name) as producer:
         for number in range(5):
             put_group(producer, f"g{number}")
-        with shmbus.Consumer(bus_name) as consumer:
+        with shmbus.Consumer(bus_name, label="the trainer") as consumer:
             consumer.take(1, timeout=10)[0].ack()
             leased = consumer.take(1, timeout=10)
             assert leased
@@ -93,6 +93,8 @@ def test_without_a_consumer_the_undelivered_are_counted_in_the_ring(bus_name: st
         assert status.ledger.leased == status.ledger.stashed == 0
         assert status.ledger.exact
         check_balance(status)
+        last = "collector  none; the last was the trainer, which closed\n"
+        assert last in cli("status", bus_name).out
 
 
 def test_a_killed_producer_is_dead_by_its_lock(bus_name: str, spawn: Spawner) -> None:
@@ -187,7 +189,7 @@ def test_a_damaged_record_makes_the_ledger_say_so_and_the_status_1(bus_name: str
         assert "does not balance" in cli("status", bus_name).out
 
 
-@pytest.mark.parametrize("command", ["status"])
+@pytest.mark.parametrize("command", ["status", "pause"])
 def test_an_unknown_bus_is_a_message_with_the_next_step(command: str, bus_name: str) -> None:
     result = cli(command, bus_name)
     assert result.status == 1

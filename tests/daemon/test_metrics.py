@@ -83,12 +83,15 @@ def test_a_scrape_says_what_the_ledger_says(
             assert found["shmbus_producers", ("alive",)] == 1
             assert found["shmbus_producer_committed_total", ("0",)] == 25
             assert found["shmbus_collector_up", ()] == 1
+            assert found["shmbus_paused", ()] == 0
             undelivered = sum(
                 value for (name, _), value in found.items() if name == "shmbus_trajectories"
             )
             assert undelivered == 25 - 8
         worker.kill()
+        assert cli("pause", bus_name).status == 0
         found = scrape(server)
+        assert found["shmbus_paused", ()] == 1
         assert found["shmbus_producers", ("dead",)] == 1
         assert found["shmbus_collector_up", ()] == 0
     assert scrape(server) == {("shmbus_up", ()): 0}

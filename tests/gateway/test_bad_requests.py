@@ -298,6 +298,24 @@ def test_a_header_of_a_megabyte_is_refused(shared: Gateway) -> None:
     still_serves(shared)
 
 
+def test_requests_over_one_connection_are_taken_and_answered_in_their_order(
+    shared: Gateway,
+) -> None:
+    still_serves(shared)
+    tokens = [[[1], [2]], [[3], [4]]]
+    first, second = (request_bytes("POST", "/scored_data", scored(*rows)) for rows in tokens)
+    requests = (first, request_bytes("GET", "/info"), second)
+    with shared.connect() as connection:
+        for request in requests:
+            connection.sendall(request)
+            assert read_answer(connection).status == 200
+    assert [shared.batch()[0]["tokens"] for _ in tokens] == tokens
+    end = request_bytes("GET", "/info", Connection="close")
+    _, *answers = talk(shared, b"".join(requests) + end).split(b"HTTP/1.1 200 ")
+    assert [b"batch_size" in answer for answer in answers] == [False, True, False, True]
+    assert [shared.batch()[0]["tokens"] for _ in tokens] == tokens
+
+
 def test_garbage_behind_a_request_ends_the_connection_and_nothing_else(shared: Gateway) -> None:
     found = talk(shared, request_bytes("GET", "/info") + b"\x00\xffnonsense\r\n\r\n")
     assert len(re.findall(rb"HTTP/1\.[01] 400 ", found)) == 1

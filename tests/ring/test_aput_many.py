@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmbus import Bus, Consumer, Producer
+from shmbus import Bus, BusFullError, Consumer, Producer
 
 ROOM = 15  # records of one extent each
 
@@ -44,6 +44,18 @@ async def test_a_list_that_is_longer_than_the_bus_arrives_whole_and_in_order(nam
         taken = await take_all(consumer, 5 * ROOM)
         assert await task == 5 * ROOM
     assert taken == [f"k{i}" for i in range(5 * ROOM)]
+
+
+async def test_a_list_that_found_no_room_says_how_much_of_it_was_put(name: str) -> None:
+    every = items(3 * ROOM)
+    with Producer(name) as producer, Consumer(name) as consumer:
+        with pytest.raises(BusFullError) as caught:
+            await producer.aput_many(every, timeout=0)
+        done = caught.value.accepted
+        assert 0 < done == producer.stats().committed
+        rest = asyncio.create_task(producer.aput_many(every[done:], timeout=60))
+        assert await take_all(consumer, 3 * ROOM) == [f"k{i}" for i in range(3 * ROOM)]
+        assert await rest == 3 * ROOM - done
 
 
 async def test_a_cancelled_list_says_how_much_of_it_was_put_and_puts_no_more(name: str) -> None:

@@ -523,6 +523,20 @@ def test_a_put_that_waits_keeps_its_fields_whatever_other_threads_put(small_bus:
         assert np.array_equal(late["mine"], np.arange(400))
 
 
+def test_a_list_that_changes_while_its_put_waits_arrives_as_it_was(small_bus: Bus) -> None:
+    value = list(range(900))
+    with attached(small_bus) as (producer, consumer), ThreadPoolExecutor(1) as pool:
+        fill(producer)
+        before = producer.stats().full_waits
+        waiting = pool.submit(put_one, producer, "late", tokens=value)
+        wait_until(lambda: producer.stats().full_waits > before)
+        value.clear()
+        for group in consumer.take(99, 10):
+            group.ack()
+        waiting.result(30)
+        assert take_one(consumer)["tokens"].tolist() == list(range(900))
+
+
 INTERRUPTED = """
 import os, signal, sys, numpy, shmbus
 producer = shmbus.Producer(sys.argv[1])

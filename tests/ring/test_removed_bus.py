@@ -70,6 +70,18 @@ def test_a_file_that_was_deleted_by_hand_is_noticed_where_a_put_waits(bus_name: 
                 producer.put("a", group_size=1, index=0, tokens=DATA, timeout=5)
 
 
+def test_the_stall_report_of_a_removed_bus_speaks_of_that_bus(bus_name: str) -> None:
+    reports: list[shmbus.StallReport] = []
+    with Bus.create(bus_name, "1MiB"):
+        consumer = Consumer(bus_name, daemon=False, on_stall=reports.append, stall_timeout=0.2)
+        os.unlink(f"/dev/shm/shmbus.{bus_name}")
+        with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+            put(producer)
+            with pytest.raises(shmbus.BusRemovedError, match="a new bus of that name exists"):
+                consumer.take(timeout=10)
+    assert all("complete and not acknowledged" not in str(report) for report in reports)
+
+
 def test_every_call_of_a_handle_of_a_removed_bus_answers(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB") as bus:
         producer = Producer(bus_name)

@@ -168,6 +168,28 @@ def test_a_sample_that_makes_no_sense_raises_and_the_table_goes_on(
     assert (rows.cells, rows.ready_groups) == (0, 1)
 
 
+def test_there_is_no_oldest_of_nothing() -> None:
+    rows: GroupTable[Sample] = GroupTable()
+    with pytest.raises(IndexError):
+        rows.take_oldest()
+
+
+def test_a_row_ends_once_and_where_it_was_leased() -> None:
+    rows: GroupTable[Sample] = GroupTable()
+    others: GroupTable[Sample] = GroupTable()
+    put(rows, Sample("a", 1, 0))
+    [row] = rows.lease(1)
+    for wrong in (others.end_lease, others.give_back, rows.push):
+        with pytest.raises(ValueError, match="expected an entry"):
+            wrong(row)
+    rows.end_lease(row)
+    for wrong in (rows.end_lease, rows.give_back):
+        with pytest.raises(ValueError, match="expected an entry under lease here"):
+            wrong(row)
+    rows.push(row)
+    assert rows.lease(1) == [row]
+
+
 def test_what_is_ready_or_leased_is_let_go_with_the_table() -> None:
     samples = [Sample(key, 1, 0) for key in "ab"]
     before = [sys.getrefcount(sample) for sample in samples]
