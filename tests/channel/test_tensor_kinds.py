@@ -26,10 +26,10 @@ def made(step: int, rows: int = 4) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.fixture
-def pair(bus_name: str) -> Iterator[Pair]:
+@pytest.fixture(params=["host", "memfd"])
+def pair(bus_name: str, request: pytest.FixtureRequest) -> Iterator[Pair]:
     with (
-        TensorChannel.create(bus_name, timeout=20) as sender,
+        TensorChannel.create(bus_name, carrier=request.param, timeout=20) as sender,
         TensorChannel.open(bus_name, specs=SPECS, timeout=20) as receiver,
     ):
         yield sender, receiver

@@ -75,6 +75,9 @@ elif then == "refuse":
 elif then == "reserve":
     producer.put("q", group_size=2, index=0, score=1.0, tokens=[1])
     slot = producer.reserve("q", group_size=2, index=1, fields={"tokens": ("int32", 8)})
+elif then == "leave":
+    producer.put("q", group_size=2, index=0, score=1.0, tokens=[1])
+    producer.close()
 elif then == "flood":
     for number in range(100_000):
         producer.put(f"f{number}", group_size=1, index=0, score=1.0, tokens=[1] * 4000)
@@ -294,14 +297,43 @@ def nobody_reads(scene: Scene) -> None:
         scene.until(lambda status: status.daemon and status.daemon.groups_ready == 3)
 
 
-def dead_worker(scene: Scene) -> None:
-    """Of three workers, each with an index of its own, one dies before its last samples."""
+def slow_worker(scene: Scene) -> Child:
+    """Of three workers, each with an index of its own, the one whose last samples are missing."""
     scene.begin()
     scene.trainer(offered=0, then="wait").expect("ready")
     scene.worker("third0")
     scene.worker("third1")
-    scene.worker("slow2").kill()
+    return scene.worker("slow2")
+
+
+def dead_worker(scene: Scene) -> None:
+    slow_worker(scene).kill()
     scene.until(lambda status: status.groups_incomplete == 2 and waits(status))
+
+
+def stopped_worker(scene: Scene) -> None:
+    scene.stop(slow_worker(scene))
+    scene.until(
+        lambda status: (
+            status.groups_incomplete == 2
+            and waits(status)
+            and any(p.stopped for p in status.producers)
+        )
+    )
+
+
+def last_producer_dead(scene: Scene) -> None:
+    scene.begin()
+    scene.trainer(offered=0, then="wait").expect("ready")
+    scene.worker("index0").kill()
+    scene.until(lambda status: status.groups_incomplete == 3 and waits(status))
+
+
+def last_producer_left(scene: Scene) -> None:
+    scene.begin()
+    scene.trainer(offered=0, then="wait").expect("ready")
+    scene.worker("leave")
+    scene.until(lambda status: status.groups_incomplete == 1 and waits(status))
 
 
 def reserved_for_long(scene: Scene) -> None:
@@ -387,6 +419,8 @@ WORKER_IS = rf"worker\.py {PID}"
 NO_WORKER = (
     rf"no worker is attached; the last was {WORKER_IS}, which (died|is gone)\. Start workers"
 )
+NO_PRODUCER = rf"no producer is attached; the last was {WORKER_IS}"
+END_GROUPS = "Start producers; a group_timeout ends groups that nobody completes"
 
 NOT_BACK = (
     r"\d+ groups? may be held by a trainer that has not come back to the daemon \(pid \d+, "
@@ -433,6 +467,12 @@ TABLE = [
     Row(dead_worker,
         rf"{WORKER_IS} (died|is gone), and 2 groups wait for it alone; nobody will send these "
         r"samples\. Start it again, or set group_timeout"),
+    Row(stopped_worker,
+        rf"{WORKER_IS} is stopped, and 2 groups wait for it alone\. `kill -CONT \d+` continues it"),
+    Row(last_producer_dead,
+        rf"3 incomplete groups wait, and {NO_PRODUCER}, which (died|is gone)\. {END_GROUPS}"),
+    Row(last_producer_left,
+        rf"1 incomplete group waits, and {NO_PRODUCER}, which (has left|is gone)\. {END_GROUPS}"),
     Row(reserved_for_long, rf"{WORKER_IS} has 1 record reserved and has sent nothing for"),
     Row(rank_dead,
         r"The step waits for rank 1, and no trainer of that rank is attached\. Start it again",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -276,12 +277,14 @@ def test_a_pid_used_again_proves_nothing(bus_name: str, spawn: Spawner) -> None:
         assert consumer.stats().balanced
 
 
+@pytest.mark.parametrize("reads", [False, True])
 def test_a_child_that_outlives_its_parent_does_not_keep_it_alive(
-    bus_name: str, spawn: Spawner
+    bus_name: str, spawn: Spawner, reads: bool
 ) -> None:
     """A fork inherits descriptors and mappings; neither may pass for the dead parent's life."""
     script = """
 import os, signal, sys, time, numpy as np, shmbus
+reader = shmbus.Consumer(sys.argv[1]) if sys.argv[3:] else None
 producer = shmbus.Producer(sys.argv[1])
 producer.put("before", group_size=1, index=0, data=np.arange(10))
 slot = producer.reserve("open", group_size=1, index=0, fields={"data": ("uint8", 200_000)})
@@ -301,10 +304,17 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     note = Path(f"/tmp/{bus_name}.pid")
     try:
-        with shmbus.Bus.create(bus_name, "2MiB"), shmbus.Consumer(bus_name) as consumer:
-            assert spawn.script(script, bus_name, note).wait() == -signal.SIGKILL
+        with shmbus.Bus.create(bus_name, "2MiB"), contextlib.ExitStack() as stack:
+            if not reads:
+                consumer = stack.enter_context(shmbus.Consumer(bus_name))
+            parent = spawn.script(script, bus_name, note, *["reads"] * reads)
+            assert parent.wait() == -signal.SIGKILL
             child = int(note.read_text())
             os.kill(child, 0)
+            if reads:
+                # Nor is the bus kept from another reader, and the next one.
+                shmbus.Consumer(bus_name).close()
+                consumer = stack.enter_context(shmbus.Consumer(bus_name))
             wait_until(
                 lambda: consumer.stats().producers == 0, what="the parent's death to be noticed"
             )
@@ -320,6 +330,7 @@ os.kill(os.getpid(), signal.SIGKILL)
                 what="the space of the open reservation",
             )
             assert consumer.stats().balanced
-            os.kill(child, signal.SIGKILL)
     finally:
-        note.unlink(missing_ok=True)
+        if note.exists():
+            os.kill(int(note.read_text()), signal.SIGKILL)
+            note.unlink()

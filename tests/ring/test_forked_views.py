@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DEFAULT_DEADLINE_S, Daemon, Spawner
+from conftest import DEFAULT_DEADLINE_S, Daemon, Spawner, wait_until
 
 from shmbus import Bus, Consumer, Group, Producer
 
@@ -38,15 +39,17 @@ def overwrite(producer: Producer, consumer: Consumer, rounds: int = 200) -> None
 
 
 class Child:
-    """A forked process that is told when to look at what it inherited."""
+    """A forked process that does something first, and is told when to look at what it has."""
 
-    def __init__(self, look: Callable[[], Any]) -> None:
+    def __init__(self, look: Callable[[], Any], first: Callable[[], None] = lambda: None) -> None:
         self._go = FORK.Event()
         self._here, there = FORK.Pipe()
 
         def run() -> None:
+            first()
             there.send("runs")
-            self._go.wait()
+            # One whose parent died is ended by nobody.
+            self._go.wait(DEFAULT_DEADLINE_S)
             try:
                 there.send(look())
             except BaseException as error:
@@ -94,22 +97,38 @@ def test_a_childs_views_are_right_after_its_parent_went_on(
             assert child.looks() == [({key}, {key}, False) for key in keys]
 
 
-@pytest.mark.parametrize("then", ["close", "kept", "dropped"])
+@pytest.mark.parametrize("then", ["close", "kept", "dropped", "killed"])
 def test_a_childs_views_are_right_whatever_becomes_of_the_consumer(
     bus_name: str, then: str
 ) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
-        consumer = Consumer(bus_name, daemon=False)
         put(producer, "a", 7)
-        (group,) = take(consumer)
-        view = group[0]["x"]
-        group.ack()
-        if then == "close":
-            consumer.close()  # before the fork: the view has a copy of its own already
-        child = Child(lambda: set(view.tolist()))
-        if then == "dropped":
-            del view, group
-        consumer.close()
+        views: list[np.ndarray[Any, Any]] = []
+
+        def hold() -> Consumer:
+            consumer = Consumer(bus_name, daemon=False)
+            (group,) = take(consumer)
+            views.append(group[0]["x"])
+            group.ack()
+            return consumer
+
+        def hold_in_a_parent_that_dies() -> None:
+            consumer, parent = hold(), os.getpid()
+            if os.fork():
+                os.kill(parent, signal.SIGKILL)
+            wait_until(lambda: os.getppid() != parent)
+            del consumer
+
+        if then == "killed":
+            child = Child(lambda: set(views[0].tolist()), hold_in_a_parent_that_dies)
+        else:
+            consumer = hold()
+            if then == "close":
+                consumer.close()  # before the fork: the view has a copy of its own already
+            child = Child(lambda: set(views[0].tolist()))
+            if then == "dropped":
+                views.clear()
+            consumer.close()
         with Consumer(bus_name, daemon=False) as successor:
             overwrite(producer, successor)
         assert child.looks() == {7}
