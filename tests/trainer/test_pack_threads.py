@@ -305,14 +305,25 @@ def test_a_fork_has_no_threads_and_waits_for_none(bus: Bus, spawn: Spawner) -> N
 
 
 INTERRUPTED = """
+import signal
 import sys
 import shmbus
 from trainer_adapter import OnlineDataHandler
 handler = OnlineDataHandler(sys.argv[1], groups_per_batch=1, pack_threads=3)
-got, interrupts, batch = {}, 0, None
+got, interrupts, batch, inside = {}, 0, None, False
+
+def interrupt(*_):
+    # Once a turn, and never between two: that would end the loop, not a step of it.
+    global inside
+    if inside:
+        inside = False
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, interrupt)
 print("waiting", flush=True)
 while True:
     try:
+        inside = True
         while len(got) < 100 or batch is not None:
             if batch is None:
                 batch = handler.next_batch(20)
@@ -324,6 +335,7 @@ while True:
             except shmbus.ProtocolError:
                 assert batch.groups[0].state == "acknowledged"
             batch = None
+        inside = False
         break
     except KeyboardInterrupt:
         interrupts += 1
