@@ -9,7 +9,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-WORKERS ?= 4
+WORKERS ?= 6
 JOBS ?= $(shell nproc)
 export SHMBUS_DEBUG SHMBUS_SANITIZE SHMBUS_WERROR
 # Images of containers often set it, and then each of hundreds of processes compiles what it imports.
