@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from conftest import Spawner, wait_until
-from relay.local import COORDINATOR, relay, stats, take
+from relay.local import COORDINATOR, relay, stats, take, workers
 
 import shmbus
 from shmbus import Request
@@ -44,27 +42,14 @@ def counts(name: str) -> tuple[int, int, int, int, int, int]:
     return (found.offered, found.open, found.claimed, found.done, found.given_up, found.groups)
 
 
-@contextlib.contextmanager
-def workers(names: list[str], made: Counter[str]) -> Iterator[None]:
-    """A worker on each of these buses, for a while."""
-    over = threading.Event()
+def counting(made: Counter[str]) -> Callable[[shmbus.Producer, Request], None]:
+    """Answer, and count by bus what was made."""
 
-    def work(name: str) -> None:
-        with shmbus.Producer(name) as producer:
-            while not over.is_set():
-                request = producer.requests.next(timeout=0.05)
-                if request is not None and answer(producer, request):
-                    made[name] += 1
+    def make(producer: shmbus.Producer, request: Request) -> None:
+        if answer(producer, request):
+            made[producer.name] += 1
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
+    return make
 
 
 def test_a_request_is_made_on_another_node_as_it_was_offered(buses: dict[str, str]) -> None:
@@ -105,7 +90,7 @@ def test_each_request_of_one_order_is_made_once_by_workers_of_two_nodes(
         relay([buses["a"], buses["b"]], [buses["t"]]),
         shmbus.Consumer(buses["t"]) as consumer,
         shmbus.Feeder(buses["t"]) as feeder,
-        workers([buses["a"], buses["b"]], made),
+        workers([buses["a"], buses["b"]], counting(made)),
     ):
         for number in range(40):
             offer(feeder, number)
@@ -227,7 +212,7 @@ def test_groups_are_begun_as_far_ahead_as_the_trainers_bus_says(bus_name: str) -
             relay(names[:2], names[2:]),
             shmbus.Consumer(names[2]) as consumer,
             shmbus.Feeder(names[2]) as feeder,
-            workers(names[:2], made),
+            workers(names[:2], counting(made)),
         ):
             for number in range(12):
                 offer(feeder, number)
@@ -342,7 +327,7 @@ def test_a_trainer_that_went_back_has_the_same_request_made_again(buses: dict[st
         relay([buses["a"]], [buses["t"]]),
         shmbus.Consumer(buses["t"]) as consumer,
         shmbus.Feeder(buses["t"]) as feeder,
-        workers([buses["a"]], made),
+        workers([buses["a"]], counting(made)),
     ):
         for _ in range(3):
             offer(feeder, 1, round=1)

@@ -9,7 +9,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from operator import itemgetter
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from relay.local import workers
 
 import shmbus
 import shmbus.relay
@@ -134,27 +134,8 @@ def test_groups_of_two_nodes_reach_the_third_and_every_actor_may_die(
         relay.stop()
 
 
-@contextlib.contextmanager
-def workers(names: list[str]) -> Iterator[None]:
-    """A worker on each of these buses, which makes what its bus asks for."""
-    over = threading.Event()
-
-    def work(name: str) -> None:
-        with shmbus.Producer(name) as producer:
-            while not over.is_set():
-                request = producer.requests.next(timeout=0.05)
-                if request is not None:
-                    producer.requests.answer(request, tokens=np.repeat(request["prompt"], 50))
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
+def answer(producer: shmbus.Producer, request: shmbus.Request) -> None:
+    producer.requests.answer(request, tokens=np.repeat(request["prompt"], 50))
 
 
 @pytest.mark.slow
@@ -174,7 +155,7 @@ def test_prompts_of_the_trainers_node_reach_the_others_and_every_actor_may_die(
         with (
             shmbus.Consumer(buses["trainer"]) as consumer,
             shmbus.Feeder(buses["trainer"]) as feeder,
-            workers(sources),
+            workers(sources, answer),
         ):
             offer(0, 50)
             take(consumer, 0, 50)
