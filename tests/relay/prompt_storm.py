@@ -7,19 +7,14 @@ short form.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
-import random
 import sys
-import tempfile
 import threading
 import time
 from typing import Any
 
-import msgspec
 from fork_server import TEMPLATE
-from relay.relay_storm import SIZE, Plan, Storm, is_useless, sample
+from relay.relay_storm import SIZE, Plan, Storm, is_useless, main, sample
 from relay.relay_storm import work as be_party
 
 import shmbus
@@ -135,23 +130,5 @@ class PromptStorm(Storm):
             self.faults.append(f"{made} samples were made of {groups * SIZE}: {ledgers[:-1]}")
 
 
-def main() -> int:
-    """Run it as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--groups", type=int, default=0, help="0: as many as the kills last")
-    parser.add_argument("--release", choices=["acknowledged", "put"], default="acknowledged")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        plan = Plan(
-            f"prompts.{os.getpid()}", directory, 1, arguments.kills,
-            arguments.groups or 10 * arguments.kills, arguments.release, arguments.seed,
-        )  # fmt: skip
-        said = PromptStorm(plan).run()
-    sys.stdout.write(msgspec.json.encode(said).decode() + "\n")
-    return 1 if said["faults"] else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PromptStorm, "prompts", sinks=1, groups=10))

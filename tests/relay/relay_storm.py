@@ -251,21 +251,25 @@ class Storm:
         return count
 
 
-def main() -> int:
-    """Run it as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(
+    storm: type[Storm] = Storm, name: str = "storm", *, sinks: int = 2, groups: int = 100
+) -> int:
+    """Run one as the command line says, by default with so many groups a kill."""
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--sinks", type=int, default=2)
+    parser.set_defaults(sinks=sinks)
+    if sinks > 1:
+        parser.add_argument("--sinks", type=int)
     parser.add_argument("--groups", type=int, default=0, help="0: as many as the kills last")
     parser.add_argument("--release", choices=["acknowledged", "put"], default="acknowledged")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         plan = Plan(
-            f"storm.{os.getpid()}", directory, arguments.sinks, arguments.kills,
-            arguments.groups or 100 * arguments.kills, arguments.release, arguments.seed,
+            f"{name}.{os.getpid()}", directory, arguments.sinks, arguments.kills,
+            arguments.groups or groups * arguments.kills, arguments.release, arguments.seed,
         )  # fmt: skip
-        said = Storm(plan).run()
+        said = storm(plan).run()
     sys.stdout.write(msgspec.json.encode(said).decode() + "\n")
     return 1 if said["faults"] else 0
 
