@@ -225,8 +225,9 @@ _Static_assert(offsetof(struct request_row, next) == 72, "layout");
 _Static_assert(offsetof(struct request_row, ended_done) == 88, "layout");
 
 /* One sample of a group. claim: kind (2 bits, enum request_kind) | producer id (34, all ones of one
- * that another node makes) | number (28, of its row). commit: number (28) | the lane's count once the answer is committed (36); stored before
- * the commit, so that whoever reaps a dead worker knows whether its answer is there. */
+ * that another node makes) | number (28, of its row). commit: number (28) | the lane's count once
+ * the answer is committed (36); stored before the commit, so that whoever reaps a dead worker knows
+ * whether its answer is there. */
 enum request_kind { CELL_NONE = 0, CELL_IS_OPEN = 1, CELL_IS_CLAIMED = 2, CELL_IS_DONE = 3 };
 struct request_cell {
     _Atomic uint64_t claim;
