@@ -2,9 +2,9 @@
 
 A trainer on the first device, and the two ranks of a tensor-parallel stand-in of an engine
 (`bench.fused_engine`), one on each of two devices, or both on one. A row's value is the pause: from
-the moment in which both ranks are told to prepare, and then to load, until the last one says that
-it has; an engine's rank does either in the thread that generates. Publishing goes before it; what
-each took is in the JSON. *NCCL* is what others do: all of the model packed into buckets of 1 GiB
+the moment in which both ranks are told to load until the last one says that it has. Before it come
+publishing, and what an engine's rank looks up in a thread while it generates; what each took is in
+the JSON. *NCCL* is what others do: all of the model packed into buckets of 1 GiB
 and broadcast while the engine is paused; on two devices it has the trainer and one rank, since NCCL
 takes a device once. After the last version of each way the ranks' weights are compared, bit for
 bit, with what the engine's loader makes of that version.
@@ -209,9 +209,8 @@ class Rank:
     def prepare(self) -> None:
         """Do what an engine's rank does before it pauses."""
         assert self.loader is not None
-        with self.leased() as weights:
-            self.loader.prepare(weights)
-        settle(self.device)
+        self.loader.prepare_aside(self.leased())
+        self.loader.await_prepared()
 
     def load(self) -> tuple[str, float, int]:
         """Load the newest version: how, in which time, and how many bytes of it."""
@@ -392,6 +391,7 @@ class Bench:
         if ahead:
             self.both("prepare")
         prepared = time.perf_counter() - began
+        began = time.perf_counter()
         loads = self.both(verb)
         return {
             "pause_s": time.perf_counter() - began,
@@ -434,6 +434,7 @@ class Bench:
         self.trainer.do("open", bus, carrier, patches)
         self.trainer.do("publish", 1.0)
         self.both("attach", bus)
+        self.both("peak")  # from here on: what came before is not this way's
         yield bus
         wrong = [each for each in self.both("check") if each]
         self.both("leave")

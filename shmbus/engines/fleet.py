@@ -467,6 +467,7 @@ class EngineFleet(ClosedByAsyncWith):
             report.ranks = await server.ranks(self.timeout)
             if await server.prepare(self.bus, self.timeout):
                 self._rows.require_attached(server, report.ranks, version)
+                await self._rows.until_prepared(server, self.timeout)
 
         return prepare
 

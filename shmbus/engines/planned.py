@@ -8,6 +8,7 @@ gave, bit for bit.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
@@ -53,9 +54,36 @@ class PlannedLoader:
         #: The version that the model has, whole; and what a patch would write, of which version.
         self._has: Place | None = None
         self._patch: tuple[Place, PlanPatch | None] | None = None
+        self._preparing: threading.Thread | None = None
         self._ready: weakref.WeakKeyDictionary[LoadCache, tuple[LoadPlan, CopyPlan, list[Pair]]] = (
             weakref.WeakKeyDictionary()
         )
+
+    def prepare_aside(self, weights: Weights) -> None:
+        """Prepare in a thread, while the engine generates; the lease lasts for as long."""
+        if self._preparing is not None and self._preparing.is_alive():
+            weights.close()
+            return
+        self._preparing = threading.Thread(
+            target=self._prepare_aside, args=(weights,), name="shmbus-prepare", daemon=True
+        )
+        self._preparing.start()
+
+    def await_prepared(self) -> None:
+        """Wait for what is prepared in a thread."""
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def _prepare_aside(self, weights: Weights) -> None:
+        try:
+            with weights:
+                if self._device.type != "cpu":
+                    torch.get_device_module(self._device).set_device(self._device)
+                self.prepare(weights)
+        except Exception as error:
+            # `load` meets it again, where it is reported.
+            self._logger.error("shmbus: version %d: %s", weights.version, error)
 
     def prepare(self, weights: Weights) -> None:
         """Do all that can be done before the engine pauses."""
@@ -64,9 +92,13 @@ class PlannedLoader:
         if plan is not None:
             self._copies(weights, plan)
             self._patch_of(weights, plan)
+        if self._device.type != "cpu":
+            # Another stream may use what was made.
+            torch.get_device_module(self._device).current_stream(self._device).synchronize()
 
     def load(self, weights: Weights) -> How:
         """Bring the model to a version; every byte is there when this returns how it came."""
+        self.await_prepared()
         weights.prepare(self._device)
         plan = self._usable(weights)
         patch = None if plan is None else self._patch_of(weights, plan)

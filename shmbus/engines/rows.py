@@ -51,6 +51,14 @@ class RankRows:
         """Whether a rank says that it has begun to load something, and not that this has ended."""
         return any(row.error_code == LOADING_CODE for row in self.of(server))
 
+    async def until_prepared(self, server: Addressed, timeout: float) -> None:
+        """Wait until no rank has a lease any more, in which it looks up what comes; or go on."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if not any(row.holds and row.error_code != LOADING_CODE for row in self.of(server)):
+                return
+            await asyncio.sleep(POLL_S)
+
     def newest(self, timeout: float) -> VersionLease | None:
         """Lease the newest whole version; None where there is none."""
         try:

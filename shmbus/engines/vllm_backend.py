@@ -91,14 +91,13 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         self._loaders: WeakKeyDictionary[torch.nn.Module, PlannedLoader] = WeakKeyDictionary()
 
     def init_transfer_engine(self, init_info: ShmbusInitInfo) -> None:
-        """Attach to the weights and check the newest version's manifest; touch nothing."""
+        """Attach to the weights, check the newest version's manifest, begin to look it up."""
         known = self._subscriber
         if known is None or self._attached != init_info or known.removed:
             known = self._attach(init_info)
         # A manifest that cannot be used is in the row by then, where the trainer reads it.
         try:
-            with known.latest(timeout=ATTACH_TIMEOUT_S) as newest:
-                self._loader.prepare(newest)
+            self._loader.prepare_aside(known.latest(timeout=ATTACH_TIMEOUT_S))
         except ShmbusError as error:
             logger.error("shmbus: %s", error)
         if self._updating:
@@ -215,6 +214,8 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
 
     def shutdown(self) -> None:
         """Leave the weights."""
+        for loader in self._loaders.values():
+            loader.await_prepared()
         self._let_go()
         if self._subscriber is not None:
             self._subscriber.close()

@@ -29,6 +29,8 @@ from shmbus.weights.patches import VersionChanges
 _SALT: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 #: Threads that read a patch; more wait for memory.
 _READERS: Final = 8
+#: Runs that a thread lists one after the other.
+_RUNS: Final = 64
 #: Numbers of elements that fit into an index of the device.
 _MOST_ELEMENTS: Final = 1 << 31
 _INTEGER: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -107,10 +109,12 @@ def _listed(
 ) -> Iterator[_Changes]:
     """Yield what runs write, read by several threads."""
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
-        listed = readers.map(lambda each: changes.listed(each[0]), sparse)
-        for (run, copies), (elements, values) in zip(sparse, listed, strict=True):
-            if len(elements):
-                yield _Changes(run, copies, elements, values)
+        parts = [sparse[at : at + _RUNS] for at in range(0, len(sparse), _RUNS)]
+        found = readers.map(lambda part: [changes.listed(run) for run, _ in part], parts)
+        for part, listed in zip(parts, found, strict=True):
+            for (run, copies), (elements, values) in zip(part, listed, strict=True):
+                if len(elements):
+                    yield _Changes(run, copies, elements, values)
 
 
 def _is_sparse(each: Recorded, runs: list[PatchRun]) -> bool:
@@ -271,17 +275,23 @@ class _KernelScatter:
         rows: list[tuple[int, ...]] = []
         wanted: list[int] = []
         first = 0
+        known: dict[int, tuple[int, ...]] = {}
         for run, copies, elements, _ in found:
             for each in copies:
                 is_whole = _is_whole(each, run)
                 if not is_whole and not base:
                     return False
-                dims = _dims_of(each)
-                dims = [_NO_DIM] * (DIMS - len(dims)) + dims
+                placed = known.get(id(each))
+                if placed is None:
+                    dims = _dims_of(each)
+                    dims = [_NO_DIM] * (DIMS - len(dims)) + dims
+                    known[id(each)] = placed = (
+                        each.source.start // self._width,
+                        *(number for dim in dims for number in dim), each.target.data_ptr(),
+                    )  # fmt: skip
                 rows.append((
-                    first, len(elements), *_rows_of(run), each.source.start // self._width,
-                    *(number for dim in dims for number in dim),
-                    each.target.data_ptr(), len(wanted), 0 if is_whole else base,
+                    first, len(elements), *_rows_of(run), *placed, len(wanted),
+                    0 if is_whole else base,
                 ))  # fmt: skip
                 wanted.append(_signed(run.base_digest) if is_whole else 0)
             first += len(elements)

@@ -1,6 +1,6 @@
 """A small server with vLLM's routes. Faults of its own: "lie" (200, and nothing done) and "refuse"
 (half of it is loaded, and a row says why) of an update, "lie" of a resume, and "slow": it begins
-with that step `SLOW_S` after it was asked.
+with that step `SLOW_S` after it was asked; "aside" of init: a rank looks a version up for as long.
 
 It does one step after another in the order in which it was asked, also for those who have left.
 Asked to start what is open, or to finish what is not, it raises; with several ranks no answer is
@@ -43,6 +43,7 @@ class SmallVllm(SmallEngine):
         self.out_of_step = False
         self.loading: list[Weights] = []
         self.problem = ""
+        self.aside: Weights | None = None
 
     def in_turn(self, step: Handler) -> Handler:
         async def taken(request: web.Request) -> web.Response:
@@ -74,12 +75,21 @@ class SmallVllm(SmallEngine):
             ]
         for subscriber in self.subscribers:
             subscriber.latest(timeout=10).close()
+        if self.take_fault("init", "aside"):
+            self.aside = self.subscribers[-1].latest(timeout=10)
+            asyncio.get_running_loop().call_later(SLOW_S, self.end_aside)
         if self.updating:
             self.mark()
         return web.json_response({"message": "Weight transfer initialized"})
 
+    def end_aside(self) -> None:
+        assert self.aside is not None
+        self.aside.close()
+        self.aside = None
+
     async def pause(self, request: web.Request) -> web.Response:
         mode = request.query["mode"]
+        self.seen.append(("paused while it looks up", self.aside is not None))
         assert request.query["clear_cache"] in ("true", "false")
         if mode == "wait":
             while self.in_flight:

@@ -165,6 +165,17 @@ async def test_an_update_that_is_open_still_is_ended_before_the_next_begins(
     assert await running[0].tokens(1) == [2.0]
 
 
+async def test_a_server_is_paused_once_no_rank_of_it_looks_a_version_up(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = [servers(2), servers(2)]
+    await running[0].fault("init", "aside")
+    report = await update(bus.name, trainer, 1, *running)
+    assert [each.version for each in report.servers] == [1, 1]
+    for each in running:
+        assert await each.calls() == [["paused while it looks up", False]]
+
+
 async def test_a_resume_that_did_nothing_is_said_again(
     bus: Bus, trainer: Trainer, servers: Any
 ) -> None:

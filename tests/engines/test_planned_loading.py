@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 
 from bench.fused_engine import FusedModel, Shape, checkpoint
 from shmbus.engines.planned import PlannedLoader
+from shmbus.errors import DamagedError
 from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
+from shmbus.weights.plan_patch import PlanPatch
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -53,19 +56,20 @@ def bus(bus_name: str) -> str:
 @contextlib.contextmanager
 def published(
     bus: str, trainer: Trainer, device: torch.device, *, share: float = 1.0, patches: bool = False
-) -> Iterator[Callable[[], Any]]:
-    """Publish a step's weights, and lease them."""
+) -> Iterator[Callable[..., Any]]:
+    """Publish a step's weights, and lease them; or those before again."""
     with contextlib.ExitStack() as stack:
         made = WeightPublisher(bus, trainer.source(), patches=patches)
         publisher = stack.enter_context(made)
         subscriber = stack.enter_context(WeightSubscriber(bus, device=device))
         number = 0
 
-        def following() -> Any:
+        def following(*, again: bool = False) -> Any:
             nonlocal number
-            number += 1
-            trainer.step(share)
-            publisher.publish(version=number)
+            if not again:
+                number += 1
+                trainer.step(share)
+                publisher.publish(version=number)
             return subscriber.latest(timeout=10)
 
         yield following
@@ -280,6 +284,61 @@ def test_a_patch_brings_what_changed_and_nothing_else(
             require_loaded(model, trainer)
     assert how == ["loader", "patch", "patch", "patch", "patch"]
     assert len(load.given) == 1
+
+
+def test_a_load_waits_for_what_a_thread_looks_up_and_uses_it(
+    bus: str, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, model = Trainer(Shape(), seed), FusedModel(Shape(), 1, 2, device)
+    loader = PlannedLoader(model, device, load := Counted(model))
+    may_look, threads = threading.Event(), []
+    real = PlanPatch.of
+
+    def look_up(*arguments: Any) -> PlanPatch | None:
+        threads.append(threading.current_thread())
+        assert may_look.wait(30)
+        return real(*arguments)
+
+    monkeypatch.setattr(PlanPatch, "of", look_up)
+    with published(bus, trainer, device, share=0.01, patches=True) as following:
+        for number in range(4):
+            may_look.clear()
+            loader.prepare_aside(following())
+            loader.prepare_aside(ignored := following(again=True))  # one at a time
+            assert number == 0 or " closed" in repr(ignored)
+            timer = threading.Timer(0.2, may_look.set)
+            timer.start()
+            with following(again=True) as weights:
+                assert loader.load(weights) == ("patch" if number else "loader")
+            timer.join()
+            require_loaded(model, trainer)
+    assert len(load.given) == 1
+    assert len(threads) == 3
+    assert threading.current_thread() not in threads
+
+
+def test_what_a_thread_cannot_look_up_the_load_reports(
+    bus: str, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    trainer, model = Trainer(Shape(), seed), FusedModel(Shape(), device=device)
+    loader = PlannedLoader(model, device, Counted(model))
+
+    def refuse(*arguments: Any) -> None:
+        raise DamagedError("a patch was damaged")
+
+    with published(bus, trainer, device, share=0.01, patches=True) as following:
+        with following() as weights:
+            loader.load(weights)
+        monkeypatch.setattr(PlanPatch, "of", refuse)
+        loader.prepare_aside(following())
+        loader.await_prepared()
+        assert "version 2: a patch was damaged" in caplog.text
+        with following(again=True) as weights, pytest.raises(DamagedError):
+            loader.load(weights)
+        monkeypatch.undo()
+        with following(again=True) as weights:
+            loader.load(weights)
+        require_loaded(model, trainer)
 
 
 def test_a_model_that_something_else_wrote_gets_all_of_a_version(

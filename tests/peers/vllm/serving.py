@@ -67,8 +67,12 @@ class Server:
             await asyncio.sleep(0.5)
         raise TimeoutError(self.log.read_text()[-3000:])
 
-    async def complete(self, prompt: str, tokens: int = TOKENS, **options: Any) -> str:
-        body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, **options}
+    async def complete(self, prompt: str, tokens: int = TOKENS, **options: Any) -> list[int]:
+        """Return token ids: a vocabulary may have more than the tokenizer has words for."""
+        body = {
+            "model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0,
+            "return_token_ids": True, **options,
+        }  # fmt: skip
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
             session.post(f"{self.url}/v1/completions", json=body) as response,
@@ -77,9 +81,11 @@ class Server:
             assert response.status == 200, answer
             choice = answer["choices"][0]
             assert choice["finish_reason"] == "length"
-            return str(choice["text"])
+            ids: list[int] = choice["token_ids"]
+            assert len(ids) == tokens
+            return ids
 
-    async def greedy(self) -> list[str]:
+    async def greedy(self) -> list[list[int]]:
         # No two requests share a prefix cache over an update: each asks with a salt of its own.
         return [
             await self.complete(prompt, ignore_eos=True, cache_salt=os.urandom(8).hex())
@@ -123,7 +129,7 @@ def shared_memory(pids: Iterable[int]) -> set[str]:
     return found
 
 
-async def fresh_outputs(folder: Path, log: Path, size: int) -> list[str]:
+async def fresh_outputs(folder: Path, log: Path, size: int) -> list[list[int]]:
     server = Server(folder, log, size)
     try:
         await server.started()

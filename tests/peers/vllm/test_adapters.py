@@ -44,7 +44,7 @@ async def test_each_version_of_an_adapter_answers_by_its_name_while_requests_are
         await server.started()
         files = LoraFiles(tmp_path / "adapters", "run1", CONFIG)
 
-        async def answer(model: str) -> str:
+        async def answer(model: str) -> list[int]:
             return await server.complete("w1 w2 w3", 48, model=model, ignore_eos=True)
 
         base = await answer("m")

@@ -123,7 +123,7 @@ async def measure_arm(
     arm: Arm,
     server: Server,
     bus: Bus,
-    expected: dict[int, list[str]],
+    expected: dict[int, list[list[int]]],
     updates: int,
     bring: Callable[[int], Awaitable[float]],
     *,
