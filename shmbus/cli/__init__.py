@@ -46,8 +46,6 @@ _COMMANDS = {
     "resume": "pause",
     "snapshot": "snapshot",
     "restore": "snapshot",
-    "record": "record",
-    "replay": "record",
     "weights": "weights",
     "bench": "bench",
 }

@@ -339,11 +339,9 @@ class SegmentFile(ClosedByWith):
         changed = not self.still(run)
         return Scan(keys, *counts, nbytes, newest_ns, run.used - end if cut else 0, changed)
 
-    def read_records(
-        self, run: Run, *, payload: bool = False, start: int = 0
-    ) -> Iterator[RecordRow]:
+    def read_records(self, run: Run, *, payload: bool = False) -> Iterator[RecordRow]:
         """Yield a run's records in the order of writing."""
-        at = start
+        at = 0
         while at < run.used:
             rows, end, cut = _core.read_run(
                 self.fd,

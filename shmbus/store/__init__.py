@@ -1,1 +1,1 @@
-"""A bus on disk: snapshots of undelivered trajectories, and captures of live traffic."""
+"""A bus on disk: snapshots of undelivered trajectories."""

@@ -1,4 +1,4 @@
-"""Records as columns in safetensors files, of which snapshots and captures are made.
+"""Records as columns in safetensors files, of which snapshots are made.
 
 A part holds records of one schema (field names, dtypes, dimensions). Its tensors:
 
@@ -65,7 +65,7 @@ _KNOWN: Final = frozenset("?bBhHiIlLqQefd")
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A file of a snapshot or capture, as its manifest names it."""
+    """A file of a snapshot, as its manifest names it."""
 
     file: str
     schema: int
@@ -143,8 +143,7 @@ def _safetensors() -> Any:
         from safetensors import numpy as safetensors_numpy
     except ImportError as error:
         raise RuntimeError(
-            "snapshots and captures need safetensors; install the extra: "
-            "pip install 'shmbus[snapshot]'"
+            "snapshots need safetensors; install the extra: pip install 'shmbus[snapshot]'"
         ) from error
     return safetensors_numpy
 

@@ -12,8 +12,6 @@ from shmbus.relay import command
 
 # The command line up to the value, and the bound that its message says.
 OPTIONS = {
-    "record": (("record", "run1", "traffic", "--seconds"), "more than 0"),
-    "replay": (("replay", "traffic", "run1", "--timeout"), "more than 0"),
     "top": (("top", "run1", "--interval"), "0.1 or more"),
     "gateway": (("gateway", "run1", "--http", "127.0.0.1:0", "--hold"), "more than 0"),
     "relay": (("relay", "run1", "--trainer", "run2", "--group-timeout"), "more than 0"),
@@ -43,10 +41,3 @@ def test_a_relays_seconds_may_be_without_end() -> None:
     line = ["relay", "run1", "--trainer", "run2", "--group-timeout", "inf", "--retry-timeout", "2"]
     given = parser.parse_args(line)
     assert (given.group_timeout, given.retry_timeout) == (math.inf, 2.0)
-
-
-@pytest.mark.parametrize("value", ["0", "inf", "nan", "fast", "-2"])
-def test_a_speed_is_a_number_or_max(value: str) -> None:
-    ended = usage("replay", "traffic", "run1", f"--speed={value}")
-    assert ended.status == 2
-    assert f"argument --speed: expected more than 0, or max, got {value!r}" in ended.err

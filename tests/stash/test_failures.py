@@ -379,7 +379,7 @@ def test_a_stall_report_names_the_failed_sample(reader: Reader, bus_name: str) -
             consumer.take(timeout=None)
 
 
-# --- snapshots, captures, and errors
+# --- snapshots and errors
 
 
 def test_reports_survive_a_snapshot(bus_name: str, tmp_path: Path) -> None:
@@ -401,22 +401,6 @@ def test_reports_survive_a_snapshot(bus_name: str, tmp_path: Path) -> None:
         (group,) = take(consumer, 1)
         assert group.complete and consumer.stats().balanced
     shmbus.unlink(bus_name)
-
-
-def test_a_replay_fails_what_failed(bus_name: str, tmp_path: Path, spawn: Spawner) -> None:
-    with Bus.create(bus_name, "4MiB"), Producer(bus_name) as producer:
-        recorder = spawn.module(
-            "shmbus.cli", "record", bus_name, str(tmp_path / "c"), "--records", 4
-        )
-        wait_until(lambda: (tmp_path / "c").exists() or list(tmp_path.iterdir()))
-        put(producer, "a", 0, 1, 3)
-        producer.fail("a", 2, "flaky", group_size=4)
-        recorder.finish()
-        with Consumer(bus_name, sample_retries=1, retry_backoff=(0, 0)) as consumer:
-            assert cli("replay", str(tmp_path / "c"), bus_name, "--speed", "max").status == 0
-            assert consumer.take(timeout=0.2) == []
-            assert consumer.stats().dropped.get("duplicate") == 3
-            assert [w.reason for w in producer.requests.retries()] == ["flaky"]
 
 
 def test_a_full_bus_is_an_answer_to_a_report_too(bus_name: str) -> None:
