@@ -26,7 +26,6 @@ from typing import Any
 
 import msgspec
 import ray
-from rich.console import Console
 
 import shmbus
 import shmbus.relay
@@ -34,7 +33,7 @@ from shmbus.inspect.status import read_status
 from shmbus.pool import read_pool, unlink_pool
 from trainer_adapter.demo import run as one_node
 from trainer_adapter.demo.sampler import PolicyConfig
-from trainer_adapter.demo.view import PlainView, Summary, ledger_text
+from trainer_adapter.demo.view import Summary, ledger_text
 from trainer_adapter.demo.worker import Supervisor, WeightsChannel, WorkerConfig
 
 #: Seconds between two times that dead workers are restarted.
@@ -135,12 +134,11 @@ class TwoNodes(one_node.Demo):
 
     def train_on(self, bus: str, workers: FarWorkers) -> Summary:
         """Train from what arrives on this node's bus."""
-        view = PlainView(self.console, "shmbus demo: workers on another node")
         channel = WeightsChannel(bus, PolicyConfig().num_parameters, create=True)
         with contextlib.closing(channel), self.handler(bus) as handler:
             handler.set_policy_version(0)
             channel.publish(self.learner.policy.export_weights(), 0)
-            self.train(channel, handler, workers, view)  # type: ignore[arg-type]
+            self.train(channel, handler, workers)  # type: ignore[arg-type]
             return self.summary(handler, workers)  # type: ignore[arg-type]
 
 
@@ -158,7 +156,7 @@ class TrainerNode:
 
     def train(self, config: one_node.DemoConfig, workers: Any) -> bytes:
         """Train, and return the summary as JSON."""
-        demo = TwoNodes(config, Console(width=100))
+        demo = TwoNodes(config)
         return msgspec.json.encode(demo.train_on(self.bus.name, FarWorkers(workers)))
 
     def close(self) -> None:
@@ -214,9 +212,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="where the summary goes, as JSON")
     given = parser.parse_args()
     ray.init(address=given.address, namespace="shmbus", log_to_driver=True)
-    config = one_node.DemoConfig(
-        workers=given.workers, seed=given.seed, steps=given.steps, live=False
-    )
+    config = one_node.DemoConfig(workers=given.workers, seed=given.seed, steps=given.steps)
     summary, ledger = run(config)
     print(
         f"held-out reward {summary.reward_start:.3f} -> {summary.reward_end:.3f} in "

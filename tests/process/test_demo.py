@@ -41,9 +41,7 @@ def workers_of(child: Child) -> list[int]:
 
 
 def test_a_short_run_reports_balances_and_leaves_nothing(spawn: Spawner, tmp_path: Path) -> None:
-    child = spawn.module(
-        "shmbus.cli", "demo", "--no-live", "--steps", 12, "--workers", 2, "--output", tmp_path
-    )
+    child = spawn.module("shmbus.cli", "demo", "--steps", 12, "--workers", 2, "--output", tmp_path)
     output = child.finish(timeout=100)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 12 and summary["workers"] == 2
@@ -59,9 +57,7 @@ def test_a_short_run_reports_balances_and_leaves_nothing(spawn: Spawner, tmp_pat
 def test_interrupting_it_leaves_no_process_and_no_segment(
     spawn: Spawner, tmp_path: Path, number: int
 ) -> None:
-    child = spawn.module(
-        "shmbus.cli", "demo", "--no-live", "--chaos", "--workers", 2, "--output", tmp_path
-    )
+    child = spawn.module("shmbus.cli", "demo", "--chaos", "--workers", 2, "--output", tmp_path)
     wait_until(lambda: has_stepped(child), 60, "the first step")
     workers = workers_of(child)
     assert workers and segments_of(child)
@@ -77,7 +73,7 @@ def test_interrupting_it_leaves_no_process_and_no_segment(
 def test_workers_end_by_themselves_when_the_trainer_is_killed(
     spawn: Spawner, tmp_path: Path
 ) -> None:
-    child = spawn.module("shmbus.cli", "demo", "--no-live", "--workers", 2, "--output", tmp_path)
+    child = spawn.module("shmbus.cli", "demo", "--workers", 2, "--output", tmp_path)
     wait_until(lambda: has_stepped(child), 60, "the first step")
     workers = workers_of(child)
     assert len(workers) == 2

@@ -25,7 +25,7 @@ def add_parser(commands: Commands) -> None:
         epilog="examples:\n"
         "  shmbus demo\n"
         "  shmbus demo --chaos             # kill a random worker every few seconds\n"
-        "  shmbus demo --no-live --seed 3 --output /tmp/run3",
+        "  shmbus demo --seed 3 --output /tmp/run3",
     )
     for option, default, help in (
         ("--workers", 4, "rollout processes"),
@@ -38,9 +38,6 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts (default 0)")
     parser.add_argument(
         "--chaos", action="store_true", help="kill and restart a random worker every few seconds"
-    )
-    parser.add_argument(
-        "--no-live", dest="live", action="store_false", help="plain lines instead of a live view"
     )
     parser.add_argument(
         "--output", default="shmbus-demo", help="folder for the report (default shmbus-demo)"
@@ -57,7 +54,7 @@ def _count(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; 1 with a hint where its extra is not installed."""
-    needed = ("torch", "rich", "matplotlib")
+    needed = ("torch", "matplotlib")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         print(

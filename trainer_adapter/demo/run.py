@@ -22,21 +22,19 @@ from typing import Final
 import msgspec
 import numpy as np
 import torch
-from rich.console import Console
 
 import shmbus
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.demo.policy import Learner, Policy
 from trainer_adapter.demo.sampler import Evaluation, PolicyConfig, Sampler, evaluate
-from trainer_adapter.demo.task import SortTask, show
+from trainer_adapter.demo.task import SortTask, text_of
 from trainer_adapter.demo.view import (
     Figures,
-    LiveView,
-    PlainView,
     Point,
     Summary,
     ledger_text,
     plot_reward,
+    show,
     write_summary,
 )
 from trainer_adapter.demo.worker import Supervisor, WeightsChannel, WorkerConfig
@@ -58,8 +56,9 @@ HELD_OUT_PROMPTS: Final = 256
 REWARD_TARGET: Final = 0.9
 #: Seconds to wait for the first complete group before something must be wrong.
 FIRST_BATCH_S: Final = 60.0
-#: Seconds between two readings of the ledger for the view.
-SHOW_PERIOD_S: Final = 0.25
+#: Seconds between two looks after the workers while the trainer waits; and between two lines.
+TEND_S: Final = 0.25
+SHOW_PERIOD_S: Final = 5.0
 
 
 class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +69,6 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     steps: int = 500
     chaos: bool = False
-    live: bool = True
     #: Folder for ``summary.json`` and ``reward.png``.
     output: str = "shmbus-demo"
 
@@ -78,9 +76,8 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Demo:
     """One run, from the first to the last process and segment."""
 
-    def __init__(self, config: DemoConfig, console: Console) -> None:
+    def __init__(self, config: DemoConfig) -> None:
         self.config = config
-        self.console = console
         self.task = SortTask()
         shape = PolicyConfig()
         torch.manual_seed(config.seed)
@@ -114,16 +111,13 @@ class Demo:
             template = WorkerConfig(bus=name, seed=config.seed, parent=os.getpid())
             supervisor = Supervisor(template, config.workers, chaos=config.chaos)
             try:
-                title = (
+                print(
                     f"shmbus demo: sorting digits, {config.workers} workers, groups of "
-                    f"{config.group_size}{', chaos' if config.chaos else ''}"
+                    f"{config.group_size}{', chaos' if config.chaos else ''}",
+                    flush=True,
                 )
-                view = (LiveView if config.live else PlainView)(self.console, title)
-                try:
-                    with _sigterm_as_interrupt():
-                        self.train(channel, handler, supervisor, view)
-                finally:
-                    view.stop()
+                with _sigterm_as_interrupt():
+                    self.train(channel, handler, supervisor)
             except KeyboardInterrupt:
                 self.interrupted = True
             finally:
@@ -147,17 +141,15 @@ class Demo:
         channel: WeightsChannel,
         handler: OnlineDataHandler,
         supervisor: Supervisor,
-        view: LiveView | PlainView,
     ) -> None:
         """Take all steps."""
         self.began_s = time.monotonic()
         steps, workers = self.config.steps, self.config.workers
-        self.figures = Figures(steps, workers, REWARD_TARGET, handler.stats())
+        self.figures = Figures(steps, workers, handler.stats())
         self._evaluate()
         self.offer(handler)
         for step in range(1, self.config.steps + 1):
-            batch = self._next_batch(handler, supervisor, view)
-            self.figures.lag = float((step - 1) - batch.policy_versions.float().mean())
+            batch = self._next_batch(handler, supervisor)
             result = self.learner.step(batch)
             channel.publish(self.learner.policy.export_weights(), step)
             handler.set_policy_version(step)
@@ -165,24 +157,22 @@ class Demo:
             handler.ack(batch)
             if step % EVALUATE_EVERY == 0 or step == self.config.steps:
                 self._evaluate()
-            self._show(handler, supervisor, view)
+            self._show(handler, supervisor)
 
     def offer(self, handler: OnlineDataHandler) -> None:
         """Keep prompts open, without end."""
         numbered = ((n, self.task.sample_prompt(self._rng)) for n in itertools.count(1))
-        prompts = ((f"{show(prompt)}#{n}", prompt) for n, prompt in numbered)
+        prompts = ((f"{text_of(prompt)}#{n}", prompt) for n, prompt in numbered)
         handler.offer(prompts, ahead=AHEAD_BATCHES, group_size=self.config.group_size)
 
-    def _next_batch(
-        self, handler: OnlineDataHandler, supervisor: Supervisor, view: LiveView | PlainView
-    ) -> Batch:
+    def _next_batch(self, handler: OnlineDataHandler, supervisor: Supervisor) -> Batch:
         """Wait in short turns, so that dead workers are restarted while the trainer waits."""
         deadline = time.monotonic() + FIRST_BATCH_S
         while True:
             supervisor.tend()
             with contextlib.suppress(TimeoutError):
-                return handler.next_batch(timeout=SHOW_PERIOD_S)
-            self._show(handler, supervisor, view)
+                return handler.next_batch(timeout=TEND_S)
+            self._show(handler, supervisor)
             if time.monotonic() > deadline:
                 # The message of this error says what is missing.
                 return handler.next_batch(timeout=0)
@@ -205,22 +195,20 @@ class Demo:
         self._recent.append((time.monotonic(), self.groups, self.tokens))
         f = self.figures
         f.step = step
-        f.rewards.append(reward)
+        f.reward = reward
         (first_s, groups, tokens), (last_s, *_) = self._recent[0], self._recent[-1]
         if last_s > first_s:
             f.groups_per_s = (self.groups - groups) / (last_s - first_s)
             f.tokens_per_s = (self.tokens - tokens) / (last_s - first_s)
 
-    def _show(
-        self, handler: OnlineDataHandler, supervisor: Supervisor, view: LiveView | PlainView
-    ) -> None:
+    def _show(self, handler: OnlineDataHandler, supervisor: Supervisor) -> None:
         now = time.monotonic()
         if now >= self._next_show_s:
             self._next_show_s = now + SHOW_PERIOD_S
             f = self.figures
             f.seconds, f.ledger = self._seconds(), handler.stats()
             f.workers_alive, f.kills = supervisor.alive, supervisor.kills
-            view.show(f)
+            show(f)
 
     def summary(self, handler: OnlineDataHandler, supervisor: Supervisor) -> Summary:
         """Return the run in numbers."""
@@ -273,12 +261,9 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 def main(config: DemoConfig) -> int:
     """Run the demo and report."""
-    console = Console(highlight=False, soft_wrap=True)
     directory = Path(config.output)
     directory.mkdir(parents=True, exist_ok=True)
-    if config.live and not console.is_terminal:
-        config = msgspec.structs.replace(config, live=False)
-    summary = Demo(config, console).run()
+    summary = Demo(config).run()
     lines = [
         f"\nHeld-out reward {summary.reward_start:.3f} -> {summary.reward_end:.3f} "
         f"({summary.solved_end:.0%} of the completions exactly right) in {summary.seconds:.0f} s:",
@@ -298,5 +283,5 @@ def main(config: DemoConfig) -> int:
         else "Next: a worker and a trainer of your own, docs/first-hour.md"
     )
     for line in lines:
-        console.print(line)
+        print(line)
     return 0 if summary.ledger_balanced and not summary.interrupted else 1

@@ -92,6 +92,6 @@ def solved(prompt: IntArray, completion: IntArray) -> bool:
     return bool(np.array_equal(answer(prompt), completion))
 
 
-def show(tokens: IntArray) -> str:
+def text_of(tokens: IntArray) -> str:
     """Write tokens for a human: ``3142> 1234.``, where ``>`` is ``SEP`` and ``.`` is ``EOS``."""
     return "".join(("0123456789>."[int(t)] + (" " if t == SEP else "")) for t in tokens).rstrip()
