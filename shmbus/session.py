@@ -266,46 +266,14 @@ class Session:
     ) -> bool:
         """Put the sample as `finish` does, in a thread.
 
-        Parameters
-        ----------
-        score, meta, timeout, **fields
-            As for `finish`.
-
-        Returns
-        -------
-        bool
-            As for `finish`.
-
-        Raises
-        ------
-        RuntimeError, BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `finish`.
-        TypeError, ValueError
-            As for `finish`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; the thread goes on to put the sample.
+        A task that is cancelled during the wait (CancelledError) leaves the thread to put it.
         """
         return await asyncio.to_thread(self.finish, score, meta=meta, timeout=timeout, **fields)
 
     async def afail(self, reason: str) -> bool:
         """Report that the sample failed as `fail` does, in a thread.
 
-        Parameters
-        ----------
-        reason : str
-            As for `fail`.
-
-        Returns
-        -------
-        bool
-            As for `fail`.
-
-        Raises
-        ------
-        RuntimeError
-            As for `fail`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; the thread goes on to report it.
+        A task that is cancelled during the wait (CancelledError) leaves the thread to report it.
         """
         return await asyncio.to_thread(self.fail, reason)
 
