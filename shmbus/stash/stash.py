@@ -34,7 +34,7 @@ import msgspec
 from shmbus import errors, limits
 from shmbus._keys import has_round, split_of
 from shmbus.batch.token_versions import is_stale
-from shmbus.stash.failures import FailingGroup, Failures, Request
+from shmbus.stash.failures import FailingGroup, Failures, Reported, Request
 from shmbus_ext import _core
 from shmbus_ext._core import (
     REFUSED_DUPLICATE,
@@ -59,27 +59,11 @@ Reason = Literal[
 ]
 
 
-class Sample(Protocol):
-    """What the stash needs to know of a trajectory."""
+class Sample(Reported, Protocol):
+    """What the stash needs to know of a trajectory, beside that."""
 
     @property
-    def key(self) -> Hashable: ...  # noqa: D102
-    @property
-    def group_size(self) -> int: ...  # noqa: D102
-    @property
-    def need(self) -> int: ...  # noqa: D102
-    @property
-    def index(self) -> int: ...  # noqa: D102
-    @property
-    def score(self) -> float: ...  # noqa: D102
-    @property
     def policy_version(self) -> int: ...  # noqa: D102
-    @property
-    def nbytes(self) -> int: ...  # noqa: D102
-    @property
-    def failed(self) -> bool: ...  # noqa: D102
-    @property
-    def meta(self) -> object: ...  # noqa: D102
     @property
     def committed_ns(self) -> int: ...  # noqa: D102
 
