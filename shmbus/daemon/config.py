@@ -98,62 +98,54 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
 
-_HELP = {
-    "capacity": "bytes for records, if the bus is created (default 256MiB, or half of what "
-    "/dev/shm has free where that is less)",
-    "max_producers": "producers attached at once, if the bus is created (default 64, or as many "
-    "as have room)",
-    "max_lead": "groups that may be begun and not delivered yet, if the bus is created",
-    "max_lead_versions": "the same in policy versions",
-    "request_capacity": "bytes for requests, if the bus is created",
-    "schema": 'fields of samples as JSON, such as \'{"tokens": "int32"}\', if the bus is created; '
-    "one that is there must have them",
-    "group_timeout": "seconds that a group may stay incomplete; inf for no limit",
-    "on_timeout": "what happens to it then",
-    "max_policy_lag": "versions that a group's oldest sample may be behind",
-    "stale_share": "share of a sample's trained tokens that may be older than that",
-    "skip_zero_variance": "drop complete groups whose scores are all equal",
-    "duplicate": "a second sample of an index: drop it, or also raise an error",
-    "max_stash_bytes": "ring bytes that incomplete groups may occupy",
-    "on_overflow": "what happens to the oldest above that",
-    "sample_retries": "how often a failed sample is requested again",
-    "retry_timeout": "seconds for an answer to such a request",
-    "retry_backoff": "seconds before a sample that failed is requested again: first, and at most",
-    "on_failure": "what happens to a group with a sample that failed for good",
-    "drain_timeout": "seconds that leased groups have to end after SIGTERM",
-    "unlink_on_exit": "remove the bus at a clean exit",
-    "restore": "a snapshot to create the bus from, if there is none yet",
-    "metrics_port": "serve Prometheus metrics and /healthz at this port, such as 9464",
-    "metrics_host": "the address of that port",
-    "http": "serve a gateway for Atropos and slime there (extra gateway; see docs/gateway.md)",
-    "http_token_file": "a file with the token that its clients send",
-    "web": "serve a page that shows the bus at this port (extra web; see docs/page.md)",
-    "log_format": "one JSON object a line, or text",
-    "log_level": "the least that is logged",
-}
-
-#: What stands for the value of a flag; the others have a few words to choose from.
-_METAVARS = {
-    "capacity": "SIZE",
-    "max_producers": "N",
-    "max_lead": "GROUPS",
-    "max_lead_versions": "N",
-    "request_capacity": "SIZE",
-    "schema": "JSON",
-    "group_timeout": "SECONDS",
-    "max_policy_lag": "N",
-    "stale_share": "SHARE",
-    "max_stash_bytes": "SIZE",
-    "sample_retries": "N",
-    "retry_timeout": "SECONDS",
-    "retry_backoff": "FIRST,MOST",
-    "drain_timeout": "SECONDS",
-    "restore": "DIR",
-    "metrics_port": "PORT",
-    "metrics_host": "HOST",
-    "http": "HOST:PORT",
-    "http_token_file": "FILE",
-    "web": "PORT",
+#: Of each setting what stands for the value of its flag, and what it is; "" where the flag has a
+#: few words to choose from.
+_FLAGS = {
+    "capacity": (
+        "SIZE",
+        "bytes for records, if the bus is created (default 256MiB, or half of what /dev/shm "
+        "has free where that is less)",
+    ),
+    "max_producers": (
+        "N",
+        "producers attached at once, if the bus is created (default 64, or as many as have room)",
+    ),
+    "max_lead": ("GROUPS", "groups that may be begun and not delivered yet, if the bus is created"),
+    "max_lead_versions": ("N", "the same in policy versions"),
+    "request_capacity": ("SIZE", "bytes for requests, if the bus is created"),
+    "schema": (
+        "JSON",
+        'fields of samples as JSON, such as \'{"tokens": "int32"}\', if the bus is created; one'
+        " that is there must have them",
+    ),
+    "group_timeout": ("SECONDS", "seconds that a group may stay incomplete; inf for no limit"),
+    "on_timeout": ("", "what happens to it then"),
+    "max_policy_lag": ("N", "versions that a group's oldest sample may be behind"),
+    "stale_share": ("SHARE", "share of a sample's trained tokens that may be older than that"),
+    "skip_zero_variance": ("", "drop complete groups whose scores are all equal"),
+    "duplicate": ("", "a second sample of an index: drop it, or also raise an error"),
+    "max_stash_bytes": ("SIZE", "ring bytes that incomplete groups may occupy"),
+    "on_overflow": ("", "what happens to the oldest above that"),
+    "sample_retries": ("N", "how often a failed sample is requested again"),
+    "retry_timeout": ("SECONDS", "seconds for an answer to such a request"),
+    "retry_backoff": (
+        "FIRST,MOST",
+        "seconds before a sample that failed is requested again: first, and at most",
+    ),
+    "on_failure": ("", "what happens to a group with a sample that failed for good"),
+    "drain_timeout": ("SECONDS", "seconds that leased groups have to end after SIGTERM"),
+    "unlink_on_exit": ("", "remove the bus at a clean exit"),
+    "restore": ("DIR", "a snapshot to create the bus from, if there is none yet"),
+    "metrics_port": ("PORT", "serve Prometheus metrics and /healthz at this port, such as 9464"),
+    "metrics_host": ("HOST", "the address of that port"),
+    "http": (
+        "HOST:PORT",
+        "serve a gateway for Atropos and slime there (extra gateway; see docs/gateway.md)",
+    ),
+    "http_token_file": ("FILE", "a file with the token that its clients send"),
+    "web": ("PORT", "serve a page that shows the bus at this port (extra web; see docs/page.md)"),
+    "log_format": ("", "one JSON object a line, or text"),
+    "log_level": ("", "the least that is logged"),
 }
 
 
@@ -166,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each setting; its value is None unless it was given."""
     for field in msgspec.structs.fields(Settings):
         flag = "--" + field.name.replace("_", "-")
-        text = _HELP[field.name]
+        metavar, text = _FLAGS[field.name]
         if field.type is bool:
             parser.add_argument(
                 flag, action=argparse.BooleanOptionalAction, default=None, help=text
@@ -177,7 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 flag,
                 default=None,
                 help=text + shown,
-                metavar=_METAVARS.get(field.name) or _choices(field.type),
+                metavar=metavar or _choices(field.type),
             )
 
 
