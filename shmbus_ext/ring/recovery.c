@@ -210,7 +210,7 @@ enum relay_begun relay_begin(struct segment *segment) {
     }
     for (int poll = 0; !is_healed(segment); poll++) {
         if (poll == HEALING_POLLS) {
-            relay_end(segment);
+            file_lock_drop(segment->fd, SHMBUS_LOCK_RELAY);
             return RELAY_BUSY;
         }
         usleep(HEALING_POLL_US);
@@ -219,8 +219,6 @@ enum relay_begun relay_begin(struct segment *segment) {
     atomic_fetch_add_explicit(&segment->relay->incarnation, 1, memory_order_relaxed);
     return RELAY_BEGUN;
 }
-
-void relay_end(struct segment *segment) { file_lock_drop(segment->fd, SHMBUS_LOCK_RELAY); }
 
 void relay_bind(struct segment *segment, const struct writer *writer) {
     atomic_store_explicit(&segment->relay->slot, writer->slot_index, memory_order_relaxed);

@@ -28,7 +28,6 @@ enum relay_begun { RELAY_BEGUN, RELAY_BUSY, RELAY_SYSTEM_ERROR };
 
 /* Takes the lock, heals, counts the incarnation; waits 2 s for who reaps the last lane. */
 enum relay_begun relay_begin(struct segment *segment);
-void relay_end(struct segment *segment);
 
 /* The lane that this sink puts into. */
 void relay_bind(struct segment *segment, const struct writer *writer);

@@ -43,10 +43,6 @@ extern PyTypeObject ChannelType;
 /* False with an exception where this handle is not that side. */
 bool py_channel_has_side(ChannelObject *self, enum channel_side_name side);
 
-/* ---- What a Channel does with messages: methods as functions of the module. */
-/* Ends the message's memory; views that are left keep a copy. False with an exception. */
-bool py_channel_end_memory(ChannelObject *self);
-
 /* What module.c adds. */
 extern const struct named_value py_channel_constants[];
 extern PyMethodDef py_channel_messages_functions[];

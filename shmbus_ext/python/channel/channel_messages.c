@@ -36,7 +36,8 @@ static int map_slot(ChannelObject *self, uint32_t slot, uint64_t bytes, uint8_t 
     return 0;
 }
 
-bool py_channel_end_memory(ChannelObject *self) {
+/* Ends the message's memory; views that are left keep a copy. False with an exception. */
+static bool py_channel_end_memory(ChannelObject *self) {
     ChannelMemoryObject *memory = self->memory;
     if (memory == NULL) {
         return true;

@@ -44,12 +44,6 @@ typedef struct {
     bool patch_in_use; /* by a thread that runs without the interpreter's lock */
 } PoolWriteObject;
 
-/* False with BufferError where the version is not being written any more. */
-bool py_pool_write_is_open(const PoolWriteObject *self);
-/* A writer came, or went: a slot is not let go while there is one. */
-void py_pool_write_enter(PoolWriteObject *self);
-void py_pool_write_leave(PoolWriteObject *self);
-
 extern PyTypeObject PoolWriteType;
 
 /* What module.c adds. */

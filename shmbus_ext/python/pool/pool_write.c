@@ -149,18 +149,20 @@ static void py_pool_write_dealloc(PoolWriteObject *self) {
     PyObject_Free(self);
 }
 
-bool py_pool_write_is_open(const PoolWriteObject *self) {
+/* False with BufferError where the version is not being written any more. */
+static bool py_pool_write_is_open(const PoolWriteObject *self) {
     if (self->ended || self->given_up || !py_companion_is_own(&self->pool->base)) {
         return py_refuse(PyExc_BufferError, "this version is not being written any more");
     }
     return true;
 }
 
-void py_pool_write_enter(PoolWriteObject *self) {
+/* A writer came, or went: a slot is not let go while there is one. */
+static void py_pool_write_enter(PoolWriteObject *self) {
     self->buffers++;
 }
 
-void py_pool_write_leave(PoolWriteObject *self) {
+static void py_pool_write_leave(PoolWriteObject *self) {
     self->buffers--;
     if (self->buffers == 0 && self->given_up && !self->ended) {
         let_go(self);

@@ -305,8 +305,10 @@ void py_writer_leave_room(WriterObject *self, const struct reservation *at) {
     }
 }
 
-bool py_writer_claim_filled(WriterObject *self, struct put_arguments *arguments,
-                            struct reservation *at) {
+/* Room for a record whose arguments are finished, its lists converted: in their place already, or in
+ * arrays that py_writer_fill_reserved copies. */
+static bool py_writer_claim_filled(WriterObject *self, struct put_arguments *arguments,
+                                   struct reservation *at) {
     struct wanted_room wanted = py_writer_wants(self, arguments);
     if (arguments->list_count > 0 && wanted.bytes <= self->segment->c.record_limit) {
         /* Until it is published the room is this lane's, and nobody reads it. */

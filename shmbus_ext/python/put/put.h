@@ -51,8 +51,6 @@ bool py_take_integer(PyObject *value, const char *name, int64_t low, int64_t hig
 bool py_parse_round(PyObject *value, int64_t *round);
 /* After all were taken: what is no field is complete and encoded. */
 bool py_arguments_finish_head(struct put_arguments *self);
-/* A field, whatever its name; false with an exception. */
-bool py_arguments_take_field(struct put_arguments *self, PyObject *name, PyObject *value);
 bool py_parse_timeout(PyObject *value, double *timeout_s);
 /* None is a score that is not known yet. */
 bool py_parse_score(PyObject *value, double *score);
@@ -149,9 +147,6 @@ struct wanted_room py_writer_wants(const WriterObject *self,
 bool py_writer_go_on(WriterObject *self, double timeout_s);
 /* Gives up room that was claimed and is not published or reserved. */
 void py_writer_leave_room(WriterObject *self, const struct reservation *at);
-/* Room for a record whose arguments are finished, its lists converted: in their place already, or in arrays that py_writer_fill_reserved copies. */
-bool py_writer_claim_filled(WriterObject *self, struct put_arguments *arguments,
-                            struct reservation *at);
 /* The number of the arguments' split in the bus that has the room; false with an exception, and then
  * the claim is given up. After the claim, since a wait for it may have led to another bus. */
 bool py_writer_find_split(WriterObject *self, struct put_arguments *arguments,
@@ -198,22 +193,6 @@ PyArrayObject *py_convert_array(PyObject *name, PyArrayObject *array, PyArray_De
  * no exception, where anything in it is not plain: another size, another type, out of range. */
 bool py_fill_list(uint8_t *to, enum stored_kind kind, PyObject *value, int ndim,
                   const uint64_t *sizes);
-
-/* ---- What a reservation is to have room for: its arguments and fields, checked and planned. */
-struct field_list {
-    PyObject *names;  /* tuple of str */
-    PyObject *dtypes; /* tuple of dtype */
-    PyObject *shapes; /* tuple of tuple of int */
-};
-
-/* All that can be refused before anything is taken from the ring; false with an exception. */
-bool py_plan_reservation(WriterObject *self, struct put_arguments *arguments, PyObject *head,
-                         const struct field_list *fields, uint64_t meta_room);
-
-/* Whether the schema has fields so; false with an exception. `shape`: a word and sizes for each. */
-bool py_check_declared(const DeclaredSchemaObject *declared, PyObject *const *names,
-                       PyArray_Descr *const *dtypes, uint32_t count, const uint8_t *ndim,
-                       const uint64_t *shape);
 
 /* ---- Producer.put_group: all records of a group, committed by one store. */
 /* _put_group(items: [put's arguments], timeout): all or none, also where the process dies. */
@@ -263,12 +242,6 @@ void py_writer_abort_open(WriterObject *self);
 
 /* ---- Restorer: writes what a snapshot holds into a new segment. */
 extern PyTypeObject RestorerType;
-
-/* ---- A producer whose bus was removed, and that goes on in the next one of that name. */
-/* _follow(): it goes on in the bus that `_successor` of its subclass opens. */
-PyObject *py_writer_follow(WriterObject *self, PyObject *ignored);
-/* _go_on(timeout_s): py_writer_go_on, where the bus was removed. */
-PyObject *py_writer_go_on_call(WriterObject *self, PyObject *timeout);
 
 /* ---- Writer: what shmbus.Producer is made of. */
 extern PyTypeObject WriterType;

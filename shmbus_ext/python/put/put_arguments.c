@@ -286,7 +286,8 @@ bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
     return true;
 }
 
-bool py_arguments_take_field(struct put_arguments *self, PyObject *name, PyObject *value) {
+/* A field, whatever its name; false with an exception. */
+static bool py_arguments_take_field(struct put_arguments *self, PyObject *name, PyObject *value) {
     if (self->array_count == SHMBUS_MAX_FIELDS) {
         return py_refuse(PyExc_ValueError,
                          "expected at most %u array fields; put the rest into meta",

@@ -7,6 +7,112 @@
 
 #include "public_docs.h"
 
+/* ---- What a reservation is to have room for.
+ *
+ * Invariant: nothing is taken from the ring here. */
+struct field_list {
+    PyObject *names;  /* tuple of str */
+    PyObject *dtypes; /* tuple of dtype */
+    PyObject *shapes; /* tuple of tuple of int */
+};
+
+/* Sizes of the fields into the arguments, as put takes them from arrays. */
+static bool take_shapes(struct put_arguments *arguments, const struct field_list *fields,
+                        uint64_t limit) {
+    uint32_t words = 0;
+    Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *shape = PyTuple_GET_ITEM(fields->shapes, i);
+        Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
+        if (!py_arguments_shape_fits(PyTuple_GET_ITEM(fields->names, i), words, ndim)) {
+            return false;
+        }
+        uint64_t bytes =
+            (uint64_t)PyDataType_ELSIZE((PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i));
+        double estimate = (double)bytes;
+        arguments->field_ndim[i] = (uint8_t)ndim;
+        words++;
+        for (Py_ssize_t d = 0; d < ndim; d++) {
+            uint64_t size = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, d));
+            if (PyErr_Occurred()) {
+                return false;
+            }
+            estimate *= (double)size;
+            bytes *= size;
+            arguments->shape[words++] = size;
+        }
+        /* A product that overflows is above any limit, and must stay so. */
+        arguments->field_bytes[i] = estimate > (double)limit ? limit + 1 : bytes;
+    }
+    arguments->spec.shape_words = words;
+    return true;
+}
+
+/* Whether the schema has fields so; false with an exception. `shape`: a word and sizes for each. */
+static bool py_check_declared(const DeclaredSchemaObject *declared, PyObject *const *names,
+                              PyArray_Descr *const *dtypes, uint32_t count, const uint8_t *ndim,
+                              const uint64_t *shape) {
+    uint8_t fields[SHMBUS_MAX_FIELDS];
+    struct declared_bindings bindings;
+    bindings.bound = 0;
+    if (!py_declared_match(declared, names, count, fields)) {
+        return false;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        if (fields[i] == DECLARED_BY_THE_CORE) {
+            shape += 1 + ndim[i];
+            continue;
+        }
+        if (!py_same_dtype(dtypes[i], declared->dtypes[fields[i]])) {
+            PyObject *wanted = py_dtype_text(declared->dtypes[fields[i]]);
+            PyObject *got = py_dtype_text(dtypes[i]);
+            if (wanted != NULL && got != NULL) {
+                PyErr_Format(PyExc_TypeError, "%U: expected %U, as the schema has it, got %U",
+                             names[i], wanted, got);
+            }
+            Py_XDECREF(wanted);
+            Py_XDECREF(got);
+            return false;
+        }
+        if (!py_declared_fits(declared, &bindings, fields[i], ndim[i], shape + 1)) {
+            return false;
+        }
+        shape += 1 + ndim[i];
+    }
+    return true;
+}
+
+/* All that can be refused before anything is taken from the ring; false with an exception. */
+static bool py_plan_reservation(WriterObject *self, struct put_arguments *arguments, PyObject *head,
+                                const struct field_list *fields, uint64_t meta_room) {
+    Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
+    if (!py_arguments_take_mapping(arguments, head) || !py_arguments_finish_head(arguments)) {
+        return false;
+    }
+    if (count > (Py_ssize_t)SHMBUS_MAX_FIELDS || PyTuple_GET_SIZE(fields->dtypes) != count ||
+        PyTuple_GET_SIZE(fields->shapes) != count) {
+        return py_refuse(PyExc_ValueError, "fields: expected at most %u, got %zd",
+                         SHMBUS_MAX_FIELDS, count);
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        arguments->names[i] = PyTuple_GET_ITEM(fields->names, i); /* borrowed: they are no arrays */
+        arguments->dtypes[i] = (PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i);
+    }
+    if (!take_shapes(arguments, fields, self->segment->c.record_limit)) {
+        return false;
+    }
+    arguments->declared = Py_XNewRef((PyObject *)self->declared);
+    if (self->declared != NULL &&
+        !py_check_declared(self->declared, arguments->names, arguments->dtypes, (uint32_t)count,
+                           arguments->field_ndim, arguments->shape)) {
+        return false;
+    }
+    return py_arguments_plan(arguments, &self->schemas, (uint32_t)count,
+                             Py_MAX(meta_room, arguments->spec.meta_bytes),
+                             "the reservation is larger than any record");
+}
+
+/* ---- The reservation. */
 /* Takes the arrays back. One that somebody still holds can no longer be written through, and its
  * record's space is kept until it is gone, for views of it that we don't know of. */
 static void py_reservation_take_arrays(ReservationObject *self) {
@@ -445,101 +551,4 @@ void py_writer_abort_open(WriterObject *self) {
     while (!list_is_empty(&self->reservations)) {
         py_reservation_finish(LIST_ENTRY(self->reservations.next, ReservationObject, link), false);
     }
-}
-
-/* ---- What a reservation is to have room for.
- *
- * Invariant: nothing is taken from the ring here. */
-/* Sizes of the fields into the arguments, as put takes them from arrays. */
-static bool take_shapes(struct put_arguments *arguments, const struct field_list *fields,
-                        uint64_t limit) {
-    uint32_t words = 0;
-    Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *shape = PyTuple_GET_ITEM(fields->shapes, i);
-        Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
-        if (!py_arguments_shape_fits(PyTuple_GET_ITEM(fields->names, i), words, ndim)) {
-            return false;
-        }
-        uint64_t bytes =
-            (uint64_t)PyDataType_ELSIZE((PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i));
-        double estimate = (double)bytes;
-        arguments->field_ndim[i] = (uint8_t)ndim;
-        words++;
-        for (Py_ssize_t d = 0; d < ndim; d++) {
-            uint64_t size = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, d));
-            if (PyErr_Occurred()) {
-                return false;
-            }
-            estimate *= (double)size;
-            bytes *= size;
-            arguments->shape[words++] = size;
-        }
-        /* A product that overflows is above any limit, and must stay so. */
-        arguments->field_bytes[i] = estimate > (double)limit ? limit + 1 : bytes;
-    }
-    arguments->spec.shape_words = words;
-    return true;
-}
-
-bool py_check_declared(const DeclaredSchemaObject *declared, PyObject *const *names,
-                       PyArray_Descr *const *dtypes, uint32_t count, const uint8_t *ndim,
-                       const uint64_t *shape) {
-    uint8_t fields[SHMBUS_MAX_FIELDS];
-    struct declared_bindings bindings;
-    bindings.bound = 0;
-    if (!py_declared_match(declared, names, count, fields)) {
-        return false;
-    }
-    for (uint32_t i = 0; i < count; i++) {
-        if (fields[i] == DECLARED_BY_THE_CORE) {
-            shape += 1 + ndim[i];
-            continue;
-        }
-        if (!py_same_dtype(dtypes[i], declared->dtypes[fields[i]])) {
-            PyObject *wanted = py_dtype_text(declared->dtypes[fields[i]]);
-            PyObject *got = py_dtype_text(dtypes[i]);
-            if (wanted != NULL && got != NULL) {
-                PyErr_Format(PyExc_TypeError, "%U: expected %U, as the schema has it, got %U",
-                             names[i], wanted, got);
-            }
-            Py_XDECREF(wanted);
-            Py_XDECREF(got);
-            return false;
-        }
-        if (!py_declared_fits(declared, &bindings, fields[i], ndim[i], shape + 1)) {
-            return false;
-        }
-        shape += 1 + ndim[i];
-    }
-    return true;
-}
-
-bool py_plan_reservation(WriterObject *self, struct put_arguments *arguments, PyObject *head,
-                         const struct field_list *fields, uint64_t meta_room) {
-    Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
-    if (!py_arguments_take_mapping(arguments, head) || !py_arguments_finish_head(arguments)) {
-        return false;
-    }
-    if (count > (Py_ssize_t)SHMBUS_MAX_FIELDS || PyTuple_GET_SIZE(fields->dtypes) != count ||
-        PyTuple_GET_SIZE(fields->shapes) != count) {
-        return py_refuse(PyExc_ValueError, "fields: expected at most %u, got %zd",
-                         SHMBUS_MAX_FIELDS, count);
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        arguments->names[i] = PyTuple_GET_ITEM(fields->names, i); /* borrowed: they are no arrays */
-        arguments->dtypes[i] = (PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i);
-    }
-    if (!take_shapes(arguments, fields, self->segment->c.record_limit)) {
-        return false;
-    }
-    arguments->declared = Py_XNewRef((PyObject *)self->declared);
-    if (self->declared != NULL &&
-        !py_check_declared(self->declared, arguments->names, arguments->dtypes, (uint32_t)count,
-                           arguments->field_ndim, arguments->shape)) {
-        return false;
-    }
-    return py_arguments_plan(arguments, &self->schemas, (uint32_t)count,
-                             Py_MAX(meta_room, arguments->spec.meta_bytes),
-                             "the reservation is larger than any record");
 }

@@ -239,54 +239,6 @@ static PyObject *py_writer_get_closed(WriterObject *self, void *Py_UNUSED(ignore
                            self->segment->generation != fork_generation);
 }
 
-static PyMethodDef writer_methods[] = {
-    METHOD("put", py_writer_put, METH_FASTCALL | METH_KEYWORDS, DOC_Writer_put),
-    METHOD("put_many", py_writer_put_many, METH_VARARGS | METH_KEYWORDS, DOC_Writer_put_many),
-    METHOD("_put_group", py_writer_put_group, METH_VARARGS, NULL),
-    METHOD("cancelled", py_writer_cancelled, METH_VARARGS | METH_KEYWORDS, DOC_Writer_cancelled),
-    METHOD("_fail", py_writer_fail, METH_FASTCALL | METH_KEYWORDS, NULL),
-    METHOD("_fail_unsized", py_writer_fail_unsized, METH_FASTCALL | METH_KEYWORDS, NULL),
-    METHOD("_answer", py_writer_answer, METH_FASTCALL | METH_KEYWORDS, NULL),
-    METHOD("_take_requests", py_writer_take_requests, METH_VARARGS, NULL),
-    METHOD("_give_back_request", py_writer_give_back_request, METH_O, NULL),
-    METHOD("_holds_request", py_writer_holds_request, METH_O, NULL),
-    METHOD("_recover_dead", py_writer_recover_dead, METH_NOARGS, NULL),
-    METHOD("_begin", py_writer_begin, METH_VARARGS, NULL),
-    METHOD("_leave_begun", py_writer_leave_begun, METH_VARARGS, NULL),
-    METHOD("_reserve", py_writer_reserve, METH_VARARGS, NULL),
-    METHOD("_want_space", py_writer_want_space, METH_NOARGS, NULL),
-    METHOD("_await_space", py_writer_await_space, METH_VARARGS, NULL),
-    METHOD("_watch_waits", py_writer_watch_waits, METH_VARARGS, NULL),
-    METHOD("_follow", py_writer_follow, METH_NOARGS, NULL),
-    METHOD("_go_on", py_writer_go_on_call, METH_O, NULL),
-    METHOD("_declare", py_writer_declare, METH_O, NULL),
-    METHOD("_counts", py_writer_counts, METH_NOARGS, NULL),
-    METHOD("close", py_writer_close, METH_NOARGS, DOC_Writer_close),
-    {NULL, NULL, 0, NULL},
-};
-
-static PyGetSetDef writer_getset[] = {
-    {"closed", (getter)py_writer_get_closed, NULL, "True after close() and after a fork.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
-static PyMemberDef writer_members[] = {
-    {"_declared", T_OBJECT, offsetof(WriterObject, declared), READONLY, NULL},
-    {"_segment", T_OBJECT_EX, offsetof(WriterObject, segment), READONLY, NULL},
-    {"producer_id", T_ULONGLONG, offsetof(WriterObject, c.producer_id), READONLY,
-     "This producer's number; never used again on this bus."},
-    {NULL, 0, 0, 0, NULL},
-};
-
-PyTypeObject WriterType = {
-    TYPE_BASICS("Writer", WriterObject, py_writer_dealloc, Py_TPFLAGS_BASETYPE),
-    .tp_methods = writer_methods,
-    .tp_getset = writer_getset,
-    .tp_members = writer_members,
-    .tp_init = (initproc)py_writer_init,
-    .tp_new = PyType_GenericNew,
-};
-
 /* ---- Going on in the successor of a removed bus.
  *
  * Invariants:
@@ -382,12 +334,14 @@ static bool follow(WriterObject *self, double timeout_s) {
     return moved > 0;
 }
 
-PyObject *py_writer_follow(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
+/* _follow(): it goes on in the bus that `_successor` of its subclass opens. */
+static PyObject *py_writer_follow(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
     self->follow = follow;
     Py_RETURN_NONE;
 }
 
-PyObject *py_writer_go_on_call(WriterObject *self, PyObject *timeout) {
+/* _go_on(timeout_s): py_writer_go_on, where the bus was removed. */
+static PyObject *py_writer_go_on_call(WriterObject *self, PyObject *timeout) {
     double timeout_s;
     if (!py_parse_timeout(timeout, &timeout_s) || !py_writer_usable(self)) {
         return NULL;
@@ -397,3 +351,52 @@ PyObject *py_writer_go_on_call(WriterObject *self, PyObject *timeout) {
     }
     Py_RETURN_NONE;
 }
+
+/* ---- The type. */
+static PyMethodDef writer_methods[] = {
+    METHOD("put", py_writer_put, METH_FASTCALL | METH_KEYWORDS, DOC_Writer_put),
+    METHOD("put_many", py_writer_put_many, METH_VARARGS | METH_KEYWORDS, DOC_Writer_put_many),
+    METHOD("_put_group", py_writer_put_group, METH_VARARGS, NULL),
+    METHOD("cancelled", py_writer_cancelled, METH_VARARGS | METH_KEYWORDS, DOC_Writer_cancelled),
+    METHOD("_fail", py_writer_fail, METH_FASTCALL | METH_KEYWORDS, NULL),
+    METHOD("_fail_unsized", py_writer_fail_unsized, METH_FASTCALL | METH_KEYWORDS, NULL),
+    METHOD("_answer", py_writer_answer, METH_FASTCALL | METH_KEYWORDS, NULL),
+    METHOD("_take_requests", py_writer_take_requests, METH_VARARGS, NULL),
+    METHOD("_give_back_request", py_writer_give_back_request, METH_O, NULL),
+    METHOD("_holds_request", py_writer_holds_request, METH_O, NULL),
+    METHOD("_recover_dead", py_writer_recover_dead, METH_NOARGS, NULL),
+    METHOD("_begin", py_writer_begin, METH_VARARGS, NULL),
+    METHOD("_leave_begun", py_writer_leave_begun, METH_VARARGS, NULL),
+    METHOD("_reserve", py_writer_reserve, METH_VARARGS, NULL),
+    METHOD("_want_space", py_writer_want_space, METH_NOARGS, NULL),
+    METHOD("_await_space", py_writer_await_space, METH_VARARGS, NULL),
+    METHOD("_watch_waits", py_writer_watch_waits, METH_VARARGS, NULL),
+    METHOD("_follow", py_writer_follow, METH_NOARGS, NULL),
+    METHOD("_go_on", py_writer_go_on_call, METH_O, NULL),
+    METHOD("_declare", py_writer_declare, METH_O, NULL),
+    METHOD("_counts", py_writer_counts, METH_NOARGS, NULL),
+    METHOD("close", py_writer_close, METH_NOARGS, DOC_Writer_close),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef writer_getset[] = {
+    {"closed", (getter)py_writer_get_closed, NULL, "True after close() and after a fork.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef writer_members[] = {
+    {"_declared", T_OBJECT, offsetof(WriterObject, declared), READONLY, NULL},
+    {"_segment", T_OBJECT_EX, offsetof(WriterObject, segment), READONLY, NULL},
+    {"producer_id", T_ULONGLONG, offsetof(WriterObject, c.producer_id), READONLY,
+     "This producer's number; never used again on this bus."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyTypeObject WriterType = {
+    TYPE_BASICS("Writer", WriterObject, py_writer_dealloc, Py_TPFLAGS_BASETYPE),
+    .tp_methods = writer_methods,
+    .tp_getset = writer_getset,
+    .tp_members = writer_members,
+    .tp_init = (initproc)py_writer_init,
+    .tp_new = PyType_GenericNew,
+};

@@ -35,8 +35,6 @@ void py_reader_note_failure(ReaderObject *self);
 /* Up to `limit` records into the table; what it refuses goes to `left`. -1 with an exception. */
 Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *table, Py_ssize_t limit,
                                   double now_s, PyObject *left);
-/* Releases trajectories of this reader in the ring, all of them or, with an exception, none. */
-bool py_reader_release_all(ReaderObject *self, PyObject *items, int reason);
 /* Notes when the ring was read last, for others. */
 void py_reader_note_seen(ReaderObject *self, uint64_t now_ns);
 enum wait_result { WAIT_FAILED = -1, WAIT_OVER = 0, WAIT_WOKEN = 1 };

@@ -312,7 +312,8 @@ static bool can_release(ReaderObject *self, PyObject *items) {
     return true;
 }
 
-bool py_reader_release_all(ReaderObject *self, PyObject *items, int reason) {
+/* Releases trajectories of this reader in the ring, all of them or, with an exception, none. */
+static bool py_reader_release_all(ReaderObject *self, PyObject *items, int reason) {
     Py_ssize_t count = PyList_GET_SIZE(items);
     if (!is_reason(reason) || !can_release(self, items)) {
         return false;

@@ -156,8 +156,6 @@ bool py_trajectory_readable(const TrajectoryObject *self);
 static inline bool py_trajectory_has_score(const TrajectoryObject *self) {
     return !self->unscored || !isnan(self->score);
 }
-/* A read-only array of one field, of a trajectory that is readable. */
-PyObject *py_trajectory_view(TrajectoryObject *self, int field);
 static inline const uint8_t *py_trajectory_bytes(const TrajectoryObject *self) {
     return segment_extent(&self->holder->segment->c, self->ref.place.extent) +
            self->ref.place.offset;

@@ -165,7 +165,8 @@ bool py_trajectory_readable(const TrajectoryObject *self) {
     return py_segment_usable(self->holder->segment, "Consumer");
 }
 
-PyObject *py_trajectory_view(TrajectoryObject *self, int field) {
+/* A read-only array of one field, of a trajectory that is readable. */
+static PyObject *py_trajectory_view(TrajectoryObject *self, int field) {
     PyArray_Descr *dtype = py_schema_dtype(self->schema, field);
     if (dtype == NULL) {
         return NULL;

@@ -510,7 +510,8 @@ static bool add_field(PyObject *names, PyObject *formats, PyObject *offsets,
            py_append(offsets, PyLong_FromSize_t(field->offset));
 }
 
-PyObject *py_layout(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
+/* layout() -> {struct: {"names", "formats", "offsets", "itemsize"}}: what numpy.dtype takes. */
+static PyObject *py_layout(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyDict_New();
     for (size_t i = 0; i < sizeof structs / sizeof *structs && result != NULL; i++) {
         PyObject *names = PyList_New(0), *formats = PyList_New(0), *offsets = PyList_New(0);

@@ -7,10 +7,6 @@
 #include "ring/record.h"
 #include "ring/segment.h"
 
-/* ---- The segment's layout as data: what shmbus.inspect reads a file by. */
-/* layout() -> {struct: {"names", "formats", "offsets", "itemsize"}}: what numpy.dtype takes. */
-PyObject *py_layout(PyObject *module, PyObject *ignored);
-
 /* ---- What other processes hold of a segment's locks of extents. */
 /* [(first, count)]: others' locks of extents: views' (kind 0), or a client's leases (1 + it). */
 PyObject *py_locks_held(const struct segment *segment, unsigned int kind);
