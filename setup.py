@@ -65,9 +65,31 @@ if WERROR:
 STUBS = sorted(glob("shmbus_ext/_public*.pyi"))
 
 
+def attributes_of(docstring: str) -> dict[str, str]:
+    """Return what a class's docstring says of each attribute, in one line."""
+    _, _, rest = docstring.partition("Attributes\n----------\n")
+    said: dict[str, str] = {}
+    name = ""
+    for line in rest.partition("\n\n")[0].splitlines():
+        if line.startswith(" "):
+            said[name] = f"{said[name]} {line.strip()}".strip()
+        else:
+            name = line.partition(" : ")[0]
+            said[name] = ""
+    return said
+
+
 def documentation() -> str:
-    """Return a C header of the stubs' docstrings: DOC_Writer, DOC_Writer_put and so on."""
+    """Return a C header of the stubs' docstrings: DOC_Writer, DOC_Writer_put and so on.
+
+    An attribute has one too, out of its class's: DOC_Trajectory_index.
+    """
     lines = []
+
+    def define(name: str, text: str) -> None:
+        quoted = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        lines.append(f'#define DOC_{name} "{quoted}"\n')
+
     for stub in STUBS:
         for kind in ast.parse(Path(stub).read_text()).body:
             for node in [kind, *getattr(kind, "body", [])]:
@@ -86,8 +108,10 @@ def documentation() -> str:
                     for first in (arguments.posonlyargs + arguments.args)[:1]:
                         first.arg = own.get(first.arg, first.arg)
                     text = f"{node.name}({ast.unparse(arguments)})\n--\n\n{text}"
-                quoted = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-                lines.append(f'#define DOC_{name} "{quoted}"\n')
+                else:
+                    for attribute, said in attributes_of(text).items():
+                        define(f"{name}_{attribute}", said)
+                define(name, text)
     return "".join(lines)
 
 

@@ -45,7 +45,7 @@ class Trajectory:
     policy_version : int
         Version of the policy that sampled it; the oldest, where there were several.
     newest_policy_version : int
-        The newest of them.
+        The newest policy that sampled a part of it.
     sequence : int
         Its number among its producer's commits, from 0.
     producer_id : int

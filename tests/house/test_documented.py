@@ -364,6 +364,27 @@ def test_the_stub_has_the_docstrings_and_parameters_of_the_c_code() -> None:
     report(offences)
 
 
+def test_an_attribute_of_a_c_class_says_what_its_class_says_of_it() -> None:
+    offences = []
+    held = 0
+    for name in ("Trajectory", "GroupBase", "Reservation"):
+        kind = getattr(_core, name)
+        lines = sections(inspect.cleandoc(kind.__doc__))["Attributes"].strip().splitlines()
+        said: dict[str, list[str]] = {}
+        texts: list[str] = []
+        for line in lines:
+            if line.startswith(" "):
+                texts.append(line.strip())
+            else:
+                texts = said[line.partition(" : ")[0]] = []
+        for attribute, texts in said.items():
+            held += 1
+            if getattr(kind, attribute).__doc__ != " ".join(texts):
+                offences.append(f"{name}.{attribute}")
+    assert held > 20
+    report(offences)
+
+
 EXAMPLES = sorted(name for name, value in DOCUMENTED.items() if ">>>" in docstring_of(value))
 #: Those that make a bus of their own; others show what to do with a handle that the reader has.
 WHOLE_EXAMPLES = [name for name in EXAMPLES if "Bus.create(" in docstring_of(DOCUMENTED[name])]

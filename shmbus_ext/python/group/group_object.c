@@ -182,16 +182,15 @@ static PyMethodDef group_methods[] = {
 static PyMemberDef group_members[] = {
     {"_consumer", T_OBJECT_EX, offsetof(GroupObject, consumer), READONLY, NULL},
     {"_lease", T_OBJECT_EX, offsetof(GroupObject, lease), READONLY, NULL},
-    {"size", T_UINT, offsetof(GroupObject, size), READONLY, "Samples in a complete group: int."},
-    {"state", T_OBJECT_EX, offsetof(GroupObject, state), 0, "Where the lease stands: str."},
+    {"size", T_UINT, offsetof(GroupObject, size), READONLY, DOC_GroupBase_size},
+    {"state", T_OBJECT_EX, offsetof(GroupObject, state), 0, DOC_GroupBase_state},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyGetSetDef group_getset[] = {
-    {"instance_id", (getter)py_group_instance_id, NULL, "The prompt's key: str.", NULL},
-    {"round", (getter)py_group_round, NULL, "The producers' round, or None.", NULL},
-    {"trajectories", (getter)py_group_trajectories, NULL, "The samples, ordered by index: list.",
-     NULL},
+    {"instance_id", (getter)py_group_instance_id, NULL, DOC_GroupBase_instance_id, NULL},
+    {"round", (getter)py_group_round, NULL, DOC_GroupBase_round, NULL},
+    {"trajectories", (getter)py_group_trajectories, NULL, DOC_GroupBase_trajectories, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

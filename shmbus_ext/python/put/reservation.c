@@ -519,19 +519,16 @@ static PyMethodDef reservation_methods[] = {
 
 static PyGetSetDef reservation_getset[] = {
     {"score", (getter)py_reservation_get_score, (setter)py_reservation_set_score,
-     "The reward, 0.0 unless set.", NULL},
+     DOC_Reservation_score, NULL},
     {"policy_version", (getter)py_reservation_get_policy_version,
-     (setter)py_reservation_set_policy_version,
-     "The policy that sampled it, 0 unless set.", NULL},
-    {"meta", NULL, (setter)py_reservation_set_meta,
-     "Whatever msgspec can encode, within reserve's meta_room; it can be set, not read.", NULL},
-    {"ended", (getter)py_reservation_get_ended, NULL, "Whether it was committed or aborted.", NULL},
+     (setter)py_reservation_set_policy_version, DOC_Reservation_policy_version, NULL},
+    {"meta", NULL, (setter)py_reservation_set_meta, DOC_Reservation_meta, NULL},
+    {"ended", (getter)py_reservation_get_ended, NULL, DOC_Reservation_ended, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef reservation_members[] = {
-    {"fields", T_OBJECT_EX, offsetof(ReservationObject, names), READONLY,
-     "The names of its arrays."},
+    {"fields", T_OBJECT_EX, offsetof(ReservationObject, names), READONLY, DOC_Reservation_fields},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -468,44 +468,35 @@ static PyMethodDef trajectory_methods[] = {
 };
 
 static PyGetSetDef trajectory_getset[] = {
-    {"meta", (getter)py_trajectory_meta, NULL, "What the producer gave as meta, or None.", NULL},
-    {"round", (getter)py_trajectory_round, NULL, "The producer's round, or None.", NULL},
-    {"split", (getter)py_trajectory_split, NULL, "Who it is for: the label of its split.", NULL},
-    {"rows", (getter)py_trajectory_rows, NULL,
-     "Its rows, each a mapping of names to views; one, unless it was put with rows=.", NULL},
+    {"meta", (getter)py_trajectory_meta, NULL, DOC_Trajectory_meta, NULL},
+    {"round", (getter)py_trajectory_round, NULL, DOC_Trajectory_round, NULL},
+    {"split", (getter)py_trajectory_split, NULL, DOC_Trajectory_split, NULL},
+    {"rows", (getter)py_trajectory_rows, NULL, DOC_Trajectory_rows, NULL},
     {"newest_policy_version", (getter)py_trajectory_newest, NULL,
-     "The newest policy that sampled a part of it: int.", NULL},
+     DOC_Trajectory_newest_policy_version, NULL},
     {"score", (getter)py_trajectory_get_score, (setter)py_trajectory_set_score,
-     "The reward: float; of one that was put with score=None, what was set here.", NULL},
-    {"scored", (getter)py_trajectory_get_scored, NULL, "Whether it has a score: bool.", NULL},
+     DOC_Trajectory_score, NULL},
+    {"scored", (getter)py_trajectory_get_scored, NULL, DOC_Trajectory_scored, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+/* An attribute that has the name of its field. */
+#define MEMBER(kind, field) \
+    {#field, kind, offsetof(TrajectoryObject, field), READONLY, DOC_Trajectory_##field}
+
 static PyMemberDef trajectory_members[] = {
-    {"instance_id", T_OBJECT_EX, offsetof(TrajectoryObject, instance_id), READONLY,
-     "The prompt's key: str."},
-    {"index", T_OBJECT_EX, offsetof(TrajectoryObject, index), READONLY,
-     "Which sample of its group: int from 0."},
-    {"group_size", T_OBJECT_EX, offsetof(TrajectoryObject, group_size), READONLY,
-     "Samples in its group: int."},
-    {"key", T_OBJECT_EX, offsetof(TrajectoryObject, key), READONLY,
-     "What tells its group: instance_id, or (instance_id, round)."},
-    {"need", T_USHORT, offsetof(TrajectoryObject, need), READONLY,
-     "Samples that complete its group: int, at most group_size."},
-    {"policy_version", T_LONGLONG, offsetof(TrajectoryObject, policy_version), READONLY,
-     "Version of the policy that sampled it: int."},
-    {"sequence", T_ULONGLONG, offsetof(TrajectoryObject, sequence), READONLY,
-     "Its number among its producer's commits: int from 0."},
-    {"producer_id", T_ULONGLONG, offsetof(TrajectoryObject, producer_id), READONLY,
-     "Its producer's number, unique on the bus."},
-    {"committed_ns", T_ULONGLONG, offsetof(TrajectoryObject, committed_ns), READONLY,
-     "When it was committed: CLOCK_MONOTONIC, nanoseconds."},
-    {"nbytes", T_ULONGLONG, offsetof(TrajectoryObject, ref.bytes), READONLY,
-     "Bytes that it takes in the ring, header and padding included."},
-    {"released", T_BOOL, offsetof(TrajectoryObject, released), READONLY,
-     "Whether it was acknowledged or dropped."},
-    {"failed", T_BOOL, offsetof(TrajectoryObject, failed), READONLY,
-     "Whether it reports that its sample failed; False for all that is delivered."},
+    MEMBER(T_OBJECT_EX, instance_id),
+    MEMBER(T_OBJECT_EX, index),
+    MEMBER(T_OBJECT_EX, group_size),
+    MEMBER(T_OBJECT_EX, key),
+    MEMBER(T_USHORT, need),
+    MEMBER(T_LONGLONG, policy_version),
+    MEMBER(T_ULONGLONG, sequence),
+    MEMBER(T_ULONGLONG, producer_id),
+    MEMBER(T_ULONGLONG, committed_ns),
+    MEMBER(T_BOOL, released),
+    MEMBER(T_BOOL, failed),
+    {"nbytes", T_ULONGLONG, offsetof(TrajectoryObject, ref.bytes), READONLY, DOC_Trajectory_nbytes},
     {NULL, 0, 0, 0, NULL},
 };
 
