@@ -7,8 +7,8 @@ import pytest
 import torch
 from test_attention import visible_keys
 
-from trainer_adapter.attention import buckets as moving
 from trainer_adapter.attention import plan as planning
+from trainer_adapter.attention import sdpa as moving
 
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (2, 0), (-1, 2), (2, -1), (3, 1), (40, 40)]
 

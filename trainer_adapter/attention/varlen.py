@@ -3,7 +3,7 @@
 A packed batch is one row of tokens, its sequences end to end. Three backends give the same results:
 torch's own kernel (`native.py`), flash-attn where it is installed (`flash.py`), and
 `scaled_dot_product_attention` (SDPA) by a plan: one call for one sequence, or for several of like
-shape padded to one (`plan.py`, `buckets.py`, `sdpa.py`). `dispatch.py` chooses among them.
+shape padded to one (`plan.py`, `sdpa.py`). `dispatch.py` chooses among them.
 
 Invariants:
 

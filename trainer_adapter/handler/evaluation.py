@@ -12,7 +12,7 @@ import numpy as np
 import shmbus
 from shmbus._arguments import check_int, check_timeout
 from shmbus.batch.field_names import FieldNames
-from trainer_adapter.handler.scoring import GroupScoring
+from trainer_adapter.handler.group_calls import GroupScoring
 
 __all__ = ["MOST_AT_ONCE", "Evaluation"]
 

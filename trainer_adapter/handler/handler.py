@@ -49,15 +49,19 @@ from trainer_adapter.batches.pack import FieldNames, HostPacker
 from trainer_adapter.batches.sample_flags import Truncated
 from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.handler.admission import Admission
-from trainer_adapter.handler.annotation import AnnotateGroup, GroupAnnotation
 from trainer_adapter.handler.checkpoint import HandlerState
 from trainer_adapter.handler.evaluation import MOST_AT_ONCE, Evaluation
+from trainer_adapter.handler.group_calls import (
+    AnnotateGroup,
+    GroupAnnotation,
+    ScoreGroup,
+    group_scoring,
+)
 from trainer_adapter.handler.metrics import HandlerMetrics, OnMetrics, checked_on_metrics
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prefetch import Prefetcher
 from trainer_adapter.handler.progress import DropNotes, Progress, describe_wait
 from trainer_adapter.handler.prompts import PromptOffers, PromptsEndedError
-from trainer_adapter.handler.scoring import ScoreGroup, group_scoring
 from trainer_adapter.handler.take import (
     QUIET_NOTE_S,
     Take,
