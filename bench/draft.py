@@ -128,7 +128,8 @@ class Draft(torch.nn.Module):
         self.head = torch.nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
         self.embed.weight.requires_grad_(False)
         #: The target's own, of the draft's vocabulary.
-        self.register_buffer("says", torch.randn(shape.draft_vocab, shape.hidden) * 0.02)
+        self.register_buffer("says", torch.randn(shape.draft_vocab, shape.hidden) * 0.2)
+        self.head.weight.data.copy_(self.says)
 
     def layer(self, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Compute the next state, [B, T, hidden]."""
