@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -31,6 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from bench import program
+from bench.engines import PATIENCE_S, join_group, settle
 from bench.processes import MeasurementError, Role, run_alone, run_together
 from bench.row import Row, skipped
 from shmbus.tensors import ChannelClosedError, TensorChannel
@@ -62,7 +62,6 @@ SAMPLES: Final = 10_000
 WARM_UP: Final = 5
 #: Steps that files may be ahead.
 AHEAD: Final = 4
-PATIENCE_S: Final = 240.0
 LEARNING_RATE: Final = 1e-3
 ARMS: Final = {
     "alternating": "one process, one device",
@@ -71,12 +70,6 @@ ARMS: Final = {
     "nccl": "two devices, by NCCL",
     "channel-2": "two devices, through a channel",
 }
-
-
-def settle(device: str) -> None:
-    """Wait for a device."""
-    if device != "cpu":
-        torch.cuda.synchronize(device)
 
 
 # -- the two models --------------------------------------------------------------------------------
@@ -210,7 +203,7 @@ def sending(way: Way, device: str) -> Iterator[Callable[[int, Step], None]]:
 
         yield put
     elif kind == "nccl":
-        join(place, 0, device)
+        join_group(place, 0, device)
 
         def deliver(number: int, step: Step) -> None:
             del number
@@ -246,7 +239,7 @@ def received(way: Way, device: str, steps: int) -> Iterator[Step]:
             ready.unlink()
             yield step
     elif kind == "nccl":
-        join(place, 1, device)
+        join_group(place, 1, device)
         dtypes = {"ids": torch.int64}
         for _ in range(steps):
             step = {
@@ -272,16 +265,6 @@ def received(way: Way, device: str, steps: int) -> Iterator[Step]:
                         yield dict(item.items())
             except ChannelClosedError:
                 return
-
-
-def join(address: str, rank: int, device: str) -> None:
-    """Make the group of both."""
-    if device != "cpu":
-        torch.cuda.set_device(device)
-    torch.distributed.init_process_group(
-        "gloo" if device == "cpu" else "nccl", init_method=address, rank=rank, world_size=2,
-        timeout=timedelta(seconds=PATIENCE_S),
-    )  # fmt: skip
 
 
 def wait_until(done: Callable[[], bool]) -> None:
