@@ -24,14 +24,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypedDict
 
 import torch
 import torch.nn.functional as F
 
 from bench import program
 from bench.engines import PATIENCE_S, join_group, settle
-from bench.processes import MeasurementError, Role, run_alone, run_together
+from bench.processes import MeasurementError, Role, run_alone, run_together, use_template
 from bench.row import Row, skipped
 from shmbus.tensors import ChannelClosedError, TensorChannel
 
@@ -174,7 +174,7 @@ class Trainer:
             self.peaks.append(torch.cuda.memory_reserved(self._device))
 
 
-class Report(NamedTuple):
+class Report(TypedDict):
     """What a trainer found: after the warm-up."""
 
     seconds: float
@@ -305,7 +305,8 @@ def train(start: Callable[[], None], way: Way, device: str, steps: int) -> Repor
             began = time.perf_counter()
     settle(device)
     took = time.perf_counter() - began
-    return Report(took, [float(each) for each in trainer.losses], trainer.peaks)
+    losses = [float(each) for each in trainer.losses]
+    return Report(seconds=took, losses=losses, peaks=trainer.peaks)
 
 
 def by_turns(start: Callable[[], None], shape: Shape, device: str, steps: int) -> Report:
@@ -319,7 +320,8 @@ def by_turns(start: Callable[[], None], shape: Shape, device: str, steps: int) -
             began = time.perf_counter()
     settle(device)
     took = time.perf_counter() - began
-    return Report(took, [float(each) for each in trainer.losses], trainer.peaks)
+    losses = [float(each) for each in trainer.losses]
+    return Report(seconds=took, losses=losses, peaks=trainer.peaks)
 
 
 # -- what is measured ------------------------------------------------------------------------------
@@ -358,6 +360,8 @@ def run(arm: str, shape: Shape, devices: Sequence[str], steps: int) -> tuple[Rep
 def measure(options: argparse.Namespace) -> list[Row]:
     """Measure the arms, or what a long run keeps."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if options.tiny:
+        use_template("torch", "transformers.models.qwen3.modeling_qwen3")
     if options.device != "cpu" and not torch.cuda.is_available():
         return [skipped("draft", "a draft head", "torch sees no CUDA device")]
     count = 0 if options.device == "cpu" else torch.cuda.device_count()
@@ -376,16 +380,17 @@ def measure(options: argparse.Namespace) -> list[Row]:
             rows.append(skipped(f"draft-{arm}", title, str(error)))
             continue
         used = 2 if arm in ("files", "nccl", "channel-2") else 1
-        rate = (steps - WARM_UP) * shape.samples / report.seconds
+        rate = (steps - WARM_UP) * shape.samples / report["seconds"]
         hours = used * SAMPLES / rate / 3600
+        losses = report["losses"]
         note = (
-            f"{rate:.1f} samples/s; loss {report.losses[0]:.3f} to {report.losses[-1]:.3f}; "
+            f"{rate:.1f} samples/s; loss {losses[0]:.3f} to {losses[-1]:.3f}; "
             f"the target stood for {stalled:.0%}"
         )
         rows.append(
             Row(
                 name=f"draft-{arm}", title=title, unit="GPU-h", values=(hours,), note=note,
-                figures={"losses": report.losses, "samples_a_second": rate, "stalled": stalled},
+                figures={"losses": losses, "samples_a_second": rate, "stalled": stalled},
             )
         )  # fmt: skip
         print(f"{title}: {hours:.4f} GPU-h; {note}", flush=True)
@@ -405,8 +410,8 @@ def soak(shape: Shape, devices: Sequence[str], steps: int) -> Row:
     """Send many short steps, and compare the memory of the first tenth with the last."""
     report, _ = run("channel", shape, devices, steps)
     part = max(1, steps // 10)
-    first, last = (max(cut, default=0) for cut in (report.peaks[:part], report.peaks[-part:]))
-    ends = [statistics.fmean(cut) for cut in (report.losses[:part], report.losses[-part:])]
+    first, last = (max(cut, default=0) for cut in (report["peaks"][:part], report["peaks"][-part:]))
+    ends = [statistics.fmean(cut) for cut in (report["losses"][:part], report["losses"][-part:])]
     return Row(
         name="draft-soak", title=f"draft head, {steps:,} steps through a channel", unit="B",
         values=(float(last - first),),
