@@ -82,11 +82,10 @@ REFERENCE = {
         ["shmbus.relay"],
     ),
     "peers": (
-        "Atropos and slime",
-        "Their environments, generators and trainers on a bus.",
+        "Atropos",
+        "Its environments and trainers on a bus.",
         [
             "shmbus.peers.atropos",
-            "shmbus.peers.slime",
             "trainer_adapter.adapters.atropos",
         ],
     ),

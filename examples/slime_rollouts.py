@@ -2,10 +2,12 @@
 
     SHMBUS_BUS=run1 ... --rollout-function-path slime_rollouts.generate_rollout
 
-Rollout workers put their samples with `put_sample`, from any process of this machine, or POST them
-to the gateway's ``/buffer/write``. slime installs with CUDA only, so this is written for, and
-tested by, the interface that it published (624b824).
+Rollout workers put their samples with `put_sample`, from any process of this machine. slime
+installs with CUDA only, so this is written for, and tested by, the interface that it published
+(624b824).
 
+- slime takes samples one by one, and a group once it has enough of them. Nobody numbers the samples
+  of a group, so each is a bus group of one, and the reader groups them by their key.
 - A sample that slime cannot have is dropped and ends the call by name; the next call goes on.
 - Groups are acknowledged by the call for the next step, when slime has trained on them; those of a
   trainer that died before are delivered again.
@@ -16,12 +18,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 import shmbus
-from shmbus.peers.slime import Sample, SampleGroups, is_slime, item_of, sample_of
 
 _LOG = logging.getLogger("shmbus.slime")
 _TAKE_GROUPS = 256
@@ -29,10 +33,125 @@ _TAKE_GROUPS = 256
 _WAIT_S = 1.0
 #: Numbers of this process's samples; a producer's id is unique on its bus.
 _numbers = itertools.count()
+#: Where the meta of a record has the item.
+ITEM_KEY = "slime"
+#: Lists of numbers that become arrays, so that a trainer on this machine reads views of them.
+_ARRAYS = (("tokens", np.int64), ("loss_mask", np.int64), ("rollout_log_probs", np.float64))
+#: Ints have no end; NaN and infinity are beyond it, too.
+_LARGEST_SCORE = sys.float_info.max
+
+
+class Sample(NamedTuple):
+    """An item that waits for the others of its group, and the bus group that it came as."""
+
+    item: dict[str, Any]
+    group: shmbus.Group
+
+
+def _array(item: Mapping[str, Any], name: str, dtype: type[np.generic]) -> Any:
+    values = item.get(name)
+    if not isinstance(values, list) or not values:
+        return None
+    wanted = (int,) if dtype is np.int64 else (int, float)
+    if any(type(value) not in wanted for value in values):
+        return None
+    try:
+        array = np.array(values, dtype)
+    except OverflowError:
+        return None
+    # A list that mixes int and float stays as it is, in the meta: an array would not give it back.
+    if dtype is np.float64 and any(type(value) is int for value in values):
+        return None
+    return array if np.isfinite(array).all() else None
+
+
+def sample_of(item: Mapping[str, Any], *, policy_version: int = 0) -> dict[str, Any]:
+    """Return an item as one sample of `Producer.put_group`; its reward is the score."""
+    if not isinstance(item, Mapping):
+        raise TypeError(f"item: expected a mapping, got {type(item).__name__}")
+    key = item.get("instance_id")
+    if not isinstance(key, (str, int)) or isinstance(key, bool):
+        raise ValueError(
+            f"instance_id: expected the str or int of the sample's group, got {key!r}; add it to "
+            "the item"
+        )
+    reward = item.get("reward", 0.0)
+    if isinstance(reward, dict):
+        # With several rewards the trainer chooses one by its own option.
+        score = 0.0
+    elif isinstance(reward, (int, float)) and abs(reward) <= _LARGEST_SCORE:
+        score = float(reward)
+    else:
+        raise ValueError(f"reward: expected a finite number, got {reward!r}; correct the item")
+    arrays = {
+        name: array for name, dtype in _ARRAYS if (array := _array(item, name, dtype)) is not None
+    }
+    rest = {name: value for name, value in item.items() if name not in arrays}
+    return {
+        "score": score, "policy_version": policy_version,
+        "meta": {ITEM_KEY: rest, "order": list(item)}, **arrays,
+    }  # fmt: skip
+
+
+def is_slime(group: shmbus.Group) -> bool:
+    """Whether a bus group was made by `sample_of`."""
+    meta = group[0].meta if len(group) else None
+    return isinstance(meta, dict) and isinstance(meta.get(ITEM_KEY), dict)
+
+
+def item_of(group: shmbus.Group) -> dict[str, Any]:
+    """Return the item that a record was made of, its keys in the order in which they came."""
+    try:
+        (sample,) = group.trajectories
+        rest = sample.meta[ITEM_KEY]
+        item = {
+            name: rest[name] if name in rest else sample[name].tolist()
+            for name in sample.meta["order"]
+        }
+        key = item["instance_id"]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{ITEM_KEY!r} in its meta marks a sample of sample_of, which lacks something: {error}"
+        ) from error
+    if not isinstance(key, (str, int)):
+        raise ValueError(f"instance_id: expected str or int, got {key!r}")
+    return item
+
+
+class SampleGroups:
+    """Samples by their key, in the order in which the keys came; late ones join a whole group."""
+
+    def __init__(self, group_size: int) -> None:
+        self.group_size = group_size
+        self._groups: dict[str | int, list[Sample]] = {}
+        self._uids: dict[str | int, set[str]] = {}
+
+    def add(self, sample: Sample) -> bool:
+        """Add a sample; False for a second one of its group with the same ``uid``, which is not."""
+        key = sample.item["instance_id"]
+        uid = sample.item.get("uid")
+        if isinstance(uid, str):
+            known = self._uids.setdefault(key, set())
+            if uid in known:
+                return False
+            known.add(uid)
+        self._groups.setdefault(key, []).append(sample)
+        return True
+
+    def complete(self) -> int:
+        """Return how many groups are complete."""
+        return sum(len(samples) >= self.group_size for samples in self._groups.values())
+
+    def take(self, limit: int) -> list[list[Sample]]:
+        """Take complete groups out."""
+        keys = [k for k, samples in self._groups.items() if len(samples) >= self.group_size]
+        for key in keys[:limit]:
+            self._uids.pop(key, None)
+        return [self._groups.pop(key) for key in keys[:limit]]
 
 
 def put_sample(producer: shmbus.Producer, item: Mapping[str, Any]) -> None:
-    """Put a sample as slime's rollout buffer takes it: `instance_id` says its group."""
+    """Put a sample: `instance_id` says its group, `reward` is its score."""
     key = f"slime-{producer.producer_id}-{next(_numbers)}"
     producer.put_group(key, [sample_of(item, policy_version=producer.policy_version)])
 

@@ -140,7 +140,7 @@ _FLAGS = {
     "metrics_host": ("HOST", "the address of that port"),
     "http": (
         "HOST:PORT",
-        "serve a gateway for Atropos and slime there (extra gateway; see docs/gateway.md)",
+        "serve a gateway for Atropos there (extra gateway; see docs/gateway.md)",
     ),
     "http_token_file": ("FILE", "a file with the token that its clients send"),
     "web": ("PORT", "serve a page that shows the bus at this port (extra web; see docs/page.md)"),

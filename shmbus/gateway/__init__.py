@@ -1,1 +1,1 @@
-"""The HTTP gateway: environments and trainers of Atropos and slime on a bus, by changing a URL."""
+"""The HTTP gateway: environments and trainers of Atropos on a bus, by changing a URL."""

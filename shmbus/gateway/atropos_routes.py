@@ -212,16 +212,15 @@ class AtroposRoutes:
         if found is None:
             return await json_answer(request, {"batch": None})
         batch, texts = found
-        deliveries = gateway.batch_queue.batches
         try:
             content = b'{"batch":[' + b",".join(texts) + b"]}"
             del found, texts
             response = await json_answer(request, content)
             del content
         except BaseException:
-            gateway.batch_queue.lost(deliveries, batch)
+            gateway.batch_queue.lost(batch)
             raise
-        return await gateway.answer_batch(request, response, deliveries, batch)
+        return await gateway.answer_batch(request, response, batch)
 
     async def latest_example(self, request: web.BaseRequest) -> web.StreamResponse:
         """Show the group that came last."""

@@ -1,6 +1,6 @@
 """Groups from the bus to trainers: the queue that batches are made of, and what was given.
 
-The protocols of Atropos and slime have no acknowledgement, so a request for the next batch is taken
+Atropos' protocol has no acknowledgement, so a request for the next batch is taken
 as one for those before it, and a registration as the word of a trainer that was started again.
 
 Invariants:
@@ -20,8 +20,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from typing import Any, Final, Generic, Protocol, TypeVar
+from collections.abc import Callable
 
 import msgspec
 
@@ -30,31 +29,17 @@ from shmbus.gateway.bus_reader import BusReader
 from shmbus.gateway.registry import Registry
 from shmbus.gateway.settings import DRAIN_S, STALE_S
 from shmbus.http.access import Refusal
-from shmbus.peers import atropos, slime
+from shmbus.peers import atropos
 from shmbus.peers.atropos_queue import Availability, GroupQueue, Waiting
 
 logger = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
 
-ATROPOS: Final = "atropos"
-SLIME: Final = "slime"
 
-
-class Leased(Protocol):
-    """What a batch is made of."""
-
-    @property
-    def group(self) -> Any:
-        """The bus group, leased."""
-
-
-T = TypeVar("T", bound=Leased)
-
-
-class Batch(Generic[T]):
+class Batch:
     """Groups that go to a trainer together."""
 
-    def __init__(self, parts: list[T], ids: list[str] | None = None) -> None:
+    def __init__(self, parts: list[Waiting], ids: list[str] | None = None) -> None:
         self.parts = parts
         self.ids = [part.group.instance_id for part in parts] if ids is None else ids
         self.times = 0
@@ -63,14 +48,14 @@ class Batch(Generic[T]):
         self.abort: Callable[[], None] = lambda: None
 
 
-class Deliveries(Generic[T]):
-    """Batches of one kind, of which `keep` stay given: one for each trainer process."""
+class Deliveries:
+    """Batches, of which `keep` stay given: one for each trainer process."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._ready: deque[Batch[T]] = deque()
-        self._answering: list[Batch[T]] = []
-        self._given: deque[Batch[T]] = deque()
+        self._ready: deque[Batch] = deque()
+        self._answering: list[Batch] = []
+        self._given: deque[Batch] = deque()
         #: Whether one was given since the last registration.
         self.answered = False
         #: How often what is ready has changed.
@@ -83,22 +68,22 @@ class Deliveries(Generic[T]):
         """Return the keys of what was given, for a successor."""
         return [batch.ids for batch in self._given]
 
-    def ready_parts(self) -> list[T]:
+    def ready_parts(self) -> list[Waiting]:
         """Return what waits to be answered again: no trainer has it."""
         return [part for batch in self._ready for part in batch.parts]
 
-    def due(self) -> list[Batch[T]]:
+    def due(self) -> list[Batch]:
         """Take out what a request for the next batch acknowledges."""
         found = []
         while len(self._given) >= self._keep:
             found.append(self._given.popleft())
         return found
 
-    def next_ready(self) -> Batch[T] | None:
+    def next_ready(self) -> Batch | None:
         """Return a batch that has to be answered again, if there is one."""
         return self._ready[0] if self._ready else None
 
-    def begin(self, batch: Batch[T]) -> None:
+    def begin(self, batch: Batch) -> None:
         """Note that a batch is being answered."""
         if self._ready and self._ready[0] is batch:
             self._ready.popleft()
@@ -106,7 +91,7 @@ class Deliveries(Generic[T]):
         batch.times += 1
         self._answering.append(batch)
 
-    def delivered(self, batch: Batch[T]) -> bool:
+    def delivered(self, batch: Batch) -> bool:
         """Note that all of its answer was written; False where it was forgotten meanwhile."""
         if batch not in self._answering:
             return False
@@ -115,7 +100,7 @@ class Deliveries(Generic[T]):
         self.answered = True
         return True
 
-    def lost(self, batch: Batch[T]) -> bool:
+    def lost(self, batch: Batch) -> bool:
         """Note that its answer did not reach its trainer; returns whether it comes again."""
         for held in (self._answering, self._given):
             if batch in held:
@@ -134,18 +119,18 @@ class Deliveries(Generic[T]):
         self.answered = False
         return count
 
-    def restore(self, ids: list[str]) -> Batch[T]:
+    def restore(self, ids: list[str]) -> Batch:
         """Take over a batch that a predecessor gave; its parts follow."""
-        batch: Batch[T] = Batch([], ids)
+        batch = Batch([], ids)
         self._given.append(batch)
         self.answered = True
         return batch
 
-    def clear(self) -> list[T]:
+    def clear(self) -> list[Waiting]:
         """Forget everything, and return it; answers under way end, since others get the groups."""
         for batch in self._answering:
             batch.abort()
-        batches: Iterable[Batch[T]] = [*self._ready, *self._given, *self._answering]
+        batches = [*self._ready, *self._given, *self._answering]
         found = [part for batch in batches for part in batch.parts]
         self._ready.clear()
         self._given.clear()
@@ -165,7 +150,6 @@ class BatchQueue:
         registry: Registry,
         *,
         keep_batches: int,
-        group_size: int,
         store: Callable[[], None],
     ) -> None:
         self._bus = bus
@@ -173,23 +157,17 @@ class BatchQueue:
         self._registry = registry
         self._store = store
         self.queue = GroupQueue()
-        self.samples = slime.SampleGroups(group_size)
-        self.batches: Deliveries[Waiting] = Deliveries(keep_batches)
-        self.sample_batches: Deliveries[slime.Sample] = Deliveries(keep_batches)
+        self.batches = Deliveries(keep_batches)
         self._draining = asyncio.Lock()
         self._giving = asyncio.Lock()
         self._drained_s = 0.0
         #: What environments are told, and of which state of all that it is made of.
         self._available: tuple[tuple[int, int, int], Availability] | None = None
         #: What a predecessor gave, by key; the parts come as the bus delivers them again.
-        self._restoring: dict[str, Batch[Any]] = {}
-        for kind, deliveries in self._kinds():
-            for ids in registry.state.given.get(kind, []):
-                batch = deliveries.restore(ids)
-                self._restoring |= dict.fromkeys(ids, batch)
-
-    def _kinds(self) -> tuple[tuple[str, Deliveries[Any]], ...]:
-        return ((ATROPOS, self.batches), (SLIME, self.sample_batches))
+        self._restoring: dict[str, Batch] = {}
+        for ids in registry.state.given:
+            batch = self.batches.restore(ids)
+            self._restoring |= dict.fromkeys(ids, batch)
 
     # -- from the bus ---------------------------------------------------------------------------
 
@@ -215,14 +193,7 @@ class BatchQueue:
 
     def _sort(self, group: shmbus.Group, acknowledged: list[shmbus.Group]) -> bool:
         """Put a group where it belongs; False for one that no trainer here can use."""
-        part: Waiting | slime.Sample
-        if slime.is_slime(group):
-            try:
-                part = slime.Sample(slime.item_of(group), group)
-            except ValueError as error:
-                self._warn_unusable(group, error)
-                return False
-        elif atropos.is_atropos(group):
+        if atropos.is_atropos(group):
             part = Waiting(len(group), atropos.env_id_of(group), group)
         elif all("tokens" in sample for sample in group):
             part = Waiting(len(group), None, group)
@@ -235,14 +206,8 @@ class BatchQueue:
         elif batch is not None and not batch.times:
             batch.parts.append(part)
         # What was answered again without this part does not have it: it is for the next batch.
-        elif isinstance(part, Waiting):
+        else:
             self.queue.add(part, self._registry.group_size(part.env_id))
-        elif not self.samples.add(part):
-            logger.warning(
-                "a second sample with uid %r: dropped", part.item.get("uid"),
-                extra={"bus": self._bus.name},
-            )  # fmt: skip
-            return False
         return True
 
     def _warn_unusable(self, group: shmbus.Group, why: object) -> None:
@@ -281,7 +246,7 @@ class BatchQueue:
     @property
     def answered(self) -> bool:
         """Whether a batch was given since the last registration."""
-        return any(deliveries.answered for _, deliveries in self._kinds())
+        return self.batches.answered
 
     def note_put(self) -> None:
         """Note that a body was put: what environments are told next counts it."""
@@ -299,13 +264,13 @@ class BatchQueue:
 
     # -- to a trainer ---------------------------------------------------------------------------
 
-    async def next_batch(self) -> tuple[Batch[Waiting], list[bytes]] | None:
+    async def next_batch(self) -> tuple[Batch, list[bytes]] | None:
         """Acknowledge what was given, and begin the answer of the next batch, if there is one.
 
         Its groups come with it as JSON.
         """
         async with self._giving:
-            await self._acknowledge(self.batches)
+            await self._acknowledge()
             await self.drain()
             batch = self.batches.next_ready()
             if batch is not None:
@@ -339,22 +304,8 @@ class BatchQueue:
             await self._reader.drop([part.group for part in unusable])
         return texts
 
-    async def next_samples(self) -> Batch[slime.Sample] | None:
-        """Do the same for slime: all groups that are complete."""
-        async with self._giving:
-            await self._acknowledge(self.sample_batches)
-            await self.drain()
-            batch = self.sample_batches.next_ready()
-            if batch is None:
-                parts = [sample for group in self.samples.take() for sample in group]
-                if not parts:
-                    return None
-                batch = Batch(parts)
-            self.sample_batches.begin(batch)
-            return batch
-
-    async def _acknowledge(self, deliveries: Deliveries[Any]) -> None:
-        due = deliveries.due()
+    async def _acknowledge(self) -> None:
+        due = self.batches.due()
         for batch in due:
             batch.acknowledged = True
         groups = [part.group for batch in due for part in batch.parts]
@@ -362,17 +313,17 @@ class BatchQueue:
             await self._reader.ack(groups)
             self._note()
 
-    def given(self, deliveries: Deliveries[Any], batch: Batch[Any]) -> None:
+    def given(self, batch: Batch) -> None:
         """Note that all of its answer has left."""
-        if deliveries.delivered(batch):
-            if batch.times == 1 and deliveries is self.batches:
+        if self.batches.delivered(batch):
+            if batch.times == 1:
                 self._registry.state.step += 1
             with contextlib.suppress(Refusal):
                 self._note()
 
-    def lost(self, deliveries: Deliveries[Any], batch: Batch[Any]) -> None:
+    def lost(self, batch: Batch) -> None:
         """Note that the answer did not reach its trainer."""
-        if deliveries.lost(batch):
+        if self.batches.lost(batch):
             logger.warning(
                 "a batch did not reach its trainer: it comes again",
                 extra={"bus": self._bus.name, "groups": len(batch.parts), "times": batch.times},
@@ -381,7 +332,7 @@ class BatchQueue:
 
     def restarted(self) -> None:
         """Have everything come again that the last trainer did not acknowledge."""
-        count = sum(deliveries.restarted() for _, deliveries in self._kinds())
+        count = self.batches.restarted()
         if count:
             logger.warning(
                 "a trainer registered again: what the last one had not acknowledged comes again",
@@ -390,9 +341,7 @@ class BatchQueue:
             self._note()
 
     def _note(self) -> None:
-        self._registry.state.given = {
-            kind: ids for kind, deliveries in self._kinds() if (ids := deliveries.given_ids())
-        }
+        self._registry.state.given = self.batches.given_ids()
         self._store()
 
     async def reset(self) -> int:
@@ -411,13 +360,10 @@ class BatchQueue:
                 await self._reader.detach()
                 self._note()
 
-    def _forget(self) -> list[Any]:
+    def _forget(self) -> list[Waiting]:
         """Forget all groups that were taken, and return what held them."""
         self._restoring.clear()
-        return [
-            *self.queue.clear(), *self.batches.clear(), *self.samples.clear(),
-            *self.sample_batches.clear(),
-        ]  # fmt: skip
+        return [*self.queue.clear(), *self.batches.clear()]
 
     async def close(self) -> None:
         """Leave the bus."""

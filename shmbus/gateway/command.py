@@ -39,9 +39,8 @@ def add_parser(commands: Commands) -> None:
     """Add the command to the parser of the command line."""
     parser = commands.add_parser(
         "gateway",
-        help="let environments and trainers of Atropos and slime use a bus over HTTP",
-        description="Speaks the trajectory API of Atropos and the rollout buffer of slime, over a "
-        "bus, until SIGTERM or SIGINT.",
+        help="let environments and trainers of Atropos use a bus over HTTP",
+        description="Speaks the trajectory API of Atropos over a bus, until SIGTERM or SIGINT.",
         epilog=_EXAMPLES,
     )
     parser.add_argument("name", metavar="NAME", help="the bus")
@@ -87,13 +86,6 @@ def add_parser(commands: Commands) -> None:
         default=1,
         help="batches that come again when the trainer dies (default 1: the last one)",
     )
-    parser.add_argument(
-        "--group-size",
-        metavar="N",
-        type=whole(1),
-        default=16,
-        help="samples of a group of slime's rollout buffer (default 16)",
-    )
     parser.add_argument("--log-format", choices=("json", "text"), default="text")
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
@@ -117,7 +109,6 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         memory=arguments.memory << 20,
         hold_s=arguments.hold,
         keep_batches=arguments.keep_batches,
-        group_size=arguments.group_size,
         daemon=True if arguments.daemon else None,
         log_format=arguments.log_format,
         log_level=arguments.log_level,

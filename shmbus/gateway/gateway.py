@@ -1,7 +1,6 @@
 """One gateway: the bus at one side, registrations, the queue and the journal at the other.
 
-Routes of Atropos and slime are methods of `AtroposRoutes` and `SlimeRoutes`; this holds what both
-use, and what is counted.
+Routes are methods of `AtroposRoutes`; this holds what they use, and what is counted.
 
 Invariant: what a successor must know is stored before the client is answered.
 """
@@ -13,14 +12,13 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
 import shmbus
 from shmbus.gateway import settings as limits
-from shmbus.gateway.batch_queue import Batch, BatchQueue, Deliveries
+from shmbus.gateway.batch_queue import Batch, BatchQueue
 from shmbus.gateway.bodies import Bodies
 from shmbus.gateway.bus_reader import BusReader
 from shmbus.gateway.idempotent_put import Body, IdempotentPut, Samples, key_of
@@ -52,7 +50,6 @@ class Gateway:
             BusReader(settings.bus, settings.daemon),
             self.registry,
             keep_batches=settings.keep_batches,
-            group_size=settings.group_size,
             store=self.store,
         )
         #: The samples of the group that came last, for ``/latest_example``.
@@ -154,19 +151,18 @@ class Gateway:
         self,
         request: web.BaseRequest,
         response: web.Response,
-        deliveries: Deliveries[Any],
-        batch: Batch[Any],
+        batch: Batch,
     ) -> web.StreamResponse:
         """Answer a batch, and have it come again if the answer does not arrive."""
 
         def note(delivered: bool) -> None:
             if not delivered:
-                self.batch_queue.lost(deliveries, batch)
+                self.batch_queue.lost(batch)
 
         connection = connection_of(request)
         batch.abort = connection.abort
         await connection.deliver(request, response, note, limits.ANSWER_S)
-        self.batch_queue.given(deliveries, batch)
+        self.batch_queue.given(batch)
         return response
 
     def gauges(self) -> dict[str, float]:
@@ -174,8 +170,7 @@ class Gateway:
         bodies = self.bodies
         return {
             "queue_groups": len(self.batch_queue.queue),
-            "slime_samples": len(self.batch_queue.samples),
-            "given_batches": len(self.batch_queue.batches) + len(self.batch_queue.sample_batches),
+            "given_batches": len(self.batch_queue.batches),
             "held_bodies": self.puts.holding + bodies.plain.waiting + bodies.compressed.waiting,
             "body_bytes": bodies.plain.used + bodies.compressed.used,
             "repeated_bodies": self.puts.repeated,

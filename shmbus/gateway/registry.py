@@ -74,8 +74,8 @@ class _State(msgspec.Struct, kw_only=True):
     step: int = 0
     started: bool = False
     environments: list[Environment] = []
-    #: Groups of each batch that a trainer was given and has not acknowledged, by kind and number.
-    given: dict[str, list[list[str]]] = {}
+    #: Groups of each batch that a trainer was given and has not acknowledged.
+    given: list[list[str]] = []
 
 
 class Registry:

@@ -29,7 +29,6 @@ from shmbus.gateway.answers import SERVER, json_answer, refusal_answer, text_ans
 from shmbus.gateway.atropos_routes import AtroposRoutes
 from shmbus.gateway.gateway import Gateway
 from shmbus.gateway.settings import Settings
-from shmbus.gateway.slime_routes import SlimeRoutes
 from shmbus.http.access import (
     Refusal,
     bearer_of,
@@ -115,7 +114,6 @@ class Server:
         )
         self._routes: dict[tuple[str, str], Route] = {
             **AtroposRoutes(gateway).routes,
-            **SlimeRoutes(gateway).routes,
             ("GET", "/healthz"): self._healthz,
             ("GET", "/metrics"): self._metrics,
         }

@@ -80,8 +80,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     #: Batches that a trainer has been given and that stay leased, so that they come again if it
     #: dies: 1 acknowledges a batch when the next one is asked for.
     keep_batches: int = 1
-    #: Samples of a group of slime.
-    group_size: int = 16
     #: Whether groups come from the daemon of the bus, as for `shmbus.Consumer`.
     daemon: bool | None = None
     log_format: Literal["json", "text"] = "text"

@@ -1,6 +1,6 @@
 """Groups on the bus that its gateway did not put: answered whole, or dropped by name. None blocks.
 
-Any producer may put into the bus of a gateway. What it puts need not be what Atropos or slime can
+Any producer may put into the bus of a gateway. What it puts need not be what Atropos can
 have, and the batches of everybody else go on.
 """
 
@@ -30,11 +30,6 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     "several rows": ({"rows": ROWS}, "one row"),
     "no score yet": ({"tokens": TOKENS, "score": None}, "score"),
     "mark of Atropos alone": ({"tokens": TOKENS, "meta": {"atropos": {}}}, "samples_of"),
-    "mark of slime alone": ({"tokens": TOKENS, "meta": {"slime": {}}}, "sample_of"),
-    "slime without a key": (
-        {"tokens": TOKENS, "meta": {"slime": {"instance_id": []}, "order": ["instance_id"]}},
-        "instance_id",
-    ),
 }
 
 
@@ -43,8 +38,7 @@ def test_what_cannot_be_answered_is_dropped_by_name_and_the_others_go_on(gateway
     with shmbus.Producer(gateway.name) as producer:
         producer.put_group("before", [{"tokens": TOKENS, "score": 1.0}] * 2)
         for name, (sample, _) in UNUSABLE.items():
-            count = 1 if "slime" in name else 2
-            producer.put_group(name, [{"score": 1.0, **sample}] * count)
+            producer.put_group(name, [{"score": 1.0, **sample}] * 2)
     assert gateway.post("/scored_data", scored([7], [8])).status == 200
     batch = gateway.batch()
     assert sorted(group["tokens"] for group in batch) == [[TOKENS.tolist()] * 2, [[7], [8]]]

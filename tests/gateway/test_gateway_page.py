@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -129,26 +128,8 @@ def test_the_five_minutes_of_atropos(start: Start, bus_name: str) -> None:
     assert gateway.get("/batch").status == 409
 
 
-def test_the_five_minutes_of_slime(
-    start: Start, bus_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [run] = commands("From slime's")
-    gateway = start(run, bus_name)
-    for number in range(8):
-        item = {"instance_id": "a", "uid": str(number), "reward": 1.0, "tokens": [number]}
-        assert gateway.post("/buffer/write", item).json()["success"]
-    data = gateway.post("/get_rollout_data", {}).json()["data"]["data"]
-    assert [item["uid"] for item in data] == [str(number) for number in range(8)]
-    [path] = re.findall(r"--rollout-function-path ([\w.]+)", PAGE)
-    module, _, name = path.rpartition(".")
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
-    found = import_module(module)
-    assert callable(getattr(found, name)) and callable(found.put_sample)
-
-
 def test_each_option_that_the_page_names_is_one_of_the_command(program: None) -> None:
     named = set(re.findall(r"`(?:shmbus (\w+) )?(--[a-z-]+)", PAGE))
-    named.remove(("", "--rollout-function-path"))  # slime's own
     assert len(named) >= 7
     commands = {command for command, _ in named if command} | {"gateway", "serve"}
     helps = {

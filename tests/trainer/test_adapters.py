@@ -327,8 +327,7 @@ def test_what_is_no_sample_is_refused(producer: shmbus.Producer) -> None:
 
 
 def test_items_come_back_as_they_were_written(bus: shmbus.Bus, producer: shmbus.Producer) -> None:
-    from shmbus.peers.slime import item_of
-
+    item_of = slime_rollouts.item_of
     items = [
         item("a", 0), item("b", 0, tokens=[], loss_mask=[True, 2], rollout_log_probs=[1, -0.5]),
         {"instance_id": 7, "reward": {"math": 1.0}, "tokens": [2**62], "nested": {"x": [None]}},
