@@ -5,6 +5,7 @@ Invariants:
 - What bodies occupy together stays below the budget; who comes later waits unread, first come first
   served. Compressed bodies have a budget of their own, so that none waits for room that only
   itself could free.
+- While others wait for room, a body that has some and does not come ends.
 - A gzip stream that is truncated, damaged or longer than the limit is refused before it is used.
 """
 
@@ -14,7 +15,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from http import HTTPStatus
 from typing import cast
 
@@ -33,12 +34,42 @@ _SIZE_BYTES = 4
 _SHORTEST = 18
 
 
+class Arrival:
+    """A body that has room, and comes: how much of it, and what ends it."""
+
+    def __init__(self, came: Callable[[], int], end: Callable[[], None], now_s: float) -> None:
+        self._came = came
+        self._since_s, self._before = now_s, 0
+        self.end = end
+
+    def begin_window(self, now_s: float) -> None:
+        """Count from now on."""
+        self._since_s, self._before = now_s, self._came()
+
+    def is_slow(self, now_s: float) -> bool:
+        """Whether too little came in a window that is over; if not, another begins.
+
+        What came while this process did something else is held against nobody.
+        """
+        window_s = now_s - self._since_s
+        if window_s < settings.STALL_S:
+            return False
+        if self._came() - self._before < settings.SLOWEST_BYTES_PER_S * window_s:
+            return True
+        self.begin_window(now_s)
+        return False
+
+
 class Budget:
     """Bytes that several bodies share."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.used = 0
+        #: Bodies that have room, and come.
+        self._arriving: dict[Arrival, None] = {}
+        #: When the next check of them is due; None while nobody waits.
+        self._check_due_s: float | None = None
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
@@ -60,6 +91,9 @@ class Budget:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (count, turn)
         self._queue.append(entry)
+        if self._check_due_s is None:
+            self._begin_windows(time.monotonic())
+            self._check_soon()
         try:
             await turn
         except asyncio.CancelledError:
@@ -75,6 +109,42 @@ class Budget:
         """Give `count` bytes back."""
         self.used -= count
         self._admit()
+
+    @contextlib.contextmanager
+    def arriving(self, came: Callable[[], int], end: Callable[[], None]) -> Iterator[None]:
+        """Have a body ended that comes too slowly in the block, while others wait."""
+        arrival = Arrival(came, end, time.monotonic())
+        self._arriving[arrival] = None
+        try:
+            yield
+        finally:
+            self._arriving.pop(arrival, None)
+
+    def _check_soon(self) -> None:
+        self._check_due_s = time.monotonic() + settings.STALL_CHECK_S
+        asyncio.get_running_loop().call_later(settings.STALL_CHECK_S, self._check)
+
+    def _check(self) -> None:
+        now_s, due_s = time.monotonic(), self._check_due_s
+        if not self._queue:
+            self._check_due_s = None
+            return
+        if due_s is None or now_s - due_s > settings.STALL_CHECK_S:
+            self._begin_windows(now_s)  # it is this process that did not come to it
+        else:
+            self._end_slow(now_s)
+        self._check_soon()
+
+    def _begin_windows(self, now_s: float) -> None:
+        """Count from now on: nobody has watched until now."""
+        for arrival in self._arriving:
+            arrival.begin_window(now_s)
+
+    def _end_slow(self, now_s: float) -> None:
+        """End bodies that come too slowly, for others who wait."""
+        for arrival in [each for each in self._arriving if each.is_slow(now_s)]:
+            del self._arriving[arrival]
+            arrival.end()
 
     def _admit(self) -> None:
         while self._queue and self.used + self._queue[0][0] <= self.total:
@@ -169,8 +239,12 @@ class Bodies:
         reserved = limit if said is None else said
         too_large = self._too_large("more")
         await self._acquire(budget, reserved, deadline_s)
+        content = request.content
         try:
-            body = await self._read(request, limit, too_large)
+            with budget.arriving(
+                lambda: content.total_bytes, lambda: content.set_exception(_stalled())
+            ):
+                body = await self._read(request, limit, too_large)
             if said is None:
                 budget.release(reserved - len(body))
                 reserved = len(body)
@@ -242,6 +316,15 @@ class Bodies:
                 raise too_large
             part = await content.readany()
         return body
+
+
+def _stalled() -> Refusal:
+    return Refusal(
+        HTTPStatus.REQUEST_TIMEOUT,
+        f"body: expected {settings.SLOWEST_BYTES_PER_S} bytes a second of it while others wait for "
+        "room, got fewer; send it again",
+        close=True,
+    )
 
 
 def _said_size(body: bytes | bytearray) -> int:

@@ -12,6 +12,12 @@ HOLD_S: Final = 240.0
 #: Seconds that a client has for its body, and as long again for each SLOW_BYTES of it.
 BODY_S: Final = 60.0
 SLOW_BYTES: Final = 8 << 20
+#: What has to come of a body that has room while others wait for it, in each window of so many
+#: seconds: far less than any network carries, and more than a client sends that has stopped.
+SLOWEST_BYTES_PER_S: Final = 16 << 10
+STALL_S: Final = 5.0
+#: Seconds between two looks at that.
+STALL_CHECK_S: Final = 1.0
 #: Seconds that an answer may stay unread in our buffer before its connection ends.
 ANSWER_S: Final = 60.0
 #: Seconds that a connection may stay without a request: many times as
