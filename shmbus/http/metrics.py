@@ -52,7 +52,7 @@ class Metrics:
                 ]
             else:
                 lines += [
-                    f'{full}{{bus="{name}",route="{route}"}} {value:g}'
+                    f'{full}{{bus="{name}",route="{route}"}} {value:.15g}'
                     for route, value in sorted(self._by_route[family].items())
                 ]
         typed = set()
@@ -63,7 +63,7 @@ class Metrics:
                     typed.add(family)
                     lines.append(f"# TYPE {self._prefix}_{family} {kind}")
                 own = f",{labels}" if labels else "}"
-                lines.append(f'{self._prefix}_{family}{{bus="{name}"{own} {value:g}')
+                lines.append(f'{self._prefix}_{family}{{bus="{name}"{own} {value:.15g}')
         return "\n".join(lines) + "\n"
 
 
