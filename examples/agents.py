@@ -1,6 +1,6 @@
 """An agent that only knows the ``openai`` client learns to use a tool, through the recorder alone.
 
-    pip install -e '.[train,proxy]' openai
+    pip install 'shmbus[train,proxy]' openai
     python examples/agents.py                  # a minute on two cores; --quick for less
 
 `shmbus proxy` stands between the agent and the engine, and keeps token ids, logprobs and versions

@@ -1,6 +1,6 @@
 """Rollouts from an OpenAI-compatible server, many at once.
 
-    pip install -e '.[train]' aiohttp openai
+    pip install 'shmbus[train]' aiohttp openai
     python examples/async_openai.py            # half a minute on two cores; --quick for less
 
 A worker keeps 32 chat completions under way in one event loop, as beside vLLM or SGLang:

@@ -1,6 +1,6 @@
 """The demo over two nodes: rollout workers on one, the trainer on another, a relay between them.
 
-    pip install -e '.[demo,ray]'                                 # on both nodes
+    pip install 'shmbus[demo,ray]'                                 # on both nodes
     ray start --head --resources '{"trainer": 1}'                # on the trainer's
     ray start --address HEAD:6379 --resources '{"rollout": 1}'   # on the workers'
     python examples/demo_on_two_nodes.py                         # on either of them

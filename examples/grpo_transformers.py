@@ -1,6 +1,6 @@
 """GRPO on a stock Hugging Face model, over the bus, in packed batches.
 
-    pip install -e '.[train]' transformers
+    pip install 'shmbus[train]' transformers
     python examples/grpo_transformers.py                 # a tiny Llama, about a minute on two cores
     python examples/grpo_transformers.py --model qwen3 --steps 200
 

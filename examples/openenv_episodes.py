@@ -1,6 +1,6 @@
 """Episodes of a real OpenEnv server on a bus: turns become a row, the steps' rewards the score.
 
-    pip install . openenv-core==0.3.0
+    pip install shmbus openenv-core==0.3.0
     python examples/openenv_episodes.py            # --quick: fewer groups
 
 The environment hides a number; each guess is answered by "higher" or "lower". The policy here is a

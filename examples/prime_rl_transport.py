@@ -4,7 +4,7 @@
     prime_rl_transport.install("run1")   # in the orchestrator and each trainer, before they start
 
 prime-rl chooses its transport by name in a factory, without a hook: `install` puts another factory
-in its place. Both sets of names are served: ``transports.rollouts`` with MicroBatchSender, and
+in its place, unless it has the patch in ``docs/adapters/upstream/prime-rl.diff``. Both sets of names are served: ``transports.rollouts`` with MicroBatchSender, and
 ``transports.batch`` with BatchSender. It installs with CUDA only, so this is written for, and
 tested by, the interfaces of two of its commits (docs/adapters/prime-rl.md).
 
@@ -86,6 +86,26 @@ def install(name: str, *, readers_per_rank: int = 1) -> str:
     raise ImportError(
         f"the prime-rl adapter needs its batch transport: {'; '.join(tried)}; written for {TESTED}"
     )
+
+
+def setup_batch_sender(
+    output_dir: Path, data_world_size: int, current_step: int, transport: Any
+) -> Any:
+    """Make the sender of a transport that is chosen by this module's name; `options` has `bus`."""
+    return _of(transport)[0](output_dir, data_world_size, current_step, transport)
+
+
+def setup_batch_receiver(
+    output_dir: Path, data_rank: int, current_step: int, transport: Any
+) -> Any:
+    """Make the receiver of such a transport."""
+    return _of(transport)[1](output_dir, data_rank, current_step, transport)
+
+
+def _of(transport: Any) -> tuple[Any, Any]:
+    micro_batch = importlib.import_module(PLACES[0][0]).MicroBatch
+    options = transport.options
+    return _factories(options["bus"], options.get("readers_per_rank", 1), micro_batch)
 
 
 def _factories(name: str, readers: int, micro_batch: type[Any]) -> tuple[Any, Any]:

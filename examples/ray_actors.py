@@ -1,6 +1,6 @@
 """Rollout actors of Ray, whose trajectories go through shared memory and not through its store.
 
-    pip install -e '.[train]' ray
+    pip install 'shmbus[train]' ray
     python examples/ray_actors.py              # half a minute on two cores; --quick for less
 
 Ray places and watches the actors; the bus carries prompts and trajectories. A `Producer` pickles by

@@ -1,6 +1,6 @@
 """Curves of a run in TensorBoard, from ``handler.metrics()``.
 
-    pip install -e '.[train]' tensorboard
+    pip install 'shmbus[train]' tensorboard
     python examples/tensorboard_metrics.py --logdir runs     # then: tensorboard --logdir runs
 
 ``handler.metrics()`` is a flat dict of floats, of what came since the last call: rewards, lag,

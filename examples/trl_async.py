@@ -1,6 +1,6 @@
 """TRL's AsyncGRPOTrainer fed from a bus by rollout processes of your own, without vLLM.
 
-    pip install . trl==1.16.0 requests 'torch>=2.8'
+    pip install shmbus trl==1.16.0 requests 'torch>=2.8'
     python examples/trl_async.py                     # a tiny model from a config; a Hopper GPU
     python examples/trl_async.py --steps 200 --workers 4 --output runs/trl
 

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer whose prompts are answered by rollout processes of your own, over a bus.
 
-    pip install . trl==1.16.0 'torch>=2.8'
+    pip install shmbus trl==1.16.0 'torch>=2.8'
     python examples/trl_sync.py                      # a tiny model from a config; two CPU cores do
     python examples/trl_sync.py --steps 100 --workers 4
 

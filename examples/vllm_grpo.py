@@ -1,6 +1,6 @@
 """GRPO with a real vLLM server: prompts out, samples in, weights back, a checkpoint to resume from.
 
-    pip install -e '.[engines]' vllm peft             # on a CPU: see docs/vllm.md
+    pip install 'shmbus[engines]' vllm peft             # on a CPU: see docs/vllm.md
     python examples/vllm_grpo.py --output runs/one    # some minutes on two cores
     shmbus web vllm-one                               # the page, beside it
 

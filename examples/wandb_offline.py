@@ -1,6 +1,6 @@
 """Curves and a table of samples of a run in wandb, without its servers.
 
-    pip install -e '.[train]' wandb
+    pip install 'shmbus[train]' wandb
     WANDB_MODE=offline python examples/wandb_offline.py      # later: wandb sync wandb/offline-run-*
 
 ``handler.metrics()`` goes into ``run.log`` as it is; its names say what belongs together. One group

@@ -13,3 +13,11 @@ except ModuleNotFoundError as error:
         "where that is the source tree, run Python from another directory, in which it finds the "
         "installed package, or compile here: python setup.py build_ext --inplace"
     ) from None
+except ImportError as error:
+    if error.path is None:  # it loads, and its initialisation says why not
+        raise
+    raise ImportError(
+        f"shmbus_ext: expected a _core for this system's C library, got one that does not load "
+        f"({error}); wheels are of glibc: elsewhere compile it, by pip install --no-binary=shmbus "
+        "shmbus"
+    ) from error

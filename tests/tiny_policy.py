@@ -1,15 +1,18 @@
 """A tiny model, its tokenizer, prompts, and a rollout worker that samples it. No Ray, no trainer.
 
-    tiny_policy.py PAGE WORDS BUS DIRECTORY
+    tiny_policy.py PAGE WORDS BUS DIRECTORY [DIES_IN]
 
 The worker is a block of a documentation page (see `pages`). It answers requests with the model
-until the bus is gone. Reward: the share of sampled tokens that are the prompt's word. What every
+until the bus is gone, or kills itself in its rollout of that number. Reward: the share of sampled tokens that are the prompt's word. What every
 trainer must have done with it is checked here: its ledger, and its parameters.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -63,12 +66,18 @@ def make(directory: Path, prompts: int = PROMPTS * STEPS) -> None:
 
 
 @contextmanager
-def sampling(page: str, words: str, bus: str, directory: Path, count: int) -> Iterator[None]:
-    """Have processes of this file answer requests, as a page says."""
+def sampling(
+    page: str, words: str, bus: str, directory: Path, count: int, dies_in: int = 0
+) -> Iterator[None]:
+    """Have processes of this file answer requests, as a page says, and one more that is killed."""
     command = [sys.executable, "-W", "ignore", __file__, page, words, bus, str(directory)]
     processes = [subprocess.Popen(command) for _ in range(count)]
+    if dies_in:
+        processes.append(subprocess.Popen([*command, str(dies_in)]))
     try:
         yield
+        if dies_in:
+            assert processes[-1].poll() == -signal.SIGKILL, "it was not killed in a rollout"
     finally:
         for process in processes:
             process.kill()
@@ -97,11 +106,15 @@ def check_moved(directory: Path, trained: Mapping[str, Any]) -> None:
 def main() -> None:
     from transformers import AutoModelForCausalLM
 
-    page, words, bus, directory = sys.argv[1:]
+    page, words, bus, directory, *dies_in = sys.argv[1:]
+    last = int(dies_in[0]) if dies_in else 0
+    rollouts = itertools.count(1)
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(f"{directory}/model", dtype=torch.float32).eval()
 
     def rollout(messages: Any, *_: Any) -> tuple[list[int], list[int], list[float], float]:
+        if next(rollouts) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
         word = int(messages[0]["content"][1:])
         ids, logprobs = torch.tensor([[word]]), [0.0]
         with torch.no_grad():

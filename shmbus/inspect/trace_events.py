@@ -193,14 +193,14 @@ class TraceEvents:
         key, at = _key(event), _us(event.unix_s)
         flow = 0
         back = self._given_back.pop(key, None)
-        if back is None:
-            self._commits(event)
         began, whole = _born(event)
         if back is not None:
             began, whole = back, back
         if began:
             flow = next(self._flows)
             self._before_lease(key, began, whole, at, "", flow)
+        if back is None:
+            self._commits(event)
         self._leases.setdefault(key, []).append(_Open(at, event.who, flow, event.count))
         if len(self._leases) > MAX_OPEN:
             oldest = next(iter(self._leases))
@@ -227,18 +227,17 @@ class TraceEvents:
                 self._given_back[key] = at
                 _bound(self._given_back)
             return
-        self._commits(event)
+        began, whole = _born(event)
         if event.kind != "dropped":
             text = f"{_name(key)} {event.kind}"
             self._instant(event.who or self._daemon, text, at)
-            return
-        began, whole = _born(event)
-        if began and event.index is None:
+        elif began and event.index is None:
             self._before_lease(key, began, whole, at, f"dropped: {event.text}")
         else:
             sample = "" if event.index is None else f"/{event.index}"
             text = f"{_name(key)}{sample} dropped: {event.text}"
-            self._instant(self._group, text, at)
+            self._instant(groups_of(self._bus), text, at)
+        self._commits(event)
 
     def _before_lease(
         self, key: _GroupKey, began: int, whole: int, end: int, why: str, flow: int = 0
@@ -246,22 +245,19 @@ class TraceEvents:
         """Show a group that waits: for its samples, then for a trainer."""
         began = min(began, end)
         whole = whole and min(max(began, whole), end)
-        more = {"instance_id": key[0], "round": key[1], "split": key[2]}
+        group, more = groups_of(self._bus), _about(key)
         if why:
             more["end"] = why
-        track = self._slice(self._group, _name(key), began, end, more)
+        track = self._slice(group, _name(key), began, end, more)
         if flow:
-            self._arrow("s", self._group, track, began, flow)
+            self._arrow("s", group, track, began, flow)
         if whole:
-            self._slice(self._group, "incomplete", began, whole, track=track)
+            self._slice(group, "incomplete", began, whole, track=track)
             if not why and whole < end:
-                self._slice(self._group, "waits for a trainer", whole, end, track=track)
+                self._slice(group, "waits for a trainer", whole, end, track=track)
 
     def _at_trainer(self, key: _GroupKey, lease: _Open, end: int, how: str) -> None:
-        more = {
-            "instance_id": key[0], "round": key[1], "split": key[2], "samples": lease.samples,
-            "end": how,
-        }  # fmt: skip
+        more = {**_about(key), "samples": lease.samples, "end": how}
         track = self._slice(lease.who, _name(key), lease.since, end, more)
         if lease.flow:
             self._arrow("f", lease.who, track, lease.since, lease.flow)
@@ -273,10 +269,11 @@ class TraceEvents:
             at = _us(sample.unix_s)
             begun = self._begun.pop((key, sample.index, sample.producer), None)
             text = f"{_name(key)}/{sample.index}"
+            more = {**_about(key), "sample": sample.index}
             if begun is None:
-                self._instant(who, f"{text} put", at)
+                self._instant(who, f"{text} put", at, more)
             else:
-                self._slice(who, text, min(begun, at), at)
+                self._slice(who, text, min(begun, at), at, more)
 
     def _of_sample(self, event: BusEvent) -> None:
         """Show a sample that failed, and may be asked for again."""
@@ -310,10 +307,6 @@ class TraceEvents:
     @property
     def _daemon(self) -> str:
         return f"bus {self._bus}"
-
-    @property
-    def _group(self) -> str:
-        return f"groups of {self._bus}"
 
     def _pid(self, who: str) -> int:
         """Return the number of a process; those of the system may be twice in two containers."""
@@ -358,6 +351,11 @@ class TraceEvents:
         self._emit(phase, who, "leased", track, at, id=number, bp="e")
 
 
+def groups_of(bus: str) -> str:
+    """Name the process of the trace that has the groups of a bus."""
+    return f"groups of {bus}"
+
+
 def _us(unix_s: float) -> int:
     return round(unix_s * 1e6)
 
@@ -370,6 +368,10 @@ def _name(key: _GroupKey) -> str:
     instance_id, round, split = key
     name = instance_id if round is None else f"{instance_id} of round {round}"
     return name if split == "train" else f"{name} ({split})"
+
+
+def _about(key: _GroupKey) -> dict[str, Any]:
+    return dict(zip(("instance_id", "round", "split"), key, strict=True))
 
 
 def _born(event: BusEvent) -> tuple[int, int]:

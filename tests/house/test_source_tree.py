@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import _has
 
+from shmbus_ext import _core
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -30,6 +32,28 @@ def test_an_import_of_the_bare_source_says_where_it_is_and_what_to_do(tmp_path: 
     assert said.startswith("ImportError: shmbus_ext: expected a compiled _core for this Python in")
     assert str(tmp_path / "shmbus_ext") in said
     assert "another directory" in said and "build_ext --inplace" in said
+
+
+def test_a_wheel_of_another_c_library_is_a_sentence(tmp_path: Path) -> None:
+    shutil.copytree(
+        ROOT / "shmbus_ext", tmp_path / "shmbus_ext",
+        ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+    )  # fmt: skip
+    own = Path(_core.__file__)
+    content = own.read_bytes()
+    assert b"\0libc.so.6\0" in content
+    # As where musl stands in glibc's place: what the core was linked with is not there.
+    foreign = content.replace(b"\0libc.so.6\0", b"\0libz.so.0\0")
+    (tmp_path / "shmbus_ext" / own.name).write_bytes(foreign)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+         "import shmbus_ext"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("ImportError: shmbus_ext: expected a _core for this system's C library")
+    assert "libz.so.0" in said and "pip install --no-binary=shmbus shmbus" in said
 
 
 def test_a_folder_that_is_called_like_a_package_is_not_taken_for_it(

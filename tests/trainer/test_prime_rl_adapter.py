@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import random
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import doc_pages
@@ -287,6 +289,19 @@ def test_the_page_replaces_the_transport(commit: str, run: str) -> None:
         sender = getattr(theirs, f"setup_{middle}_sender")("out", 1, 0, None)
         assert isinstance(sender, prime_rl.ShmbusBatchSender)
         sender.close()
+
+
+def test_a_transport_by_the_name_of_its_module_needs_no_install(run: str) -> None:
+    transport = SimpleNamespace(module="prime_rl_transport", options={"bus": run})
+    with installed("0f59b24") as theirs:
+        module = importlib.import_module(transport.module)
+        sender = module.setup_batch_sender("out", 1, 5, transport)
+        receiver = module.setup_batch_receiver("out", 0, 5, transport)
+        asyncio.run(sender.send([[small(theirs.MicroBatch, 7)]]))
+        receiver.wait()
+        assert [each.input_ids for each in receiver.receive()] == [[7]]
+        for end in (sender, receiver):
+            end.close()
 
 
 def test_another_version_is_refused_by_the_names_it_lacks() -> None:

@@ -192,6 +192,39 @@ def test_a_store_is_of_one_process_and_a_killed_one_is_made_anew(bus_name: str) 
         StorageClientFactory.create("ShmbusStorageClient", {"store": bus_name})
 
 
+WRITER = """
+import os, sys, time
+from trainer_adapter.adapters.transfer_queue import ShmbusStorageClient
+import torch
+
+def half(fd, parts):
+    os.write(fd, parts[0])
+    print("half", flush=True)
+    time.sleep(600)
+
+os.writev = half
+ShmbusStorageClient({"store": sys.argv[1]}).put(["k"], [torch.zeros(1_000_000)])
+"""
+
+
+def test_a_writer_that_is_killed_in_mid_put_leaves_the_value_before(
+    client: Any, store: Store, bus_name: str
+) -> None:
+    client.put(["k"], [torch.ones(4)])
+    command = [sys.executable, "-c", WRITER, bus_name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == "half\n"
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    assert torch.equal(client.get(["k"])[0], torch.ones(4))
+    client.put(["k"], [torch.full((4,), 2.0)])
+    assert client.get(["k"])[0].sum() == 8
+    # What it left goes with the store.
+    assert len(os.listdir(store.path)) == 2
+    store.close()
+    assert not os.path.exists(store.path)
+
+
 def test_a_folder_that_others_may_read_is_refused(bus_name: str) -> None:
     path = f"{transfer_queue._PREFIX}{bus_name}"
     os.mkdir(path, 0o755)

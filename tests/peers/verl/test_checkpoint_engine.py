@@ -116,6 +116,34 @@ def test_a_trainer_that_is_killed_in_mid_update_leaves_the_version_before(bus_na
     assert update(make(bus_name), [receiver], 30.0, 1)[0][0] == 30.0
 
 
+RECEIVER = """
+import asyncio, sys, time
+from trainer_adapter.adapters.verl.checkpoint_engine import ShmbusCheckpointEngine
+
+engine = ShmbusCheckpointEngine(bus=sys.argv[1])
+
+async def read():
+    async for name, tensor in engine.get_weights():
+        print("half", flush=True)
+        time.sleep(600)
+
+asyncio.run(read())
+"""
+
+
+def test_a_rollout_that_is_killed_in_mid_read_holds_nobody_back(bus_name: str) -> None:
+    sender, other = make(bus_name), make(bus_name)
+    update(sender, [other], 10.0, 1)
+    command = [sys.executable, "-c", RECEIVER, bus_name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rollout:
+        assert rollout.stdout is not None and rollout.stdout.readline() == "half\n"
+        rollout.send_signal(signal.SIGKILL)
+        rollout.wait()
+    # As many versions as there are slots, and more.
+    for step, value in enumerate((20.0, 30.0, 40.0, 50.0), start=2):
+        assert update(sender, [other], value, step) == [[value + layer for layer in range(5)]]
+
+
 def test_two_ranks_write_a_version_together(bus_name: str) -> None:
     senders, receiver = [make(bus_name), make(bus_name)], make(bus_name)
     for value in (10.0, 20.0):

@@ -33,25 +33,26 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(600)
 
 
-def of_the_page(block: str, bus: str) -> list[str]:
-    """A configuration of the page, as arguments of a command line."""
-    text = block.replace(f"bus: {doc_pages.BUS}", f"bus: {bus}")
+def flat(node: Any, *keys: str) -> Iterator[tuple[str, Any]]:
+    """The values of a configuration, by their dotted names."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from flat(value, *keys, key)
+    else:
+        yield ".".join(keys), node
 
-    def flat(node: Any, *keys: str) -> Iterator[str]:
-        if isinstance(node, dict):
-            for key, value in node.items():
-                yield from flat(value, *keys, key)
-        else:
-            yield f"++{'.'.join(keys)}={node}"
 
-    return list(flat(yaml.safe_load(text)))
+def recipe() -> dict[str, Any]:
+    """What the recipe sets upon verl's own configuration."""
+    file = doc_pages.PAGES / "upstream/verl-recipe/shmbus/config/shmbus_trainer.yaml"
+    found = yaml.safe_load(file.read_text())
+    return dict(flat({key: found[key] for key in found if key not in ("hydra", "defaults")}))
 
 
 def overrides(bus: str, root: Path) -> list[str]:
     """What a user would write; the second half makes it small, and of a CPU."""
     return [
-        *of_the_page(doc_pages.block("verl.md", "custom_sampler:"), bus),
-        *of_the_page(doc_pages.block("verl.md", "custom_backend_module:"), bus),
+        *(f"{name}={bus}" for name, value in recipe().items() if value == doc_pages.BUS),
         f"actor_rollout_ref.model.path={root}/model",
         f"data.train_files={root}/prompts.json",
         f"data.val_files={root}/prompts.json",
@@ -130,10 +131,11 @@ def check_sent(root: Path, actor: dict[str, torch.Tensor]) -> None:
         assert torch.equal(whole.to(sent[name].dtype), sent[name]), name
 
 
-def test_verl_trains_on_groups_of_outside_processes(bus_name: str, tmp_path: Path) -> None:
+def test_verl_trains_on_groups_of_outside_processes_one_of_which_is_killed(bus_name: str, tmp_path: Path) -> None:
     make(tmp_path)
     with shmbus.Bus.create(bus_name, capacity="1MiB") as bus:
-        with sampling("verl.md", "producer.requests.next()", bus_name, tmp_path, count=2):
+        words = "producer.requests.next()"
+        with sampling("verl.md", words, bus_name, tmp_path, count=2, dies_in=3):
             log = train(bus_name, tmp_path)
         stats = bus.stats()
     check_ledger(stats)
@@ -149,6 +151,14 @@ def test_verl_trains_on_groups_of_outside_processes(bus_name: str, tmp_path: Pat
     actor = torch.load(saved, weights_only=False)
     check_moved(tmp_path, actor)
     check_sent(tmp_path, actor)
+
+
+def test_the_recipe_sets_what_the_page_says() -> None:
+    pages = [
+        yaml.safe_load(doc_pages.block("verl.md", "custom_sampler:")),
+        yaml.safe_load(doc_pages.block("verl.md", "custom_backend_module:")),
+    ]
+    assert recipe() == {name: value for page in pages for name, value in flat(page)}
 
 
 def test_the_page_installs_what_the_tests_ran_with() -> None:

@@ -32,6 +32,9 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
+#: The configuration of the recipe, upon verl's own.
+RECIPE = Path(__file__).resolve().parents[3] / "docs/adapters/upstream/verl-recipe/shmbus/config"
+
 # The kind of inference server that verl is asked for; none of it is ever started.
 RolloutReplicaRegistry.register("bus", lambda: RolloutReplica)
 
@@ -116,8 +119,8 @@ class Runner(TaskRunnerV1.__ray_actor_class__):  # type: ignore[misc]
 
 
 def main() -> None:
-    from hydra import compose, initialize_config_module
+    from hydra import compose, initialize_config_dir
 
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=sys.argv[1:])
+    with initialize_config_dir(str(RECIPE), version_base=None):
+        config = compose("shmbus_trainer", overrides=sys.argv[1:])
     run_ppo(config, task_runner_class=ray.remote(Runner))
