@@ -3,8 +3,9 @@
     tiny_policy.py PAGE WORDS BUS DIRECTORY [DIES_IN]
 
 The worker is a block of a documentation page (see `pages`). It answers requests with the model
-until the bus is gone, or kills itself in its rollout of that number. Reward: the share of sampled tokens that are the prompt's word. What every
-trainer must have done with it is checked here: its ledger, and its parameters.
+until the bus is gone, or kills itself in its rollout of that number. Reward: the share of sampled
+tokens that are the prompt's word. What every trainer must have done with it is checked here: its
+ledger, and its parameters.
 """
 
 from __future__ import annotations
