@@ -4,7 +4,8 @@
     prime_rl_transport.install("run1")   # in the orchestrator and each trainer, before they start
 
 prime-rl chooses its transport by name in a factory, without a hook: `install` puts another factory
-in its place, unless it has the patch in ``docs/adapters/upstream/prime-rl.diff``. Both sets of names are served: ``transports.rollouts`` with MicroBatchSender, and
+in its place, or, with the patch in ``docs/adapters/upstream/prime-rl.diff``, a module's name does.
+Both sets of names are served: ``transports.rollouts`` with MicroBatchSender, and
 ``transports.batch`` with BatchSender. It installs with CUDA only, so this is written for, and
 tested by, the interfaces of two of its commits (docs/adapters/prime-rl.md).
 
