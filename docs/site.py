@@ -215,7 +215,8 @@ def _site_uri(path: str, files: Files) -> str | None:
     if path.startswith("examples/") and path.endswith(".py"):
         path = f"docs/{path[:-3]}.md"
     for candidate in (ELSEWHERE.get(path), path, path.removeprefix("docs/")):
-        if candidate and files.get_file_from_path(candidate) is not None:
+        found = files.get_file_from_path(candidate) if candidate else None
+        if found is not None and found.inclusion.is_included():
             return candidate
     if files.get_file_from_path(f"{path.removeprefix('docs/')}/README.md") is not None:
         return f"{path.removeprefix('docs/')}/README.md"

@@ -3,20 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_policy
 import torch
+import verl
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl.utils.import_utils import import_external_libs
 
 from shmbus.errors import WaitTimeoutError
 
 MODULE = "trainer_adapter.adapters.verl.checkpoint_engine"
+
+
+HERE = Path(__file__).parent
+#: In verl's wheel.
+THEIRS = Path(verl.__file__).parents[1] / "tests" / "checkpoint_engine"
+
+
+@pytest.mark.timeout(600)
+def test_verls_own_test_of_a_checkpoint_engine_passes(bus_name: str, tmp_path: Path) -> None:
+    models = tmp_path / "models" / "Qwen"
+    models.mkdir(parents=True)
+    tiny_policy.make(models)
+    (models / "model").rename(models / "Qwen3-8B-Base")
+    environment = {
+        **os.environ, "HOME": str(tmp_path), "SHMBUS_TEST_BUS": bus_name, "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+        "VERL_USE_EXTERNAL_MODULES": "on_a_cpu", "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda", "RAY_ADDRESS": "local",
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "their_engine",
+        "-W", "ignore", "-c", os.devnull, "--rootdir", str(THEIRS.parents[1]),
+        str(THEIRS / "test_correctness_on_gpu.py"),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=580, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-6000:]
+    assert os.path.exists(f"/dev/shm/shmbus-weights.{bus_name}")
 
 
 def make(bus: str, **options: Any) -> Any:

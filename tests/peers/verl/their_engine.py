@@ -1,0 +1,64 @@
+"""A pytest plug-in that has verl's own test of its NCCL checkpoint engine run on that of shmbus.
+
+The test makes actors and rollout workers in Ray, and has verl's manager send the weights of a model
+three times; the workers compare each with the model's file. What is replaced is the backend's name
+and what a machine without accelerators lacks: the devices, FSDP's kernel of the first generation,
+flash attention. The model is a tiny one at the test's own path.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import ray
+import torch
+
+DEVICES = 4  # two actors, two rollout workers
+torch.cuda.device_count = lambda: DEVICES
+
+from tests.checkpoint_engine import test_utils as theirs  # noqa: E402
+
+ENGINE = {
+    "backend": "shmbus",
+    "custom_backend_module": "trainer_adapter.adapters.verl.checkpoint_engine",
+    "engine_kwargs": {"shmbus": {"bus": os.environ["SHMBUS_TEST_BUS"]}},
+}
+
+
+class Actor(theirs.TrainingWorkerTest):  # type: ignore[misc]
+    """Their actor; its process group is there before it asks for one of an accelerator."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        import trainer_adapter.adapters.verl.checkpoint_engine  # noqa: F401
+
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
+        super().__init__(*arguments, **options)
+
+
+def engine_of(config: Any, **options: Any) -> Any:
+    """Make FSDP's configuration, of the generation that runs on a CPU."""
+    return config(**{**options, "strategy": "fsdp2", "dtype": "float32", "use_torch_compile": False})
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    items[:] = [item for item in items if item.originalname == "test_nccl_checkpoint_engine"][:1]
+    [item] = items
+    module = item.module
+    made = module.CheckpointEngineConfig
+    module.CheckpointEngineConfig = lambda **options: made(**{**options, **ENGINE})
+    module.HFModelConfig = functools.partial(
+        lambda make, **options: make(
+            **{**options, "use_remove_padding": False},
+            override_config={"attn_implementation": "sdpa"},
+        ),
+        module.HFModelConfig,
+    )
+    theirs.TrainingWorkerTest = Actor
+    theirs.FSDPEngineConfig = functools.partial(engine_of, theirs.FSDPEngineConfig)
+    ray.init = functools.partial(
+        ray.init, num_cpus=32, num_gpus=DEVICES, include_dashboard=False,
+        object_store_memory=100_000_000,
+    )  # fmt: skip
