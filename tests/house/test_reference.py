@@ -92,10 +92,15 @@ def test_a_picture_that_is_a_link_leads_to_both_of_its_pages() -> None:
     made = site()
 
     class Files:
-        def get_file_from_path(self, path: str) -> str | None:
-            return path if path in ("page.md", "page-readme.png") else None
+        def get_file_from_path(self, path: str) -> SimpleNamespace | None:
+            if path not in ("page.md", "page-readme.png", "kept-out.md"):
+                return None
+            included = path != "kept-out.md"
+            return SimpleNamespace(inclusion=SimpleNamespace(is_included=lambda: included))
 
     page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
     given = "[![A page](docs/page-readme.png)](docs/page.md#top), [code](setup.py)"
     found = made.on_page_markdown(given, page, None, Files())
     assert found == "[![A page](page-readme.png)](page.md#top), code"
+    # What the site leaves out is text, too.
+    assert made._site_uri("docs/kept-out.md", Files()) is None

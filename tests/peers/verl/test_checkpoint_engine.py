@@ -15,6 +15,7 @@ import pytest
 import tiny_policy
 import torch
 import verl
+from safetensors.torch import load_file, save_file
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl.utils.import_utils import import_external_libs
 
@@ -33,7 +34,11 @@ def test_verls_own_test_of_a_checkpoint_engine_passes(bus_name: str, tmp_path: P
     models = tmp_path / "models" / "Qwen"
     models.mkdir(parents=True)
     tiny_policy.make(models)
-    (models / "model").rename(models / "Qwen3-8B-Base")
+    model = (models / "model").rename(models / "Qwen3-8B-Base")
+    # Its workers read the file as bfloat16, which is what they compare.
+    file = model / "model.safetensors"
+    brief = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    save_file(brief, file, {"format": "pt"})
     environment = {
         **os.environ, "HOME": str(tmp_path), "SHMBUS_TEST_BUS": bus_name, "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),

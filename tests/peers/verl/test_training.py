@@ -136,8 +136,9 @@ def test_verl_trains_on_groups_of_outside_processes_one_of_which_is_killed(
 ) -> None:
     make(tmp_path)
     with shmbus.Bus.create(bus_name, capacity="1MiB") as bus:
-        words = "producer.requests.next()"
-        with sampling("verl.md", words, bus_name, tmp_path, count=2, dies_in=3):
+        with sampling(
+            "verl.md", "producer.requests.next()", bus_name, tmp_path, count=2, dies_in=3
+        ):
             log = train(bus_name, tmp_path)
         stats = bus.stats()
     check_ledger(stats)

@@ -31,8 +31,12 @@ class Actor(theirs.TrainingWorkerTest):  # type: ignore[misc]
     """Their actor; its process group is there before it asks for one of an accelerator."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
+        import verl.workers.engine.fsdp.transformer_impl as fsdp
+
         import trainer_adapter.adapters.verl.checkpoint_engine  # noqa: F401
 
+        policy = fsdp.CPUOffloadPolicy
+        fsdp.CPUOffloadPolicy = lambda **_: policy(pin_memory=False)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
         super().__init__(*arguments, **options)
@@ -40,7 +44,9 @@ class Actor(theirs.TrainingWorkerTest):  # type: ignore[misc]
 
 def engine_of(config: Any, **options: Any) -> Any:
     """Make FSDP's configuration, of the generation that runs on a CPU."""
-    return config(**{**options, "strategy": "fsdp2", "dtype": "float32", "use_torch_compile": False})
+    return config(
+        **{**options, "strategy": "fsdp2", "dtype": "float32", "use_torch_compile": False}
+    )
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
