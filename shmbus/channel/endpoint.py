@@ -263,7 +263,7 @@ class Endpoint(ClosedForReason):
             woken,
             announce=lambda: self._handle.announce(self.OTHER),
             sleep=lambda ticket, left: self._handle.wait(self.OTHER, ticket, left),
-            gone=lambda: self._end_of_other() or self._removal(what),
+            gone=lambda: self.end_of_other() or self._removal(what),
             late=lambda: WaitTimeoutError(self._stall(limit, what())),
             deadline=time.monotonic() + limit,
         )
@@ -276,7 +276,8 @@ class Endpoint(ClosedForReason):
             "again, and resume both sides"
         )
 
-    def _end_of_other(self) -> Exception | None:
+    def end_of_other(self) -> Exception | None:
+        """Return how the other side has ended, a death once; None while it may come or go on."""
         life, pid, claims, label, reason = self._handle.look(self.OTHER)
         other = SIDES[self.OTHER]
         who = f"{other} {printable(label)!r} (pid {pid})"

@@ -8,6 +8,7 @@ from typing import Any
 from shmbus._arguments import check_flag, known_device
 from shmbus.channel.sender import DEFAULT_TIMEOUT_S
 from shmbus.tensors.config import Carrier, choose_carrier
+from shmbus.tensors.group import ChannelGroup
 from shmbus.tensors.receiver import TensorReceiver
 from shmbus.tensors.sender import TensorSender
 
@@ -124,4 +125,42 @@ class TensorChannel:
             label=label,
             device=reading,
             views=views,
+        )
+
+    @staticmethod
+    def group(
+        name: str,
+        *,
+        senders: int,
+        receivers: int,
+        slices: Mapping[str, int] | None = None,
+    ) -> ChannelGroup:
+        """Say which ranks of an engine send to which of a trainer; every rank says the same.
+
+        Equal counts are paired by rank. Of more receivers than senders, each sender has as many
+        neighbours and deals its steps among them; of more senders, a receiver takes from several.
+
+        Parameters
+        ----------
+        name : str
+            Channels are called ``NAME.sender.receiver``, by ranks.
+        senders, receivers : int
+            How many; one is a multiple of the other.
+        slices : mapping of str to int, optional
+            Tensors of which each of a receiver's senders has a slice, and the dimension by which
+            they are joined; others are taken of the first one.
+
+        Returns
+        -------
+        ChannelGroup
+            Its ``sender(rank, ...)`` and ``receiver(rank, specs=...)`` take the options of
+            `create` and `open`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Counts that do not divide each other.
+        """
+        return ChannelGroup(
+            name, senders, receivers, slices, TensorChannel.create, TensorChannel.open
         )

@@ -1,0 +1,391 @@
+"""Channels between ranks of an engine and ranks of a trainer: who has which, and whose turn it is.
+
+Invariants:
+
+- Each pair of ranks has a channel of its own, ``NAME.sender.receiver``. Of a sender's steps each
+  belongs to one of its receivers, by its number, whatever happens to others.
+- A receiver that has died is named once, and then its steps are left for its successor: those of
+  the others go on.
+- Slices of a step are acknowledged together. Where a death comes between, what some channels have
+  acknowledged is not handed out again from the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from shmbus._arguments import check_count, check_int
+from shmbus._closing import ClosedForReason
+from shmbus.channel import ChannelClosedError, StepFailedError, StepOrderError, StepSkippedError
+from shmbus.errors import WaitTimeoutError
+from shmbus.tensors.receiver import StepItem, TensorReceiver
+from shmbus.tensors.sender import TensorSender
+
+#: Seconds that one of several channels is waited for before the others are looked at again.
+TURN_S: Final = 0.005
+
+
+class ChannelGroup:
+    """Which channels there are between senders and receivers; it opens none by itself."""
+
+    def __init__(
+        self,
+        name: str,
+        senders: int,
+        receivers: int,
+        slices: Mapping[str, int] | None,
+        create: Callable[..., TensorSender],
+        open: Callable[..., TensorReceiver],
+    ) -> None:
+        self.name = name
+        self.senders = check_count("senders", senders)
+        self.receivers = check_count("receivers", receivers)
+        self._slices = dict(slices or {})
+        self._create, self._open = create, open
+        many = max(self.senders, self.receivers)
+        if many % min(self.senders, self.receivers):
+            raise ValueError(
+                f"group {name!r}: expected one of senders and receivers to be a multiple of the "
+                f"other, got {senders} and {receivers}: some ranks would get more than others"
+            )
+        if self._slices and self.receivers > self.senders:
+            raise ValueError(
+                f"group {name!r}: slices: expected a sender or more for each of the {receivers} "
+                f"receivers, got {senders}"
+            )
+        self._pairs = [(i * self.senders // many, i * self.receivers // many) for i in range(many)]
+
+    def sender(self, rank: int, **options: Any) -> GroupSender:
+        """Become a sender: of one receiver, or of several in turn.
+
+        Parameters
+        ----------
+        rank : int
+            Which one, from 0.
+        **options
+            Of each channel, as of `TensorChannel.create`.
+
+        Returns
+        -------
+        GroupSender
+        """
+        rank = check_int("rank", rank, 0, self.senders - 1)
+        names = [self._channel(*pair) for pair in self._pairs if pair[0] == rank]
+        return GroupSender(self.name, _all(self._create, names, options))
+
+    def receiver(self, rank: int, **options: Any) -> GroupReceiver:
+        """Become a receiver: of one sender, or of several in turn.
+
+        Parameters
+        ----------
+        rank : int
+            Which one, from 0.
+        **options
+            Of each channel, as of `TensorChannel.open`; its specs are those of a slice.
+
+        Returns
+        -------
+        GroupReceiver
+        """
+        rank = check_int("rank", rank, 0, self.receivers - 1)
+        names = [self._channel(*pair) for pair in self._pairs if pair[1] == rank]
+        return GroupReceiver(self.name, _all(self._open, names, options), self._slices)
+
+    def _channel(self, sender: int, receiver: int) -> str:
+        return f"{self.name}.{sender}.{receiver}"
+
+
+def _all(make: Callable[..., Any], names: Sequence[str], options: Mapping[str, Any]) -> list[Any]:
+    """Make a side of each channel, or of none."""
+    made: list[Any] = []
+    try:
+        for name in names:
+            made.append(make(name, **options))
+    except BaseException as error:
+        for each in made:
+            each.close(f"{type(error).__name__}: {error}")
+        raise
+    return made
+
+
+class _Side(ClosedForReason):
+    """One rank's sides of its channels."""
+
+    def __init__(self, name: str, channels: Sequence[Any]) -> None:
+        self.name = name
+        self._channels = channels
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the last acknowledged step of each channel, for a checkpoint."""
+        return {each.name: each.acked_step for each in self._channels}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on after a checkpoint's last acknowledged steps.
+
+        Parameters
+        ----------
+        state : mapping
+            Of `state_dict` of either side; those of several ranks may be joined to one.
+
+        Raises
+        ------
+        ValueError
+            It says nothing of a channel of this side.
+        """
+        for each in self._channels:
+            if each.name not in state:
+                raise ValueError(
+                    f"state: expected a step of channel {each.name!r}, got {sorted(state)}; join "
+                    "the states of all ranks of one side"
+                )
+        for each in self._channels:
+            each.load_state_dict({"acked_step": state[each.name]})
+
+    def close(self, reason: str = "") -> None:
+        """Leave every channel.
+
+        Parameters
+        ----------
+        reason : str
+            For the other side.
+        """
+        with contextlib.ExitStack() as stack:
+            for each in self._channels:
+                stack.callback(each.close, reason)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} over {len(self._channels)} channels>"
+
+
+class GroupSender(_Side):
+    """A sending rank of a group: its steps go to its receivers in turn."""
+
+    _channels: Sequence[TensorSender]
+
+    @property
+    def next_step(self) -> int:
+        """Return the next step of this rank that a living receiver, or one to come, waits for."""
+        steps = [self._step_of(each) for each in self._channels if _may_receive(each)]
+        return min(steps or map(self._step_of, self._channels))
+
+    def send(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        step: int | None = None,
+        meta: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Send a step to its receiver.
+
+        Parameters
+        ----------
+        tensors, meta, timeout
+            As for `TensorSender.send`.
+        step : int, optional
+            Which of this rank's; `next_step` by default. Receivers number theirs by themselves.
+
+        Returns
+        -------
+        int
+            The step of this rank.
+
+        Raises
+        ------
+        PeerGoneError
+            A receiver has died, which is told once; nothing was sent. `next_step` says which step
+            of another one is next, and comes back to the dead one's when it has a successor.
+        StepOrderError
+            That receiver's next step is another one.
+        ShmbusError
+            Whatever else `TensorSender.send` raises.
+        """
+        return self._deal(step, lambda each: each.send(tensors, meta=meta, timeout=timeout))
+
+    def skip(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:
+        """Say that a step has no tensors; its receiver gets StepSkippedError.
+
+        Parameters
+        ----------
+        reason : str
+            Its first 159 bytes are kept.
+        step, timeout
+            As for `send`.
+
+        Returns
+        -------
+        int
+            The step of this rank.
+        """
+        return self._deal(step, lambda each: each.skip(reason=reason, timeout=timeout))
+
+    def fail(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:
+        """Say that a step could not be made; its receiver gets StepFailedError.
+
+        Parameters
+        ----------
+        reason : str
+            Its first 159 bytes are kept.
+        step, timeout
+            As for `send`.
+
+        Returns
+        -------
+        int
+            The step of this rank.
+        """
+        return self._deal(step, lambda each: each.fail(reason=reason, timeout=timeout))
+
+    def _deal(self, step: int | None, action: Callable[[TensorSender], int]) -> int:
+        for each in self._channels:
+            end = each._channel.end_of_other()
+            if end is not None and not isinstance(end, ChannelClosedError):
+                raise end
+        number = self.next_step if step is None else check_int("step", step, 0)
+        channel = self._channels[number % len(self._channels)]
+        if number != self._step_of(channel):
+            raise StepOrderError(
+                f"channel {channel.name!r}: expected step {self._step_of(channel)} of the group's, "
+                f"got step {number}. Nothing was sent, and the group stays usable"
+            )
+        action(channel)
+        return number
+
+    def _step_of(self, channel: TensorSender) -> int:
+        """Return the number that a channel's next step has among those of this rank."""
+        place = self._channels.index(channel)
+        return channel._writer.next_step * len(self._channels) + place
+
+
+def _may_receive(channel: TensorSender) -> bool:
+    """Whether a channel has a receiver, or awaits its first."""
+    alive, claims = channel._channel.presence("receiver")
+    return alive or claims == 0
+
+
+class _Slices:
+    """The slices of a step as one message."""
+
+    def __init__(self, name: str, items: Sequence[StepItem]) -> None:
+        self.name = name
+        self._items = items
+
+    def ack(self) -> None:
+        """Acknowledge each."""
+        for each in self._items:
+            each.ack()
+
+    def drop(self) -> None:
+        """Give each back."""
+        for each in self._items:
+            each.drop()
+
+
+class GroupReceiver(_Side):
+    """A receiving rank of a group: steps of its senders in turn, or their slices joined."""
+
+    _channels: Sequence[TensorReceiver]
+
+    def __init__(
+        self, name: str, channels: Sequence[TensorReceiver], slices: Mapping[str, int]
+    ) -> None:
+        super().__init__(name, channels)
+        self._slices = slices
+        self._item: StepItem | None = None
+        self._turn = 0
+
+    def recv(self, timeout: float | None = None) -> StepItem:
+        """Wait for a step of the sender whose turn it is, or of another that has one.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds.
+
+        Returns
+        -------
+        StepItem
+            A context; leaving it acknowledges, an exception in it does not.
+
+        Raises
+        ------
+        PeerGoneError
+            A sender has died, which is told once; called again, the others go on. With slices its
+            successor is waited for.
+        StepSkippedError, StepFailedError
+            A step comes without tensors; with slices, one sender's word holds for the whole step.
+        ChannelClosedError
+            All senders have ended; with slices, one.
+        ShmbusError
+            Whatever else `TensorReceiver.recv` raises.
+        """
+        if self._item is not None:
+            self._item.drop()
+        self._item = self._joined(timeout) if self._slices else self._next(timeout)
+        return self._item
+
+    def _next(self, timeout: float | None) -> StepItem:
+        if len(self._channels) == 1:
+            return self._channels[0].recv(timeout)
+        deadline = self._deadline(timeout)
+        awaited: TensorReceiver | None = None
+        while True:
+            left = deadline - time.monotonic()
+            late: dict[TensorReceiver, WaitTimeoutError] = {}
+            ended: list[ChannelClosedError] = []
+            for place in range(self._turn, self._turn + len(self._channels)):
+                each = self._channels[place % len(self._channels)]
+                try:
+                    item = each.recv(max(min(left, TURN_S), 0.0) if each is awaited else 0.0)
+                except WaitTimeoutError as error:
+                    late[each] = error
+                except ChannelClosedError as error:
+                    ended.append(error)
+                except (StepSkippedError, StepFailedError):
+                    self._turn = place + 1
+                    raise
+                else:
+                    self._turn = place + 1
+                    return item
+            if not late:
+                raise ChannelClosedError("; ".join(map(str, ended)))
+            if left <= 0:
+                raise WaitTimeoutError("; ".join(map(str, late.values())))
+            awaited = next(iter(late))
+
+    def _deadline(self, timeout: float | None) -> float:
+        channel = self._channels[0]._channel
+        channel.require_timeout(0.0 if timeout is None else timeout)
+        return time.monotonic() + float(channel.timeout if timeout is None else timeout)
+
+    def _joined(self, timeout: float | None) -> StepItem:
+        """Receive the same step of every sender, and put its slices together."""
+        deadline = self._deadline(timeout)
+        wanted = max(each.acked_step for each in self._channels) + 1
+        items: list[StepItem] = []
+        try:
+            for each in self._channels:
+                # What another channel has acknowledged was trained, or told as skipped.
+                while each.acked_step + 1 < wanted:
+                    with contextlib.suppress(StepSkippedError, StepFailedError):
+                        each.recv(max(deadline - time.monotonic(), 0.0)).ack()
+                items.append(each.recv(max(deadline - time.monotonic(), 0.0), step=wanted))
+        except BaseException:
+            _Slices(self.name, items).drop()
+            raise
+        joined = {
+            name: torch.cat([item[name] for item in items], self._slices[name])
+            if name in self._slices
+            else items[0][name]
+            for name in items[0]
+        }
+        return StepItem(_Slices(self.name, items), wanted, joined, items[0].meta, _nothing)
+
+
+def _nothing() -> None:
+    """Nothing is left to be done."""
