@@ -47,6 +47,7 @@ _COMMANDS = {
     "snapshot": "snapshot",
     "restore": "snapshot",
     "weights": "weights",
+    "colocate": "colocate",
     "bench": "bench",
 }
 _PLUGINS = "shmbus.commands"

@@ -1,0 +1,186 @@
+"""``shmbus colocate``: a trainer and an engine on one GPU, under MPS where it can be had.
+
+Invariants:
+
+- A device's state is neither read through its driver nor changed: MPS is a daemon of this user's,
+  in directories of this user's own. Another user's is named, and left alone.
+- Without MPS the answer is the same but for the reason: both sides work in turns, and slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import pwd
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from shmbus.cli._options import Commands, add_command, number_of
+
+#: Of a device's memory: what contexts of two processes, MPS and the channel's buffers take.
+SPARE: Final = 0.10
+
+_CONTROL: Final = "nvidia-cuda-mps-control"
+
+#: What the kernel keeps of a name.
+_COMM: Final = _CONTROL[:15]
+
+#: Seconds that the daemon has to start or to end.
+_PATIENCE_S: Final = 10.0
+
+_WITHOUT: Final = "both sides work all the same, in turns on the device, and slower"
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command to the parser of the command line."""
+    parser = add_command(
+        commands,
+        "colocate",
+        run,
+        help="share a GPU between a trainer and an engine",
+        description="Says with which environment and shares of memory a trainer and an engine "
+        f"run on one GPU. The shares and {SPARE:.2f} to spare are at most 1. With --start it "
+        "starts MPS for this user first, so that both run at the same time; what it prints is "
+        "for a shell's eval. Nothing is set on the device.",
+        examples=[
+            'eval "$(shmbus colocate --train 0.3 --infer 0.5 --start)"',
+            "shmbus colocate --stop  # once both have ended",
+        ],
+        bus=False,
+    )
+    parser.add_argument("--train", type=_share, metavar="SHARE", help="of memory, for the trainer")
+    parser.add_argument("--infer", type=_share, metavar="SHARE", help="of memory, for the engine")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--start", action="store_true", help="start MPS, where it does not run yet")
+    action.add_argument("--stop", action="store_true", help="end the MPS that --start has started")
+
+
+def _share(text: str) -> float:
+    value = number_of(text)
+    if not (math.isfinite(value) and 0 < value < 1):
+        raise argparse.ArgumentTypeError(f"expected a share between 0 and 1, got {text}")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the environment, after starting MPS where that was asked for; or end it."""
+    if arguments.stop:
+        return _stop()
+    if arguments.train is None or arguments.infer is None:
+        return _misused("expected --train and --infer, or --stop")
+    total = arguments.train + arguments.infer + SPARE
+    if total > 1 + 1e-9:
+        return _misused(
+            f"expected --train, --infer and {SPARE:.2f} to spare to be at most 1, got "
+            f"{arguments.train:g} + {arguments.infer:g} + {SPARE:.2f} = {total:.2f}; take from one"
+        )
+    problem = _start() if arguments.start else _missing()
+    if problem:
+        print(f"# no MPS: {problem}; {_WITHOUT}")
+    else:
+        for name, value in _environment().items():
+            print(f"export {name}={shlex.quote(value)}")
+    print(f"# the trainer: torch.cuda.set_per_process_memory_fraction({arguments.train:g})")
+    print(f"# the engine:  --gpu-memory-utilization {arguments.infer:g}")
+    return 0
+
+
+def _misused(why: str) -> int:
+    print(f"shmbus colocate: {why}", file=sys.stderr)
+    return 2
+
+
+def _environment() -> dict[str, str]:
+    """Return where this user's MPS is: as the environment says, or in a place of our own."""
+    home = f"/tmp/shmbus-mps-{os.getuid()}"
+    return {
+        "CUDA_MPS_PIPE_DIRECTORY": os.environ.get("CUDA_MPS_PIPE_DIRECTORY", f"{home}/pipe"),
+        "CUDA_MPS_LOG_DIRECTORY": os.environ.get("CUDA_MPS_LOG_DIRECTORY", f"{home}/log"),
+    }
+
+
+def _daemons() -> Iterator[tuple[int, int, str]]:
+    """Yield each daemon's pid, its user, and where it is, empty where that is not ours to read."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if (folder / "comm").read_text().strip() != _COMM:
+                continue
+            place = ""
+            with contextlib.suppress(PermissionError):
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                place = dict(each.decode().partition("=")[::2] for each in variables).get(
+                    "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
+                )
+            yield int(folder.name), folder.stat().st_uid, place
+
+
+def _is_here() -> bool:
+    """Whether this user's MPS runs where the environment says."""
+    here = _environment()["CUDA_MPS_PIPE_DIRECTORY"]
+    return any(user == os.getuid() and place == here for _, user, place in _daemons())
+
+
+def _missing() -> str:
+    """Say what is missing for MPS; empty where it runs."""
+    if _is_here():
+        return ""
+    if shutil.which(_CONTROL) is None:
+        return f"{_CONTROL} is not installed; it comes with NVIDIA's driver"
+    for pid, user, place in _daemons():
+        if user != os.getuid():
+            name = pwd.getpwuid(user).pw_name if _is_known(user) else f"uid {user}"
+            return (
+                f"user {name} runs it (pid {pid}), and a device serves one user's at a time: ask "
+                "them to end it"
+            )
+        return f"it runs elsewhere (pid {pid}): set CUDA_MPS_PIPE_DIRECTORY={place}"
+    return "it does not run: add --start"
+
+
+def _is_known(user: int) -> bool:
+    return any(each.pw_uid == user for each in pwd.getpwall())
+
+
+def _start() -> str:
+    """Start MPS; say what is in the way, or nothing."""
+    problem = _missing()
+    if not problem.endswith("--start"):
+        return problem
+    variables = _environment()
+    for place in variables.values():
+        os.makedirs(place, mode=0o700, exist_ok=True)
+    done = subprocess.run(
+        [_CONTROL, "-d"], env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    deadline = time.monotonic() + _PATIENCE_S
+    while done.returncode == 0 and not _is_here() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if _is_here():
+        return ""
+    said = (done.stderr or done.stdout).strip() or f"see {variables['CUDA_MPS_LOG_DIRECTORY']}"
+    return f"{_CONTROL} -d did not start it ({said})"
+
+
+def _stop() -> int:
+    """End this user's MPS, and wait for that."""
+    if not _is_here():
+        print("no MPS of this user's runs here; nothing to end", file=sys.stderr)
+        return 1
+    subprocess.run(
+        [_CONTROL], env={**os.environ, **_environment()}, input="quit\n", text=True, check=True
+    )
+    deadline = time.monotonic() + _PATIENCE_S
+    while _is_here() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if _is_here():
+        print("MPS has clients yet, and ends after them", file=sys.stderr)
+        return 1
+    return 0

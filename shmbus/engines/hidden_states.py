@@ -1,0 +1,393 @@
+"""What takes hidden states out of a vLLM engine: a connector, by configuration alone.
+
+vLLM's speculative method ``extract_hidden_states`` keeps the states of chosen layers in a cache of
+blocks beside that of keys and values, so a prefix that is found there has its states too. Here they
+are read when a request has finished, and sent over a `TensorChannel`, a request a step.
+
+Invariants:
+
+- A request's blocks are the engine's again when its step was sent, and not before: a trainer that
+  is slow takes memory for requests, and never a row. The engine itself is never blocked.
+- A row that the engine has not kept is never sent; the request's step is said to have failed.
+- Nothing is sent of a request that was aborted.
+
+Source: vllm/distributed/kv_transfer/kv_connector/v1/base.py and
+vllm/v1/spec_decode/extract_hidden_states.py of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import torch
+
+from shmbus._arguments import check_bytes
+from shmbus._throttle import LimitedLog
+from shmbus.channel import ChannelClosedError
+from shmbus.errors import ShmbusError, WaitTimeoutError
+from shmbus.tensors import TensorChannel, TensorSender
+from shmbus.tensors.group import GroupSender
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        SupportsHMA,
+    )
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+    from vllm.v1.request import RequestStatus
+    from vllm.v1.spec_decode import extract_hidden_states  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"vLLM {version('vllm')} lacks what hidden states are taken out by ({error}); use vLLM 0.32"
+    ) from error
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.shmbus")
+
+#: Seconds that an engine without other work waits for the trainer before it looks around again.
+IDLE_S: Final = 0.02
+
+#: Seconds that a trainer may take for a step before it is called slow, and between two such lines.
+SLOW_S: Final = 5.0
+TOLD_S: Final = 60.0
+
+#: In the name of the layer that keeps the states.
+_CACHE: Final = "cache_only_layers."
+
+#: Bytes of a step beside its tensors: its table and its meta.
+_BESIDE_BYTES: Final = 64 << 10
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ``kv_connector_extra_config`` says.
+
+    Attributes
+    ----------
+    channel : str
+        The name of the channel, or of the group of channels.
+    senders, receivers : int
+        Engines of data parallelism, and ranks of the trainer; more than one of either is a group.
+    slots, max_bytes
+        Of each channel.
+    """
+
+    channel: str
+    senders: int = 1
+    receivers: int = 1
+    slots: int = 2
+    max_bytes: int | str = "1GiB"
+
+
+@dataclass
+class Finished:
+    """A request whose states are to be sent."""
+
+    request: str
+    tokens: list[int]
+    rows: int
+    blocks: list[int]
+    meta: dict[str, Any]
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):
+    """What the scheduler tells the worker in each step."""
+
+    finished: list[Finished] = field(default_factory=list)
+    idle: bool = False
+
+
+class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
+    """Sends the hidden states of each finished request; the scheduler's side or a worker's."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._options = options_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._layers = layers_of(vllm_config)
+        caches = [
+            (index, group, name)
+            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+            for name in group.layer_names
+            if _CACHE in name
+        ]
+        if len(caches) != 1:
+            raise ValueError(
+                f"hidden states: expected one cache of them in the engine, got {len(caches)}; use "
+                "vLLM 0.32"
+            )
+        self._group, group, self._layer = caches[0]
+        self._block_size = group.kv_cache_spec.block_size
+        self._finished: list[Finished] = []
+        self._worker: _Worker | None = None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether what a preempted request had in flight is computed again: its rows are needed."""
+        return True
+
+    # -- the scheduler's side ----------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Say that nothing is loaded from here."""
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: object, num_external_tokens: int
+    ) -> None:
+        """Do nothing: nothing is loaded from here."""
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep a finished request's blocks until its states were sent."""
+        return self.request_finished(request, block_ids[self._group] if block_ids else [])
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep a finished request's blocks until its states were sent."""
+        if request.status not in _WHOLE:
+            return False, None
+        tokens = list(request.all_token_ids)
+        # The last token was sampled, and never an input.
+        rows = len(tokens) - 1
+        if min(request.num_computed_tokens, len(block_ids) * self._block_size) < rows:
+            rows = -1
+        meta = {
+            "request": request.request_id,
+            "layers": self._layers,
+            "prompt": request.num_prompt_tokens,
+            "finish": str(request.get_finished_reason()),
+            "params": request.kv_transfer_params or {},
+        }
+        self._finished.append(Finished(request.request_id, tokens, rows, list(block_ids), meta))
+        return True, None
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
+        """Tell the worker what has finished since the last step."""
+        finished, self._finished = self._finished, []
+        return Metadata(finished, idle=scheduler_output.total_num_scheduled_tokens == 0)
+
+    def get_finished_count(self) -> int:
+        """Return how many workers send a request: one, since each of them has the same states."""
+        return 1
+
+    # -- a worker's side ---------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Become the sender, in the one worker that sends."""
+        cache = kv_caches.get(self._layer)
+        if cache is None or get_tensor_model_parallel_rank() != 0:
+            return
+        # Blocks, layers, places in a block, width.
+        if cache.dim() != 4 or cache.shape[1:3] != (len(self._layers), self._block_size):
+            raise ValueError(
+                f"hidden states: expected a cache of {len(self._layers)} layers in blocks of "
+                f"{self._block_size} tokens, got {list(cache.shape)}; use vLLM 0.32"
+            )
+        rank = self._vllm_config.parallel_config.data_parallel_index
+        self._worker = _Worker(self._options, rank, cache)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Note where this step's rows are to be."""
+        places = getattr(forward_context, "slot_mapping", None)
+        if self._worker is not None and isinstance(places, dict):
+            self._worker.expected = places.get(self._layer)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: nothing is loaded from here."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Note that this step's rows were kept."""
+        if self._worker is not None and layer_name == self._layer:
+            self._worker.kept(attn_metadata.slot_mapping)
+
+    def wait_for_save(self) -> None:
+        """Note what was not kept: vLLM leaves out a whole step where a request is at its end."""
+        if self._worker is not None:
+            self._worker.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Send what the trainer takes now, and give back its blocks."""
+        if self._worker is None or not self.has_connector_metadata():
+            return None, None
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Metadata)
+        self._worker.pending.extend(metadata.finished)
+        return self._worker.send(IDLE_S if metadata.idle else 0.0) or None, None
+
+    def shutdown(self) -> None:
+        """Leave the channel; what was sent stays for the trainer."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+
+#: Of requests that have ended as they should.
+_WHOLE: Final = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+
+
+class _Worker:
+    """Reads states out of the cache, and sends them in the order of requests' ends."""
+
+    def __init__(self, options: Options, rank: int, cache: torch.Tensor) -> None:
+        self._cache = cache
+        self._block_size = cache.shape[2]
+        self._most = check_bytes("max_bytes", options.max_bytes) - _BESIDE_BYTES
+        self._log = LimitedLog(logger, TOLD_S)
+        self._channel = sender_of(options, rank, cache)
+        self.pending: deque[Finished] = deque()
+        #: What was read of the first of them, and since when it waits for the trainer.
+        self._read: dict[str, torch.Tensor] = {}
+        self._since_s = 0.0
+        #: Where this step's rows are to be; None in a step without any.
+        self.expected: torch.Tensor | None = None
+        #: Places in the cache whose row the engine did not keep.
+        self._lost: set[int] = set()
+
+    def kept(self, places: torch.Tensor) -> None:
+        """Note rows that are there."""
+        self.expected = None
+        if self._lost:
+            self._lost.difference_update(places.tolist())
+
+    def end_step(self) -> None:
+        """Note rows that should be there."""
+        if self.expected is not None:
+            self._lost.update(place for place in self.expected.tolist() if place >= 0)
+            self.expected = None
+
+    def send(self, patience: float) -> set[str]:
+        """Send what can be sent; each that was, or never can be."""
+        done: set[str] = set()
+        while self.pending and self._send(self.pending[0], patience):
+            done.add(self.pending.popleft().request)
+            self._read, self._since_s = {}, 0.0
+        self._log.sum_up(time.monotonic())
+        return done
+
+    def _send(self, one: Finished, patience: float) -> bool:
+        """Send a request's states; False to try again."""
+        try:
+            problem = self._problem(one)
+            if problem:
+                reason = f"request {one.request}: {problem}"
+                self._log.warning("a request without rows", time.monotonic(), reason)
+                self._channel.fail(reason=reason, timeout=patience)
+                return True
+            if not self._read:
+                self._read = self._rows(one)
+            meta = one.meta | {"next": one.tokens[one.rows]}
+            self._channel.send(self._read, meta=meta, timeout=patience)
+        except ChannelClosedError as error:
+            self._tell(error, "; the engine goes on, and sends to whoever opens it again")
+            return True
+        except ShmbusError as error:
+            now_s = time.monotonic()
+            self._since_s = self._since_s or now_s
+            if isinstance(error, WaitTimeoutError) and now_s - self._since_s < SLOW_S:
+                return False
+            self._tell(error, f"; {len(self.pending)} requests keep their blocks meanwhile")
+            return False
+        return True
+
+    def _tell(self, error: ShmbusError, more: str) -> None:
+        self._log.warning(type(error).__name__, time.monotonic(), f"{error}{more}")
+
+    def _problem(self, one: Finished) -> str:
+        """Say why a request's states cannot be sent, ever; empty where they can."""
+        if one.rows < 1:
+            return f"expected the states of {len(one.tokens) - 1} tokens, the engine has fewer"
+        size = one.rows * (self._cache[0, :, 0].nbytes + 8)
+        if size > self._most:
+            return f"{one.rows} rows have {size} bytes, a slot has max_bytes={self._most}"
+        if self._lost and not self._lost.isdisjoint(self._places(one).tolist()):
+            return "the engine kept no states in a step with a sequence as long as max_model_len"
+        return ""
+
+    def _places(self, one: Finished) -> torch.Tensor:
+        blocks = torch.tensor(one.blocks).unsqueeze(1) * self._block_size
+        return (blocks + torch.arange(self._block_size)).flatten()[: one.rows]
+
+    def _rows(self, one: Finished) -> dict[str, torch.Tensor]:
+        places = self._places(one).to(self._cache.device)
+        hidden = self._cache[places // self._block_size, :, places % self._block_size]
+        ids = torch.tensor(one.tokens[: one.rows], device=self._cache.device)
+        return {"hidden": hidden.contiguous(), "token_ids": ids}
+
+    def close(self) -> None:
+        """Leave the channel."""
+        left = len(self.pending)
+        self._channel.close(f"the engine ends; {left} requests were not sent" if left else "")
+
+
+def sender_of(options: Options, rank: int, cache: torch.Tensor) -> TensorSender | GroupSender:
+    """Become the sender of a channel, or one of a group's."""
+    hidden = str(cache.dtype), (None, cache.shape[1], cache.shape[3])
+    given: dict[str, Any] = {
+        "slots": options.slots,
+        "max_bytes": options.max_bytes,
+        "device": str(cache.device),
+        "specs": {"hidden": hidden, "token_ids": ("int64", (None,))},
+        "label": f"vllm rank {rank}",
+    }
+    if options.senders == options.receivers == 1:
+        return TensorChannel.create(options.channel, **given)
+    group = TensorChannel.group(
+        options.channel, senders=options.senders, receivers=options.receivers
+    )
+    return group.sender(rank, **given)
+
+
+def options_of(extra: dict[str, Any]) -> Options:
+    """Check what the configuration says of the connector."""
+    try:
+        return msgspec.convert(extra, Options)
+    except msgspec.ValidationError as error:
+        fields = ", ".join(Options.__struct_fields__)
+        raise ValueError(
+            f"kv_connector_extra_config: expected {fields}, of which channel is needed, got "
+            f"{extra}: {error}"
+        ) from error
+
+
+def layers_of(vllm_config: VllmConfig) -> list[int]:
+    """Check what the configuration says of layers."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != "extract_hidden_states":
+        raise ValueError(
+            "hidden states: expected the speculative method 'extract_hidden_states', got "
+            f"{speculative and speculative.method!r}; see docs/colocation.md for the options"
+        )
+    layers = list(speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
+    most = vllm_config.model_config.get_total_num_hidden_layers()
+    # vLLM hands them out in this order, whatever the order that was asked for.
+    if layers != sorted({each for each in layers if type(each) is int and 0 <= each <= most}):
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids: expected layers from 0 (the embedding) to {most} "
+            f"(the last one's output, before the norm), each once, in order, got {layers}"
+        )
+    return layers

@@ -1,0 +1,242 @@
+"""Hidden states out of a real vLLM server: each row as transformers computes it, once, in place.
+
+Set SHMBUS_TEST_SEQUENCES for another number of sequences than 200.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from serving import Server
+from transformers import AutoModelForCausalLM
+
+from shmbus.channel import unlink_channel
+from shmbus.tensors import (
+    ChannelClosedError,
+    StepFailedError,
+    TensorChannel,
+    TensorReceiver,
+)
+
+pytest_plugins = ["vllm_fixtures"]
+
+SEQUENCES = int(os.environ.get("SHMBUS_TEST_SEQUENCES", "200"))
+LAYERS = [0, 2, 4]
+WIDTH = 128
+LONGEST = 128
+SPECS = {"hidden": ("float32", (None, len(LAYERS), WIDTH)), "token_ids": ("int64", (None,))}
+
+
+def options(channel: str, **extra: Any) -> list[str]:
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": LAYERS}},
+    }
+    transfer = {
+        "kv_connector": "HiddenStatesConnector",
+        "kv_connector_module_path": "shmbus.engines.hidden_states",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"channel": channel, **extra},
+    }
+    return [
+        "--speculative-config", json.dumps(speculative),
+        "--kv-transfer-config", json.dumps(transfer),
+        "--max-model-len", str(LONGEST),
+        # Prompts in chunks, and fewer blocks than the requests at a time want.
+        "--max-num-batched-tokens", "64", "--max-num-seqs", "16",
+        "--num-gpu-blocks-override", "48", "--block-size", "32",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def channel() -> Iterator[str]:
+    name = f"test-hidden-{os.getpid()}"
+    yield name
+    for file in Path("/dev/shm").glob(f"shmbus-channel.{name}*"):
+        unlink_channel(file.name.removeprefix("shmbus-channel."))
+
+
+class Reference:
+    """What transformers computes of the same tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.last: list[torch.Tensor] = []
+        layers = self.model.model.layers
+        layers[-1].register_forward_hook(lambda _m, _i, out: self.last.append(out))
+
+    @torch.no_grad()
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        self.last.clear()
+        states = self.model(ids[None], output_hidden_states=True).hidden_states
+        last = self.last[0][0] if isinstance(self.last[0], tuple) else self.last[0]
+        return torch.stack([*(states[i][0] for i in LAYERS[:-1]), last.view(-1, WIDTH)], 1)
+
+    @torch.no_grad()
+    def next_token(self, hidden: torch.Tensor) -> int:
+        return int(self.model.lm_head(self.model.model.norm(hidden[-1, -1])).argmax())
+
+
+class Trainer(threading.Thread):
+    """Receives until the channel is closed, and keeps what is wrong."""
+
+    def __init__(self, receiver: TensorReceiver, reference: Reference) -> None:
+        super().__init__()
+        self.receiver, self.reference = receiver, reference
+        self.seen: list[int] = []
+        self.failed: list[str] = []
+        self.wrong: list[str] = []
+        self.sizes: dict[int, tuple[int, list[int], int]] = {}
+
+    def run(self) -> None:
+        while True:
+            try:
+                with self.receiver.recv(300.0) as item:
+                    self.check(item)
+            except StepFailedError as error:
+                self.failed.append(error.reason)
+            except ChannelClosedError:
+                return
+
+    def check(self, item: Any) -> None:
+        hidden, ids, meta = item["hidden"], item["token_ids"], item.meta
+        index = meta["params"]["index"]
+        self.seen.append(index)
+        self.sizes[index] = meta["prompt"], [*ids.tolist(), meta["next"]], len(hidden)
+        want = self.reference(ids)
+        if not torch.allclose(hidden, want, rtol=1e-4, atol=1e-4):
+            rows = (hidden - want).abs().amax((1, 2)) > 1e-3
+            self.wrong.append(f"{index}: rows {rows.nonzero().flatten().tolist()} of {len(hidden)}")
+        if self.reference.next_token(hidden) != meta["next"]:
+            self.wrong.append(f"{index}: the next token")
+
+
+async def ask(url: str, index: int, prompt: list[int], tokens: int) -> list[int]:
+    body = {
+        "model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0,
+        "ignore_eos": True, "kv_transfer_params": {"index": index}, "return_token_ids": True,
+    }  # fmt: skip
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session,
+        session.post(f"{url}/v1/completions", json=body) as response,
+    ):
+        answer = await response.json()
+        assert response.status == 200, answer
+        return list(answer["choices"][0]["token_ids"])
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait for the trainer; only a lost sequence meets the deadline."""
+    deadline = time.monotonic() + 120.0
+    while not is_so() and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+
+
+def beyond(trainer: Trainer) -> list[int]:
+    return [index for index in trainer.seen if index >= SEQUENCES]
+
+
+async def drive(url: str, aborted: set[int], seed: int) -> dict[int, list[int]]:
+    """Ask for all sequences, of odd lengths, many with a common prefix; give up some half way."""
+    print("seed", seed)
+    random.seed(seed)
+    prefixes = [[random.randrange(3, 128) for _ in range(48)] for _ in range(4)]
+    room = asyncio.Semaphore(24)
+    asked: dict[int, list[int]] = {}
+
+    async def one(index: int) -> None:
+        prompt = [random.randrange(3, 128) for _ in range(random.randrange(1, 60))]
+        if index % 3 == 0:
+            prompt = random.choice(prefixes)[: random.randrange(1, 48)] + prompt
+        tokens = 1 if index % 2 else random.randrange(1, 20)
+        async with room:
+            asking = asyncio.ensure_future(ask(url, index, prompt, tokens))
+            if index in aborted:
+                await asyncio.sleep(random.random() * 0.2)
+                asking.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    asked[index] = prompt + await asking
+            else:
+                asked[index] = prompt + await asking
+
+    await asyncio.gather(*(one(index) for index in range(SEQUENCES)))
+    return asked
+
+
+@pytest.mark.timeout(1800)
+async def test_every_row_is_transformers_own_under_aborts_preemption_chunks_and_cached_prefixes(
+    folders: dict[int, Path], tmp_path: Path, channel: str
+) -> None:
+    server = Server(folders[1], tmp_path / "log", 1, *options(channel))
+    try:
+        await server.started()
+        receiver = TensorChannel.open(channel, specs=SPECS)
+        trainer = Trainer(receiver, Reference(folders[1]))
+        trainer.start()
+        aborted = set(range(7, SEQUENCES, 11))
+        asked = await drive(server.url, aborted, seed=1)
+        # As long as the engine allows, beside others.
+        await asyncio.gather(
+            ask(server.url, SEQUENCES, [5] * (LONGEST - 4), 4),
+            *(ask(server.url, SEQUENCES + 1 + i, [6 + i] * 9, 12) for i in range(8)),
+        )
+        await until(lambda: set(asked) - aborted <= set(trainer.seen))
+        await until(lambda: len(beyond(trainer)) == 9)
+        async with aiohttp.ClientSession() as session:
+            metrics = await (await session.get(f"{server.url}/metrics")).text()
+    finally:
+        server.end()
+    trainer.join(60)
+    receiver.close()
+    print(len(trainer.seen), "received of", SEQUENCES + 9, "with", len(aborted), "to be aborted")
+    for line in metrics.splitlines():
+        if line.startswith(("vllm:num_preemptions_total", "vllm:prefix_cache_hits_total")):
+            print(line)
+            assert float(line.split()[-1]) > 0
+    assert trainer.wrong == trainer.failed == []
+    assert len(trainer.seen) == len(set(trainer.seen))
+    whole = set(trainer.seen) - set(beyond(trainer))
+    assert set(range(SEQUENCES)) - aborted <= whole <= set(asked) | aborted
+    for index in whole & set(asked):
+        _, tokens, rows = trainer.sizes[index]
+        assert tokens == asked[index] and rows == len(tokens) - 1
+    assert trainer.sizes[SEQUENCES][2] == LONGEST - 1 and len(beyond(trainer)) == 9
+
+
+@pytest.mark.timeout(1800)
+async def test_tp_2_sends_once_to_two_ranks_of_a_trainer(
+    folders: dict[int, Path], tmp_path: Path, channel: str
+) -> None:
+    server = Server(folders[1], tmp_path / "log", 2, *options(channel, receivers=2))
+    try:
+        await server.started()
+        group = TensorChannel.group(channel, senders=1, receivers=2)
+        trainers = []
+        for rank in (0, 1):
+            trainers.append(Trainer(group.receiver(rank, specs=SPECS), Reference(folders[1])))  # type: ignore[arg-type]
+            trainers[-1].start()
+        asked = await drive(server.url, set(), seed=2)
+        await until(lambda: sum(len(each.seen) for each in trainers) == SEQUENCES)
+    finally:
+        server.end()
+    seen = []
+    for trainer in trainers:
+        trainer.join(60)
+        trainer.receiver.close()
+        assert trainer.wrong == [] and trainer.failed == []
+        seen += trainer.seen
+    assert sorted(seen) == sorted(asked) == list(range(SEQUENCES))
+    assert abs(len(trainers[0].seen) - len(trainers[1].seen)) <= 1
