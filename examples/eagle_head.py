@@ -208,7 +208,7 @@ def received(
     """Receive each sequence; the next one acknowledges it."""
     width = config.hidden_size
     specs = {"hidden": ("float32", (None, 3, width)), "token_ids": ("int64", (None,))}
-    with TensorChannel.open(channel, specs=specs, wait=300.0) as receiver:
+    with TensorChannel.open(channel, specs=specs, wait=1800.0) as receiver:
         while True:
             with receiver.recv(timeout=300.0) as item:
                 here = {name: tensor.to(device) for name, tensor in item.items()}
@@ -225,6 +225,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--compare", action="store_true", help="with states computed here")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # the engine's cores are the engine's
     options.folder.mkdir(parents=True, exist_ok=True)
     model = options.model or make_model(options.folder / "model")
     draft = Draft(model, options.device)

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.shmbus")
 
 #: Seconds that an engine without other work waits for the trainer before it looks around again.
-IDLE_S: Final = 0.02
+IDLE_S: Final = 0.05
 
 #: Seconds that a trainer may take for a step before it is called slow, and between two such lines.
 SLOW_S: Final = 5.0
@@ -178,7 +178,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             "params": request.kv_transfer_params or {},
         }
         self._finished.append(Finished(request.request_id, tokens, rows, list(block_ids), meta))
-        return True, None
+        return True, {"handle": request.request_id}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
         """Tell the worker what has finished since the last step."""
@@ -308,9 +308,10 @@ class _Worker:
         except ShmbusError as error:
             now_s = time.monotonic()
             self._since_s = self._since_s or now_s
-            if isinstance(error, WaitTimeoutError) and now_s - self._since_s < SLOW_S:
-                return False
-            self._tell(error, f"; {len(self.pending)} requests keep their blocks meanwhile")
+            waits_s = now_s - self._since_s
+            if not isinstance(error, WaitTimeoutError) or waits_s >= SLOW_S:
+                count = len(self.pending)
+                self._tell(error, f"; {count} requests keep their blocks, for {waits_s:.0f} s now")
             return False
         return True
 
@@ -385,7 +386,9 @@ def layers_of(vllm_config: VllmConfig) -> list[int]:
     layers = list(speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
     most = vllm_config.model_config.get_total_num_hidden_layers()
     # vLLM hands them out in this order, whatever the order that was asked for.
-    if layers != sorted({each for each in layers if type(each) is int and 0 <= each <= most}):
+    if not layers or layers != sorted(
+        {each for each in layers if type(each) is int and 0 <= each <= most}
+    ):
         raise ValueError(
             f"eagle_aux_hidden_state_layer_ids: expected layers from 0 (the embedding) to {most} "
             f"(the last one's output, before the norm), each once, in order, got {layers}"

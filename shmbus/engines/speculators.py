@@ -1,0 +1,115 @@
+"""A backend "shmbus" of speculators' ``hs_connectors``: hidden states over a channel, no files.
+
+Importing this module registers it. The engine side is `shmbus.engines.hidden_states`.
+
+Invariant: a channel has one reader, so one process loads data; another one is told who reads.
+
+Source: hs_connectors/transfer.py of hs-connectors 0.9.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from typing import Any, Final
+
+import msgspec
+import torch
+from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
+
+from shmbus.channel.endpoint import living_statement
+from shmbus.errors import BusNotFoundError
+from shmbus.tensors import StepFailedError, TensorChannel, TensorReceiver
+from shmbus.tensors.agreement import Statement
+
+#: What the argument is called in both programs.
+_OPTION: Final = "--hidden-states-channel"
+
+#: Seconds to wait for states that the engine has said to be on their way.
+_TIMEOUT_S: Final = 120.0
+
+
+class ChannelTransfer(HiddenStatesTransfer):
+    """Hands out the states of each request by its handle, in whatever order they are asked for."""
+
+    def __init__(self, channel: str) -> None:
+        self._channel = channel
+        self._receiver: TensorReceiver | None = None
+        self._lock = threading.Lock()
+        #: What came before it was asked for; None where the engine could not send it.
+        self._kept: dict[str, dict[str, torch.Tensor] | None] = {}
+
+    def __reduce__(self) -> tuple[type[ChannelTransfer], tuple[str]]:
+        return ChannelTransfer, (self._channel,)
+
+    def setup(self) -> None:
+        """Open the channel, as the engine has stated it."""
+        with self._lock:
+            if self._receiver is None:
+                stated = living_statement(self._channel)
+                if not stated:
+                    raise BusNotFoundError(
+                        f"channel {self._channel!r}: no engine sends in it; start it first, with "
+                        "this channel in its kv_connector_extra_config"
+                    )
+                specs = msgspec.msgpack.decode(stated, type=Statement).specs
+                self._receiver = TensorChannel.open(self._channel, specs=specs)
+
+    def get_cached(self, file_idx: int) -> None:
+        """Return None: nothing lasts here."""
+
+    def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+        """Return the states of a request that has ended; None where the engine had none."""
+        handle = hs_transfer_params["handle"]
+        self.setup()
+        with self._lock:
+            while handle not in self._kept:
+                self._receive()
+            return self._kept.pop(handle)
+
+    def _receive(self) -> None:
+        assert self._receiver is not None
+        try:
+            with self._receiver.recv(_TIMEOUT_S) as item:
+                self._kept[item.meta["request"]] = {
+                    "hidden_states": item["hidden"].clone(),
+                    "token_ids": item["token_ids"].clone(),
+                }
+        except StepFailedError as error:
+            # "request ID: why"
+            self._kept[error.reason.partition(": ")[0].partition(" ")[2]] = None
+
+    def delete(self, handle: str) -> None:
+        """Forget a request's states."""
+        with self._lock:
+            self._kept.pop(handle, None)
+
+
+@HiddenStatesBackend.register("shmbus")
+class ChannelBackend(HiddenStatesBackend):
+    """Names the channel to both programs."""
+
+    @staticmethod
+    def add_train_args(parser: argparse.ArgumentParser) -> None:
+        """Add the trainer's argument."""
+        parser.add_argument(_OPTION, default="speculators.hidden", help="name of the channel")
+
+    @staticmethod
+    def add_launch_args(parser: argparse.ArgumentParser) -> None:
+        """Add the engine's argument."""
+        ChannelBackend.add_train_args(parser)
+
+    @staticmethod
+    def from_train_args(args: argparse.Namespace, data_path: str) -> ChannelTransfer:
+        """Return what the trainer's loader reads by."""
+        return ChannelTransfer(args.hidden_states_channel)
+
+    @staticmethod
+    def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
+        """Return what the engine is started with."""
+        return {
+            "kv_connector": "HiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_module_path": "shmbus.engines.hidden_states",
+            "kv_connector_extra_config": {"channel": args.hidden_states_channel},
+        }
