@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import math
 import os
-import pwd
 import shlex
 import shutil
 import subprocess
@@ -136,17 +135,12 @@ def _missing() -> str:
         return f"{_CONTROL} is not installed; it comes with NVIDIA's driver"
     for pid, user, place in _daemons():
         if user != os.getuid():
-            name = pwd.getpwuid(user).pw_name if _is_known(user) else f"uid {user}"
             return (
-                f"user {name} runs it (pid {pid}), and a device serves one user's at a time: ask "
-                "them to end it"
+                f"another user (uid {user}) runs it (pid {pid}), and a device serves one user's at "
+                "a time: ask them to end it"
             )
         return f"it runs elsewhere (pid {pid}): set CUDA_MPS_PIPE_DIRECTORY={place}"
     return "it does not run: add --start"
-
-
-def _is_known(user: int) -> bool:
-    return any(each.pw_uid == user for each in pwd.getpwall())
 
 
 def _start() -> str:
@@ -160,10 +154,7 @@ def _start() -> str:
     done = subprocess.run(
         [_CONTROL, "-d"], env={**os.environ, **variables}, capture_output=True, text=True
     )
-    deadline = time.monotonic() + _PATIENCE_S
-    while done.returncode == 0 and not _is_here() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if _is_here():
+    if done.returncode == 0 and _becomes(True):
         return ""
     said = (done.stderr or done.stdout).strip() or f"see {variables['CUDA_MPS_LOG_DIRECTORY']}"
     return f"{_CONTROL} -d did not start it ({said})"
@@ -177,10 +168,15 @@ def _stop() -> int:
     subprocess.run(
         [_CONTROL], env={**os.environ, **_environment()}, input="quit\n", text=True, check=True
     )
-    deadline = time.monotonic() + _PATIENCE_S
-    while _is_here() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if _is_here():
+    if not _becomes(False):
         print("MPS has clients yet, and ends after them", file=sys.stderr)
         return 1
     return 0
+
+
+def _becomes(here: bool) -> bool:
+    """Wait until this user's MPS runs, or does not."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while _is_here() != here and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return _is_here() == here

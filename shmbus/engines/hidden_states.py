@@ -33,6 +33,7 @@ from shmbus.channel import ChannelClosedError
 from shmbus.errors import ShmbusError, WaitTimeoutError
 from shmbus.tensors import TensorChannel, TensorSender
 from shmbus.tensors.group import GroupSender
+from shmbus.tensors.step_table import encode_meta
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -67,22 +68,12 @@ TOLD_S: Final = 60.0
 #: In the name of the layer that keeps the states.
 _CACHE: Final = "cache_only_layers."
 
-#: Bytes of a step beside its tensors: its table and its meta.
+#: Bytes of a step beside its tensors and meta, with the rounding of their places.
 _BESIDE_BYTES: Final = 64 << 10
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ``kv_connector_extra_config`` says.
-
-    Attributes
-    ----------
-    channel : str
-        The name of the channel, or of the group of channels.
-    senders, receivers : int
-        Engines of data parallelism, and ranks of the trainer; more than one of either is a group.
-    slots, max_bytes
-        Of each channel.
-    """
+    """What ``kv_connector_extra_config`` says: engines of data parallelism, ranks of a trainer."""
 
     channel: str
     senders: int = 1
@@ -100,6 +91,7 @@ class Finished:
     rows: int
     blocks: list[int]
     meta: dict[str, Any]
+    problem: str = ""
 
 
 @dataclass
@@ -168,8 +160,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         tokens = list(request.all_token_ids)
         # The last token was sampled, and never an input.
         rows = len(tokens) - 1
-        if min(request.num_computed_tokens, len(block_ids) * self._block_size) < rows:
-            rows = -1
+        there = min(request.num_computed_tokens, len(block_ids) * self._block_size)
+        problem = "" if there >= rows else f"the engine has the states of {there} of {rows} tokens"
         meta = {
             "request": request.request_id,
             "layers": self._layers,
@@ -177,7 +169,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             "finish": str(request.get_finished_reason()),
             "params": request.kv_transfer_params or {},
         }
-        self._finished.append(Finished(request.request_id, tokens, rows, list(block_ids), meta))
+        blocks = list(block_ids)
+        self._finished.append(Finished(request.request_id, tokens, rows, blocks, meta, problem))
         return True, {"handle": request.request_id}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
@@ -320,11 +313,17 @@ class _Worker:
 
     def _problem(self, one: Finished) -> str:
         """Say why a request's states cannot be sent, ever; empty where they can."""
-        if one.rows < 1:
-            return f"expected the states of {len(one.tokens) - 1} tokens, the engine has fewer"
-        size = one.rows * (self._cache[0, :, 0].nbytes + 8)
+        if one.problem:
+            return one.problem
+        try:
+            beside = len(encode_meta(one.meta))
+        except (TypeError, ValueError) as error:
+            return str(error)
+        size = one.rows * (self._cache[0, :, 0].nbytes + 8) + beside
         if size > self._most:
-            return f"{one.rows} rows have {size} bytes, a slot has max_bytes={self._most}"
+            return (
+                f"{one.rows} rows and params have {size} bytes, a slot has max_bytes={self._most}"
+            )
         if self._lost and not self._lost.isdisjoint(self._places(one).tolist()):
             return "the engine kept no states in a step with a sequence as long as max_model_len"
         return ""

@@ -61,37 +61,13 @@ class ChannelGroup:
         self._pairs = [(i * self.senders // many, i * self.receivers // many) for i in range(many)]
 
     def sender(self, rank: int, **options: Any) -> GroupSender:
-        """Become a sender: of one receiver, or of several in turn.
-
-        Parameters
-        ----------
-        rank : int
-            Which one, from 0.
-        **options
-            Of each channel, as of `TensorChannel.create`.
-
-        Returns
-        -------
-        GroupSender
-        """
+        """Become a sender, of one receiver or several; options as of `TensorChannel.create`."""
         rank = check_int("rank", rank, 0, self.senders - 1)
         names = [self._channel(*pair) for pair in self._pairs if pair[0] == rank]
         return GroupSender(self.name, _all(self._create, names, options))
 
     def receiver(self, rank: int, **options: Any) -> GroupReceiver:
-        """Become a receiver: of one sender, or of several in turn.
-
-        Parameters
-        ----------
-        rank : int
-            Which one, from 0.
-        **options
-            Of each channel, as of `TensorChannel.open`; its specs are those of a slice.
-
-        Returns
-        -------
-        GroupReceiver
-        """
+        """Become a receiver, of one sender or several; options as of `TensorChannel.open`."""
         rank = check_int("rank", rank, 0, self.receivers - 1)
         names = [self._channel(*pair) for pair in self._pairs if pair[1] == rank]
         return GroupReceiver(self.name, _all(self._open, names, options), self._slices)
@@ -125,18 +101,7 @@ class _Side(ClosedForReason):
         return {each.name: each.acked_step for each in self._channels}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after a checkpoint's last acknowledged steps.
-
-        Parameters
-        ----------
-        state : mapping
-            Of `state_dict` of either side; those of several ranks may be joined to one.
-
-        Raises
-        ------
-        ValueError
-            It says nothing of a channel of this side.
-        """
+        """Go on after a checkpoint's steps, of either side; ranks' states may be joined to one."""
         for each in self._channels:
             if each.name not in state:
                 raise ValueError(
@@ -147,13 +112,7 @@ class _Side(ClosedForReason):
             each.load_state_dict({"acked_step": state[each.name]})
 
     def close(self, reason: str = "") -> None:
-        """Leave every channel.
-
-        Parameters
-        ----------
-        reason : str
-            For the other side.
-        """
+        """Leave every channel, with a reason for the other side."""
         with contextlib.ExitStack() as stack:
             for each in self._channels:
                 stack.callback(each.close, reason)
@@ -208,37 +167,11 @@ class GroupSender(_Side):
         return self._deal(step, lambda each: each.send(tensors, meta=meta, timeout=timeout))
 
     def skip(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:
-        """Say that a step has no tensors; its receiver gets StepSkippedError.
-
-        Parameters
-        ----------
-        reason : str
-            Its first 159 bytes are kept.
-        step, timeout
-            As for `send`.
-
-        Returns
-        -------
-        int
-            The step of this rank.
-        """
+        """Say that a step has no tensors; its receiver gets StepSkippedError."""
         return self._deal(step, lambda each: each.skip(reason=reason, timeout=timeout))
 
     def fail(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:
-        """Say that a step could not be made; its receiver gets StepFailedError.
-
-        Parameters
-        ----------
-        reason : str
-            Its first 159 bytes are kept.
-        step, timeout
-            As for `send`.
-
-        Returns
-        -------
-        int
-            The step of this rank.
-        """
+        """Say that a step could not be made; its receiver gets StepFailedError."""
         return self._deal(step, lambda each: each.fail(reason=reason, timeout=timeout))
 
     def _deal(self, step: int | None, action: Callable[[TensorSender], int]) -> int:

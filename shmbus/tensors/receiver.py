@@ -168,7 +168,9 @@ _HEADS: Final = 16
 class Acknowledged(Protocol):
     """What a step came by: a channel, or several that have a slice each."""
 
-    name: Any
+    @property
+    def name(self) -> str:
+        """Return its name."""
 
     def ack(self) -> None:
         """Acknowledge what was received last."""

@@ -102,6 +102,7 @@ class Trainer(threading.Thread):
         self.sizes: dict[int, tuple[int, list[int], int]] = {}
 
     def run(self) -> None:
+        torch.set_num_threads(1)  # the engine's cores are the engine's
         while True:
             try:
                 with self.receiver.recv(300.0) as item:

@@ -41,8 +41,9 @@ def worker(channel: str, **extra: Any) -> _Worker:
     return _Worker(Options(channel=channel, **extra), 0, cache.view(BLOCKS, LAYERS, BLOCK, WIDTH))
 
 
-def finished(rows: int = 10, name: str = "r") -> Finished:
-    return Finished(name, list(range(100, 101 + rows)), rows, BLOCK_IDS, {"request": name})
+def finished(rows: int = 10, name: str = "r", problem: str = "") -> Finished:
+    tokens = list(range(100, 101 + rows))
+    return Finished(name, tokens, rows, BLOCK_IDS, {"request": name}, problem)
 
 
 def test_rows_are_read_from_a_requests_blocks_in_order(channel: str) -> None:
@@ -80,20 +81,30 @@ def test_a_slow_trainer_keeps_requests_and_is_named_and_none_is_lost(
 
 
 def test_what_cannot_be_sent_is_told_as_that_step(channel: str) -> None:
-    one = worker(channel, max_bytes=(64 << 10) + 5 * (LAYERS * WIDTH * 4 + 8), slots=8)
+    one = worker(channel, max_bytes=(64 << 10) + 5 * (LAYERS * WIDTH * 4 + 8) + 20, slots=8)
     rx = TensorChannel.open(channel, specs=SPECS)
     one.pending.append(finished(6, "long"))
-    one.pending.append(finished(-1, "short"))
+    one.pending.append(finished(3, "short", "the engine has fewer"))
     lost = BLOCK_IDS[0] * BLOCK + 2
     one.expected = torch.tensor([lost, -1])
     one.end_step()
     one.pending.append(finished(3, "lost"))
     one.pending.append(finished(2, "before it"))
-    assert one.send(0.0) == {"long", "short", "lost", "before it"}
-    for why in ("request long: 6 rows have 432 bytes", "the engine has fewer", "as max_model_len"):
+    odd = finished(2, "odd")
+    odd.meta["params"] = {"index": "x" * (17 << 20)}
+    one.pending.append(odd)
+    assert one.send(0.0) == {"long", "short", "lost", "before it", "odd"}
+    for why in (
+        "request long: 6 rows and params have 4.. bytes",
+        "the engine has fewer",
+        "as max_model_len",
+    ):
         with pytest.raises(StepFailedError, match=why):
             rx.recv(30.0)
-    assert len(rx.recv(30.0)["token_ids"]) == 2
+    with rx.recv(30.0) as item:
+        assert len(item["token_ids"]) == 2
+    with pytest.raises(StepFailedError, match="request odd: "):
+        rx.recv(30.0)
     one.expected = torch.tensor([lost])
     one.kept(torch.tensor([lost]))
     one.end_step()
@@ -151,8 +162,8 @@ def test_the_end_of_an_engine_says_what_it_leaves(channel: str) -> None:
     [
         (RequestStatus.FINISHED_LENGTH_CAPPED, 12, 3, 10),
         (RequestStatus.FINISHED_STOPPED, 10, 3, 10),
-        (RequestStatus.FINISHED_STOPPED, 9, 3, -1),
-        (RequestStatus.FINISHED_STOPPED, 10, 2, -1),
+        (RequestStatus.FINISHED_STOPPED, 9, 3, -9),
+        (RequestStatus.FINISHED_STOPPED, 10, 2, -8),
         (RequestStatus.FINISHED_ABORTED, 10, 3, None),
         (RequestStatus.FINISHED_ERROR, 10, 3, None),
     ],
@@ -171,8 +182,10 @@ def test_a_request_keeps_its_blocks_only_where_it_has_ended_as_it_should(
     keeps, _ = connector.request_finished_all_groups(request, ([9], list(range(blocks))))
     assert keeps == (rows is not None)
     told = connector.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))  # type: ignore[arg-type]
-    assert told.idle and [each.rows for each in told.finished] == ([] if rows is None else [rows])
-    if told.finished:
+    assert told.idle and len(told.finished) == keeps
+    if rows is not None:
+        lacks = f"the engine has the states of {-rows} of 10 tokens" if rows < 0 else ""
+        assert told.finished[0].rows == 10 and told.finished[0].problem == lacks
         assert told.finished[0].meta["params"] == {"index": 3}
         assert told.finished[0].meta["prompt"] == 4
 

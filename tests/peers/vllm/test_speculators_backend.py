@@ -41,7 +41,9 @@ def transfer_of(channel: str) -> ChannelTransfer:
 def test_states_come_by_handle_in_any_order_and_what_the_engine_lacks_is_none(channel: str) -> None:
     one = worker(channel, slots=8)
     transfer = pickle.loads(pickle.dumps(transfer_of(channel)))  # as a loader's worker gets it
-    one.pending.extend([finished(3, "cmpl-a"), finished(5, "cmpl-b"), finished(-1, "cmpl-c")])
+    one.pending.extend(
+        [finished(3, "cmpl-a"), finished(5, "cmpl-b"), finished(1, "cmpl-c", "none")]
+    )
     assert len(one.send(0.0)) == 3
     assert transfer.get_cached(0) is None
     assert transfer.get_generated({"handle": "cmpl-c"}) is None
