@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
-import multiprocessing
+import json
 import os
 import random
-from collections.abc import Generator
+import subprocess
+import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -35,7 +35,7 @@ GENERATED = 24
 Sequence = dict[str, torch.Tensor]
 
 
-def make_model(folder: Path) -> str:
+def make_model(folder: Path) -> None:
     """Make a tiny model of a stock architecture, with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -43,7 +43,6 @@ def make_model(folder: Path) -> str:
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return str(folder)
 
 
 def layers_of(config: Any) -> list[int]:
@@ -57,8 +56,9 @@ def prompt_of(index: int, tokens: int) -> list[int]:
     return [chance.randrange(3, tokens) for _ in range(chance.randrange(4, 24))]
 
 
-def engine(model: str, channel: str, indexes: list[int], is_over: Any) -> None:
-    """Generate for prompts, a process of its own, which stays until all was received."""
+def engine(model: str, channel: str) -> None:
+    """Generate for prompts, a process of its own, which ends with the trainer."""
+    indexes = json.loads(sys.stdin.readline())
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM, SamplingParams
 
@@ -88,7 +88,7 @@ def engine(model: str, channel: str, indexes: list[int], is_over: Any) -> None:
             for index in indexes
         ],
     )  # fmt: skip
-    is_over.wait()
+    sys.stdin.read()  # what was generated is sent as the trainer takes it
 
 
 class EagleHead(torch.nn.Module):
@@ -120,7 +120,8 @@ class Draft:
         torch.manual_seed(1)
         config = target.config
         self.head = EagleHead(config.hidden_size, config.num_attention_heads).to(device)
-        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=1e-3)
+        self.weights = list(self.head.parameters())
+        self.optimizer = torch.optim.AdamW(self.weights, lr=1e-3)
         self.trained: list[int] = []
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
@@ -169,10 +170,14 @@ class Draft:
                 lengths.append(1 + accepted)
         return sum(lengths) / len(lengths)
 
-    def gradients(self, sequence: Sequence) -> torch.Tensor:
-        """Return what a sequence would change, as one vector."""
-        grads = torch.autograd.grad(self.loss(sequence), list(self.head.parameters()))
-        return torch.cat([each.flatten() for each in grads])
+    def difference(self, sequence: Sequence) -> float:
+        """Return how far a gradient is from that of states computed here, as a part of it."""
+        here = dict(sequence, hidden=self.own_states(sequence["token_ids"]))
+        sent, own = (
+            torch.cat([each.flatten() for each in torch.autograd.grad(loss, self.weights)])
+            for loss in (self.loss(sequence), self.loss(here))
+        )
+        return float((sent - own).norm() / own.norm())
 
     @torch.no_grad()
     def own_states(self, ids: torch.Tensor) -> torch.Tensor:
@@ -202,19 +207,6 @@ class Draft:
         self.trained = state["trained"]
 
 
-def received(
-    channel: str, config: Any, device: str
-) -> Generator[tuple[int, Sequence, dict[str, Any]], None, None]:
-    """Receive each sequence; the next one acknowledges it."""
-    width = config.hidden_size
-    specs = {"hidden": ("float32", (None, 3, width)), "token_ids": ("int64", (None,))}
-    with TensorChannel.open(channel, specs=specs, wait=1800.0) as receiver:
-        while True:
-            with receiver.recv(timeout=300.0) as item:
-                here = {name: tensor.to(device) for name, tensor in item.items()}
-                yield item.meta["params"]["index"], here, item.meta
-
-
 def main() -> None:
     """Train beside the engine, and print what the head has learnt."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -224,10 +216,15 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=400)
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--compare", action="store_true", help="with states computed here")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)  # the engine's cores are the engine's
     options.folder.mkdir(parents=True, exist_ok=True)
-    model = options.model or make_model(options.folder / "model")
+    model = options.model or str(options.folder / "model")
+    if options.engine:
+        return engine(model, options.engine)
+    if not options.model:
+        make_model(options.folder / "model")
     draft = Draft(model, options.device)
     untrained = copy.deepcopy(draft.head)
     checkpoint = options.folder / "eagle_head.pt"
@@ -237,27 +234,29 @@ def main() -> None:
     # What is held out comes first, and again in each run.
     left = sorted(set(range(HELD_OUT + options.sequences)) - set(draft.trained))
     channel = f"eagle-head-{os.getpid()}"
-    spawn = multiprocessing.get_context("spawn")
-    is_over = spawn.Event()
-    process = spawn.Process(target=engine, args=(model, channel, left, is_over))
-    process.start()
+    command = [sys.executable, __file__, *sys.argv[1:], "--engine", channel]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    print(json.dumps(left), file=process.stdin, flush=True)
+    width = draft.target.config.hidden_size
+    specs = {"hidden": ("float32", (None, 3, width)), "token_ids": ("int64", (None,))}
     held_out, losses = [], []
-    steps = received(channel, draft.target.config, options.device)
-    for index, sequence, meta in itertools.islice(steps, len(left)):
-        if index < HELD_OUT:
-            held_out.append((sequence, meta["prompt"], meta["next"]))
-            continue
-        if options.compare and not losses:
-            here = dict(sequence, hidden=draft.own_states(sequence["token_ids"]))
-            sent, own = draft.gradients(sequence), draft.gradients(here)
-            print(f"first gradient: {(sent - own).norm() / own.norm():.1e} from transformers' own")
-        losses.append(draft.step(sequence))
-        draft.trained.append(index)
-        if len(losses) % options.save_every == 0:
-            draft.save(checkpoint)
-    steps.close()
-    is_over.set()
-    process.join()
+    with TensorChannel.open(channel, specs=specs, wait=1800.0) as receiver:
+        for _ in left:
+            with receiver.recv(timeout=300.0) as item:
+                sequence = {name: tensor.to(options.device) for name, tensor in item.items()}
+                index = item.meta["params"]["index"]
+                if index < HELD_OUT:
+                    held_out.append((sequence, item.meta["prompt"], item.meta["next"]))
+                    continue
+                if options.compare and not losses:
+                    print(f"first gradient: {draft.difference(sequence):.0e} from that made here")
+                losses.append(draft.step(sequence))
+                draft.trained.append(index)
+                if len(losses) % options.save_every == 0:
+                    draft.save(checkpoint)
+    process.stdin.close()
+    process.wait()
     draft.save(checkpoint)
     assert sorted(draft.trained) == list(range(HELD_OUT, HELD_OUT + options.sequences))
     after = draft.acceptance_length(held_out)

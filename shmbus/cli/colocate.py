@@ -35,8 +35,6 @@ _COMM: Final = _CONTROL[:15]
 #: Seconds that the daemon has to start or to end.
 _PATIENCE_S: Final = 10.0
 
-_WITHOUT: Final = "both sides work all the same, in turns on the device, and slower"
-
 
 def add_parser(commands: Commands) -> None:
     """Add the command to the parser of the command line."""
@@ -46,9 +44,8 @@ def add_parser(commands: Commands) -> None:
         run,
         help="share a GPU between a trainer and an engine",
         description="Says with which environment and shares of memory a trainer and an engine "
-        f"run on one GPU. The shares and {SPARE:.2f} to spare are at most 1. With --start it "
-        "starts MPS for this user first, so that both run at the same time; what it prints is "
-        "for a shell's eval. Nothing is set on the device.",
+        "run on one GPU, for a shell's eval; under MPS, which --start starts for this user, both "
+        "run at the same time. Nothing is set on the device.",
         examples=[
             'eval "$(shmbus colocate --train 0.3 --infer 0.5 --start)"',
             "shmbus colocate --stop  # once both have ended",
@@ -73,28 +70,23 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the environment, after starting MPS where that was asked for; or end it."""
     if arguments.stop:
         return _stop()
-    if arguments.train is None or arguments.infer is None:
-        return _misused("expected --train and --infer, or --stop")
-    total = arguments.train + arguments.infer + SPARE
+    total = (arguments.train or 1) + (arguments.infer or 1) + SPARE
     if total > 1 + 1e-9:
-        return _misused(
-            f"expected --train, --infer and {SPARE:.2f} to spare to be at most 1, got "
-            f"{arguments.train:g} + {arguments.infer:g} + {SPARE:.2f} = {total:.2f}; take from one"
+        print(
+            f"shmbus colocate: expected --stop, or --train and --infer that are with {SPARE:.2f} "
+            f"to spare at most 1, got {arguments.train} and {arguments.infer}",
+            file=sys.stderr,
         )
+        return 2
     problem = _start() if arguments.start else _missing()
     if problem:
-        print(f"# no MPS: {problem}; {_WITHOUT}")
+        print(f"# no MPS: {problem}; both sides work all the same, in turns, and slower")
     else:
         for name, value in _environment().items():
             print(f"export {name}={shlex.quote(value)}")
     print(f"# the trainer: torch.cuda.set_per_process_memory_fraction({arguments.train:g})")
     print(f"# the engine:  --gpu-memory-utilization {arguments.infer:g}")
     return 0
-
-
-def _misused(why: str) -> int:
-    print(f"shmbus colocate: {why}", file=sys.stderr)
-    return 2
 
 
 def _environment() -> dict[str, str]:
@@ -135,10 +127,7 @@ def _missing() -> str:
         return f"{_CONTROL} is not installed; it comes with NVIDIA's driver"
     for pid, user, place in _daemons():
         if user != os.getuid():
-            return (
-                f"another user (uid {user}) runs it (pid {pid}), and a device serves one user's at "
-                "a time: ask them to end it"
-            )
+            return f"uid {user} runs it (pid {pid}), and a device serves one user's: ask to end it"
         return f"it runs elsewhere (pid {pid}): set CUDA_MPS_PIPE_DIRECTORY={place}"
     return "it does not run: add --start"
 
@@ -168,10 +157,10 @@ def _stop() -> int:
     subprocess.run(
         [_CONTROL], env={**os.environ, **_environment()}, input="quit\n", text=True, check=True
     )
-    if not _becomes(False):
-        print("MPS has clients yet, and ends after them", file=sys.stderr)
-        return 1
-    return 0
+    if _becomes(False):
+        return 0
+    print("MPS has clients yet, and ends after them", file=sys.stderr)
+    return 1
 
 
 def _becomes(here: bool) -> bool:

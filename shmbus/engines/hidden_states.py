@@ -118,10 +118,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             if _CACHE in name
         ]
         if len(caches) != 1:
-            raise ValueError(
-                f"hidden states: expected one cache of them in the engine, got {len(caches)}; use "
-                "vLLM 0.32"
-            )
+            raise ValueError(f"expected one cache of hidden states, got {len(caches)}: vLLM 0.32?")
         self._group, group, self._layer = caches[0]
         self._block_size = group.kv_cache_spec.block_size
         self._finished: list[Finished] = []
@@ -296,7 +293,7 @@ class _Worker:
             meta = one.meta | {"next": one.tokens[one.rows]}
             self._channel.send(self._read, meta=meta, timeout=patience)
         except ChannelClosedError as error:
-            self._tell(error, "; the engine goes on, and sends to whoever opens it again")
+            self._tell(error, "the engine goes on, and sends to whoever opens it again")
             return True
         except ShmbusError as error:
             now_s = time.monotonic()
@@ -304,12 +301,12 @@ class _Worker:
             waits_s = now_s - self._since_s
             if not isinstance(error, WaitTimeoutError) or waits_s >= SLOW_S:
                 count = len(self.pending)
-                self._tell(error, f"; {count} requests keep their blocks, for {waits_s:.0f} s now")
+                self._tell(error, f"{count} requests keep their blocks, for {waits_s:.0f} s now")
             return False
         return True
 
     def _tell(self, error: ShmbusError, more: str) -> None:
-        self._log.warning(type(error).__name__, time.monotonic(), f"{error}{more}")
+        self._log.warning(type(error).__name__, time.monotonic(), f"{error}; {more}")
 
     def _problem(self, one: Finished) -> str:
         """Say why a request's states cannot be sent, ever; empty where they can."""

@@ -10,7 +10,6 @@ Source: hs_connectors/transfer.py of hs-connectors 0.9.
 from __future__ import annotations
 
 import argparse
-import threading
 from typing import Any, Final
 
 import msgspec
@@ -35,25 +34,20 @@ class ChannelTransfer(HiddenStatesTransfer):
     def __init__(self, channel: str) -> None:
         self._channel = channel
         self._receiver: TensorReceiver | None = None
-        self._lock = threading.Lock()
         #: What came before it was asked for; None where the engine could not send it.
         self._kept: dict[str, dict[str, torch.Tensor] | None] = {}
 
-    def __reduce__(self) -> tuple[type[ChannelTransfer], tuple[str]]:
-        return ChannelTransfer, (self._channel,)
-
     def setup(self) -> None:
         """Open the channel, as the engine has stated it."""
-        with self._lock:
-            if self._receiver is None:
-                stated = living_statement(self._channel)
-                if not stated:
-                    raise BusNotFoundError(
-                        f"channel {self._channel!r}: no engine sends in it; start it first, with "
-                        "this channel in its kv_connector_extra_config"
-                    )
-                specs = msgspec.msgpack.decode(stated, type=Statement).specs
-                self._receiver = TensorChannel.open(self._channel, specs=specs)
+        if self._receiver is None:
+            stated = living_statement(self._channel)
+            if not stated:
+                raise BusNotFoundError(
+                    f"channel {self._channel!r}: no engine sends in it; start it first, with this "
+                    "channel in its kv_connector_extra_config"
+                )
+            specs = msgspec.msgpack.decode(stated, type=Statement).specs
+            self._receiver = TensorChannel.open(self._channel, specs=specs)
 
     def get_cached(self, file_idx: int) -> None:
         """Return None: nothing lasts here."""
@@ -62,10 +56,9 @@ class ChannelTransfer(HiddenStatesTransfer):
         """Return the states of a request that has ended; None where the engine had none."""
         handle = hs_transfer_params["handle"]
         self.setup()
-        with self._lock:
-            while handle not in self._kept:
-                self._receive()
-            return self._kept.pop(handle)
+        while handle not in self._kept:
+            self._receive()
+        return self._kept.pop(handle)
 
     def _receive(self) -> None:
         assert self._receiver is not None
@@ -81,8 +74,7 @@ class ChannelTransfer(HiddenStatesTransfer):
 
     def delete(self, handle: str) -> None:
         """Forget a request's states."""
-        with self._lock:
-            self._kept.pop(handle, None)
+        self._kept.pop(handle, None)
 
 
 @HiddenStatesBackend.register("shmbus")

@@ -49,6 +49,9 @@ class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     claim: int = 0
 
 
+_STATEMENTS: Final = msgspec.msgpack.Decoder(Statement)
+
+
 def parse_specs(specs: Mapping[Any, Any]) -> dict[str, TensorSpec]:
     """Check what a user says of the tensors."""
     if not isinstance(specs, Mapping):
@@ -247,7 +250,7 @@ class Agreement:
             if version == 0:
                 return
             try:
-                self.other = msgspec.msgpack.decode(data, type=Statement)
+                self.other = _STATEMENTS.decode(data)
             except msgspec.MsgspecError as error:
                 raise DamagedError(
                     f"channel {self._endpoint.name!r}: the {self._other}'s specs are none ({error})"

@@ -137,8 +137,8 @@ class TensorChannel:
     ) -> ChannelGroup:
         """Say which ranks of an engine send to which of a trainer; every rank says the same.
 
-        Equal counts are paired by rank. Of more receivers than senders, each sender has as many
-        neighbours and deals its steps among them; of more senders, a receiver takes from several.
+        Equal counts are paired by rank. With more receivers each sender deals its steps among
+        some of them, with more senders each receiver takes from some.
 
         Parameters
         ----------
@@ -147,19 +147,13 @@ class TensorChannel:
         senders, receivers : int
             How many; one is a multiple of the other.
         slices : mapping of str to int, optional
-            Tensors of which each of a receiver's senders has a slice, and the dimension by which
-            they are joined; others are taken of the first one.
+            Tensors of which each sender has a slice, and the dimension that joins them.
 
         Returns
         -------
         ChannelGroup
-            Its ``sender(rank, ...)`` and ``receiver(rank, specs=...)`` take the options of
-            `create` and `open`.
-
-        Raises
-        ------
-        TypeError, ValueError
-            Counts that do not divide each other.
+            ``sender(rank, ...)`` and ``receiver(rank, specs=...)`` take the options of `create`
+            and `open`.
         """
         return ChannelGroup(
             name, senders, receivers, slices, TensorChannel.create, TensorChannel.open

@@ -63,29 +63,21 @@ class ChannelGroup:
     def sender(self, rank: int, **options: Any) -> GroupSender:
         """Become a sender, of one receiver or several; options as of `TensorChannel.create`."""
         rank = check_int("rank", rank, 0, self.senders - 1)
-        names = [self._channel(*pair) for pair in self._pairs if pair[0] == rank]
+        names = [f"{self.name}.{s}.{r}" for s, r in self._pairs if s == rank]
         return GroupSender(self.name, _all(self._create, names, options))
 
     def receiver(self, rank: int, **options: Any) -> GroupReceiver:
         """Become a receiver, of one sender or several; options as of `TensorChannel.open`."""
         rank = check_int("rank", rank, 0, self.receivers - 1)
-        names = [self._channel(*pair) for pair in self._pairs if pair[1] == rank]
+        names = [f"{self.name}.{s}.{r}" for s, r in self._pairs if r == rank]
         return GroupReceiver(self.name, _all(self._open, names, options), self._slices)
-
-    def _channel(self, sender: int, receiver: int) -> str:
-        return f"{self.name}.{sender}.{receiver}"
 
 
 def _all(make: Callable[..., Any], names: Sequence[str], options: Mapping[str, Any]) -> list[Any]:
     """Make a side of each channel, or of none."""
-    made: list[Any] = []
-    try:
-        for name in names:
-            made.append(make(name, **options))
-    except BaseException as error:
-        for each in made:
-            each.close(f"{type(error).__name__}: {error}")
-        raise
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(make(name, **options)) for name in names]
+        stack.pop_all()
     return made
 
 
@@ -116,9 +108,6 @@ class _Side(ClosedForReason):
         with contextlib.ExitStack() as stack:
             for each in self._channels:
                 stack.callback(each.close, reason)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r} over {len(self._channels)} channels>"
 
 
 class GroupSender(_Side):
@@ -199,24 +188,6 @@ def _may_receive(channel: TensorSender) -> bool:
     """Whether a channel has a receiver, or awaits its first."""
     alive, claims = channel._channel.presence("receiver")
     return alive or claims == 0
-
-
-class _Slices:
-    """The slices of a step as one message."""
-
-    def __init__(self, name: str, items: Sequence[StepItem]) -> None:
-        self.name = name
-        self._items = items
-
-    def ack(self) -> None:
-        """Acknowledge each."""
-        for each in self._items:
-            each.ack()
-
-    def drop(self) -> None:
-        """Give each back."""
-        for each in self._items:
-            each.drop()
 
 
 class GroupReceiver(_Side):
@@ -309,7 +280,8 @@ class GroupReceiver(_Side):
                         each.recv(max(deadline - time.monotonic(), 0.0)).ack()
                 items.append(each.recv(max(deadline - time.monotonic(), 0.0), step=wanted))
         except BaseException:
-            _Slices(self.name, items).drop()
+            for item in items:
+                item.drop()
             raise
         joined = {
             name: torch.cat([item[name] for item in items], self._slices[name])
@@ -317,8 +289,10 @@ class GroupReceiver(_Side):
             else items[0][name]
             for name in items[0]
         }
-        return StepItem(_Slices(self.name, items), wanted, joined, items[0].meta, _nothing)
 
+        def finish() -> None:
+            for item in items[1:]:
+                item.ack()
+            items[0]._finish()
 
-def _nothing() -> None:
-    """Nothing is left to be done."""
+        return StepItem(self._channels[0]._channel, wanted, joined, items[0].meta, finish)

@@ -8,7 +8,7 @@ back to the sender only when this process's device has read what it was asked to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -165,26 +165,12 @@ _REFUSED_BYTES = 2000
 _HEADS: Final = 16
 
 
-class Acknowledged(Protocol):
-    """What a step came by: a channel, or several that have a slice each."""
-
-    @property
-    def name(self) -> str:
-        """Return its name."""
-
-    def ack(self) -> None:
-        """Acknowledge what was received last."""
-
-    def drop(self) -> None:
-        """Give it back."""
-
-
 class StepItem(Mapping[str, torch.Tensor]):
     """A step's tensors by name, with its `step` and `meta`; leaving its context acknowledges it."""
 
     def __init__(
         self,
-        channel: Acknowledged,
+        channel: ChannelReceiver,
         step: int,
         tensors: dict[str, torch.Tensor],
         meta: dict[str, Any],

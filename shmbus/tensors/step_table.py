@@ -29,6 +29,10 @@ class Places(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     buffer: BufferName | None = None
 
 
+#: Made once, at import: two threads that decode a type for the first time at once end in a crash.
+_PLACES: Final = msgspec.msgpack.Decoder(Places)
+
+
 class StepForm:
     """What steps of the same names, dtypes and shapes have in common."""
 
@@ -86,7 +90,7 @@ def head_of(data: bytes) -> bytes:
 def decode_places(head: bytes, what: str) -> Places:
     """Decode a head; `check_places` compares it with its payload."""
     try:
-        return msgspec.msgpack.decode(head[_LENGTH_BYTES:], type=Places)
+        return _PLACES.decode(head[_LENGTH_BYTES:])
     except msgspec.MsgspecError as error:
         raise DamagedError(f"{what}: its table of tensors is none ({error})") from error
 

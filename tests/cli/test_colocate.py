@@ -17,7 +17,7 @@ FAKE = """#!/bin/sh
 # The daemon is a process of the same name, with the environment that it was started with.
 case "$1" in
   -d) "$0" serve >/dev/null 2>&1 & exit 0 ;;
-  serve) echo $$ >"$CUDA_MPS_PIPE_DIRECTORY/pid"; while :; do sleep 0.05; done ;;
+  serve) cd "$CUDA_MPS_PIPE_DIRECTORY"; mkfifo control; echo $$ >pid; read word <control ;;
   *) read word; [ "$word" = quit ] && kill "$(cat "$CUDA_MPS_PIPE_DIRECTORY/pid")" ;;
 esac
 """
@@ -62,7 +62,7 @@ def test_mps_is_started_once_printed_for_a_shell_and_ended(mps: Path) -> None:
 
 def test_shares_of_more_than_there_is_are_refused() -> None:
     told = cli("colocate", "--train", "0.5", "--infer", "0.45")
-    assert told.status == 2 and "0.5 + 0.45 + 0.10 = 1.05; take from one" in told.err
+    assert told.status == 2 and "with 0.10 to spare at most 1, got 0.5 and 0.45" in told.err
     assert cli("colocate", "--train", "0.5", "--infer", "0.4").status == 0
     assert cli("colocate", "--train", "1.5", "--infer", "0.4").status == 2
     assert cli("colocate", "--train", "0.5").status == 2
@@ -77,7 +77,7 @@ def test_a_driver_without_mps_is_named(mps: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("user", "why"),
     [
-        (os.getuid() + 1, "a device serves one user's at a time"),
+        (os.getuid() + 1, "a device serves one user's: ask to end it"),
         (os.getuid(), "it runs elsewhere .pid 7.: set CUDA_MPS_PIPE_DIRECTORY=/tmp/other"),
     ],
 )
