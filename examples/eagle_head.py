@@ -42,7 +42,9 @@ def make_model(folder: Path) -> None:
         vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config)
+    model.lm_head.weight.data *= 10.0  # as sure of a token as a trained model is
+    model.save_pretrained(folder)
 
 
 def layers_of(config: Any) -> list[int]:
