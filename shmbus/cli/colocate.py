@@ -145,8 +145,7 @@ def _start() -> str:
     )
     if done.returncode == 0 and _becomes(True):
         return ""
-    said = (done.stderr or done.stdout).strip() or f"see {variables['CUDA_MPS_LOG_DIRECTORY']}"
-    return f"{_CONTROL} -d did not start it ({said})"
+    return f"{_CONTROL} -d did not start it: {(done.stderr or done.stdout).strip()}"
 
 
 def _stop() -> int:

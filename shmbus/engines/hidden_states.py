@@ -186,7 +186,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         cache = kv_caches.get(self._layer)
         if cache is None or get_tensor_model_parallel_rank() != 0:
             return
-        # Blocks, layers, places in a block, width.
         if cache.dim() != 4 or cache.shape[1:3] != (len(self._layers), self._block_size):
             raise ValueError(
                 f"hidden states: expected a cache of {len(self._layers)} layers in blocks of "
@@ -351,12 +350,10 @@ def sender_of(options: Options, rank: int, cache: torch.Tensor) -> TensorSender 
         "specs": {"hidden": hidden, "token_ids": ("int64", (None,))},
         "label": f"vllm rank {rank}",
     }
-    if options.senders == options.receivers == 1:
-        return TensorChannel.create(options.channel, **given)
-    group = TensorChannel.group(
-        options.channel, senders=options.senders, receivers=options.receivers
-    )
-    return group.sender(rank, **given)
+    name, senders, receivers = options.channel, options.senders, options.receivers
+    if senders == receivers == 1:
+        return TensorChannel.create(name, **given)
+    return TensorChannel.group(name, senders=senders, receivers=receivers).sender(rank, **given)
 
 
 def options_of(extra: dict[str, Any]) -> Options:
@@ -366,8 +363,7 @@ def options_of(extra: dict[str, Any]) -> Options:
     except msgspec.ValidationError as error:
         fields = ", ".join(Options.__struct_fields__)
         raise ValueError(
-            f"kv_connector_extra_config: expected {fields}, of which channel is needed, got "
-            f"{extra}: {error}"
+            f"kv_connector_extra_config: expected {fields}, got {extra}: {error}"
         ) from error
 
 
@@ -375,10 +371,8 @@ def layers_of(vllm_config: VllmConfig) -> list[int]:
     """Check what the configuration says of layers."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != "extract_hidden_states":
-        raise ValueError(
-            "hidden states: expected the speculative method 'extract_hidden_states', got "
-            f"{speculative and speculative.method!r}; see docs/colocation.md for the options"
-        )
+        got = speculative and speculative.method
+        raise ValueError(f"expected the speculative method 'extract_hidden_states', got {got!r}")
     layers = list(speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
     most = vllm_config.model_config.get_total_num_hidden_layers()
     # vLLM hands them out in this order, whatever the order that was asked for.
