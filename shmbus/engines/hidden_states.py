@@ -129,8 +129,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether what a preempted request had in flight is computed again: its rows are needed."""
         return True
 
-    # -- the scheduler's side ----------------------------------------------------------------------
-
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
@@ -178,8 +176,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished_count(self) -> int:
         """Return how many workers send a request: one, since each of them has the same states."""
         return 1
-
-    # -- a worker's side ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Become the sender, in the one worker that sends."""

@@ -201,7 +201,8 @@ def test_slices_of_a_step_are_joined_and_a_skip_of_one_is_the_steps(name: str) -
         tx[rank].send({"h": whole[:, :2].contiguous(), "ids": ids})
     with rx.recv(30.0) as item:
         assert item.step == 2
-    assert tx[0].state_dict() == {f"{name}.0.0": 2}
+    for rank in (0, 1):
+        assert tx[rank].state_dict() == {f"{name}.{rank}.0": 2}
     close(*tx, rx)
 
 
