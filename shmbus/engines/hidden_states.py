@@ -294,6 +294,8 @@ class _Worker:
             now_s = time.monotonic()
             self._since_s = self._since_s or now_s
             waits_s = now_s - self._since_s
+            if not isinstance(error, WaitTimeoutError):
+                time.sleep(patience)  # what is raised at once is not asked for at once again
             if not isinstance(error, WaitTimeoutError) or waits_s >= SLOW_S:
                 count = len(self.pending)
                 self._tell(error, f"{count} requests keep their blocks, for {waits_s:.0f} s now")

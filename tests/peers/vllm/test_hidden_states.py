@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +20,10 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from serving import Server
+from serving import Server, shared_memory
 from transformers import AutoModelForCausalLM
 
+from shmbus import PeerGoneError
 from shmbus.channel import unlink_channel
 from shmbus.tensors import (
     ChannelClosedError,
@@ -57,7 +59,7 @@ def options(channel: str, **extra: Any) -> list[str]:
         "--max-model-len", str(LONGEST),
         # Prompts in chunks, and fewer blocks than the requests at a time want.
         "--max-num-batched-tokens", "64", "--max-num-seqs", "16",
-        "--num-gpu-blocks-override", "48", "--block-size", "32",
+        "--num-gpu-blocks-override", "16", "--block-size", "32",
     ]  # fmt: skip
 
 
@@ -98,6 +100,7 @@ class Trainer(threading.Thread):
         self.receiver, self.reference = receiver, reference
         self.seen: list[int] = []
         self.failed: list[str] = []
+        self.gone: list[str] = []
         self.wrong: list[str] = []
         self.sizes: dict[int, tuple[int, list[int], int]] = {}
 
@@ -109,6 +112,8 @@ class Trainer(threading.Thread):
                     self.check(item)
             except StepFailedError as error:
                 self.failed.append(error.reason)
+            except PeerGoneError as error:
+                self.gone.append(str(error))
             except ChannelClosedError:
                 return
 
@@ -241,3 +246,37 @@ async def test_tp_2_sends_once_to_two_ranks_of_a_trainer(
         seen += trainer.seen
     assert sorted(seen) == sorted(asked) == list(range(SEQUENCES))
     assert abs(len(trainers[0].seen) - len(trainers[1].seen)) <= 1
+
+
+@pytest.mark.timeout(1800)
+async def test_a_killed_engine_is_named_once_and_its_successor_repeats_and_skips_nothing(
+    folders: dict[int, Path], tmp_path: Path, channel: str
+) -> None:
+    first = Server(folders[1], tmp_path / "first", 1, *options(channel))
+    try:
+        await first.started()
+        receiver = TensorChannel.open(channel, specs=SPECS)
+        trainer = Trainer(receiver, Reference(folders[1]))
+        trainer.start()
+        await asyncio.gather(*(ask(first.url, i, [3 + i] * (5 + i), 3) for i in range(20)))
+        await until(lambda: len(trainer.seen) == 20)
+        files = shared_memory(first._members())
+        os.killpg(first.process.pid, signal.SIGKILL)
+        for file in files:
+            Path(file).unlink(missing_ok=True)
+        await until(lambda: bool(trainer.gone))
+    finally:
+        first.end()
+    second = Server(folders[1], tmp_path / "second", 1, *options(channel))
+    try:
+        await second.started()
+        await asyncio.gather(*(ask(second.url, i, [3 + i] * (5 + i), 3) for i in range(20, 40)))
+        await until(lambda: len(trainer.seen) == 40)
+    finally:
+        second.end()
+    trainer.join(60)
+    receiver.close()
+    (gone,) = trainer.gone
+    assert f"channel '{channel}': the sender 'vllm rank 0'" in gone and "has died" in gone
+    assert trainer.wrong == trainer.failed == []
+    assert sorted(trainer.seen) == list(range(40))
