@@ -23,7 +23,7 @@ import torch
 from serving import Server, shared_memory
 from transformers import AutoModelForCausalLM
 
-from shmbus import PeerGoneError
+from shmbus import PeerGoneError, WaitTimeoutError
 from shmbus.channel import unlink_channel
 from shmbus.tensors import (
     ChannelClosedError,
@@ -93,7 +93,7 @@ class Reference:
 
 
 class Trainer(threading.Thread):
-    """Receives until the channel is closed, and keeps what is wrong."""
+    """Receives until it is told that it is over, and keeps what is wrong."""
 
     def __init__(self, receiver: TensorReceiver, reference: Reference) -> None:
         super().__init__()
@@ -101,14 +101,15 @@ class Trainer(threading.Thread):
         self.seen: list[int] = []
         self.failed: list[str] = []
         self.gone: list[str] = []
+        self.is_over = threading.Event()
         self.wrong: list[str] = []
         self.sizes: dict[int, tuple[int, list[int], int]] = {}
 
     def run(self) -> None:
         torch.set_num_threads(1)  # the engine's cores are the engine's
-        while True:
+        while not self.is_over.is_set():
             try:
-                with self.receiver.recv(300.0) as item:
+                with self.receiver.recv(0.5) as item:
                     self.check(item)
             except StepFailedError as error:
                 self.failed.append(error.reason)
@@ -116,6 +117,13 @@ class Trainer(threading.Thread):
                 self.gone.append(str(error))
             except ChannelClosedError:
                 return
+            except WaitTimeoutError:
+                continue
+
+    def end(self) -> None:
+        self.is_over.set()
+        self.join(60)
+        self.receiver.close()
 
     def check(self, item: Any) -> None:
         hidden, ids, meta = item["hidden"], item["token_ids"], item.meta
@@ -205,8 +213,7 @@ async def test_every_row_is_transformers_own_under_aborts_preemption_chunks_and_
             metrics = await (await session.get(f"{server.url}/metrics")).text()
     finally:
         server.end()
-    trainer.join(60)
-    receiver.close()
+    trainer.end()
     print(len(trainer.seen), "received of", SEQUENCES + 9, "with", len(aborted), "to be aborted")
     for line in metrics.splitlines():
         if line.startswith(("vllm:num_preemptions_total", "vllm:prefix_cache_hits_total")):
@@ -240,8 +247,7 @@ async def test_tp_2_sends_once_to_two_ranks_of_a_trainer(
         server.end()
     seen = []
     for trainer in trainers:
-        trainer.join(60)
-        trainer.receiver.close()
+        trainer.end()
         assert trainer.wrong == [] and trainer.failed == []
         seen += trainer.seen
     assert sorted(seen) == sorted(asked) == list(range(SEQUENCES))
@@ -272,11 +278,10 @@ async def test_a_killed_engine_is_named_once_and_its_successor_repeats_and_skips
         await second.started()
         await asyncio.gather(*(ask(second.url, i, [3 + i] * (5 + i), 3) for i in range(20, 40)))
         await until(lambda: len(trainer.seen) == 40)
+        (gone,) = trainer.gone
     finally:
         second.end()
-    trainer.join(60)
-    receiver.close()
-    (gone,) = trainer.gone
+    trainer.end()
     assert f"channel '{channel}': the sender 'vllm rank 0'" in gone and "has died" in gone
     assert trainer.wrong == trainer.failed == []
     assert sorted(trainer.seen) == list(range(40))
