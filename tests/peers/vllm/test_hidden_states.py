@@ -175,7 +175,8 @@ async def drive(url: str, aborted: set[int], seed: int) -> dict[int, list[int]]:
         prompt = [random.randrange(3, 128) for _ in range(random.randrange(1, 60))]
         if index % 3 == 0:
             prompt = random.choice(prefixes)[: random.randrange(1, 48)] + prompt
-        tokens = 1 if index % 2 else random.randrange(1, 20)
+        # Long enough to be in want of blocks.
+        tokens = 1 if index % 2 else min(random.randrange(20, 60), LONGEST - len(prompt))
         async with room:
             asking = asyncio.ensure_future(ask(url, index, prompt, tokens))
             if index in aborted:
