@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,44 @@ def receive_one(name: str, rank: int, pipe: Any) -> None:
     item = rx.recv(30.0)
     pipe.send(int(item["x"][0]))
     signal.pause()
+
+
+ROWS, WIDTH, STEPS = 4, 3, 6
+
+
+def learning(states: Iterable[torch.Tensor], mean: Any) -> list[torch.Tensor]:
+    """Train a head on a share of each step's rows; what its gradients are is up to `mean`."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(WIDTH, 1)
+    kept = []
+    for state in states:
+        head.zero_grad()
+        head(state).square().mean().backward()
+        for each in head.parameters():
+            assert each.grad is not None
+            mean(each.grad)
+            each.data -= 0.1 * each.grad
+        kept.append(head.weight.detach().clone())
+    return kept
+
+
+def learn_as_a_rank(name: str, rank: int, address: str, pipe: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    group = TensorChannel.group(name, senders=2, receivers=2)
+    specs = {"h": ("float32", (ROWS, WIDTH))}
+
+    def received() -> Iterator[torch.Tensor]:
+        with group.receiver(rank, specs=specs, wait=30.0) as rx:
+            for _ in range(STEPS):
+                with rx.recv(30.0) as item:
+                    yield item["h"]
+
+    def mean(grad: torch.Tensor) -> None:
+        torch.distributed.all_reduce(grad)
+        grad /= 2
+
+    pipe.send([each.tolist() for each in learning(received(), mean)])
+    torch.distributed.destroy_process_group()
 
 
 def send_one(name: str, rank: int, pipe: Any) -> None:
@@ -250,3 +288,30 @@ def test_counts_that_do_not_divide_each_other_are_refused() -> None:
         TensorChannel.group("x", senders=1, receivers=2, slices={"h": 0})
     with pytest.raises(ValueError, match="rank: expected 0 to 1, got 2"):
         TensorChannel.group("x", senders=2, receivers=2).sender(2)
+
+
+def test_two_gloo_ranks_of_a_trainer_learn_as_one_process(
+    name: str, tmp_path: Path, seed: int
+) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    steps = [torch.randn(2 * ROWS, WIDTH, generator=chance) for _ in range(STEPS)]
+    address = f"file://{tmp_path}/store"
+    pipes, processes = [], []
+    for rank in (0, 1):
+        ours, theirs = TEMPLATE.Pipe()
+        arguments = (name, rank, address, theirs)
+        processes.append(TEMPLATE.Process(target=learn_as_a_rank, args=arguments))
+        processes[-1].start()
+        pipes.append(ours)
+    group = TensorChannel.group(name, senders=2, receivers=2)
+    with group.sender(0, slots=4) as first, group.sender(1, slots=4) as second:
+        for step in steps:
+            first.send({"h": step[:ROWS].clone()}, timeout=30.0)
+            second.send({"h": step[ROWS:].clone()}, timeout=30.0)
+        assert all(pipe.poll(60.0) for pipe in pipes)
+        found = [torch.tensor(pipe.recv()) for pipe in pipes]
+    for process in processes:
+        process.join(30.0)
+        assert process.exitcode == 0
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], torch.stack(learning(steps, lambda grad: None)))
