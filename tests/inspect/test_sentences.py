@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from trainer_adapter import OnlineDataHandler
 
 GROUPS, SIZE = 4, 2
+#: Seconds in which a process that was woken sleeps again.
+SETTLE_S = 0.3
 
 #: Offers prompts, takes so many groups, and then trains, waits for more, or ends in order.
 TRAINER = """
@@ -241,6 +244,8 @@ def all_given_up(scene: Scene) -> None:
     scene.trainer(then="wait")
     scene.worker("refuse")
     scene.until(lambda status: status.groups_given_up == GROUPS and waits(status))
+    time.sleep(SETTLE_S)  # what the last failure wakes the trainer for
+    scene.until(waits)
 
 
 def all_failing(scene: Scene) -> None:
