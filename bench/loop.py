@@ -31,7 +31,7 @@ import torch
 
 import shmbus
 from bench import machine, processes, program
-from bench.loop_arms import ARMS, POLL_S, PREFIX, bus
+from bench.loop_arms import ARMS, ATROPOS, POLL_S, PREFIX, bus
 from bench.loop_policy import PAYLOADS, WORKS, Sample, Setup, check, generated, make, step
 from bench.processes import MeasurementError, Role, Started, context, descendants
 from bench.row import Row, skipped
@@ -172,6 +172,12 @@ def why_not(arm: str, setup: Setup) -> str:
     """Say what keeps an arm from running here; nothing if nothing does."""
     if arm == "shmbus-device" and setup.trainer == "cpu":
         return "needs --device cuda"
+    if arm == "broadcast" and setup.trainer == setup.generator != "cpu":
+        return "NCCL takes a device once"
+    if arm == "rest" and setup.payload != "text":
+        return "its groups have no such field"
+    if arm == "rest" and not ATROPOS.exists():
+        return "its environment is not there: make bench-contenders"
     needs = DEVICE_GIB[setup.trainer != setup.generator]
     for device in {setup.trainer, setup.generator} - {"cpu"}:
         if (free := torch.cuda.mem_get_info(device)[0] >> 30) < needs:

@@ -2,7 +2,10 @@
 
 - *alternating*: one process generates and trains by turns, with all cores.
 - *queue*: dicts of arrays, pickled, through `multiprocessing.Queue`; weights through tensors that
-  torch.multiprocessing shares, under a lock. TRL broadcasts them, which takes a device a rank.
+  torch.multiprocessing shares, under a lock.
+- *broadcast*: the same queue, and weights as TRL has them: all of the model packed into buckets of
+  1 GiB, by NCCL or gloo. The trainer waits for the generator, which takes a device of its own.
+- *rest*: the API server of Atropos, JSON over HTTP; weights as *queue* has them.
 - *files*: a batch whole, by msgspec, as a file on tmpfs, which is renamed; weights by safetensors:
   prime-rl's way, but looked for every 2 ms.
 - *shmbus*: the bus, `OnlineDataHandler` with a batch ahead, `WeightPublisher`.
@@ -25,6 +28,8 @@ import numpy as np
 import torch
 
 import shmbus
+from bench.contenders import atropos
+from bench.engines import buckets, join_group
 from bench.loop_policy import PAYLOADS, Sample, Setup
 from bench.machine import SHM
 from bench.processes import context
@@ -33,9 +38,13 @@ from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from trainer_adapter import OnlineDataHandler, group_advantages
 from trainer_adapter.batches.batch import Batch
 
-__all__ = ["ARMS", "POLL_S", "PREFIX", "bus"]
+__all__ = ["ARMS", "ATROPOS", "POLL_S", "PREFIX", "bus"]
 
 POLL_S: Final = 0.002
+#: Of the environment that has the server of Atropos, and what that calls a sample's fields.
+ATROPOS: Final = Path(__file__).parents[1] / ".venv-contenders/atropos/bin/python"
+_COLUMNS: Final = {"tokens": "tokens", "masks": "loss_mask", "inference_logprobs": "logprobs"}
+_DTYPES: Final = {"tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.float32}
 #: Of all that a run makes in /dev/shm.
 PREFIX: Final = f"bench-loop-{os.getpid()}-"
 
@@ -156,6 +165,86 @@ class _Queue(_Arm):
         with self.lock:
             self.copy(self.shared, self.weights)
             self.number.value = version
+
+
+class _Broadcast(_Queue):
+    room = (0, 0)
+
+    @classmethod
+    @contextmanager
+    def made(cls, setup: Setup) -> Iterator[Any]:
+        with super().made(setup) as link, tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+            yield *link, f"file://{folder}/meet"
+
+    def open(self, role: str) -> None:
+        self.queue, _, _, self.number, address = self.link
+        self.queue.cancel_join_thread()
+        self.receives = role == "generator"
+        join_group(address, int(self.receives), str(self.policy.device))
+
+    def _exchange(self) -> None:
+        for names, _ in buckets({name: each.nbytes for name, each in self.weights.items()}):
+            parts = [self.weights[name].view(torch.uint8).view(-1) for name in names]
+            packed = torch.cat(parts)
+            torch.distributed.broadcast(packed, 0)
+            for part, came in zip(parts, packed.split([len(each) for each in parts]), strict=True):
+                if self.receives:
+                    part.copy_(came)
+        if self.policy.device.type == "cuda":
+            torch.cuda.synchronize(self.policy.device)
+
+    def load(self) -> None:
+        self._exchange()
+        self.version = self.newest()
+
+    def publish(self, version: int) -> None:
+        self.number.value = version
+        self._exchange()
+
+
+class _Rest(_Queue):
+    @classmethod
+    @contextmanager
+    def made(cls, setup: Setup) -> Iterator[Any]:
+        size, longest = setup.work.groups * setup.work.group, setup.work.prompt + setup.work.longest
+        with super().made(setup) as link, atropos.server(str(ATROPOS), size, longest) as port:
+            yield *link, port
+
+    def open(self, role: str) -> None:
+        *self.link, port = self.link
+        super().open(role)
+        self.client, self.group = atropos.Client(port), list[Sample]()
+        if role == "generator":
+            about = {"max_token_length": 1 << 20, "desired_name": "bench", "weight": 1.0}
+            about["group_size"] = self.setup.work.group
+            self.env_id = self.client.post("/register-env", about)["env_id"]
+
+    def send(self, sample: Sample) -> None:
+        self.samples.append(sample)
+        group = [each for each in self.samples if each.group_id == sample.group_id]
+        if len(group) == self.setup.work.group:
+            self.samples = [each for each in self.samples if each.group_id != sample.group_id]
+            columns = {
+                name: [each.fields[field].tolist() for each in group]
+                for name, field in _COLUMNS.items()
+            }
+            more = {"name": sample.group_id, "about": [each[1:3] for each in group]}
+            scores = [each.score for each in group]
+            said = {**columns, "env_id": self.env_id, "scores": scores, "group_overrides": more}
+            self.client.post("/scored_data", said)
+
+    def collected(self, batch: int) -> list[Sample]:
+        while not (groups := self.client.get("/batch")["batch"]):
+            time.sleep(POLL_S)
+        return [
+            Sample(
+                group["group_overrides"]["name"], member, version, group["scores"][row],
+                {field: np.array(group[name][row], _DTYPES[field])
+                 for name, field in _COLUMNS.items()},
+            )
+            for group in groups
+            for row, (member, version) in enumerate(group["group_overrides"]["about"])
+        ]  # fmt: skip
 
 
 class _Files(_Arm):
@@ -285,6 +374,6 @@ class _ShmbusDevice(_Shmbus):
 
 
 ARMS: Final[dict[str, type[_Arm]]] = {
-    "alternating": _Arm, "queue": _Queue, "files": _Files, "shmbus": _Shmbus,
-    "shmbus-device": _ShmbusDevice,
+    "alternating": _Arm, "queue": _Queue, "broadcast": _Broadcast, "rest": _Rest,
+    "files": _Files, "shmbus": _Shmbus, "shmbus-device": _ShmbusDevice,
 }  # fmt: skip

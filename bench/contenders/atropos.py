@@ -15,7 +15,7 @@ from bench.contenders.base import Contender, Received, Receiver, Sender, free_po
 from bench.processes import STALL_S, MeasurementError
 from bench.workload import Source, Workload
 
-__all__ = ["CONTENDER", "link", "receiver", "sender"]
+__all__ = ["CONTENDER", "POLL_S", "Client", "link", "receiver", "sender", "server"]
 
 CONTENDER: Final = Contender(
     name="atropos",
@@ -34,7 +34,7 @@ CONTENDER: Final = Contender(
 POLL_S: Final = 0.001
 
 
-class _Client:
+class Client:
     """JSON over one connection."""
 
     def __init__(self, port: int) -> None:
@@ -44,9 +44,11 @@ class _Client:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=STALL_S)
 
     def get(self, path: str) -> Any:
+        """Return what a route answers."""
         return self._ask("GET", path, None)
 
     def post(self, path: str, content: Any) -> Any:
+        """Send this as JSON, and return the answer."""
         return self._ask("POST", path, self._json.encode(content))
 
     def _ask(self, method: str, path: str, body: bytes | None) -> Any:
@@ -61,25 +63,25 @@ class _Client:
 
 def _answers(port: int) -> bool:
     try:
-        _Client(port).get("/")
+        Client(port).get("/")
     except (OSError, http.client.HTTPException):
         return False
     return True
 
 
 @contextlib.contextmanager
-def link(workload: Workload) -> Iterator[int]:
-    """Run the server, and register the trainer."""
+def server(python: str, batch: int, longest: int) -> Iterator[int]:
+    """Run the server, and register a trainer with batches of so many sequences."""
     port = free_port()
-    argv = [sys.executable, "-m", "uvicorn", "atroposlib.api:app", "--host", "127.0.0.1"]
+    argv = [python, "-m", "uvicorn", "atroposlib.api:app", "--host", "127.0.0.1"]
     argv += ["--port", str(port), "--log-level", "warning", "--no-access-log"]
     with started(argv, lambda: _answers(port)):
-        trainer = _Client(port)
+        trainer = Client(port)
         trainer.post(
             "/register",
             {
                 "wandb_group": "bench", "wandb_project": "bench",
-                "batch_size": workload.group_size, "max_token_len": workload.tokens,
+                "batch_size": batch, "max_token_len": longest,
                 "checkpoint_dir": "", "save_checkpoint_interval": 0,
                 "starting_step": 0, "num_steps": 1 << 30,
             },
@@ -89,9 +91,16 @@ def link(workload: Workload) -> Iterator[int]:
         yield port
 
 
+@contextlib.contextmanager
+def link(workload: Workload) -> Iterator[int]:
+    """Run the server in this environment; a batch is a group."""
+    with server(sys.executable, workload.group_size, workload.tokens) as port:
+        yield port
+
+
 class _Sender(Sender):
     def __init__(self, port: int, workload: Workload) -> None:
-        self._client = _Client(port)
+        self._client = Client(port)
         self._group_size = workload.group_size
         # The server mixes the prompts of one environment when it has to make groups up itself.
         self._open: dict[str, dict[int, Source]] = {}
@@ -123,7 +132,7 @@ class _Sender(Sender):
 class _Receiver(Receiver):
     # The server forgets a batch that it has handed out.
     def __init__(self, port: int, workload: Workload) -> None:
-        self._client = _Client(port)
+        self._client = Client(port)
         self._busy = workload.reader == "busy"
 
     def receive(self, timeout_s: float | None) -> Sequence[Received]:
