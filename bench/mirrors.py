@@ -3,6 +3,8 @@
 Each node is a process in a network namespace of its own, whose link has the given rate, where root
 may make such; else all of them are on the loopback interface, and the figures are those of this
 machine's memory. *Beside* is what one node takes. All nodes share this machine's processors.
+Of four and more, one mirror is stopped in the middle of a version, and then killed: what the others
+take.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import ctypes
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +40,8 @@ from shmbus.relay.weights_party import WeightsParty
 __all__ = ["main"]
 
 NODES: Final = (1, 2, 4, 8)
+#: As many nodes as one is harmed of.
+HARMED_OF: Final = 4
 TURNS: Final = 3
 SOURCE: Final = "weights"
 #: Of the elements, how many change for a patch.
@@ -140,8 +145,13 @@ class Cluster:
         for pipe in pipes:
             pipe.send(endpoints)
 
-    def publish(self, *, patch: bool) -> tuple[float, float]:
-        """Publish; return the seconds until each node has it, and the sender's bytes over all."""
+    def publish(
+        self, *, patch: bool, harmed: int | None = None, harm: int = 0, after_s: float = 0.0
+    ) -> tuple[float, float]:
+        """Publish; return the seconds until each node has it, and the sender's bytes over all.
+
+        A `harmed` one gets a signal in the middle, and is not waited for.
+        """
         version = next(self.versions)
         changed = np.random.default_rng(version).integers(
             0, self.size // 2, int(self.size // 2 * SHARE)
@@ -154,11 +164,19 @@ class Cluster:
         with write:
             put_piece(write, Piece(0, 1, self.size, self.size, 2), self.payload)
         began = time.perf_counter()
-        while not all(self._has(bus, version) for bus in self.buses):
+        others = [bus for number, bus in enumerate(self.buses) if number != harmed]
+        if harmed is not None:
+            time.sleep(after_s)
+            os.kill(self.children[1 + harmed].pid, harm)
+        while not all(self._has(bus, version) for bus in others):
             if time.perf_counter() - began > DEADLINE_S:
                 raise processes.MeasurementError(f"version {version} does not arrive")
             time.sleep(0.001)
         took_s = time.perf_counter() - began
+        if harm == signal.SIGSTOP and harmed is not None:
+            os.kill(self.children[1 + harmed].pid, signal.SIGCONT)
+            while not self._has(self.buses[harmed], version):
+                time.sleep(0.001)
         return took_s, (_sent_bytes(self.children[0].pid) - before) / self.size
 
     @staticmethod
@@ -181,8 +199,8 @@ class Cluster:
 
 def _measured(
     nodes: int, size: int, rate: str, turns: int
-) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return seconds and bytes of wholes, and of patches."""
+) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+    """Yield seconds and bytes of wholes, of patches, and of wholes while a mirror is harmed."""
     with contextlib.ExitStack() as stack:
         namespaces = stack.enter_context(network(nodes + 1, rate)) if rate else []
         cluster = Cluster(nodes, size, namespaces)
@@ -192,7 +210,22 @@ def _measured(
         wholes = [cluster.publish(patch=False) for _ in range(turns)]
         cluster.publish(patch=True)  # whose base says another thing of itself: a whole
         cluster.publish(patch=True)
-        return wholes, [cluster.publish(patch=True) for _ in range(turns)]
+        yield "whole", wholes
+        yield "patch", [cluster.publish(patch=True) for _ in range(turns)]
+        if nodes < HARMED_OF:
+            return
+        half_s = wholes[0][0] / 2
+        for what, harm, times in (
+            ("stopped", signal.SIGSTOP, turns),
+            ("killed", signal.SIGKILL, 1),
+        ):
+            yield (
+                f"whole, one {what}",
+                [
+                    cluster.publish(patch=False, harmed=turn % nodes, harm=harm, after_s=half_s)
+                    for turn in range(times)
+                ],
+            )
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
@@ -205,18 +238,22 @@ def measure(options: argparse.Namespace) -> list[Row]:
     if why := machine.lacks(cores=2):
         return [skipped("mirrors", title.format(size, "some", over), why)]
     rows: list[Row] = []
+    same: tuple[float, ...] = ()
     one: dict[str, tuple[float, ...]] = {}
-    for nodes in (1, 2) if options.tiny else NODES:
-        for what, found in zip(
-            ("whole", "patch"), _measured(nodes, size, rate, turns), strict=True
-        ):
+    for nodes in (1, 2) if options.tiny else options.nodes:
+        for what, found in _measured(nodes, size, rate, turns):
             values = tuple(seconds for seconds, _ in found)
-            one.setdefault(what, values)
+            of_what, _, harmed = what.partition(", one ")
+            if not harmed:
+                one.setdefault(what, values)
+                same = values if what == "whole" else same
             sent = max(share for _, share in found)
             rows.append(
                 Row(
-                    name=f"mirrors-{what}-{nodes}", title=f"{title.format(size, nodes, what)}",
-                    unit="s", values=values, beside="one node", beside_values=one[what],
+                    name=f"mirrors-{harmed or what}-{nodes}", title=title.format(size, nodes, what),
+                    unit="s", values=values,
+                    beside="none harmed" if harmed else "one node",
+                    beside_values=same if harmed else one[of_what],
                     note=f"{over}; the sender's link carried {sent:.3f} of the version",
                     figures={"sent": sent, "rate": rate},
                 )
@@ -241,6 +278,7 @@ def lacks_network() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = program.parser_of("mirrors", __doc__)
     parser.add_argument("--size", default="256MiB", type=program.capacity, help="of a version")
+    parser.add_argument("--nodes", nargs="+", type=int, default=list(NODES), help="that receive")
     parser.add_argument("--rate", default="1gbit", help="of each node's link, as tc has it")
     return parser
 
