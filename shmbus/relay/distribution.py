@@ -250,11 +250,13 @@ class Distribution:
 
     def _put_last(self, address: str, chain: _Chain, now_s: float) -> None:
         mirror = self._mirrors[address]
+        behind = chain.members[chain.members.index(address) :]
         chain.members.remove(address)
         chain.members.append(address)
         mirror.slow = _SLOW_VERSIONS
         mirror.stall_s = min(2 * mirror.stall_s, _MOST_STALL_S)
-        mirror.place(self._progress(address, chain), now_s)
+        for each in behind:  # who waited for it gets another upstream, or one that does
+            self._mirrors[each].place(self._progress(each, chain), now_s)
 
     def _offers(self, chain: _Chain, now_s: float) -> Iterable[Hop]:
         upstream = self._address
