@@ -372,7 +372,7 @@ def _check_leftovers() -> Iterator[Finding]:
 def _check_pools() -> Iterator[Finding]:
     pools = read_pools()
     for pool in pools:
-        refused = [it for it in pool.readers if it.state == "alive" and it.error]
+        refused = [it for it in pool.readers if it.state == "alive" and it.has_refused]
         if refused:
             yield Finding(
                 "pools",

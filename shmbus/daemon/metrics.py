@@ -321,9 +321,9 @@ def _weights(status: BusStatus) -> Iterator[Metric]:
         for reader in pool.readers:
             if reader.state != "alive":
                 continue
-            refused = reader.refused_version is not None
             is_newest = reader.applied_version == pool.version
-            readers[pool.kind, "refused" if refused else "newest" if is_newest else "older"] += 1
+            state = "newest" if is_newest else "older"
+            readers[pool.kind, "refused" if reader.has_refused else state] += 1
             if reader.reader < MAX_SLOTS_LABELLED and reader.applied_version is not None:
                 runs[pool.kind, str(reader.reader)] = reader.applied_version
     newest = {pool.kind: pool.version for pool in pools if pool.version is not None}

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 
 from shmbus._arguments import check_int64, check_seconds
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
-from shmbus.engines.rows import POLL_S, Missing, RankRows, say_version
+from shmbus.engines.rows import POLL_S, Missing, RankRows, is_whole, say_version
 
 #: Bytes of the random part of a name: no two trainers' rows are taken for one another.
 _NAME_BYTES: Final = 4
@@ -151,7 +151,7 @@ class ClientUpdates:
         rows = self._rows.of(self)
         return (
             len(rows) >= self.ranks
-            and not any(row.error_code for row in rows)
+            and all(map(is_whole, rows))
             and len({row.applied_version for row in rows}) == 1
         )
 

@@ -37,7 +37,7 @@ from shmbus._closing import ClosedByAsyncWith
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.pause_note import PauseNote, PauseNotice
 from shmbus.engines.report import ServerReport, UpdateReport
-from shmbus.engines.rows import RankRows, say_version
+from shmbus.engines.rows import HEARD_S, STALE_S, RankRows, say_version
 from shmbus.engines.server import (
     EngineServer,
     PauseMode,
@@ -465,9 +465,11 @@ class EngineFleet(ClosedByAsyncWith):
     def _prepare(self, version: int) -> Step:
         async def prepare(server: EngineServer, report: ServerReport) -> None:
             report.ranks = await server.ranks(self.timeout)
-            if await server.prepare(self.bus, self.timeout):
-                self._rows.require_attached(server, report.ranks, version)
+            if await server.prepare(server.bus or self.bus, self.timeout):
+                await self._require_attached(server, report, version)
                 await self._rows.until_prepared(server, self.timeout)
+            elif server.bus is not None and self._rows.are_attached(server, report.ranks):
+                await self._rows.until_arrived(server, report.ranks, version, self.timeout)
 
         return prepare
 
@@ -475,10 +477,17 @@ class EngineFleet(ClosedByAsyncWith):
         async def attach(server: EngineServer, report: ServerReport) -> None:
             if self._rows.are_attached(server, report.ranks):
                 return
-            if await server.attach(self.bus, self.timeout):
-                self._rows.require_attached(server, report.ranks, version)
+            if await server.attach(server.bus or self.bus, self.timeout):
+                await self._require_attached(server, report, version)
 
         return attach
+
+    async def _require_attached(
+        self, server: EngineServer, report: ServerReport, version: int
+    ) -> None:
+        if server.bus is not None:
+            await self._rows.until_arrived(server, report.ranks, version, self.timeout)
+        self._rows.require_attached(server, report.ranks, version)
 
     async def _end(self, server: EngineServer, report: ServerReport) -> None:
         del report  # it says already why no rank was attached
@@ -497,7 +506,8 @@ class EngineFleet(ClosedByAsyncWith):
                 # Its ranks may have loaded all the same: their rows decide.
                 error = failed
             report.version = None
-            await self._rows.require_version(server, report, version, error, self.timeout)
+            heard_s = 0.0 if server.bus is None else HEARD_S
+            await self._rows.require_version(server, report, version, error, self.timeout, heard_s)
             if error is not None:
                 # All ranks have it; what the server has not finished must be, before it generates.
                 await self._settle(server)
@@ -511,7 +521,7 @@ class EngineFleet(ClosedByAsyncWith):
         """Wait until it has done what it was asked before: its rows speak of that only then."""
         del report
         try:
-            await server.prepare(self.bus, self.timeout)
+            await server.prepare(server.bus or self.bus, self.timeout)
         except EngineError as error:
             if error.status is None:
                 raise
@@ -537,6 +547,8 @@ class EngineFleet(ClosedByAsyncWith):
         report.version = left.version if version is None else version
         try:
             there = pairs if version is None else await self._each(pairs, self._await_turn)
+            if any(server.bus is not None for server, _ in there):
+                await asyncio.sleep(STALE_S)
             known = await self._each(there, self._look)
             untouched = [pair for pair in known if pair[1].version is not None]
             mixed = [pair for pair in known if pair[1].version is None]
@@ -811,6 +823,7 @@ class EngineFleet(ClosedByAsyncWith):
                 version=report.version,
                 previous=report.previous,
                 directory=directory,
+                buses={each.address: each.bus for each in servers if each.bus is not None},
             )
         )
         async with self._workers_held(report.version):

@@ -34,6 +34,8 @@ class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     shared: bool = False
     directory: str = ""
     updating: bool = True
+    #: The buses of those that read another one's weights, by address.
+    buses: dict[str, str] = {}
 
 
 class PauseNote(ClosedByWith):
@@ -59,7 +61,9 @@ class PauseNote(ClosedByWith):
         """Say it, whole or not at all, before anything is paused; who was named before stays so."""
         named = {address for _, address in notice.servers}
         others = [each for each in self.named() if each[1] not in named]
-        notice = msgspec.structs.replace(notice, servers=[*notice.servers, *others])
+        buses = {**({} if self.left is None else self.left.buses), **notice.buses}
+        servers = [*notice.servers, *others]
+        notice = msgspec.structs.replace(notice, servers=servers, buses=buses)
         self._write(notice)
 
     def _write(self, notice: PauseNotice) -> None:

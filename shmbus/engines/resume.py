@@ -53,7 +53,10 @@ def _servers(notice: PauseNotice) -> list[VllmServer | SglangServer]:
             f"{', '.join(foreign)}: expected {' or '.join(sorted(_KINDS))}; a trainer that knows "
             "them has to call EngineFleet.recover()"
         )
-    return [_KINDS[kind](address, headers=headers) for kind, address in notice.servers]
+    return [
+        _KINDS[kind](address, headers=headers, bus=notice.buses.get(address))
+        for kind, address in notice.servers
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:

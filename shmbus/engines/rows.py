@@ -16,18 +16,33 @@ from shmbus.engines.errors import EngineError
 from shmbus.engines.report import ServerReport
 from shmbus.engines.server import Addressed
 from shmbus.pool.reader import PoolReader, VersionLease
-from shmbus.pool.server_rows import LOADING_CODE, WEIGHTS, rows_of_server
-from shmbus.pool.status import ReaderStatus, SlotStatus, read_pool
+from shmbus.pool.server_rows import WEIGHTS, rows_of_server
+from shmbus.pool.status import (
+    ARRIVED_CODE,
+    LOADING_CODE,
+    ReaderStatus,
+    SlotStatus,
+    read_pool,
+)
 from shmbus.weights.errors import MANIFEST_CODE
 
 #: Seconds between two looks at the readers' rows.
 POLL_S = 0.01
+#: Seconds after which a relay has said what the rows of another node were.
+HEARD_S = 0.2
+#: Seconds after which rows of a node that says nothing are no more.
+STALE_S = 3.5
 
 
 def say_version(bus: str, version: int) -> None:
     """Make it the bus's policy version; weights may be all that is shared under that name."""
     with contextlib.suppress(BusNotFoundError), Bus.open(bus) as opened:
         opened.policy_version = version
+
+
+def is_whole(row: ReaderStatus) -> bool:
+    """Whether a rank has no part of another version than it says."""
+    return row.error_code in (0, ARRIVED_CODE)
 
 
 class Missing(NamedTuple):
@@ -57,6 +72,32 @@ class RankRows:
         while time.monotonic() < deadline:
             if not any(row.holds and row.error_code != LOADING_CODE for row in self.of(server)):
                 return
+            await asyncio.sleep(POLL_S)
+
+    async def until_arrived(
+        self, server: Addressed, ranks: int, version: int, timeout: float
+    ) -> None:
+        """Wait until each rank on another node can load a version, as the relay's rows say."""
+        deadline = time.monotonic() + timeout
+        await asyncio.sleep(HEARD_S)
+        while True:
+            rows = self.of(server)
+            there = [
+                row
+                for row in rows
+                if row.refused_version == version
+                or (row.applied_version == version and self._are_of_newest([row], version))
+            ]
+            if len(there) >= ranks:
+                return
+            if time.monotonic() >= deadline:
+                raise EngineError(
+                    server.address,
+                    "prepare",
+                    None,
+                    f"version {version} came to {len(there)} of {ranks} ranks in {timeout:g} s",
+                    "what its node lacks is in: shmbus relay BUS --status; nothing was touched",
+                )
             await asyncio.sleep(POLL_S)
 
     def newest(self, timeout: float) -> VersionLease | None:
@@ -100,7 +141,7 @@ class RankRows:
         """Return what all ranks run; None where they differ, or one may have a part of another."""
         rows = self.of(server)
         versions = {(row.applied_sequence, row.applied_version) for row in rows}
-        whole = len(rows) >= ranks and not any(row.error_code for row in rows)
+        whole = len(rows) >= ranks and all(map(is_whole, rows))
         return versions.pop()[1] if whole and len(versions) == 1 else None
 
     async def require_version(
@@ -110,14 +151,17 @@ class RankRows:
         version: int,
         error: EngineError | None,
         timeout: float,
+        heard_s: float = 0.0,
     ) -> None:
-        """Wait until each rank runs a version."""
-        deadline = time.monotonic() + (timeout if error is None else 2 * POLL_S)
+        """Wait until each rank runs a version; rows say what was so many seconds ago."""
+        heard = time.monotonic() + heard_s
+        deadline = time.monotonic() + (timeout if error is None else heard_s + 2 * POLL_S)
         while True:
             missing = self.missing(server, report.ranks, version)
             if missing is None:
                 return
-            if missing.final or time.monotonic() >= deadline:
+            final = missing.final and time.monotonic() >= heard
+            if final or time.monotonic() >= deadline:
                 raise EngineError(
                     server.address,
                     "load",
@@ -141,17 +185,17 @@ class RankRows:
     def missing(self, server: Addressed, ranks: int, version: int) -> Missing | None:
         """Say what keeps a server's ranks from all running a version; None where they do."""
         rows = self.of(server)
-        runs = [row for row in rows if not row.error_code and row.applied_version == version]
+        runs = [row for row in rows if is_whole(row) and row.applied_version == version]
         if len(rows) >= ranks and len(runs) == len(rows) and self._are_of_newest(runs, version):
             return None
         refused = [
             f"{row.label}: {row.error}"
             for row in rows
-            if row.refused_version == version and row.error_code != LOADING_CODE
+            if row.refused_version == version and row.has_refused
         ]
         said = "; ".join(refused) or "; ".join(
             f"{row.label} runs "
-            + ("no whole version" if row.error_code else f"{row.applied_version}")
+            + (f"{row.applied_version}" if is_whole(row) else "no whole version")
             for row in rows
         )
         return Missing(

@@ -18,6 +18,7 @@ import msgspec
 from shmbus._arguments import check_seconds
 from shmbus._closing import ClosedByAsyncWith
 from shmbus.engines.errors import SHOWN_BODY, EngineError
+from shmbus.segment.names import check_name
 
 #: What happens to requests in flight: frozen and continued; awaited; aborted.
 PauseMode = Literal["keep", "wait", "abort"]
@@ -45,6 +46,8 @@ class _Card(msgspec.Struct):
 class EngineServer(Protocol):
     """What the fleet needs of a server. Every verb raises EngineError where it did not happen."""
 
+    #: The bus of its node whose weights it reads; None for the fleet's.
+    bus: str | None
     #: What a note of paused servers calls this kind; whoever ends the pause knows it by that.
     kind: str
     #: What this kind of server can do with requests in flight.
@@ -96,6 +99,8 @@ class HttpServer(ClosedByAsyncWith):
         ``http://host:port``.
     headers : mapping of str to str, optional
         Sent with each request, such as a bearer token.
+    bus : str, optional
+        The bus of its node whose weights it reads, where a relay carries them; else the fleet's.
 
     Raises
     ------
@@ -103,8 +108,11 @@ class HttpServer(ClosedByAsyncWith):
         The address is not one of HTTP, or has a key in it; or a header is invalid.
     """
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, url: str, *, headers: Mapping[str, str] | None = None, bus: str | None = None
+    ) -> None:
         self.address = _checked_url(url)
+        self.bus = None if bus is None else check_name(bus)
         self._headers = _checked_headers(headers)
 
     async def ask(

@@ -48,6 +48,8 @@ class SglangServer(InferenceServer):
     headers : mapping of str to str, optional
         Sent with each request, such as ``{"Authorization": "Bearer ..."}``: the admin key, where
         it has one.
+    bus : str, optional
+        The bus of its node whose weights it reads, where a relay carries them; else the fleet's.
     """
 
     kind: str = "sglang"
@@ -56,8 +58,10 @@ class SglangServer(InferenceServer):
     answers_in_step: bool = True
     _adapter_advice = "start the server with --enable-lora and --max-lora-rank"
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(url, headers=headers)
+    def __init__(
+        self, url: str, *, headers: Mapping[str, str] | None = None, bus: str | None = None
+    ) -> None:
+        super().__init__(url, headers=headers, bus=bus)
         self._tensor_parallel = 1
         self._quantised = False
         self._bus = ""

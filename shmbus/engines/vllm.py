@@ -30,6 +30,8 @@ class VllmServer(InferenceServer):
         ``http://host:port``.
     headers : mapping of str to str, optional
         Sent with each request, such as ``{"Authorization": "Bearer ..."}``.
+    bus : str, optional
+        The bus of its node whose weights it reads, where a relay carries them; else the fleet's.
     """
 
     kind: str = "vllm"

@@ -10,8 +10,6 @@ from shmbus.pool.status import ReaderStatus, read_pool
 
 #: The pool that has weights.
 WEIGHTS: Final = "weights"
-#: What a row says while a version is being loaded, so that the reader runs no whole one.
-LOADING_CODE: Final = 4
 #: Bytes of a row's label, 48, less those of " rank 99999".
 MOST_NAME_BYTES: Final = 37
 #: Hexadecimal digits that tell addresses apart which begin alike.

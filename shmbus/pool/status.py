@@ -19,6 +19,10 @@ from shmbus_ext import _core
 
 #: What a pool's file begins with; other companions begin with something else.
 _MAGIC: Final = b"SHBPOOL1"
+#: What a row says while a version is being loaded, so that the reader runs no whole one.
+LOADING_CODE: Final = 4
+#: What a relay says in the row of a reader on another node: a version is there, and not loaded.
+ARRIVED_CODE: Final = 5
 _LIVES: dict[int, Literal["alive", "dead"]] = {_core.ROW_ALIVE: "alive", _core.ROW_DEAD: "dead"}
 
 
@@ -65,6 +69,12 @@ class ReaderStatus(msgspec.Struct, frozen=True, kw_only=True):
     error_code: int
     error: str
     holds: list[int]
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether it could not take a version, rather than has not loaded it yet."""
+        waits = self.error_code in (LOADING_CODE, ARRIVED_CODE)
+        return self.refused_version is not None and not waits
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,6 +246,6 @@ def describe_pool(status: PoolStatus) -> str:
     parts += [
         f"{reader.label} refused version {reader.refused_version}"
         for reader in readers
-        if reader.refused_version is not None
+        if reader.has_refused
     ]
     return "; ".join(parts)

@@ -478,13 +478,21 @@ class PiecesGone(NamedTuple):
 
 
 class EngineRow(NamedTuple):
-    """A reader of a mirror's pool: which version it runs, and which one it refused, and why."""
+    """A reader of a mirror's pool: what it runs, and what it refused, and why.
+
+    `sequence` is that of the trainer's pool, 0 for what did not come from there; `refuses` is the
+    same of what it refused, or is loading, by `code`. `holds`: whether it has a lease.
+    """
 
     label: str
     alive: bool
     version: int | None
     refused: int | None
     error: str
+    sequence: Count = 0
+    refuses: Count = 0
+    code: Count = 0
+    holds: bool = False
 
 
 class MirrorState(NamedTuple):
@@ -518,7 +526,7 @@ Message: TypeAlias = (
 
 
 #: Raised with every change of a message or of its meaning.
-PROTOCOL: Final = 6
+PROTOCOL: Final = 7
 
 #: Each message's number is its place in the union.
 _KINDS: Final[tuple[type[Any], ...]] = get_args(Message)

@@ -23,7 +23,7 @@ from shmbus.inspect import leftovers
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, copy_bytes
 from shmbus.pool.lifecycle import pool_path
 from shmbus.pool.patches import patched_crc, take_patch
-from shmbus.pool.status import status_of_pool
+from shmbus.pool.status import ReaderStatus, status_of_pool
 from shmbus.relay.distribution import count_pieces
 from shmbus.relay.messages import (
     EngineRow,
@@ -178,7 +178,8 @@ _SLOT_S: Final = 0.1
 _HELD_S: Final = 5.0
 #: Of a transfer: 4 TiB in pieces of the usual size.
 _MOST_PIECES: Final = 1 << 20
-#: Readers that are told of.
+#: Publications whose readers are told of by their sequence, and readers that are told of.
+_MOST_PLACES: Final = 64
 _MOST_ENGINES: Final = 128
 
 
@@ -243,6 +244,8 @@ class MirrorParty:
         self.damaged = 0
         self._next_hello_s = self._next_progress_s = self._next_look_s = 0.0
         self._engines: tuple[EngineRow, ...] = ()
+        #: By the sequence of this node's pool: a version, and its sequence at the trainer.
+        self._places: dict[int, tuple[int, int]] = {}
         self._said: tuple[object, ...] = ()
 
     # -- what is said ----------------------------------------------------------------------------
@@ -251,14 +254,13 @@ class MirrorParty:
         self._next_progress_s = now_s + _PROGRESS_S
         self._next_hello_s = now_s + _HELLO_S
         self._said = self._key()
-        if now_s >= self._next_look_s:
-            self._next_look_s = now_s + _HELLO_S
-            self._engines = self._look_at_engines()
         self._mailbox.send(self._source, self.state())
 
     def _key(self) -> tuple[object, ...]:
         pure = self.pure
-        return (pure.getting, pure.count, self.sequence, self.error, pure.upstream)
+        return (
+            pure.getting, pure.count, self.sequence, self.error, pure.upstream, self._engines
+        )  # fmt: skip
 
     def state(self) -> MirrorState:
         """Return what it has and gets, and who reads it."""
@@ -274,11 +276,15 @@ class MirrorParty:
             return ()
         own = self._reader.pool.reader
         rows = status_of_pool(self._bus, POOL_KIND, self._reader.pool).readers
-        return tuple(
-            EngineRow(row.label, row.state == "alive", row.applied_version, row.refused_version,
-                      row.error)
-            for row in rows if row.reader != own
-        )[:_MOST_ENGINES]  # fmt: skip
+        return tuple(self._told(row) for row in rows if row.reader != own)[:_MOST_ENGINES]
+
+    def _told(self, row: ReaderStatus) -> EngineRow:
+        _, sequence = self._places.get(row.applied_sequence or 0, (0, 0))
+        refused = [at for version, at in self._places.values() if version == row.refused_version]
+        return EngineRow(
+            row.label, row.state == "alive", row.applied_version, row.refused_version, row.error,
+            sequence, max(refused, default=0), row.error_code, bool(row.holds),
+        )  # fmt: skip
 
     def note(self) -> dict[str, Any]:
         """Return what there is to see; from any thread."""
@@ -485,7 +491,11 @@ class MirrorParty:
         self._done = _Done(
             offer.transfer, incoming.crcs, incoming.digest, source, offer.piece_bytes
         )
+        if offer.transfer.pool != self._pool:
+            self._places.clear()  # sequences count anew
         self._pool, self.sequence = offer.transfer.pool, offer.transfer.sequence
+        self._places[lease.sequence] = (offer.version, self.sequence)
+        self._places.pop(next(iter(self._places)) if len(self._places) > _MOST_PLACES else 0, None)
         self.version = offer.version
         self._incoming = None
         self.pure.end()
@@ -510,6 +520,9 @@ class MirrorParty:
                 self._start(now_s)
         for message in self.pure.round(now_s):
             self._mailbox.send(self.pure.upstream, message)
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + _PROGRESS_S
+            self._engines = self._look_at_engines()
         if now_s >= self._next_hello_s:
             if self._reader is not None and self._reader.is_removed():
                 raise errors.BusRemovedError(
@@ -530,6 +543,7 @@ class MirrorParty:
             self._publisher.close(remove=remove)
         self._reader = self._publisher = None
         self._engines = ()
+        self._places.clear()
 
     def close(self) -> None:
         """Leave the pool, which stays with its newest version."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import msgspec
@@ -19,7 +19,8 @@ import msgspec
 from shmbus import errors
 from shmbus.pool import PoolReader, VersionLease
 from shmbus.pool.patches import export_patch, patched_crc
-from shmbus.relay.distribution import PIECE_BYTES, Distribution, Hop, count_pieces
+from shmbus.pool.status import ARRIVED_CODE
+from shmbus.relay.distribution import PIECE_BYTES, SILENT_S, Distribution, Hop, count_pieces
 from shmbus.relay.messages import (
     Envelope,
     MirrorState,
@@ -122,6 +123,42 @@ class _Version:
             self.lease = None
 
 
+class RemoteRows:
+    """Rows of the trainer's pool that say what readers of other nodes' pools run."""
+
+    def __init__(self, bus: str) -> None:
+        self._bus = bus
+        self._rows: dict[tuple[str, str], PoolReader] = {}
+
+    def hear(self, state: MirrorState, pool: str) -> None:
+        """Write what a mirror says of its living readers, and leave the rows of others."""
+        living = {row.label: row for row in state.engines if row.alive}
+        self.forget({state.address}, but=living)
+        for label, row in living.items():
+            try:
+                reader = self._row(state.address, label)
+            except errors.ShmbusError as error:  # no row is free, or the pool is being removed
+                _log.warning("relay: %s of %s is not shown: %s", label, state.bus, error)
+                return
+            ours = state.pool == pool  # else its sequences are those of a pool before
+            reader.pool.applied(row.sequence if ours else 0, row.version or 0)
+            refused = (row.refuses if ours else 0, row.refused or 0, row.code, row.error)
+            if ours and not row.code and not row.holds and row.sequence != state.sequence:
+                said = "it has come to its node, and is not loaded"
+                refused = (state.sequence, state.version or 0, ARRIVED_CODE, said)
+            reader.pool.refused(*refused)
+
+    def _row(self, mirror: str, label: str) -> PoolReader:
+        if (mirror, label) not in self._rows:
+            self._rows[mirror, label] = PoolReader(self._bus, POOL_KIND, label=label)
+        return self._rows[mirror, label]
+
+    def forget(self, mirrors: Collection[str], but: Collection[str] = ()) -> None:
+        """Give up the rows of these mirrors' readers."""
+        for key in [key for key in self._rows if key[0] in mirrors and key[1] not in but]:
+            self._rows.pop(key).close()
+
+
 class WeightsParty:
     """A pool of weights, and its mirrors on other nodes."""
 
@@ -140,6 +177,7 @@ class WeightsParty:
         self._mirrors = frozenset(mirrors)
         self._next_name_s = 0.0
         self._said_applied = 0
+        self._rows = RemoteRows(bus)
         pool = self._reader.pool
         self._geometry = (
             pool.slot_bytes, pool.max_slots, pool.meta_bytes, pool.block_bytes, pool.patch_bytes
@@ -152,6 +190,7 @@ class WeightsParty:
         match envelope.message:
             case MirrorState() as state if envelope.sender == state.address in self._mirrors:
                 self.pure.hear(state, time.monotonic())
+                self._rows.hear(state, self._pool)
             case PiecesWanted() as wanted:
                 self._send_pieces(envelope.sender, wanted)
             case _:
@@ -201,6 +240,7 @@ class WeightsParty:
         for hop in self.pure.round(now_s):
             self._offer(hop)
         self._note_applied(now_s)
+        self._rows.forget({at for at, _, s in self.pure.seen(now_s) if s > SILENT_S})
         return _LOOK_S
 
     def _look(self, now_s: float) -> None:
@@ -273,6 +313,7 @@ class WeightsParty:
         for version in self._versions.values():
             if version.lease is not None:
                 version.lease.close()
+        self._rows.forget(self._mirrors)
         self._reader.close()
 
 

@@ -1,0 +1,158 @@
+"""A fleet with servers on other nodes, which read what a relay carries to a bus of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import wait_until
+from relay.local import LocalRelay
+from relay.mirrors import mirrors
+from trainers import TIMEOUT_S, Trainer
+
+from shmbus import Bus
+from shmbus.engines import EngineError, EngineFleet, UpdateRolledBackError, VllmServer
+from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
+from shmbus.engines.resume import resume
+from shmbus.pool.status import describe_pool, read_pool
+
+pytest_plugins = ["engine_fixtures"]
+
+
+@pytest.fixture
+def nodes(bus_name: str) -> list[str]:
+    """Buses of two nodes."""
+    return [f"{bus_name}.{each}" for each in "ab"]
+
+
+@pytest.fixture
+def relay(bus: Bus, trainer: Trainer, nodes: list[str]) -> Iterator[LocalRelay]:
+    """What carries the trainer's weights to the nodes, from version 1 on."""
+    trainer.publish(1)
+    with mirrors(bus.name, nodes) as made:
+        yield made
+
+
+def fleet_of(bus: Bus, here: Any, there: Any, node: str, **options: Any) -> EngineFleet:
+    """A fleet of a server on the trainer's node and of one on another."""
+    servers = [VllmServer(here.url), VllmServer(there.url, bus=node)]
+    return EngineFleet(servers, bus=bus.name, **{"timeout": TIMEOUT_S, **options})
+
+
+async def token(running: Any) -> float:
+    return float((await running.complete(1))["tokens"][0])
+
+
+async def settled(bus: Bus, running: Any, version: int) -> None:
+    """Wait until the trainer's node has heard what a server runs."""
+
+    def runs() -> bool:
+        rows = [row for row in read_pool(bus.name, "weights").readers if running.url in row.label]
+        return bool(rows) and all(row.applied_version == version for row in rows)
+
+    await asyncio.to_thread(wait_until, runs)
+
+
+async def test_servers_of_two_nodes_get_each_version_and_nobody_pauses_for_the_network(
+    bus: Bus, trainer: Trainer, relay: LocalRelay, servers: Any, nodes: list[str]
+) -> None:
+    here, there = servers(1), servers(2)
+    async with fleet_of(bus, here, there, nodes[0]) as fleet:
+        for version in (2, 3, 4):
+            report = await fleet.update(trainer, version)
+            assert [each.version for each in report.servers] == [version, version]
+            assert [await token(each) for each in (here, there)] == [version, version]
+        newest = read_pool(bus.name, "weights")
+        labels = {row.label for row in newest.readers if row.state == "alive"}
+        assert {f"{there.url} rank 0", f"{there.url} rank 1", f"{here.url} rank 0"} <= labels
+        assert await fleet.catch_up() is None
+
+
+async def test_nobody_is_paused_before_the_version_is_on_each_node(
+    bus: Bus, trainer: Trainer, relay: LocalRelay, servers: Any, nodes: list[str]
+) -> None:
+    here, there = servers(1), servers(1)
+    async with fleet_of(bus, here, there, nodes[0]) as fleet:
+        await fleet.update(trainer, 2)
+        relay.end(nodes[0])  # its readers go on with what is there
+        updating = asyncio.ensure_future(fleet.update(trainer, 3))
+        await asyncio.sleep(1.0)
+        assert not updating.done()
+        assert not any([await each.paused(1.0) for each in fleet.servers])
+        relay.start_again(nodes[0])
+        report = await updating
+        assert [each.version for each in report.servers] == [3, 3]
+
+
+async def test_a_node_that_does_not_get_it_keeps_what_it_ran_and_the_others_go_on(
+    bus: Bus, trainer: Trainer, relay: LocalRelay, servers: Any, nodes: list[str]
+) -> None:
+    here, there = servers(1), servers(1)
+    async with fleet_of(bus, here, there, nodes[0], quorum=1, timeout=2.0) as fleet:
+        await fleet.update(trainer, 2)
+        relay.end(nodes[0])
+        report = await fleet.update(trainer, 3)
+        assert [each.version for each in report.servers] == [3, None]
+        assert "relay" in report.servers[1].error
+        assert [await token(each) for each in (here, there)] == [3.0, 2.0]
+        relay.start_again(nodes[0])
+        await settled(bus, here, 3)
+        fleet.timeout = TIMEOUT_S
+        caught_up = await fleet.catch_up()
+        assert caught_up is not None and caught_up.servers[0].version == 3
+        assert [await token(each) for each in (here, there)] == [3.0, 3.0]
+
+
+async def test_a_server_on_another_node_that_refuses_is_taken_back(
+    bus: Bus, trainer: Trainer, relay: LocalRelay, servers: Any, nodes: list[str]
+) -> None:
+    here, there = servers(1), servers(1)
+    async with fleet_of(bus, here, there, nodes[0]) as fleet:
+        await fleet.update(trainer, 2)
+        await there.fault("update", "refuse")
+        with pytest.raises(UpdateRolledBackError, match="half of it was loaded"):
+            await fleet.update(trainer, 3)
+        assert [await token(each) for each in (here, there)] == [2.0, 2.0]
+        report = await fleet.update(trainer, 3)
+        assert [each.version for each in report.servers] == [3, 3]
+
+
+async def test_the_rows_of_a_node_that_is_gone_are_no_living_ones(
+    bus: Bus, trainer: Trainer, relay: LocalRelay, servers: Any, nodes: list[str]
+) -> None:
+    here, there = servers(1), servers(1)
+    async with fleet_of(bus, here, there, nodes[0]) as fleet:
+        await fleet.update(trainer, 2)
+        await settled(bus, there, 2)
+        assert "refused" not in describe_pool(read_pool(bus.name, "weights"))
+        there.kill()
+
+        def is_gone() -> bool:
+            rows = read_pool(bus.name, "weights").readers
+            return not any(there.url in row.label and row.state == "alive" for row in rows)
+
+        await asyncio.to_thread(wait_until, is_gone)
+        with pytest.raises(EngineError):
+            await fleet.update(trainer, 3)
+        assert await token(here) == 2.0
+
+
+async def test_a_pause_that_a_dead_trainer_left_is_ended_by_the_buses_that_its_note_names(
+    bus: Bus, trainer: Trainer, relay: LocalRelay, servers: Any, nodes: list[str]
+) -> None:
+    there = servers(1)
+    server = VllmServer(there.url, bus=nodes[1])
+    async with EngineFleet([server], bus=bus.name) as fleet:
+        await fleet.update(trainer, 2)
+    with PauseNote(bus.name) as note:
+        kept = {there.url: nodes[1]}
+        note.write(PauseNotice(os.getpid(), [("vllm", there.url)], 3, 2, buses=kept))
+        await server.pause("keep", False, TIMEOUT_S)
+        await server.post("start", "/start_weight_update", TIMEOUT_S)
+    trainer.publish(3)
+    report = await resume(bus.name, timeout=TIMEOUT_S)
+    assert report is not None and report.servers[0].version == 3
+    assert paused_by(bus.name) is None and await token(there) == 3.0
