@@ -27,6 +27,8 @@ def start(
     *,
     release: Literal["acknowledged", "put"] = "acknowledged",
     weights: bool = False,
+    keep: str | None = None,
+    keep_sync: float = 1.0,
     address: str | None = None,
     **policy: Any,
 ) -> Relay:
@@ -51,6 +53,12 @@ def start(
     weights : bool
         Whether each version of the first trainer's weights goes to the rollout nodes too, into the
         pool of weights of each workers' bus: engines there subscribe to that bus.
+    keep : str, optional
+        A directory on the trainers' nodes, of this run alone. What is put on a trainer's bus, and
+        what the trainer is done with, is written there; what it was not done with is put onto a bus
+        of the same name that is made anew, as after a reboot. Only with `release="acknowledged"`.
+    keep_sync : float
+        Seconds after which what was written is on the disk; 0 before it is put.
     address : str, optional
         Of the Ray cluster; None for the one that this process is connected to, or the local one.
     **policy : object
@@ -78,5 +86,6 @@ def start(
     from shmbus.relay.on_ray import start as start_on_ray
 
     return start_on_ray(
-        source, trainers, release=release, weights=weights, address=address, **policy
-    )
+        source, trainers, release=release, weights=weights, keep=keep, keep_sync=keep_sync,
+        address=address, **policy
+    )  # fmt: skip

@@ -86,6 +86,14 @@ def add_parser(commands: Commands) -> None:
         "--weights", action="store_true",
         help="carry the first trainer's weights to the rollout nodes, into a pool of NAME",
     )  # fmt: skip
+    parser.add_argument(
+        "--keep", metavar="DIR",
+        help="keep what trainers are not done with on their nodes' disks, for a reboot",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep-sync", type=seconds(), default=1.0, metavar="SECONDS",
+        help="seconds until it is on the disk; 0: before it is put (default: 1)",
+    )  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--status", action="store_true", help="show the relay, and all that it knows")
     what.add_argument("--stop", action="store_true", help="end the relay")
@@ -121,6 +129,9 @@ def run(arguments: argparse.Namespace) -> int:
             print_json({**said, "weights": msgspec.to_builtins(carried), "no_weights": silent})
         else:
             print(show_relay(name, note))
+            for each in relay.describe():
+                if "error" in each:
+                    print(f"{each['address']}: {printable(each['error'])}")
             if carried is not None or silent:
                 print("\n" + (silent if carried is None else show_weights(carried)))
     elif arguments.stop:
@@ -143,7 +154,8 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             relay = on_ray.start(
                 arguments.name, arguments.trainer, release=arguments.release,
-                weights=arguments.weights, address=arguments.ray,
+                weights=arguments.weights, keep=arguments.keep, keep_sync=arguments.keep_sync,
+                address=arguments.ray,
                 **{each: value for each, value in given.items() if value is not None},
             )  # fmt: skip
         except ValueError as error:
@@ -170,7 +182,16 @@ def show_nodes(name: str, address: str | None, *, json: bool) -> int:
 def ledgers_text(name: str, nodes: list[dict[str, Any]]) -> str:
     """Return the ledgers of all buses of a relay as text, with the sums of both sides."""
     lines = [f"relay of bus {name}: the ledgers of {show_count(len(nodes))} buses"]
-    kinds = ("committed", "acknowledged", "leased", "stashed", "in_ring", "dropped")
+    kinds = (
+        "committed",
+        "acknowledged",
+        "leased",
+        "stashed",
+        "in_ring",
+        "asked",
+        "in_hand",
+        "dropped",
+    )
     rows, sums = [], {"source": dict.fromkeys(kinds, 0), "sink": dict.fromkeys(kinds, 0)}
     reasons: dict[str, Counter[str]] = {"source": Counter(), "sink": Counter()}
     silent = []

@@ -20,7 +20,14 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from shmbus import errors
-from shmbus._arguments import check_backoff, check_choice, check_count, check_flag, check_period
+from shmbus._arguments import (
+    check_backoff,
+    check_choice,
+    check_count,
+    check_flag,
+    check_period,
+    check_seconds,
+)
 from shmbus.inspect.status import read_status
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.messages import Envelope, Message, pack
@@ -56,13 +63,19 @@ class PartyPlan(msgspec.Struct, frozen=True):
     policy: StashPolicy = StashPolicy()
     #: Addresses of those that get the weights: of a coordinator, and of who has them.
     mirrors: list[str] = []
+    #: Of a sink: the directory in which it keeps what it puts, and seconds between two syncs.
+    keep: str = ""
+    keep_sync_s: float = 1.0
 
     def make(self, mailbox: Mailbox) -> Party:
         """Make the party."""
         if self.kind == "source":
             return SourceParty(self.bus, mailbox, self.coordinator)
         if self.kind == "sink":
-            return SinkParty(self.bus, mailbox, self.coordinator, self.release)
+            return SinkParty(
+                self.bus, mailbox, self.coordinator, self.release, keep=self.keep,
+                keep_sync_s=self.keep_sync_s,
+            )  # fmt: skip
         if self.kind == "weights":
             return WeightsParty(self.bus, mailbox, self.mirrors)
         if self.kind == "mirror":
@@ -162,11 +175,13 @@ class Host:
         if self.plan.kind not in ("source", "sink"):
             return None
         try:
-            counts = read_status(self.plan.bus).ledger
+            status = read_status(self.plan.bus)
         except (errors.ShmbusError, OSError):
             return None
+        counts, asked = status.ledger, status.requests
         found: dict[str, Any] = msgspec.to_builtins(counts)
-        return {**found, "balanced": counts.balanced}
+        found |= {"asked": asked.open, "in_hand": asked.claimed} if asked else {}
+        return {"asked": 0, "in_hand": 0, **found, "balanced": counts.balanced}
 
     def describe(self) -> dict[str, Any]:
         """Say what it is and does, in plain values; "error" is why it can do nothing."""
@@ -177,6 +192,8 @@ class Host:
         }  # fmt: skip
         if self._lacks:
             said["error"] = self._lacks
+        if self.plan.keep and self._party is not None and self._party.keep.error:
+            said["error"] = self._party.keep.error
         seen = {"coordinator": "relay", "weights": "weights"}.get(self.plan.kind)
         if seen is not None and self._party is not None:
             said[seen] = msgspec.to_builtins(self._party.note())
@@ -229,6 +246,17 @@ def make_policy(options: dict[str, Any]) -> StashPolicy:
                 check_choice(name, value, choices)
                 given[name] = value
     return StashPolicy(**given)
+
+
+def check_keep(keep: object, sync: float, release: str) -> tuple[str, float]:
+    """Return the directory, "" for none, and the seconds between two syncs."""
+    if keep is None:
+        return "", 1.0
+    if not isinstance(keep, (str, os.PathLike)):
+        raise TypeError(f"keep: expected a directory, got {type(keep).__name__}")
+    if release != "acknowledged":
+        raise ValueError('keep: expected with release="acknowledged", which tells what has ended')
+    return os.path.abspath(keep), min(check_seconds("keep_sync", sync), _LONGEST_S)
 
 
 def check_specs(what: str, given: object) -> list[str]:

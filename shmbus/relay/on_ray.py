@@ -22,7 +22,7 @@ from shmbus import errors
 from shmbus._arguments import check_choice, check_flag, check_period
 from shmbus.relay.coordinator_party import RelayNote
 from shmbus.relay.direct import Direct, Endpoint
-from shmbus.relay.host import Host, PartyPlan, check_specs, make_policy
+from shmbus.relay.host import Host, PartyPlan, check_keep, check_specs, make_policy
 from shmbus.relay.weights_party import WeightsNote
 from shmbus.segment.names import bus_names
 
@@ -196,6 +196,8 @@ def start(
     *,
     release: str = "acknowledged",
     weights: bool = False,
+    keep: str | None = None,
+    keep_sync: float = 1.0,
     address: str | None = None,
     **policy: Any,
 ) -> Relay:
@@ -204,6 +206,7 @@ def start(
     sinks = check_specs("trainers", trainers)
     check_choice("release", release, ("acknowledged", "put"))
     weights = check_flag("weights", weights)
+    directory, keep_sync = check_keep(keep, keep_sync, release)
     stash_policy = make_policy(policy)
     if address is not None and not isinstance(address, str):
         raise TypeError(f"address: expected a str or None, got {type(address).__name__}")
@@ -217,7 +220,18 @@ def start(
         (place, PartyPlan("source", place.address(name), coordinator, place.bus))
         for place in from_places
     ] + [
-        (place, PartyPlan("sink", place.address(name), coordinator, place.bus, release))
+        (
+            place,
+            PartyPlan(
+                "sink",
+                place.address(name),
+                coordinator,
+                place.bus,
+                release,
+                keep=directory,
+                keep_sync_s=keep_sync,
+            ),
+        )
         for place in to_places
     ]
     mirrored = _plan_weights(name, from_places, to_places[0]) if weights else []

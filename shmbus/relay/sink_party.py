@@ -21,10 +21,12 @@ from typing import Final
 from shmbus import Bus, Producer, errors
 from shmbus.ledger import REASONS
 from shmbus.relay import messages
+from shmbus.relay.keep import Keep
 from shmbus.relay.messages import (
     ORIGIN_BYTES,
     Envelope,
     Message,
+    MissingSample,
     Origin,
     bus_of,
     by_bus,
@@ -141,6 +143,8 @@ _log = logging.getLogger("shmbus.relay")
 
 #: Seconds until the bus is tried again that was full.
 FULL_PAUSE_S = 0.002
+#: Seconds in which a bus takes what is brought back: it was made for as much.
+_PATIENCE_S: Final = 5.0
 #: Seconds between rounds with nothing to put.
 IDLE_S = 0.01
 #: Seconds between checks of what the trainer has ended: a source's space is free so much later.
@@ -169,6 +173,10 @@ class _Block:
     @cached_property
     def _index(self) -> dict[Origin, int]:
         return dict(zip(self.origins, range(len(self.origins)), strict=True))
+
+    def has_some_of(self, origins: tuple[Origin, ...]) -> bool:
+        """Whether some of these are here."""
+        return not self._index.keys().isdisjoint(origins)
 
     def find(self, order: tuple[Origin, ...], at: int) -> tuple[int, int]:
         """Return where what is `at` this place of an order lies, and how many lie as the order."""
@@ -205,15 +213,20 @@ class SinkParty:
         coordinator: str,
         release: str = "acknowledged",
         block_bytes: int = BLOCK_BYTES,
+        keep: str = "",
+        keep_sync_s: float = 1.0,
     ) -> None:
         self._segment = lifecycle.open_segment(bus)
         self._bus = Bus.open(bus)
+        #: What outlives the machine's memory, where that is asked for.
+        self.keep: Keep | None = None
         try:
             self.journal = BusJournal(self._segment, bus)
+            if keep:
+                self.keep = Keep(keep, bus, keep_sync_s)
             self.producer = Producer(bus, label="shmbus relay", on_stall="log")
         except BaseException:
-            self._segment.close()
-            self._bus.close()
+            self._close()
             raise
         self.journal.bind(self.producer)
         self._mailbox = mailbox
@@ -248,9 +261,36 @@ class SinkParty:
         self._unconfirmed: set[Origin] = set()
         self.refused = 0
         self.records = 0
+        if self.keep is not None:
+            self._bring_back(self.keep)
         self._hello()
         self._say(self.sink.begin())
         self._say(self.sink.ask_release_again())
+
+    def _bring_back(self, keep: Keep) -> None:
+        """Put what was kept, and is not on this bus, since the one before is lost."""
+        try:
+            for record in keep.records(self.sink.settled | self.sink.owed):
+                self._fail(record.missing, _PATIENCE_S)
+                entries = self.journal.intend(self.producer, [record.origin])
+                put = entries is not None and _core.import_block(
+                    self.producer, record.payload, record.place, 1, _PATIENCE_S, entries
+                )
+                if entries is None or not put:
+                    raise errors.BusFullError(
+                        f"bus {self._bus.name!r} has no room for all that was kept of the one "
+                        "before; make it as large, or let its trainer begin"
+                    )
+                self.journal.settle(self.producer, entries)
+                self.sink.settled.add(record.origin)
+                self.records += 1
+        except BaseException:
+            self.close()
+            raise
+        self._told.clear()
+        if self.records:
+            text = "bus %r: %d records that were kept are on it again"
+            _log.warning(text, self._bus.name, self.records)
 
     # -- saying ----------------------------------------------------------------------------------
 
@@ -435,6 +475,8 @@ class SinkParty:
         if self._tracks_ends and now >= self._next_ends_s:
             self._next_ends_s = now + ENDS_S
             self._tell_ends()
+            if self.keep is not None:
+                self.keep.round()
         if self.sink.wanted and self._fetches.is_over(
             (self.sink.fetching[0], len(self.sink.wanted)), now
         ):
@@ -471,6 +513,8 @@ class SinkParty:
     def _tell_ends(self) -> None:
         """Have sources let go what the trainer is done with, or what was dropped."""
         for reason, origins in self.journal.ends().items():
+            if self.keep is not None:
+                self.keep.end(origins)
             new = self.sink.settled.intersection(origins).difference(self.sink.ended)
             if new:
                 self._say(self.sink.end(frozenset(new), reason))
@@ -490,6 +534,10 @@ class SinkParty:
             entries = self.journal.intend(self.producer, sink.fetching)
             if entries is None:
                 return FULL_PAUSE_S  # the journal is full: until sources have let go
+            if self.keep is not None:
+                here = [each.payload for each in self._blocks if each.has_some_of(sink.fetching)]
+                missing = [sample for group in sink.batches[0].groups for sample in group.missing]
+                self.keep.put(here, sink.fetching, tuple(missing))
             sink.intend(self.producer.stats().committed)
             self._told.clear()
             self._order, self._entries, self._put = sink.fetching, entries, 0
@@ -512,20 +560,22 @@ class SinkParty:
 
     def _tell_missing(self) -> bool:
         """Report samples that will not come, once or again; False on a full bus."""
-        for group in self.sink.batches[0].groups:
-            for sample in group.missing:
-                if sample.id in self._told:
-                    continue
-                try:
-                    self.producer.fail(
-                        sample.instance_id, sample.index, sample.reason, round=sample.round,
-                        group_size=sample.group_size or None, need=sample.need or None,
-                        timeout=0.0,
-                    )  # fmt: skip
-                except errors.BusFullError:
-                    return False
-                self._told.add(sample.id)
+        try:
+            for group in self.sink.batches[0].groups:
+                self._fail(group.missing, 0.0)
+        except errors.BusFullError:
+            return False
         return True
+
+    def _fail(self, missing: Collection[MissingSample], timeout_s: float) -> None:
+        for sample in missing:
+            if sample.id not in self._told:
+                self.producer.fail(
+                    sample.instance_id, sample.index, sample.reason, round=sample.round,
+                    group_size=sample.group_size or None, need=sample.need or None,
+                    timeout=timeout_s,
+                )  # fmt: skip
+                self._told.add(sample.id)
 
     def _put_some(self) -> int:
         """Put the next records that lie behind each other in one block; 0 on a full bus."""
@@ -544,5 +594,10 @@ class SinkParty:
     def close(self) -> None:
         """Leave the bus; the next sink goes on from its journal."""
         self.producer.close()
+        self._close()
+
+    def _close(self) -> None:
+        if self.keep is not None:
+            self.keep.close()
         self._segment.close()
         self._bus.close()

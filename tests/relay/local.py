@@ -89,6 +89,7 @@ class LocalRelay:
         *,
         policy: StashPolicy | None = None,
         release: str = "acknowledged",
+        keep: str = "",
     ) -> None:
         self.exchange = Exchange()
         self.boxes = self.exchange.boxes = Boxes()
@@ -103,7 +104,11 @@ class LocalRelay:
         for each in sources:
             self.start(each, lambda box, bus=each: SourceParty(bus, box, COORDINATOR))
         for each in sinks:
-            self.start(each, lambda box, bus=each: SinkParty(bus, box, COORDINATOR, release))
+
+            def sink(box: Any, bus: str = each) -> SinkParty:
+                return SinkParty(bus, box, COORDINATOR, release, keep=keep)
+
+            self.start(each, sink)
         self.start(COORDINATOR, lambda box: CoordinatorParty(box, sources, sinks, policy))
 
     def start(self, address: str, make: Callable[[Any], Any]) -> None:
@@ -141,6 +146,10 @@ class LocalRelay:
     def restart(self, address: str) -> None:
         """End a party, and start its successor."""
         self.end(address)
+        self.start_again(address)
+
+    def start_again(self, address: str) -> None:
+        """Start the successor of a party that was ended."""
         self.start(address, self._makes[address])
 
     def send(self, sender: str, to: str, message: Message, payload: bytes = b"") -> None:

@@ -1,0 +1,27 @@
+"""A life of a relay with its producer and its trainer, which ends by a signal.
+
+It writes down what was acknowledged, and when.
+"""
+
+from __future__ import annotations
+
+import time
+
+from relay.local import put_group, relay
+
+import shmbus
+
+
+def main(source: str, trainer: str, directory: str, log: str) -> None:
+    """Relay and train until the end."""
+    with (
+        relay([source], [trainer], keep=directory),
+        shmbus.Consumer(trainer) as consumer,
+        open(log, "a", buffering=1) as said,
+    ):
+        for number in range(100_000):
+            put_group([source], number, values=50)
+            for group in consumer.take(timeout=0.02):
+                if int(group.instance_id[1:]) % 3:
+                    group.ack()
+                    said.write(f"{group.instance_id} {time.monotonic()}\n")

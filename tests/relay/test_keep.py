@@ -1,0 +1,377 @@
+"""What a trainer's side keeps on disk, and what comes back of it when memory is lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Spawner, wait_until
+from relay.local import put_group, relay, stats, take, workers
+
+import shmbus
+from shmbus.inspect.status import read_status
+from shmbus.relay import keep as keep_module
+from shmbus.relay.host import check_keep
+from shmbus.relay.keep import Keep
+from shmbus.stash.stash import StashPolicy
+from trainer_adapter import OnlineDataHandler
+
+pytest_plugins = ["relay.relay_fixtures"]
+
+
+def lose_memory(buses: dict[str, str], which: str = "abt") -> None:
+    """Have buses as they are after a reboot: made anew, with nothing in them."""
+    for each in which:
+        shmbus.unlink(buses[each])
+        shmbus.Bus.create(buses[each], "4MiB").close()
+
+
+def numbers(groups: list[shmbus.Group]) -> list[int]:
+    """Return the numbers of groups that `put_group` has put, each value of which was compared."""
+    for group in groups:
+        assert [t.index for t in group] == [0, 1, 2, 3]
+        assert all((t["tokens"] == int(group.instance_id[1:])).all() for t in group)
+    return sorted(int(group.instance_id[1:]) for group in groups)
+
+
+def test_what_was_not_acknowledged_is_there_after_a_reboot_and_nothing_else(
+    buses: dict[str, str], tmp_path: Path
+) -> None:
+    sources = [buses["a"], buses["b"]]
+    with (
+        relay(sources, [buses["t"]], keep=str(tmp_path)),
+        shmbus.Consumer(buses["t"]) as consumer,
+    ):
+        for number in range(40):
+            put_group(sources, number)
+        groups = sorted(take(consumer, 40), key=lambda group: int(group.instance_id[1:]))
+        for group in groups[:15]:
+            group.ack()
+        wait_until(lambda: stats(buses["a"]).acknowledged == 30)
+        del groups, group
+    lose_memory(buses)
+    with relay(sources, [buses["t"]], keep=str(tmp_path)):
+        with shmbus.Consumer(buses["t"]) as consumer:
+            back = take(consumer, 25)
+            assert numbers(back) == list(range(15, 40))
+            put_group(sources, 40)
+            (new,) = take(consumer, 1)
+            for group in [*back, new]:
+                group.ack()
+            wait_until(lambda: stats(buses["a"]).acknowledged == 2)
+        assert read_status(buses["t"]).ledger.balanced
+    lose_memory(buses)
+    with (
+        relay(sources, [buses["t"]], keep=str(tmp_path)),
+        shmbus.Consumer(buses["t"]) as consumer,
+    ):
+        time.sleep(0.5)
+        assert consumer.take(timeout=0.5) == []
+
+
+def test_a_sink_that_begins_again_over_its_bus_brings_nothing_back(
+    buses: dict[str, str], tmp_path: Path
+) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)) as running,
+        shmbus.Consumer(buses["t"]) as consumer,
+    ):
+        for number in range(10):
+            put_group([buses["a"]], number)
+        groups = take(consumer, 10)
+        for group in groups[:5]:
+            group.ack()
+        wait_until(lambda: stats(buses["a"]).acknowledged == 20)
+        running.restart(buses["t"])
+        put_group([buses["a"]], 10)
+        assert numbers(take(consumer, 1)) == [10]
+        wait_until(lambda: running.parties[buses["t"]].records == 4)
+
+
+def test_where_only_the_trainers_node_has_lost_its_memory_each_group_comes_once(
+    buses: dict[str, str], tmp_path: Path
+) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)),
+        shmbus.Consumer(buses["t"]) as consumer,
+    ):
+        for number in range(10):
+            put_group([buses["a"]], number)
+        groups = sorted(take(consumer, 10), key=lambda group: int(group.instance_id[1:]))
+        for group in groups[:4]:
+            group.ack()
+        wait_until(lambda: stats(buses["a"]).acknowledged == 16)
+        del groups, group
+    lose_memory(buses, "t")
+    with (
+        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)),
+        shmbus.Consumer(buses["t"]) as consumer,
+    ):
+        back = take(consumer, 6)
+        assert numbers(back) == list(range(4, 10))
+        for group in back:
+            group.ack()
+        wait_until(lambda: stats(buses["a"]).acknowledged == 40)
+        assert consumer.take(timeout=0.5) == []
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_group_that_goes_without_a_sample_is_brought_back_so(
+    buses: dict[str, str], tmp_path: Path, fails: bool
+) -> None:
+    policy = StashPolicy(on_failure="partial", on_timeout="partial", group_timeout_s=0.5)
+    how: dict[str, Any] = {"policy": policy, "keep": str(tmp_path)}
+    with (
+        relay([buses["a"]], [buses["t"]], **how),
+        shmbus.Producer(buses["a"]) as producer,
+        shmbus.Consumer(buses["t"], on_failure="partial") as consumer,
+    ):
+        for index in range(3):
+            producer.put("q", group_size=4, index=index, score=1.0, tokens=[index])
+        if fails:
+            producer.fail("q", 3, "it broke", group_size=4)
+        (group,) = take(consumer, 1)
+        assert len(group) == 3
+        del group
+    lose_memory(buses)
+    with (
+        relay([buses["a"]], [buses["t"]], **how),
+        shmbus.Consumer(buses["t"], on_failure="partial") as consumer,
+    ):
+        (group,) = take(consumer, 1)
+        assert [t.index for t in group] == [0, 1, 2]
+        group.ack()
+
+
+def test_a_run_goes_on_after_a_reboot_by_its_checkpoint_and_what_was_kept(
+    buses: dict[str, str], tmp_path: Path
+) -> None:
+    prompts = [(f"q{n}", {"prompt": np.full(4, n, np.int32)}) for n in range(60)]
+    trained: Counter[str] = Counter()
+    made: Counter[str] = Counter()
+
+    def answer(producer: shmbus.Producer, request: shmbus.Request) -> None:
+        made[request.instance_id] += 1
+        tokens = [*request["prompt"].tolist(), request.index]
+        producer.requests.answer(request, score=float(request.index), tokens=tokens)
+
+    def train(state: Any, steps: int) -> Any:
+        handler = OnlineDataHandler(buses["t"], groups_per_batch=4)
+        with handler:
+            if state is not None:
+                handler.load_state_dict(state)
+            handler.offer(prompts, ahead=12, group_size=2)
+            for _, batch in zip(range(steps), handler, strict=False):
+                trained.update(batch.instance_ids)
+                state = handler.state_dict()
+                handler.ack(batch)
+                if len(trained) == len(prompts):
+                    break
+        return state
+
+    sources = [buses["a"], buses["b"]]
+    with relay(sources, [buses["t"]], keep=str(tmp_path)), workers(sources, answer):
+        state = train(None, 6)
+        wait_until(lambda: stats(buses["t"]).undelivered > 4)  # made, and not trained
+    kept = stats(buses["t"]).undelivered
+    lose_memory(buses)
+    with relay(sources, [buses["t"]], keep=str(tmp_path)):
+        wait_until(lambda: stats(buses["t"]).undelivered >= kept)
+        with workers(sources, answer):
+            train(state, 100)
+    assert set(trained) == {name for name, _ in prompts}
+    assert set(trained.values()) == {trained["q0"]}, "each prompt as often as any other"
+
+
+def test_its_size_is_bounded_by_what_is_needed(
+    buses: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keep_module, "_SPARE_BYTES", 200_000)
+    file = tmp_path / f"{buses['t']}.kept"
+    with (
+        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)),
+        shmbus.Consumer(buses["t"]) as consumer,
+    ):
+        for number in range(3):
+            put_group([buses["a"]], number, values=1000)
+        old = take(consumer, 3)
+        largest = 0
+        for number in range(3, 200):
+            put_group([buses["a"]], number, values=1000)
+            (group,) = take(consumer, 1)
+            group.ack()
+            largest = max(largest, file.stat().st_size)
+        assert 200_000 < largest < 600_000
+        wait_until(lambda: stats(buses["a"]).acknowledged == 4 * 197)
+        del old, group
+    lose_memory(buses)
+    with (
+        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)),
+        shmbus.Consumer(buses["t"]) as consumer,
+    ):
+        assert set(numbers(take(consumer, 3))) == {0, 1, 2}
+
+
+# -- the file itself ------------------------------------------------------------------------------
+
+
+def kept(buses: dict[str, str], directory: Path, count: int = 6) -> Path:
+    """Return the file of a run that was lost with groups that nobody has acknowledged."""
+    with relay([buses["a"]], [buses["t"]], keep=str(directory)):
+        for number in range(count):
+            put_group([buses["a"]], number)
+            wait_until(lambda n=number: stats(buses["t"]).undelivered == 4 * (n + 1))
+    lose_memory(buses)
+    return directory / f"{buses['t']}.kept"
+
+
+def records(buses: dict[str, str], directory: Path) -> int:
+    """How many records would be brought back."""
+    opened = Keep(str(directory), buses["t"], 1.0)
+    try:
+        return len(list(opened.records(())))
+    finally:
+        opened.close()
+
+
+def test_a_file_that_is_cut_anywhere_gives_what_is_whole_of_it(
+    buses: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    file = kept(buses, tmp_path)
+    whole = file.read_bytes()
+    assert records(buses, tmp_path) == 24
+    at = sorted(int(each) for each in np.random.default_rng(seed).integers(60, len(whole), 40))
+    found = []
+    for size in at:
+        file.write_bytes(whole[:size])
+        caplog.clear()
+        with caplog.at_level(logging.ERROR):
+            found.append(records(buses, tmp_path))
+        assert found[-1] % 4 == 0
+        assert caplog.text == "" or "cut or damaged" in caplog.text
+    assert found == sorted(found) and found[-1] < 24 and len(set(found)) > 0
+    # It is gone on with, where it was cut.
+    opened = Keep(str(tmp_path), buses["t"], 0.0)
+    opened.end({record.origin for record in opened.records(())})
+    opened.close()
+    assert records(buses, tmp_path) == 0
+
+
+def test_a_wrong_byte_costs_its_frame_and_nothing_wrong_is_brought_back(
+    buses: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    file = kept(buses, tmp_path)
+    whole = file.read_bytes()
+    for place in np.random.default_rng(seed).integers(60, len(whole), 40):
+        harmed = bytearray(whole)
+        harmed[place] ^= 0x10
+        file.write_bytes(harmed)
+        caplog.clear()
+        with caplog.at_level(logging.ERROR):
+            assert records(buses, tmp_path) < 24
+        assert "cut or damaged" in caplog.text
+
+
+def test_what_is_none_of_this_bus_is_refused_and_left_as_it_is(
+    buses: dict[str, str], tmp_path: Path
+) -> None:
+    file = kept(buses, tmp_path)
+    other = tmp_path / f"{buses['a']}.kept"
+    for content in (file.read_bytes(), b"somebody's text, of more bytes than a head has"):
+        other.write_bytes(content)
+        with pytest.raises(shmbus.LayoutMismatchError, match="another directory"):
+            Keep(str(tmp_path), buses["a"], 1.0)
+        assert other.read_bytes() == content
+
+
+def test_a_second_relay_does_not_write_there(buses: dict[str, str], tmp_path: Path) -> None:
+    first = Keep(str(tmp_path), buses["t"], 1.0)
+    try:
+        with pytest.raises(shmbus.BusBusyError, match="another relay"):
+            Keep(str(tmp_path), buses["t"], 1.0)
+    finally:
+        first.close()
+    Keep(str(tmp_path), buses["t"], 1.0).close()
+
+
+def test_a_disk_that_is_full_stops_nothing_and_is_gone_on_with(
+    buses: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    file = kept(buses, tmp_path)
+    monkeypatch.setattr(keep_module, "_AGAIN_S", 0.05)
+    opened = Keep(str(tmp_path), buses["t"], 0.0)
+    first, *others = list(opened.records(()))
+    size = file.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
+    try:
+        with caplog.at_level(logging.ERROR):
+            opened.end({first.origin})
+            opened.put([first.payload], [first.origin], ())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.strerror(27) in opened.error and caplog.text.count("not kept") == 1
+    assert file.stat().st_size == size
+    time.sleep(0.1)
+    opened.end({others[0].origin})
+    assert opened.error == ""
+    opened.close()
+    assert records(buses, tmp_path) == 22
+
+
+@pytest.mark.parametrize(
+    ("keep", "release", "error"),
+    [(7, "acknowledged", TypeError), ("/tmp", "put", ValueError)],
+)
+def test_options_that_say_nothing_are_refused(keep: Any, release: str, error: Any) -> None:
+    with pytest.raises(error, match="keep"):
+        check_keep(keep, 1.0, release)
+
+
+# -- kills ----------------------------------------------------------------------------------------
+
+
+LIFE = """
+import sys
+
+sys.path.insert(0, sys.argv[1])
+from relay.keep_life import main
+
+main(*sys.argv[2:])
+"""
+
+
+def test_a_kill_at_any_instant_and_a_reboot_lose_nothing_that_was_put(
+    buses: dict[str, str], tmp_path: Path, spawn: Spawner, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    for life in range(5):
+        directory, log = tmp_path / str(life), tmp_path / f"log{life}"
+        names = [buses["a"], buses["t"]]
+        process = spawn.script(LIFE, Path(__file__).parents[1], *names, directory, log)
+        wait_until(lambda path=log: path.exists() and path.stat().st_size > 300)
+        time.sleep(float(random.uniform(0.0, 0.4)))
+        process.kill()
+        killed_s = time.monotonic()
+        with shmbus.Consumer(buses["t"]) as consumer:
+            there = {group.instance_id for group in consumer.take(timeout=1.0)}
+        lose_memory(buses)
+        said = [line.split() for line in log.read_text().splitlines()]
+        long_done = {name for name, at in said if killed_s - float(at) > 1.0}
+        with (
+            relay([buses["a"]], [buses["t"]], keep=str(directory)),
+            shmbus.Consumer(buses["t"]) as consumer,
+        ):
+            back = {group.instance_id for group in consumer.take(timeout=2.0)}
+        done = {name for name, _ in said}
+        assert there - done <= back, "put, and lost"
+        assert not back & long_done, "acknowledged long ago, and back"
+        lose_memory(buses)
