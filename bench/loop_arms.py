@@ -185,9 +185,9 @@ class _Broadcast(_Queue):
     def _exchange(self) -> None:
         for names, _ in buckets({name: each.nbytes for name, each in self.weights.items()}):
             parts = [self.weights[name].view(torch.uint8).view(-1) for name in names]
-            packed = torch.cat(parts)
+            packed, sizes = torch.cat(parts), [len(each) for each in parts]
             torch.distributed.broadcast(packed, 0)
-            for part, came in zip(parts, packed.split([len(each) for each in parts]), strict=True):
+            for part, came in zip(parts, torch.split(packed, sizes), strict=True):
                 if self.receives:
                     part.copy_(came)
         if self.policy.device.type == "cuda":

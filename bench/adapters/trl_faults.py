@@ -27,11 +27,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "peers" / "trl"))
 
 from numbered import SCALE, number_of
-from tiny import make_model, on_a_cpu, write_line
+from tiny import COMPLETION_TOKENS, make_model, on_a_cpu, write_line
 
 import shmbus
 from bench.adapters import trl_learning
-from bench.adapters.trl_learning import AHEAD, COMPLETION_TOKENS, GROUP_SIZE, WORDS, own_worker
+from bench.adapters.trl_learning import AHEAD, GROUP_SIZE, WORDS, own_worker
 
 #: Steps between two checkpoints.
 SAVE_STEPS = 4
@@ -99,7 +99,7 @@ def train(kind: str, root: Path, bus: str, port: int) -> None:
     config = module.AsyncGRPOConfig(
         output_dir=str(root / "out"), max_steps=10**6, num_generations=GROUP_SIZE,
         max_completion_length=COMPLETION_TOKENS, token_budget=256, learning_rate=1e-4,
-        max_staleness=4, save_strategy="steps", save_steps=SAVE_STEPS, save_total_limit=4,
+        max_staleness=64, save_strategy="steps", save_steps=SAVE_STEPS, save_total_limit=4,
         use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], disable_tqdm=True,
         gradient_accumulation_steps=1, heartbeat_stale_after_s=60.0,
     )  # fmt: skip
@@ -198,11 +198,13 @@ def measure(kind: str, seconds: float, every_s: float) -> dict[str, Any]:
             process.wait()
         made, trained = (root / "made").stat().st_size, survived(root)
         left = left_on(bus) if kind == "bus" else set[int]()
+        with shmbus.Bus.open(bus) as opened:
+            dropped = {reason: n for reason, n in opened.stats().dropped.items() if n}
     once = set(trained)
     return {
         "kind": kind, "seconds": seconds, "kills": kills, "ended by themselves": ends,
         "whole": whole, "sampled": made, "trained": len(once), "twice": len(trained) - len(once),
-        "left": len(left - once), "lost": made - len(once | left),
+        "dropped": dropped, "left": len(left - once), "lost": made - len(once | left),
         "goodput": round(len(once) / (made - len(left - once)), 4),
     }  # fmt: skip
 
