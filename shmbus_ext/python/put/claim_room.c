@@ -242,11 +242,6 @@ void py_writer_fill(const WriterObject *self, const struct put_arguments *argume
     }
     const uint64_t *shape = spec->shape;
     for (uint32_t i = 0; i < arguments->array_count; i++) {
-        if (arguments->arrays[i] == NULL) {
-            /* A list: its elements are there already. */
-            shape += 1 + arguments->field_ndim[i];
-            continue;
-        }
         const void *data = PyArray_DATA(arguments->arrays[i]);
         if (non_temporal) {
             copy_non_temporal(record + shape[0], data, arguments->field_bytes[i]);
@@ -305,31 +300,25 @@ void py_writer_leave_room(WriterObject *self, const struct reservation *at) {
     }
 }
 
-/* Room for a record whose arguments are finished, its lists converted: in their place already, or in
- * arrays that py_writer_fill_reserved copies. */
-static bool py_writer_claim_filled(WriterObject *self, struct put_arguments *arguments,
-                                   struct reservation *at) {
+/* Room for a record whose arguments are finished, its lists converted. */
+static bool claim_converted(WriterObject *self, struct put_arguments *arguments,
+                            struct reservation *at) {
     struct wanted_room wanted = py_writer_wants(self, arguments);
-    if (arguments->list_count > 0 && wanted.bytes <= self->segment->c.record_limit) {
-        /* Until it is published the room is this lane's, and nobody reads it. */
-        if (py_writer_try_claim(self, &wanted, at) == WRITER_OK) {
-            if (py_arguments_fill_lists(arguments, (uint8_t *)at->record)) {
-                return true;
-            }
-            py_writer_leave_room(self, at);
-        }
-        /* Code of the elements may run, here or in other threads during a wait for room. */
-        if (!py_arguments_convert_lists(arguments) || !py_writer_usable(self)) {
-            return false;
-        }
+    struct segment *segment = &self->segment->c;
+    /* Before there is an array of it. */
+    if (wanted.bytes > segment->record_limit && !removal_happened(segment)) {
+        raise_too_large(self, wanted.bytes);
+        return false;
     }
-    return py_writer_claim_room(self, &wanted, arguments->timeout_s, at);
+    /* Code of the elements may run. */
+    return py_arguments_convert_lists(arguments) && py_writer_usable(self) &&
+           py_writer_claim_room(self, &wanted, arguments->timeout_s, at);
 }
 
 bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments) {
     struct reservation at;
     uint64_t bytes = arguments->spec.record_bytes;
-    if (!py_writer_claim_filled(self, arguments, &at) ||
+    if (!claim_converted(self, arguments, &at) ||
         !py_writer_find_split(self, arguments, &at)) {
         return false;
     }

@@ -1,4 +1,4 @@
-/* The careful way from lists, numbers and arrays of another dtype into an array of the field's.
+/* From lists, numbers and arrays of another dtype into an array of the field's.
  *
  * Invariant: code of elements runs, and may change any list under way. So each list is asked for
  * its size again before each of its elements, and nothing is written but to an array of our own. */
@@ -79,6 +79,13 @@ static bool refuse_failed(const struct conversion *self, PyObject *value) {
 }
 
 static bool convert_int(struct conversion *self, PyObject *value) {
+    int overflow;
+    if (PyLong_CheckExact(value)) { /* what nearly all are */
+        int64_t plain = PyLong_AsLongLongAndOverflow(value, &overflow);
+        if (overflow == 0) {
+            return store_int(self->to, self->kind, plain) || refuse_range(self, value);
+        }
+    }
     bool is_bool = PyBool_Check(value) || PyArray_IsScalar(value, Bool);
     if (is_bool) {
         int64_t truth = PyObject_IsTrue(value) == 1;
@@ -92,7 +99,6 @@ static bool convert_int(struct conversion *self, PyObject *value) {
     if (integer == NULL) {
         return refuse_failed(self, value);
     }
-    int overflow;
     int64_t number = PyLong_AsLongLongAndOverflow(integer, &overflow);
     bool fits = overflow == 0 && store_int(self->to, self->kind, number);
     if (overflow > 0 && self->kind == STORED_U64) {
@@ -109,6 +115,10 @@ static bool convert_int(struct conversion *self, PyObject *value) {
 }
 
 static bool convert_float(struct conversion *self, PyObject *value) {
+    if (PyFloat_CheckExact(value)) {
+        return store_double(self->to, self->kind, PyFloat_AS_DOUBLE(value)) ||
+               refuse_range(self, value);
+    }
     bool refused = PyBool_Check(value) || PyArray_IsScalar(value, Bool) || PyUnicode_Check(value) ||
                    PyBytes_Check(value) || PyComplex_Check(value) || !PyNumber_Check(value) ||
                    (PyArray_Check(value) && PyArray_NDIM((PyArrayObject *)value) > 0);
@@ -394,155 +404,3 @@ PyMethodDef py_convert_functions[] = {
     {"convert_field", py_convert_field, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-/* ---- The quick way from lists into a record.
- *
- * Invariant: nothing here runs code of Python, so no list changes while it is read, and the lane
- * that is written to stays this call's. Whatever would need such code is left to convert_lists. */
-/* Writes so many elements; false at the first that is not plain. */
-typedef bool (*row_filler)(void *to, PyObject *const *from, Py_ssize_t count);
-
-static inline bool plain_int(PyObject *object, int64_t *value) {
-    if (!PyLong_CheckExact(object)) {
-        return false;
-    }
-#if PY_VERSION_HEX >= 0x030C0000
-    if (PyUnstable_Long_IsCompact((PyLongObject *)object)) {
-        *value = PyUnstable_Long_CompactValue((PyLongObject *)object);
-        return true;
-    }
-#else
-    Py_ssize_t digits = Py_SIZE(object); /* negative for a negative number */
-    if (digits == 1 || digits == -1) {
-        *value = (int64_t)digits * (int64_t)((PyLongObject *)object)->ob_digit[0];
-        return true;
-    }
-#endif
-    int overflow;
-    *value = PyLong_AsLongLongAndOverflow(object, &overflow);
-    return overflow == 0;
-}
-
-static inline bool plain_float(PyObject *object, double *value) {
-    if (PyFloat_CheckExact(object)) {
-        *value = PyFloat_AS_DOUBLE(object);
-        return true;
-    }
-    int64_t whole;
-    /* Above this not each int is a double; how such a one rounds is float()'s to say. */
-    if (!plain_int(object, &whole) || whole > INT64_C(1) << 53 || whole < -(INT64_C(1) << 53)) {
-        return false;
-    }
-    *value = (double)whole;
-    return true;
-}
-
-#define INT_FILLER(name, type, low, high)                                                        \
-    static bool name(void *to, PyObject *const *from, Py_ssize_t count) {                        \
-        type *out = to;                                                                          \
-        for (Py_ssize_t i = 0; i < count; i++) {                                                 \
-            int64_t value;                                                                       \
-            if (!plain_int(from[i], &value) || value < (low) || value > (high)) {                \
-                return false;                                                                    \
-            }                                                                                    \
-            out[i] = (type)value;                                                                \
-        }                                                                                        \
-        return true;                                                                             \
-    }
-INT_FILLER(fill_i8, int8_t, INT8_MIN, INT8_MAX)
-INT_FILLER(fill_i16, int16_t, INT16_MIN, INT16_MAX)
-INT_FILLER(fill_u16, uint16_t, 0, UINT16_MAX)
-INT_FILLER(fill_i32, int32_t, INT32_MIN, INT32_MAX)
-INT_FILLER(fill_u32, uint32_t, 0, UINT32_MAX)
-INT_FILLER(fill_i64, int64_t, INT64_MIN, INT64_MAX)
-INT_FILLER(fill_u64, uint64_t, 0, INT64_MAX)
-
-/* Of masks: bools too. */
-static inline bool fill_mask(uint8_t *out, PyObject *const *from, Py_ssize_t count, int64_t high) {
-    for (Py_ssize_t i = 0; i < count; i++) {
-        int64_t value = from[i] == Py_True;
-        if (!PyBool_Check(from[i]) &&
-            (!plain_int(from[i], &value) || value < 0 || value > high)) {
-            return false;
-        }
-        out[i] = (uint8_t)value;
-    }
-    return true;
-}
-
-static bool fill_bool(void *to, PyObject *const *from, Py_ssize_t count) {
-    return fill_mask(to, from, count, 1);
-}
-
-static bool fill_u8(void *to, PyObject *const *from, Py_ssize_t count) {
-    return fill_mask(to, from, count, UINT8_MAX);
-}
-
-static bool fill_f64(void *to, PyObject *const *from, Py_ssize_t count) {
-    double *out = to;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (!plain_float(from[i], &out[i])) {
-            return false;
-        }
-    }
-    return true;
-}
-
-#define FLOAT_FILLER(name, type, kind)                                                           \
-    static bool name(void *to, PyObject *const *from, Py_ssize_t count) {                        \
-        type *out = to;                                                                          \
-        for (Py_ssize_t i = 0; i < count; i++) {                                                 \
-            double value;                                                                        \
-            if (!plain_float(from[i], &value) || !store_double(&out[i], kind, value)) {          \
-                return false;                                                                    \
-            }                                                                                    \
-        }                                                                                        \
-        return true;                                                                             \
-    }
-FLOAT_FILLER(fill_f32, float, STORED_F32)
-FLOAT_FILLER(fill_f16, uint16_t, STORED_F16)
-FLOAT_FILLER(fill_bf16, uint16_t, STORED_BF16)
-
-static const struct {
-    row_filler fill;
-    uint8_t itemsize;
-} fillers[STORED_OTHER] = {
-    [STORED_BOOL] = {fill_bool, 1}, [STORED_I8] = {fill_i8, 1},    [STORED_U8] = {fill_u8, 1},
-    [STORED_I16] = {fill_i16, 2},   [STORED_U16] = {fill_u16, 2},  [STORED_I32] = {fill_i32, 4},
-    [STORED_U32] = {fill_u32, 4},   [STORED_I64] = {fill_i64, 8},  [STORED_U64] = {fill_u64, 8},
-    [STORED_F32] = {fill_f32, 4},   [STORED_F64] = {fill_f64, 8},  [STORED_F16] = {fill_f16, 2},
-    [STORED_BF16] = {fill_bf16, 2},
-};
-
-/* Returns the place behind what it wrote; NULL where something is not plain. */
-static uint8_t *fill_level(uint8_t *to, enum stored_kind kind, PyObject *value, int ndim,
-                           const uint64_t *sizes) {
-    PyObject *const *items;
-    if (PyList_Check(value)) {
-        items = ((PyListObject *)value)->ob_item;
-    } else if (PyTuple_Check(value)) {
-        items = ((PyTupleObject *)value)->ob_item;
-    } else {
-        return NULL;
-    }
-    Py_ssize_t count = Py_SIZE(value);
-    if ((uint64_t)count != sizes[0]) {
-        return NULL;
-    }
-    if (ndim == 1) {
-        return fillers[kind].fill(to, items, count) ? to + (size_t)count * fillers[kind].itemsize
-                                                    : NULL;
-    }
-    for (Py_ssize_t i = 0; to != NULL && i < count; i++) {
-        to = fill_level(to, kind, items[i], ndim - 1, sizes + 1);
-    }
-    return to;
-}
-
-bool py_fill_list(uint8_t *to, enum stored_kind kind, PyObject *value, int ndim,
-                  const uint64_t *sizes) {
-    if (ndim == 0) {
-        return fillers[kind].fill(to, &value, 1);
-    }
-    return fill_level(to, kind, value, ndim, sizes) != NULL;
-}

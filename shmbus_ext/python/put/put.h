@@ -19,7 +19,7 @@ struct put_arguments {
     PyObject *rows_object; /* NULL for a sample of one row */
     PyObject *values[SHMBUS_MAX_FIELDS];
     PyObject *names[SHMBUS_MAX_FIELDS];
-    PyArrayObject *arrays[SHMBUS_MAX_FIELDS]; /* owned, contiguous; NULL for a list */
+    PyArrayObject *arrays[SHMBUS_MAX_FIELDS]; /* owned, contiguous; NULL for a list not converted */
     PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS]; /* of the array, of `declared`, or for ever */
     uint8_t kinds[SHMBUS_MAX_FIELDS];         /* enum stored_kind; of lists only */
     PyObject *meta_encoded;                   /* owned */
@@ -27,7 +27,6 @@ struct put_arguments {
     double timeout_s;                         /* negative: for ever */
     PyObject *declared; /* owned: the schema that it was checked against */
     uint32_t array_count;
-    uint32_t list_count; /* fields that are still lists */
     bool has_group_size, has_index;
     uint64_t shape[SHMBUS_MAX_SHAPE_WORDS];
     uint64_t field_bytes[SHMBUS_MAX_FIELDS];
@@ -66,8 +65,6 @@ bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache,
 /* Whether a field of so many dimensions fits behind so many words; false with an exception. */
 bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim);
 
-/* Writes the lists into a record. False, and no exception: one needs py_arguments_convert_lists. */
-bool py_arguments_fill_lists(const struct put_arguments *self, uint8_t *record);
 /* Makes arrays of the lists, by code of their elements where need be; false with an exception. */
 bool py_arguments_convert_lists(struct put_arguments *self);
 
@@ -169,7 +166,7 @@ void py_writer_tell_reader(WriterObject *self);
 PyObject *py_writer_begin(WriterObject *self, PyObject *args);
 PyObject *py_writer_leave_begun(WriterObject *self, PyObject *args);
 
-/* ---- The careful way from lists, numbers and arrays of another dtype into an array of the field's. */
+/* ---- From lists, numbers and arrays of another dtype into an array of the field's. */
 /* Whether it is converted element by element: a list or a tuple. */
 static inline bool py_is_list(PyObject *value) {
     return PyList_Check(value) || PyTuple_Check(value);
@@ -187,12 +184,6 @@ PyArrayObject *py_convert_list(PyObject *name, PyObject *value, PyArray_Descr *d
 /* A new array with the elements of another; NULL with an exception that names field and index. */
 PyArrayObject *py_convert_array(PyObject *name, PyArrayObject *array, PyArray_Descr *dtype,
                                 enum stored_kind kind);
-
-/* ---- The quick way from lists into a record: exact ints and floats, in one pass, into the ring. */
-/* Writes a nested list or tuple of these sizes, or one number where ndim is 0, to `to`. False, and
- * no exception, where anything in it is not plain: another size, another type, out of range. */
-bool py_fill_list(uint8_t *to, enum stored_kind kind, PyObject *value, int ndim,
-                  const uint64_t *sizes);
 
 /* ---- Producer.put_group: all records of a group, committed by one store. */
 /* _put_group(items: [put's arguments], timeout): all or none, also where the process dies. */

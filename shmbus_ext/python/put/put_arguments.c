@@ -40,7 +40,6 @@ void py_arguments_begin(struct put_arguments *self) {
     self->declared = NULL;
     self->timeout_s = -1.0;
     self->array_count = 0;
-    self->list_count = 0;
     self->has_group_size = self->has_index = false;
     self->spec = (struct record_spec){.round = SHMBUS_NO_ROUND};
     self->answers.number = 0;
@@ -474,8 +473,8 @@ bool py_arguments_finish_head(struct put_arguments *self) {
 
 /* ---- The fields of a put: matched with the declared schema, taken as arrays or lists, and planned.
  *
- * Invariants: a list keeps its place in `values` until it is written into the ring or converted.
- * Its sizes were read once; whoever reads its elements checks that they still are its sizes. */
+ * Invariants: a list keeps its place in `values` until it is converted. Its sizes were read once;
+ * whoever reads its elements checks that they still are its sizes. */
 /* Above what a record can hold: record_plan refuses it. */
 #define BEYOND_A_RECORD ((UINT64_C(1) << 48) + 1)
 
@@ -571,7 +570,6 @@ static bool plan_list(struct put_arguments *self, uint32_t i, uint32_t words,
     self->field_ndim[i] = (uint8_t)ndim;
     self->field_bytes[i] = bytes_of(sizes, ndim, (uint64_t)PyDataType_ELSIZE(self->dtypes[i]));
     memcpy(self->shape + words + 1, sizes, (size_t)ndim * sizeof *sizes);
-    self->list_count++;
     return true;
 }
 
@@ -763,19 +761,6 @@ bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache,
                              "a field, 4 GiB of meta); split it");
 }
 
-bool py_arguments_fill_lists(const struct put_arguments *self, uint8_t *record) {
-    const uint64_t *shape = self->shape;
-    for (uint32_t i = 0; i < self->array_count; i++) {
-        if (self->arrays[i] == NULL &&
-            !py_fill_list(record + shape[0], self->kinds[i], self->values[i], self->field_ndim[i],
-                          shape + 1)) {
-            return false;
-        }
-        shape += 1 + self->field_ndim[i];
-    }
-    return true;
-}
-
 bool py_arguments_convert_lists(struct put_arguments *self) {
     const uint64_t *shape = self->shape;
     for (uint32_t i = 0; i < self->array_count; i++) {
@@ -788,6 +773,5 @@ bool py_arguments_convert_lists(struct put_arguments *self) {
         }
         shape += 1 + self->field_ndim[i];
     }
-    self->list_count = 0;
     return true;
 }

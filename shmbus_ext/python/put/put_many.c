@@ -65,7 +65,8 @@ static bool parse_item(WriterObject *self, struct put_arguments *arguments, PyOb
                 py_arguments_finish(arguments, &self->schemas, self->declared) &&
                 py_writer_usable(self) && (wanted.bytes = arguments->spec.record_bytes) != 0 &&
                 (wanted.bytes <= self->segment->c.record_limit ||
-                 py_writer_claim_room(self, &wanted, 0.0, &unused));
+                 py_writer_claim_room(self, &wanted, 0.0, &unused)) &&
+                py_arguments_convert_lists(arguments) && py_writer_usable(self);
     if (!good) {
         name_place("put_many: item", at);
     }
@@ -77,10 +78,6 @@ static bool check_items(WriterObject *self, PyObject *items, Py_ssize_t from) {
     for (Py_ssize_t i = from; good && i < PyList_GET_SIZE(items); i++) {
         struct put_arguments arguments;
         good = parse_item(self, &arguments, items, i);
-        if (good && !py_arguments_convert_lists(&arguments)) {
-            name_place("put_many: item", i);
-            good = false;
-        }
         py_arguments_end(&arguments);
     }
     return good;
@@ -112,45 +109,15 @@ static bool commit_and_wait(WriterObject *self, struct batch *batch, PyObject *i
     return py_writer_claim_room(self, wanted, seconds_until(deadline_s), &batch->at[0]);
 }
 
-/* Whether there is room now, with the item's lists in it, or converted; or an exception. */
-static bool try_room(WriterObject *self, struct put_arguments *arguments, struct batch *batch,
-                     Py_ssize_t at, bool *has_room) {
-    struct wanted_room wanted = py_writer_wants(self, arguments);
-    struct reservation *to = &batch->at[batch->open];
-    *has_room = batch->committed + batch->open == at &&
-                py_writer_try_claim(self, &wanted, to) == WRITER_OK;
-    if (arguments->list_count == 0) {
-        return true;
-    }
-    if (*has_room) {
-        if (py_arguments_fill_lists(arguments, (uint8_t *)to->record)) {
-            return true;
-        }
-        py_writer_leave_room(self, to);
-    }
-    if (!py_arguments_convert_lists(arguments)) {
-        name_place("put_many: item", at);
-        return false;
-    }
-    /* Code of the elements ran: the room may be another record's by now, the bus another one. */
-    *has_room = py_writer_usable(self) && batch->committed + batch->open == at &&
-                py_writer_try_claim(self, &wanted, &batch->at[batch->open]) == WRITER_OK;
-    return py_writer_usable(self);
-}
-
 static bool batch_add(WriterObject *self, struct batch *batch, PyObject *items, Py_ssize_t at,
                       double deadline_s) {
     struct put_arguments arguments;
-    bool has_room, added = false;
-    if (!parse_item(self, &arguments, items, at) ||
-        !try_room(self, &arguments, batch, at, &has_room)) {
-        goto end;
-    }
-    added = true;
+    bool added = parse_item(self, &arguments, items, at);
     /* Where the writer went to another bus meanwhile, its items begin again. */
-    if (!has_room && batch->committed + batch->open == at) {
+    if (added && batch->committed + batch->open == at) {
         struct wanted_room wanted = py_writer_wants(self, &arguments);
-        added = commit_and_wait(self, batch, items, at, &wanted, deadline_s);
+        added = py_writer_try_claim(self, &wanted, &batch->at[batch->open]) == WRITER_OK ||
+                commit_and_wait(self, batch, items, at, &wanted, deadline_s);
     }
     if (!added || batch->committed + batch->open != at) {
         goto end;
@@ -253,7 +220,7 @@ static bool read_samples(WriterObject *self, struct whole_group *group, PyObject
         group->begun = i + 1;
         if (!py_arguments_take_mapping(sample, PyList_GET_ITEM(items, i)) ||
             !py_arguments_finish(sample, &self->schemas, self->declared) ||
-            (sample->list_count > 0 && !py_arguments_convert_lists(sample))) {
+            !py_arguments_convert_lists(sample)) {
             name_place("put_group: sample", i);
             return false;
         }
