@@ -63,17 +63,8 @@ void py_arguments_end(struct put_arguments *self) {
 
 bool py_take_integer(PyObject *value, const char *name, int64_t low, int64_t high,
                      int64_t *out) {
-    /* What a caller mostly gives, by the shortest way: after a sleep each call on it is cold. */
-    if (PyLong_CheckExact(value)) {
-        int overflow;
-        int64_t number = PyLong_AsLongLongAndOverflow(value, &overflow);
-        if (overflow == 0 && number >= low && number <= high) {
-            *out = number;
-            return true;
-        }
-    }
-    bool is_flag = PyBool_Check(value);
-    PyObject *integer = is_flag || !PyIndex_Check(value) ? NULL : PyNumber_Index(value);
+    bool is_int = PyIndex_Check(value) && !PyBool_Check(value);
+    PyObject *integer = is_int ? PyNumber_Index(value) : NULL;
     if (integer == NULL) {
         /* Of an array of several numbers; what else __index__ raises is its own affair. */
         if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError)) {
@@ -209,11 +200,6 @@ bool py_parse_timeout(PyObject *value, double *timeout_s) {
         *timeout_s = -1.0;
         return true;
     }
-    if (PyFloat_CheckExact(value) && PyFloat_AS_DOUBLE(value) >= 0.0 &&
-        !isinf(PyFloat_AS_DOUBLE(value))) {
-        *timeout_s = PyFloat_AS_DOUBLE(value);
-        return true;
-    }
     if (!PyNumber_Check(value) || PyComplex_Check(value)) {
         return py_refuse(PyExc_TypeError, "timeout: expected seconds or None, got %.100s",
                          Py_TYPE(value)->tp_name);
@@ -323,18 +309,6 @@ static bool take_need(struct put_arguments *self, PyObject *value) {
     return taken;
 }
 
-static bool is_word(const PyObject *name) {
-    const PyObject *const words[] = {word_group_size, word_index,   word_score,
-                                     word_policy_version, word_round, word_meta,
-                                     word_timeout,    word_instance_id, word_split,
-                                     word_need,       word_rows,    word_row_lengths};
-    bool found = false;
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
-        found = found || name == words[i];
-    }
-    return found;
-}
-
 /* The reserved words, by identity: names in a call are interned. */
 bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *value) {
     int64_t number;
@@ -390,16 +364,13 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
         }
         return py_arguments_take_id(self, value);
     }
-    if (!PyUnicode_CHECK_INTERNED(name)) {
+    if (PyUnicode_CheckExact(name) && !PyUnicode_CHECK_INTERNED(name)) {
         /* A key that was computed: intern it, and compare again by identity. */
         PyObject *interned = Py_NewRef(name);
         PyUnicode_InternInPlace(&interned);
-        bool reserved = interned != name && is_word(interned);
-        /* The interned string lives as long as one of its kind does: the reserved words do. */
+        bool taken = py_arguments_take(self, interned, value);
         Py_DECREF(interned);
-        if (reserved) {
-            return py_arguments_take(self, interned, value);
-        }
+        return taken;
     }
     return py_arguments_take_field(self, name, value);
 }
