@@ -37,7 +37,7 @@ REFERENCE = {
     "batch": (
         "shmbus.batch",
         "Many trajectories at once, for those who pack batches themselves.",
-        ["shmbus.batch.gather", "shmbus.batch.baseline"],
+        ["shmbus.batch.gather"],
     ),
     "decode": (
         "shmbus.decode",

@@ -51,7 +51,6 @@ REFUSED_LEASED: int
 
 ELEMENT_KINDS: tuple[str, ...]
 CHUNK_WORDS: int
-BASELINE_MEAN: int
 HAS_LOGPROBS: int
 EXTRA_TOKEN: int
 EXTRA_RAGGED: int
@@ -60,9 +59,7 @@ COPY_WORDS: int
 FIGURE_BOUNDS: tuple[tuple[float, ...], ...]
 FIGURE_WORDS: int
 FIGURES_BYTES: int
-BASELINE_LEAVE_ONE_OUT: int
-BASELINE_DEVIATION: int
-BASELINE_MAX_SCORE: float
+MAX_SCORE: float
 MAGIC: int
 HEADER_BYTES: int
 RELEASED_OFFSET: int
@@ -427,9 +424,7 @@ def read_run(
     /,
 ) -> tuple[list[tuple[Any, ...]], int, bool]: ...
 def members(groups: list[GroupBase], /) -> tuple[list[Trajectory], NDArray[np.int64]]: ...
-def describe(
-    trajectories: list[Trajectory], /
-) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str], NDArray[np.int64]]: ...
+def scores(trajectories: list[Trajectory], /) -> NDArray[np.float64]: ...
 def packed_bytes(total: int, sequences: int, /) -> int: ...
 def measure(
     trajectories: list[Trajectory], names: _Names, /
@@ -438,7 +433,7 @@ def pack(
     groups: Sequence[GroupBase],
     names: _Names,
     memory: NDArray[np.uint8] | list[NDArray[np.uint8]],
-    advantages: NDArray[np.float32] | tuple[int, bool, float],
+    advantages: NDArray[np.float32],
     extras: tuple[_PackedExtra, ...],
     threads: GatherThreads | None,
     /,
@@ -471,7 +466,7 @@ def plan_gather(
     memory: NDArray[np.uint8],
     shift: int,
     chunk_tokens: int,
-    advantages: NDArray[np.float32] | tuple[int, bool, float],
+    advantages: NDArray[np.float32],
     flags: NDArray[np.uint8] | None,
     words: tuple[bytes, ...],
     /,
@@ -491,13 +486,9 @@ def plan_gather(
     list[int],
     bool,
     bool,
-    bool,
     int,
     int,
 ]: ...
-def relative_scores(
-    scores: NDArray[np.float64], sizes: NDArray[np.int64], rule: tuple[int, bool, float], /
-) -> NDArray[np.float64] | None: ...
 def mapping_of(trajectory: Trajectory, /) -> tuple[int, int, object]: ...
 def find_not_finite(values: NDArray[np.float32], /) -> int: ...
 def mentioning(trajectories: list[Trajectory], words: tuple[bytes, ...], /) -> list[int]: ...

@@ -18,8 +18,8 @@ from torch.utils.data import default_collate
 import shmbus
 from shmbus._arguments import check_choice, check_count, check_int, check_text, check_timeout
 from shmbus._near_names import unknown_option
-from shmbus.batch.gather import FieldNames, GatherThreads
-from trainer_adapter.advantages import MAX_SCORE, check_kind
+from shmbus.batch.gather import MAX_SCORE, FieldNames, GatherThreads
+from trainer_adapter.advantages import check_kind
 
 __all__ = [
     "ConsumerOptions",

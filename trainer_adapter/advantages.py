@@ -11,10 +11,9 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, TypeGuard, overload
+from typing import Any, Final, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +21,7 @@ import torch
 from torch import Tensor
 
 from shmbus._arguments import check_choice
-from shmbus.batch.baseline import (
-    DEVIATION,
-    LEAVE_ONE_OUT,
-    MAX_SCORE_MAGNITUDE,
-    MEAN,
-    Baseline,
-    relative_scores,
-)
+from shmbus.batch.gather import MAX_SCORE
 from trainer_adapter.scored_group import ScoredGroup, sight_of
 
 __all__ = ["group_advantages"]
@@ -41,8 +33,6 @@ score in use; 1e-6 is what verl adds."""
 #: What a float holds: an int may be more.
 LARGEST_EPS: Final = sys.float_info.max
 
-MAX_SCORE: Final = MAX_SCORE_MAGNITUDE
-
 FloatArray = npt.NDArray[np.float64]
 Kind = (
     Literal["grpo", "dr_grpo", "rloo", "batch", "batch_std", "none"]
@@ -52,7 +42,6 @@ Kind = (
 )
 Std = Literal["bessel", "biased"]
 _KINDS: Final = ("grpo", "dr_grpo", "rloo", "batch", "batch_std", "none")
-_BASELINES: Final = {"grpo": DEVIATION, "dr_grpo": MEAN, "rloo": LEAVE_ONE_OUT}
 
 
 @overload
@@ -167,24 +156,11 @@ def advantages_for_groups(
     groups: Callable[[], Sequence[ScoredGroup]] | None = None,
 ) -> npt.NDArray[np.float32]:
     """Turn the scores of a ragged batch into advantages, all groups at once."""
-    baseline = baseline_of(kind, std, eps)
-    if baseline is not None and _is_row(scores, np.float64) and _is_row(sizes, np.int64):
-        compared = relative_scores(scores, sizes, baseline)
-        if compared is not None:
-            return compared.astype(np.float32)
     values, _ = _as_float64(_as_array("scores", scores))
     if values.ndim != 1:
         raise ValueError(f"scores: expected [samples], got shape {values.shape}; flatten it")
     counts = _as_array("sizes", sizes)
     return _by_sizes(values, counts, kind, std, eps, groups).astype(np.float32)
-
-
-def baseline_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Baseline | None:
-    """Return the baseline that the C core can compute for each group."""
-    formula = _BASELINES.get(kind) if isinstance(kind, str) else None
-    if formula is None or std not in ("bessel", "biased") or not isinstance(eps, (int, float)):
-        return None
-    return Baseline(formula, std == "bessel", eps) if 0 <= eps <= LARGEST_EPS else None
 
 
 def check_kind(name: str, kind: object) -> None:
@@ -215,15 +191,6 @@ def _as_array(name: str, given: object) -> npt.NDArray[Any]:
         raise ValueError(
             f"{name}: expected rows of one length, got a ragged list; flatten it{more}"
         ) from None
-
-
-def _is_row(array: object, dtype: type[np.generic]) -> TypeGuard[npt.NDArray[Any]]:
-    return (
-        isinstance(array, np.ndarray)
-        and array.ndim == 1
-        and array.dtype == dtype
-        and array.flags.c_contiguous
-    )
 
 
 def _as_float64(
@@ -308,38 +275,55 @@ def _by_sizes(
     check_kind("kind", kind)
     if callable(kind):
         return _by_callable(values, counts, kind, groups)
-    if kind == "none":
-        return values.astype(np.float64)
-    if len(values) == 0:
-        return values.astype(np.float64)
-    if kind == "batch_std":
-        return _over_batch_std(values, counts, std, eps)
+    if kind == "none" or len(values) == 0:
+        return values
+    whole = np.array([len(values)])
     if kind == "batch":
-        counts = np.array([len(values)])
-    return _compare(values, counts, Baseline(_BASELINES.get(kind, DEVIATION), std == "bessel", eps))
+        counts = whole
+    centred, largest = _centred(values, counts)
+    if kind == "dr_grpo":
+        return centred
+    if kind == "rloo":
+        # score - mean of others = (score - mean) * n / (n - 1)
+        return centred * np.repeat(counts / np.maximum(counts - 1, 1), counts)
+    if kind == "batch_std":
+        deviations, largest = _centred(values, whole)
+        return _by_deviation(centred, deviations, largest, whole, std, float(eps))
+    return _by_deviation(centred, centred, largest, counts, std, float(eps))
 
 
-def _over_batch_std(
-    values: FloatArray, counts: npt.NDArray[np.int64], std: Std, eps: float
+def _centred(
+    values: FloatArray, counts: npt.NDArray[np.int64]
+) -> tuple[FloatArray, npt.NDArray[np.float64]]:
+    """Return scores minus the mean of their group, and the largest of these by magnitude."""
+    starts = np.cumsum(counts) - counts
+    means = np.add.reduceat(values, starts) / counts
+    lowest, highest = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
+    # By comparison, since the mean of equal scores may differ from them by a rounding.
+    level = lowest == highest
+    largest = np.where(level, 0.0, np.maximum(highest - means, means - lowest))
+    return np.where(np.repeat(level, counts), 0.0, values - np.repeat(means, counts)), largest
+
+
+def _by_deviation(
+    centred: FloatArray,
+    deviations: FloatArray,
+    largest: npt.NDArray[np.float64],
+    counts: npt.NDArray[np.int64],
+    std: Std,
+    eps: float,
 ) -> FloatArray:
-    centred = _compare(values, counts, Baseline(MEAN))
-    middle = values / len(values)
-    deviations = values - middle.sum()
-    # In units of the largest: no square can under- or overflow. A float, since eps in such units
-    # may be infinite, of which NumPy's number would warn; all is 0 then, as it should be.
-    unit = float(np.abs(deviations).max())
-    if unit == 0 or values.min() == values.max():
-        return np.zeros_like(values)
-    squares = float(np.square(deviations / unit).sum())
-    relative = math.sqrt(squares / (len(values) - 1 if std == "bessel" else len(values)))
-    normalised: FloatArray = centred / unit / (relative + eps / unit)
-    return normalised
-
-
-def _compare(values: FloatArray, counts: npt.NDArray[np.int64], baseline: Baseline) -> FloatArray:
-    compared = relative_scores(np.ascontiguousarray(values), counts, baseline)
-    assert compared is not None, "scores and sizes were checked"
-    return compared
+    """Divide by the standard deviation of groups, and eps; 0 where nothing deviates."""
+    # In units of the largest: no square can under- or overflow.
+    unit = np.where(largest > 0, largest, 1.0)
+    squares = np.square(deviations / np.repeat(unit, counts))
+    divisors = np.maximum(counts - 1, 1) if std == "bessel" else counts
+    sums = np.add.reduceat(squares, np.cumsum(counts) - counts)
+    with np.errstate(over="ignore"):  # eps in such units may be infinite, and all is 0 then
+        scale = np.sqrt(sums / divisors) + eps / unit
+    scale = np.where(largest > 0, scale, np.inf)
+    found: FloatArray = centred / np.repeat(unit, counts) / np.repeat(scale, counts)
+    return found
 
 
 def _checked_sizes(sizes: npt.NDArray[Any], samples: int) -> npt.NDArray[np.int64]:

@@ -1,1 +1,1 @@
-"""Reading many trajectories at once: pack them into arrays, plan a gather, compute baselines."""
+"""Reading many trajectories at once: pack them into arrays, plan a gather."""

@@ -7,21 +7,22 @@ checked before the first byte is copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus.batch.baseline import Baseline
 from shmbus.batch.extra_fields import PackedExtra
 from shmbus.batch.field_names import FieldNames
 from shmbus.batch.field_presence import check_presence
 from shmbus_ext import _core
-from shmbus_ext._core import describe as describe
+from shmbus_ext._core import scores as scores
 
 __all__ = ["FieldNames", "PackedBatch", "gather", "packed_bytes"]
 
 Array: TypeAlias = NDArray[Any]
+#: Of a score, by magnitude: the difference of two is still finite in float32.
+MAX_SCORE: Final[float] = _core.MAX_SCORE
 GatherThreads: TypeAlias = _core.GatherThreads
 """Helpers that copy batches together with the caller of `gather`; `close` ends them."""
 
@@ -130,7 +131,7 @@ def gather(
     groups: Sequence[_core.GroupBase],
     names: FieldNames,
     memory: NDArray[np.uint8] | list[NDArray[np.uint8]],
-    advantages: NDArray[np.float32] | Baseline,
+    advantages: NDArray[np.float32],
     extras: tuple[PackedExtra, ...] = (),
     threads: GatherThreads | None = None,
 ) -> PackedBatch | int | None:
@@ -145,9 +146,8 @@ def gather(
     memory : uint8 [n], or a list of such
         Where the batch goes, at least `packed_bytes`; or blocks, of which one is taken that is
         large enough and to which nothing but the list refers.
-    advantages : float32 [S], or Baseline
-        Of each sample that brings no advantages of its own; or how its score is compared with its
-        siblings'.
+    advantages : float32 [S]
+        Of each sample that brings no advantages of its own.
     extras : tuple of PackedExtra
         Further fields, in the same pass.
     threads : GatherThreads, optional
@@ -157,8 +157,8 @@ def gather(
     -------
     PackedBatch, int or None
         The bytes that are needed, where no block of the list is free and large enough. None where
-        nothing was copied, since a sample lacks a field that a sibling has, some groups lack
-        logprobs, or a score cannot be compared: `measure` says the former two.
+        nothing was copied, since a sample lacks a field that a sibling has, or some groups lack
+        logprobs: `measure` says which.
 
     Raises
     ------

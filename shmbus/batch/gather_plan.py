@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus.batch.baseline import Baseline
 from shmbus.batch.field_presence import check_presence
 from shmbus.batch.gather import FieldNames
 from shmbus_ext import _core
@@ -54,7 +53,6 @@ class GatherTable(msgspec.Struct, frozen=True):
     instance_ids: list[str]
     known: bytes
     mentions: list[int]
-    scores_fit: bool
     has_rows: bool
     has_spans: bool
     has_logprobs: bool
@@ -67,7 +65,7 @@ def plan_gather(
     *,
     shift: int,
     chunk_tokens: int,
-    advantages: NDArray[np.float32] | Baseline,
+    advantages: NDArray[np.float32],
     flags: NDArray[np.uint8] | None = None,
     words: tuple[bytes, ...] = (),
 ) -> GatherTable:
@@ -83,5 +81,5 @@ def plan_gather(
         flags,
         words,
     )
-    has, lacks = planned[16:]
-    return GatherTable(*planned[:16], check_presence(groups, names, has, lacks))
+    has, lacks = planned[15:]
+    return GatherTable(*planned[:15], check_presence(groups, names, has, lacks))

@@ -43,7 +43,6 @@ MODULES = [
     "shmbus.weights",
     "shmbus.tensors",
     "shmbus.batch.gather",
-    "shmbus.batch.baseline",
     "shmbus.decode",
 ]
 

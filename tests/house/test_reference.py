@@ -18,7 +18,6 @@ ROOMS = ("shmbus/peers", "trainer_adapter", "trainer_adapter/adapters")
 #: Packages whose own `__all__` says what is public in them.
 PACKAGES = {
     "shmbus",
-    "shmbus.batch.baseline",
     "shmbus.batch.gather",
     "shmbus.decode",
     "shmbus.relay",

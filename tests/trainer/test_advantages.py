@@ -11,7 +11,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shmbus.batch.baseline import DEVIATION, Baseline, relative_scores
 from trainer_adapter import group_advantages
 from trainer_adapter.advantages import DEFAULT_EPS, MAX_SCORE, advantages_for_groups
 
@@ -57,24 +56,6 @@ def test_the_default_standard_deviation_is_torchs() -> None:
     scores = torch.tensor([0.0, 1.0, 1.0, 4.0])
     expected = (scores - scores.mean()) / (scores.std() + 1e-6)
     torch.testing.assert_close(group_advantages(scores), expected)
-
-
-def test_the_core_leaves_to_its_caller_what_does_not_fit_and_says_what_is_no_row() -> None:
-    rule, row = Baseline(DEVIATION, eps=0.1), np.array([1.0, 2.0, 4.0])
-    wanted = by_hand(row.tolist(), "grpo", eps=0.1)
-    compared = relative_scores(row, np.array([3]), rule)
-    assert compared is not None
-    np.testing.assert_allclose(compared, wanted, rtol=1e-15)
-    for sizes in ([2], [4], [4, -1], [3, 1], []):
-        assert relative_scores(row, np.array(sizes, np.int64), rule) is None, sizes
-    for wrong in (math.nan, math.inf, -1e39):
-        assert relative_scores(np.array([1.0, wrong]), np.array([2]), rule) is None
-    for scores, sizes in ((row[::2], [2]), (row.astype("f4"), [3]), (row[None], [3]), (row, [3.0])):
-        with pytest.raises(ValueError, match="expected a contiguous array of dtype"):
-            relative_scores(scores, np.array(sizes), rule)
-    for number in (-1, 3):
-        with pytest.raises(ValueError, match=f"kind: expected 0 to 2, got {number}"):
-            relative_scores(row, np.array([3]), Baseline(number))
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])

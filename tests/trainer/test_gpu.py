@@ -24,11 +24,9 @@ import torch
 from conftest import Spawner
 
 from shmbus import Bus, BusClosedError, Consumer, Producer
-from shmbus.batch.baseline import Baseline
 from shmbus.batch.gather import members
 from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS, mapping_of, plan_gather
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
-from trainer_adapter.advantages import advantages_for_groups, baseline_of
 from trainer_adapter.gpu import memory as gpu_memory
 from trainer_adapter.gpu import packer as gpu_packer
 from trainer_adapter.gpu.packer import GpuPacker
@@ -201,31 +199,6 @@ def test_the_table_says_where_each_chunk_is_and_where_it_goes(
             assert (memory[room:] == 0xAA).all()
 
 
-def test_a_table_has_the_advantages_of_a_rule(bus: Bus, seed: int) -> None:
-    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
-        put_random(producer, seed, 8, 40)
-        groups = consumer.take(64, 10)
-        trajectories, sizes = members(groups)
-        scores = np.array([t.score for t in trajectories], np.float64)
-        memory = np.empty(1 << 16, np.uint8)
-        for kind in ("grpo", "dr_grpo", "rloo"):
-            rule = baseline_of(kind)
-            assert rule is not None
-            table = plan_gather(groups, None, memory, shift=0, chunk_tokens=64, advantages=rule)
-            assert table.scores_fit
-            chunks = memory[table.chunks_at : table.nbytes]
-            found = [
-                (chunk[4], chunk[6][1])
-                for first, count, _ in table.launches
-                for chunk in read_chunks(chunks, first, count)
-            ]
-            borders = [0, *itertools.accumulate(len(t["tokens"]) for t in trajectories)]
-            wanted = advantages_for_groups(scores, sizes, kind)
-            at = dict(zip(borders[:-1], wanted, strict=True))
-            # One without a token has no chunk, and begins where the next does.
-            assert found and all(at[start] == gain for start, gain in found)
-
-
 def test_a_table_is_refused_for_what_no_batch_can_be_made_of(bus: Bus) -> None:
     memory = np.empty(4096, np.uint8)
 
@@ -257,8 +230,6 @@ def test_a_table_is_refused_for_what_no_batch_can_be_made_of(bus: Bus) -> None:
         for name, values in (("advantages", np.zeros(2, "f4")), ("flags", np.zeros(1, "f4"))):
             with pytest.raises(ValueError, match=f"{name}: expected a contiguous array"):
                 plan(groups, names=names, **{name: values})
-        with pytest.raises(ValueError, match="kind: expected 0 to 2, got 3"):
-            plan(groups, names=names, advantages=Baseline(3))
         with pytest.raises(TypeError, match="words: expected a tuple of bytes"):
             plan(groups, names=names, words=("text",))
         plan(groups, names=names)

@@ -25,7 +25,7 @@ from trainer_adapter._arguments import (
     check_fields,
     check_pack_threads,
 )
-from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of, check_kind
+from trainer_adapter.advantages import Kind, advantages_for_groups, check_kind
 from trainer_adapter.batches.batch import Batch, BatchFacts, Layout, copy_to_device, pad_batch
 from trainer_adapter.batches.columns import add_columns, column_names
 from trainer_adapter.batches.extra_fields import (
@@ -41,7 +41,7 @@ from trainer_adapter.batches.prefixes import share_in_batch
 from trainer_adapter.batches.sample_flags import Truncated, apply_flags, sample_flags
 from trainer_adapter.batches.support import join_support
 from trainer_adapter.batches.tensors import indexable
-from trainer_adapter.scored_group import groups_of
+from trainer_adapter.scored_group import ScoredGroup, groups_of
 
 __all__ = ["ExtraField", "FieldNames", "HostPacker", "RowSplit", "pack", "split_rows"]
 
@@ -70,7 +70,6 @@ class HostPacker:
         self._device = check_device(device)
         self._memory = memory
         self._kind = advantages
-        self._baseline = baseline_of(advantages)
         self._layout: Layout = layout
         self._names = fields or FieldNames()
         self._truncated: Truncated = truncated
@@ -88,19 +87,27 @@ class HostPacker:
             memory = self._memory
         elif not isinstance(memory, BatchMemory):
             raise TypeError(f"memory: expected a BatchMemory, got {type(memory).__name__}")
-        baseline, names = self._baseline, self._names
-        packed = None
-        if baseline is not None and self._extra_fields is None:
-            blocks = [] if memory is None else memory.blocks
-            packed = bus_gather.gather(groups, names, blocks, baseline, (), self._threads)
-            if isinstance(packed, int):
-                block = _block(packed, memory)
-                packed = bus_gather.gather(groups, names, block, baseline, (), self._threads)
-        # Also where C found something to refuse: here it is said what.
+        names = self._names
+        trajectories, sizes = bus_gather.members(groups)
+
+        def seen() -> list[ScoredGroup]:
+            lengths = bus_gather.measure(groups, names).lengths
+            return groups_of(trajectories, lengths, sizes.tolist())
+
+        scores = bus_gather.scores(trajectories)
+        compared = advantages_for_groups(scores, sizes, self._kind, groups=seen)
         extras = NO_EXTRAS
         extra: dict[str, Any] = {}
-        if packed is None:
-            packed, extras, extra = self._gather_in_steps(groups, memory)
+        if self._extra_fields is None:
+            blocks = [] if memory is None else memory.blocks
+            packed = bus_gather.gather(groups, names, blocks, compared, (), self._threads)
+            if isinstance(packed, int):
+                block = _block(packed, memory)
+                packed = bus_gather.gather(groups, names, block, compared, (), self._threads)
+            if packed is None:
+                bus_gather.measure(groups, names)  # which says what is refused
+        else:
+            packed, extras, extra = self._gather_extras(groups, memory, compared)
         assert isinstance(packed, bus_gather.PackedBatch), "the block is large enough"
         if packed.has_metas:
             flags = sample_flags(packed.trajectories, self._truncated)
@@ -137,29 +144,25 @@ class HostPacker:
             share_in_batch(batch, packed.trajectories, names)
         return batch if self._device.type == "cpu" else copy_to_device(batch, self._device)
 
-    def _gather_in_steps(
-        self, groups: list[shmbus.Group], memory: BatchMemory | None
+    def _gather_extras(
+        self,
+        groups: list[shmbus.Group],
+        memory: BatchMemory | None,
+        compared: NDArray[np.float32],
     ) -> tuple[bus_gather.PackedBatch | int | None, MeasuredExtras, dict[str, Any]]:
-        """Gather what takes Python in between: callables, several groups' scores, extra fields."""
+        """Gather with extra fields, whose sizes are known before there is memory for them."""
+        assert self._extra_fields is not None
         names = self._names
         measured = bus_gather.measure(groups, names)
-        trajectories, sizes, lengths = measured.trajectories, measured.sizes, measured.lengths
-        compared = advantages_for_groups(
-            bus_gather.describe(trajectories)[0],
-            sizes,
-            self._kind,
-            groups=lambda: groups_of(trajectories, lengths, sizes.tolist()),
-        )
-        wanted = self._extra_fields
-        given = column_names(groups)
-        extras = NO_EXTRAS if wanted is None else wanted.measure(trajectories, lengths, given)
+        lengths = measured.lengths
+        extras = self._extra_fields.measure(measured.trajectories, lengths, column_names(groups))
         size = bus_gather.packed_bytes(sum(lengths), len(lengths))
         block = _block(size + extras.nbytes, memory)
         extra_block = block[size : size + extras.nbytes]
         packed = bus_gather.gather(
             groups, names, block, compared, extras.packed_into(extra_block), self._threads
         )
-        values = ({}, {}, {}) if wanted is None else extras.values(torch.from_numpy(extra_block))
+        values = extras.values(torch.from_numpy(extra_block))
         parts = ("extra", "extra_offsets", "extra_kinds")
         return packed, extras, dict(zip(parts, values, strict=True))
 

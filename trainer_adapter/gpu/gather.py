@@ -24,11 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
-from shmbus.batch.baseline import Baseline
 from shmbus.batch.extra_fields import COPY_WORDS, plan_extras
-from shmbus.batch.gather import FieldNames, describe, measure, members
+from shmbus.batch.gather import FieldNames, measure, members, scores
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
-from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
+from trainer_adapter.advantages import Kind, advantages_for_groups
 from trainer_adapter.batches.batch import PER_TOKEN, Batch, BatchFacts, Layout, pad_batch
 from trainer_adapter.batches.columns import add_columns, column_names
 from trainer_adapter.batches.extra_fields import (
@@ -127,14 +126,8 @@ def begin_gather(
     """Pack leased groups by the kernel, on the current stream."""
     names = fields or FieldNames()
     staging = staging or Staging(device)
-    baseline: Any = baseline_of(advantages)
-    if baseline is None:
-        baseline = _compared(groups, advantages, names)
-    told = names, device_shift, baseline
+    told = names, device_shift, _compared(groups, advantages, names)
     block, table = _plan(groups, staging, *told, request_words(truncated))
-    if not table.scores_fit:
-        # Raises, with the score and its sample.
-        _compared(groups, advantages, names)
     if table.mentions:
         flags = sample_flags(members(groups)[0], truncated)
         if flags is not None:
@@ -200,7 +193,7 @@ def _compared(groups: list[shmbus.Group], kind: Kind, names: FieldNames) -> NDAr
     def seen() -> list[ScoredGroup]:
         return groups_of(trajectories, measure(groups, names).lengths, sizes.tolist())
 
-    return advantages_for_groups(describe(trajectories)[0], sizes, kind, groups=seen)
+    return advantages_for_groups(scores(trajectories), sizes, kind, groups=seen)
 
 
 def _plan(
@@ -208,7 +201,7 @@ def _plan(
     staging: Staging,
     names: FieldNames,
     shift: int,
-    advantages: NDArray[np.float32] | Baseline,
+    advantages: NDArray[np.float32],
     words: tuple[bytes, ...] = (),
     flags: NDArray[np.uint8] | None = None,
 ) -> tuple[StagingBlock, GatherTable]:

@@ -6,7 +6,6 @@
 
 #include <stdatomic.h>
 
-#include "batch/baseline.h"
 #include "batch/threads.h"
 #include "python/record/record.h"
 
@@ -16,10 +15,6 @@ uint64_t py_array_elements(PyObject *object);
 /* Whether it is a contiguous array of one dimension, and its data; false with an exception. */
 bool py_check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
                     void *data);
-
-/* ---- Baselines for Python: rules as tuples, and whole batches of groups. */
-/* What (kind, bessel, eps) says; false with an exception. */
-bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule);
 
 /* ---- Further fields of a batch, of any dtype and shape: copied as they are.
  *
@@ -159,7 +154,7 @@ struct piece {
 struct copy_job {
     const struct source *sources;
     const struct extras *extras;
-    const double *gains; /* of each sequence, where it brings no advantages of its own */
+    const float *gains; /* of each sequence, where it brings no advantages of its own */
     const int32_t *borders;
     struct piece *pieces;
     uint32_t count;

@@ -58,9 +58,8 @@ static bool copy_advantages(const struct copy_job *to, uint32_t sequence, uint64
     const struct source *source = &to->sources[sequence];
     const uint8_t *own = field_at(source, FIELD_ADVANTAGES, from);
     if (own == NULL) {
-        float advantage = (float)to->gains[sequence];
-        gather_fill_f32(to->advantages + at, advantage, n);
-        return !gather_any_not_finite(&advantage, 1);
+        gather_fill_f32(to->advantages + at, to->gains[sequence], n);
+        return !gather_any_not_finite(&to->gains[sequence], 1);
     }
     gather_f32(to->advantages + at, own, source->kinds[FIELD_ADVANTAGES], n);
     return !gather_any_not_finite(to->advantages + at, n);
@@ -87,7 +86,7 @@ static bool copy_plain_block(const struct copy_job *to, uint32_t sequence, uint6
         .to_logprobs = to->logprobs + at,
         .to_advantages = to->advantages + at,
         .first = (int64_t)from,
-        .advantage = (float)to->gains[sequence],
+        .advantage = to->gains[sequence],
     };
     return gather_plain(&these, n) && !gather_any_not_finite(&these.advantage, 1);
 }

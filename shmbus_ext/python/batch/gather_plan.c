@@ -7,6 +7,7 @@
  * - Nothing is written behind the end of the caller's memory. */
 #include "python/batch/batch.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "python/group/group.h"
@@ -33,6 +34,8 @@ enum {
 _Static_assert(CHUNK_BYTES == SHMBUS_RECORD_ALIGN, "a chunk is a cache line");
 
 #define KNOWN_WORDS 4
+/* Of a score: the difference of two such is still finite in float32. */
+#define MAX_SCORE 1e38
 
 struct table {
     uint64_t found_at, borders_at, versions_at, sizes_at, scores_at, chunks_at;
@@ -50,8 +53,7 @@ struct plan {
     uint8_t *memory;
     uint64_t room, chunk_tokens;
     int64_t shift;
-    const float *advantages; /* NULL where the rule gives them */
-    struct baseline rule;
+    const float *advantages;
     const uint8_t *flags; /* NULL where all are 0 */
     /* Where it stands. */
     struct lookup lookup;
@@ -62,8 +64,7 @@ struct plan {
     uint64_t groups, sequences, done; /* sequences: of all groups; done: those that were met */
     uint64_t tokens, longest, chunks;
     uint32_t signature; /* of the first trajectory */
-    bool mixed, scores_fit;
-    double *scores, *gains; /* of one group */
+    bool mixed;
     PyObject *ids, *mentions, *launches;
     PyObject *known; /* bytes: what stays known on the host, see write_known */
 };
@@ -169,7 +170,7 @@ static bool in_one_mapping(struct plan *self, const TrajectoryObject *t) {
     return self->segment == segment;
 }
 
-static bool plan_sample(struct plan *self, PyObject *item, double gain) {
+static bool plan_sample(struct plan *self, PyObject *item) {
     struct source source;
     if (!py_find_source(&self->lookup, item, self->names, &source)) {
         return false;
@@ -184,7 +185,7 @@ static bool plan_sample(struct plan *self, PyObject *item, double gain) {
     write_facts(self, t);
     write_known(self, t, source.length);
     self->spans |= t->version_span;
-    cut(self, &source, self->advantages == NULL ? (float)gain : self->advantages[self->done]);
+    cut(self, &source, self->advantages[self->done]);
     PyList_SET_ITEM(self->ids, (Py_ssize_t)self->done, Py_NewRef(t->instance_id));
     self->tokens += source.length;
     self->longest = source.length > self->longest ? source.length : self->longest;
@@ -198,27 +199,6 @@ static bool still(bool unchanged) {
         PyErr_SetString(PyExc_RuntimeError, "plan_gather: groups changed while they were read");
     }
     return unchanged;
-}
-
-/* Scores of a group, and what the rule makes of them. */
-static bool compare(struct plan *self, PyObject *samples, Py_ssize_t size) {
-    for (Py_ssize_t i = 0; i < size; i++) {
-        PyObject *item = PyList_GET_ITEM(samples, i);
-        if (!Py_IS_TYPE(item, &TrajectoryType)) {
-            return py_refuse(PyExc_TypeError, "expected trajectories, got %.100s",
-                             Py_TYPE(item)->tp_name);
-        }
-        const TrajectoryObject *t = (const TrajectoryObject *)item;
-        if (isnan(t->score) && !py_trajectory_require_score(t)) {
-            return false;
-        }
-        self->scores[i] = t->score;
-    }
-    if (self->advantages == NULL) {
-        self->scores_fit &= baseline_scores_fit(self->scores, (uint64_t)size);
-        baseline_apply(self->scores, (uint64_t)size, &self->rule, self->gains);
-    }
-    return true;
 }
 
 /* What the group after the next is made of, and the trajectories of the next. */
@@ -254,12 +234,12 @@ static bool plan_groups(struct plan *self) {
         PyObject *samples = self->members[number].samples;
         Py_ssize_t size = (Py_ssize_t)self->members[number].size;
         look_ahead(self, number);
-        if (!still(PyList_GET_SIZE(samples) == size) || !compare(self, samples, size)) {
+        if (!still(PyList_GET_SIZE(samples) == size)) {
             return false;
         }
         for (Py_ssize_t i = 0; i < size; i++) {
             if (!still(i < PyList_GET_SIZE(samples)) ||
-                !plan_sample(self, PyList_GET_ITEM(samples, i), self->gains[i])) {
+                !plan_sample(self, PyList_GET_ITEM(samples, i))) {
                 return false;
             }
         }
@@ -318,9 +298,8 @@ static bool make_launches(struct plan *self) {
                                     (uint64_t)chunks_of(self)[CHUNK_SIGNATURE]);
 }
 
-/* What the groups have, and room for what is needed of the largest; false with an exception. */
+/* What the groups have; false with an exception. */
 static bool count_sequences(struct plan *self, PyObject *groups) {
-    int64_t largest = 1;
     self->members = PyMem_Malloc((self->groups + 1) * sizeof *self->members);
     for (uint64_t i = 0; self->members != NULL && i < self->groups; i++) {
         PyObject *samples = py_group_samples(PyTuple_GET_ITEM(groups, (Py_ssize_t)i));
@@ -330,27 +309,15 @@ static bool count_sequences(struct plan *self, PyObject *groups) {
         int64_t size = PyList_GET_SIZE(samples);
         self->members[i] = (struct members){samples, size};
         self->sequences += (uint64_t)size;
-        largest = size > largest ? size : largest;
     }
-    self->scores = PyMem_Calloc((size_t)largest * 2, sizeof *self->scores);
-    if (self->members == NULL || self->scores == NULL) {
+    if (self->members == NULL) {
         PyErr_NoMemory();
         return false;
     }
-    self->gains = self->scores + largest;
     if (self->sequences == 0) {
         PyErr_SetString(PyExc_ValueError, "plan_gather: expected at least one trajectory");
     }
     return self->sequences > 0;
-}
-
-/* An array, or (kind, bessel, eps). */
-static bool read_advantages(struct plan *self, PyObject *object) {
-    if (!PyTuple_Check(object)) {
-        return py_check_array(object, "advantages", NPY_FLOAT32, self->sequences, false,
-                              &self->advantages);
-    }
-    return py_baseline_of_tuple(object, &self->rule);
 }
 
 static PyObject *make_result(const struct plan *self) {
@@ -358,19 +325,19 @@ static PyObject *make_result(const struct plan *self) {
     const unsigned long long facts[] = {table_bytes(self), self->tokens,   self->longest,
                                         t->found_at,       t->borders_at,  t->versions_at,
                                         t->sizes_at,       t->scores_at,   t->chunks_at};
-    return Py_BuildValue("KKKKKKKKKOOOOOOOii", facts[0], facts[1], facts[2], facts[3], facts[4],
+    return Py_BuildValue("KKKKKKKKKOOOOOOii", facts[0], facts[1], facts[2], facts[3], facts[4],
                          facts[5], facts[6], facts[7], facts[8], self->launches, self->ids,
-                         self->known, self->mentions, self->scores_fit ? Py_True : Py_False,
-                         self->lookup.rows ? Py_True : Py_False,
-                         self->spans ? Py_True : Py_False,
-                         self->lookup.has, self->lookup.lacks);
+                         self->known, self->mentions, self->lookup.rows ? Py_True : Py_False,
+                         self->spans ? Py_True : Py_False, self->lookup.has, self->lookup.lacks);
 }
 
 /* All that was asked for is in self, but for what goes by sequence. */
 static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advantages,
                           PyObject *flags) {
     PyObject *result = NULL;
-    if (count_sequences(self, groups) && read_advantages(self, advantages) &&
+    if (count_sequences(self, groups) &&
+        py_check_array(advantages, "advantages", NPY_FLOAT32, self->sequences, false,
+                       &self->advantages) &&
         (flags == Py_None ||
          py_check_array(flags, "flags", NPY_UINT8, self->sequences, false, &self->flags))) {
         self->table = lay_table(self->sequences, self->groups);
@@ -389,20 +356,19 @@ static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advanta
         Py_CLEAR(self->known);
     }
     PyMem_Free(self->members);
-    PyMem_Free(self->scores);
     return result;
 }
 
-/* plan_gather(groups, names, memory uint8 [n], shift, chunk_tokens, advantages float32 [S] or
- * (kind, bessel, eps), flags uint8 [S] or None, words) -> (bytes, tokens, longest, found_at,
- * borders_at, versions_at, sizes_at, scores_at, chunks_at, launches, instance_ids, known,
- * mentions, scores_fit, has_rows, has_spans, fields that a trajectory has, fields that one lacks): the table,
- * with all addresses shifted; memory of less than bytes gets no launches, and anything in it. */
+/* plan_gather(groups, names, memory uint8 [n], shift, chunk_tokens, advantages float32 [S], flags
+ * uint8 [S] or None, words) -> (bytes, tokens, longest, found_at, borders_at, versions_at, sizes_at,
+ * scores_at, chunks_at, launches, instance_ids, known, mentions, has_rows, has_spans, fields that a
+ * trajectory has, fields that one lacks): the table, with all addresses shifted; memory of less than
+ * bytes gets no launches, and anything in it. */
 static PyObject *py_plan_gather(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *groups, *memory, *advantages, *flags;
     long long shift;
     unsigned int chunk_tokens;
-    struct plan self = {.scores_fit = true};
+    struct plan self = {.done = 0};
     if (!PyArg_ParseTuple(args, "O!(OOOO)OLIOOO", &PyTuple_Type, &groups, &self.names[0],
                           &self.names[1], &self.names[2], &self.names[3], &memory, &shift,
                           &chunk_tokens, &advantages, &flags, &self.words) ||
@@ -434,7 +400,7 @@ _Static_assert(ELEMENT_BOOL == 0 && ELEMENT_U64 == 8 && ELEMENT_F32 == 9 && ELEM
 
 bool py_gather_plan_add_objects(PyObject *module) {
     return py_add_object(module, "ELEMENT_KINDS", kind_names()) &&
-           py_add_object(module, "BASELINE_MAX_SCORE", PyFloat_FromDouble(BASELINE_MAX_SCORE));
+           py_add_object(module, "MAX_SCORE", PyFloat_FromDouble(MAX_SCORE));
 }
 
 /* ---- What trajectories have, before a batch is made of them: checked, counted, described.
@@ -460,7 +426,7 @@ static PyObject *py_measure(PyObject *Py_UNUSED(module), PyObject *args) {
                             : NULL;
     bool scores_fit = true;
     for (Py_ssize_t i = 0; lengths != NULL && i < count; i++) {
-        scores_fit &= baseline_scores_fit(&sources[i].trajectory->score, 1);
+        scores_fit &= fabs(sources[i].trajectory->score) <= MAX_SCORE; /* a nan is not */
         py_list_set(&lengths, i, PyLong_FromUnsignedLongLong(sources[i].length));
     }
     PyMem_Free(sources);
@@ -473,116 +439,38 @@ static PyObject *py_measure(PyObject *Py_UNUSED(module), PyObject *args) {
     return result;
 }
 
-/* One element of an array that this file has just made. */
-#define ELEMENT(array, type, i) (((type *)PyArray_DATA((PyArrayObject *)(array)))[i])
-
-/* describe(trajectories) -> (scores float64 [S], policy_versions int64 [S], instance_ids,
- * newest_policy_versions int64 [S]). */
-static PyObject *py_describe(PyObject *Py_UNUSED(module), PyObject *items) {
+/* scores(trajectories) -> float64 [S]: of each its score, which it has to have. */
+static PyObject *py_scores(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
-        return PyErr_Format(PyExc_TypeError, "describe: expected a list of trajectories");
+        return PyErr_Format(PyExc_TypeError, "scores: expected a list of trajectories");
     }
     npy_intp count = PyList_GET_SIZE(items);
     PyObject *scores = PyArray_SimpleNew(1, &count, NPY_FLOAT64);
-    PyObject *versions = PyArray_SimpleNew(1, &count, NPY_INT64);
-    PyObject *newest = PyArray_SimpleNew(1, &count, NPY_INT64);
-    PyObject *ids = PyList_New(count);
-    bool good = scores != NULL && versions != NULL && newest != NULL && ids != NULL;
-    for (npy_intp i = 0; good && i < count; i++) {
+    for (npy_intp i = 0; scores != NULL && i < count; i++) {
         PyObject *item = PyList_GET_ITEM(items, i);
+        const TrajectoryObject *t = (const TrajectoryObject *)item;
         if (!Py_IS_TYPE(item, &TrajectoryType)) {
             PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
                          Py_TYPE(item)->tp_name);
-            good = false;
-            break;
-        }
-        const TrajectoryObject *t = (const TrajectoryObject *)item;
-        if (isnan(t->score) && !py_trajectory_require_score(t)) {
-            good = false;
-            break;
-        }
-        ELEMENT(scores, double, i) = t->score;
-        ELEMENT(versions, int64_t, i) = t->policy_version;
-        ELEMENT(newest, int64_t, i) = t->policy_version + (int64_t)t->version_span;
-        PyList_SET_ITEM(ids, i, Py_NewRef(t->instance_id));
-    }
-    PyObject *result = good ? PyTuple_Pack(4, scores, versions, ids, newest) : NULL;
-    Py_XDECREF(scores);
-    Py_XDECREF(versions);
-    Py_XDECREF(newest);
-    Py_XDECREF(ids);
-    return result;
-}
-
-/* ---- Baselines: rules as they come from Python, and whole batches of groups. Sizes are checked
- * against the scores before anything is read by them. */
-bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule) {
-    int kind, bessel;
-    if (!PyArg_ParseTuple(tuple, "ipd", &kind, &bessel, &rule->eps)) {
-        return false;
-    }
-    if (kind < 0 || kind >= BASELINE_KINDS) {
-        return py_refuse(PyExc_ValueError, "kind: expected 0 to %d, got %d", BASELINE_KINDS - 1,
-                         kind);
-    }
-    rule->kind = (enum baseline_kind)kind;
-    rule->bessel = bessel != 0;
-    return true;
-}
-
-static bool sizes_fit(const int64_t *sizes, uint64_t groups, uint64_t samples) {
-    for (uint64_t i = 0; i < groups; i++) {
-        if (sizes[i] < 0 || (uint64_t)sizes[i] > samples) {
-            return false;
-        }
-        samples -= (uint64_t)sizes[i];
-    }
-    return samples == 0;
-}
-
-/* relative_scores(scores float64 [S], sizes int64 [G], (kind, bessel, eps)) -> float64 [S], or None
- * where scores or sizes do not fit. */
-static PyObject *py_relative_scores(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *arrays[2], *tuple;
-    struct baseline rule;
-    const double *scores;
-    const int64_t *sizes;
-    if (!PyArg_ParseTuple(args, "OOO!", &arrays[0], &arrays[1], &PyTuple_Type, &tuple) ||
-        !py_baseline_of_tuple(tuple, &rule)) {
-        return NULL;
-    }
-    uint64_t samples = py_array_elements(arrays[0]), groups = py_array_elements(arrays[1]);
-    if (!py_check_array(arrays[0], "scores", NPY_FLOAT64, samples, false, &scores) ||
-        !py_check_array(arrays[1], "sizes", NPY_INT64, groups, false, &sizes)) {
-        return NULL;
-    }
-    if (!sizes_fit(sizes, groups, samples) || !baseline_scores_fit(scores, samples)) {
-        Py_RETURN_NONE;
-    }
-    npy_intp length = (npy_intp)samples;
-    PyObject *result = PyArray_SimpleNew(1, &length, NPY_FLOAT64);
-    if (result != NULL) {
-        double *out = PyArray_DATA((PyArrayObject *)result);
-        for (uint64_t i = 0, at = 0; i < groups; at += (uint64_t)sizes[i++]) {
-            baseline_apply(scores + at, (uint64_t)sizes[i], &rule, out + at);
+            Py_CLEAR(scores);
+        } else if (isnan(t->score) && !py_trajectory_require_score(t)) {
+            Py_CLEAR(scores);
+        } else {
+            ((double *)PyArray_DATA((PyArrayObject *)scores))[i] = t->score;
         }
     }
-    return result;
+    return scores;
 }
 
 PyMethodDef py_gather_plan_functions[] = {
     {"plan_gather", py_plan_gather, METH_VARARGS, NULL},
-    {"describe", py_describe, METH_O, NULL},
+    {"scores", py_scores, METH_O, NULL},
     {"measure", py_measure, METH_VARARGS, NULL},
-    {"relative_scores", py_relative_scores, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 const struct named_value py_gather_plan_constants[] = {
     {"CHUNK_WORDS", CHUNK_WORDS},
     {"HAS_LOGPROBS", 1 << FIELD_LOGPROBS},
-    {"BASELINE_MEAN", BASELINE_MEAN},
-    {"BASELINE_LEAVE_ONE_OUT", BASELINE_LEAVE_ONE_OUT},
-    {"BASELINE_DEVIATION", BASELINE_DEVIATION},
     {NULL, 0},
 };

@@ -87,7 +87,7 @@ struct batch {
     PyObject *samples, *ids;
     struct source *sources;
     struct record_ref *refs;
-    double *gains;
+    const float *gains; /* the caller's */
     struct extras extras;
     Py_ssize_t count;
     uint64_t total, longest;
@@ -112,11 +112,10 @@ static bool begin_batch(struct batch *self, PyObject *groups, PyObject *specs) {
     self->ids = PyList_New(self->count);
     self->sources = PyMem_Malloc(room * sizeof *self->sources);
     self->refs = PyMem_Malloc(room * sizeof *self->refs);
-    self->gains = PyMem_Malloc(room * sizeof *self->gains);
     if (self->samples == NULL || self->ids == NULL) {
         return false;
     }
-    if (self->sources == NULL || self->refs == NULL || self->gains == NULL) {
+    if (self->sources == NULL || self->refs == NULL) {
         PyErr_NoMemory();
         return false;
     }
@@ -127,7 +126,6 @@ static void end_batch(struct batch *self) {
     py_extras_clear(&self->extras);
     PyMem_Free(self->sources);
     PyMem_Free(self->refs);
-    PyMem_Free(self->gains);
     Py_XDECREF(self->items);
     Py_XDECREF(self->sizes);
     Py_XDECREF(self->samples);
@@ -190,38 +188,6 @@ static bool find_all(struct batch *self, PyObject *const *names) {
     self->mixed |= ((self->has & ~all_have) >> FIELD_LOGPROBS & 1) != 0;
     self->rows = lookup.rows;
     return py_batch_fits(self->total);
-}
-
-/* The advantages of sequences that bring none: given, or by a baseline. False with an exception, or
- * without one where a score is not fit to be compared. */
-static bool compare(struct batch *self, PyObject *advantages) {
-    const double *scores = PyArray_DATA((PyArrayObject *)self->samples);
-    uint64_t count = (uint64_t)self->count;
-    if (!PyTuple_Check(advantages)) {
-        const float *given;
-        if (!py_check_array(advantages, "advantages", NPY_FLOAT32, count, false, &given)) {
-            return false;
-        }
-        for (uint64_t i = 0; i < count; i++) {
-            self->gains[i] = (double)given[i];
-        }
-        return true;
-    }
-    struct baseline rule;
-    if (!py_baseline_of_tuple(advantages, &rule)) {
-        return false;
-    }
-    if (!baseline_scores_fit(scores, count)) {
-        for (uint64_t i = 0; i < count && py_trajectory_require_score(self->sources[i].trajectory);) {
-            i++;
-        }
-        return false;
-    }
-    const int64_t *sizes = PyArray_DATA((PyArrayObject *)self->sizes);
-    for (uint64_t at = 0, group = 0; at < count; at += (uint64_t)sizes[group++]) {
-        baseline_apply(scores + at, (uint64_t)sizes[group], &rule, self->gains + at);
-    }
-    return true;
 }
 
 /* ---- Holding the space that is read ---- */
@@ -325,11 +291,13 @@ static PyObject *make_result(struct batch *self, PyObject *memory, bool finite) 
 
 static PyObject *gather(struct batch *self, PyObject *const *names, PyObject *memory,
                         PyObject *advantages, PyObject *specs, PyObject *threads) {
-    if (!find_all(self, names)) {
+    if (!find_all(self, names) ||
+        !py_check_array(advantages, "advantages", NPY_FLOAT32, (uint64_t)self->count, false,
+                        &self->gains)) {
         return NULL;
     }
-    if (self->mixed || !compare(self, advantages)) {
-        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    if (self->mixed) {
+        Py_RETURN_NONE;
     }
     uint64_t bytes = plan_columns(self->columns, self->total, (uint64_t)self->count);
     PyObject *block = choose_memory(memory, bytes);
@@ -348,7 +316,7 @@ static PyObject *gather(struct batch *self, PyObject *const *names, PyObject *me
 
 /* pack(groups, names, memory, advantages, extras, threads) -> PackedBatch's parts; or the bytes that are
  * needed, where memory is a list of blocks without one that is free and large enough; or None where
- * samples lack what their siblings have, or a score is not fit to be compared. */
+ * samples lack what their siblings have. */
 static PyObject *py_pack(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *groups, *names[FIELDS], *memory, *advantages, *specs, *threads;
     if (!PyArg_ParseTuple(args, "O!(OOOO)OOO!O", &PyList_Type, &groups, &names[0], &names[1],
