@@ -1,5 +1,5 @@
-/* CRC-32C by carry-less products of vectors where the CPU has them, else by its own instruction, by
- * table elsewhere. All give the same value; the choice is made once, when the library is loaded. */
+/* CRC-32C by the CPU's own instruction, by table where it has none. Both give the same value; the
+ * choice is made once, when the library is loaded. */
 #include "base/checksum.h"
 
 #include <string.h>
@@ -104,86 +104,6 @@ __attribute__((target("sse4.2"))) static uint32_t crc_by_hardware(uint32_t crc, 
     return ~c32;
 }
 
-/* Carry-less products of 64 bytes at a time are several times as fast as the instruction. */
-#if __GNUC__ >= 10 || __clang_major__ >= 8
-#include <immintrin.h>
-#define HAVE_WIDE 1
-#define WITH_WIDE __attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul,sse4.2")))
-#define WIDE_BYTES ((size_t)64)
-#define WIDE_AT_ONCE ((size_t)4)
-/* Below this the instruction is as fast. */
-#define WIDE_FROM_BYTES ((size_t)512)
-
-/* x to the power of so many bits + 32, and - 32, modulo the polynomial: its bits reversed, times x.
- * They carry what is 128 bits wide over that many bits. Gopal and others, "Fast CRC Computation for
- * Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009. */
-struct fold {
-    uint64_t low, high;
-};
-static const struct fold over_2048 = {0x0DCB17AA4, 0x0B9E02B86};
-static const struct fold over_512 = {0x0740EEF02, 0x09E4ADDF8};
-static const struct fold over_384 = {0x01C291D04, 0x1D82C63DA};
-static const struct fold over_256 = {0x1384AA63A, 0x0BA4FC28E};
-static const struct fold over_128 = {0x0F20C0DFE, 0x14CD00BD6};
-
-WITH_WIDE static inline __m128i as_128(struct fold by) {
-    return _mm_set_epi64x((long long)by.high, (long long)by.low);
-}
-
-WITH_WIDE static inline __m128i fold_128(__m128i a, struct fold by, __m128i onto) {
-    const __m128i k = as_128(by);
-    const __m128i products =
-        _mm_xor_si128(_mm_clmulepi64_si128(a, k, 0x00), _mm_clmulepi64_si128(a, k, 0x11));
-    return _mm_xor_si128(products, onto);
-}
-
-WITH_WIDE static inline __m512i fold_512(__m512i a, __m512i k, __m512i onto) {
-    const __m512i low = _mm512_clmulepi64_epi128(a, k, 0x00);
-    const __m512i high = _mm512_clmulepi64_epi128(a, k, 0x11);
-    return _mm512_ternarylogic_epi64(low, high, onto, 0x96); /* the sum of all three */
-}
-
-WITH_WIDE static uint32_t crc_by_wide(uint32_t crc, const void *data, size_t bytes) {
-    if (bytes < WIDE_FROM_BYTES) {
-        return crc_by_hardware(crc, data, bytes);
-    }
-    const unsigned char *p = data;
-    __m512i x[WIDE_AT_ONCE];
-    for (size_t i = 0; i < WIDE_AT_ONCE; i++) {
-        x[i] = _mm512_loadu_si512(p + i * WIDE_BYTES);
-    }
-    x[0] = _mm512_xor_si512(
-        x[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)~crc)));
-    p += WIDE_AT_ONCE * WIDE_BYTES;
-    bytes -= WIDE_AT_ONCE * WIDE_BYTES;
-    const __m512i far = _mm512_broadcast_i32x4(as_128(over_2048));
-    for (; bytes >= WIDE_AT_ONCE * WIDE_BYTES; bytes -= WIDE_AT_ONCE * WIDE_BYTES) {
-        for (size_t i = 0; i < WIDE_AT_ONCE; i++) {
-            x[i] = fold_512(x[i], far, _mm512_loadu_si512(p + i * WIDE_BYTES));
-        }
-        p += WIDE_AT_ONCE * WIDE_BYTES;
-    }
-    const __m512i near = _mm512_broadcast_i32x4(as_128(over_512));
-    __m512i all = x[0];
-    for (size_t i = 1; i < WIDE_AT_ONCE; i++) {
-        all = fold_512(all, near, x[i]);
-    }
-    __m128i sum = _mm512_extracti32x4_epi32(all, 3);
-    sum = fold_128(_mm512_extracti32x4_epi32(all, 2), over_128, sum);
-    sum = fold_128(_mm512_extracti32x4_epi32(all, 1), over_256, sum);
-    sum = fold_128(_mm512_castsi512_si128(all), over_384, sum);
-    /* What is left has the remainder of all before it. */
-    uint64_t c = _mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(sum));
-    c = _mm_crc32_u64(c, (uint64_t)_mm_extract_epi64(sum, 1));
-    return crc_by_hardware(~(uint32_t)c, p, bytes);
-}
-
-static int wide_present(void) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("pclmul");
-}
-#endif
-
 static int hardware_present(void) {
     __builtin_cpu_init();
     return __builtin_cpu_supports("sse4.2");
@@ -246,9 +166,6 @@ __attribute__((constructor)) static void choose(void) {
     prepare_lanes();
     if (hardware_present()) {
         chosen = crc_by_hardware;
-#ifdef HAVE_WIDE
-        chosen = wide_present() ? crc_by_wide : chosen;
-#endif
     }
 #endif
 }
