@@ -14,9 +14,9 @@ import sys
 from typing import TYPE_CHECKING
 
 import shmbus
-from shmbus.cli._options import Commands, require_extra, seconds, whole
-from shmbus.http.options import address, allow_connections, read_token
-from shmbus.segment.names import check_name, companion_name
+from shmbus.cli._options import Commands, bus_name, require_extra, seconds, whole
+from shmbus.http.options import add_server_options, allow_connections, read_token
+from shmbus.segment.names import companion_name
 
 if TYPE_CHECKING:
     from shmbus.gateway.settings import Settings
@@ -43,19 +43,10 @@ def add_parser(commands: Commands) -> None:
         description="Speaks the trajectory API of Atropos over a bus, until SIGTERM or SIGINT.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("name", metavar="NAME", help="the bus")
-    parser.add_argument(
-        "--http",
-        metavar="HOST:PORT",
-        type=address,
-        default=("127.0.0.1", 8000),
-        help="where to listen (default 127.0.0.1:8000); port 0 for any free one",
-    )
+    parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
+    add_server_options(parser, 8000, "info", "clients send")
     parser.add_argument(
         "--create", metavar="CAPACITY", help="create the bus, such as 4GiB, where there is none"
-    )
-    parser.add_argument(
-        "--token-file", metavar="FILE", help="what clients send as 'Authorization: Bearer TOKEN'"
     )
     parser.add_argument(
         "--body-limit",
@@ -85,10 +76,6 @@ def add_parser(commands: Commands) -> None:
         type=whole(1),
         default=1,
         help="batches that come again when the trainer dies (default 1: the last one)",
-    )
-    parser.add_argument("--log-format", choices=("json", "text"), default="text")
-    parser.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )
     # For `shmbus serve --http`: groups come from the daemon, and this ends with it.
     parser.add_argument("--daemon", action="store_true", help=argparse.SUPPRESS)
@@ -134,7 +121,6 @@ def run(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     logs.set_up(settings.log_format, settings.log_level)
     try:
-        check_name(arguments.name)
         created = arguments.create is not None and _create(arguments.name, arguments.create)
     except ValueError as error:
         print(f"shmbus gateway: {error}", file=sys.stderr)

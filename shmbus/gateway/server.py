@@ -14,7 +14,6 @@ import contextlib
 import gc
 import hmac
 import logging
-import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -49,8 +48,6 @@ Route = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _POLLED: Final = frozenset({"/status-env", "/status", "/healthz", "/metrics"})
 #: Characters of a path that the log has.
 _PATH_CHARS: Final = 200
-#: Open files beside connections, of those that this process may have.
-_OTHER_FILES: Final = 64
 
 #: Routes that only look, and are asked for by dashboards in a browser.
 _READING: Final = frozenset({"/", "/info", "/wandb_info", "/status", "/latest_example", "/healthz"})
@@ -106,11 +103,8 @@ class Server:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._access = Access(gateway.settings)
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.http = HttpServer(
-            self._answer,
-            max_connections=max(1, min(limits.MAX_CONNECTIONS, files - _OTHER_FILES)),
-            idle_s=limits.IDLE_S,
+            self._answer, max_connections=limits.MAX_CONNECTIONS, idle_s=limits.IDLE_S
         )
         self._routes: dict[tuple[str, str], Route] = {
             **AtroposRoutes(gateway).routes,
@@ -145,8 +139,6 @@ class Server:
             raise asyncio.CancelledError(str(error)) from error
         except (shmbus.BusRemovedError, shmbus.BusClosedError) as error:
             response = refusal_answer(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, str(error)))
-        except asyncio.CancelledError:
-            raise
         except Exception:
             logger.exception("%s %s failed", request.method, request.path)
             text = "a mistake of the gateway, which its log shows; send the request again"

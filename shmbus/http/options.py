@@ -19,6 +19,19 @@ def address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def add_server_options(parser: argparse.ArgumentParser, port: int, level: str, opens: str) -> None:
+    """Add what each server of clients takes; `opens` says who sends the token, or what it opens."""
+    parser.add_argument(
+        "--http", metavar="HOST:PORT", type=address, default=("127.0.0.1", port),
+        help=f"where to listen (default 127.0.0.1:{port}); port 0 for any free one",
+    )  # fmt: skip
+    parser.add_argument(
+        "--token-file", metavar="FILE", help=f"what {opens}, as 'Authorization: Bearer TOKEN'"
+    )
+    parser.add_argument("--log-format", choices=("json", "text"), default="text")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=level)
+
+
 def read_token(path: str | None, variable: str, option: str = "--token-file") -> str | None:
     """Return a token out of a file, or else a variable; None where neither is there."""
     if path is None:

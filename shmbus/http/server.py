@@ -4,8 +4,8 @@ Invariants:
 
 - A client has `idle_s` to send the head of a request, and as long to read an answer; then its
   connection ends. While a request is handled, its connection is left alone.
-- At most `max_connections` are open: a new one ends the one that has kept the server waiting
-  longest, or itself where all are being answered.
+- At most `max_connections` are open, fewer where this process may not have so many files: a new
+  one ends the one that has kept the server waiting longest, or itself where all are being answered.
 - An answer that somebody follows ends once: delivered, or lost. It is delivered when all of it was
   written, and the client then asked again or closed in order; it is lost when the connection ended
   before that, or was reset, as the kernel does for a client that dies without reading. Where the
@@ -16,16 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+#: Open files beside connections, of those that this process may have.
+_OTHER_FILES: Final = 64
 #: What aiohttp says of bytes that are no HTTP.
 http_logger = logging.getLogger("shmbus.http")
 
@@ -186,7 +189,8 @@ class HttpServer:
         ends_with_client: bool = False,
     ) -> None:
         self._answer = answer
-        self._max_connections = max_connections
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_connections = max(1, min(max_connections, files - _OTHER_FILES))
         self._idle_s = idle_s
         self._inner = web.Server(self._handle, handler_cancellation=ends_with_client)
         self._options = {

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from urllib.parse import urlsplit
 
-from shmbus.cli._options import Commands, require_extra, seconds, whole
-from shmbus.http.options import address, allow_connections, read_token
-from shmbus.segment.names import check_name
+from shmbus.cli._options import Commands, bus_name, require_extra, seconds, whole
+from shmbus.http.options import add_server_options, allow_connections, read_token
 
 _EXAMPLES = """\
 examples:
@@ -35,18 +33,12 @@ def add_parser(commands: Commands) -> None:
         "until SIGTERM or SIGINT.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("name", metavar="NAME", help="the bus")
+    parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     parser.add_argument(
         "--engine", metavar="URL", type=_engine, action="append", required=True,
         help="a vLLM or SGLang server, such as http://127.0.0.1:8000; may be given several times",
     )  # fmt: skip
-    parser.add_argument(
-        "--http", metavar="HOST:PORT", type=address, default=("127.0.0.1", 8080),
-        help="where to listen (default 127.0.0.1:8080); port 0 for any free one",
-    )  # fmt: skip
-    parser.add_argument(
-        "--token-file", metavar="FILE", help="what opens sessions, as 'Authorization: Bearer TOKEN'"
-    )
+    add_server_options(parser, 8080, "warning", "opens sessions")
     parser.add_argument(
         "--max-lag", metavar="N", type=whole(0),
         help="versions behind the trainer's from which a session ends (default: any)",
@@ -76,10 +68,6 @@ def add_parser(commands: Commands) -> None:
         "--memory", metavar="MIB", type=whole(1), default=2048,
         help="of all bodies and sessions (default 2048)",
     )  # fmt: skip
-    parser.add_argument("--log-format", choices=("json", "text"), default="text")
-    parser.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="warning"
-    )
     parser.set_defaults(run=run)
 
 
@@ -108,11 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
     from shmbus.recorder.server import serve
     from shmbus.recorder.settings import Settings
 
-    try:
-        check_name(arguments.name)
-    except ValueError as error:
-        print(f"shmbus proxy: {error}", file=sys.stderr)
-        return 2
     host, port = arguments.http
     settings = Settings(
         bus=arguments.name,

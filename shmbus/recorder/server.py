@@ -15,7 +15,6 @@ import gc
 import hmac
 import json
 import logging
-import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
@@ -71,10 +70,9 @@ class Server:
         self._token = None if settings.token is None else settings.token.encode()
         self._loopback_only = is_loopback(settings.host)
         self._metrics = Metrics("shmbus_recorder")
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.http = HttpServer(
             self._answer,
-            max_connections=max(1, min(limits.MAX_CONNECTIONS, files - limits.OTHER_FILES)),
+            max_connections=limits.MAX_CONNECTIONS,
             idle_s=limits.IDLE_CONNECTION_S,
             read_ahead=256 << 10,
             ends_with_client=True,
@@ -129,8 +127,6 @@ class Server:
             raise asyncio.CancelledError(str(error)) from error
         except (shmbus.BusRemovedError, shmbus.BusClosedError) as error:
             return _refused(CallRefusal(HTTPStatus.NOT_FOUND, "bus_removed", str(error)))
-        except asyncio.CancelledError:
-            raise
         except Exception:
             logger.exception("%s %s failed", request.method, path[:200])
             text = "a mistake of the recorder, which its log shows; send the request again"

@@ -46,8 +46,6 @@ IDLE_CONNECTION_S: Final = 600.0
 ANSWER_LIMIT: Final = 256 << 20
 #: Seconds that `POST /sessions` may wait for a prompt.
 MAX_WAIT_S: Final = 300.0
-#: Files beside connections, of those that this process may have.
-OTHER_FILES: Final = 64
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ import msgspec
 from aiohttp import web
 
 from shmbus._format import unprinted
-from shmbus.http.access import Refusal, is_loopback
+from shmbus.http.access import Refusal, host_of, is_loopback
 from shmbus.http.server import HttpServer, run_server, url_of
 from shmbus.web import settings as limits
 from shmbus.web.polling import GroupName, Polls, fits
@@ -74,7 +74,7 @@ class Access:
             )
         origin = request.headers.get("Origin")
         foreign = request.headers.get("Sec-Fetch-Site") in _FOREIGN and request.path != "/"
-        if (origin is not None and not _same_host(origin, host)) or foreign:
+        if (origin is not None and host_of(origin) != host) or foreign:
             raise Refusal(HTTPStatus.FORBIDDEN, "expected a request of this page, not another's")
 
     def _may_ask_by(self, host: str) -> bool:
@@ -104,13 +104,6 @@ class Access:
                 HTTPStatus.UNAUTHORIZED,
                 "open the address that `shmbus web` printed: its token lets this browser in",
             )
-
-
-def _same_host(origin: str, host: str) -> bool:
-    try:
-        return urlsplit(origin).netloc == host
-    except ValueError:
-        return False
 
 
 logger = logging.getLogger(__name__)

@@ -134,6 +134,7 @@ OPEN_TO_TRAINERS = (
 OPEN_TO_THE_GATEWAY = (
     *OPEN_TO_TRAINERS,
     "shmbus.cli._options.Commands",
+    "shmbus.cli._options.bus_name",
     "shmbus.cli._options.require_extra",
     "shmbus.cli._options.seconds",
     "shmbus.cli._options.whole",
@@ -148,6 +149,7 @@ OPEN_TO_THE_GATEWAY = (
 OPEN_TO_THE_RECORDER = (
     "shmbus._prompts.Ticket",
     "shmbus.cli._options.Commands",
+    "shmbus.cli._options.bus_name",
     "shmbus.cli._options.require_extra",
     "shmbus.cli._options.seconds",
     "shmbus.cli._options.whole",
