@@ -108,11 +108,6 @@ def decode(body: bytes | bytearray | memoryview, kind: type[_T]) -> _T:
         raise unprocessable(f"body: {error}; correct it and send it again") from error
 
 
-def decode_object(body: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """Return a body that is any JSON object."""
-    return decode(body, dict[str, Any])
-
-
 def decode_groups(body: bytes | bytearray | memoryview, *, several: bool) -> list[ScoredGroup]:
     """Return the groups of a body: one, or a list of them."""
     try:

@@ -334,7 +334,7 @@ PyTypeObject GroupEntryType = {
     .tp_members = group_entry_members,
 };
 
-/* ---- A sample's key and place, from a Trajectory, a head, or the attributes of another object.
+/* ---- A sample's key and place, from a Trajectory, or the attributes of another object.
  *
  * Invariant: equal keys have equal hashes, whatever object they were read from. */
 static struct {
@@ -406,8 +406,7 @@ static PyObject *py_key_of(PyObject *sample) {
     if (Py_IS_TYPE(sample, &TrajectoryType)) {
         return Py_NewRef(((TrajectoryObject *)sample)->key);
     }
-    return Py_IS_TYPE(sample, &OriginHeadType) ? Py_NewRef(((OriginHeadObject *)sample)->key)
-                                               : PyObject_GetAttr(sample, attribute.key);
+    return PyObject_GetAttr(sample, attribute.key);
 }
 
 /* False with an exception; then there is no key to let go. */
@@ -427,19 +426,6 @@ static bool py_arrival_read(struct arrival *to, PyObject *sample, bool count_byt
         to->failed = t->failed;
         to->leased = t->leased != 0;
         if (!hash_key(&to->at, t->instance_id, t->round, t->split)) {
-            Py_CLEAR(to->key);
-            return false;
-        }
-        return true;
-    }
-    if (Py_IS_TYPE(sample, &OriginHeadType)) {
-        const OriginHeadObject *head = (const OriginHeadObject *)sample;
-        to->width = head->group_size;
-        to->need = head->need;
-        to->cell = head->index;
-        to->nbytes = head->nbytes;
-        to->failed = head->reason != Py_None;
-        if (!hash_key(&to->at, head->instance_id, head->round, SHMBUS_SPLIT_TRAIN)) {
             Py_CLEAR(to->key);
             return false;
         }

@@ -114,7 +114,7 @@ static PyObject *check_records(const struct block_header *header, struct block_c
 }
 
 /* check_block(buffer) -> (origins, checks): the records' origins one behind the other, and for each
- * u32 record_checks' number. ValueError for a block with anything wrong in it. */
+ * the check of its head, a u32. ValueError for a block with anything wrong in it. */
 static PyObject *py_check_block(PyObject *Py_UNUSED(module), PyObject *argument) {
     Py_buffer block;
     if (PyObject_GetBuffer(argument, &block, PyBUF_SIMPLE) < 0) {

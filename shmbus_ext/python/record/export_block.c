@@ -1,5 +1,5 @@
-/* export_block, record_checks, record_origins and lasting_origins: records of a reader as a block, what
- * tells their heads, and what tells them among all buses, and through restores and relays.
+/* export_block, record_origins and lasting_origins: records of a reader as a block, and what tells
+ * them among all buses, and through restores and relays.
  *
  * Invariant: each is leased while its bytes are read, under the interpreter lock. */
 #include "python/record/record.h"
@@ -17,7 +17,7 @@ static TrajectoryObject *readable(PyObject *item) {
     return py_trajectory_readable(t) ? t : NULL;
 }
 
-static void raise_changed(const TrajectoryObject *t) {
+void py_trajectory_raise_changed(const TrajectoryObject *t) {
     PyErr_Format(PyExc_ValueError,
                  "trajectory %R[%S]: its record in bus '%U' has changed since it was read; "
                  "`shmbus inspect` shows where it is damaged",
@@ -47,7 +47,7 @@ static bool add_all(struct block_maker *maker, PyObject *items) {
                 PyList_GET_SIZE(items), U64(maker->room));
         }
         if (!block_add(maker, py_trajectory_bytes(t), t->ref.bytes)) {
-            raise_changed(t);
+            py_trajectory_raise_changed(t);
             return false;
         }
     }
@@ -77,25 +77,6 @@ static PyObject *py_export_block(PyObject *Py_UNUSED(module), PyObject *args) {
     }
     PyBuffer_Release(&into);
     return result;
-}
-
-/* record_checks(trajectories) -> list[int]: the checksum of each one's head, as a block has it. */
-static PyObject *py_record_checks(PyObject *Py_UNUSED(module), PyObject *items) {
-    if (!PyList_Check(items)) {
-        return PyErr_Format(PyExc_TypeError, "record_checks: expected a list of trajectories");
-    }
-    PyObject *checks = PyList_New(PyList_GET_SIZE(items));
-    for (Py_ssize_t i = 0; checks != NULL && i < PyList_GET_SIZE(checks); i++) {
-        TrajectoryObject *t = readable(PyList_GET_ITEM(items, i));
-        uint32_t check = 0;
-        bool good = t != NULL;
-        if (good && !block_head_check(py_trajectory_bytes(t), t->ref.bytes, &check)) {
-            raise_changed(t);
-            good = false;
-        }
-        py_list_set(&checks, i, good ? PyLong_FromUnsignedLong(check) : NULL);
-    }
-    return checks;
 }
 
 static PyObject *pack_origin(const uint8_t *identity, uint64_t producer_id, uint64_t sequence) {
@@ -221,7 +202,6 @@ PyMethodDef py_export_functions[] = {
     {"forget_leased", py_forget_leased, METH_O, NULL},
     {"record_origins", py_record_origins, METH_O, NULL},
     {"export_block", py_export_block, METH_VARARGS, NULL},
-    {"record_checks", py_record_checks, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

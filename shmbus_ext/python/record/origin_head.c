@@ -236,10 +236,8 @@ static bool append_record(struct sink *to, PyObject *item, PyObject *reason_of) 
         return false;
     }
     if (!block_head_check(py_trajectory_bytes(t), t->ref.bytes, &row.check)) {
-        return py_refuse(PyExc_ValueError,
-                         "trajectory %R[%S]: its record in bus '%U' has changed since it was read; "
-                         "`shmbus inspect` shows where it is damaged",
-                         t->instance_id, t->index, t->holder->segment->name);
+        py_trajectory_raise_changed(t);
+        return false;
     }
     if (row.group_size == 0) {
         row.need = 0;

@@ -152,6 +152,8 @@ TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_co
                                     const struct record_ref *ref);
 /* False with an exception once the space may belong to another record. */
 bool py_trajectory_readable(const TrajectoryObject *self);
+/* ValueError: its record is not what it was when it was read. */
+void py_trajectory_raise_changed(const TrajectoryObject *t);
 /* Whether its producer gave a score, or its reader has set one. */
 static inline bool py_trajectory_has_score(const TrajectoryObject *self) {
     return !self->unscored || !isnan(self->score);
