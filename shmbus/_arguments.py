@@ -82,10 +82,9 @@ def check_int(name: str, value: object, least: int | None = None, most: int | No
         number = operator.index(value)
     except TypeError as error:  # an array or a tensor of several numbers
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from error
-    if most is None and least is not None and number < least:
-        raise ValueError(f"{name}: expected {least} or more, got {number}")
-    if most is not None and least is not None and not least <= number <= most:
-        raise ValueError(f"{name}: expected {least} to {most}, got {number}")
+    if least is not None and not least <= number <= (number if most is None else most):
+        bounds = f"{least} or more" if most is None else f"{least} to {most}"
+        raise ValueError(f"{name}: expected {bounds}, got {number}")
     return number
 
 
@@ -205,12 +204,7 @@ def known_device(device: object) -> torch.device:
 
 def check_round(value: object) -> int | None:
     """Return the number of a round: None, or an int of 0 or more that 63 bits hold."""
-    if value is None:
-        return None
-    round = check_int("round", value)
-    if not 0 <= round <= _LARGEST_INT:
-        raise ValueError(f"round: expected 0 to 2**63 - 1, got {round}")
-    return round
+    return None if value is None else check_int("round", value, 0, _LARGEST_INT)
 
 
 def check_instance_id(value: object) -> str:
@@ -273,12 +267,8 @@ def check_label(label: object) -> str:
 
 def check_rank(rank: object, world_size: object) -> tuple[int, int]:
     """Return rank and world size as ints, with 0 <= rank < world size."""
-    which, size = check_int("rank", rank), check_int("world_size", world_size)
-    if not 1 <= size <= limits.MAX_CLIENTS:
-        raise ValueError(f"world_size: expected 1 to {limits.MAX_CLIENTS}, got {size}")
-    if not 0 <= which < size:
-        raise ValueError(f"rank: expected 0 to {size - 1}, got {which}")
-    return which, size
+    size = check_int("world_size", world_size, 1, limits.MAX_CLIENTS)
+    return check_int("rank", rank, 0, size - 1), size
 
 
 def check_share(value: object, max_policy_lag: int | None) -> float:
@@ -332,18 +322,12 @@ def check_bytes(name: str, size: int | str) -> int:
     """Return a number of bytes: an int of any size, or a text such as "2GiB"."""
     if isinstance(size, (str, bool)) or not hasattr(size, "__index__"):
         return parse_size(size, name)
-    number = check_int(name, size)
-    if not 0 <= number <= _LARGEST_INT:
-        raise ValueError(f"{name}: expected a number of bytes, 0 to 2**63 - 1, got {number}")
-    return number
+    return check_int(name, size, 0, _LARGEST_INT)
 
 
 def check_policy_version(version: object) -> int:
     """Return a policy version as an int, 0 to 2**63 - 1."""
-    number = check_int("policy_version", version)
-    if not 0 <= number <= _LARGEST_INT:
-        raise ValueError(f"policy_version: expected 0 to 2**63 - 1, got {number}")
-    return number
+    return check_int("policy_version", version, 0, _LARGEST_INT)
 
 
 def process_label() -> str:

@@ -52,9 +52,7 @@ def check_offer(
     prompt: bytes,
 ) -> Offer:
     """Check what a request says of its group."""
-    size = check_count("group_size", group_size, 1)
-    if size > _core.MAX_GROUP_SIZE:
-        raise ValueError(f"group_size: expected 1 to {_core.MAX_GROUP_SIZE}, got {size}")
+    size = check_int("group_size", group_size, 1, _core.MAX_GROUP_SIZE)
     wanted = size if need is None else check_count("need", need, 1)
     if wanted > size:
         raise ValueError(f"need: expected 1 to group_size={size}, got {wanted}")

@@ -974,12 +974,5 @@ def _sample(
 ) -> tuple[str, int | None, str | None, int]:
     """Check the arguments that name a sample."""
     key = check_instance_id(instance_id)
-    number = check_count("index", index, 0)
-    if number >= _core.MAX_GROUP_SIZE:
-        raise ValueError(f"index: expected less than {_core.MAX_GROUP_SIZE}, got {number}")
-    return (
-        key,
-        check_round(round),
-        None if split is None else check_split(split),
-        number,
-    )
+    number = check_int("index", index, 0, _core.MAX_GROUP_SIZE - 1)
+    return key, check_round(round), None if split is None else check_split(split), number

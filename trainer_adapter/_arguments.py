@@ -16,7 +16,14 @@ import torch
 from torch.utils.data import default_collate
 
 import shmbus
-from shmbus._arguments import check_choice, check_count, check_int, check_text, check_timeout
+from shmbus._arguments import (
+    check_choice,
+    check_count,
+    check_int,
+    check_text,
+    check_timeout,
+    known_device,
+)
 from shmbus._near_names import unknown_option
 from shmbus.batch.gather import MAX_SCORE, FieldNames, GatherThreads
 from trainer_adapter.advantages import check_kind
@@ -73,16 +80,7 @@ def score_error(trajectories: list[shmbus.Trajectory]) -> ValueError:
 
 def check_device(device: object) -> torch.device:
     """Return a device that torch knows and has; raises TypeError or ValueError for another."""
-    if isinstance(device, torch.device) and device.type == "cpu":
-        return device
-    if not isinstance(device, (str, int, torch.device)):
-        raise TypeError(f"device: expected a torch.device or str, got {type(device).__name__}")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(
-            f"device: expected one that torch knows, got {device!r}: {error}"
-        ) from None
+    found = known_device(f"cuda:{device}" if isinstance(device, int) else device)
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device: expected one of the {torch.cuda.device_count()} CUDA devices that torch "
@@ -190,8 +188,7 @@ def check_consumer_options(options: Mapping[str, object], handler: type) -> None
 
 def check_for_ranks(world_size: int, truncated: str, keep_group: object = None) -> None:
     """Raise ValueError for an option that would give several ranks different numbers of steps."""
-    if check_int("world_size", world_size) < 1:
-        raise ValueError(f"world_size: expected 1 or more, got {world_size}")
+    check_int("world_size", world_size, 1)
     if keep_group is not None and not callable(keep_group):
         raise TypeError(f"keep_group: expected a callable, got {keep_group!r}")
     if world_size != 1 and keep_group is not None:

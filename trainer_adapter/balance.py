@@ -58,9 +58,7 @@ def balance(lengths: Sequence[int], parts: int, *, fill_all: bool = True) -> Par
     (Karmarkar and Karp 1982, UCB/CSD 82/113), which is closer to the best where items are few; the
     better one is taken.
     """
-    parts = check_int("parts", parts)
-    if parts < 1:
-        raise ValueError(f"parts: expected 1 or more, got {parts}")
+    parts = check_int("parts", parts, 1)
     if any(length < 0 for length in lengths):
         raise ValueError(f"lengths: expected 0 or more, got {min(lengths)}")
     if fill_all and len(lengths) < parts:

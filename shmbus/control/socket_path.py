@@ -14,6 +14,7 @@ import struct
 
 from shmbus import errors
 from shmbus.segment.names import socket_path
+from shmbus.segment.own_file import kind_of
 
 _CREDENTIALS = struct.Struct("=iII")
 
@@ -27,7 +28,7 @@ def obstacle(name: str) -> str | None:
         return None
     if stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid():
         return None
-    return f"{path} is {_kind(found.st_mode)} of {_user(found.st_uid)}, and no daemon of this bus"
+    return f"{path} is {kind_of(found.st_mode)} of {_user(found.st_uid)}, and no daemon of this bus"
 
 
 def require_place(name: str) -> None:
@@ -46,17 +47,6 @@ def require_place(name: str) -> None:
         f"bus {name!r}: its daemon cannot listen: {what}; expected nothing there, or the socket of "
         f"a daemon that died; remove it ({remove} {path}{who}), or choose another name for the bus"
     )
-
-
-def _kind(mode: int) -> str:
-    kinds = {
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFREG: "a file",
-        stat.S_IFDIR: "a directory",
-        stat.S_IFLNK: "a symbolic link",
-        stat.S_IFIFO: "a FIFO",
-    }
-    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def _user(uid: int) -> str:

@@ -94,14 +94,10 @@ def _check_sizes(
     """Check types and ranges, before anything is asked of the machine; the latter two as int."""
     if capacity is not None:
         parse_size(capacity, "capacity")  # type: ignore[arg-type]
-    most = _core.MAX_PRODUCERS
-    producers = None if max_producers is None else check_int("max_producers", max_producers)
-    if producers is not None and not 1 <= producers <= most:
-        raise ValueError(f"max_producers: expected 1 to {most}, got {producers}")
-    extent = check_int("extent_bytes", extent_bytes)
-    if not 0 <= extent <= LARGEST_SIZE:
-        raise ValueError(f"extent_bytes: expected 0 (choose) to {LARGEST_SIZE}, got {extent}")
-    return producers, extent
+    producers = None
+    if max_producers is not None:
+        producers = check_int("max_producers", max_producers, 1, _core.MAX_PRODUCERS)
+    return producers, check_int("extent_bytes", extent_bytes, 0, LARGEST_SIZE)
 
 
 def _default_capacity(name: str) -> int:

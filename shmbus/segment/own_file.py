@@ -53,13 +53,15 @@ def check_own(path: str, found: os.stat_result, what: str) -> None:
         )
     if not stat.S_ISREG(found.st_mode):
         raise errors.LayoutMismatchError(
-            f"{what}: {path} is {_kind(found.st_mode)}, not a file of shmbus; look what it is for, "
-            "and remove it, or choose another name"
+            f"{what}: {path} is {kind_of(found.st_mode)}, not a file of shmbus; look what it is "
+            "for, and remove it, or choose another name"
         )
 
 
-def _kind(mode: int) -> str:
+def kind_of(mode: int) -> str:
+    """Say what a file is, by its mode."""
     for is_kind, text in (
+        (stat.S_ISREG, "a file"),
         (stat.S_ISDIR, "a directory"),
         (stat.S_ISFIFO, "a FIFO"),
         (stat.S_ISSOCK, "a socket"),

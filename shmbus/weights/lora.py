@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from shmbus._arguments import check_int64, check_text
+from shmbus._arguments import check_int, check_int64, check_text
 from shmbus.errors import WeightsError
 from shmbus.weights.carriers.checkpoint import faults_in_file, sync_path
 from shmbus.weights.errors import ManifestError
@@ -136,9 +136,7 @@ class LoraFiles:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        version = check_int64("version", version)
-        if version < 0:
-            raise ValueError(f"version: expected 0 or more, got {version}")
+        version = check_int("version", version, 0, (1 << 63) - 1)
         _require_tensors(state)
         name = f"{self._name}-v{version}"
         target = self._directory / name

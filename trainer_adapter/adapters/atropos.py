@@ -183,12 +183,8 @@ class AtroposTrainer:
         keep_batches: int = 1,
         **options: Any,
     ) -> None:
-        self.batch_size = check_int("batch_size", batch_size)
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size: expected 1 or more sequences, got {batch_size}")
-        self._keep = check_int("keep_batches", keep_batches)
-        if self._keep < 0:
-            raise ValueError(f"keep_batches: expected 0 or more, got {keep_batches}")
+        self.batch_size = check_int("batch_size", batch_size, 1)
+        self._keep = check_int("keep_batches", keep_batches, 0)
         self._minimums = _checked_minimums(minimums)
         if url is not None:
             check_text("url", url)

@@ -64,10 +64,8 @@ class Evaluation:
         self, groups: int, *, timeout: float | None = None, split: str = "eval"
     ) -> dict[str, float]:
         """Take groups of another split, acknowledge them, and return figures to log."""
-        groups = check_int("groups", groups)
+        groups = check_int("groups", groups, 1)
         check_timeout(timeout)
-        if groups < 1:
-            raise ValueError(f"groups: expected 1 or more, got {groups}")
         deadline = None if timeout is None else time.monotonic() + timeout
         rewards: list[list[float]] = []
         lengths: list[int] = []

@@ -121,10 +121,7 @@ class PromptOffers:
 
     def offer(self, prompts: Any, ahead: int = 2, group_size: int = 8) -> None:
         """Keep prompts open for the workers, whatever becomes of each, from now to their end."""
-        ahead, group_size = check_int("ahead", ahead), check_int("group_size", group_size)
-        for name, value in (("ahead", ahead), ("group_size", group_size)):
-            if value < 1:
-                raise ValueError(f"{name}: expected 1 or more, got {value}")
+        ahead, group_size = check_int("ahead", ahead, 1), check_int("group_size", group_size, 1)
         source = self._source
         if source is None or source.prompts is not prompts or source.ended:
             source = PromptSource(prompts, self._prompt_fields)
