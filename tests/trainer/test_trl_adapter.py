@@ -514,7 +514,7 @@ def test_a_later_sync_without_parameters_leaves_the_last_version(
     bus: str, weights: ShmbusWeights
 ) -> None:
     weights.send_weights(model(1.0))
-    with pytest.raises(ManifestError, match="'a' did not come"):
+    with pytest.raises(ManifestError, match="'a' is missing"):
         weights.send_weights(iter([]))
     with WeightSubscriber(bus) as subscriber:
         with subscriber.latest(timeout=WAIT_S) as found:

@@ -9,7 +9,7 @@ so a worker that samples with weights N puts samples of policy version N.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import shmbus
@@ -18,7 +18,7 @@ from shmbus.segment.names import check_name
 if TYPE_CHECKING:
     import torch
 
-    from shmbus.weights import LocalPiece, ParamMeta, Slice, WeightPublisher
+    from shmbus.weights import WeightPublisher
 
 
 class ShmbusWeights:
@@ -42,7 +42,8 @@ class ShmbusWeights:
     def __init__(self, bus: str, **publisher_options: Any) -> None:
         self.bus: Final = check_name(bus)
         self._options: Final = publisher_options
-        self._stream: _Stream | None = None
+        #: What is published now.
+        self._tensors: Iterable[tuple[str, torch.Tensor]] = ()
         self._publisher: WeightPublisher | None = None
 
     def init_weight_transfer(self) -> None:
@@ -66,24 +67,25 @@ class ShmbusWeights:
         ValueError
             The first sync has no parameters: workers would load a version of nothing.
         """
-        from shmbus.weights import WeightPublisher
+        from shmbus.weights import ExportedSource, WeightPublisher
 
         with shmbus.Bus.open(self.bus) as bus:
             version = bus.policy_version + 1
-        if self._stream is None or self._publisher is None:
-            first = list(iterator)
-            if not first:
+        self._tensors = iterator
+        if self._publisher is None:
+            # It goes through the first ones twice: to learn their shapes, and to write them.
+            self._tensors = list(iterator)
+            if not self._tensors:
                 raise ValueError(
                     "send_weights: expected the model's parameters, got none, and nothing was "
                     "published; pass an iterator of its names and tensors that is not used up"
                 )
-            self._stream = _Stream(first)
-            self._publisher = WeightPublisher(self.bus, self._stream, **self._options)
-        else:
-            self._stream.tensors = iterator
+            source = ExportedSource(lambda: self._tensors)
+            self._publisher = WeightPublisher(self.bus, source, **self._options)
         if self._publisher.version is not None:  # whoever sets the bus's may not have done so yet
             version = max(version, self._publisher.version + 1)
         self._publisher.publish(version)
+        self._tensors = ()
 
     def resume(self) -> None:
         """Do nothing: workers see the version when they next look."""
@@ -93,31 +95,3 @@ class ShmbusWeights:
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             publisher.close()
-
-
-class _Stream:
-    """What TRL streams, as a publisher asks for it."""
-
-    def __init__(self, first: list[tuple[str, torch.Tensor]]) -> None:
-        from shmbus.weights import ParamMeta
-
-        self._params = [
-            ParamMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for name, tensor in first
-        ]
-        self.tensors: Iterator[tuple[str, torch.Tensor]] = iter(first)
-
-    def params(self) -> list[ParamMeta]:
-        return self._params
-
-    def aliases(self) -> Mapping[str, str]:
-        return {}
-
-    def slices(self) -> Mapping[str, Slice]:
-        return {}
-
-    def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        from shmbus.weights import LocalPiece
-
-        for name, tensor in self.tensors:
-            yield LocalPiece(name, (0,) * tensor.dim(), tensor.detach())
