@@ -28,15 +28,7 @@ from trainer_adapter.batches.batch import Batch
 from trainer_adapter.demo.policy import Learner, Policy
 from trainer_adapter.demo.sampler import Evaluation, PolicyConfig, Sampler, evaluate
 from trainer_adapter.demo.task import SortTask, text_of
-from trainer_adapter.demo.view import (
-    Figures,
-    Point,
-    Summary,
-    ledger_text,
-    plot_reward,
-    show,
-    write_summary,
-)
+from trainer_adapter.demo.view import Point, Summary, ledger_text, plot_reward, write_summary
 from trainer_adapter.demo.worker import Supervisor, WeightsChannel, WorkerConfig
 from trainer_adapter.handler.handler import OnlineDataHandler
 
@@ -86,7 +78,6 @@ class Demo:
         self.learner = Learner(Policy(shape, seed=config.seed))
         self.sampler = Sampler(shape)
         self.held_out = self.task.held_out_prompts(HELD_OUT_PROMPTS)
-        self.figures: Figures
         self.training: list[Point] = []
         self.evaluations: list[Point] = []
         self.last = Evaluation(0.0, 0.0)
@@ -144,8 +135,6 @@ class Demo:
     ) -> None:
         """Take all steps."""
         self.began_s = time.monotonic()
-        steps, workers = self.config.steps, self.config.workers
-        self.figures = Figures(steps, workers, handler.stats())
         self._evaluate()
         self.offer(handler)
         for step in range(1, self.config.steps + 1):
@@ -181,7 +170,6 @@ class Demo:
         self.sampler.load(self.learner.policy.export_weights())
         # The same draws each time, so that the curve shows the policy and not the dice.
         self.last = evaluate(self.sampler, self.task, self.held_out, np.random.default_rng(1))
-        self.figures.held_out_reward = self.last.mean_reward
         self.evaluations.append(Point(self._seconds(), self.learner.steps, self.last.mean_reward))
 
     def _seconds(self) -> float:
@@ -193,22 +181,27 @@ class Demo:
         self.tokens += batch.total_tokens
         self.training.append(Point(self._seconds(), step, round(reward, 4)))
         self._recent.append((time.monotonic(), self.groups, self.tokens))
-        f = self.figures
-        f.step = step
-        f.reward = reward
-        (first_s, groups, tokens), (last_s, *_) = self._recent[0], self._recent[-1]
-        if last_s > first_s:
-            f.groups_per_s = (self.groups - groups) / (last_s - first_s)
-            f.tokens_per_s = (self.tokens - tokens) / (last_s - first_s)
 
     def _show(self, handler: OnlineDataHandler, supervisor: Supervisor) -> None:
+        """Print a line, now and then."""
         now = time.monotonic()
-        if now >= self._next_show_s:
-            self._next_show_s = now + SHOW_PERIOD_S
-            f = self.figures
-            f.seconds, f.ledger = self._seconds(), handler.stats()
-            f.workers_alive, f.kills = supervisor.alive, supervisor.kills
-            show(f)
+        if now < self._next_show_s:
+            return
+        self._next_show_s = now + SHOW_PERIOD_S
+        first_s, groups, tokens = self._recent[0] if self._recent else (now, 0, 0)
+        passed_s = max(now - first_s, 1e-3)
+        newest = self.training[-1] if self.training else Point(0.0, 0, 0.0)
+        ledger = handler.stats()
+        print(
+            f"{self._seconds():5.0f} s  step {newest.step:>4}/{self.config.steps}  reward: "
+            f"held-out {self.last.mean_reward:.3f}, training {newest.reward:.3f}  "
+            f"{(self.groups - groups) / passed_s:6,.0f} groups/s "
+            f"{(self.tokens - tokens) / passed_s:9,.0f} tokens/s  "
+            f"ring {1 - ledger.free / ledger.capacity:4.0%}  open {ledger.groups_open:>3}  "
+            f"workers {supervisor.alive}/{self.config.workers}"
+            + (f"  killed {supervisor.kills}" if supervisor.kills else ""),
+            flush=True,
+        )
 
     def summary(self, handler: OnlineDataHandler, supervisor: Supervisor) -> Summary:
         """Return the run in numbers."""

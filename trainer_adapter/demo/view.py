@@ -1,4 +1,4 @@
-"""What the demo shows: a line now and then, and its results at the end."""
+"""The results of a run of the demo, as a file, as a picture and as an account."""
 
 from __future__ import annotations
 
@@ -7,43 +7,6 @@ from pathlib import Path
 import msgspec
 
 import shmbus
-
-
-class Figures(msgspec.Struct):
-    """The newest figures of a run."""
-
-    steps: int
-    workers: int
-    ledger: shmbus.Ledger
-    seconds: float = 0.0
-    step: int = 0
-    groups_per_s: float = 0.0
-    tokens_per_s: float = 0.0
-    workers_alive: int = 0
-    kills: int = 0
-    held_out_reward: float = 0.0
-    #: Mean reward of the last batch.
-    reward: float = 0.0
-
-    @property
-    def ring_fill(self) -> float:
-        """The part of the ring that is leased to lanes."""
-        return 1 - self.ledger.free / self.ledger.capacity
-
-
-def show(f: Figures) -> None:
-    """Print a line."""
-    print(
-        f"{f.seconds:5.0f} s  step {f.step:>4}/{f.steps}  reward: held-out "
-        f"{f.held_out_reward:.3f}, training {f.reward:.3f}  {f.groups_per_s:6,.0f} groups/s "
-        f"{f.tokens_per_s:9,.0f} tokens/s  ring {f.ring_fill:4.0%}  "
-        f"open {f.ledger.groups_open:>3}  workers {f.workers_alive}/{f.workers}"
-        + (f"  killed {f.kills}" if f.kills else ""),
-        flush=True,
-    )
-
-
-# -- results ----------------------------------------------------------------------------------
 
 
 class Point(msgspec.Struct, frozen=True):
