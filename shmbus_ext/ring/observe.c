@@ -113,54 +113,27 @@ double figure_bound(enum shmbus_figure figure, unsigned bucket) {
     return bounds[figure][bucket];
 }
 
-void figure_tally_begin(struct figure_tally *tally) {
-    memset(tally, 0, sizeof *tally);
-    for (int f = 0; f < SHMBUS_FIGURES; f++) {
-        tally->last[f] = NAN; /* which no value equals */
-    }
-}
-
-bool figure_find_bucket(struct figure_tally *tally, enum shmbus_figure figure, double value) {
+void figure_count(struct delivery_figures *self, enum shmbus_figure figure, double value) {
     /* 0 for all finite values. */
     if (value - value != 0) {
-        return false;
+        return;
     }
     const double *own = bounds[figure];
     unsigned bucket = (unsigned)(value > own[7]) << 3;
     bucket += (unsigned)(value > own[bucket + 3]) << 2;
     bucket += (unsigned)(value > own[bucket + 1]) << 1;
     bucket += (unsigned)(value > own[bucket]);
-    tally->touched[figure] |= UINT32_C(1) << bucket;
-    tally->last[figure] = value;
-    tally->at[figure] = (uint8_t)bucket;
-    return true;
-}
-
-/* There is one writer, so a load and a store do. */
-static void add_count(_Atomic uint64_t *count, uint64_t more) {
-    atomic_store_explicit(count, atomic_load_explicit(count, memory_order_relaxed) + more,
+    /* There is one writer, so a load and a store do. */
+    struct figure_entry *to = &self->figures[figure];
+    atomic_store_explicit(&to->buckets[bucket],
+                          atomic_load_explicit(&to->buckets[bucket], memory_order_relaxed) + 1,
                           memory_order_relaxed);
-}
-
-static void add_to_sum(_Atomic uint64_t *sum, double more) {
-    uint64_t bits = atomic_load_explicit(sum, memory_order_relaxed);
+    uint64_t bits = atomic_load_explicit(&to->sum, memory_order_relaxed);
     double total;
     memcpy(&total, &bits, sizeof total);
-    total += more;
+    total += value;
     memcpy(&bits, &total, sizeof bits);
-    atomic_store_explicit(sum, bits, memory_order_relaxed);
-}
-
-void figures_add(struct delivery_figures *self, const struct figure_tally *tally) {
-    for (int f = 0; f < SHMBUS_FIGURES; f++) {
-        for (uint32_t left = tally->touched[f]; left != 0; left &= left - 1) {
-            const int bucket = __builtin_ctz(left);
-            add_count(&self->figures[f].buckets[bucket], tally->buckets[f][bucket]);
-        }
-        if (tally->touched[f] != 0) {
-            add_to_sum(&self->figures[f].sum, tally->sums[f]);
-        }
-    }
+    atomic_store_explicit(&to->sum, bits, memory_order_relaxed);
 }
 
 /* ---- Groups that ended early: a ring of hashes with a count. */

@@ -19,11 +19,11 @@ static int length_word(const SchemaObject *schema) {
     return at < 0 || schema->ndim[at] == 0 ? -1 : schema->shape_at[at] + 1;
 }
 
-static void count_entry(struct figure_tally *tally, const GroupEntryObject *entry,
+static void count_entry(struct delivery_figures *figures, const GroupEntryObject *entry,
                         int64_t policy_version) {
     const SchemaObject *schema = NULL;
     int word = -1;
-    figure_count(tally, SHMBUS_FIGURE_AGE, (double)entry->leased_ns * 1e-9 - entry->born_s);
+    figure_count(figures, SHMBUS_FIGURE_AGE, (double)entry->leased_ns * 1e-9 - entry->born_s);
     uint32_t samples = 0, solved = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entry->samples); i++) {
         PyObject *item = PyList_GET_ITEM(entry->samples, i);
@@ -35,33 +35,27 @@ static void count_entry(struct figure_tally *tally, const GroupEntryObject *entr
             schema = t->schema;
             word = length_word(schema);
         }
-        figure_count(tally, SHMBUS_FIGURE_LAG, (double)policy_version - (double)t->policy_version);
-        figure_count(tally, SHMBUS_FIGURE_SCORE, t->score);
+        figure_count(figures, SHMBUS_FIGURE_LAG,
+                     (double)policy_version - (double)t->policy_version);
+        figure_count(figures, SHMBUS_FIGURE_SCORE, t->score);
         samples += isnan(t->score) ? 0 : 1; /* what has no score yet is neither */
         solved += t->score >= SHMBUS_SOLVED_SCORE;
         if (word >= 0) {
-            figure_count(tally, SHMBUS_FIGURE_LENGTH, (double)t->shape[word]);
+            figure_count(figures, SHMBUS_FIGURE_LENGTH, (double)t->shape[word]);
         }
     }
     if (samples > 0) {
-        figure_count(tally, SHMBUS_FIGURE_SOLVED, (double)solved / (double)samples);
+        figure_count(figures, SHMBUS_FIGURE_SOLVED, (double)solved / (double)samples);
     }
 }
 
 void py_delivery_count(SegmentObject *segment, PyObject *entries) {
     const int64_t version = RELAXED(segment->c.header->policy_version);
-    struct figure_tally tally;
-    bool any = false;
-    figure_tally_begin(&tally);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entries); i++) {
         PyObject *item = PyList_GET_ITEM(entries, i);
         if (Py_IS_TYPE(item, &GroupEntryType) && ((GroupEntryObject *)item)->leases == 1) {
-            count_entry(&tally, (GroupEntryObject *)item, version);
-            any = true;
+            count_entry(segment->c.figures, (GroupEntryObject *)item, version);
         }
-    }
-    if (any) {
-        figures_add(segment->c.figures, &tally);
     }
 }
 
