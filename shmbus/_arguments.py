@@ -262,7 +262,14 @@ def check_label(label: object) -> str:
     label = label or process_label()
     if "\0" in label:
         raise ValueError(f"label: expected text without NUL, got {label!r}")
-    return label.encode("utf-8", "replace")[: _core.LABEL_BYTES].decode("utf-8", "ignore")
+    return fit_text("label", label, _core.LABEL_BYTES)
+
+
+def fit_text(name: str, text: object, most: int) -> str:
+    """Return a text, cut between characters to so many bytes of UTF-8, without NUL."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name}: expected a str, got {type(text).__name__}")
+    return text.replace("\0", " ").encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
 
 
 def check_rank(rank: object, world_size: object) -> tuple[int, int]:

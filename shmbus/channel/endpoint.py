@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import ClassVar, Final, TypeVar
 
 from shmbus import errors
-from shmbus._arguments import check_timeout, process_label
+from shmbus._arguments import check_timeout, fit_text, process_label
 from shmbus._closing import ClosedForReason
 from shmbus._format import printable, show_wait
 from shmbus.errors import ChannelError, DamagedError, PeerGoneError, WaitTimeoutError
@@ -195,7 +195,7 @@ class Endpoint(ClosedForReason):
         """Leave the channel by one's own will; the last one to do so removes an empty channel."""
         if self._handle.closed:
             return
-        text = fit_text(reason, _core.CHANNEL_REASON_BYTES)
+        text = fit_text("reason", reason, _core.CHANNEL_REASON_BYTES)
         try:
             self._leave(text)
         finally:
@@ -333,17 +333,10 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def fit_text(text: str, most: int) -> str:
-    """Cut a text to so many bytes of UTF-8, without NUL; TypeError for anything else."""
-    if not isinstance(text, str):
-        raise TypeError(f"label, reason: expected a str, got {type(text).__name__}")
-    return text.replace("\0", " ").encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
-
-
 def own_label(label: str) -> str:
     """Return how the other side's messages name this process; by its script where none is given."""
     most = _core.CHANNEL_LABEL_BYTES
-    return fit_text(label, most) or fit_text(process_label(), most)
+    return fit_text("label", label, most) or fit_text("label", process_label(), most)
 
 
 def check_deadline(name: str, timeout: object) -> None:

@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from shmbus._arguments import check_bytes, check_int, check_int64
+from shmbus._arguments import check_bytes, check_int, check_int64, fit_text
 from shmbus.channel.endpoint import (
     Endpoint,
     StepOrderError,
     check_deadline,
     companion_of,
-    fit_text,
     own_label,
 )
 from shmbus.errors import BusBusyError, BusExistsError, CapacityError, ChannelError
@@ -218,7 +217,7 @@ class ChannelSender(Endpoint):
         with self._lock:
             number = self.check_step(step)
             self.begin(0, 0, timeout=timeout)
-            self._send(kind, b"", fit_text(reason, _core.CHANNEL_REASON_BYTES))
+            self._send(kind, b"", fit_text("reason", reason, _core.CHANNEL_REASON_BYTES))
             return number
 
     def _send(self, kind: int, meta: Any, reason: str) -> None:

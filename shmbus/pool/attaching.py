@@ -78,14 +78,6 @@ def _remove_small(bus: str, kind: str, pool: _core.SlotPool, spec: PoolSpec) -> 
         unlink_pool(bus, kind)
 
 
-def fit(name: str, text: str, most: int) -> str:
-    """Cut a text to so many bytes of UTF-8, between two characters; TypeError for anything else."""
-    if not isinstance(text, str):
-        raise TypeError(f"{name}: expected a str, got {type(text).__name__}")
-    clean = text.replace("\0", " ")
-    return clean.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
-
-
 def identity_of(path: str) -> os.stat_result | None:
     """Return which file a pool's name leads to; None where it was removed meanwhile."""
     try:

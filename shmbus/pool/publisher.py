@@ -25,10 +25,11 @@ from shmbus._arguments import (
     check_int,
     check_int64,
     check_timeout,
+    fit_text,
 )
 from shmbus._format import printable, show_wait
 from shmbus.errors import BusBusyError, PeerGoneError, WaitTimeoutError, WeightsError
-from shmbus.pool.attaching import attach, fit, identity_of
+from shmbus.pool.attaching import attach, identity_of
 from shmbus.pool.lifecycle import PoolSpec, pool_path, unlink_pool
 from shmbus.pool.status import describe_holders, status_of_pool
 from shmbus.segment.names import leads_to
@@ -71,7 +72,8 @@ class PoolPublisher(_core.ClosedByBlock):
         if timeout is None:
             raise TypeError("timeout: expected seconds, got None; a wait needs an end")
         check_timeout(timeout)
-        label = fit("label", label, _core.POOL_LABEL_BYTES) or f"rank {rank} of pid {os.getpid()}"
+        label = fit_text("label", label, _core.POOL_LABEL_BYTES)
+        label = label or f"rank {rank} of pid {os.getpid()}"
         self.bus, self.kind = bus, kind
         self.rank, self.world_size = rank, world_size
         self._pid = os.getpid()
@@ -128,7 +130,7 @@ class PoolPublisher(_core.ClosedByBlock):
         patch = check_flag("patch", patch)
         if self.rank == 0:
             self._require_name(version)
-            fitted = fit("text", text, _core.POOL_TEXT_BYTES)
+            fitted = fit_text("text", text, _core.POOL_TEXT_BYTES)
             write = self._begin(version, size, meta or b"", fitted, patch)
         else:
             write = self._join()
@@ -139,7 +141,7 @@ class PoolPublisher(_core.ClosedByBlock):
                     f"version {write.version} of {write.bytes} bytes"
                 )
                 said += "" if same else ", with another manifest"
-                write.give_up(fit("reason", said, _core.POOL_ERROR_BYTES))
+                write.give_up(fit_text("reason", said, _core.POOL_ERROR_BYTES))
                 raise WeightsError(
                     f"pool {self.kind!r} of bus {self.bus!r}: {said}; let every rank publish the "
                     "same"
@@ -291,7 +293,7 @@ class VersionWrite:
 
     def give_up(self, reason: str = "") -> None:
         """Leave what was newest in force."""
-        self._write.give_up(fit("reason", reason, _core.POOL_ERROR_BYTES))
+        self._write.give_up(fit_text("reason", reason, _core.POOL_ERROR_BYTES))
 
     def await_ranks(self) -> None:
         """In rank 0: wait until the pieces of all other ranks are there, as `finish` does."""

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbus import errors
-from shmbus._arguments import check_int64, check_timeout
+from shmbus._arguments import check_int64, check_timeout, fit_text
 from shmbus._format import show_wait
 from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError
-from shmbus.pool.attaching import fit, identity_of
+from shmbus.pool.attaching import identity_of
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.pool.patches import VersionPatch, find_patch
 from shmbus.pool.status import status_of_pool
@@ -35,8 +35,8 @@ class PoolReader(_core.ClosedByBlock):
     """Leases versions of a pool, and says in its row what it runs."""
 
     def __init__(self, bus: str, kind: str, *, label: str = "", device: str = "") -> None:
-        label = fit("label", label, _core.POOL_LABEL_BYTES) or f"reader of pid {os.getpid()}"
-        device = fit("device", device, _core.POOL_DEVICE_BYTES)
+        label = fit_text("label", label, _core.POOL_LABEL_BYTES) or f"reader of pid {os.getpid()}"
+        device = fit_text("device", device, _core.POOL_DEVICE_BYTES)
         self.bus, self.kind = bus, kind
         self._path = pool_path(bus, kind)
         self._pool = open_pool(bus, kind)
@@ -152,7 +152,7 @@ class PoolReader(_core.ClosedByBlock):
     def refused(self, lease: VersionLease, code: int, reason: str) -> None:
         """Say that this process could not take a version; what it runs stays."""
         self._said_refused = True
-        text = fit("reason", reason, _core.POOL_ERROR_BYTES)
+        text = fit_text("reason", reason, _core.POOL_ERROR_BYTES)
         self._pool.refused(lease.sequence, lease.version, code, text)
 
     def close(self) -> None:
