@@ -6,6 +6,7 @@ import hashlib
 from typing import Final
 
 from shmbus.errors import BusNotFoundError, LayoutMismatchError
+from shmbus.pool.status import LOADING_CODE as LOADING_CODE
 from shmbus.pool.status import ReaderStatus, read_pool
 
 #: The pool that has weights.

@@ -10,8 +10,7 @@ import time
 from typing import Final
 
 import shmbus
-from shmbus.pool.server_rows import rows_of_server
-from shmbus.pool.status import LOADING_CODE
+from shmbus.pool.server_rows import LOADING_CODE, rows_of_server
 from shmbus.recorder.transcript import Span
 
 #: Seconds for which the rows at a call's begin may be older than it: an older version is the
