@@ -92,7 +92,7 @@ def train(kind: str, root: Path, bus: str, port: int) -> None:
         "word": list(WORDS),
     })  # fmt: skip
     if kind == "bus":
-        worker: Any = ShmbusRolloutWorker(bus, daemon=False)
+        worker: Any = ShmbusRolloutWorker(bus, daemon=False, acknowledge="save")
         weights: Any = ShmbusWeights(bus)
     else:
         worker, weights = own_worker(module, bus, model, port, dataset)
