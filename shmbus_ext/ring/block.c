@@ -90,6 +90,9 @@ static void place_cursor(struct block_cursor *cursor, const void *block,
     cursor->end = (const uint8_t *)block + header->bytes;
     cursor->next = 0;
     cursor->count = header->count;
+    static const uint8_t train_alone[] = {SHMBUS_SPLIT_TRAIN};
+    cursor->splits = train_alone;
+    cursor->split_count = 1;
 }
 
 bool block_open(const void *block, uint64_t bytes, struct block_header *header,
@@ -197,10 +200,13 @@ const uint8_t *block_next(struct block_cursor *cursor, struct record_copy *copy,
         (void)fail(report, BLOCK_TWO_FIELDS, cursor->next, 0, 0);
         return NULL;
     }
-    if (head->split != SHMBUS_SPLIT_TRAIN) {
-        (void)fail(report, BLOCK_OTHER_SPLIT, cursor->next, SHMBUS_SPLIT_TRAIN, head->split);
+    const uint32_t split =
+        head->split < cursor->split_count ? cursor->splits[head->split] : SHMBUS_MAX_SPLITS;
+    if (split >= SHMBUS_MAX_SPLITS) {
+        (void)fail(report, BLOCK_OTHER_SPLIT, cursor->next, 0, head->split);
         return NULL;
     }
+    head->split = (uint16_t)split;
     cursor->at += head->record_bytes;
     cursor->next++;
     return image;

@@ -81,7 +81,7 @@ enum block_fault {
     BLOCK_BAD_RECORD,  /* a record whose numbers contradict each other */
     BLOCK_BAD_PAYLOAD, /* the producer's checksum of a payload is wrong */
     BLOCK_TWO_FIELDS,  /* of one name */
-    BLOCK_OTHER_SPLIT, /* got: a number that only its own bus has a label for */
+    BLOCK_OTHER_SPLIT, /* got: one that its reader has no number for */
 };
 
 struct block_report {
@@ -94,6 +94,9 @@ struct block_report {
 struct block_cursor {
     const uint8_t *at, *end;
     uint32_t next, count;
+    /* By the numbers of splits on the block's bus, those of its reader; at first of "train" alone. */
+    const uint8_t *splits;
+    uint32_t split_count;
 };
 
 /* Proves the block's header and checksum, and puts the cursor before the first record. */

@@ -30,6 +30,7 @@ class RecordHead(NamedTuple):
     check: int
     need: int
     reason: str | None = None
+    split: int = 0
 
 
 def make_origin(bus: str, producer_id: int, sequence: int) -> Origin:

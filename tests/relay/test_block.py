@@ -102,6 +102,33 @@ def test_records_arrive_as_they_were(source: str, target: str, checksum: bool) -
     assert [said(t) for t in sent] == [said(t) for t in taken]
 
 
+def test_a_record_has_its_number_of_split_on_the_bus_that_it_comes_to(
+    source: str, target: str
+) -> None:
+    with shmbus.Producer(source) as producer, shmbus.Producer(target) as other:
+        for split in ("test", "eval"):
+            other.put("before", group_size=1, index=0, split=split)
+        for split in ("train", "eval", "test"):
+            producer.put("q", group_size=1, index=0, split=split, x=np.arange(9))
+    sent = reader_of(source).poll(9)
+    block = block_of(sent)
+    assert [t.key for t in sent] == ["q", ("q", None, 1), ("q", None, 2)]
+    assert "record 1: it is of split number 1 of its own bus" in refusal(block)
+    splits = bytes([0, 2, 1])
+    checks = _core.check_block(block, splits)[1]
+    heads = _core.unpack_heads(_core.read_heads(sent, str), bytes(range(16)))
+    assert array("I", checks).tolist() == [each.check for each in heads]
+    with shmbus.Producer(target) as producer:
+        with pytest.raises(ValueError, match="record 1: it is of split"):
+            _core.import_block(producer, block, 1, 9, 5.0, b"", bytes([0, 16]))
+        assert _core.import_block(producer, block, 0, 9, 5.0, b"", splits) == 3
+    taken = reader_of(target).poll(9)
+    assert {(t.key, t.split) for t in taken} == {
+        (("before", None, 1), "test"), (("before", None, 2), "eval"),
+        ("q", "train"), (("q", None, 2), "eval"), (("q", None, 1), "test"),
+    }  # fmt: skip
+
+
 def test_a_head_has_the_same_check_after_its_record_was_moved(source: str) -> None:
     with shmbus.Producer(source) as producer:
         for i in range(60):

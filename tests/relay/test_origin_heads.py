@@ -34,8 +34,8 @@ FORGED = {
     "need": (78, "<H", 9),
     "no need": (78, "<H", 0),
     "index": (80, "<H", 8),
-    "id_bytes": (82, "<H", 0),
-    "long id": (82, "<H", 300),
+    "id_bytes": (82, "<B", 0),
+    "split": (83, "<B", 16),
     "policy_version": (40, "<q", -1),
     "nbytes": (56, "<Q", 1 << 63),
     "reason_bytes": (84, "<I", 1 << 31),
@@ -66,17 +66,29 @@ def test_what_is_packed_is_unpacked() -> None:
     heads = [
         head(), head(1, round=-3, score=math.inf, need=2), head(2, instance_id="x" * 255),
         head(3, group_size=0, need=0, reason="out of \N{SNOWMAN}"), head(4, reason=""),
+        head(5, split=1), head(6, split=15, round=4),
     ]  # fmt: skip
-    packed = _core.pack_heads(heads)
-    assert _core.unpack_heads(packed) == heads == unpack_heads(BUS, packed)
-    for had, got in zip(heads, _core.unpack_heads(packed), strict=True):
+    packed, same = _core.pack_heads(heads), bytes(range(16))
+    assert _core.unpack_heads(packed, same) == heads == unpack_heads(BUS, packed, 0, same)
+    for had, got in zip(heads, _core.unpack_heads(packed, same), strict=True):
         names = [each for each in dir(OriginHead) if not each.startswith("_")]
         assert [getattr(got, name) for name in names] == [getattr(had, name) for name in names]
         assert hash(got) == hash(had) and got != head(9)
     assert heads[1].key == ("q\N{SNOWMAN}", -3) and heads[0].key == "q\N{SNOWMAN}"
-    assert [each.failed for each in heads] == [False, False, False, True, True]
+    assert [each.key for each in heads[5:]] == [("q\N{SNOWMAN}", None, 1), ("q\N{SNOWMAN}", 4, 15)]
+    assert [each.failed for each in heads] == [False, False, False, True, True, False, False]
     heads[0].clock_ns = 3
     assert (heads[0].made_ns, heads[0].committed_ns) == (5, 2)
+
+
+def test_a_split_gets_its_readers_number_and_is_left_out_without_one() -> None:
+    packed = _core.pack_heads([head(), head(1, split=2), head(2, split=1), head(3, split=3)])
+    assert [each.origin for each in _core.unpack_heads(packed)] == [head().origin]
+    found = _core.unpack_heads(packed, bytes([0, 16, 5]))
+    assert [(each.origin, each.split) for each in found] == [
+        (head().origin, 0), (head(1).origin, 5),
+    ]  # fmt: skip
+    assert found[1].key == ("q\N{SNOWMAN}", None, 5) and found[1].check == head(1).check
 
 
 def test_a_records_head_is_what_the_record_says(bus_name: str) -> None:

@@ -21,8 +21,7 @@ static const char *const faults[] = {
     [BLOCK_BAD_LENGTH] = "a length is %llu where %llu is what there may be",
     [BLOCK_BAD_RECORD] = "its numbers contradict each other",
     [BLOCK_BAD_PAYLOAD] = "its payload does not have its producer's checksum",
-    [BLOCK_OTHER_SPLIT] = "it is of split number %llu of its own bus; a block carries split %llu, "
-                          "what is trained on",
+    [BLOCK_OTHER_SPLIT] = "it is of split number %llu of its own bus, and of none of this one",
     [BLOCK_TWO_FIELDS] = "two of its fields have one name",
 };
 
@@ -113,11 +112,12 @@ static PyObject *check_records(const struct block_header *header, struct block_c
     return both;
 }
 
-/* check_block(buffer) -> (origins, checks): the records' origins one behind the other, and for each
- * the check of its head, a u32. ValueError for a block with anything wrong in it. */
-static PyObject *py_check_block(PyObject *Py_UNUSED(module), PyObject *argument) {
-    Py_buffer block;
-    if (PyObject_GetBuffer(argument, &block, PyBUF_SIMPLE) < 0) {
+/* check_block(buffer, splits=b"\0") -> (origins, checks): the records' origins one behind the other,
+ * and for each the check of its head, a u32. `splits`: a byte for each of its bus's splits, with the
+ * number here. ValueError for a block with anything wrong in it. */
+static PyObject *py_check_block(PyObject *Py_UNUSED(module), PyObject *args) {
+    Py_buffer block, splits = {.buf = "", .len = 1};
+    if (!PyArg_ParseTuple(args, "y*|y*", &block, &splits)) {
         return NULL;
     }
     struct block_header header;
@@ -129,11 +129,14 @@ static PyObject *py_check_block(PyObject *Py_UNUSED(module), PyObject *argument)
     Py_END_ALLOW_THREADS
     PyObject *found = NULL;
     if (whole) {
+        cursor.splits = splits.buf;
+        cursor.split_count = (uint32_t)splits.len;
         found = check_records(&header, &cursor);
     } else {
         raise_fault(&report);
     }
     PyBuffer_Release(&block);
+    PyBuffer_Release(&splits);
     return found;
 }
 
@@ -204,16 +207,17 @@ static Py_ssize_t import_records(WriterObject *self, struct block_cursor *cursor
     return done;
 }
 
-/* import_block(writer, buffer, first, limit, timeout_s, entries=b"") -> int: how many records were
- * committed, from number `first` of the block on, at most `limit`. Waits for space for the first one
- * only. The block was checked before. `entries`: of relay_intend, for the ends of these records. */
+/* import_block(writer, buffer, first, limit, timeout_s, entries=b"", splits=b"\0") -> int: how many
+ * records were committed, from number `first` of the block on, at most `limit`. Waits for space for
+ * the first one only. The block was checked before, with these `splits`. `entries`: of
+ * relay_intend, for the ends of these records. */
 static PyObject *py_import_block(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object, *timeout;
-    Py_buffer block, entries = {0};
+    Py_buffer block, entries = {0}, splits = {.buf = "", .len = 1};
     Py_ssize_t first, limit;
     double timeout_s;
-    if (!PyArg_ParseTuple(args, "O!y*nnO|y*", &WriterType, &object, &block, &first, &limit,
-                          &timeout, &entries)) {
+    if (!PyArg_ParseTuple(args, "O!y*nnO|y*y*", &WriterType, &object, &block, &first, &limit,
+                          &timeout, &entries, &splits)) {
         return NULL;
     }
     const bool noted = entries.len > 0;
@@ -232,11 +236,14 @@ static PyObject *py_import_block(PyObject *Py_UNUSED(module), PyObject *args) {
             PyErr_SetString(PyExc_ValueError,
                             "import_block: expected a block that was checked, and a record of it");
         } else {
+            cursor.splits = splits.buf;
+            cursor.split_count = (uint32_t)splits.len;
             done = import_records(self, &cursor, limit, timeout_s, noted ? entries.buf : NULL);
         }
     }
     PyBuffer_Release(&block);
     PyBuffer_Release(&entries);
+    PyBuffer_Release(&splits);
     if (done > 0) {
         py_writer_tell_reader(self);
     }
@@ -244,7 +251,7 @@ static PyObject *py_import_block(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 PyMethodDef py_import_functions[] = {
-    {"check_block", py_check_block, METH_O, NULL},
+    {"check_block", py_check_block, METH_VARARGS, NULL},
     {"import_block", py_import_block, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

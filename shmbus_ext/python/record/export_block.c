@@ -30,15 +30,6 @@ static bool add_all(struct block_maker *maker, PyObject *items) {
         if (t == NULL) {
             return false;
         }
-        struct record_header head;
-        memcpy(&head, py_trajectory_bytes(t), sizeof head);
-        if (head.split != SHMBUS_SPLIT_TRAIN) {
-            return py_refuse(
-                PyExc_ValueError,
-                "trajectory %R[%S] is of split number %u of bus '%U'; a block carries what "
-                "is trained on: leave it on its own bus, or release it",
-                t->instance_id, t->index, head.split, t->holder->segment->name);
-        }
         if (maker->room - maker->used < t->ref.bytes) {
             return py_refuse(
                 PyExc_ValueError,

@@ -24,7 +24,8 @@
  *     76     2  group_size      0 of a failure that does not know
  *     78     2  need
  *     80     2  index
- *     82     2  id_bytes
+ *     82     1  id_bytes
+ *     83     1  split           as the bus of the origin has its number
  *     84     4  reason_bytes    NO_REASON of a sample */
 struct head_row {
     uint8_t origin[RELAY_ORIGIN_BYTES];
@@ -34,19 +35,16 @@ struct head_row {
     uint64_t nbytes;
     double score;
     uint32_t check;
-    uint16_t group_size, need, index, id_bytes;
+    uint16_t group_size, need, index;
+    uint8_t id_bytes, split;
     uint32_t reason_bytes;
 };
 _Static_assert(sizeof(struct head_row) == 88, "layout");
 _Static_assert(offsetof(struct head_row, reason_bytes) == 84, "layout");
+_Static_assert(SHMBUS_MAX_ID_BYTES <= UINT8_MAX, "a byte says how long an id is");
 #define NO_REASON UINT32_MAX
 
 /* ---- one of them ---- */
-
-static PyObject *make_key(PyObject *instance_id, int64_t round) {
-    return round == SHMBUS_NO_ROUND ? Py_NewRef(instance_id)
-                                    : Py_BuildValue("(OL)", instance_id, (long long)round);
-}
 
 /* Takes the references of origin, id and reason, which may be NULL with an exception. */
 static PyObject *make_head(const struct head_row *row, PyObject *origin, PyObject *instance_id,
@@ -73,7 +71,8 @@ static PyObject *make_head(const struct head_row *row, PyObject *origin, PyObjec
     self->group_size = row->group_size;
     self->need = row->need;
     self->index = row->index;
-    self->key = make_key(instance_id, row->round);
+    self->split = row->split;
+    self->key = py_make_key(instance_id, row->round, row->split);
     if (self->key == NULL) {
         Py_DECREF(self);
         return NULL;
@@ -94,23 +93,24 @@ static bool row_holds(const struct head_row *row) {
     const bool failed = row->reason_bytes != NO_REASON;
     return row->group_size <= SHMBUS_MAX_GROUP_SIZE && row->need <= row->group_size &&
            row->index < SHMBUS_MAX_GROUP_SIZE && row->id_bytes >= 1 &&
-           row->id_bytes <= SHMBUS_MAX_ID_BYTES && row->nbytes <= INT64_MAX &&
+           row->split < SHMBUS_MAX_SPLITS && row->nbytes <= INT64_MAX &&
            row->policy_version >= 0 &&
            (row->group_size == 0 ? failed : row->index < row->group_size && row->need >= 1);
 }
 
 static PyObject *py_origin_head_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"origin", "instance_id", "round", "group_size", "index", "score",
-                            "policy_version", "nbytes", "made_ns", "check", "need", "reason", NULL};
+                            "policy_version", "nbytes", "made_ns", "check", "need", "reason", "split",
+                            NULL};
     (void)type;
     Py_buffer origin;
     PyObject *id, *round, *reason = Py_None;
     long long policy_version, made_ns;
     unsigned long long nbytes;
     struct head_row row = {.reason_bytes = NO_REASON, .id_bytes = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y*UOHHdLKLIH|O", names, &origin, &id, &round,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y*UOHHdLKLIH|Ob", names, &origin, &id, &round,
                                      &row.group_size, &row.index, &row.score, &policy_version,
-                                     &nbytes, &made_ns, &row.check, &row.need, &reason)) {
+                                     &nbytes, &made_ns, &row.check, &row.need, &reason, &row.split)) {
         return NULL;
     }
     row.policy_version = policy_version;
@@ -182,7 +182,7 @@ static bool append(struct sink *to, struct head_row *row, PyObject *id, PyObject
     if (id_text == NULL || (reason != Py_None && reason_text == NULL)) {
         return false;
     }
-    row->id_bytes = (uint16_t)id_bytes;
+    row->id_bytes = (uint8_t)id_bytes;
     row->reason_bytes = reason == Py_None ? NO_REASON : (uint32_t)reason_bytes;
     char *at = extend(to, sizeof *row + (size_t)(id_bytes + reason_bytes));
     if (at == NULL) {
@@ -211,6 +211,7 @@ static bool append_head(struct sink *to, PyObject *item) {
         .group_size = head->group_size,
         .need = head->need,
         .index = head->index,
+        .split = (uint8_t)head->split,
     };
     memcpy(row.origin, PyBytes_AS_STRING(head->origin), sizeof row.origin);
     return append(to, &row, head->instance_id, head->reason);
@@ -231,6 +232,7 @@ static bool append_record(struct sink *to, PyObject *item, PyObject *reason_of) 
         .group_size = (uint16_t)PyLong_AsUnsignedLong(t->group_size),
         .need = t->need,
         .index = (uint16_t)PyLong_AsUnsignedLong(t->index),
+        .split = (uint8_t)t->split,
     };
     if (!py_trajectory_readable(t)) {
         return false;
@@ -294,8 +296,9 @@ static PyObject *py_read_heads(PyObject *Py_UNUSED(module), PyObject *args) {
     return pack_all(items, reason_of);
 }
 
-/* The head at `at`, and where the next one begins; NULL with an exception. */
-static PyObject *unpack_one(const char **at, const char *end) {
+/* Adds the head at `at`, where its split has a number here; clears the list with an exception. */
+static void unpack_one(PyObject **heads, const char **at, const char *end,
+                       const Py_buffer *splits) {
     struct head_row row;
     size_t left = (size_t)(end - *at);
     if (left >= sizeof row) {
@@ -305,6 +308,11 @@ static PyObject *unpack_one(const char **at, const char *end) {
         if (row_holds(&row) && row.id_bytes + reason_bytes <= left) {
             const char *id = *at + sizeof row, *reason = id + row.id_bytes;
             *at = reason + reason_bytes;
+            row.split = row.split < splits->len ? ((const uint8_t *)splits->buf)[row.split]
+                                                 : SHMBUS_MAX_SPLITS;
+            if (row.split >= SHMBUS_MAX_SPLITS) {
+                return;
+            }
             PyObject *origin = PyBytes_FromStringAndSize((char *)row.origin, sizeof row.origin);
             PyObject *text = origin == NULL ? NULL : PyUnicode_DecodeUTF8(id, row.id_bytes, NULL);
             PyObject *why = NULL;
@@ -313,27 +321,30 @@ static PyObject *unpack_one(const char **at, const char *end) {
                           ? Py_NewRef(Py_None)
                           : PyUnicode_DecodeUTF8(reason, (Py_ssize_t)reason_bytes, NULL);
             }
-            return make_head(&row, origin, text, why);
+            py_list_add(heads, make_head(&row, origin, text, why));
+            return;
         }
     }
-    return PyErr_Format(
-        PyExc_ValueError,
-        "heads: expected them one behind the other, got bytes that say what no record "
-        "can; run the same shmbus on both nodes");
+    PyErr_SetString(PyExc_ValueError,
+                    "heads: expected them one behind the other, got bytes that say what no record "
+                    "can; run the same shmbus on both nodes");
+    Py_CLEAR(*heads);
 }
 
-/* unpack_heads(bytes) -> list[OriginHead]. ValueError for bytes that are none. */
-static PyObject *py_unpack_heads(PyObject *Py_UNUSED(module), PyObject *argument) {
-    Py_buffer packed;
-    if (PyObject_GetBuffer(argument, &packed, PyBUF_SIMPLE) < 0) {
+/* unpack_heads(bytes, splits=b"\0") -> list[OriginHead]: those whose split has a number here; a
+ * byte says which, of each number there. ValueError for bytes that are none. */
+static PyObject *py_unpack_heads(PyObject *Py_UNUSED(module), PyObject *args) {
+    Py_buffer packed, splits = {.buf = "", .len = 1};
+    if (!PyArg_ParseTuple(args, "y*|y*", &packed, &splits)) {
         return NULL;
     }
     PyObject *heads = PyList_New(0);
     const char *at = packed.buf, *end = at + packed.len;
     while (heads != NULL && at < end) {
-        py_list_add(&heads, unpack_one(&at, end));
+        unpack_one(&heads, &at, end, &splits);
     }
     PyBuffer_Release(&packed);
+    PyBuffer_Release(&splits);
     return heads;
 }
 
@@ -366,6 +377,7 @@ static PyMemberDef members[] = {
     {"group_size", T_USHORT, offsetof(OriginHeadObject, group_size), READONLY, NULL},
     {"need", T_USHORT, offsetof(OriginHeadObject, need), READONLY, NULL},
     {"index", T_USHORT, offsetof(OriginHeadObject, index), READONLY, NULL},
+    {"split", T_USHORT, offsetof(OriginHeadObject, split), READONLY, NULL},
     {"score", T_DOUBLE, offsetof(OriginHeadObject, score), READONLY, NULL},
     {"policy_version", T_LONGLONG, offsetof(OriginHeadObject, policy_version), READONLY, NULL},
     {"nbytes", T_ULONGLONG, offsetof(OriginHeadObject, nbytes), READONLY, NULL},
@@ -396,6 +408,6 @@ PyTypeObject OriginHeadType = {
 PyMethodDef py_origin_head_functions[] = {
     {"pack_heads", py_pack_heads, METH_O, NULL},
     {"read_heads", py_read_heads, METH_VARARGS, NULL},
-    {"unpack_heads", py_unpack_heads, METH_O, NULL},
+    {"unpack_heads", py_unpack_heads, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

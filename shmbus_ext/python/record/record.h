@@ -247,6 +247,9 @@ static inline bool py_declared_fits(const DeclaredSchemaObject *self,
 int py_declared_complete(const DeclaredSchemaObject *self, uint32_t field, int ndim,
                          uint64_t sizes[SHMBUS_MAX_NDIM]);
 
+/* The key of a group; NULL with an exception. */
+PyObject *py_make_key(PyObject *instance_id, int64_t round, uint32_t split);
+
 /* ---- OriginHead: what a relay knows of a record that lies elsewhere, and heads as bytes. */
 typedef struct {
     PyObject_HEAD
@@ -261,7 +264,7 @@ typedef struct {
     uint64_t nbytes;
     double score;
     uint32_t check;
-    uint16_t group_size, need, index;
+    uint16_t group_size, need, index, split;
 } OriginHeadObject;
 extern PyTypeObject OriginHeadType;
 

@@ -59,17 +59,14 @@ static SchemaObject *shared_schema(HolderObject *holder, const struct record_cop
     return fresh;
 }
 
-static PyObject *make_key(const TrajectoryObject *self) {
-    if (self->split != SHMBUS_SPLIT_TRAIN) {
-        return self->round == SHMBUS_NO_ROUND
-                   ? Py_BuildValue("(OOi)", self->instance_id, Py_None, (int)self->split)
-                   : Py_BuildValue("(OLi)", self->instance_id, (long long)self->round,
-                                   (int)self->split);
+PyObject *py_make_key(PyObject *instance_id, int64_t round, uint32_t split) {
+    if (split != SHMBUS_SPLIT_TRAIN) {
+        return round == SHMBUS_NO_ROUND
+                   ? Py_BuildValue("(OOi)", instance_id, Py_None, (int)split)
+                   : Py_BuildValue("(OLi)", instance_id, (long long)round, (int)split);
     }
-    if (self->round == SHMBUS_NO_ROUND) {
-        return Py_NewRef(self->instance_id);
-    }
-    return Py_BuildValue("(OL)", self->instance_id, (long long)self->round);
+    return round == SHMBUS_NO_ROUND ? Py_NewRef(instance_id)
+                                    : Py_BuildValue("(OL)", instance_id, (long long)round);
 }
 
 TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_copy *copy,
@@ -115,7 +112,8 @@ TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_co
     self->group_size =
         PyLong_FromUnsignedLong(header->flags & SHMBUS_FLAG_NO_SIZE ? 0 : header->group_size);
     if (self->schema == NULL || self->instance_id == NULL || self->index == NULL ||
-        self->group_size == NULL || (self->key = make_key(self)) == NULL) {
+        self->group_size == NULL ||
+        (self->key = py_make_key(self->instance_id, self->round, self->split)) == NULL) {
         Py_DECREF(self);
         return NULL;
     }
