@@ -156,12 +156,10 @@ def _requests(status: BusStatus) -> str:
 def _relay(relay: RelayStatus) -> str:
     seen = "never seen" if relay.seen_s is None else f"seen {show_duration(relay.seen_s)} ago"
     if not relay.is_sink:
-        line = (
+        return (
             f"relay  takes this bus's records to trainers; {seen}; holds "
             f"{show_count(relay.held)}, has let {show_count(relay.released)} go"
         )
-        kept = f"; {show_count(relay.kept)} of other splits stay here" if relay.kept else ""
-        return line + kept
     lines = [
         f"relay  puts other buses' records here; {seen}; {show_count(relay.moving)} under way, "
         f"{show_count(relay.intended)} being put, {show_count(relay.settled)} of "

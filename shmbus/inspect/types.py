@@ -343,9 +343,8 @@ class RelayStatus(msgspec.Struct, frozen=True, kw_only=True):
     begun: int
     #: Records of other buses that the journal has room for.
     entries: int
-    #: Of a source: records that it holds; those of other splits, which stay; those let go.
+    #: Of a source: records that it holds; those let go.
     held: int
-    kept: int
     released: int
     #: Of a sink: records under way to this bus; put by this process; blocks that were refused.
     moving: int

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from shmbus import errors
+from shmbus._arguments import TRAIN
 from shmbus._format import printable, show_count, show_duration, show_size, table
 from shmbus.cli._options import (
     Commands,
@@ -261,7 +262,8 @@ def show_relay(name: str, note: RelayNote) -> str:
         groups = [
             (
                 printable(each.instance_id)
-                + ("" if each.round is None else f" round {each.round}"),
+                + ("" if each.round is None else f" round {each.round}")
+                + ("" if each.split == TRAIN else f" of {printable(each.split)}"),
                 f"{each.here} of {each.size}",
                 show_duration(each.age_s),
                 ", ".join(map(str, each.missing)),
@@ -272,6 +274,7 @@ def show_relay(name: str, note: RelayNote) -> str:
         titles = ("waits longest", "there>", "for>", "missing", "at")
         lines += ["", table(titles, groups, indent="")]
     lines += [f"{address} has not answered" for address in note.missing]
+    lines += [f"split {printable(s)} waits for the first trainer's bus" for s in note.unplaced]
     lines += [
         f"bus {printable(peer.name)} is paused: {printable(peer.paused)}"
         for peer in note.peers

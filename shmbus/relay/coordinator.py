@@ -17,12 +17,13 @@ from collections.abc import Collection, Container, Hashable, Iterable, Mapping, 
 
 import msgspec
 
-from shmbus._keys import split_key
+from shmbus._keys import split_of
 from shmbus.relay.messages import (
     Announcement,
     Assignment,
     Confirmation,
     Drop,
+    GroupName,
     Mark,
     Message,
     MissingSample,
@@ -40,9 +41,10 @@ from shmbus.relay.messages import (
     unpack_heads,
 )
 from shmbus.relay.retries import RetryRequests
+from shmbus.relay.splits import Splits
 from shmbus.stash.failures import FailingGroup
 from shmbus.stash.stash import Stash, StashPolicy
-from shmbus_ext._core import GroupEntry, OriginHead
+from shmbus_ext._core import SPLIT_TRAIN, GroupEntry, OriginHead
 
 #: More than any bus or stash has.
 _ALL = 1 << 30
@@ -61,6 +63,8 @@ class SinkView(msgspec.Struct):
     placed: int = 0
     #: Bytes of a record and of a group that its bus takes, and records of a group.
     largest: tuple[int, int, int] = (_ALL << 30, _ALL << 30, _ALL)
+    #: Labels of the splits that its bus has.
+    splits: tuple[str, ...] = ()
     leases: dict[frozenset[Origin], GroupEntry[OriginHead]] = {}
     #: Bytes of each of them.
     weights: dict[frozenset[Origin], int] = {}
@@ -129,6 +133,8 @@ class Coordinator:
         self.term = term
         self.buses = tuple(buses)
         self.stash: Stash[OriginHead] = Stash(policy)
+        #: In keys, these are the numbers of splits.
+        self.splits = Splits()
         #: Heads in the stash, under lease or not, and no other ones.
         self.known: dict[Origin, OriginHead] = {}
         #: Of each bus, the clock of its machine minus this one's, for comparing heads.
@@ -152,7 +158,7 @@ class Coordinator:
         self.orphans: dict[Origin, int] = {}
         self._question = 0
         #: Samples that failed, and which source's producers are asked for them again.
-        self.retries = RetryRequests(self.stash.failures)
+        self.retries = RetryRequests(self.stash.failures, self.splits)
         self.policy_version = 0
         self._too_large: list[GroupEntry[OriginHead]] = []
         self._window = window_bytes
@@ -180,7 +186,8 @@ class Coordinator:
             return []
         if not message.whole and mark != (newest[0], newest[1] + 1):
             return self._ask([bus])  # one before it was lost
-        heads = unpack_heads(bus, message.heads, self.clocks_ns.get(bus, 0))
+        splits = bytes(map(self.splits.number, message.splits))
+        heads = unpack_heads(bus, message.heads, self.clocks_ns.get(bus, 0), splits)
         self.newest[bus] = mark
         if message.whole:
             self._take_whole(message, heads, now_s)
@@ -460,12 +467,33 @@ class Coordinator:
         """
         if not all(view.heard for view in self.sinks.values()):
             return []
-        open_ = {name for name, view in self.sinks.items() if view.has_room(self._window)}
         said: list[Message] = []
-        while open_ and (groups := self._lease_for(open_)):
+        # What is trained on comes last: there may be more of it than there is ever room for.
+        for split in reversed(range(len(self.splits.labels))):
+            said += self._place(split, self._sinks_of(split))
+        return [*said, *self.drop_discards()]
+
+    def _sinks_of(self, split: int) -> list[str]:
+        """Return who puts groups of a split: but for "train" the first, once its bus has it."""
+        if split == SPLIT_TRAIN:
+            return list(self.sinks)
+        label = self.splits.labels[split]
+        return [name for name in list(self.sinks)[:1] if label in self.sinks[name].splits]
+
+    @property
+    def unplaced(self) -> list[str]:
+        """Labels of splits whose complete groups wait until the first sink's bus has that split."""
+        ready, numbers = self.stash.table.count_ready, range(len(self.splits.labels))
+        waiting = [self.splits.labels[n] for n in numbers if ready(n) and not self._sinks_of(n)]
+        return [*waiting, *sorted(self.splits.left_out)]
+
+    def _place(self, split: int, sinks: Sequence[str]) -> list[Message]:
+        open_ = {name for name in sinks if self.sinks[name].has_room(self._window)}
+        said: list[Message] = []
+        while open_ and (groups := self._lease_for(open_, split)):
             for weight, group in sorted(groups, key=lambda each: each[0], reverse=True):
                 sizes = list(map(_NBYTES, self._records(group)))
-                takers = [name for name, view in self.sinks.items() if view.takes(sizes, weight)]
+                takers = [name for name in sinks if self.sinks[name].takes(sizes, weight)]
                 if not takers:
                     said += self._refuse(group)
                     continue
@@ -475,14 +503,16 @@ class Coordinator:
                 name = min(takers, key=lambda each: (self.sinks[each].placed, each))
                 said.append(self._assign(name, group, weight))
             open_ = {name for name in open_ if self.sinks[name].has_room(self._window)}
-        return [*said, *self.drop_discards()]
+        return said
 
-    def _lease_for(self, open_: Iterable[str]) -> list[tuple[int, GroupEntry[OriginHead]]]:
+    def _lease_for(
+        self, open_: Iterable[str], split: int
+    ) -> list[tuple[int, GroupEntry[OriginHead]]]:
         """Take groups, with their bytes, as these sinks have room for, and one that is too much."""
         room = sum(self._window - self.sinks[name].bytes for name in open_)
         groups: list[tuple[int, GroupEntry[OriginHead]]] = []
         while len(groups) < PLACED_AT_ONCE and (not groups or room > 0):
-            found = self.stash.lease(1, self.policy_version)
+            found = self.stash.lease(1, self.policy_version, split)
             if not found:
                 break
             groups.append((sum(map(_NBYTES, self._records(found[0]))), found[0]))
@@ -528,7 +558,8 @@ class Coordinator:
         origins = tuple(map(_ORIGIN, samples))
         checks = tuple(map(_CHECK, samples))
         incarnation = self.sinks[name].incarnation
-        missing = find_missing(group, samples) if len(group.samples) < group.need else ()
+        partial = len(group.samples) < group.need
+        missing = find_missing(group, self.splits.name(group.key), samples) if partial else ()
         return Assignment(name, incarnation, self.term, origins, weight, checks, missing)
 
     # -- heads in the stash -----------------------------------------------------------------------
@@ -548,7 +579,8 @@ class Coordinator:
             if failing is not None:
                 rest += self._take_failing(failing, lost)
         # In reverse, since what is given back comes first again.
-        for group in reversed(table.lease(_ALL)):
+        splits = {split_of(head.key) for head in lost.values()}
+        for group in [group for split in splits for group in reversed(table.lease(_ALL, split))]:
             samples = [*group.samples, *self.stash.reports.get(group, ())]
             if any(sample.origin in lost for sample in samples):
                 table.end_lease(group)
@@ -594,13 +626,12 @@ class Coordinator:
 
 
 def find_missing(
-    group: GroupEntry[OriginHead], records: Iterable[OriginHead]
+    group: GroupEntry[OriginHead], name: GroupName, records: Iterable[OriginHead]
 ) -> tuple[MissingSample, ...]:
     """Return samples that a group goes without, and of which no record says that they failed."""
-    id_, round, _ = split_key(group.key)
     there = {sample.index for sample in records}
     return tuple(
-        MissingSample(id_, round, group.size, group.need, index, 0, _NOT_COMING)
+        MissingSample(name, group.size, group.need, index, 0, _NOT_COMING)
         for index in range(group.size)
         if index not in there
     )

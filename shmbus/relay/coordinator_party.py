@@ -22,13 +22,12 @@ from typing import Final
 import msgspec
 
 from shmbus import errors
-from shmbus._keys import split_key
 from shmbus.relay import messages
 from shmbus.relay.coordinator import WINDOW_BYTES, Coordinator
 from shmbus.relay.messages import Envelope, Mark, Message, bus_of, name_origin
 from shmbus.relay.party import Backoff, Mailbox
-from shmbus.stash.stash import Stash, StashPolicy
-from shmbus_ext._core import OriginHead
+from shmbus.stash.stash import StashPolicy
+from shmbus_ext import _core
 
 _log = logging.getLogger("shmbus.relay")
 
@@ -79,6 +78,8 @@ class CoordinatorParty:
         self._steered: dict[str, tuple[int, str | None]] = {}
         self._news: dict[str, Backoff] = {}
         self._releases = Backoff()
+        #: Splits that wait for the first trainer's bus to have them, each of which is told once.
+        self._unplaced: set[str] = set()
         self.refused = 0
         #: Senders that are no peers, each of which is told once.
         self._strangers: set[str] = set()
@@ -184,6 +185,9 @@ class CoordinatorParty:
         assert self.pure is not None
         limits = (hello.largest_record, hello.largest_group, hello.largest_count)
         self.pure.sinks[hello.address].largest = limits
+        self.pure.sinks[hello.address].splits = hello.splits
+        for label in hello.splits:
+            self.pure.splits.number(label)  # before other buses' labels have taken all
         self.pure.retries.at_home |= hello.offers
 
     def _meet_source(self, bus: str) -> None:
@@ -237,7 +241,8 @@ class CoordinatorParty:
         if (addresses, complete, here) != self._told:
             self._told = (addresses, complete, here)
             for sink in self.sinks:
-                self._mailbox.send(sink, messages.Peers(addresses, complete))
+                first = sink == self.sinks[0]
+                self._mailbox.send(sink, messages.Peers(addresses, complete, first))
 
     def _steer(self) -> None:
         """Have sources show the trainers' policy version, and their pause."""
@@ -326,7 +331,7 @@ class CoordinatorParty:
                 self._say(pure.unanswered(message, now_s))
             case messages.Begun() if envelope.sender in pure.sinks:
                 for group in message.groups:
-                    pure.stash.table.recent.pop(group, None)
+                    pure.stash.table.recent.pop(pure.splits.key(group), None)
             case messages.Announcement() if envelope.sender not in self.sources:
                 self._refuse_stranger(envelope.sender, message.bus)
             case _:
@@ -355,7 +360,7 @@ class CoordinatorParty:
             self._say(pure.drop_discards())
             self._say(pure.ask_producers(now_s))
             self._say(pure.place())
-            cancelled = tuple(split_key(key)[:2] for key in pure.stash.table.cancelled)
+            cancelled = tuple(map(pure.splits.name, pure.stash.table.cancelled))
             pure.stash.table.cancelled.clear()
             for address in self.sources if cancelled else ():
                 self._mailbox.send(address, messages.Cancelled(cancelled))
@@ -364,6 +369,13 @@ class CoordinatorParty:
                     "relay: group %r (%d records, the largest of %d bytes) fits no trainer's bus, "
                     "and is dropped as malformed; create those buses with more capacity",
                     group.key, len(group.samples), max(each.nbytes for each in group.samples),
+                )  # fmt: skip
+            for label in {*pure.unplaced} - self._unplaced:
+                self._unplaced.add(label)
+                _log.warning(
+                    "relay: groups of split %r wait on their buses: the bus of %s has no such "
+                    "split, or all buses have more than %d; take them by Consumer(..., split=%r)",
+                    label, self.sinks[0], _core.MAX_SPLITS, label,
                 )  # fmt: skip
         if now_s >= self._next_ask_s:
             self._next_ask_s = now_s + ASK_AGAIN_S
@@ -439,7 +451,8 @@ class CoordinatorParty:
             [*self._mailbox.opener.told][-_SHOWN:],
             pure.retries.open if pure else 0,
             pure.stash.given_up if pure else 0,
-            waiting_notes(pure.stash, self._bus_of, _SHOWN) if pure else [],
+            waiting_notes(pure, self._bus_of, _SHOWN) if pure else [],
+            pure.unplaced if pure else [],
         )
 
     def close(self) -> None:
@@ -520,8 +533,9 @@ class WaitingNote(msgspec.Struct, frozen=True):
     age_s: float
     #: Addresses of the sources that hold them.
     at: list[str]
-    #: Indexes that nobody has announced, the first ones.
+    #: Indexes that nobody has announced, the first ones; and whose group it is.
     missing: list[int]
+    split: str
 
 
 class RelayNote(msgspec.Struct, frozen=True):
@@ -550,25 +564,27 @@ class RelayNote(msgspec.Struct, frozen=True):
     given_up: int
     #: The groups that wait longest for samples.
     waiting: list[WaitingNote]
+    #: Splits whose complete groups wait, since the first trainer's bus has no such split.
+    unplaced: list[str]
 
 
 def waiting_notes(
-    stash: Stash[OriginHead], buses: Mapping[str, str], most_missing: int
+    pure: Coordinator, buses: Mapping[str, str], most_missing: int
 ) -> list[WaitingNote]:
     """Tell of the groups that wait longest, by when their first sample was committed."""
     now_ns = time.monotonic_ns()
     address_of = {bus: address for address, bus in buses.items()}
     found = []
-    for group in stash.oldest(_MOST_WAITING):
+    for group in pure.stash.oldest(_MOST_WAITING):
         if not group.samples:
             continue  # nothing but reports of failures
-        id_, round, _ = split_key(group.key)
+        id_, round, split = pure.splits.name(group.key)
         here = {sample.index for sample in group.samples}
         age_s = max(now_ns - sample.committed_ns for sample in group.samples) / 1e9
         on = {bus_of(sample.origin) for sample in group.samples}
         at = sorted(address_of.get(bus, bus) for bus in on)
         missing = [index for index in range(group.size) if index not in here]
         found.append(
-            WaitingNote(id_, round, group.size, len(here), age_s, at, missing[:most_missing])
+            WaitingNote(id_, round, group.size, len(here), age_s, at, missing[:most_missing], split)
         )
     return found

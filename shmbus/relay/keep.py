@@ -1,8 +1,8 @@
 """What the side of a trainer keeps on disk: what was put, and what the trainer is done with.
 
 A file of frames, each with checksums, that is only appended to: the bus that it is of; a block as
-it came; the records that are put of it, with the samples that were told to be missing; those that
-have ended.
+it came, after the labels of its splits; the records that are put of it, with the samples that were
+told to be missing; those that have ended.
 
 Invariants:
 
@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from shmbus import errors
-from shmbus.relay.messages import ORIGIN_BYTES, MissingSample, Origin
+from shmbus.relay.messages import ORIGIN_BYTES, Labels, MissingSample, Origin
 from shmbus.segment.locked_file import LockedFile
 from shmbus_ext import _core
 
@@ -39,7 +39,7 @@ _CHECK: Final = struct.Struct("<I")
 _STEP: Final = _HEAD.size + _CHECK.size
 _MAGIC: Final = b"SBKP"
 _VERSION: Final = 1
-_RUN, _BLOCK, _PUT, _END = range(4)
+_RUN, _BLOCK, _PUT, _END, _SPLITS = range(5)
 #: Bytes that a file may have of what has ended, beside as many as are needed.
 _SPARE_BYTES: Final = 256 << 20
 #: Seconds between two tries of a disk that took no more.
@@ -63,6 +63,7 @@ class Kept(NamedTuple):
     place: int
     origin: Origin
     missing: tuple[MissingSample, ...]
+    splits: Labels
 
 
 class Keep:
@@ -76,7 +77,8 @@ class Keep:
         #: By origin, where its block's frame is; by that, samples that were told to be missing.
         self._places: dict[Origin, int] = {}
         self._missing: dict[int, tuple[MissingSample, ...]] = {}
-        self._sizes: dict[int, int] = {}
+        #: Of a block: its bytes, and the labels of its splits.
+        self._sizes: dict[int, tuple[int, Labels]] = {}
         self._owed_ends: set[Origin] = set()
         self._next_try_s = 0.0
         #: Why nothing is kept now.
@@ -100,6 +102,7 @@ class Keep:
 
     def _read(self) -> None:
         coming: dict[Origin, int] = {}
+        splits: Labels = ()
         for at, kind, body in self._frames():
             if at == 0:
                 self._require_ours(kind, body)
@@ -108,7 +111,9 @@ class Keep:
                     coming.update(dict.fromkeys(_origins_of(body), at))
                 except ValueError as error:
                     raise errors.LayoutMismatchError(f"{self._path}: {error}") from error
-                self._sizes[at] = len(body)
+                self._sizes[at] = len(body), splits
+            elif kind == _SPLITS:
+                splits = msgspec.msgpack.decode(body, type=Labels)
             elif kind == _PUT:
                 put = msgspec.msgpack.decode(body, type=_Put)
                 there = coming.keys() & _split(put.origins)
@@ -163,27 +168,30 @@ class Keep:
         """Yield what was put and has not ended, and is not among what the bus has."""
         held = self._map()
         for at in sorted({at for origin, at in self._places.items() if origin not in known}):
-            payload = held[at + _STEP : at + _STEP + self._sizes[at]]
+            nbytes, splits = self._sizes[at]
+            payload = held[at + _STEP : at + _STEP + nbytes]
             for place, origin in enumerate(_origins_of(payload)):
                 if origin not in known and self._places.get(origin) == at:
-                    yield Kept(payload, place, origin, self._missing.get(at, ()))
+                    yield Kept(payload, place, origin, self._missing.get(at, ()), splits)
 
     # -- writing ---------------------------------------------------------------------------------
 
     def put(
         self,
-        payloads: Iterable[bytes | memoryview],
+        blocks: Iterable[tuple[bytes | memoryview, Labels]],
         origins: Collection[Origin],
         missing: tuple[MissingSample, ...],
     ) -> None:
         """Keep records that are put next, which these blocks have."""
         at, frames, places = self._nbytes, list[tuple[int, bytes | memoryview]](), {}
-        sizes: dict[int, int] = {}
+        sizes: dict[int, tuple[int, Labels]] = {}
         of = set(origins)
-        for payload in payloads:
+        for payload, splits in blocks:
+            frames.append((_SPLITS, msgspec.msgpack.encode(splits)))
+            at += _STEP + len(frames[-1][1])
             places.update(dict.fromkeys(of.intersection(_origins_of(payload)), at))
             frames.append((_BLOCK, payload))
-            sizes[at] = len(payload)
+            sizes[at] = len(payload), splits
             at += _STEP + len(payload)
         said = msgspec.msgpack.encode(_Put(b"".join(places), missing))
         if self._append([*frames, (_PUT, said)]):
@@ -240,7 +248,7 @@ class Keep:
         if self._nbytes < _SPARE_BYTES:
             return
         blocks = set(self._places.values())
-        if self._nbytes < _SPARE_BYTES + 2 * sum(self._sizes[at] for at in blocks):
+        if self._nbytes < _SPARE_BYTES + 2 * sum(self._sizes[at][0] for at in blocks):
             return
         kept: dict[int, list[Kept]] = {}
         for record in self.records(()):
@@ -256,7 +264,8 @@ class Keep:
             self._fd, self._nbytes, self._places, self._missing, self._sizes = fd, 0, {}, {}, {}
             good = self._append([(_RUN, msgspec.msgpack.encode(_Run(_VERSION, self._bus)))])
             for records in kept.values():
-                self.put([records[0].payload], [r.origin for r in records], records[0].missing)
+                block = (records[0].payload, records[0].splits)
+                self.put([block], [r.origin for r in records], records[0].missing)
                 good = good and not self.error
             if good:
                 os.fsync(fd)
@@ -293,4 +302,4 @@ def _split(origins: bytes) -> list[Origin]:
 
 def _origins_of(payload: bytes | memoryview) -> list[Origin]:
     """Return the records of a block, in order."""
-    return _split(_core.check_block(payload)[0])
+    return _split(_core.check_block(payload, bytes(_core.MAX_SPLITS))[0])

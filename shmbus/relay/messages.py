@@ -66,10 +66,15 @@ def name_origin(origin: Origin) -> str:
     return "/".join(map(str, _ID.unpack_from(origin, _IDENTITY_BYTES)))
 
 
-def unpack_heads(bus: str, packed: bytes, clock_ns: int = 0) -> list[OriginHead]:
-    """Return heads that a bus announced; `clock_ns` is its machine's clock minus the reader's."""
+def unpack_heads(
+    bus: str, packed: bytes, clock_ns: int = 0, splits: bytes = b"\0"
+) -> list[OriginHead]:
+    """Return heads that a bus announced; `clock_ns` is its machine's clock minus the reader's.
+
+    `splits` has the reader's number of each of the bus's splits; heads of others are left out.
+    """
     try:
-        heads = _core.unpack_heads(packed)
+        heads = _core.unpack_heads(packed, splits)
     except ValueError as error:
         raise errors.ProtocolError(f"relay: an announcement of bus {bus}: {error}") from error
     identity = bytes.fromhex(bus)
@@ -96,6 +101,11 @@ _Round: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Place: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=_core.MAX_GROUP_SIZE)]
 #: 0 where a failure was reported by one who does not know it.
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_core.MAX_GROUP_SIZE)]
+#: What all buses call a split; and a bus's labels by its own numbers, "" for one without.
+Label: TypeAlias = Annotated[str, msgspec.Meta(max_length=_core.SPLIT_LABEL_BYTES)]
+Labels: TypeAlias = Annotated[tuple[Label, ...], msgspec.Meta(max_length=_core.MAX_SPLITS)]
+#: What all buses call a group: id, round, split.
+GroupName: TypeAlias = tuple[_Id, _Round | None, Label]
 #: Of one block.
 _Records: TypeAlias = Annotated[tuple[Origin, ...], msgspec.Meta(max_length=_core.MAX_GROUP_SIZE)]
 
@@ -122,6 +132,7 @@ class Announcement(NamedTuple):
 
     `whole` says that it holds nothing else; otherwise they are what came since the one before.
     `answers` are term and question of the newest Subscription that was there when it was made.
+    `splits` has the labels of the heads' splits.
     """
 
     bus: str
@@ -129,6 +140,7 @@ class Announcement(NamedTuple):
     whole: bool
     heads: bytes
     answers: tuple[int, int] = (0, 0)
+    splits: Labels = (_core.TRAIN,)
 
 
 class SinkStateWanted(NamedTuple):
@@ -155,8 +167,7 @@ class SinkState(NamedTuple):
 class MissingSample(msgspec.Struct, frozen=True, array_like=True):
     """A sample that failed, or never came: of which group, and why. `attempt` is the next one."""
 
-    instance_id: _Id
-    round: _Round | None
+    group: GroupName
     group_size: _Size
     need: _Size
     index: _Place
@@ -165,7 +176,7 @@ class MissingSample(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         """Refuse what fits no row of a bus."""
-        size = len(self.instance_id.encode())
+        size = len(self.group[0].encode())
         if size > _core.MAX_ID_BYTES:
             raise ValueError(
                 f"instance_id: expected at most {_core.MAX_ID_BYTES} bytes of UTF-8, got {size}"
@@ -177,9 +188,9 @@ class MissingSample(msgspec.Struct, frozen=True, array_like=True):
             )
 
     @property
-    def id(self) -> tuple[str, int | None, int, int]:
+    def id(self) -> tuple[GroupName, int, int]:
         """What it is known by: the same sample asked for once more is another one."""
-        return (self.instance_id, self.round, self.index, self.attempt)
+        return (self.group, self.index, self.attempt)
 
 
 class Assignment(NamedTuple):
@@ -231,7 +242,8 @@ class Fetch(NamedTuple):
 class Fetched(NamedTuple):
     """The source's answer: those that it holds. `gone` had left after the announcement `mark`.
 
-    `number` is that of the Fetch. On its way it names no `origins`: the block beside it does.
+    `number` is that of the Fetch. On its way it names no `origins`: the block beside it does, whose
+    splits have the labels `splits`.
     """
 
     sink: str
@@ -240,6 +252,7 @@ class Fetched(NamedTuple):
     gone: tuple[Origin, ...]
     mark: Mark
     number: int = 0
+    splits: Labels = (_core.TRAIN,)
 
 
 class Returned(NamedTuple):
@@ -299,6 +312,7 @@ class Hello(NamedTuple):
     group; 0 of a source. `held`, `moving` and `settled` count records. `term` and `coordinator` are
     of the newest coordinator that it has heard, `asked` of the newest Wanted, `mark` of its newest
     announcement. `oldest_ns` is when its oldest record was committed. `offers`: it has prompts.
+    `splits`: those of a sink's bus.
     """
 
     address: str
@@ -321,6 +335,7 @@ class Hello(NamedTuple):
     mark: Mark = (-1, -1)
     oldest_ns: Count = 0
     offers: bool = False
+    splits: Labels = ()
 
 
 class Steering(NamedTuple):
@@ -350,23 +365,22 @@ class Unanswered(NamedTuple):
 
 
 class Cancelled(NamedTuple):
-    """The coordinator to a source: these groups, by id and round, need no more samples."""
+    """The coordinator to a source: these groups need no more samples."""
 
-    groups: tuple[tuple[_Id, _Round | None], ...]
+    groups: tuple[GroupName, ...]
 
 
 class Begun(NamedTuple):
     """A sink to the coordinator: these groups are made, though one of their key may have ended."""
 
-    groups: tuple[tuple[_Id, _Round | None], ...]
+    groups: tuple[GroupName, ...]
 
 
 class PromptOffer(NamedTuple):
     """A request of a trainer's bus, by its number there; its prompt is beside the message."""
 
     number: Count
-    instance_id: _Id
-    round: _Round | None
+    group: GroupName
     group_size: Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_GROUP_SIZE)]
     need: Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_GROUP_SIZE)]
     level: Annotated[int, msgspec.Meta(ge=0, lt=_core.REQUEST_LEVELS)]
@@ -403,10 +417,14 @@ class Demand(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """The coordinator to a sink: where buses are. `complete`: a bus that is not named has gone."""
+    """The coordinator to a sink: where buses are. `complete`: a bus that is not named has gone.
+
+    `first`: other splits than "train" are this one's.
+    """
 
     addresses: tuple[tuple[str, str], ...]
     complete: bool
+    first: bool = True
 
 
 class Transfer(NamedTuple):

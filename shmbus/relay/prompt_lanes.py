@@ -10,14 +10,13 @@ import itertools
 import logging
 import struct
 import time
-from collections.abc import Hashable
 from typing import Final, NamedTuple
 
 from shmbus import Bus
-from shmbus._keys import make_key
-from shmbus.relay.messages import Demand, PromptOffer, Prompts
+from shmbus.relay.messages import Demand, GroupName, PromptOffer, Prompts
 from shmbus.relay.prompts import PromptRow, PromptTaker
 from shmbus.relay.record_reader import RecordReader
+from shmbus.relay.splits import number_of
 from shmbus_ext import _core
 
 _log = logging.getLogger("shmbus.relay")
@@ -37,7 +36,9 @@ class TrainerLane:
 
     def __init__(self, segment: _core.Segment) -> None:
         self._segment = segment
-        #: By number: its row, and what is sent of it; None of splits that are not relayed.
+        #: Whether other splits than "train" are this trainer's.
+        self.first = False
+        #: By number: its row, and what is sent of it; None of one that has ended.
         self._known: dict[int, tuple[int, PromptOffer | None]] = {}
 
     def rows(self) -> dict[int, PromptRow]:
@@ -47,19 +48,19 @@ class TrainerLane:
         self._known = {n: known.get(n) or self._learn(row, n) for row, n, *_ in table}
         for row, number, admitted, open_, claimed, done in table:
             _, offer = self._known[number]
-            if offer is not None:
+            if offer is not None and (self.first or offer.group[2] == _core.TRAIN):
                 # By a sink, which may have died over it; or workers of this bus have some.
                 maybe = claimed > 0 and not (done or (open_ and admitted))
                 sent = maybe and _core.request_send(segment, row, number) > 0
-                found[number] = PromptRow(*offer[3:6], done, sent, open_ == offer.group_size)
+                found[number] = PromptRow(*offer[2:5], done, sent, open_ == offer.group_size)
         return found
 
     def _learn(self, row: int, number: int) -> tuple[int, PromptOffer | None]:
         text = _core.request_text(self._segment, row, number)
-        if text is None or _core.split_number(self._segment, text[2]) != _core.SPLIT_TRAIN:
+        if text is None:
             return row, None
-        id_, round, _, size, need, level, _, start, data = text
-        return row, PromptOffer(number, id_, round, size, need, level, len(data) - start)
+        *_, size, need, level, _, start, data = text
+        return row, PromptOffer(number, text[:3], size, need, level, len(data) - start)
 
     def room(self, rows: dict[int, PromptRow]) -> int | None:
         """Return how many groups may be begun; None where the bus does not bound it."""
@@ -81,7 +82,7 @@ class TrainerLane:
 
 
 def _is_sound(offer: PromptOffer) -> bool:
-    return offer.need <= offer.group_size and len(offer.instance_id.encode()) <= _core.MAX_ID_BYTES
+    return offer.need <= offer.group_size and len(offer.group[0].encode()) <= _core.MAX_ID_BYTES
 
 
 class _NodeRow(NamedTuple):
@@ -89,7 +90,7 @@ class _NodeRow(NamedTuple):
 
     trainer: str
     there: int
-    key: Hashable
+    group: GroupName
     open: int
     claimed: int
     done: int
@@ -102,13 +103,14 @@ class NodePrompts:
         self._bus = bus
         self._segment = segment
         self._reader = reader
-        #: By number here: whose, which number there, its key.
-        self._known: dict[int, tuple[str, int, Hashable]] = {}
+        #: By number here: whose, which number there, its group.
+        self._known: dict[int, tuple[str, int, GroupName]] = {}
         found = [row[:3] for row in self._rows() if row.trainer]
-        reader.relayed.update(key for _, _, key in found)
+        reader.relayed.update(reader.key_of(group) for _, _, group in found)
         self.taker = PromptTaker(
-            reader.identity, reader.incarnation, found, self._offer, reader.end_request
-        )
+            reader.identity, reader.incarnation, found, self._offer,
+            lambda group: reader.end_request(reader.key_of(group)),
+        )  # fmt: skip
         #: By trainer's bus: where its side is; what that was told last, and when.
         self._told: dict[str, tuple[str, object, float]] = {}
         self._next_s = 0.0
@@ -148,12 +150,12 @@ class NodePrompts:
         wants = 0
         if not open_ and _core.request_wanted(self._segment) and self._bus.paused is None:
             wants = max(1, claimed)  # as many as workers have in hand
-        said = []
+        said, holds, key_of = [], self._reader.holds, self._reader.key_of
         for trainer, (address, before, told_s) in self._told.items():
             ended = {
                 row.there
                 for row in rows
-                if row.trainer == trainer and row.done and not self._reader.holds(row.key)
+                if row.trainer == trainer and row.done and not holds(key_of(row.group))
             }
             what = (list(self.taker.here.get(trainer, ())), ended, wants)
             if what != before or now_s - told_s >= _AGAIN_S:
@@ -170,28 +172,31 @@ class NodePrompts:
         }
         return [_NodeRow(*self._known[n], *counts) for _, n, _, *counts in table]
 
-    def _learn(self, row: int, number: int) -> tuple[str, int, Hashable]:
+    def _learn(self, row: int, number: int) -> tuple[str, int, GroupName]:
         text = _core.request_text(self._segment, row, number)
         if text is not None and len(text[8]) - text[7] >= _TAIL.size:
             word, trainer, there = _TAIL.unpack_from(text[8], len(text[8]) - _TAIL.size)
             if word == _TAIL_WORD:
-                return trainer.hex(), there, make_key(text[0], text[1], _core.SPLIT_TRAIN)
-        return "", 0, None
+                return trainer.hex(), there, text[:3]
+        return "", 0, ("", None, "")
 
     def _offer(self, trainer: str, offer: PromptOffer, prompt: bytes) -> bool:
         """Offer a request; False where there is no room now."""
-        key = make_key(offer.instance_id, offer.round, _core.SPLIT_TRAIN)
         data = prompt + _TAIL.pack(_TAIL_WORD, bytes.fromhex(trainer), offer.number)
-        _, id_, round, size, need, level, _ = offer
+        _, (id_, round, label), size, need, level, _ = offer
+        split, key = number_of(self._segment, label), self._reader.key_of(offer.group)
         # Before it is there: the reader ends what is not relayed.
         self._reader.relayed.add(key)
-        done, status = _core.request_offer(
-            self._segment, [(id_.encode(), round, _core.SPLIT_TRAIN, size, need, level, data)], 0
-        )
+        done, status = 0, -2
+        if split < _core.MAX_SPLITS:
+            done, status = _core.request_offer(
+                self._segment, [(id_.encode(), round, split, size, need, level, data)], 0
+            )
         if status == -2:
             _log.error(
-                "bus %r: the request lane never has room for %r, of %d bytes: it waits until the "
-                "bus is made again with more request_capacity", self._bus.name, id_, len(data),
+                "bus %r: there is never room for the request %r, of %d bytes and split %r: it "
+                "waits until the bus is made again, with more request_capacity or fewer splits",
+                self._bus.name, id_, len(data), label,
             )  # fmt: skip
         elif not done:
             self._reader.relayed.discard(key)

@@ -12,12 +12,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from shmbus._keys import make_key
-from shmbus.relay.messages import Demand, Mark, PromptOffer, Prompts
-from shmbus_ext import _core
+from shmbus.relay.messages import Demand, GroupName, Mark, PromptOffer, Prompts
 
 _NEVER: Mark = (-1, -1)
 
@@ -151,19 +149,19 @@ class PromptTaker:
         self,
         bus: str,
         incarnation: int,
-        found: Collection[tuple[str, int, Hashable]],
+        found: Collection[tuple[str, int, GroupName]],
         offer: Callable[[str, PromptOffer, bytes], bool],
-        end: Callable[[Hashable], None],
+        end: Callable[[GroupName], None],
     ) -> None:
         self.bus = bus
         self.incarnation = incarnation
         self.number = 0
         self._offer, self._end = offer, end  # `offer` says whether there was room
-        #: By trainer's bus: keys of what is here by number, and its newest message.
-        self.here: dict[str, dict[int, Hashable]] = {trainer: {} for trainer, _, _ in found}
+        #: By trainer's bus: groups of what is here by number, and its newest message.
+        self.here: dict[str, dict[int, GroupName]] = {trainer: {} for trainer, _, _ in found}
         self.taken: dict[str, Mark] = {}
-        for trainer, number, key in found:
-            self.here[trainer][number] = key
+        for trainer, number, group in found:
+            self.here[trainer][number] = group
 
     def take(self, message: Prompts, prompts: Sequence[bytes]) -> bool:
         """Offer what is new, and end what is over; False for a late message, which says nothing.
@@ -177,13 +175,12 @@ class PromptTaker:
         if message.incarnation == self.incarnation:
             for number in message.over:
                 self.give_back(trainer, number)
-            keys = {key for those in self.here.values() for key in those.values()}
+            groups = {group for those in self.here.values() for group in those.values()}
             here = self.here.setdefault(trainer, {})
             for offer, prompt in zip(message.offers, prompts, strict=True):
-                key = make_key(offer.instance_id, offer.round, _core.SPLIT_TRAIN)
                 # Else it has come before, or another of its group that is not over.
-                if key not in keys and self._offer(trainer, offer, prompt):
-                    here[offer.number] = key
+                if offer.group not in groups and self._offer(trainer, offer, prompt):
+                    here[offer.number] = offer.group
         return True
 
     def give_back(self, trainer: str, number: int) -> None:

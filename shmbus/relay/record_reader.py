@@ -7,7 +7,8 @@ next, and nothing else has to outlive a process.
 Invariants
 ----------
 - A record that was polled is held until it is released; closing or dying gives all of them back.
-- A release ends all records that it names, or none, though this process die in the midst of it.
+- A release ends all records of a split that it names, or none, though this process die in the
+  midst of it.
 - A group that this reader has no record of any more holds no producer back: neither a row of the
   bound on how far producers are ahead, nor a request.
 """
@@ -23,15 +24,17 @@ from typing import Final
 
 from shmbus import errors, limits
 from shmbus._closing import ClosedByWith
-from shmbus._keys import has_round, split_key
+from shmbus._keys import has_round, make_key, split_key
 from shmbus.ledger import REASONS
-from shmbus.relay.messages import Origin, name_origin
+from shmbus.relay.messages import GroupName, Origin, name_origin
+from shmbus.relay.splits import number_of
 from shmbus.segment import lifecycle
 from shmbus.segment.explain import RELAY_LABEL
 from shmbus.stash.upkeep import Upkeep
 from shmbus_ext import _core
 
 _KEY: Final = operator.attrgetter("key")
+_SPLIT: Final = operator.attrgetter("split")
 
 
 class RecordReader(ClosedByWith):
@@ -129,7 +132,8 @@ class RecordReader(ClosedByWith):
     def _release(
         self, origins: Sequence[Origin], records: list[_core.Trajectory], reason: int
     ) -> None:
-        self._reader.release(records, reason)
+        for split in set(map(_SPLIT, records)):  # a release is counted for one
+            self._reader.release([t for t in records if t.split == split], reason)
         held, of_group = self._held, self._of_group
         for origin in origins:
             del held[origin]
@@ -148,6 +152,10 @@ class RecordReader(ClosedByWith):
                 self._upkeep.requests.ended([one_of[key]])
         lead.follow(0, ended)
         self._note_held()
+
+    def key_of(self, name: GroupName) -> Hashable:
+        """Return the key that a group of this name has on this bus."""
+        return make_key(name[0], name[1], number_of(self._segment, name[2]))
 
     def holds(self, key: Hashable) -> bool:
         """Whether a record of a group is held."""

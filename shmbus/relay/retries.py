@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import TypeAlias
 
-from shmbus._keys import make_key, split_key
-from shmbus.relay.messages import MissingSample, Unanswered, Wanted, bus_of
+from shmbus.relay.messages import GroupName, MissingSample, Unanswered, Wanted, bus_of
+from shmbus.relay.splits import Splits, number_of
 from shmbus.stash.failures import Failures, Request
 from shmbus_ext import _core
 from shmbus_ext._core import OriginHead
@@ -31,8 +31,9 @@ _At: TypeAlias = tuple[Hashable, int]
 class RetryRequests:
     """Spreads the open requests of a stash over sources."""
 
-    def __init__(self, failures: Failures[OriginHead]) -> None:
+    def __init__(self, failures: Failures[OriginHead], splits: Splits) -> None:
         self._failures = failures
+        self._splits = splits
         #: Of each request that a source has, which one, and that source's bus.
         self._at: dict[_At, tuple[Request, str]] = {}
         self._numbers: Counter[str] = Counter()
@@ -103,31 +104,29 @@ class RetryRequests:
 
     def find(self, bus: str, sample: MissingSample) -> Request | None:
         """Return the request that a source speaks of; None where it is not with that source."""
-        key = make_key(sample.instance_id, sample.round, _core.SPLIT_TRAIN)
-        request, asked = self._at.get((key, sample.index), (None, ""))
+        at = (self._splits.key(sample.group), sample.index)
+        request, asked = self._at.get(at, (None, ""))
         same = request is not None and asked == bus and request.attempt == sample.attempt
         return request if same else None
 
     def wanted(self, bus: str, term: int) -> Wanted:
         """Return all that a source's producers are asked for."""
-        samples = tuple(_sample(request) for request, at in self._at.values() if at == bus)
+        samples = tuple(self._sample(request) for request, at in self._at.values() if at == bus)
         return Wanted(bus, term, self._numbers[bus], samples)
 
     def number(self, bus: str) -> int:
         """Return the number of a source's newest list."""
         return self._numbers[bus]
 
-
-def _sample(request: Request) -> MissingSample:
-    instance_id, round, _ = split_key(request.key)
-    return MissingSample(
-        instance_id, round, request.group_size, request.need, request.index, request.attempt,
-        request.reason,
-    )  # fmt: skip
+    def _sample(self, request: Request) -> MissingSample:
+        return MissingSample(
+            self._splits.name(request.key), request.group_size, request.need, request.index,
+            request.attempt, request.reason,
+        )  # fmt: skip
 
 
 #: What a sample that is asked for is known by, as MissingSample.id says it.
-_Id: TypeAlias = tuple[str, int | None, int, int]
+_Id: TypeAlias = tuple[GroupName, int, int]
 _Row: TypeAlias = tuple[int, int, int, str, int | None, int, int, int, int, int, str, int]
 
 
@@ -143,8 +142,8 @@ class RetryRows:
         #: Those whose claimant was found dead, and whose records may not all have been read.
         self._dead: dict[_Id, int] = {}
         for row, _, _, id_, round, split, _, _, index, attempt, _, _ in self._read():
-            if split == _core.SPLIT_TRAIN:
-                self._rows[id_, round, index, attempt] = row
+            group = (id_, round, _core.split_label(segment, split))
+            self._rows[group, index, attempt] = row
         taken = set(self._rows.values())
         self._free = [row for row in range(_core.RETRY_ENTRIES - 1, -1, -1) if row not in taken]
         for row in self._free:
@@ -170,20 +169,22 @@ class RetryRows:
             _core.retry_withdraw(self._segment, row)
             self._free.append(row)
         for id_, sample in new.items():
-            if id_ not in self._rows and self._free:
-                self._rows[id_] = self._publish(sample)
+            split = number_of(self._segment, sample.group[2])
+            if id_ not in self._rows and self._free and split < _core.MAX_SPLITS:
+                self._rows[id_] = self._publish(sample, split)
         self._note()
 
-    def _publish(self, sample: MissingSample) -> int:
+    def _publish(self, sample: MissingSample, split: int) -> int:
         row = self._free.pop()
+        id_, round, _ = sample.group
         _core.retry_publish(
             self._segment,
             row,
             # Grows over sources too, so that a claim is always for the request that was seen.
             _core.monotonic_ns(),
-            sample.instance_id,
-            _core.NO_ROUND if sample.round is None else sample.round,
-            _core.SPLIT_TRAIN,
+            id_,
+            _core.NO_ROUND if round is None else round,
+            split,
             sample.group_size,
             sample.need,
             sample.index,
@@ -210,10 +211,11 @@ class RetryRows:
         if not self._dead:
             return []
         said = []
-        for _, _, claimant, id_, round, _, size, need, index, attempt, _, _ in self._read():
-            if claimant and self._dead.get((id_, round, index, attempt)) == claimant - 1:
+        for _, _, claimant, id_, round, split, size, need, index, attempt, _, _ in self._read():
+            group = (id_, round, _core.split_label(self._segment, split))
+            if claimant and self._dead.get((group, index, attempt)) == claimant - 1:
                 why = f"producer {claimant - 1} died while it had it"
-                sample = MissingSample(id_, round, size, need, index, attempt, why)
+                sample = MissingSample(group, size, need, index, attempt, why)
                 said.append(Unanswered(self._bus, sample))
         return said
 

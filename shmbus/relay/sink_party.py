@@ -36,6 +36,7 @@ from shmbus.relay.party import Backoff, Mailbox
 from shmbus.relay.prompt_lanes import TrainerLane
 from shmbus.relay.prompts import PromptSender
 from shmbus.relay.sink import BLOCK_BYTES, BLOCK_RECORDS, Batch, Journal, Sink
+from shmbus.relay.splits import labels_of, number_of
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
@@ -166,9 +167,12 @@ _GROUP_SHARE = 2
 class _Block:
     """Records that are here, and where each lies among them."""
 
-    def __init__(self, origins: tuple[Origin, ...], payload: bytes | memoryview) -> None:
+    def __init__(
+        self, origins: tuple[Origin, ...], payload: bytes | memoryview, splits: messages.Labels
+    ) -> None:
         self.origins = origins
         self.payload = payload
+        self.splits = splits  # of the records' bus, "" for those that this bus does not have
 
     @cached_property
     def _index(self) -> dict[Origin, int]:
@@ -251,7 +255,7 @@ class SinkParty:
         self._put = 0
         self._waited = False
         #: Samples of the next groups that the trainer was told are missing.
-        self._told: set[tuple[str, int | None, int, int]] = set()
+        self._told: set[tuple[messages.GroupName, int, int]] = set()
         self._next_hello_s = self._next_ends_s = self._next_ask_s = 0.0
         self._fetches = Backoff()
         #: What was put, and the coordinator is not told of yet.
@@ -274,8 +278,9 @@ class SinkParty:
                 self._fail(record.missing, _PATIENCE_S)
                 entries = self.journal.intend(self.producer, [record.origin])
                 put = entries is not None and _core.import_block(
-                    self.producer, record.payload, record.place, 1, _PATIENCE_S, entries
-                )
+                    self.producer, record.payload, record.place, 1, _PATIENCE_S, entries,
+                    self._numbers(record.splits),
+                )  # fmt: skip
                 if entries is None or not put:
                     raise errors.BusFullError(
                         f"bus {self._bus.name!r} has no room for all that was kept of the one "
@@ -315,7 +320,7 @@ class SinkParty:
 
     def _hello(self, to: str = "") -> None:
         now = time.monotonic_ns()
-        self._shown = (self._bus.policy_version, self._bus.paused)
+        self._shown = self._to_show()
         self._next_hello_s = now / 1e9 + HELLO_S
         bus, sink, offers = self._bus, self.sink, _core.request_number(self._segment) > 0
         for source, address in self.addresses.items() if offers else ():
@@ -328,6 +333,7 @@ class SinkParty:
                 self._coordinator,
                 bus.policy_version, bus.paused, bus.record_limit, bus.capacity // _GROUP_SHARE,
                 self.journal.capacity // _GROUP_SHARE, now, 0, moving, settled, offers=offers,
+                splits=self._shown[2],
             ),
         )  # fmt: skip
         figures = (moving, settled, self.records, self.refused, len(self.addresses))
@@ -373,6 +379,7 @@ class SinkParty:
         came = new.keys() - self.addresses.keys()
         self.addresses = new
         self.prompts.peers(new, complete=message.complete)
+        self._lane.first = message.first
         if message.complete:
             named = {bus for bus, _ in by_bus(self.sink.settled | self.sink.owed)}
             for bus in sorted(named - new.keys()):
@@ -397,15 +404,17 @@ class SinkParty:
         if batch is None:
             return
         if message.origins or len(payload):
+            own = labels_of(self._segment)
+            splits = tuple(label if label in own else "" for label in message.splits)
             try:
-                found = self._check(batch, message, payload)
+                found = self._check(batch, message, payload, self._numbers(splits))
             except ValueError as error:
                 self.refused += 1
                 _log.error("bus %r: a block from %s is refused: %s", self._bus.name, sender, error)
                 return
             if self.sink.wanted.isdisjoint(found):
                 return  # an answer that came twice
-            self._blocks.append(_Block(found, payload))
+            self._blocks.append(_Block(found, payload, splits))
             message = message._replace(origins=found)
         said = self.sink.fetched(message)
         if message.gone:
@@ -413,16 +422,19 @@ class SinkParty:
             self._keep_blocks()
         self._say(said)
 
+    def _numbers(self, labels: messages.Labels) -> bytes:
+        return bytes([number_of(self._segment, label) for label in labels])
+
     def _keep_blocks(self) -> None:
         """Let go of blocks of which nothing is to be put: it was, or was given back."""
         owed = self.sink.owed
         self._blocks = [each for each in self._blocks if not owed.isdisjoint(each.origins)]
 
     def _check(
-        self, batch: Batch, message: messages.Fetched, payload: bytes | memoryview
+        self, batch: Batch, message: messages.Fetched, payload: bytes | memoryview, splits: bytes
     ) -> tuple[Origin, ...]:
         """Return the records of a block; ValueError says what is wrong with it."""
-        origins, packed = _core.check_block(payload)
+        origins, packed = _core.check_block(payload, splits)
         checks = array("I", packed)
         if message.origins and origins != b"".join(message.origins):
             of = bus_of(origins) if origins else "none"
@@ -491,9 +503,12 @@ class SinkParty:
         if now >= self._next_hello_s:
             self._segment.require_name()
             self._hello()
-        elif self._shown != (self._bus.policy_version, self._bus.paused):
+        elif self._shown != self._to_show():
             self._hello()  # workers wait for it
         return wait_s
+
+    def _to_show(self) -> tuple[int, str | None, tuple[str, ...]]:
+        return self._bus.policy_version, self._bus.paused, labels_of(self._segment)
 
     def _share_prompts(self) -> None:
         """Have sources' workers make what the trainer requested, and no more what is over."""
@@ -505,7 +520,7 @@ class SinkParty:
         for bus, over, numbers in sender.share(rows, room):
             found = [each for each in map(self._lane.send, numbers) if each is not None]
             offers = [offer for offer, _ in found]
-            begun = tuple((each.instance_id, each.round) for each in offers)
+            begun = tuple(offer.group for offer in offers)
             self._say([messages.Begun(begun)] if begun else [])
             said = sender.say(bus, over, offers)
             self._mailbox.send(self.addresses[bus], said, b"".join([each for _, each in found]))
@@ -535,7 +550,11 @@ class SinkParty:
             if entries is None:
                 return FULL_PAUSE_S  # the journal is full: until sources have let go
             if self.keep is not None:
-                here = [each.payload for each in self._blocks if each.has_some_of(sink.fetching)]
+                here = [
+                    (each.payload, each.splits)
+                    for each in self._blocks
+                    if each.has_some_of(sink.fetching)
+                ]
                 missing = [sample for group in sink.batches[0].groups for sample in group.missing]
                 self.keep.put(here, sink.fetching, tuple(missing))
             sink.intend(self.producer.stats().committed)
@@ -570,8 +589,9 @@ class SinkParty:
     def _fail(self, missing: Collection[MissingSample], timeout_s: float) -> None:
         for sample in missing:
             if sample.id not in self._told:
+                id_, round, split = sample.group
                 self.producer.fail(
-                    sample.instance_id, sample.index, sample.reason, round=sample.round,
+                    id_, sample.index, sample.reason, round=round, split=split,
                     group_size=sample.group_size or None, need=sample.need or None,
                     timeout=timeout_s,
                 )  # fmt: skip
@@ -587,7 +607,10 @@ class SinkParty:
         if self._tracks_ends:
             entries = self._entries[at * ENTRY_BYTES : (at + count) * ENTRY_BYTES]
         try:
-            return _core.import_block(self.producer, block.payload, first, count, 0.0, entries)
+            return _core.import_block(
+                self.producer, block.payload, first, count, 0.0, entries,
+                self._numbers(block.splits),
+            )  # fmt: skip
         except errors.BusFullError:
             return 0
 

@@ -8,8 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +38,7 @@ from shmbus.relay.party import Mailbox
 from shmbus.relay.prompt_lanes import NodePrompts
 from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus.relay.retries import RetryRows
+from shmbus.relay.splits import labels_of
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
@@ -56,13 +55,14 @@ class Source:
         bus: str,
         incarnation: int,
         read: Callable[[Mapping[Origin, Any]], bytes] = _pack_heads,
+        splits: Callable[[], tuple[str, ...]] = lambda: (_core.TRAIN,),
     ) -> None:
         self.bus = bus
         self.incarnation = incarnation
         self.number = 0
         self.asked = (0, 0)
         self.held: dict[Origin, Any] = {}
-        self._read = read
+        self._read, self._splits = read, splits
 
     @property
     def mark(self) -> Mark:
@@ -81,7 +81,8 @@ class Source:
 
     def _announce(self, what: Mapping[Origin, Any], *, whole: bool) -> Announcement:
         self.number += 1
-        return Announcement(self.bus, self.mark, whole, self._read(what), self.asked)
+        heads = self._read(what)
+        return Announcement(self.bus, self.mark, whole, heads, self.asked, self._splits())
 
     def subscribe(self, message: Subscription) -> list[Message]:
         """Announce all that is held to a coordinator that has missed something."""
@@ -103,8 +104,6 @@ class Source:
         return [Released(self.bus, message.sink, message.origins, self.mark)]
 
 
-_log = logging.getLogger("shmbus.relay")
-
 #: Seconds for which heads are gathered before they are announced: little beside a rollout, and the
 #: coordinator hears each source at most so often.
 LINGER_S = 0.01
@@ -119,9 +118,6 @@ _POLL_AT_ONCE = 4096
 HELLO_S = 1.0
 #: What a pause begins with that came from the trainers' side.
 PAUSED_BY_RELAY = "relayed: "
-#: The split that is relayed.
-_TRAINED = frozenset({"train"})
-_SPLIT = operator.attrgetter("split")
 #: Records that are released at a time.
 _RELEASE_AT_ONCE = 16_384
 
@@ -137,9 +133,10 @@ class SourceParty:
         self.prompts = NodePrompts(self._bus, self._segment, self.reader)
         self._mailbox = mailbox
         self._coordinator = coordinator
-        self.source = Source(self.reader.identity, self.reader.incarnation, _read_heads)
-        #: Records that only this bus has a word for: their split is not "train".
-        self.kept = 0
+        self.source = Source(
+            self.reader.identity, self.reader.incarnation, _read_heads,
+            lambda: labels_of(self._segment),
+        )  # fmt: skip
         #: Of the newest coordinator.
         self.term = 0
         self._new: dict[Origin, _core.Trajectory] = {}
@@ -159,21 +156,8 @@ class SourceParty:
     def _poll(self) -> int:
         """Read what has come, to be announced; return how many records."""
         origins, records = self.reader.poll(_POLL_AT_ONCE)
-        relayed = dict(zip(origins, records, strict=True))
-        if not _TRAINED.issuperset(map(_SPLIT, records)):
-            relayed = {origin: t for origin, t in relayed.items() if t.split in _TRAINED}
-            self._note_kept(len(records) - len(relayed))
-        self._new.update(relayed)
+        self._new.update(zip(origins, records, strict=True))
         return len(records)
-
-    def _note_kept(self, count: int) -> None:
-        if not self.kept:
-            _log.warning(
-                "bus %r: records of other splits than 'train' stay on it: a relay carries what is "
-                "trained on; take them with a bus of their own",
-                self.reader.name,
-            )
-        self.kept += count
 
     def _send_all(self, said: Sequence[Message]) -> None:
         for message in said:
@@ -191,7 +175,7 @@ class SourceParty:
                 self.rows.mark, self.source.mark, self._oldest_ns(),
             ),
         )  # fmt: skip
-        self.reader.note((len(self.source.held), self.kept, self.released, self.source.number))
+        self.reader.note((len(self.source.held), self.released, self.source.number))
 
     def _oldest_ns(self) -> int:
         """Return when the oldest record was committed, or one that is as old within a poll."""
@@ -240,7 +224,7 @@ class SourceParty:
             case Prompts() as prompts if prompts.bus == self.source.bus:
                 self.prompts.take(envelope.sender, prompts, envelope.payload)
             case Cancelled() as cancelled:
-                self.reader.cancel(cancelled.groups)
+                self.reader.cancel(map(self.reader.key_of, cancelled.groups))
             case Wanted() as wanted if wanted.bus == self.source.bus:
                 if wanted.term >= self.term:
                     self.rows.take(wanted)
@@ -263,7 +247,7 @@ class SourceParty:
                 size += sum([held[origin].nbytes for origin in message.origins])
                 payload = self.reader.export(message.origins, self._pool.take(size))
                 # The block names them, and the sink has them in hand: it had asked for them.
-                message = message._replace(origins=())
+                message = message._replace(origins=(), splits=labels_of(self._segment))
             self._mailbox.send(sink, message, payload)
 
     def _release(self, asker: str, asked: Release) -> None:

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from fork_server import TEMPLATE
-from relay.relay_storm import SIZE, Plan, Storm, is_useless, main, sample
+from relay.relay_storm import SIZE, Plan, Storm, is_useless, main, sample, split_of
 from relay.relay_storm import work as be_party
 
 import shmbus
@@ -60,7 +60,7 @@ class PromptStorm(Storm):
             for number in range(self.plan.groups):
                 feeder.request(
                     f"q{number}", group_size=SIZE, round=0, meta={"group": number},
-                    prompt=[number] * 50,
+                    split=split_of(number), prompt=[number] * 50,
                 )  # fmt: skip
                 self.produced += 1
 

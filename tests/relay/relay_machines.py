@@ -155,7 +155,7 @@ class System:
     ) -> None:
         """Everything that was committed was put once, or dropped, and nobody has kept any of it."""
         heads = [head for heads in self.plan.values() for head in heads]
-        scores = {head.score for head in heads}
+        scores = {head.score for head in heads if head.split == 0}
         useless = self.policy.skip_zero_variance and len(scores) == 1
         put = [] if useless else sorted(head.origin for head in heads)
         assert sorted(sink.lane) == put, "lost, or put though it is useless"
@@ -196,6 +196,7 @@ class CoordinatorPart:
             tuple(sorted(sample.origin for sample in table.ready_samples())),
             frozenset(c.known),
             frozenset(table.recent),
+            tuple(c.splits.labels),
         )
 
     def can_step(self, c: Coordinator) -> bool:
@@ -213,13 +214,14 @@ class CoordinatorPart:
         }
         new.assigned, new.dropped = dict(c.assigned), dict(c.dropped)
         new.doubtful, new.orphans = set(c.doubtful), dict(c.orphans)
+        new.splits.labels = list(c.splits.labels)
         new.known, new._question = dict(c.known), c._question
         view, old = new.sinks[SINK], c.sinks[SINK]
         view.incarnation, view.heard, view.owed = old.incarnation, old.heard, old.owed
         view.bytes, view.placed, view.weights = old.bytes, old.placed, dict(old.weights)
         for origins, entry in old.leases.items():
             new.stash.add(entry.samples, 0.0)
-            (view.leases[origins],) = new.stash.lease(1)
+            (view.leases[origins],) = new.stash.lease(1, 0, entry.split)
         new.stash.table.recent.clear()
         new.stash.add([*c.stash.table.ready_samples(), *c.stash.table.samples()], 0.0)
         new.stash.table.recent.clear()

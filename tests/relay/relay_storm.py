@@ -97,6 +97,11 @@ def is_useless(group: int) -> bool:
     return group % 10 == 9
 
 
+def split_of(group: int) -> str:
+    """Whose group it is."""
+    return "eval" if group % 10 == 3 else "train"
+
+
 class Storm:
     """One run: parties in processes of their own, producers and trainers in threads of this one."""
 
@@ -138,7 +143,8 @@ class Storm:
                     score = 0.0 if is_useless(group) else float(index)
                     producer.put(
                         f"q{group}", group_size=SIZE, index=index, score=score, round=0,
-                        meta={"of": [group, index]}, timeout=None, **sample(group, index),
+                        split=split_of(group), meta={"of": [group, index]}, timeout=None,
+                        **sample(group, index),
                     )  # fmt: skip
                 self.produced += 1
 
@@ -146,9 +152,10 @@ class Storm:
         """Take groups, and check every byte of them."""
         with shmbus.Consumer(name) as consumer:
             while not self.over.is_set():
-                for group in consumer.take(timeout=0.1):
-                    self.check(group)
-                    group.ack()
+                for split in ("train", "eval"):
+                    for group in consumer.take(timeout=0.05, split=split):
+                        self.check(group)
+                        group.ack()
 
     def check(self, group: shmbus.Group) -> None:
         """Note what is wrong with a group."""
@@ -157,6 +164,8 @@ class Storm:
             now = time.monotonic()
             self.longest_silence_s = max(self.longest_silence_s, now - self.moved_at_s)
             self.moved_at_s = now
+        if group[0].split != split_of(number):
+            self.faults.append(f"group {number} is of split {group[0].split}")
         if len(group) != SIZE:
             self.faults.append(f"group {number} has {len(group)} samples")
         for t in group:
@@ -176,6 +185,8 @@ class Storm:
         plan = self.plan
         began = time.monotonic()
         buses = [shmbus.Bus.create(each, plan.capacity) for each in plan.sources + plan.trainers]
+        with shmbus.Producer(plan.sources[1]) as producer:
+            producer.cancelled("none", round=0, split="other")  # so "eval" has another number here
         threads = [threading.Thread(target=self.produce, args=(i,)) for i in range(2)]
         threads += [threading.Thread(target=self.train, args=(name,)) for name in plan.trainers]
         try:

@@ -57,6 +57,25 @@ def test_samples_of_one_group_may_come_from_any_nodes() -> None:
     ]
 
 
+def test_what_is_not_trained_on_goes_first_and_waits_for_its_split() -> None:
+    made = coordinator(window_bytes=100)
+    trained = [head(f"q{i}", 1, 0, i) for i in range(6)]
+    said = announce(made, B0, 1, *trained)
+    assert [len(each.origins) for each in said if isinstance(each, m.Assignment)] == [1, 1]
+    heads = pack(B0, head("e", 1, 0, 9)._replace(split=2))
+    news = m.Announcement(B0, (1, 2), False, heads, splits=("train", "none", "eval"))
+    assert made.announced(news, 0.0) == [] == made.place()
+    assert made.unplaced == ["eval"]
+    made.sinks["t0"].splits = ("train", "eval")
+    assert made.unplaced == []
+    for each in said:
+        assert isinstance(each, m.Assignment)
+        next_ = made.settled(m.Settled("t0", frozenset(each.origins)), 0.0)
+        if next_:
+            break
+    assert isinstance(next_[0], m.Assignment) and next_[0].origins == (make_origin(B0, 1, 9),)
+
+
 def settle(made: Coordinator, said: list[m.Message]) -> None:
     """Have each group that was assigned be put."""
     for each in said:

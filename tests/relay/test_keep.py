@@ -41,6 +41,38 @@ def numbers(groups: list[shmbus.Group]) -> list[int]:
     return sorted(int(group.instance_id[1:]) for group in groups)
 
 
+def test_an_evaluation_comes_back_to_a_bus_that_has_another_number_for_it(
+    buses: dict[str, str], tmp_path: Path
+) -> None:
+    policy = StashPolicy(group_timeout_s=0.3, on_timeout="partial")
+    options: Any = {"policy": policy, "keep": str(tmp_path)}
+    for name, label in ((buses["a"], "warmup"), (buses["t"], "eval")):
+        with shmbus.Producer(name) as producer:
+            producer.cancelled("none", round=0, split=label)
+    with relay([buses["a"]], [buses["t"]], **options), shmbus.Producer(buses["a"]) as producer:
+        producer.put("part", group_size=2, index=0, split="eval", tokens=[1])
+        put_group([buses["a"]], 1, split="eval")
+        put_group([buses["a"]], 2, split="warmup")
+        put_group([buses["a"]], 3)
+        wait_until(lambda: stats(buses["t"]).committed == 10)
+    lose_memory(buses)
+    with shmbus.Producer(buses["t"]) as producer:
+        producer.cancelled("none", round=0, split="other")
+    with (
+        relay([buses["a"]], [buses["t"]], **options),
+        shmbus.Consumer(buses["t"], on_failure="partial") as consumer,
+    ):
+        assert numbers(take(consumer, 1)) == [3]
+        found: list[shmbus.Group] = []
+        while len(found) < 2:
+            groups = consumer.take(split="eval", timeout=30.0)
+            assert groups, "it was not brought back"
+            found += groups
+        assert {(group.instance_id, len(group)) for group in found} == {("part", 1), ("q1", 4)}
+        assert {t.split for group in found for t in group} == {"eval"}
+        assert {each.split for each in read_status(buses["t"]).splits} == {"train", "other", "eval"}
+
+
 def test_what_was_not_acknowledged_is_there_after_a_reboot_and_nothing_else(
     buses: dict[str, str], tmp_path: Path
 ) -> None:
@@ -315,7 +347,7 @@ def test_a_disk_that_is_full_stops_nothing_and_is_gone_on_with(
     try:
         with caplog.at_level(logging.ERROR):
             opened.end({first.origin})
-            opened.put([first.payload], [first.origin], ())
+            opened.put([(first.payload, first.splits)], [first.origin], ())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.strerror(27) in opened.error and caplog.text.count("not kept") == 1

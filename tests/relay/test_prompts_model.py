@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from relay.every_order import ASK, DIE, STEP, Faults, Found, Said, visit_every_order
 
-from shmbus.relay.messages import Demand, PromptOffer, Prompts
+from shmbus.relay.messages import Demand, GroupName, PromptOffer, Prompts
 from shmbus.relay.prompts import PromptRow, PromptSender, PromptTaker, Rows
 
 IS_LONG = os.environ.get("SHMBUS_TEST_DEATHS", "1") != "1"
@@ -33,6 +33,11 @@ REST = "rest"
 MAKE, GIVE_BACK = "make", "give back"
 #: What its number says of a request: its samples are dropped by a policy, and never come.
 DROPPED = 9
+
+
+def group_of(number: int) -> GroupName:
+    """Return the group of a request."""
+    return str(number), None, "train"
 
 
 class Put(NamedTuple):
@@ -153,7 +158,7 @@ class SenderPart:
         for bus, ends, numbers in sender.share(self._rows(state), None):
             for number in numbers:
                 lane[number] = (number, True, *lane[number][2:])
-            offers = [PromptOffer(number, str(number), None, 1, 1, 0, 0) for number in numbers]
+            offers = [PromptOffer(number, group_of(number), 1, 1, 0, 0) for number in numbers]
             said.append(sender.say(bus, ends, offers))
         told = {each.bus for each in said}
         if asks:
@@ -202,13 +207,13 @@ class SourcePart:
         self, incarnation: int = 0, rows: dict[int, bool] | None = None
     ) -> tuple[SourceState, list[Said]]:
         rows = dict(rows or {})
-        found = [(TRAINER, number, str(number)) for number in rows]
+        found = [(TRAINER, number, group_of(number)) for number in rows]
         return self._make(incarnation, found, rows, self.script), []
 
     def _make(
         self,
         incarnation: int,
-        found: Sequence[tuple[str, int, str]],
+        found: Sequence[tuple[str, int, GroupName]],
         rows: dict[int, bool],
         script: tuple[str, ...],
     ) -> SourceState:
@@ -216,8 +221,8 @@ class SourcePart:
             rows[offer.number] = False
             return True
 
-        def end(key: Hashable) -> None:
-            del rows[int(str(key))]
+        def end(group: GroupName) -> None:
+            del rows[int(group[0])]
 
         taker = self.world.taker_kind(self.bus, incarnation, found, offer, end)
         return SourceState(taker, rows, script)

@@ -106,7 +106,7 @@ def test_a_reason_of_a_pause_in_any_script_is_cut_and_follows_the_trainers(
         wait_until(lambda: source.paused is None)
 
 
-SAMPLE = m.MissingSample("q", None, 2, 2, 1, 1, "gone")
+SAMPLE = m.MissingSample(("q", None, "train"), 2, 2, 1, 1, "gone")
 HELLO = m.Hello("a", False, "a", "a" * 32, 1, 0, COORDINATOR, 0, None, 0, 0, 0, 1, 0, 0, 0)
 
 
@@ -136,6 +136,7 @@ def of_another(kind: type[Any], message: Any) -> bytes:
         HELLO._replace(policy_version=-1),
         HELLO._replace(largest_count=-1),
         HELLO._replace(bus="no identity"),
+        HELLO._replace(splits=("x",) * 17),
     ],
     ids=lambda each: type(each).__name__,
 )
@@ -147,9 +148,10 @@ def test_a_message_with_a_number_that_nothing_has_is_refused_by_its_sender(messa
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("instance_id", ""), ("instance_id", "\u754c" * 200), ("round", -1), ("round", 2**63),
-        ("group_size", -1), ("group_size", 20_000), ("need", 3), ("need", -1), ("index", 2),
-        ("index", -1), ("attempt", -1), ("attempt", 2**40),
+        ("group", ("", None, "train")), ("group", ("\u754c" * 200, None, "train")),
+        ("group", ("q", -1, "train")), ("group", ("q", 2**63, "train")), ("group", ("q", None)),
+        ("group", ("q", None, "x" * 32)), ("group_size", -1), ("group_size", 20_000), ("need", 3),
+        ("need", -1), ("index", 2), ("index", -1), ("attempt", -1), ("attempt", 2**40),
     ],
 )  # fmt: skip
 def test_a_sample_that_no_bus_has_a_row_for_is_refused(name: str, wrong: Any) -> None:

@@ -53,6 +53,8 @@ ONE_SAMPLE: Plan = {A: [head("q", 1, 0, 0)], B: []}
 WITH_ROUND = changed(ONE_GROUP, round=1)
 #: The same without variance.
 USELESS = changed(ONE_GROUP, score=1.0)
+#: The same of another split, of which a policy drops none without variance.
+OF_EVAL = changed(WITH_ROUND, score=2.0, split=1)
 #: Two groups of one sample each, from one source each.
 TWO_GROUPS = {A: [head("q", 1, 0, 0)], B: [head("r", 1, 0, 0)._replace(score=1.0)]}
 
@@ -66,6 +68,18 @@ class TinyBlocks(Sink):
 
 class TwoBlocks(System):
     sink_kind = TinyBlocks
+
+
+class Evaluated(System):
+    """Number 1 of the sources' splits is "eval", which the sink's bus has too."""
+
+    def source_kind(self, bus: str, incarnation: int) -> Source:  # type: ignore[override]
+        return Source(bus, incarnation, splits=lambda: ("train", "eval"))
+
+    def coordinator_kind(self, *arguments: Any) -> Coordinator:  # type: ignore[override]
+        new = Coordinator(*arguments)
+        new.sinks["trainer"].splits = ("eval", "train")
+        return new
 
 
 def explore(
@@ -99,6 +113,7 @@ SHORT = [
     Case("put, a loss and asking early", Faults(losses=1, hurries=1)),
     Case("useless, a death and a loss", Faults(1, losses=1), USELESS),
     Case("two blocks, a loss", Faults(losses=1), TWO_GROUPS, "put", TwoBlocks, StashPolicy()),
+    Case("another split, a death", Faults(1), OF_EVAL, "acknowledged", Evaluated),
 ]
 LONG = [
     Case("acknowledged, two deaths", Faults(2), release="acknowledged"),
@@ -109,6 +124,7 @@ LONG = [
     Case("put, two deaths and a double", Faults(2, doubles=1)),
     Case("put, a death and asking early", Faults(1, hurries=1)),
     Case("two blocks, two deaths", Faults(2), TWO_GROUPS, "put", TwoBlocks, StashPolicy()),
+    Case("another split, a death and a loss", Faults(1, losses=1), OF_EVAL, "put", Evaluated),
 ]
 
 

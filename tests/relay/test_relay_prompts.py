@@ -274,23 +274,6 @@ def test_what_no_worker_begins_on_a_node_is_made_on_another(
         assert counts(buses["a"]) == (2, 0, 0, 0, 2, 0)
 
 
-def test_other_splits_stay_with_workers_of_the_trainers_bus(buses: dict[str, str]) -> None:
-    with (
-        relay([buses["a"]], [buses["t"]]),
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Producer(buses["a"]) as far,
-        shmbus.Producer(buses["t"]) as near,
-    ):
-        prompt = np.arange(3, dtype=np.int32)
-        consumer.request("e", group_size=1, split="eval", priority=3, prompt=prompt)
-        assert far.requests.next(timeout=0.5) is None
-        request = near.requests.next(timeout=0)
-        assert request is not None and request.split == "eval"
-        consumer.request("q", group_size=1, prompt=prompt)
-        assert far.requests.next(timeout=30.0) is not None
-        assert near.requests.next(timeout=0.2) is None
-
-
 def test_a_checkpoint_has_what_is_under_way_on_other_nodes(buses: dict[str, str]) -> None:
     with (
         relay([buses["a"]], [buses["t"]]),
@@ -309,11 +292,11 @@ def test_a_checkpoint_has_what_is_under_way_on_other_nodes(buses: dict[str, str]
 def test_prompts_that_were_cut_or_fit_no_row_are_not_offered(buses: dict[str, str]) -> None:
     with relay([buses["a"]], [buses["t"]]) as made:
         party = made.parties[buses["a"]]
-        offered = m.PromptOffer(1, "q", None, 2, 2, 0, 10)
+        offered = m.PromptOffer(1, ("q", None, "train"), 2, 2, 0, 10)
         source = party.source
         message = m.Prompts(source.bus, "f" * 32, source.incarnation, (9, 9), (), (offered,))
         made.send("somebody", buses["a"], message, b"short")
-        for changes in ({"need": 3}, {"instance_id": "\N{SNOWMAN}" * 200}):
+        for changes in ({"need": 3}, {"group": ("\N{SNOWMAN}" * 200, None, "train")}):
             unsound = message._replace(offers=(offered._replace(**changes),))
             made.send("somebody", buses["a"], unsound, b"0123456789")
         made.send("somebody", buses["a"], message._replace(offers=()))

@@ -1,0 +1,573 @@
+"""Splits over a relay: each bus numbers them in its own order, and nobody sees a difference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Spawner, wait_until
+from relay.local import COORDINATOR, put_group, relay, stats, take, workers
+
+import shmbus
+from shmbus import Request
+from shmbus.inspect.status import read_status
+from shmbus.relay.command import show_relay
+from shmbus.relay.record_reader import RecordReader
+from shmbus.relay.source_party import SourceParty
+from shmbus.relay.splits import Splits
+from shmbus.stash.stash import StashPolicy
+from shmbus_ext import _core
+from trainer_adapter import OnlineDataHandler
+
+pytest_plugins = ["relay.relay_fixtures"]
+PROMPT = np.arange(3, dtype=np.int32)
+
+
+def have_splits(name: str, *labels: str) -> None:
+    """Give a bus these splits, in this order."""
+    with shmbus.Producer(name) as producer:
+        for label in labels:
+            producer.cancelled("none", round=0, split=label)
+
+
+@pytest.fixture
+def unlike(buses: dict[str, str]) -> dict[str, str]:
+    """Buses of which each has another number for the same split."""
+    have_splits(buses["a"], "warmup", "eval")
+    have_splits(buses["b"], "eval", "warmup")
+    have_splits(buses["t"], "test", "other", "eval")
+    return buses
+
+
+@contextmanager
+def taking(name: str, split: str = "eval", **options: Any) -> Iterator[shmbus.Consumer]:
+    """A consumer of a split, which is the only one of its bus."""
+    with shmbus.Consumer(name, split=split, **options) as consumer:
+        yield consumer
+
+
+def ended(name: str, split: str = "eval") -> tuple[int, int, int]:
+    """Of a bus's split: acknowledged, dropped, and what waits."""
+    (found,) = [each for each in read_status(name).splits if each.split == split]
+    return found.acknowledged, found.dropped, found.stashed
+
+
+def put_sample(
+    producer: shmbus.Producer, index: int, *, size: int = 2, split: str = "eval", **more: Any
+) -> None:
+    producer.put(
+        "q", group_size=size, index=index, split=split, score=1.0,
+        tokens=np.full(9, index, np.int32), **more,
+    )  # fmt: skip
+
+
+def next_request(producer: shmbus.Producer) -> Request:
+    found = producer.requests.next(timeout=30.0)
+    assert found is not None
+    return found
+
+
+# -- both ways -------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_is_made_on_two_nodes_while_training_goes_on(
+    unlike: dict[str, str],
+) -> None:
+    made: Counter[tuple[str, str]] = Counter()
+
+    def make(producer: shmbus.Producer, request: Request) -> None:
+        assert request["prompt"].tolist() == [int(request.instance_id[1:])] * 5
+        tokens = np.array([*request["prompt"], request.index], np.int32)
+        if producer.requests.answer(request, score=float(request.index), tokens=tokens):
+            made[producer.name, request.split] += 1
+
+    a, b, t = (unlike[each] for each in "abt")
+    with (
+        relay([a, b], [t]),
+        shmbus.Consumer(t) as consumer,
+        shmbus.Feeder(t) as feeder,
+        workers([a, b], make),
+    ):
+        # A prompt of two splits is two groups, whatever it is called.
+        offered = {"train": 20, "eval": 10}
+        for number in range(20):
+            for split in ("train", "eval")[: 1 + (number < 10)]:
+                feeder.request(
+                    f"q{number}", group_size=4, split=split, prompt=np.full(5, number, np.int32)
+                )
+        for split in ("eval", "train"):
+            expected = {f"q{number}" for number in range(offered[split])}
+            found: list[shmbus.Group] = []
+            while len(found) < len(expected):
+                groups = consumer.take(9, split=split, timeout=30.0)
+                assert groups, f"{len(found)} of {len(expected)} of {split}"
+                found += groups
+            assert {group.instance_id for group in found} == expected
+            for group in found:
+                assert group[0].split == split
+                number = int(group.instance_id[1:])
+                assert [each["tokens"].tolist() for each in group] == [
+                    [number] * 5 + [index] for index in range(4)
+                ]
+                group.ack()
+            assert not consumer.take(split=split, timeout=0.2)
+        wait_until(lambda: all(read_status(n).requests.groups == 0 for n in (a, b, t)))
+        wait_until(lambda: stats(a).undelivered == stats(b).undelivered == 0)
+        assert {name for name, _ in made} == {a, b}
+        for split, count in (("eval", 40), ("train", 80)):
+            assert sum(n for (_, of), n in made.items() if of == split) == count
+            assert ended(t, split) == (count, 0, 0)
+            for name in (a, b):
+                assert ended(name, split) == (made[name, split], 0, 0)
+
+
+def test_a_prompt_of_two_splits_is_two_groups_at_one_node(unlike: dict[str, str]) -> None:
+    with (
+        relay([unlike["a"]], [unlike["t"]]),
+        shmbus.Consumer(unlike["t"]) as consumer,
+        shmbus.Producer(unlike["a"]) as producer,
+    ):
+        for split in ("train", "eval"):
+            consumer.request("q", group_size=1, round=1, split=split, prompt=PROMPT)
+        requests = [next_request(producer) for _ in range(2)]
+        assert {request.split for request in requests} == {"train", "eval"}
+
+
+def test_a_handler_evaluates_what_another_node_makes(unlike: dict[str, str]) -> None:
+    a, t = unlike["a"], unlike["t"]
+
+    def make(producer: shmbus.Producer, request: Request) -> None:
+        producer.requests.answer(request, score=float(request.index), tokens=request["prompt"])
+
+    with (
+        relay([a], [t]),
+        OnlineDataHandler(t, groups_per_batch=2) as handler,
+        workers([a], make),
+    ):
+        for number in range(3):
+            handler.request(f"q{number}", group_size=2, split="eval", prompt=PROMPT)
+        figures = handler.evaluate(3, timeout=60.0)
+        assert (figures["eval/groups"], figures["eval/samples"]) == (3, 6)
+        assert figures["eval/reward/mean"] == 0.5
+        wait_until(lambda: ended(a) == (6, 0, 0))
+
+
+def test_what_workers_put_of_a_split_comes_whole_to_whoever_takes_it(
+    unlike: dict[str, str],
+) -> None:
+    a, b, t = (unlike[each] for each in "abt")
+    with relay([a, b], [t]), taking(t) as consumer:
+        for number in range(10):
+            put_group([a, b], number, split="eval", round=number % 2 or None, meta={"n": number})
+        for group in take(consumer, 10):
+            assert [t.index for t in group] == [0, 1, 2, 3]
+            assert {(t.split, t.meta["n"]) for t in group} == {("eval", int(group.instance_id[1:]))}
+            group.ack()
+        wait_until(lambda: stats(a).acknowledged == stats(b).acknowledged == 20)
+        assert [ended(name) for name in (a, b, t)] == [(20, 0, 0), (20, 0, 0), (40, 0, 0)]
+        assert stats(a).undelivered == stats(b).undelivered == stats(t).undelivered == 0
+
+
+@pytest.mark.parametrize("who", ["a", "t", COORDINATOR])
+def test_a_party_that_begins_again_neither_loses_nor_doubles_an_evaluation(
+    unlike: dict[str, str], who: str
+) -> None:
+    a, b, t = (unlike[each] for each in "abt")
+    address = unlike.get(who, who)
+    with (
+        relay([a, b], [t]) as made,
+        taking(t) as consumer,
+        shmbus.Producer(a) as one,
+        shmbus.Producer(b) as other,
+    ):
+        put_sample(one, 0, split="eval")
+        wait_until(lambda: made.coordinator.note().announced == 1)
+        made.restart(address)
+        put_sample(other, 1)
+        (group,) = take(consumer, 1)
+        made.restart(address)
+        consumer.request("e", group_size=2, split="eval", round=1, prompt=PROMPT)
+        requests = [next_request(one) for _ in range(2)]
+        made.restart(address)
+        assert other.requests.next(timeout=3.0) is None
+        for request in requests:
+            assert request.split == "eval" and one.requests.answer(request, tokens=PROMPT)
+        (second,) = take(consumer, 1)
+        group.ack()
+        second.ack()
+        wait_until(lambda: stats(a).undelivered == stats(b).undelivered == 0)
+        assert [ended(name) for name in (a, b, t)] == [(3, 0, 0), (1, 0, 0), (4, 0, 0)]
+        assert not consumer.take(timeout=0.2)
+
+
+def test_a_sink_that_had_begun_to_put_an_evaluation_is_gone_on_from(
+    unlike: dict[str, str],
+) -> None:
+    a, t = unlike["a"], unlike["t"]
+    with relay([a], [t]) as made:
+        sink = made.parties[t]
+        sink._put_some = lambda: 0  # a full bus, until it begins again
+        put_group([a], 1, split="eval")
+        wait_until(lambda: sink._order)
+        made.restart(t)
+        with taking(t) as consumer:
+            (group,) = take(consumer, 1)
+            assert len(group) == 4 and group[0].split == "eval"
+            group.ack()
+        wait_until(lambda: ended(a) == (4, 0, 0))
+
+
+def test_what_a_forgotten_node_had_of_an_evaluation_is_made_elsewhere(
+    unlike: dict[str, str],
+) -> None:
+    a, b, t = (unlike[each] for each in "abt")
+    with (
+        relay([a, b], [t]) as made,
+        taking(t) as consumer,
+        shmbus.Producer(a) as one,
+        shmbus.Producer(b) as other,
+    ):
+        consumer.request("e", group_size=2, split="eval", prompt=PROMPT)
+        assert one.requests.answer(next_request(one), tokens=PROMPT)
+        wait_until(lambda: made.coordinator.note().announced == 1)
+        made.end(a)
+        made.coordinator.forgotten.append(a)
+        for _ in range(2):
+            assert other.requests.answer(next_request(other), tokens=PROMPT)
+        take(consumer, 1)[0].ack()
+        assert ended(t) == (2, 0, 0) and made.coordinator.lost == 1
+
+
+# -- splits that the trainer's bus does not have ---------------------------------------------------
+
+
+def test_groups_of_a_split_that_the_trainer_has_not_wait_are_told_once_and_come_later(
+    buses: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, t = (buses[each] for each in "abt")
+    monkeypatch.setattr("shmbus.relay.sink_party.HELLO_S", 600.0)  # it tells a new split at once
+    with relay([a, b], [t]) as made:
+        put_group([a, b], 1, split="warmup")
+        put_group([a], 2, split="warmup")
+        put_group([a, b], 3)
+        with shmbus.Consumer(t) as consumer:
+            take(consumer, 1)[0].ack()
+            wait_until(lambda: "split 'warmup'" in caplog.text)
+            note = made.coordinator.note()
+            assert "split warmup waits for the first trainer's bus" in show_relay("x", note)
+            assert note.unplaced == ["warmup"]
+            assert stats(t).committed == 4 and ended(a, "warmup")[:2] == (0, 0)
+            (told,) = [r for r in caplog.records if "warmup" in r.getMessage()]
+            assert t in told.getMessage()
+            for who in (a, COORDINATOR):
+                made.restart(who)
+            put_group([b], 4, split="warmup")
+            wait_until(lambda: made.coordinator.note().ready == 12)
+            found = []
+            while len(found) < 3:
+                groups = consumer.take(split="warmup", timeout=30.0)
+                assert groups
+                found += groups
+            assert sorted(group.instance_id for group in found) == ["q1", "q2", "q4"]
+            for group in found:
+                group.ack()
+            wait_until(lambda: stats(a).undelivered == stats(b).undelivered == 0)
+            assert made.coordinator.note().unplaced == []
+
+
+def test_what_waits_for_its_split_goes_with_its_bus(buses: dict[str, str]) -> None:
+    with relay([buses["a"], buses["b"]], [buses["t"]]) as made:
+        put_group([buses["a"], buses["b"]], 1, split="warmup")
+        wait_until(lambda: made.coordinator.note().ready == 4)
+        made.end(buses["a"])
+        made.coordinator.forgotten.append(buses["a"])
+        wait_until(lambda: made.coordinator.lost == 2)
+        note = made.coordinator.note()
+        assert (note.ready, note.announced) == (0, 2)
+        assert [(each.split, each.here) for each in note.waiting] == [("warmup", 2)]
+        assert "q1 of warmup" in show_relay("x", note)
+
+
+def test_of_several_trainers_the_first_has_all_that_is_not_trained_on(bus_name: str) -> None:
+    names = [f"{bus_name}.{each}" for each in ("a", "t1", "t2")]
+    for name in names:
+        shmbus.Bus.create(name, "4MiB").close()
+    a, first, second = names
+    have_splits(second, "eval")
+    try:
+        with (
+            relay([a], [first, second]),
+            shmbus.Consumer(first) as one,
+            shmbus.Consumer(second) as other,
+            shmbus.Producer(a) as far,
+            shmbus.Producer(second) as near,
+        ):
+            other.request("mine", group_size=1, split="eval", priority=3, prompt=PROMPT)
+            one.request("e", group_size=1, split="eval", prompt=PROMPT)
+            request = next_request(far)
+            assert (request.instance_id, request.split) == ("e", "eval")
+            assert far.requests.answer(request, tokens=PROMPT)
+            assert far.requests.next(timeout=3.0) is None
+            assert near.requests.next(timeout=0).instance_id == "mine"
+            for number in range(20):
+                put_group([a], number, split="eval")
+            found: list[shmbus.Group] = []
+            while len(found) < 21:
+                groups = one.take(split="eval", timeout=30.0)
+                assert groups
+                found += groups
+            assert stats(second).committed == 0
+    finally:
+        for name in names:
+            shmbus.unlink(name)
+
+
+# -- as many splits as a bus has -------------------------------------------------------------------
+
+MANY = [f"split{n}" for n in range(_core.MAX_SPLITS - 1)]
+
+
+def test_a_request_of_a_split_for_which_a_node_has_no_number_waits_and_others_go_on(
+    buses: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    a, t = buses["a"], buses["t"]
+    have_splits(a, *MANY)
+    have_splits(t, "eval")
+    with relay([a], [t]), shmbus.Consumer(t) as consumer, shmbus.Producer(a) as producer:
+        for number in range(2):
+            consumer.request(f"e{number}", group_size=1, split="eval", priority=3, prompt=PROMPT)
+        consumer.request("q", group_size=1, prompt=PROMPT)
+        assert next_request(producer).instance_id == "q"
+        told = [r.getMessage() for r in caplog.records if "'eval'" in r.getMessage()]
+        assert len(told) == 2 and "fewer splits" in told[0]
+
+
+def test_a_relay_has_as_many_splits_as_a_bus_and_tells_of_others(
+    buses: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b, t = (buses[each] for each in "abt")
+    have_splits(a, *MANY)
+    with relay([a], [t]) as made, shmbus.Consumer(t) as consumer:
+        put_group([a], 1, split=MANY[-1])
+        (group,) = consumer.take(split=MANY[-1], timeout=30.0)
+        group.ack()
+        made.coordinator.sources.append(b)
+        made.start(b, lambda box: SourceParty(b, box, COORDINATOR))
+        put_group([b], 2, split="more")
+        put_group([b], 3)
+        (group,) = take(consumer, 1)
+        assert group.instance_id == "q3"
+        group.ack()
+        wait_until(lambda: "split 'more'" in caplog.text)
+        assert made.coordinator.note().unplaced == ["more"]
+        wait_until(lambda: stats(b).acknowledged == 4)
+        assert ended(b, "more")[:2] == (0, 0)
+
+
+def test_numbers_of_labels_are_given_once_and_to_no_label_that_is_none() -> None:
+    splits = Splits()
+    assert [splits.number(each) for each in ("eval", "train", "eval", "")] == [1, 0, 1, 16]
+    assert splits.key(("q", 2, "eval")) == ("q", 2, 1) and splits.key(("q", 2, "train")) == ("q", 2)
+    assert splits.name(("q", None, 1)) == ("q", None, "eval") and splits.name("q")[2] == "train"
+    for label in MANY:
+        splits.number(label)
+    assert splits.number(MANY[-1]) == 16 == splits.number("again") and splits.number("eval") == 1
+    assert splits.left_out == {MANY[-1], "again"}
+
+
+# -- what a policy does, as a Consumer of that split does ------------------------------------------
+
+
+def test_neither_equal_scores_nor_an_old_policy_end_an_evaluation(unlike: dict[str, str]) -> None:
+    a, t = unlike["a"], unlike["t"]
+    policy = StashPolicy(skip_zero_variance=True, max_policy_lag=1)
+    with (
+        relay([a], [t], policy=policy) as made,
+        shmbus.Bus.open(t) as bus,
+        shmbus.Consumer(t) as consumer,
+        shmbus.Producer(a) as producer,
+    ):
+        bus.policy_version = 9
+        wait_until(lambda: (pure := made.coordinator.pure) and pure.policy_version == 9)
+        for split in ("train", "eval"):
+            for index in range(2):
+                put_sample(producer, index, split=split)
+                put_sample(producer, index, split=split, round=1, policy_version=index)
+        for _ in range(2):
+            (group,) = consumer.take(1, split="eval", timeout=30.0)
+            group.ack()
+        wait_until(lambda: stats(a).undelivered == 0)
+        assert ended(a) == (4, 0, 0) and ended(a, "train")[:2] == (0, 4)
+        assert stats(t).committed == 4
+
+
+TWICE = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
+
+
+def wanted(producer: shmbus.Producer) -> Request:
+    """Wait until a sample is asked for, and take it."""
+    found = wait_until(producer.requests.retries)
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize("round", [None, 5])
+def test_a_failed_sample_of_an_evaluation_is_asked_for_again_and_then_elsewhere(
+    unlike: dict[str, str], round: int | None
+) -> None:
+    a, b, t = (unlike[each] for each in "abt")
+    with (
+        relay([a, b], [t], policy=TWICE) as made,
+        taking(t) as consumer,
+        shmbus.Producer(a) as one,
+        shmbus.Producer(b) as other,
+    ):
+        put_sample(one, 0, round=round)
+        one.fail("q", 1, "first", group_size=2, round=round, split="eval")
+        asked = wanted(one)
+        assert (asked.instance_id, asked.round, asked.split) == ("q", round, "eval")
+        made.restart(a)
+        made.restart(COORDINATOR)
+        wait_until(lambda: (pure := made.coordinator.pure) and pure.retries.open == 1)
+        one.fail("q", 1, "second", group_size=2, round=round, split="eval")
+        asked = wanted(other)
+        assert (asked.split, asked.index, asked.reason) == ("eval", 1, "second")
+        put_sample(other, 1, round=round)
+        (group,) = take(consumer, 1)
+        assert [t.index for t in group] == [0, 1] and group.round == round
+        group.ack()
+        wait_until(lambda: stats(a).undelivered == stats(b).undelivered == 0)
+        wait_until(lambda: not read_status(a).wanted and not read_status(b).wanted)
+        assert ended(t) == (2, 0, 0) and ended(a) == (1, 2, 0)
+
+
+def test_a_failed_sample_of_a_requested_evaluation_is_made_again_with_its_prompt(
+    unlike: dict[str, str],
+) -> None:
+    a, b, t = (unlike[each] for each in "abt")
+    with (
+        relay([a, b], [t], policy=TWICE),
+        taking(t) as consumer,
+        shmbus.Producer(a) as producer,
+    ):
+        consumer.request("e", group_size=1, split="eval", prompt=PROMPT)
+        request = next_request(producer)
+        for attempt in (1, 2):
+            assert producer.requests.fail(request, "out of memory")
+            request = next_request(producer)
+            assert (request.split, request.attempt) == ("eval", attempt)
+            assert request["prompt"].tolist() == PROMPT.tolist()
+        assert producer.requests.answer(request, tokens=PROMPT)
+        take(consumer, 1)[0].ack()
+
+
+CLAIM = """
+import sys, time
+import shmbus
+producer = shmbus.Producer(sys.argv[1])
+while not producer.requests.retries():
+    time.sleep(0.01)
+print("has it", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_worker_that_dies_with_a_sample_of_an_evaluation_has_failed_it(
+    unlike: dict[str, str], spawn: Spawner
+) -> None:
+    a, t = unlike["a"], unlike["t"]
+    with (
+        relay([a], [t], policy=TWICE),
+        taking(t) as consumer,
+        shmbus.Producer(a) as producer,
+    ):
+        put_sample(producer, 0)
+        child = spawn.script(CLAIM, a)
+        producer.fail("q", 1, "first", group_size=2, split="eval")
+        wait_until(lambda: "has it" in child.output())
+        child.kill()
+        asked = wanted(producer)
+        assert asked.attempt == 2 and "died while it had it" in asked.reason
+        put_sample(producer, 1)
+        take(consumer, 1)[0].ack()
+
+
+def test_an_evaluation_goes_without_samples_that_never_came(unlike: dict[str, str]) -> None:
+    a, t = unlike["a"], unlike["t"]
+    policy = StashPolicy(group_timeout_s=0.3, on_timeout="partial")
+    with (
+        relay([a], [t], policy=policy),
+        taking(t, on_failure="partial") as consumer,
+        shmbus.Producer(a) as producer,
+    ):
+        put_sample(producer, 1, size=4)
+        put_sample(producer, 2, size=4)
+        (group,) = take(consumer, 1)
+        assert [t.index for t in group] == [1, 2] and group[0].split == "eval"
+        group.ack()
+        wait_until(lambda: ended(a) == (2, 0, 0))
+        wait_until(lambda: ended(t) == (2, 2, 0))
+
+
+def test_a_cancelled_evaluation_is_cancelled_on_every_node_and_training_is_not(
+    unlike: dict[str, str],
+) -> None:
+    a, b, t = (unlike[each] for each in "abt")
+    with (
+        relay([a, b], [t]),
+        taking(t) as consumer,
+        shmbus.Producer(a) as one,
+        shmbus.Producer(b) as other,
+    ):
+        consumer.request("e", group_size=4, need=2, round=1, split="eval", prompt=PROMPT)
+        requests = [next_request(one) for _ in range(3)]
+        for request in requests[:2]:
+            assert one.requests.answer(request, tokens=PROMPT)
+        for producer in (one, other):
+            wait_until(lambda p=producer: p.cancelled("e", round=1, split="eval"))
+            assert not producer.cancelled("e", round=1)
+            assert not producer.cancelled("e", round=1, split="warmup")
+        wait_until(lambda: not one.requests.is_wanted(requests[2]))
+        assert not one.requests.answer(requests[2], tokens=PROMPT)
+        (group,) = take(consumer, 1)
+        assert len(group) == 2
+        group.ack()
+        wait_until(lambda: read_status(a).requests.groups == read_status(t).requests.groups == 0)
+
+
+def test_a_trainer_that_went_back_has_the_same_evaluation_made_again(
+    unlike: dict[str, str],
+) -> None:
+    made: Counter[int] = Counter()
+
+    def make(producer: shmbus.Producer, request: Request) -> None:
+        made[request.index] += producer.requests.answer(request, tokens=PROMPT)
+
+    with (
+        relay([unlike["a"]], [unlike["t"]]),
+        taking(unlike["t"]) as consumer,
+        workers([unlike["a"]], make),
+    ):
+        for _ in range(3):
+            consumer.request("e", group_size=2, round=1, split="eval", prompt=PROMPT)
+            (group,) = take(consumer, 1)
+            assert len(group) == 2
+            group.ack()
+        assert made == {0: 3, 1: 3}
+
+
+def test_a_release_of_several_splits_is_in_the_ledger_of_each(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
+        for index in range(6):
+            put_sample(producer, index, size=6, split=("train", "eval", "test")[index % 3])
+        with RecordReader(bus_name) as reader:
+            origins, _ = reader.poll(10)
+            reader.release(origins[:5])
+            reader.release(origins[5:], "stale")
+            found = {split: ended(bus_name, split)[:2] for split in ("train", "eval", "test")}
+            assert found == {"train": (2, 0), "eval": (2, 0), "test": (1, 1)}
+            assert read_status(bus_name).ledger.balanced
