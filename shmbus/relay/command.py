@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print(show_relay(name, note))
             for each in relay.describe():
-                if "error" in each:
+                if "error" in each and each.get("kind") in ("source", "sink"):
                     print(f"{each['address']}: {printable(each['error'])}")
             if carried is not None or silent:
                 print("\n" + (silent if carried is None else show_weights(carried)))
