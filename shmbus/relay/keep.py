@@ -102,18 +102,19 @@ class Keep:
 
     def _read(self) -> None:
         coming: dict[Origin, int] = {}
-        splits: Labels = ()
+        #: By where the block begins whose splits they are; without them its numbers say nothing.
+        splits: dict[int, Labels] = {}
         for at, kind, body in self._frames():
             if at == 0:
                 self._require_ours(kind, body)
-            elif kind == _BLOCK:
+            elif kind == _BLOCK and at in splits:
                 try:
                     coming.update(dict.fromkeys(_origins_of(body), at))
                 except ValueError as error:
                     raise errors.LayoutMismatchError(f"{self._path}: {error}") from error
-                self._sizes[at] = len(body), splits
+                self._sizes[at] = len(body), splits[at]
             elif kind == _SPLITS:
-                splits = msgspec.msgpack.decode(body, type=Labels)
+                splits[at + _STEP + len(body)] = msgspec.msgpack.decode(body, type=Labels)
             elif kind == _PUT:
                 put = msgspec.msgpack.decode(body, type=_Put)
                 there = coming.keys() & _split(put.origins)

@@ -49,7 +49,7 @@ def test_a_request_that_was_sent_is_known_to_the_next_sink_and_one_that_a_worker
             (False, False), (False, True),
         ]  # fmt: skip
         sent = lane.send(2)
-        assert sent is not None and sent[0].instance_id == "fresh"
+        assert sent is not None and sent[0].group[0] == "fresh"
         # The next sink learns it from the lane.
         rows = TrainerLane(bus._segment).rows()
         assert [(row.sent, row.untouched) for row in rows.values()] == [
