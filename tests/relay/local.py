@@ -185,6 +185,18 @@ def relay(sources: list[str], sinks: list[str], **options: Any) -> Iterator[Loca
         raise AssertionError(f"{address} ended") from error
 
 
+#: A worker that claims a sample which is asked for again, says so, and makes nothing of it.
+CLAIM = """
+import sys, time
+import shmbus
+producer = shmbus.Producer(sys.argv[1])
+while not producer.requests.retries():
+    time.sleep(0.01)
+print("has it", flush=True)
+time.sleep(600)
+"""
+
+
 def put_group(
     names: list[str], group: int, *, size: int = 4, values: int = 100, **more: Any
 ) -> None:

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from conftest import Spawner, wait_until
-from relay.local import COORDINATOR, relay, stats, take
+from relay.local import CLAIM, COORDINATOR, relay, stats, take
 
 import shmbus
 from shmbus import Request
@@ -103,17 +103,6 @@ def test_the_second_attempt_goes_to_another_node(buses: dict[str, str]) -> None:
         assert (asked := wanted(other)).attempt == 2 and asked.reason == "second"
         put(other, 1)
         take(consumer, 1)[0].ack()
-
-
-CLAIM = """
-import sys, time
-import shmbus
-producer = shmbus.Producer(sys.argv[1])
-while not producer.requests.retries():
-    time.sleep(0.01)
-print("has it", flush=True)
-time.sleep(600)
-"""
 
 
 def test_a_worker_that_dies_with_a_sample_in_hand_counts_as_a_failed_attempt(

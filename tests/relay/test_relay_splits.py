@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Spawner, wait_until
-from relay.local import COORDINATOR, put_group, relay, stats, take, workers
+from relay.local import CLAIM, COORDINATOR, put_group, relay, stats, take, workers
 
 import shmbus
 from shmbus import Request
@@ -463,17 +463,6 @@ def test_a_failed_sample_of_a_requested_evaluation_is_made_again_with_its_prompt
             assert request["prompt"].tolist() == PROMPT.tolist()
         assert producer.requests.answer(request, tokens=PROMPT)
         take(consumer, 1)[0].ack()
-
-
-CLAIM = """
-import sys, time
-import shmbus
-producer = shmbus.Producer(sys.argv[1])
-while not producer.requests.retries():
-    time.sleep(0.01)
-print("has it", flush=True)
-time.sleep(600)
-"""
 
 
 def test_a_worker_that_dies_with_a_sample_of_an_evaluation_has_failed_it(
