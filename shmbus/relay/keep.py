@@ -274,6 +274,7 @@ class Keep:
                 os.close(before[0])
             else:
                 os.close(fd)
+                os.unlink(new)  # what it has is what the disk lacks
                 self._fd, self._nbytes, self._places, self._missing, self._sizes = before
 
     def _sync_now_and_then(self) -> None:

@@ -359,6 +359,26 @@ def test_a_disk_that_is_full_stops_nothing_and_is_gone_on_with(
     assert records(buses, tmp_path) == 22
 
 
+def test_a_shorter_file_that_has_no_room_leaves_the_disk_as_it_was(
+    buses: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = kept(buses, tmp_path)
+    monkeypatch.setattr(keep_module, "_SPARE_BYTES", 1)
+    opened = Keep(str(tmp_path), buses["t"], 0.0)
+    opened.end({record.origin for record in [*opened.records(())][4:]})
+    whole = file.read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        opened.round()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert opened.error and file.read_bytes() == whole
+    assert sorted(each.name for each in tmp_path.iterdir()) == [file.name, f"{file.name}.lock"]
+    opened.close()
+    assert records(buses, tmp_path) == 4
+
+
 @pytest.mark.parametrize(
     ("keep", "release", "error"),
     [(7, "acknowledged", TypeError), ("/tmp", "put", ValueError)],
