@@ -29,6 +29,7 @@ import msgspec
 from shmbus import errors
 from shmbus.relay.messages import ORIGIN_BYTES, Labels, MissingSample, Origin
 from shmbus.segment.locked_file import LockedFile
+from shmbus.store.directory import sync
 from shmbus_ext import _core
 
 _log = logging.getLogger("shmbus.relay")
@@ -268,10 +269,16 @@ class Keep:
                 block = (records[0].payload, records[0].splits)
                 self.put([block], [r.origin for r in records], records[0].missing)
                 good = good and not self.error
+            try:
+                if good:
+                    os.fsync(fd)
+                    os.replace(new, self._path)
+            except OSError as error:
+                self._tell(error)
+                good = False
             if good:
-                os.fsync(fd)
-                os.replace(new, self._path)
                 os.close(before[0])
+                sync(self._path.parent)
             else:
                 os.close(fd)
                 os.unlink(new)  # what it has is what the disk lacks
