@@ -130,6 +130,8 @@ GUIDES = (
     "adapters/README.md",
 )
 DECISIONS = "decisions/README.md"
+#: Weight of a section's pages in the search: a title of an example must not outrank the guide.
+SEARCH_BOOST = {"Guides": 2, "Examples": 0.3, "Decisions": 0.3}
 INSIDE = (
     "architecture.md",
     "glossary.md",
@@ -186,8 +188,9 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links between files of the repository to their pages."""
+    """Set the search weight of the page, and lead links between repository files to pages."""
     uri = page.file.src_uri
+    page.meta["search"] = {"boost": SEARCH_BOOST.get(_section_of(uri), 1)}
     source = {site: path for path, site in ELSEWHERE.items()}.get(uri, f"docs/{uri}")
     if source.startswith("docs/examples/") or source.startswith("docs/api/"):
         return markdown
@@ -309,4 +312,6 @@ def _example_page(path: Path) -> str:
     doc = ast.get_docstring(ast.parse(text)) or path.stem
     body = text.split('"""', 2)[2].lstrip("\n")
     title, _, rest = doc.partition("\n")
-    return f'# {title}\n\n{rest.strip()}\n\n```python title="examples/{path.name}"\n{body}```\n'
+    shown = rest.strip("\n")  # keeps the indent of a first line of commands: a code block
+    fence = f'``` {{.python title="examples/{path.name}" data-search-exclude}}'
+    return f"# {title}\n\n{shown}\n\n{fence}\n{body}```\n"

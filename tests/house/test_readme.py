@@ -7,7 +7,10 @@ import re
 import statistics
 from pathlib import Path
 
+import pytest
 from conftest import Spawner
+
+from shmbus.cli import main
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -34,3 +37,23 @@ def test_the_rates_of_what_it_replaces_were_measured_in_the_run_that_is_kept() -
         if values
     }
     assert len(rates) >= 3 and set(rates) <= measured
+
+
+def test_the_first_block_shows_how_to_run_and_how_to_test() -> None:
+    first = re.findall(r"```sh\n(.*?)```", README.read_text(), re.DOTALL)[0]
+    commands = [line.partition("#")[0].strip() for line in first.splitlines()]
+    assert {"make demo", "make test"} <= set(commands)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {command.split()[1] for command in commands if command} <= set(targets)
+
+
+def test_each_command_of_the_readme_exists() -> None:
+    text = README.read_text()
+    named = set(re.findall(r"\bshmbus ([a-z]+) run1", text))
+    listed = re.search(r"# and ([a-z, ]+) \.\.\.", text)
+    assert listed is not None
+    named |= set(listed[1].split(", "))
+    for name in sorted(named):
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0, name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -97,9 +98,34 @@ def test_a_picture_that_is_a_link_leads_to_both_of_its_pages() -> None:
             included = path != "kept-out.md"
             return SimpleNamespace(inclusion=SimpleNamespace(is_included=lambda: included))
 
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"), meta={})
     given = "[![A page](docs/page-readme.png)](docs/page.md#top), [code](setup.py)"
     found = made.on_page_markdown(given, page, None, Files())
     assert found == "[![A page](page-readme.png)](page.md#top), code"
     # What the site leaves out is text, too.
     assert made._site_uri("docs/kept-out.md", Files()) is None
+
+
+BUILT = ROOT / "build" / "site"
+
+
+@pytest.mark.skipif(not BUILT.is_dir(), reason="`make docs` builds the site and runs this")
+def test_commands_and_numbered_steps_stay_blocks_of_their_own() -> None:
+    for page in sorted(BUILT.rglob("*.html")):
+        text = page.read_text()
+        melted = re.findall(r"<p>[^<]*\n\d\. ", text)
+        assert not melted, f"{page}: a numbered step inside a paragraph"
+        if page.parent.name == "examples" and page.stem != "index":
+            code = re.findall(r"<pre>.*?</pre>", text, re.DOTALL)
+            assert len(code) >= 2, f"{page}: the commands are no code block"
+
+
+@pytest.mark.skipif(not BUILT.is_dir(), reason="`make docs` builds the site and runs this")
+def test_the_search_index_holds_no_code_of_examples_and_no_version_numbers_as_words() -> None:
+    index = json.loads((BUILT / "search" / "search_index.json").read_text())
+    separator = re.compile(index["config"]["separator"])
+    examples = [doc for doc in index["docs"] if doc["location"].startswith("examples/")]
+    assert examples and not any("__future__" in doc["text"] for doc in examples)
+    assert all(doc.get("boost") == 0.3 for doc in examples)
+    words = {word for doc in index["docs"] for word in separator.split(doc["text"])}
+    assert not [word for word in words if "==" in word]
