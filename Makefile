@@ -50,7 +50,7 @@ ifndef SIDE_BY_SIDE
 endif
 side_by_side = +@$(MAKE) --no-print-directory --output-sync=target --jobs=$(JOBS) SIDE_BY_SIDE=1
 .PHONY: help demo test test-programs test-peers test-peers-all test-adapters test-engines test-once test-relay test-web check docs
-.PHONY: bench bench-calls
+.PHONY: bench bench-calls storm test-agents
 .PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points week ends versions leaks valgrind
 .PHONY: cross sanitize clean FORCE
 
@@ -159,8 +159,9 @@ check-python: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/house/prose.py
 
-docs: $(VENV)/.docs ## Build the documentation site into build/site; a broken link or reference is an error
+docs: $(VENV)/.docs $(VENV)/.dev ## Build the documentation site into build/site; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/pytest -q -p no:cacheprovider tests/house/test_reference.py
 
