@@ -38,6 +38,7 @@ from shmbus.weights.errors import ManifestError, VersionOrderError
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import patch_share
 from shmbus.weights.probe import choose
+from shmbus.weights.rounding import loses_bits, overflows, require_range, round_stochastically
 from shmbus.weights.source import LocalPiece, WeightSource, require_source
 
 #: Default for `timeout`, in seconds: ranks and readers that need longer for a copy have stopped.
@@ -235,6 +236,7 @@ class WeightPublisher:
             source.params(), aliases=source.aliases(), slices=source.slices(), model=bus
         )
         self._whole = sum(tensor.size for tensor in self.manifest.tensors)
+        self._dtypes: Final = {each.name: each.dtype for each in self.manifest.tensors}
         self.carrier: Final = choose(carrier, device, directory=directory)
         chosen = carrier_class(self.carrier.name)
         if patch_share(patches) and not chosen.takes_patches:
@@ -367,7 +369,7 @@ class WeightPublisher:
                     version=version, skipped=True, copied_bytes=0, copied_s=took, seconds=took
                 )
             try:
-                size = self._copy(sink)
+                size = self._copy(sink, version)
                 copied_s = time.monotonic() - began
                 copied.set()
                 sink.finish()
@@ -384,14 +386,23 @@ class WeightPublisher:
                 changed=sink.changed,
             )
 
-    def _copy(self, sink: VersionSink) -> int:
+    def _copy(self, sink: VersionSink, version: int) -> int:
         written = 0
         lasting: list[LocalPiece] = []
         sizes: dict[str, int] = {}
+        peaks: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for piece in self._source.iter_local(self.rank, self.world_size):
                 if not isinstance(piece, LocalPiece):
                     raise TypeError(f"iter_local: expected LocalPieces, got {type(piece).__name__}")
+                dtype = getattr(torch, self._dtypes.get(piece.name, ""), piece.tensor.dtype)
+                if overflows(piece.tensor, dtype):
+                    peaks[piece.name] = torch.linalg.vector_norm(piece.tensor, torch.inf)
+                if piece.rounding == "stochastic" and loses_bits(piece.tensor, dtype):
+                    tensor = round_stochastically(
+                        piece.tensor, dtype, version, piece.name, piece.start
+                    )
+                    piece = LocalPiece(piece.name, piece.start, tensor)
                 if piece.lasting:
                     lasting.append(piece)
                 else:
@@ -401,6 +412,7 @@ class WeightPublisher:
             if lasting:
                 written += sink.put_lasting(lasting)
             sink.settle()
+        require_range(peaks)
         if self.world_size == 1 and (written != self._whole or sizes):
             self._require_all(written, sizes, {piece.name for piece in lasting})
         return written

@@ -17,9 +17,11 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import torch
 
+from shmbus._arguments import check_choice
 from shmbus.tensors.views import is_sharded
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice
+from shmbus.weights.rounding import ROUNDINGS, Rounding
 from shmbus.weights.source import EvenShares, LocalPiece, dtype_name, local_part
 
 #: What every rank said, in the order of ranks, for what this one says.
@@ -96,6 +98,8 @@ class ShardedSource:
         By default ranks of ``torch.distributed`` gather it, and without that there is one rank.
     slices : mapping of Slice, optional
         Names for parts.
+    rounding : "nearest" | "stochastic"
+        Of casts to a 16-bit dtype, as for `ModuleSource`.
 
     Raises
     ------
@@ -116,12 +120,15 @@ class ShardedSource:
         *,
         exchange: Exchange | None = None,
         slices: Mapping[str, Slice] | None = None,
+        rounding: Rounding = "nearest",
     ) -> None:
+        check_choice("rounding", rounding, ROUNDINGS)
         if not callable(shards):
             raise TypeError(
                 f"shards: expected a function that returns them, got {type(shards).__name__}"
             )
         self._shards = shards
+        self._rounding: Final = rounding
         self._slices: Final = dict(slices or {})
         mine = [_box_of(shard) for shard in shards()]
         said = (exchange or _gather)(msgspec.msgpack.encode(mine))
@@ -184,7 +191,9 @@ class ShardedSource:
         lazy = tensor.is_conj() or tensor.is_neg()
         known = self._pieces.get(box)
         if known is None or known[0] != look or lazy:
-            piece = LocalPiece(shard.name, shard.start, tensor, lasting=not lazy)
+            piece = LocalPiece(
+                shard.name, shard.start, tensor, lasting=not lazy, rounding=self._rounding
+            )
             known = self._pieces[box] = look, piece
         return known[1]
 

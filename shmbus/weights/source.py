@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import torch
 
-from shmbus._arguments import check_flag
+from shmbus._arguments import check_choice, check_flag
 from shmbus.errors import WeightsError
 from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.tensors.views import has_memory, is_sharded
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice, TensorPlace, require_slices
+from shmbus.weights.rounding import ROUNDINGS, Rounding
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -36,6 +37,8 @@ class LocalPiece:
         The part, of any dtype and strides; it is cast while it is copied.
     lasting : bool
         Whether the source gives this object again, so that what was found out about it is kept.
+    rounding : "nearest" | "stochastic"
+        Of a cast from float32 or float64 to a 16-bit dtype.
 
     Raises
     ------
@@ -43,10 +46,16 @@ class LocalPiece:
         It is no tensor, or the start is no tuple of ints.
     """
 
-    __slots__ = ("lasting", "name", "start", "tensor")
+    __slots__ = ("lasting", "name", "rounding", "start", "tensor")
 
     def __init__(
-        self, name: str, start: tuple[int, ...], tensor: torch.Tensor, *, lasting: bool = False
+        self,
+        name: str,
+        start: tuple[int, ...],
+        tensor: torch.Tensor,
+        *,
+        lasting: bool = False,
+        rounding: Rounding = "nearest",
     ) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name!r}: expected a torch.Tensor, got {type(tensor).__name__}")
@@ -56,6 +65,7 @@ class LocalPiece:
         self.start = start
         self.tensor = tensor
         self.lasting = lasting
+        self.rounding = rounding
 
 
 @runtime_checkable
@@ -155,6 +165,9 @@ class ModuleSource:
     dtype : torch.dtype, optional
         What floating-point tensors are published as, such as torch.bfloat16 for float32 masters;
         their own by default.
+    rounding : "nearest" | "stochastic"
+        Of casts to a 16-bit dtype. "stochastic" lets updates smaller than half a step of the
+        bfloat16 grid reach an engine in the mean; the version number seeds the random bits.
     rename : callable, optional
         From the module's names to those of the checkpoint.
     slices : mapping of Slice, optional
@@ -175,6 +188,7 @@ class ModuleSource:
         model: torch.nn.Module,
         *,
         dtype: torch.dtype | None = None,
+        rounding: Rounding = "nearest",
         rename: Callable[[str], str] | None = None,
         slices: Mapping[str, Slice] | None = None,
         buffers: bool = True,
@@ -186,9 +200,11 @@ class ModuleSource:
             if function is not None and not callable(function):
                 raise TypeError(f"{name}: expected a function, got {type(function).__name__}")
         check_flag("buffers", buffers)
+        check_choice("rounding", rounding, ROUNDINGS)
         require_slices(slices)
         self._model = model
         self._dtype = _checked_dtype(dtype)
+        self._rounding: Final = rounding
         self._rename = rename
         self._slices: Final = dict(slices or {})
         self._buffers = buffers
@@ -281,11 +297,12 @@ class ModuleSource:
             if is_sharded(detached):
                 start, local, first = local_part(name, detached)
                 if first:
-                    yield LocalPiece(name, start, local)
+                    yield LocalPiece(name, start, local, rounding=self._rounding)
                 continue
             # Alike on all ranks, so all of them come to the same division.
             if shares.next(detached.numel() * detached.element_size()) == rank:
-                yield LocalPiece(name, (0,) * detached.dim(), detached)
+                start = (0,) * detached.dim()
+                yield LocalPiece(name, start, detached, rounding=self._rounding)
 
 
 def target_of_piece(
