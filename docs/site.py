@@ -52,6 +52,7 @@ REFERENCE = {
             "trainer_adapter.advantages",
             "trainer_adapter.logprobs",
             "trainer_adapter.losses",
+            "trainer_adapter.mismatch",
             "trainer_adapter.corrections",
             "trainer_adapter.scored_group",
         ],

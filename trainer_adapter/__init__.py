@@ -18,15 +18,18 @@ if TYPE_CHECKING:
     from trainer_adapter.batches.batch import Batch
     from trainer_adapter.batches.pack import ExtraField, FieldNames, pack
     from trainer_adapter.handler.handler import OnlineDataHandler
+    from trainer_adapter.mismatch import LogprobMismatch, logprob_mismatch
     from trainer_adapter.scored_group import ScoredGroup
 
 __all__ = [
     "Batch",
     "ExtraField",
     "FieldNames",
+    "LogprobMismatch",
     "OnlineDataHandler",
     "ScoredGroup",
     "group_advantages",
+    "logprob_mismatch",
     "pack",
     "varlen_attention",
 ]
@@ -35,9 +38,11 @@ _HOMES = {
     "Batch": "batches.batch",
     "ExtraField": "batches.pack",
     "FieldNames": "batches.pack",
+    "LogprobMismatch": "mismatch",
     "OnlineDataHandler": "handler.handler",
     "ScoredGroup": "scored_group",
     "group_advantages": "advantages",
+    "logprob_mismatch": "mismatch",
     "pack": "batches.pack",
     "varlen_attention": "attention",
 }

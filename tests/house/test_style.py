@@ -87,9 +87,11 @@ TRAINER_ADAPTER_ALL = [
     "Batch",
     "ExtraField",
     "FieldNames",
+    "LogprobMismatch",
     "OnlineDataHandler",
     "ScoredGroup",
     "group_advantages",
+    "logprob_mismatch",
     "pack",
     "varlen_attention",
 ]
