@@ -138,7 +138,7 @@ $(STACKS)/trl/.made: tests/peers/trl/requirements.txt pyproject.toml $(C_SOURCES
 
 # SkyRL's generators need Python 3.12; its target is left out where there is none (PYTHON312).
 PYTHON312 ?= python3.12
-PEERS := openenv peft torchtitan transfer_queue verifiers verl $(if $(shell $(PYTHON312) --version 2>/dev/null),skyrl)
+PEERS := openenv peft torchtitan verifiers verl $(if $(shell $(PYTHON312) --version 2>/dev/null),skyrl)
 test-peers-all: $(PEERS:%=test-peer-%) test-peers ## Test the adapters of other trainers and environments (11 GB, minutes; NEWEST=1)
 
 test-peer-%: $(STACKS)/%/.made

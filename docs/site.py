@@ -98,7 +98,6 @@ REFERENCE = {
             "trainer_adapter.adapters.openenv",
             "trainer_adapter.adapters.skyrl",
             "trainer_adapter.adapters.torchtitan",
-            "trainer_adapter.adapters.transfer_queue",
             "trainer_adapter.adapters.verifiers",
         ],
     ),

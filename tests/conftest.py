@@ -84,7 +84,6 @@ collect_ignore = [
         "peers/sglang": ("sglang",),
         "peers/skyrl": ("skyrl",),
         "peers/torchtitan": ("torchtitan",),
-        "peers/transfer_queue": ("transfer_queue",),
         "peers/trl": ("trl",),
         "peers/openenv": ("openenv",),
         "peers/peft": ("peft",),
