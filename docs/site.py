@@ -92,13 +92,11 @@ REFERENCE = {
     ),
     "trl": ("TRL", "Rollouts and weights of TRL's trainers.", ["trainer_adapter.adapters.trl"]),
     "stacks": (
-        "Other trainers and environments",
-        "SkyRL, torchtitan, verifiers and OpenEnv on a bus.",
+        "Other trainers",
+        "SkyRL and torchtitan on a bus.",
         [
-            "trainer_adapter.adapters.openenv",
             "trainer_adapter.adapters.skyrl",
             "trainer_adapter.adapters.torchtitan",
-            "trainer_adapter.adapters.verifiers",
         ],
     ),
     "engines": (

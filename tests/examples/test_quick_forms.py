@@ -21,8 +21,7 @@ ADAPTERS = {"prime_rl_transport.py", "slime_rollouts.py", "torchtitan_fork.py"}
 OWN_TEST = {"draft_head.py", "weights_in_flight.py"}
 #: What needs a stack in an environment of its own (tests/peers), and is not run here.
 ELSEWHERE = {
-    "demo_on_two_nodes.py", "eagle_head.py", "openenv_episodes.py", "trl_async.py", "trl_sync.py",
-    "vllm_grpo.py",
+    "demo_on_two_nodes.py", "eagle_head.py", "trl_async.py", "trl_sync.py", "vllm_grpo.py",
 }  # fmt: skip
 # Processes that share the machine with whatever else runs there.
 DEADLINE_S = 200

@@ -20,14 +20,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from answering import answering
 from conftest import SHM_DIR, Spawner, wait_until
 
 import shmbus
 from shmbus.channel import unlink_channel
 from trainer_adapter.adapters.atropos import AtroposTrainer, ShmbusEnv
-from trainer_adapter.adapters.openenv import EpisodeRecord, put_episode
 from trainer_adapter.adapters.skyrl import GenerateByBus
 from trainer_adapter.adapters.torchtitan import ShmbusBatches
 from trainer_adapter.adapters.trl import ShmbusRollouts
@@ -234,54 +232,6 @@ def test_a_call_of_trl_that_ends_by_an_error_holds_no_other_group(bus: shmbus.Bu
 
 
 # -- odd values ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("prompt", "output", "logprobs", "error"),
-    [
-        ([1.5], [2], [-1.0], (TypeError, "turn 0, prompt_ids: expected token ids.*got float64")),
-        ([1], [2**40], [-1.0], (ValueError, "turn 0, output_ids: .*32 bits, got one beyond")),
-        ([1], np.array([2**40]), [-1.0], (ValueError, "output_ids: .*got one beyond")),
-        ([1], [2**70], [-1.0], (ValueError, "output_ids: .*got one beyond 64 bits")),
-        ("ab", [2], [-1.0], (TypeError, "prompt_ids: .*got <U1")),
-        ([[1]], [2], [-1.0], (TypeError, r"prompt_ids: .*the shape \(1, 1\)")),
-        (None, [2], [-1.0], (TypeError, "prompt_ids: .*got NoneType")),
-        ([1], [2], None, (TypeError, "turn 0: expected logprobs.*got NoneType")),
-        ([1], [2], [-1e300], (ValueError, "turn 0: expected finite logprobs")),
-    ],
-)
-def test_a_turn_that_would_become_other_numbers_is_refused(
-    prompt: Any, output: Any, logprobs: Any, error: tuple[type[Exception], str]
-) -> None:
-    record = EpisodeRecord()
-    with pytest.raises(error[0], match=error[1]):
-        record.turn(prompt, output, logprobs)
-    assert record.rows() == []
-
-
-def test_a_turn_takes_lists_arrays_and_tensors_of_every_kind() -> None:
-    record = EpisodeRecord()
-    record.turn([1], np.array([2], ">i8"), [np.float16(-0.5)])
-    record.turn(
-        torch.tensor([1, 2, 3]), [torch.tensor(4)], torch.tensor([-0.25], dtype=torch.bfloat16)
-    )
-    [row] = record.rows()
-    assert row["tokens"].tolist() == [1, 2, 3, 4]
-    assert row["logprobs"].tolist() == [0.0, -0.5, 0.0, -0.25]
-
-
-def test_what_is_no_episode_is_named(bus: shmbus.Bus) -> None:
-    record = EpisodeRecord()
-    for reward in ("x", {"a": 1}, 10**400):
-        with pytest.raises(TypeError, match="expected a number or None as reward"):
-            record.result(SimpleNamespace(reward=reward, done=True))
-    with shmbus.Producer(bus.name) as producer:
-        with pytest.raises(TypeError, match="record: expected an EpisodeRecord, got dict"):
-            put_episode(producer, {}, "q", group_size=1, index=0)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"request: expected what requests\.next gave, got str"):
-            put_episode(producer, record, request="q")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="meta: expected a dict or None, got list"):
-            put_episode(producer, record, "q", group_size=1, index=0, meta=[1])  # type: ignore[arg-type]
 
 
 class Env(ShmbusEnv):

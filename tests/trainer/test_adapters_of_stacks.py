@@ -15,10 +15,8 @@ from conftest import wait_until
 import shmbus
 from trainer_adapter.adapters.optional_imports import Stack
 from trainer_adapter.adapters.prompt_response import part_row
-from trainer_adapter.adapters.sample_slot import place_of
 from trainer_adapter.adapters.skyrl import make_generator
 from trainer_adapter.adapters.split_consumer import SplitConsumer
-from trainer_adapter.adapters.verifiers import put_episode
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verl") is not None, reason="verl is installed here")
@@ -29,8 +27,6 @@ def test_without_its_stack_an_adapter_says_what_it_needs() -> None:
         make_generator("none")
     with pytest.raises(ImportError, match=r"needs kv_put of transfer_queue.*no verl \(tested"):
         importlib.import_module("trainer_adapter.adapters.verl.manager")
-    with pytest.raises(TypeError, match=r"expected an episode of verifiers\.v1, got SimpleNames"):
-        put_episode(None, SimpleNamespace())  # type: ignore[arg-type]
 
 
 def test_a_stack_of_another_version_is_refused_by_the_names_that_it_lacks(
@@ -86,23 +82,6 @@ def test_a_row_that_lacks_something_is_named(changes: dict[str, Any], words: str
     t: Any = SimpleNamespace(instance_id="q", index=2, keys=tuple)
     with pytest.raises(ValueError, match=f"group 'q', sample 2, field {words}|{words}"):
         part_row(t, row(**changes), logprobs=True)
-
-
-def test_a_sample_has_one_place(bus: shmbus.Bus) -> None:
-    with shmbus.Feeder(bus.name) as feeder, shmbus.Producer(bus.name) as producer:
-        feeder.request("q", group_size=2, round=4, split="eval", prompt=np.arange(2))
-        request = producer.requests.next(timeout=5.0)
-        place = place_of(request, None, None, None, None, None)
-        assert (place.instance_id, place.round, place.split) == ("q", 4, "eval")
-        with pytest.raises(TypeError, match="round is the request's; leave it out"):
-            place_of(request, None, None, None, 4, None)
-        with pytest.raises(TypeError, match="expected a request, or index beside the others"):
-            place_of(None, "q", 2, None, None, None)
-    plain = place_of(None, "q", 2, 0, None, None)
-    with shmbus.Producer(bus.name) as producer:
-        assert plain.put(producer, {"score": 1.0, "tokens": [1]}, None)
-        place_of(None, "q", 2, 1, None, None).fail(producer, "no sandbox", None)
-        assert producer.stats().committed == 2
 
 
 @pytest.mark.parametrize("served", [False, True])

@@ -8,17 +8,15 @@ import sys
 from typing import Any
 
 STACKS = (
-    "aiohttp", "atroposlib", "openenv", "prime_rl", "skyrl", "slime", "torch", "torchtitan",
-    "transformers", "trl", "verifiers", "verl",
+    "aiohttp", "atroposlib", "prime_rl", "skyrl", "slime", "torch", "torchtitan", "transformers",
+    "trl", "verl",
 )  # fmt: skip
 #: What is imported in turn, and what nothing so far may have loaded.
 IN_TURN: list[tuple[str, tuple[str, ...]]] = [
     ("import trainer_adapter", ("numpy", "shmbus", *STACKS)),
     *(
         (f"import trainer_adapter.adapters.{stack}", STACKS)
-        for stack in (
-            "atropos", "openenv", "skyrl", "torchtitan", "trl", "verifiers", "verl",
-        )
+        for stack in ("atropos", "skyrl", "torchtitan", "trl", "verl")
     ),
     ("from trainer_adapter.demo import sampler, task, worker", STACKS),
 ]  # fmt: skip

@@ -42,43 +42,6 @@ def shared_name(t: shmbus.Trajectory) -> str | None:
     return next((name for name in t.keys() if name.startswith(SHARED_PREFIX)), None)  # noqa: SIM118
 
 
-def _numbers(where: str, values: Any, expected: str, kinds: str) -> NDArray[Any]:
-    """Return a flat sequence of numbers as an array of numpy's choice."""
-    try:
-        # A tensor, also of bfloat16 or on a device, gives numbers so.
-        plain = values.tolist() if hasattr(values, "tolist") else list(values)
-        array = np.array([each.item() if hasattr(each, "item") else each for each in plain])
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise TypeError(f"{where}: expected {expected}, got {type(values).__name__}") from error
-    if array.ndim != 1:
-        raise TypeError(f"{where}: expected {expected}, got the shape {array.shape}")
-    if array.dtype.kind == "O" and all(isinstance(each, int) for each in array):
-        raise ValueError(f"{where}: expected {expected}, got one beyond 64 bits")
-    if array.size and array.dtype.kind not in kinds:
-        raise TypeError(f"{where}: expected {expected}, got {array.dtype}")
-    return array
-
-
-def int32s(where: str, values: Any) -> NDArray[np.int32]:
-    """Return token ids as they travel."""
-    expected = "token ids, a flat sequence of ints"
-    array = _numbers(where, values, expected, "biu")
-    found = array.astype(np.int32)
-    if not np.array_equal(found, array):
-        raise ValueError(f"{where}: expected {expected} of 32 bits, got one beyond")
-    return found
-
-
-def float32s(where: str, values: Any) -> NDArray[np.float32]:
-    """Return logprobs as they travel."""
-    array = _numbers(where, values, "logprobs, a flat sequence of floats", "biuf")
-    with np.errstate(over="ignore"):  # what does not fit is found below
-        found = array.astype(np.float32)
-    if not np.isfinite(found).all():
-        raise ValueError(f"{where}: expected finite logprobs, got others; look at the sampler")
-    return found
-
-
 class Parted(NamedTuple):
     """A row of p prompt tokens and n response tokens."""
 
