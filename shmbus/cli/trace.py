@@ -1,4 +1,4 @@
-"""``shmbus trace``: the life of groups, waits and weights of a bus, for Perfetto or OpenTelemetry.
+"""``shmbus trace``: the life of groups, waits and weights of a bus, for Perfetto.
 
 Invariants:
 
@@ -14,24 +14,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from types import FrameType
-from typing import TYPE_CHECKING, Final, TextIO
+from typing import Final, TextIO
 
 import msgspec
 
 from shmbus import errors, limits
 from shmbus._format import printable, several, show_duration
-from shmbus.cli._options import Commands, add_command, require_extra, seconds
+from shmbus.cli._options import Commands, add_command, seconds
 from shmbus.inspect.groups import read_groups
 from shmbus.inspect.history import read_events
 from shmbus.inspect.status import read_status
 from shmbus.inspect.trace_events import TraceEvent, TraceEvents
 from shmbus.pool.status import read_pools
-
-if TYPE_CHECKING:
-    from shmbus.inspect.spans import Spans
 
 #: Seconds between two looks at the history, and at all else. A daemon remembers 8,192 events of
 #: groups: two looks see all that happens up to 30,000 a second.
@@ -47,21 +44,18 @@ def add_parser(commands: Commands) -> None:
         commands,
         "trace",
         run,
-        help="write the life of groups, waits and weights for Perfetto, or as OpenTelemetry spans",
+        help="write the life of groups, waits and weights for Perfetto",
         description="Writes what the daemon remembers, and what happens until Ctrl-C, SIGTERM or "
         "--seconds, as Chrome's trace events: open the file in https://ui.perfetto.dev. Each "
         "producer, trainer and reader of weights is a process there; a group is a slice from its "
         "first sample to its lease, then one at its trainer. Samples are shown of the time of the "
-        "trace alone. --otel sends the same as spans, by the exporter that OTEL_TRACES_EXPORTER "
-        "names (OTLP over HTTP), and the other variables of OpenTelemetry's SDK.",
+        "trace alone.",
         examples=[
             "shmbus trace run1 -o run.json --seconds 60",
             "shmbus trace run1 -o run.json --seconds 0",
-            "OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 shmbus trace run1 --otel",
         ],
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="the file to write")
-    parser.add_argument("--otel", action="store_true", help="send spans (extra otel)")
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
     parser.add_argument(
         "--seconds", type=seconds(0), help="how long (default: until Ctrl-C); 0: what was before"
     )
@@ -89,9 +83,9 @@ class _File:
 class _Trace:
     """Reads one bus again and again."""
 
-    def __init__(self, name: str, sinks: list[Callable[[list[TraceEvent]], None]]) -> None:
+    def __init__(self, name: str, file: _File) -> None:
         self._name = name
-        self._sinks = sinks
+        self._file = file
         self._events = TraceEvents(printable(name))
         self._after = 0
         self._daemon_pid = 0
@@ -115,7 +109,7 @@ class _Trace:
             self._after = found.newest
             if self._events.has_strangers(found.events):
                 self._look_at_state(now_s)
-            self._add(self._events.history(found.events, missed))
+            self._file.add(self._events.history(found.events, missed))
             if len(found.events) < limits.MAX_EVENTS_SHOWN:
                 return
 
@@ -126,17 +120,13 @@ class _Trace:
             if self._daemon_pid:
                 self._after = 0  # another daemon, which counts from the start
             self._daemon_pid = pid
-        self._add(self._events.status(status, now_s))
+        self._file.add(self._events.status(status, now_s))
         self._events.groups(read_groups(self._name, _GROUPS, walk_records=0), now_s)
-        self._add(self._events.weights(read_pools(self._name), now_s))
-
-    def _add(self, events: list[TraceEvent]) -> None:
-        for sink in self._sinks:
-            sink(events)
+        self._file.add(self._events.weights(read_pools(self._name), now_s))
 
     def end(self) -> None:
         """Write what is open."""
-        self._add(self._events.end(time.time()))
+        self._file.add(self._events.end(time.time()))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -147,9 +137,6 @@ def run(arguments: argparse.Namespace) -> int:
         stopped.set()
 
     name, began_s = arguments.name, time.monotonic()
-    if arguments.output is None and not arguments.otel:
-        raise RuntimeError("expected -o FILE or --otel, got neither; say where the trace goes")
-    spans = _spans(name) if arguments.otel else None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     found = read_events(name, limit=1)  # before there is a file
@@ -160,15 +147,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"tracing bus {printable(name)}; Ctrl-C ends it", file=sys.stderr)
     end = ""
     with ExitStack() as stack:
-        sinks: list[Callable[[list[TraceEvent]], None]] = []
-        if arguments.output is not None:
-            file = _File(stack.enter_context(open(arguments.output, "w", encoding="utf-8")))
-            stack.callback(file.end)
-            sinks.append(file.add)
-        if spans is not None:
-            stack.callback(spans.end)
-            sinks.append(spans.add)
-        trace = _Trace(name, sinks)
+        file = _File(stack.enter_context(open(arguments.output, "w", encoding="utf-8")))
+        stack.callback(file.end)
+        trace = _Trace(name, file)
         try:
             while True:
                 trace.look()
@@ -182,23 +163,10 @@ def run(arguments: argparse.Namespace) -> int:
         trace.end()
     end = end or (f"its end is missing: {trace.problem}" if trace.problem else "")
     lasted = show_duration(time.monotonic() - began_s)
-    if arguments.output is not None:
-        print(
-            f"{several(file.written, 'event')} of {lasted} in {printable(arguments.output)}: open "
-            "it in https://ui.perfetto.dev"
-        )
-    if spans is not None:
-        print(f"{several(spans.exported, 'span')} of {lasted} exported")
-        if spans.refused:
-            end += f"{'; ' if end else ''}{several(spans.refused, 'span')} refused by the exporter"
+    print(
+        f"{several(file.written, 'event')} of {lasted} in {printable(arguments.output)}: open "
+        "it in https://ui.perfetto.dev"
+    )
     if end:
         print(f"shmbus trace: {end}", file=sys.stderr)
-    return 1 if spans is not None and spans.refused else 0
-
-
-def _spans(name: str) -> Spans:
-    """Make what exports spans, by the variables of OpenTelemetry's SDK."""
-    require_extra("otel", "opentelemetry", option="--otel")
-    from shmbus.inspect.spans import Spans, configured_exporter
-
-    return Spans(printable(name), configured_exporter())
+    return 0
