@@ -31,10 +31,8 @@ from shmbus._arguments import (
     check_choice,
     check_count,
     check_flag,
-    check_instance_id,
     check_int,
     check_label,
-    check_round,
     check_split,
     check_timeout,
     names_options,
@@ -605,73 +603,6 @@ class Producer(_core.Writer, ClosedByAnyWith):
         segment.require_name()
         return _core.next_round(segment)
 
-    def begin_sample(
-        self,
-        instance_id: str | int,
-        index: int,
-        *,
-        round: int | None = None,
-        split: str | None = None,
-    ) -> bool:
-        """Say that this producer samples it now, so that others can tell who is missing.
-
-        `shmbus inspect --groups` and the page name the producer then, from the group's first sample
-        on. The note ends by itself when the sample is put or reported as failed, and when this
-        producer closes or dies. A sample that `requests.next` gave needs none.
-
-        Parameters
-        ----------
-        instance_id, index, round, split : object
-            The sample, as for `put`.
-
-        Returns
-        -------
-        bool
-            False where too many samples are noted already (4,096 on a bus): nothing else depends on
-            it.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As for `put`.
-        BusClosedError
-            This Producer is closed, or was made before a fork.
-
-        Notes
-        -----
-        A compare-and-swap in shared memory: it waits for nobody.
-        """
-        return self._begin(*_sample(instance_id, index, round, split))
-
-    def abandon_sample(
-        self,
-        instance_id: str | int,
-        index: int,
-        *,
-        round: int | None = None,
-        split: str | None = None,
-    ) -> bool:
-        """Take back what `begin_sample` said: the sample is not made here any more.
-
-        Where the group still needs it, `fail` is what asks for it again.
-
-        Parameters
-        ----------
-        instance_id, index, round, split : object
-            As for `begin_sample`.
-
-        Returns
-        -------
-        bool
-            Whether it was noted as begun here.
-
-        Raises
-        ------
-        TypeError, ValueError, BusClosedError
-            As for `begin_sample`.
-        """
-        return self._leave_begun(*_sample(instance_id, index, round, split))
-
     @property
     def groups_dropped(self) -> int:
         """Groups for training that were dropped whole, for any reason, since the bus was created.
@@ -967,12 +898,3 @@ class Producer(_core.Writer, ClosedByAnyWith):
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"producer_id={self.producer_id}"
         return f"<Producer {self.name!r} {state}>"
-
-
-def _sample(
-    instance_id: object, index: object, round: object, split: object
-) -> tuple[str, int | None, str | None, int]:
-    """Check the arguments that name a sample."""
-    key = check_instance_id(instance_id)
-    number = check_int("index", index, 0, _core.MAX_GROUP_SIZE - 1)
-    return key, check_round(round), None if split is None else check_split(split), number

@@ -607,7 +607,6 @@ class DeclaredSchema:
 # -- admission, requests, and what is noted of work
 
 LEAD_ROWS: int
-BEGUN_ROWS: int
 WAIT_ROW_BYTES: int
 WAITS: tuple[str, ...]
 REQUEST_LEVELS: int
@@ -615,7 +614,6 @@ REQUEST_UNIT: int
 REQUEST_MIN_BYTES: int
 REQUEST_MAX_BYTES: int
 
-def begun_key(id: str, round: int | None, split: int, /) -> int: ...
 def note_waited(segment: Segment, seconds: float, /) -> None: ...
 def lead_state(segment: Segment, /) -> tuple[int, int, int, int, int]: ...
 def lead_leave(segment: Segment, id: str, round: int | None, split: int, /) -> bool: ...

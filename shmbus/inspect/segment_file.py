@@ -43,8 +43,6 @@ _SPLIT: Final = STRUCTS["split_entry"]
 _ANCESTOR: Final = np.dtype([("identity", "V16"), ("producers", "<u8")])
 _SPLITS_BYTES: Final = _core.MAX_SPLITS * _SPLIT.itemsize
 _CANCELLED_BYTES: Final = 8 * _core.CANCELLED_GROUPS
-_BEGUN: Final = STRUCTS["begun_row"]
-_BEGUN_BYTES: Final = _core.BEGUN_ROWS * _BEGUN.itemsize
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run that are read at a time, so that a large bus is never in memory as a whole.
 _ROWS: Final = 1024
@@ -232,25 +230,19 @@ class SegmentFile(ClosedByWith):
 
     def figures(self) -> tuple[list[list[int]], list[float], int]:
         """Read the histograms of what was delivered, their sums, and the useless groups."""
-        raw = np.frombuffer(self._read(_FIGURES_BYTES, self._begun_at() - _FIGURES_BYTES), "<u8")
+        raw = np.frombuffer(self._read(_FIGURES_BYTES, self._waits_at() - _FIGURES_BYTES), "<u8")
         words, count = _core.FIGURE_WORDS, len(_core.FIGURE_BOUNDS)
         entries = raw[: words * count].reshape(count, words)
         sums = np.ascontiguousarray(entries[:, -1]).view("<f8")
         return entries[:, :-1].tolist(), sums.tolist(), int(raw[words * count])
 
-    def _begun_at(self) -> int:
+    def _waits_at(self) -> int:
         end = _tables_bytes(self.max_producers, self.extent_count)
-        return end - _waits_bytes(self.max_producers) - _BEGUN_BYTES
-
-    def begun(self) -> NDArray[Any]:
-        """Read the samples that are begun; rows that are being written are left out."""
-        rows = np.frombuffer(self._read(_BEGUN_BYTES, self._begun_at()), _BEGUN)
-        written: NDArray[Any] = rows[(rows["owner"] & np.uint64(1)) == 1]
-        return written
+        return end - _waits_bytes(self.max_producers)
 
     def waits(self) -> NDArray[np.uint64]:
         """Read nanoseconds of waiting: [slots, kinds]; the last slot is the collector's."""
-        raw = self._read(_waits_bytes(self.max_producers), self._begun_at() + _BEGUN_BYTES)
+        raw = self._read(_waits_bytes(self.max_producers), self._waits_at())
         words = np.frombuffer(raw, "<u8").reshape(self.max_producers + 1, -1)
         return words[:, : len(_core.WAITS)]
 
@@ -405,7 +397,7 @@ def _retries_at(max_producers: int, extent_count: int) -> int:
 def _tables_bytes(max_producers: int, extent_count: int) -> int:
     before = _retries_at(max_producers, extent_count)
     before += _RETRY_BYTES + _SPLITS_BYTES + _CANCELLED_BYTES
-    before += _DECLARED_BYTES + _FIGURES_BYTES + _BEGUN_BYTES
+    before += _DECLARED_BYTES + _FIGURES_BYTES
     return before + _waits_bytes(max_producers)
 
 

@@ -1,15 +1,15 @@
 """The tables of a segment's file, each as a struct of `shmbus.inspect.types`, for operators.
 
-The retry table, the request lane and the bound on groups, samples that are begun, seconds that were
-waited, counted deliveries, the relay's journal, the declared schema.
+The retry table, the request lane and the bound on groups, samples in hand, seconds of waiting,
+counted deliveries, the relay's journal, the declared schema.
 
 Invariants:
 
 - A row of the retry table counts only if its checksum holds. All else may change while it is read:
   it is counted as it was or as it is, and is only shown.
 - Every index that a row gives is bounded by the geometry, from which the sizes follow.
-- A sample counts as begun where its producer says so: by `Producer.begin_sample`, or by having its
-  request in hand. One that is there, failed or asked for again is that, whatever else is said.
+- A sample counts as begun while a producer holds its request. A state that the sample's record
+  gives (there, failed, asked for again) wins.
 - A damaged schema is a text and no exception: whoever reads the bus goes on without it.
 """
 
@@ -295,46 +295,19 @@ _SECOND: Final = 1e9
 
 
 def with_begun(file: SegmentFile, groups: Sequence[GroupCells]) -> list[GroupCells]:
-    """Add who has begun the missing samples of groups."""
-    begun = _noted(file, groups)
-    for at, cells in enumerate(read_claims(file, groups)):
-        begun[at] = {**{index: (producer, None) for index, producer in cells}, **begun[at]}
-    return [_joined(group, found) for group, found in zip(groups, begun, strict=True)]
+    """Add the samples whose requests are in hand to their groups."""
+    claims = read_claims(file, groups)
+    return [_joined(group, dict(found)) for group, found in zip(groups, claims, strict=True)]
 
 
-#: By index: who has begun it, and seconds since, where that is known.
-_Begun = dict[int, tuple[int, "float | None"]]
-
-
-def _noted(file: SegmentFile, groups: Sequence[GroupCells]) -> list[_Begun]:
-    """Read what producers noted by `begin`."""
-    found: list[_Begun] = [{} for _ in groups]
-    if not groups:
-        return found
-    rows = file.begun().tolist()
-    if not rows:
-        return found
-    labels = {file.split_label(number): number for number in range(_core.MAX_SPLITS)}
-    at_key = {
-        _core.begun_key(group.instance_id, group.round, labels.get(group.split, 0)): at
-        for at, group in enumerate(groups)
-    }
-    now_ns = _core.monotonic_ns()
-    for owner, key, begun_ns, index in rows:
-        at = at_key.get(key)
-        if at is not None:
-            found[at][index] = owner >> 1, max(0.0, (now_ns - begun_ns) / _SECOND)
-    return found
-
-
-def _joined(group: GroupCells, begun: _Begun) -> GroupCells:
+def _joined(group: GroupCells, begun: dict[int, int]) -> GroupCells:
     # Of a group that is not shown whole, a sample without a cell may be there.
     if not begun or group.cells_omitted:
         return group
     known = {cell.index for cell in group.cells}
     more = [
-        SampleCell(index=index, state="begun", producer=producer, age_s=age_s)
-        for index, (producer, age_s) in begun.items()
+        SampleCell(index=index, state="begun", producer=producer)
+        for index, producer in begun.items()
         if index not in known and (not group.size or index < group.size)
     ]
     if not more:

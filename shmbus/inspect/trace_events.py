@@ -105,11 +105,8 @@ class TraceEvents:
                 maker = cell.producer if cell.state == "begun" else cell.taken_by
                 if maker is None:
                     continue
-                sample = (key, cell.index, maker)
-                if cell.state == "begun" and cell.age_s is not None:
-                    self._begun[sample] = _us(now_s - cell.age_s)
-                else:  # nobody says since when: at the latest since it was seen first
-                    self._begun.setdefault(sample, _us(now_s))
+                # At the latest since the first look that found the sample in hand.
+                self._begun.setdefault((key, cell.index, maker), _us(now_s))
         _bound(self._begun)
 
     def status(self, status: BusStatus, now_s: float) -> list[TraceEvent]:

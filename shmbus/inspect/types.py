@@ -27,14 +27,14 @@ class SampleCell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A sample of an incomplete group, as far as it is known."""
 
     index: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-    #: asked: it failed, and producers are asked for it again. begun: a producer makes it now, and
-    #: says so. A missing sample has no cell.
+    #: asked: the sample failed, and producers are asked again. begun: a producer holds the sample's
+    #: request. A missing sample has no cell.
     state: Literal["there", "failed", "asked", "begun"] = "there"
     #: Of a sample that is there; None also where it is not finite.
     score: float | None = None
-    #: Number of the producer that sent it, or its failure, or has begun it.
+    #: Number of the producer that sent the sample or its failure, or holds its request.
     producer: int | None = None
-    #: Seconds since its commit, or since it was begun.
+    #: Seconds since the commit.
     age_s: float | None = None
     attempts: int = 0
     reason: str = ""

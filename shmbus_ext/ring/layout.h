@@ -7,8 +7,8 @@
  * Segment:  | bus_header | producer_slot[max_producers + 1] | extent_desc[extent_count]
  *           | intent log (u64[SHMBUS_MAX_GROUP_SIZE]) | retry_entry[SHMBUS_RETRY_ENTRIES]
  *           | split_entry[SHMBUS_MAX_SPLITS] | cancelled (u64[SHMBUS_CANCELLED])
- *           | declared_part | delivery_figures | begun_row[SHMBUS_BEGUN_ROWS]
- *           | wait_row[max_producers + 1] | lead_table | relay_journal | request lane
+ *           | declared_part | delivery_figures | wait_row[max_producers + 1]
+ *           | lead_table | relay_journal | request lane
  *           | pad to a page | extents ... |
  * The last slot belongs to the collector: the lane into which it moves stragglers.
  */
@@ -30,7 +30,7 @@
 #endif
 
 #define SHMBUS_MAGIC UINT64_C(0x3153554253484D42) /* "BMHSBUS1" */
-#define SHMBUS_LAYOUT_VERSION 6u
+#define SHMBUS_LAYOUT_VERSION 7u
 
 /* Records start on cache lines, so that two records never share one. */
 #define SHMBUS_RECORD_ALIGN 64u
@@ -502,7 +502,6 @@ _Static_assert(SHMBUS_LOCK_SLOT + SHMBUS_MAX_PRODUCERS <= SHMBUS_LOCK_VIEW &&
                            sizeof(struct split_entry) * 17u * SHMBUS_MAX_SPLITS +             \
                            SHMBUS_CANCELLED * 8u +                                            \
                            sizeof(struct delivery_figures) * 11u +                             \
-                           sizeof(struct begun_row) * 3u * SHMBUS_BEGUN_ROWS +                 \
                            sizeof(struct wait_row) * 19u +                                     \
                            (sizeof(struct lead_table) + SHMBUS_LEAD_ROWS) * 13u +             \
                            (sizeof(struct request_lane) + sizeof(struct request_row) +        \

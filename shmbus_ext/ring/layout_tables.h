@@ -327,35 +327,9 @@ static inline uint32_t relay_entries_of(uint64_t capacity) {
                                                 : (uint32_t)entries;
 }
 
-/* ---- Of layout.h: who has begun which sample, and how long whom has waited. For messages only.
+/* ---- Of layout.h: waiting time of producers and trainers, for messages.
  *
- * Invariant: nothing that delivers reads these parts; what is lost of them costs a word on a page. */
-/* Samples that are noted as begun at once: as many as the largest fleets sample at a time. One more
- * is not noted. */
-#define SHMBUS_BEGUN_ROWS 4096u
-
-/* A sample that a producer has begun and not put yet. A row is its owner's alone until it is 0
- * again; whoever takes a dead owner's slot frees its rows.
- *
- * Offset  Size  Field     Written by         Read by  Order
- *      0     8  owner     producer, reaper   all      CAS: producer id << 1, the low bit once the
- *                                                     rest is written; 0 for a free row
- *      8     8  key       producer           all      before owner: group's id, round, split (hash)
- *     16     8  begun_ns  producer           all      before owner; CLOCK_MONOTONIC
- *     24     4  index     producer           all      before owner
- */
-struct begun_row {
-    alignas(32) _Atomic uint64_t owner;
-    _Atomic uint64_t key;
-    _Atomic uint64_t begun_ns;
-    _Atomic uint32_t index;
-    uint32_t reserved0;
-};
-_Static_assert(sizeof(struct begun_row) == 32, "layout");
-_Static_assert(offsetof(struct begun_row, key) == 8, "layout");
-_Static_assert(offsetof(struct begun_row, begun_ns) == 16, "layout");
-_Static_assert(offsetof(struct begun_row, index) == 24, "layout");
-
+ * Invariant: delivery never reads this part. */
 /* What is waited for. */
 enum shmbus_wait {
     SHMBUS_WAIT_SPACE = 0,  /* by producers: the ring is full */

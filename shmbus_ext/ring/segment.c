@@ -61,7 +61,6 @@ static uint64_t tables_bytes(uint32_t max_producers, uint32_t extent_count,
            (uint64_t)SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry) +
            SHMBUS_SPLITS_BYTES + (uint64_t)SHMBUS_CANCELLED * sizeof(uint64_t) +
            sizeof(struct declared_part) + sizeof(struct delivery_figures) +
-           (uint64_t)SHMBUS_BEGUN_ROWS * sizeof(struct begun_row) +
            ((uint64_t)max_producers + 1) * sizeof(struct wait_row) +
            sizeof(struct lead_table) + (uint64_t)SHMBUS_LEAD_ROWS * sizeof(uint64_t) +
            sizeof(struct relay_journal) +
@@ -188,8 +187,7 @@ static void set_pointers(struct segment *self) {
     self->cancelled = (_Atomic uint64_t *)(self->splits + SHMBUS_MAX_SPLITS);
     self->declared = (struct declared_part *)(self->cancelled + SHMBUS_CANCELLED);
     self->figures = (struct delivery_figures *)(self->declared + 1);
-    self->begun = (struct begun_row *)(self->figures + 1);
-    self->waits = (struct wait_row *)(self->begun + SHMBUS_BEGUN_ROWS);
+    self->waits = (struct wait_row *)(self->figures + 1);
     self->lead = (struct lead_table *)(self->waits + self->max_producers + 1);
     self->relay = (struct relay_journal *)(void *)(self->lead->rows + SHMBUS_LEAD_ROWS);
     self->relay_entries = (struct relay_entry *)(self->relay + 1);

@@ -89,7 +89,6 @@ struct segment {
     struct split_entry *splits;  /* SHMBUS_MAX_SPLITS */
     _Atomic uint64_t *cancelled; /* SHMBUS_CANCELLED */
     struct delivery_figures *figures;
-    struct begun_row *begun; /* SHMBUS_BEGUN_ROWS */
     struct wait_row *waits;  /* as slots */
     struct lead_table *lead;
     struct relay_journal *relay;

@@ -107,9 +107,6 @@ void writer_close(struct writer *self) {
     /* What it has in hand and has not answered is for others now. */
     request_reap(self->segment, self->producer_id, self->committed);
     relay_reap(self->segment, self->producer_id, self->committed);
-    if (self->begun > 0) {
-        begun_forget(self->segment, self->producer_id);
-    }
     atomic_store_explicit(&self->slot->state, SHMBUS_SLOT_CLOSED, memory_order_release);
     atomic_fetch_add_explicit(&self->segment->header->attach_epoch, 1, memory_order_release);
     doorbell_ring(self->segment->header);
@@ -208,30 +205,10 @@ enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct rese
     return WRITER_OK;
 }
 
-/* What is committed is begun no longer. Before the commit: a reader may free the record after it.
- * Of its own, so that the commit of a sample that nobody began stays a few inlined stores. */
-__attribute__((noinline, cold)) static void
-end_begun(struct writer *self, const struct reservation *at, uint32_t n) {
-    for (uint32_t i = 0; i < n && self->begun > 0; i++) {
-        const struct record_header *record = at[i].record;
-        const uint64_t id_at = sizeof *record + (uint64_t)record->shape_words * 8;
-        const uint16_t id_bytes = record->id_bytes;
-        if (id_at + id_bytes > at[i].bytes) {
-            continue; /* overwritten */
-        }
-        uint64_t key = begun_key((const char *)record + id_at, id_bytes, record->round,
-                                 record->split);
-        self->begun -= begun_end(self->segment, self->producer_id, key, record->index);
-    }
-}
-
 /* Until `committed` has grown by n, a successor decides by this intent whether the commit of n
  * records happened: by the first, since the others become visible with it. */
 static inline __attribute__((always_inline)) void
 intend(struct writer *self, const struct reservation *at, uint32_t n) {
-    if (self->begun > 0) {
-        end_begun(self, at, n);
-    }
     if (at->answers.number != 0) {
         request_intend(self->segment, &at->answers, self->committed + 1);
     }

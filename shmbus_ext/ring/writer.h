@@ -32,7 +32,6 @@ struct writer {
     uint32_t spare; /* leased ahead for when the bus is full, or NO_EXTENT */
     uint32_t spare_generation;
 
-    uint32_t begun; /* rows of begun samples that are this producer's */
 
     uint64_t looked_back_ns; /* when `ahead` was last found out */
     bool ahead; /* the reader has not looked at the bus while this writer filled its last runs */

@@ -50,7 +50,6 @@ def test_the_trace_has_what_was_before_and_what_happens(
         traced = begin(bus_name, path)
         try:
             wait_until(lambda: path.exists() and "before" in path.read_text(), what="the trace")
-            producer.begin_sample("q", 1)
             put(producer, "q")
             [group] = taker.take(timeout=10)
             wait_until(lambda: "q/1 put" in path.read_text() or "q/1" in path.read_text(),

@@ -375,11 +375,6 @@ def test_bad_arguments_of_a_producers_other_calls_are_refused(ends: Ends) -> Non
         (lambda: producer.fail("a", 4, "x", group_size=4), ValueError, ["index", "group_size=4"]),
         (lambda: producer.requests.retries(0), ValueError, ["limit", "1 or more"]),
         (lambda: producer.requests.retries("all"), TypeError, ["limit", "int"]),
-        (lambda: producer.begin_sample("a", 0, split="x" * 32), ValueError, ["split"]),
-        (lambda: producer.begin_sample("a", -1), ValueError, ["index", "got -1"]),
-        (lambda: producer.begin_sample("a", 16_384), ValueError, ["index", "16384"]),
-        (lambda: producer.begin_sample("a", "0"), TypeError, ["index", "str"]),
-        (lambda: producer.begin_sample("", 0), ValueError, ["instance_id", "1 to 255"]),
     ]
     for use, error, words in uses:
         assert_refused(ends, use, error, words)

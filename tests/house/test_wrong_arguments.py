@@ -143,8 +143,6 @@ def test_names_of_samples_are_checked_alike_wherever_they_are_given(
             "instance_id",
             lambda v: producer.put(v, **kept),
             (
-                lambda v: producer.begin_sample(v, 0),
-                lambda v: producer.abandon_sample(v, 0),
                 lambda v: producer.cancelled(v, round=1),
                 lambda v: feeder.request(v, **asked),
             ),
@@ -153,8 +151,6 @@ def test_names_of_samples_are_checked_alike_wherever_they_are_given(
             "round",
             lambda v: producer.put("e", round=v, **kept),
             (
-                lambda v: producer.begin_sample("e", 0, round=v),
-                lambda v: producer.abandon_sample("e", 0, round=v),
                 lambda v: producer.cancelled("e", round=v),
                 lambda v: feeder.request("e", round=v, **asked),
             ),
@@ -192,7 +188,6 @@ def test_calls_of_a_producer_have_no_error_from_the_inside(
         "dtype": lambda v: reserve({"x": (v, 4)}),
         "field": lambda v: reserve({"x": v}),
         "prompt_need": lambda v: feeder.request("n", group_size=2, need=v, round=1, timeout=0),
-        "begin": lambda v: producer.begin_sample("b", v),
     }
     assert {name: found for name, call in calls.items() if (found := faults(call))} == {}
 

@@ -104,14 +104,14 @@ def trace_of(*parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_a_sample_that_somebody_was_seen_to_make_is_a_slice_of_its_producer() -> None:
     trace = TraceEvents("run1")
-    cells = [SampleCell(index=1, state="begun", producer=4, age_s=3.0)]
+    cells = [SampleCell(index=1, state="begun", producer=4)]
     group = GroupCells(
         instance_id="q", round=None, size=2, present=1, age_s=5.0, need=2, cells=cells
     )
     trace.groups(Groups(source="daemon", groups=[group]), 11.0)
     commits = [SampleCommit(0, 3, 10.0), SampleCommit(1, 4, 12.0)]
     made = trace_of(trace.history([leased(1, 15.0, samples=commits)]))
-    assert spans(slices(made, "producer 4")) == [("q/1", 8, 12)]
+    assert spans(slices(made, "producer 4")) == [("q/1", 11, 12)]
     assert slices(made, "producer 3") == []
 
 

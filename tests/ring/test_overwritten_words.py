@@ -45,7 +45,6 @@ with Bus.create(name, "4MiB", max_producers=2) as bus:
                 for value in (0, 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**64 - 1):
                     key = f"needle-{number:04}"
                     number += 1
-                    producer.begin_sample(key, index=0)
                     fields = {"x": (X.dtype, X.shape)}
                     r = producer.reserve(key, group_size=1, index=0, meta_room=64, fields=fields)
                     r["x"][:] = X

@@ -36,7 +36,6 @@ with shmbus.Producer(name, label=f"rollout-{index}") as producer:
         producer.put(f"math-{1000 + number}", group_size=size, index=index,
                      policy_version=max(0, producer.policy_version - index % 3),
                      score=(number * 7 + index * 3) % 10 / 9, tokens=[1] * (100 + 40 * index))
-        producer.begin_sample(f"math-{1001 + number}", index)
         if number == 0:
             print("ready", flush=True)
         time.sleep(rest)

@@ -154,10 +154,11 @@ def test_a_click_tells_the_history_of_a_group_to_its_end(
         Producer(bus_name, label="second") as second,
         Consumer(bus_name, label="train.py") as taker,
     ):
-        for index in range(2):
-            first.put("math-1", group_size=4, index=index, score=float(index), tokens=[1])
-        second.begin_sample("math-1", 3)
-        second.fail("math-1", 2, "<b>out of memory</b>", group_size=4)
+        taker.request("math-1", group_size=4)
+        for score in range(2):
+            first.requests.answer(first.requests.next(10.0), score=float(score), tokens=[1])
+        held, failed = (second.requests.next(10.0) for _ in range(2))
+        second.requests.fail(failed, "<b>out of memory</b>")
         wait_for(page, lambda: page.locator(".cell.b").count() > 1, "the sample that was begun")
         page.locator(".wall button").click()
         story = page.locator("#history")
@@ -166,8 +167,8 @@ def test_a_click_tells_the_history_of_a_group_to_its_end(
         wait_for(page, lambda: "1 failed attempt" in story.inner_text(), "the row with the failure")
         text = story.inner_text()
         assert "begun" in text and "<b>out of memory</b>" in text
-        for index in (2, 3):
-            second.put("math-1", group_size=4, index=index, score=1.0, tokens=[1])
+        for request in (held, second.requests.next(10.0)):
+            second.requests.answer(request, score=1.0, tokens=[1])
         wait_for(page, lambda: "waits for a trainer" in story.inner_text(), "that it is complete")
         [group] = taker.take(timeout=10)
         wait_for(page, lambda: "leased to train.py" in story.inner_text(), "its holder")

@@ -162,10 +162,6 @@ bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments);
 /* After a commit: wakes the reader where it sleeps, and lets it run first where that helps. */
 void py_writer_tell_reader(WriterObject *self);
 
-/* ---- Methods of Writer about the samples that it has begun, and how a sample is called in the table. */
-PyObject *py_writer_begin(WriterObject *self, PyObject *args);
-PyObject *py_writer_leave_begun(WriterObject *self, PyObject *args);
-
 /* ---- From lists, numbers and arrays of another dtype into an array of the field's. */
 /* Whether it is converted element by element: a list or a tuple. */
 static inline bool py_is_list(PyObject *value) {
@@ -240,9 +236,9 @@ extern PyTypeObject WriterType;
 /* What module.c adds. */
 bool py_arguments_add_constants(PyObject *module);
 bool py_plan_fields_add_constants(PyObject *module);
-extern const struct named_value py_begun_constants[];
-extern PyMethodDef py_begun_functions[];
-bool py_begun_add_objects(PyObject *module);
+extern const struct named_value py_waits_constants[];
+extern PyMethodDef py_waits_functions[];
+bool py_waits_add_objects(PyObject *module);
 extern PyMethodDef py_convert_functions[];
 extern PyMethodDef py_import_functions[];
 extern PyMethodDef py_relay_functions[];

@@ -365,8 +365,6 @@ static PyMethodDef writer_methods[] = {
     METHOD("_give_back_request", py_writer_give_back_request, METH_O, NULL),
     METHOD("_holds_request", py_writer_holds_request, METH_O, NULL),
     METHOD("_recover_dead", py_writer_recover_dead, METH_NOARGS, NULL),
-    METHOD("_begin", py_writer_begin, METH_VARARGS, NULL),
-    METHOD("_leave_begun", py_writer_leave_begun, METH_VARARGS, NULL),
     METHOD("_reserve", py_writer_reserve, METH_VARARGS, NULL),
     METHOD("_want_space", py_writer_want_space, METH_NOARGS, NULL),
     METHOD("_await_space", py_writer_await_space, METH_VARARGS, NULL),

@@ -426,12 +426,6 @@ static const struct field_note declared_entry_fields[] = {
 };
 #undef OF
 
-#define OF begun_row
-static const struct field_note begun_fields[] = {
-    UINT(owner), UINT(key), UINT(begun_ns), UINT(index), {NULL, 0, 0, 0},
-};
-#undef OF
-
 #define OF lead_table
 static const struct field_note lead_fields[] = {
     UINT(limit), UINT(max_groups),   UINT(max_versions), INT(version),
@@ -493,7 +487,6 @@ static const struct {
     {"schema_entry", schema_fields, sizeof(struct schema_entry)},
     {"declared_part", declared_fields, sizeof(struct declared_part)},
     {"declared_entry", declared_entry_fields, sizeof(struct declared_entry)},
-    {"begun_row", begun_fields, sizeof(struct begun_row)},
     {"lead_table", lead_fields, sizeof(struct lead_table)},
     {"request_lane", lane_fields, sizeof(struct request_lane)},
     {"request_row", row_fields, sizeof(struct request_row)},
