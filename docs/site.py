@@ -274,8 +274,8 @@ def _source(module: str) -> Path:
 
 def _public_names(module: str) -> list[str]:
     for node in ast.parse(_source(module).read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            names: list[str] = ast.literal_eval(node.value)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("__all__", "_HOMES"):
+            names = sorted(ast.literal_eval(node.value))
             return [name for name in names if not name.startswith("_")]
     raise LookupError(f"{module} has no __all__")
 

@@ -6,7 +6,7 @@ Invariants:
   does.
 - A handle is imported when it is first used, so that a rollout worker does not pay for the
   trainer's side, nor for the daemon.
-- Every public name is in `__all__`, sorted.
+- `_HOMES` lists each public name once; `__all__` follows.
 """
 
 from __future__ import annotations
@@ -19,106 +19,92 @@ import shmbus_ext as _shmbus_ext  # noqa: F401
 
 # isort: split
 from shmbus import _install as _install
-from shmbus._version import VERSION as __version__
-from shmbus.errors import (
-    BusBusyError,
-    BusClosedError,
-    BusExistsError,
-    BusFullError,
-    BusNotFoundError,
-    BusRemovedError,
-    CapacityError,
-    DaemonUnavailableError,
-    DamagedError,
-    DeviceMismatchError,
-    LayoutMismatchError,
-    PeerGoneError,
-    ProtocolError,
-    RecorderUnavailableError,
-    RecordTooLargeError,
-    ShmbusError,
-    StallError,
-    UnscoredError,
-    WaitTimeoutError,
-)
-from shmbus_ext._core import Reservation, Trajectory
+from shmbus._version import VERSION as _VERSION
 
-if TYPE_CHECKING:
-    from shmbus.annotator import Annotator, Columns, UnannotatedGroup
-    from shmbus.consumer import Consumer
-    from shmbus.feeder import Feeder
-    from shmbus.group import Group
-    from shmbus.inspect.stall_report import StallReport
-    from shmbus.ledger import Ledger, RequestCounts
-    from shmbus.producer import Producer, ProducerStats
-    from shmbus.producer_requests import ProducerRequests, Request
-    from shmbus.segment.bus import Bus, BusStats, ProducerInfo
-    from shmbus.segment.lifecycle import unlink
-    from shmbus.session import Session
-
-__all__ = [
-    "Annotator",
-    "Bus",
-    "BusBusyError",
-    "BusClosedError",
-    "BusExistsError",
-    "BusFullError",
-    "BusNotFoundError",
-    "BusRemovedError",
-    "BusStats",
-    "CapacityError",
-    "Columns",
-    "Consumer",
-    "DaemonUnavailableError",
-    "DamagedError",
-    "DeviceMismatchError",
-    "Feeder",
-    "Group",
-    "LayoutMismatchError",
-    "Ledger",
-    "PeerGoneError",
-    "Producer",
-    "ProducerInfo",
-    "ProducerRequests",
-    "ProducerStats",
-    "ProtocolError",
-    "RecordTooLargeError",
-    "RecorderUnavailableError",
-    "Request",
-    "RequestCounts",
-    "Reservation",
-    "Session",
-    "ShmbusError",
-    "StallError",
-    "StallReport",
-    "Trajectory",
-    "UnannotatedGroup",
-    "UnscoredError",
-    "WaitTimeoutError",
-    "__version__",
-    "unlink",
-]
+if TYPE_CHECKING:  # each "as" exports the name to type checkers
+    from shmbus.annotator import Annotator as Annotator
+    from shmbus.annotator import Columns as Columns
+    from shmbus.annotator import UnannotatedGroup as UnannotatedGroup
+    from shmbus.consumer import Consumer as Consumer
+    from shmbus.errors import BusBusyError as BusBusyError
+    from shmbus.errors import BusClosedError as BusClosedError
+    from shmbus.errors import BusExistsError as BusExistsError
+    from shmbus.errors import BusFullError as BusFullError
+    from shmbus.errors import BusNotFoundError as BusNotFoundError
+    from shmbus.errors import BusRemovedError as BusRemovedError
+    from shmbus.errors import CapacityError as CapacityError
+    from shmbus.errors import DaemonUnavailableError as DaemonUnavailableError
+    from shmbus.errors import DamagedError as DamagedError
+    from shmbus.errors import DeviceMismatchError as DeviceMismatchError
+    from shmbus.errors import LayoutMismatchError as LayoutMismatchError
+    from shmbus.errors import PeerGoneError as PeerGoneError
+    from shmbus.errors import ProtocolError as ProtocolError
+    from shmbus.errors import RecorderUnavailableError as RecorderUnavailableError
+    from shmbus.errors import RecordTooLargeError as RecordTooLargeError
+    from shmbus.errors import ShmbusError as ShmbusError
+    from shmbus.errors import StallError as StallError
+    from shmbus.errors import UnscoredError as UnscoredError
+    from shmbus.errors import WaitTimeoutError as WaitTimeoutError
+    from shmbus.feeder import Feeder as Feeder
+    from shmbus.group import Group as Group
+    from shmbus.inspect.stall_report import StallReport as StallReport
+    from shmbus.ledger import Ledger as Ledger
+    from shmbus.ledger import RequestCounts as RequestCounts
+    from shmbus.producer import Producer as Producer
+    from shmbus.producer import ProducerStats as ProducerStats
+    from shmbus.producer_requests import ProducerRequests as ProducerRequests
+    from shmbus.producer_requests import Request as Request
+    from shmbus.segment.bus import Bus as Bus
+    from shmbus.segment.bus import BusStats as BusStats
+    from shmbus.segment.bus import ProducerInfo as ProducerInfo
+    from shmbus.segment.lifecycle import unlink as unlink
+    from shmbus.session import Session as Session
+    from shmbus_ext._core import Reservation as Reservation
+    from shmbus_ext._core import Trajectory as Trajectory
 
 _HOMES = {
     "Annotator": "shmbus.annotator",
-    "Bus": "shmbus.segment.bus",
-    "BusStats": "shmbus.segment.bus",
     "Columns": "shmbus.annotator",
+    "UnannotatedGroup": "shmbus.annotator",
     "Consumer": "shmbus.consumer",
+    "BusBusyError": "shmbus.errors",
+    "BusClosedError": "shmbus.errors",
+    "BusExistsError": "shmbus.errors",
+    "BusFullError": "shmbus.errors",
+    "BusNotFoundError": "shmbus.errors",
+    "BusRemovedError": "shmbus.errors",
+    "CapacityError": "shmbus.errors",
+    "DaemonUnavailableError": "shmbus.errors",
+    "DamagedError": "shmbus.errors",
+    "DeviceMismatchError": "shmbus.errors",
+    "LayoutMismatchError": "shmbus.errors",
+    "PeerGoneError": "shmbus.errors",
+    "ProtocolError": "shmbus.errors",
+    "RecorderUnavailableError": "shmbus.errors",
+    "RecordTooLargeError": "shmbus.errors",
+    "ShmbusError": "shmbus.errors",
+    "StallError": "shmbus.errors",
+    "UnscoredError": "shmbus.errors",
+    "WaitTimeoutError": "shmbus.errors",
     "Feeder": "shmbus.feeder",
     "Group": "shmbus.group",
-    "Ledger": "shmbus.ledger",
-    "Producer": "shmbus.producer",
-    "ProducerInfo": "shmbus.segment.bus",
-    "ProducerRequests": "shmbus.producer_requests",
-    "ProducerStats": "shmbus.producer",
-    "Request": "shmbus.producer_requests",
-    "RequestCounts": "shmbus.ledger",
-    "Session": "shmbus.session",
     "StallReport": "shmbus.inspect.stall_report",
-    "UnannotatedGroup": "shmbus.annotator",
+    "Ledger": "shmbus.ledger",
+    "RequestCounts": "shmbus.ledger",
+    "Producer": "shmbus.producer",
+    "ProducerStats": "shmbus.producer",
+    "ProducerRequests": "shmbus.producer_requests",
+    "Request": "shmbus.producer_requests",
+    "Bus": "shmbus.segment.bus",
+    "BusStats": "shmbus.segment.bus",
+    "ProducerInfo": "shmbus.segment.bus",
     "unlink": "shmbus.segment.lifecycle",
+    "Session": "shmbus.session",
+    "Reservation": "shmbus_ext._core",
+    "Trajectory": "shmbus_ext._core",
 }
+__all__ = sorted(["__version__", *_HOMES])
+__version__ = _VERSION
 
 
 def __getattr__(name: str) -> object:
