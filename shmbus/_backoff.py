@@ -1,8 +1,9 @@
-"""How long to wait before something that failed is tried again: longer each time, up to a cap."""
+"""Exponential backoff with jitter and a cap."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Hashable
 
 
 def backoff_s(backoff: tuple[float, float], attempt: int, of: object) -> float:
@@ -10,3 +11,43 @@ def backoff_s(backoff: tuple[float, float], attempt: int, of: object) -> float:
     first_s, most_s = backoff
     longest_s = min(most_s, first_s * 2.0 ** min(max(attempt - 1, 0), 64))
     return longest_s * (0.5 + zlib.crc32(repr(of).encode()) / 2**33)
+
+
+class Backoff:
+    """Waits of one caller, each longer than the one before until `reset`.
+
+    Parameters
+    ----------
+    span : tuple of float
+        Seconds of the first wait and of the longest.
+    seed : object
+        Source of the jitter: callers with equal seeds wait in step.
+    """
+
+    __slots__ = ("_seed", "_seen", "_span", "_waits", "until_s")
+
+    def __init__(self, span: tuple[float, float], seed: object = 0) -> None:
+        self._span = span
+        self._seed = seed
+        self._seen: Hashable = object()
+        self.reset()
+
+    def reset(self) -> None:
+        """End the wait, and begin with the shortest again."""
+        self._waits = 0
+        self.until_s = 0.0
+
+    def wait(self, now_s: float) -> None:
+        """Begin a longer wait, unless one is under way: many calls of one moment count once."""
+        if now_s >= self.until_s:
+            self._waits += 1
+            self.until_s = now_s + backoff_s(self._span, self._waits, (self._waits, self._seed))
+
+    def is_over(self, seen: Hashable, now_s: float) -> bool:
+        """Tell whether to ask again now; `seen` changes with each progress, which ends the wait."""
+        moved, self._seen = seen != self._seen, seen
+        if moved:
+            self.reset()
+        over = not moved and now_s >= self.until_s
+        self.wait(now_s)
+        return over

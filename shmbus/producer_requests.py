@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, overload
 
 from shmbus import limits
 from shmbus._arguments import check_count, check_timeout, clamp_request
-from shmbus._backoff import backoff_s
+from shmbus._backoff import Backoff
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import Prompt, Request, RequestText, Ticket, check_request
@@ -59,47 +59,18 @@ class _RetryRow(NamedTuple):
         return make_key(self.instance_id, self.round, self.split), self.sample_index
 
 
-class _Backoff:
-    """How long a worker waits whose samples all fail, or that gives all of them back."""
-
-    # Only what was taken after a wait makes the next one longer: of many under way, all fail at
-    # once.
-
-    __slots__ = ("_waits", "failed", "until_s")
-
-    def __init__(self) -> None:
-        self.success()
-
-    def success(self) -> None:
-        """Go on at once: a sample was made."""
-        #: Samples that failed since one was made.
-        self.failed = 0
-        self.until_s = 0.0
-        self._waits = 0
-
-    def failure(self, now_s: float) -> None:
-        """Wait, where many have failed and none was made."""
-        self.failed += 1
-        if self.failed >= limits.ALIKE_FAILURES:
-            self.wait(now_s)
-
-    def wait(self, now_s: float) -> None:
-        """Take nothing for a while, longer than the last time."""
-        if now_s >= self.until_s:
-            self._waits += 1
-            of = (self._waits, random.random())
-            self.until_s = now_s + backoff_s(limits.RETRY_BACKOFF_S, self._waits, of)
-
-
 class RequestState:
     """What a Producer keeps for its `ProducerRequests`, which are made anew at each use."""
 
     __slots__ = (
-        "backoff", "last_request", "lock", "next_recovery_s", "partials", "taken", "work",
+        "backoff", "failed", "last_request", "lock", "next_recovery_s", "partials", "taken", "work",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.backoff = _Backoff()
+        #: Waits of a worker whose samples all fail, or that releases all of them.
+        self.backoff = Backoff(limits.RETRY_BACKOFF_S, random.random())
+        #: Samples that failed since one was made.
+        self.failed = 0
         self.work = LoopWaits()
         self.next_recovery_s = 0.0
         #: Failed samples that this producer has claimed, until they are answered.
@@ -113,7 +84,12 @@ class RequestState:
         """Forget what is of a bus that another has taken the place of."""
         self.last_request = (0, None, None)
         self.taken.clear()
-        self.backoff.success()
+        self.succeeded()
+
+    def succeeded(self) -> None:
+        """Go on at once: a sample was made."""
+        self.failed = 0
+        self.backoff.reset()
 
     def slice_s(self, timeout: float | None, waited_s: float) -> float:
         """Seconds to sleep at once, of a wait that has lasted so long."""
@@ -308,7 +284,7 @@ class ProducerRequests:
                 return self._probe(segment, row, rows)
         if time.monotonic() < self._state.backoff.until_s:
             return []
-        if self._state.backoff.failed:
+        if self._state.failed:
             # What others can make is asked for first of those who can make it.
             found = self._take_new(limit)
             return found + self._take_failed(segment, rows, limit - len(found))
@@ -662,7 +638,7 @@ class ProducerRequests:
             self._producer._answer(request._claim, False, request.instance_id, **given)
         if continued is not None:
             self._partials.forget(request)
-        self._state.backoff.success()
+        self._state.succeeded()
         return True
 
     def fail(
@@ -716,7 +692,9 @@ class ProducerRequests:
             self._producer._answer(request._claim, True, request.instance_id, **report)
         if isinstance(request._found, tuple):
             self._partials.forget(request)  # it may be why
-        self._state.backoff.failure(time.monotonic())
+        self._state.failed += 1
+        if self._state.failed >= limits.ALIKE_FAILURES:
+            self._state.backoff.wait(time.monotonic())
         return True
 
     def _forget(self, request: Request) -> None:

@@ -22,10 +22,11 @@ from typing import Final
 import msgspec
 
 from shmbus import errors
+from shmbus._backoff import Backoff
 from shmbus.relay import messages
 from shmbus.relay.coordinator import WINDOW_BYTES, Coordinator
 from shmbus.relay.messages import Envelope, Mark, Message, bus_of, name_origin
-from shmbus.relay.party import Backoff, Mailbox
+from shmbus.relay.party import PARTY_BACKOFF_S, Mailbox
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
@@ -73,11 +74,11 @@ class CoordinatorParty:
         #: How often each sink has put something.
         self.settled: dict[str, int] = {}
         self._assignments: dict[str, Backoff] = {}
-        self._drops = Backoff()
+        self._drops = Backoff(PARTY_BACKOFF_S)
         #: What each source was told last: policy version, and why the trainers' bus is paused.
         self._steered: dict[str, tuple[int, str | None]] = {}
         self._news: dict[str, Backoff] = {}
-        self._releases = Backoff()
+        self._releases = Backoff(PARTY_BACKOFF_S)
         #: Splits that wait for the first trainer's bus to have them, each of which is told once.
         self._unplaced: set[str] = set()
         self.refused = 0
@@ -146,7 +147,7 @@ class CoordinatorParty:
     def _ask_for_news(self, bus: str, mark: Mark) -> None:
         """Ask a source for all, where an announcement was lost that it had told of a while ago."""
         assert self.pure is not None
-        backoff = self._news.setdefault(bus, Backoff())
+        backoff = self._news.setdefault(bus, Backoff(PARTY_BACKOFF_S))
         newest = self.pure.newest.get(bus)
         if self.pure.lacks_news(bus, mark) and backoff.is_over(newest, time.monotonic()):
             self._say(self.pure.ask_source(bus))
@@ -413,7 +414,7 @@ class CoordinatorParty:
         assert self.pure is not None
         hello, _ = self.hellos.get(sink, (None, 0.0))
         assigned = sum(map(len, self.pure.sinks[sink].leases))
-        backoff = self._assignments.setdefault(sink, Backoff())
+        backoff = self._assignments.setdefault(sink, Backoff(PARTY_BACKOFF_S))
         if hello is None or hello.moving >= assigned:
             return False
         return backoff.is_over((self.settled.get(sink), hello.moving), now_s)

@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
+from shmbus._backoff import Backoff
 from shmbus.relay.messages import MirrorState, Transfer
-from shmbus.relay.party import Backoff
+from shmbus.relay.party import PARTY_BACKOFF_S
 
 #: Bytes of a piece: a few system calls each, and little beside a version, since a chain of n
 #: mirrors has the last byte n pieces later than one.
@@ -71,7 +72,7 @@ class _Mirror:
         self.state: MirrorState | None = None
         self.heard_s = self.moved_s = 0.0
         self.offered: Hop | None = None
-        self.backoff = Backoff()
+        self.backoff = Backoff(PARTY_BACKOFF_S)
         #: How long it may stand still; and for how many versions it counts as slow.
         self.stall_s = STALL_S
         self.slow = 0

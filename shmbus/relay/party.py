@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable
-from typing import Protocol
+from collections.abc import Callable
+from typing import Final, Protocol
 
 from shmbus import errors
 from shmbus.relay.messages import Envelope, Message, unpack
@@ -62,36 +62,9 @@ class Mailbox(Protocol):
         """Return what has come, after at most so long where nothing has."""
 
 
-#: Seconds without progress after which something is asked for again ...
-_FIRST_S = 1.0
-#: ... and the most that is waited, so that an end of a partition is noticed soon.
-_MOST_S = 15.0
-
-
-class Backoff:
-    """When to ask again for one thing that should move: after a while, then less and less often."""
-
-    def __init__(self, first_s: float = _FIRST_S) -> None:
-        self._first_s = first_s
-        self._seen: Hashable = object()
-        self._wait_s = first_s
-        self._next_s = 0.0
-
-    def is_over(self, seen: Hashable, now_s: float) -> bool:
-        """Whether to ask again now, where `seen` is what would differ had it moved."""
-        if seen != self._seen:
-            self._seen = seen
-            self._wait_s = self._first_s
-        elif now_s >= self._next_s:
-            self._wait_s = min(2 * self._wait_s, _MOST_S)
-            self._next_s = now_s + self._wait_s
-            return True
-        else:
-            return False
-        self._next_s = now_s + self._wait_s
-        return False
-
-
+#: Seconds without progress until a party asks again: at first, and at most, so that a party notices
+#: the end of a partition soon.
+PARTY_BACKOFF_S: Final = (1.0, 15.0)
 #: Seconds until a party that lost its bus looks for the next of that name.
 _REOPEN_S = 0.2
 

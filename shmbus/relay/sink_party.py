@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Final
 
 from shmbus import Bus, Producer, errors
+from shmbus._backoff import Backoff
 from shmbus.ledger import REASONS
 from shmbus.relay import messages
 from shmbus.relay.keep import Keep
@@ -32,7 +33,7 @@ from shmbus.relay.messages import (
     by_bus,
     name_origin,
 )
-from shmbus.relay.party import Backoff, Mailbox
+from shmbus.relay.party import PARTY_BACKOFF_S, Mailbox
 from shmbus.relay.prompt_lanes import TrainerLane
 from shmbus.relay.prompts import PromptSender
 from shmbus.relay.sink import BLOCK_BYTES, BLOCK_RECORDS, Batch, Journal, Sink
@@ -257,7 +258,7 @@ class SinkParty:
         #: Samples of the next groups that the trainer was told are missing.
         self._told: set[tuple[messages.GroupName, int, int]] = set()
         self._next_hello_s = self._next_ends_s = self._next_ask_s = 0.0
-        self._fetches = Backoff()
+        self._fetches = Backoff(PARTY_BACKOFF_S)
         #: What was put, and the coordinator is not told of yet.
         self._untold: set[Origin] = set()
         self._next_settled_s = 0.0
