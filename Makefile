@@ -50,8 +50,8 @@ ifndef SIDE_BY_SIDE
 endif
 side_by_side = +@$(MAKE) --no-print-directory --output-sync=target --jobs=$(JOBS) SIDE_BY_SIDE=1
 .PHONY: help demo test test-programs test-peers test-peers-all test-adapters test-engines test-once test-relay test-web check docs
-.PHONY: bench bench-calls storm test-agents
-.PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points week ends versions leaks valgrind
+.PHONY: bench bench-calls
+.PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points week storm test-agents ends versions leaks valgrind
 .PHONY: cross sanitize clean FORCE
 
 help: ## Show this list

@@ -329,7 +329,7 @@ class EngineFleet(ClosedByAsyncWith):
         TypeError, ValueError
             The version, the model or the action is invalid.
         """
-        version = check_int("version", version, 0, (1 << 63) - 1)
+        version = check_int("version", version, 0, MOST_VERSION)
         check_flag("heal", heal)
         if not isinstance(shared, SharedModel):
             raise TypeError(

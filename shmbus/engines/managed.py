@@ -3,7 +3,7 @@
 `EngineFleet.reload` drives it like any other server: what pauses others ends this one, and what has
 others read a checkpoint starts it with that.
 
-Invariant: the server ends with the process that made it, however that ends (`shmbus._session`).
+Invariant: the server ends with its owner's process, also after SIGKILL (`shmbus._process_group`).
 
 Source: mode ``none`` of Atropos' example trainer, which starts vLLM anew with each checkpoint.
 """
@@ -128,7 +128,7 @@ class ManagedServer(HttpServer):
         words = [word.replace(CHECKPOINT, self._checkpoint) for word in self._command]
         try:
             self._process = subprocess.Popen(
-                program("shmbus._session", str(theirs), *words),
+                program("shmbus._process_group", str(theirs), *words),
                 env={**os.environ, **self._environment},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs],

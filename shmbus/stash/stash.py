@@ -17,8 +17,8 @@ Invariants
 Ambiguous samples
 -----------------
 - A key is an instance id, or (instance id, round) where producers give rounds; the split is a part
-  of it (keys.py). When its group is complete, the next sample of a key begins a new group; with an
-  round it is surplus instead, unless its prompt was offered again after that group had ended.
+  of it. When its group is complete, the next sample of a key begins a new group; a sample with a
+  round is surplus instead, unless its prompt was offered again after that group had ended.
 - A group is complete when `need` different indices are there, which may be fewer than group_size.
 - Of two samples with one index the first is kept. A sample whose group_size or need differs from
   that of its open group is discarded, and the group is kept.

@@ -1,7 +1,7 @@
-"""A command in a session of its own, ended with whoever holds the other end of a pipe.
+"""A command in a session of its own, which ends with the holder of the pipe's other end.
 
-``python -m shmbus._session DESCRIPTOR COMMAND...``: a server that is started so ends also where its
-trainer is killed, with all that it has started.
+``python -m shmbus._process_group DESCRIPTOR COMMAND...``: a trainer's death, also by SIGKILL, ends
+the server and all processes of the server.
 """
 
 from __future__ import annotations
