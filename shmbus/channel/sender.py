@@ -9,6 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -23,6 +25,7 @@ from shmbus.channel.endpoint import (
 )
 from shmbus.errors import BusBusyError, BusExistsError, CapacityError, ChannelError
 from shmbus.pool import copy_bytes
+from shmbus.segment.room import tightest
 from shmbus_ext import _core
 
 #: Of the layout; C would cut what has more bits.
@@ -44,6 +47,8 @@ class ChannelSender(Endpoint):
 
     SIDE: ClassVar[int] = _core.CHANNEL_SENDER
     OTHER: ClassVar[int] = _core.CHANNEL_RECEIVER
+    #: Bytes of the largest step so far.
+    _largest = 0
 
     def __init__(
         self,
@@ -134,7 +139,10 @@ class ChannelSender(Endpoint):
             self.commit(meta)
 
     def _begin(self, step: int, size: int, meta_size: int) -> _core.ChannelMemory | None:
-        got = _core.channel_begin(self._handle, size, meta_size)
+        if self._has_room(size + meta_size):
+            got = _core.channel_begin(self._handle, size, meta_size)
+        else:
+            got = _core.SHARED_NO_SPACE
         if got == _core.SHARED_NO_SPACE:
             raise CapacityError(
                 f"{companion_of(self.name).no_space(size + meta_size)}. Step {step} was not sent, "
@@ -143,6 +151,16 @@ class ChannelSender(Endpoint):
         if isinstance(got, int):
             raise self._damaged()
         return got
+
+    def _has_room(self, size: int) -> bool:
+        """Tell whether each slot may grow to the size of a step larger than all before."""
+        if size > self._largest:
+            with contextlib.suppress(FileNotFoundError):
+                allocated = os.stat(companion_of(self.name).path).st_blocks * 512
+                if size * self.slots - allocated > tightest().left:
+                    return False
+            self._largest = size
+        return True
 
     def _slot_for(self, step: int) -> str:
         slot = self._counts()[0] % self.slots

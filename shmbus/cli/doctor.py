@@ -35,6 +35,7 @@ from shmbus._format import printable, several, show_size
 from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.inspect import leftovers
 from shmbus.pool.status import read_pools
+from shmbus.segment.room import limits
 from shmbus_ext import _core
 
 #: What is found of a package that is not there.
@@ -126,20 +127,18 @@ def _check_shm() -> Iterator[Finding]:
 
 
 def _check_memory() -> Iterator[Finding]:
-    limit = _read("/sys/fs/cgroup/memory.max")
-    current = _read("/sys/fs/cgroup/memory.current")
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found = f"{show_size(pages)} of memory unused"
-    if limit is None or limit == "max" or current is None:
+    shm, *others = limits(_ROOT)
+    if not others:
         yield Finding("memory", "ok", found)
         return
-    unused = int(limit) - int(current)
-    found += f", {show_size(max(0, unused))} left under the limit of this container"
-    room = os.statvfs(_SHM)
-    if unused < room.f_bavail * room.f_frsize:
+    least = min(others, key=lambda limit: limit.left)
+    found += f"; {least}"
+    if least.left < shm.left:
         hint = (
-            "shared memory counts against that limit, which is tighter than /dev/shm: a bus that "
-            "fits /dev/shm may still get this container killed; raise the limit (docker -m)"
+            "shared memory counts against that limit, which is tighter than /dev/shm: larger buses "
+            f"are refused; raise the limit ({least.remedy})"
         )
         yield Finding("memory", "warn", found, hint)
     else:

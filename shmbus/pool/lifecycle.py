@@ -43,7 +43,8 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     patch_bytes: int | str = 0
 
 
-def _companion(bus: str, kind: str) -> Companion[_core.SlotPool]:
+def companion_of(bus: str, kind: str) -> Companion[_core.SlotPool]:
+    """Return what makes and opens the file of a pool."""
     return Companion(
         _core.SlotPool,
         _core.POOL_LAYOUT_VERSION,
@@ -67,7 +68,7 @@ def create_pool(bus: str, kind: str, spec: PoolSpec) -> None:
 
 def create_handle(bus: str, kind: str, spec: PoolSpec) -> _core.SlotPool:
     """Create a pool and return a handle without a role."""
-    companion = _companion(bus, kind)
+    companion = companion_of(bus, kind)
     if not isinstance(spec, PoolSpec):
         raise TypeError(f"spec: expected a PoolSpec, got {type(spec).__name__}")
     slots = check_int("slots", spec.slots, 1, _core.POOL_MAX_SLOTS)
@@ -93,10 +94,10 @@ def open_pool(
 ) -> _core.SlotPool:
     """Open a pool; waits for a creator that is still allocating it."""
     deadline = time.monotonic() + (OPEN_WAIT_S if wait_s is None else wait_s)
-    companion = _companion(bus, kind)
+    companion = companion_of(bus, kind)
     return companion.open(f"{bus}:{kind}", read_only=read_only, deadline=deadline)
 
 
 def unlink_pool(bus: str, kind: str) -> None:
     """Remove a pool's name; its memory is freed when the last process has closed it."""
-    _companion(bus, kind).unlink()
+    companion_of(bus, kind).unlink()

@@ -30,7 +30,7 @@ from shmbus._arguments import (
 from shmbus._format import printable, show_wait
 from shmbus.errors import BusBusyError, PeerGoneError, WaitTimeoutError, WeightsError
 from shmbus.pool.attaching import attach, identity_of
-from shmbus.pool.lifecycle import PoolSpec, pool_path, unlink_pool
+from shmbus.pool.lifecycle import PoolSpec, companion_of, pool_path, unlink_pool
 from shmbus.pool.status import describe_holders, status_of_pool
 from shmbus.segment.names import leads_to
 from shmbus.segment.peer_wait import wait_for
@@ -205,6 +205,9 @@ class PoolPublisher(_core.ClosedByBlock):
 
     def _grow(self) -> bool:
         try:
+            slots = status_of_pool(self.bus, self.kind, self._pool).slots
+            if len(slots) < self._pool.max_slots:
+                companion_of(self.bus, self.kind).require_room(self._pool.slot_stride)
             return self._pool.grow()
         except OSError as error:
             raise errors.CapacityError(

@@ -31,13 +31,13 @@ from shmbus.segment.lifecycle import (
     open_segment,
 )
 from shmbus.segment.names import (
-    SHM_DIRECTORY,
     check_name,
     identity,
     is_named,
     shm_path,
 )
-from shmbus.segment.shared_file import create_file, free_and_total, remove_file
+from shmbus.segment.room import tightest
+from shmbus.segment.shared_file import create_file, remove_file
 from shmbus_ext import _core
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,10 @@ def create_segment(
         raise _exists(name)
     size = _default_capacity(name) if capacity is None else parse_size(capacity, "capacity")
     max_producers = _producers_with_room(name, size, max_producers, extent_bytes, crowded)
-    _check_room(name, size)
+    plan = _core.segment_plan(size, max_producers, extent_bytes)
+    if plan is not None and plan[0] > tightest().left:
+        # Before the kernel fills its memory, or kills a process of a full cgroup, to find out.
+        raise space_error(name, plan[0])
     declared = b"" if schema is None else schema.encoded
 
     def create(fd: int) -> _core.Segment:
@@ -103,15 +106,15 @@ def _check_sizes(
 def _default_capacity(name: str) -> int:
     """Choose 256 MiB, or half of what is free where that is less: others need the rest."""
     most = parse_size(limits.DEFAULT_CAPACITY)
-    free = free_and_total()[0]
+    room = tightest()
+    free = room.left
     size = min(most, free // 2 // _MIB * _MIB)
     if size < limits.SMALLEST_DEFAULT_CAPACITY:
         raise no_default_error(name)
     if size < most:
         logger.warning(
-            "bus %r gets %s and not %s, since %s has %s free; give capacity=... to choose, and a "
-            "container more by docker run --shm-size=...",
-            name, show_size(size), show_size(most), SHM_DIRECTORY, show_size(free),
+            "bus %r gets %s and not %s, since %s; give capacity=... to choose, or raise the limit "
+            "(%s)", name, show_size(size), show_size(most), room, room.remedy,
         )  # fmt: skip
     return size
 
@@ -143,12 +146,6 @@ def _exists(name: str) -> errors.BusExistsError:
         f"Bus.open({name!r}), or by Bus.ensure({name!r}), which creates it only where there is "
         f"none; or remove it with shmbus.unlink({name!r}) if no process uses it"
     )
-
-
-def _check_room(name: str, size: int) -> None:
-    """Refuse a size that cannot fit before the kernel fills its memory to find out."""
-    if size > free_and_total()[0]:
-        raise space_error(name, size)
 
 
 # -- by whoever comes first ---------------------------------------------------------------------

@@ -15,7 +15,6 @@ from shmbus import errors, limits
 from shmbus._format import printable, several, show_duration, show_size, show_wait
 from shmbus._version import VERSION
 from shmbus.segment.names import SHM_DIRECTORY, bus_names, shm_path
-from shmbus.segment.shared_file import free_and_total
 from shmbus_ext import _core
 
 #: What a daemon calls itself as the reader of its bus.
@@ -272,25 +271,21 @@ def _version_beside(core: str) -> str:
 
 
 def no_default_error(name: str) -> errors.CapacityError:
-    """Say that /dev/shm has too little for a bus whose capacity nobody gave."""
-    free, total = free_and_total()
-    least = show_size(limits.SMALLEST_DEFAULT_CAPACITY)
+    """Say that /dev/shm has too little for a bus without a given capacity."""
+    from shmbus.segment import room  # a producer makes no bus, and loads nothing for one
+
+    least = limits.SMALLEST_DEFAULT_CAPACITY
     return errors.CapacityError(
-        f"bus {name!r}: {SHM_DIRECTORY} has {show_size(free)} free of {show_size(total)}, and a "
-        f"bus by default takes half of what is free, {least} at least; enlarge it (docker run "
-        "--shm-size=1g, mount -o remount,size=...), remove old segments (shmbus gc), or choose a "
-        "capacity yourself"
+        f"bus {name!r}: a bus by default takes half of the free space, {show_size(least)} at "
+        f"least; {room.shortage(2 * least)}; or give the capacity yourself"
     )
 
 
 def space_error(name: str, size: int) -> errors.CapacityError:
-    """Say how large the segment was to be and how much there is."""
-    free, total = free_and_total()
-    return errors.CapacityError(
-        f"bus {name!r}: {show_size(size)} do not fit into {SHM_DIRECTORY}, which has "
-        f"{show_size(free)} free of {show_size(total)}; choose a smaller capacity, remove old "
-        "segments, or enlarge it (docker run --shm-size=..., mount -o remount,size=...)"
-    )
+    """Say how large the segment was to be and which limits are lower."""
+    from shmbus.segment import room
+
+    return errors.CapacityError(f"bus {name!r}: {room.shortage(size)}")
 
 
 def memory_error(name: str, size: int) -> errors.CapacityError:

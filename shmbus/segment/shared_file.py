@@ -19,7 +19,6 @@ from typing import Any, Final, Generic, Protocol, TypeVar, cast
 import posix_ipc
 
 from shmbus import errors
-from shmbus._format import show_size
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
@@ -103,12 +102,6 @@ def open_once(path: str, title: str, read_only: bool, attach: Callable[[int], _H
     return None
 
 
-def free_and_total() -> tuple[int, int]:
-    """Return how many bytes /dev/shm has free for this user, and how many it has."""
-    room = os.statvfs(SHM_DIRECTORY)
-    return room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
-
-
 class _NotAttachedError(Exception):
     """Why a file is not taken for what it is called."""
 
@@ -143,8 +136,7 @@ class Companion(Generic[_H]):
         if os.path.lexists(self.path):
             # Before checking for space, which this very file may occupy.
             raise self._exists()
-        if needed > free_and_total()[0]:
-            raise self.no_space(needed)
+        self.require_room(needed)
         try:
             return create_file(self.path, self.title, create)
         except FileExistsError as error:
@@ -187,15 +179,18 @@ class Companion(Generic[_H]):
             ) from error
         remove_dead_socket(self._kind, self._bus)
 
+    def require_room(self, needed: int) -> None:
+        """Refuse a size beyond any limit, before the kernel kills a process of a full cgroup."""
+        from shmbus.segment import room  # a producer makes no file, and loads nothing for one
+
+        if needed > room.tightest().left:
+            raise self.no_space(needed)
+
     def no_space(self, needed: int) -> errors.CapacityError:
-        """Say that /dev/shm has no room for so many bytes."""
-        free, total = free_and_total()
-        return errors.CapacityError(
-            f"{self.title}: {self.path} needs {show_size(needed)}, {SHM_DIRECTORY} has "
-            f"{show_size(free)} free of {show_size(total)}; choose smaller sizes, remove old "
-            "segments (`shmbus gc`), or enlarge it (docker run --shm-size=..., mount -o "
-            "remount,size=...)"
-        )
+        """Say which limits leave no room for so many bytes."""
+        from shmbus.segment import room
+
+        return errors.CapacityError(f"{self.title}: {room.shortage(needed)}")
 
     def _exists(self) -> errors.BusExistsError:
         return errors.BusExistsError(

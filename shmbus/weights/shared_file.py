@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import mmap
@@ -27,6 +28,7 @@ from shmbus.errors import BusBusyError, WaitTimeoutError, WeightsError
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to
 from shmbus.segment.own_file import open_own
+from shmbus.segment.room import shortage, tightest
 from shmbus.weights.manifest import Manifest
 
 KIND: Final = "shared"
@@ -82,7 +84,10 @@ class SharedFile(LockedFile):
         try:
             self.open(self._fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL, _title(self.bus))
             fcntl.flock(self.fd, fcntl.LOCK_SH)
-            os.posix_fallocate(self.fd, 0, at + (0 if owner else manifest.total))
+            size = at + (0 if owner else manifest.total)
+            if size > tightest().left:
+                raise OSError(errno.ENOSPC, shortage(size))
+            os.posix_fallocate(self.fd, 0, size)
             os.pwrite(self.fd, said, HEADER_BYTES)
             head = HEADER.pack(MAGIC, version, 0, len(said), manifest.total, at, owner)
             os.pwrite(self.fd, head, 0)

@@ -77,6 +77,25 @@ def test_a_failing_check_gives_status_1_with_a_hint(tmp_path: Path) -> None:
     assert "ulimit -f unlimited" in done.stdout
 
 
+def test_a_cgroup_above_the_own_one_that_is_tighter_than_dev_shm_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "proc/self/cgroup": "0::/pod/job\n",
+        "proc/self/mountinfo": "30 29 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+        "sys/fs/cgroup/pod/memory.max": str(8 << 20),
+        "sys/fs/cgroup/pod/memory.current": str(5 << 20),
+        "sys/fs/cgroup/pod/job/memory.max": "max",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(doctor, "_ROOT", tmp_path)
+    [finding] = doctor._check_memory()
+    assert finding.level == "warn"
+    assert "/sys/fs/cgroup/pod has 3.0 MiB free of 8.0 MiB" in finding.found
+
+
 def test_a_torch_that_cannot_be_imported_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

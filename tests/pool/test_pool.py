@@ -278,7 +278,7 @@ def test_a_scribbled_row_or_meta_or_byte_is_found(bus_name: str, publishers: Mak
 
 
 def test_a_pool_that_does_not_fit_says_what_it_needs(bus_name: str) -> None:
-    with pytest.raises(errors.CapacityError, match=r"needs .* has .* free"):
+    with pytest.raises(errors.CapacityError, match=r"TiB .* /dev/shm has .* free"):
         create_pool(bus_name, KIND, PoolSpec(slot_bytes="8TiB"))
     assert not Path(pool_path(bus_name, KIND)).exists()
 

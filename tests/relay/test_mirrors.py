@@ -16,7 +16,7 @@ from shmbus.pool.lifecycle import pool_path
 from shmbus.relay.command import show_weights
 from shmbus.relay.messages import Message, VersionOffer, VersionPiece
 from shmbus.relay.mirror_party import POOL_KIND
-from shmbus.segment import shared_file
+from shmbus.segment import room
 
 pytestmark = pytest.mark.slow
 
@@ -250,9 +250,10 @@ def test_a_node_with_too_little_memory_says_so_and_gets_the_version_once_there_i
 ) -> None:
     with mirrors(trainer.bus, nodes[:1]) as relay:
         with monkeypatch.context() as small:
-            small.setattr(shared_file, "free_and_total", lambda: (1 << 20, 2 << 20))
+            full = room.Limit("/dev/shm", 1 << 20, 2 << 20, "remount")
+            small.setattr(room, "limits", lambda: [full])
             trainer.publish(1)
-            wait_until(lambda: "enlarge it" in error_of(relay, nodes[0]))
+            wait_until(lambda: "do not fit" in error_of(relay, nodes[0]))
         have(nodes[:1], 1)
 
 

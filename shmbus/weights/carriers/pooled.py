@@ -17,6 +17,7 @@ import torch
 from shmbus import BusNotFoundError, BusRemovedError
 from shmbus.errors import DamagedError, WaitTimeoutError, WeightsError
 from shmbus.pool import PoolReader, VersionLease
+from shmbus.segment.room import shortage, tightest
 from shmbus.tensors.device.arena import MemoryKind
 from shmbus.tensors.device.memory import refusals
 from shmbus.tensors.device.registration import RegisteredSlots
@@ -155,14 +156,7 @@ class ShmCarrier(Carrier):
         del device, directory
         if not os.access(_SHM, os.W_OK):
             return f"{_SHM} is not writable"
-        room = os.statvfs(_SHM)
-        free = room.f_bavail * room.f_frsize
-        if size > free:
-            return (
-                f"{_SHM} has {free} bytes free, the slots need {size}; enlarge it (docker run "
-                "--shm-size=..., mount -o remount,size=...), or remove old segments (`shmbus gc`)"
-            )
-        return ""
+        return shortage(size) if size > tightest().left else ""
 
     @classmethod
     def writer(cls, options: WriterOptions) -> PoolWriter:
