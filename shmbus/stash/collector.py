@@ -482,7 +482,7 @@ class Collector:
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now."""
         with self.lock:
-            self._upkeep.sweep()
+            self._upkeep.sweep(time.monotonic())
             committed, in_ring = self.reader.count_unread()
             stash = self.stash
             segment = self.segment
@@ -504,7 +504,7 @@ class Collector:
                 stash_overflows=stash.overflows,
                 moved=self.reader.moves,
                 policy_version=segment.policy_version,
-                producers=sum(row[1] == _core.SLOT_ACTIVE for row in segment.producers()),
+                producers=segment.tally()[0],
                 capacity=segment.capacity,
                 free=segment.free_extents() * segment.extent_bytes,
                 requests=RequestCounts(

@@ -19,6 +19,8 @@ from shmbus_ext import _core
 _EVACUATE_FREE_FRACTION = 0.125
 #: ... and at most this often, in seconds, since each attempt walks all samples that wait.
 _EVACUATE_INTERVAL_S = 0.05
+#: Living producers that a sweep asks about where space is short, at that interval.
+_SHORT_SWEEP = 64
 
 
 class Lead:
@@ -91,12 +93,15 @@ class Upkeep:
         #: Of attached producers, that this has reaped.
         self.deaths = 0
         self.next_sweep_s = 0.0
+        self._swept_s = 0.0
         self.next_evacuation_s = 0.0
         self._attach_epoch = segment.attach_epoch
 
-    def sweep(self) -> None:
-        """Reap dead producers now."""
-        self.deaths += self._reader.sweep()
+    def sweep(self, now: float) -> None:
+        """Reap dead producers, unless a sweep of the last second has."""
+        if now - self._swept_s >= limits.SWEEP_INTERVAL_S:
+            self._swept_s = now
+            self.deaths += self._reader.sweep()
 
     def run(
         self, now: float, waiting: Callable[[], list[_core.Trajectory]], leased_groups: int
@@ -105,7 +110,7 @@ class Upkeep:
         sweeps = now >= self.next_sweep_s
         if sweeps:
             self.next_sweep_s = now + limits.SWEEP_INTERVAL_S
-            self.sweep()
+            self.sweep(now)
             if self._segment.attach_epoch != self._attach_epoch:
                 # Whoever died may have been reaped by another producer.
                 self._attach_epoch = self._segment.attach_epoch
@@ -121,7 +126,7 @@ class Upkeep:
         self._reader.tidy()
         few = self._segment.extent_count * _EVACUATE_FREE_FRACTION
         if self._segment.space_wanted() or self._segment.free_extents() < few:
-            self.sweep()
+            self.deaths += self._reader.sweep(_SHORT_SWEEP)
             self._reader.evacuate(waiting())
 
     # -- groups that are gone -------------------------------------------------------------------

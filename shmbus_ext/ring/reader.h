@@ -214,8 +214,8 @@ bool lane_enter_run(struct reader *self, struct lane *lane, uint64_t link);
 bool reader_attach(struct reader *self, struct segment *segment);
 void reader_detach(struct reader *self);
 
-/* Reaps the lanes of producers that are proved dead, and tidies; how many there were. */
-uint32_t reader_sweep(struct reader *self);
+/* Reaps dead producers as recover_dead does (recovery.h), and tidies; how many there were. */
+uint32_t reader_sweep(struct reader *self, uint32_t most);
 
 /* ---- How many records are still unread, by walking them; for the proof that nothing is lost. */
 /* Committed records not handed out; `committed` has all lanes' commits of that instant. */

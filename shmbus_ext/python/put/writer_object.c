@@ -385,6 +385,7 @@ static PyGetSetDef writer_getset[] = {
 static PyMemberDef writer_members[] = {
     {"_declared", T_OBJECT, offsetof(WriterObject, declared), READONLY, NULL},
     {"_segment", T_OBJECT_EX, offsetof(WriterObject, segment), READONLY, NULL},
+    {"_slot", T_UINT, offsetof(WriterObject, c.slot_index), READONLY, NULL},
     {"producer_id", T_ULONGLONG, offsetof(WriterObject, c.producer_id), READONLY,
      "This producer's number; never used again on this bus."},
     {NULL, 0, 0, 0, NULL},

@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/file_lock.h"
 #include "ring/intent_log.h"
+#include "ring/recovery.h"
 
 /* A sleeping reader wakes this often for signals only. */
 #define SLEEP_SLICE_NS INT64_C(1000000000)
@@ -409,12 +410,14 @@ static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     return PyLong_FromUnsignedLongLong(reader->runs_freed - freed);
 }
 
-static PyObject *py_reader_sweep(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
-    if (!py_reader_usable(self)) {
+/* sweep(most=RECOVERY_SHARE) -> int: producers found dead, until so many living ones were met. */
+static PyObject *py_reader_sweep(ReaderObject *self, PyObject *args) {
+    unsigned int most = RECOVERY_SHARE;
+    if (!PyArg_ParseTuple(args, "|I", &most) || !py_reader_usable(self)) {
         return NULL;
     }
     removal_note(&self->segment->c);
-    return PyLong_FromUnsignedLong(reader_sweep(&self->c));
+    return PyLong_FromUnsignedLong(reader_sweep(&self->c, most));
 }
 
 static PyObject *py_reader_tidy(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
@@ -554,7 +557,7 @@ static PyMethodDef reader_methods[] = {
     METHOD("wake", py_reader_wake, METH_NOARGS, NULL),
     METHOD("release", py_reader_release, METH_VARARGS, NULL),
     METHOD("evacuate", py_reader_evacuate, METH_O, NULL),
-    METHOD("sweep", py_reader_sweep, METH_NOARGS, NULL),
+    METHOD("sweep", py_reader_sweep, METH_VARARGS, NULL),
     METHOD("tidy", py_reader_tidy, METH_NOARGS, NULL),
     METHOD("count_unread", py_reader_count_unread, METH_NOARGS, NULL),
     METHOD("note", py_reader_note, METH_O, NULL),
