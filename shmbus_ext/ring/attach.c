@@ -7,7 +7,6 @@
 #include "base/clock.h"
 #include "base/failpoints.h"
 #include "intent_log.h"
-#include "recovery.h"
 
 struct head {
     uint64_t order;

@@ -29,6 +29,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "ring/recovery.h"
 #include "ring/writer.h"
 
 /* ---- The records that an earlier collector moved: of each there may be a first copy too, which this

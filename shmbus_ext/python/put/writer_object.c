@@ -94,8 +94,9 @@ static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t 
     if (!py_writer_usable(self)) {
         return NULL;
     }
+    struct put_fields fields;
     struct put_arguments arguments;
-    py_arguments_begin(&arguments);
+    py_arguments_begin(&arguments, &fields);
     arguments.spec.flags = flags;
     if (answers != NULL) {
         arguments.answers = *answers;

@@ -13,7 +13,6 @@
 #include "base/clock.h"
 #include "base/file_lock.h"
 #include "ring/intent_log.h"
-#include "ring/recovery.h"
 
 /* A sleeping reader wakes this often for signals only. */
 #define SLEEP_SLICE_NS INT64_C(1000000000)
