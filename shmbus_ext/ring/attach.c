@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/clock.h"
 #include "base/failpoints.h"
 #include "intent_log.h"
 
@@ -127,8 +126,6 @@ void reader_detach(struct reader *self) {
 uint32_t reader_sweep(struct reader *self, uint32_t most) {
     struct segment *segment = self->segment;
     request_heal(segment);
-    atomic_store_explicit(&segment->header->next_look_ns,
-                          clock_monotonic_ns() + RECOVERY_COLLECTOR_NS, memory_order_relaxed);
     /* Each recovery moves the attach epoch, which brings the next visit of the lane. */
     uint32_t dead = recover_dead(segment, NO_SLOT, most);
     reader_tidy(self);

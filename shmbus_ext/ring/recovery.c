@@ -199,6 +199,11 @@ bool recovery_elect(struct segment *segment) {
                                                    memory_order_relaxed, memory_order_relaxed);
 }
 
+void recovery_reserve(struct segment *segment) {
+    atomic_store_explicit(&segment->header->next_look_ns,
+                          clock_monotonic_ns() + RECOVERY_COLLECTOR_NS, memory_order_relaxed);
+}
+
 /* ---- Taking over after the last sink. */
 /* How long a lane whose owner has died may be in the hands of another that reaps it. */
 #define HEALING_POLLS 2000

@@ -27,10 +27,11 @@ uint32_t recover_collector(struct segment *segment);
 uint32_t recover_dead(struct segment *segment, uint32_t own_slot, uint32_t most);
 
 /* Elects one looker among the workers that wait for what a dead worker had in hand: true for one call
- * of all processes in RECOVERY_PERIOD_NS. A collector that sweeps leaves the workers nothing to do. */
+ * of all processes in RECOVERY_PERIOD_NS, and for none soon after a collector's recovery_reserve. */
 #define RECOVERY_PERIOD_NS UINT64_C(500000000)
 #define RECOVERY_COLLECTOR_NS UINT64_C(2000000000)
 bool recovery_elect(struct segment *segment);
+void recovery_reserve(struct segment *segment);
 
 /* ---- Becoming the bus's sink: the only process that writes the relay's journal.
  *

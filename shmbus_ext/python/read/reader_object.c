@@ -110,6 +110,7 @@ static int py_reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) 
         PyErr_NoMemory();
         return -1;
     }
+    recovery_reserve(&self->segment->c);
     note_collector(self->segment, label);
     self->attached = true;
     return 0;
@@ -416,6 +417,7 @@ static PyObject *py_reader_sweep(ReaderObject *self, PyObject *args) {
         return NULL;
     }
     removal_note(&self->segment->c);
+    recovery_reserve(&self->segment->c);
     return PyLong_FromUnsignedLong(reader_sweep(&self->c, most));
 }
 
