@@ -98,7 +98,8 @@ class RecordReader(ClosedByWith):
                 self._note_held()
             if len(found) < max_records and self._upkeep.checks:
                 self._upkeep.end_checks(
-                    self._of_group, lambda key: key in self._of_group or key in self.relayed
+                    lambda: self._of_group,
+                    lambda key: key in self._of_group or key in self.relayed,
                 )
             return origins, found
 

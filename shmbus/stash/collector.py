@@ -219,7 +219,7 @@ class Collector:
             self.stash.note_complete(key)
             self._requests.note_end(key)
             self.reader.release(trained, _core.ACKED)
-        self._upkeep.doubt()  # their requests end once all is read
+        self._upkeep.doubt(by_key)  # their requests end once all is read
 
     def end_trained_waiting(self, now: float) -> None:
         """End the trained ones of what is not leased; the others begin their groups anew."""
@@ -264,14 +264,14 @@ class Collector:
 
     def _end_checks(self) -> None:
         """Clear up after deaths and discards, with all that was committed before in the stash."""
-        waiting: set[Hashable] = {sample.key for sample in self.stash.waiting_samples()}
-        elsewhere = self.held_elsewhere()
+        stash, elsewhere = self.stash, self.held_elsewhere()
+        held = {samples[0].key for samples in elsewhere or () if samples}
+        self._upkeep.end_checks(
+            lambda: {sample.key for sample in stash.waiting_samples()},
+            lambda key: elsewhere is None or key in held or stash.has(key),
+        )
         if elsewhere is None:
-            self._upkeep.end_checks(waiting, lambda key: True)
             self._requests.doubt()  # and look again, once it is known
-            return
-        held = waiting.union(samples[0].key for samples in elsewhere if samples)
-        self._upkeep.end_checks(waiting, lambda key: key in held or self.stash.is_full(key))
 
     def expire(self, now: float) -> None:
         """End groups and requests whose deadline has passed, also when no record arrives."""
@@ -370,7 +370,7 @@ class Collector:
         discards = self.stash.take_discards()
         if not discards:
             return
-        self._upkeep.doubt()
+        self._upkeep.doubt(discard.key for discard in discards)
         now = time.monotonic()
         useless, self.stash.useless = self.stash.useless, 0
         if useless:

@@ -494,9 +494,15 @@ class Stash(Generic[S]):
         """Whether the group is under lease now."""
         return self.table.is_leased(group)
 
-    def is_full(self, key: Hashable) -> bool:
-        """Whether a group of this key is ready or leased."""
-        return bool(self.table.full(key))
+    def has(self, key: Hashable) -> bool:
+        """Whether a sample or a report of this group is here, waiting or leased."""
+        failing = self.failures.groups.get(key)
+        return (
+            self.table.find(key) is not None
+            or (failing is not None and bool(failing.received or failing.reports))
+            or bool(self.table.full(key))
+            or any(key == lease_key for lease_key, _ in self.inherited)
+        )
 
     def take_discards(self) -> list[Discard[S]]:
         """Return the discards and forget them."""

@@ -131,10 +131,10 @@ class Upkeep:
 
     # -- groups that are gone -------------------------------------------------------------------
 
-    def doubt(self) -> None:
-        """Check rows and requests soon: samples were discarded, or a producer died."""
+    def doubt(self, keys: Iterable[Hashable] | None = None) -> None:
+        """Check rows and requests soon: of groups that lost samples, or all after a death."""
         self.lead.doubt()
-        self.requests.doubt()
+        self.requests.doubt(keys)
 
     def begin_checks(self) -> None:
         """Note what is in doubt, before a portion of the ring is read."""
@@ -147,12 +147,15 @@ class Upkeep:
         return self.lead.checks or self.requests.checks
 
     def end_checks(
-        self, waiting: Iterable[Hashable], is_present: Callable[[Hashable], bool]
+        self,
+        waiting: Callable[[], Iterable[Hashable]],
+        is_present: Callable[[Hashable], bool],
     ) -> None:
         """Free what is in doubt, once the ring was read to its end."""
-        # `waiting` are the keys of groups that wait here, `is_present` says which requests go on.
+        # `waiting` lists the keys of all groups that wait here, for rows of the bound on the lead,
+        # which bounds that list; `is_present` says which requests go on.
         if self.requests.checks:
             # First: a request that has ended holds no place for its group.
             self.requests.end_check(is_present)
         if self.lead.checks:
-            self.lead.end_check([*waiting, *self.requests.handed_out()])
+            self.lead.end_check([*waiting(), *self.requests.handed_out()])

@@ -156,6 +156,18 @@ static PyObject *py_request_send(PyObject *Py_UNUSED(module), PyObject *args) {
                : NULL;
 }
 
+/* request_answered(segment, row, number) -> bool: whether it is open, with a sample that was made. */
+static PyObject *py_request_answered(PyObject *Py_UNUSED(module), PyObject *args) {
+    SegmentObject *segment;
+    unsigned int row;
+    unsigned long long number;
+    struct request_counts counts;
+    if (!take_row(args, &segment, &row, &number)) {
+        return NULL;
+    }
+    return PyBool_FromLong(request_count(&segment->c, row, number, &counts) && counts.done > 0);
+}
+
 /* request_wanted(segment) -> bool: whether somebody asked for a sample since there was one. */
 SEGMENT_FUNCTION(py_request_wanted, py_take_segment) {
     return PyBool_FromLong(RELAXED(segment->c.requests.lane->work.wanted) != 0);
@@ -387,6 +399,7 @@ PyMethodDef py_request_functions[] = {
     {"request_await", py_request_await, METH_VARARGS, NULL},
     {"request_close", py_request_close, METH_VARARGS, NULL},
     {"request_end", py_request_end, METH_VARARGS, NULL},
+    {"request_answered", py_request_answered, METH_VARARGS, NULL},
     {"request_send", py_request_send, METH_VARARGS, NULL},
     {"request_wanted", py_request_wanted, METH_O, NULL},
     {"request_text", py_request_text, METH_VARARGS, NULL},
