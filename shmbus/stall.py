@@ -6,8 +6,8 @@ each slice of a wait, so a short wait pays for one comparison.
 
 Invariants:
 
-- A stall is logged once a period, by one process for all producers and one for all trainers, for as
-  long as the stall lasts. Clients of a daemon, with their segment mapped to read, log each for itself.
+- A stall is logged once a period, by one process for all producers and one for all trainers, for
+  as long as the stall lasts. A daemon's clients map the segment read-only: each logs for itself.
 - A process with a callback, or with a wait to end, makes a report of its own.
 - By default a trainer's wait ends with an error only where nobody can end it otherwise: no living
   worker is attached for STALL_DEAD_S, or those that are commit nothing for STALL_SLOW_S. An

@@ -37,7 +37,7 @@ _WANTED_SHOWN = 8
 
 
 def status_text(status: BusStatus, most: int | None = None) -> str:
-    """Lay out a status in blocks, as `shmbus status` prints it; `most` bounds the rows of a table."""
+    """Lay out a status in blocks, as `shmbus status` does; `most` bounds the rows of a table."""
     blocks = [_head(status), _ledger(status), _groups(status)]
     if len(status.splits) > 1:
         blocks.append(_splits(status))

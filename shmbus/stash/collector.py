@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 
 from shmbus import errors, limits
 from shmbus._arguments import process_label
-from shmbus._keys import split_of
+from shmbus._keys import make_key, split_of
 from shmbus.ledger import (
     REASONS,
     LanePauseStatus,
@@ -35,7 +35,7 @@ from shmbus.stall import Watch
 from shmbus.stash.drops import DropLog, duplicate_error
 from shmbus.stash.retries import Retries
 from shmbus.stash.stash import Stash, StashPolicy
-from shmbus.stash.upkeep import Upkeep
+from shmbus.stash.upkeep import Straggler, Upkeep
 from shmbus_ext import _core
 
 #: Portions of `limits.POLL_RECORDS` that a `take` reads at most, so that it returns under any load.
@@ -332,9 +332,12 @@ class Collector:
     def run_maintenance(self, now: float) -> None:
         """Sweep for dead producers and free space, each at its interval."""
         self.flush()
-        if self._upkeep.run(now, self.stash.waiting_samples, self.stash.leased_groups):
+        if self._upkeep.run(now, self._find, self.stash.leased_groups):
             self._retries.check_claimants()
             self._log_drops(now)
+
+    def _find(self, stragglers: list[Straggler]) -> list[Trajectory]:
+        return self.stash.waiting_of({make_key(*each[:3]) for each in stragglers})
 
     def _log_drops(self, now: float) -> None:
         """Log what the reader has quarantined, and the sums of recent drops."""

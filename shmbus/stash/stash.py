@@ -26,7 +26,7 @@ Ambiguous samples
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
@@ -521,6 +521,17 @@ class Stash(Generic[S]):
         found = self.table.samples() + self.table.ready_samples() + self.failures.samples()
         for rest in (*self.reports.values(), *self.inherited.values()):
             found += rest
+        return found
+
+    def waiting_of(self, keys: Set[Hashable]) -> list[S]:
+        """Return those of some incomplete groups; complete groups leave in their turn."""
+        found: list[S] = []
+        for key in keys:
+            entry, failing = self.table.find(key), self.failures.groups.get(key)
+            found += [] if entry is None else entry.samples
+            found += [] if failing is None else failing.samples + failing.reports
+        for (key, _), members in self.inherited.items():
+            found += members if key in keys else []
         return found
 
     @property

@@ -9,6 +9,7 @@ before the check began has been read.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from typing import TypeAlias
 
 from shmbus import limits
 from shmbus._keys import split_key
@@ -17,10 +18,17 @@ from shmbus_ext import _core
 
 #: Stragglers are moved when less than this fraction of the extents is free ...
 _EVACUATE_FREE_FRACTION = 0.125
-#: ... and at most this often, in seconds, since each attempt walks all samples that wait.
+#: ... from run to run, a share of so many records at once: at once again where a run was freed,
+#: else after so many seconds.
+_EVACUATE_RECORDS = 2048
 _EVACUATE_INTERVAL_S = 0.05
 #: Living producers that a sweep asks about where space is short, at that interval.
 _SHORT_SWEEP = 64
+
+#: Id, round, split and origin of a record that holds a run nearly alone.
+Straggler: TypeAlias = "tuple[str, int | None, int, bytes]"
+#: Finds the samples that stragglers may be.
+Find: TypeAlias = "Callable[[list[Straggler]], list[_core.Trajectory]]"
 
 
 class Lead:
@@ -103,9 +111,7 @@ class Upkeep:
             self._swept_s = now
             self.deaths += self._reader.sweep()
 
-    def run(
-        self, now: float, waiting: Callable[[], list[_core.Trajectory]], leased_groups: int
-    ) -> bool:
+    def run(self, now: float, find: Find, leased_groups: int) -> bool:
         """Sweep, and make space by moving what waits, each at its interval; True if it swept."""
         sweeps = now >= self.next_sweep_s
         if sweeps:
@@ -118,16 +124,18 @@ class Upkeep:
             self.lead.follow(leased_groups)
         if now >= self.next_evacuation_s:
             self.next_evacuation_s = now + _EVACUATE_INTERVAL_S
-            self._free_space(waiting)
+            self._free_space(find)
         return sweeps
 
-    def _free_space(self, waiting: Callable[[], list[_core.Trajectory]]) -> None:
+    def _free_space(self, find: Find) -> None:
         """Free space: reuse empty runs, and move stragglers where space is short."""
         self._reader.tidy()
         few = self._segment.extent_count * _EVACUATE_FREE_FRACTION
         if self._segment.space_wanted() or self._segment.free_extents() < few:
             self.deaths += self._reader.sweep(_SHORT_SWEEP)
-            self._reader.evacuate(waiting())
+            stragglers = self._reader.stragglers(_EVACUATE_RECORDS)
+            if stragglers and self._reader.evacuate(find(stragglers)):
+                self.next_evacuation_s = 0.0
 
     # -- groups that are gone -------------------------------------------------------------------
 

@@ -127,6 +127,7 @@ struct reader {
 
     struct writer mover;    /* the collector's own lane */
     uint32_t mover_run;     /* the run that it fills, or NO_EXTENT */
+    uint32_t sparse_at;     /* the extent at which the search for a sparse run goes on */
     struct moved_set moved; /* records that an earlier collector moved */
 
     uint32_t *parked; /* runs that have ended, and that a view may keep */
@@ -196,9 +197,8 @@ void reader_tidy_in_a_pause(struct reader *self);
  * waking a producer for each extent would cost both sides more than it gains. */
 void reader_announce_space(struct reader *self);
 
-/* Whether a run is worth moving; whether any is, which is quicker to ask. */
+/* Whether a run is worth moving. */
 bool reader_run_is_sparse(const struct reader *self, uint32_t extent);
-bool reader_any_run_is_sparse(const struct reader *self);
 
 /* Writes a record again in the collector's lane and ends the first copy; ref follows it. */
 bool reader_move(struct reader *self, struct record_ref *ref);

@@ -552,7 +552,7 @@ def test_a_dropped_group_asks_the_stash_for_its_own_key_however_many_groups_are_
     ):
         for number in range(40):
             feeder.request(f"open-{number}", group_size=2)
-        for number in range(40):
+        for _ in range(40):
             (request, _) = producer.requests.next_many(2)
             producer.requests.answer(request, score=1.0)
         feeder.request("equal", group_size=2)
