@@ -29,8 +29,8 @@ SWEEP_INTERVAL_S = 1.0
 SPACE_WAIT_S = 0.1
 
 #: Seconds that a worker sleeps for a prompt before the worker looks again, and for dead workers if
-#: no other process does. From slot 16 on a sleep grows with the slot, up to the second figure: 1,000
-#: waiting workers together wake up 210 times a second, instead of 2,000 times.
+#: no other process does. From slot 16 on a sleep grows with the slot, up to the second figure:
+#: 1,000 waiting workers together wake up 210 times a second, instead of 2,000 times.
 REQUEST_WAIT_S = 0.5
 REQUEST_REST_S = 8.0
 REQUEST_EAGER_SLOTS = 16
