@@ -91,15 +91,6 @@ class RequestState:
         self.failed = 0
         self.backoff.reset()
 
-    def slice_s(self, timeout: float | None, waited_s: float) -> float:
-        """Seconds to sleep at once, of a wait that has lasted so long."""
-        slice_s = limits.REQUEST_WAIT_S
-        if timeout is not None:
-            slice_s = min(slice_s, timeout - waited_s)
-        if (rest_s := self.backoff.until_s - time.monotonic()) > 0:
-            slice_s = min(slice_s, rest_s)
-        return slice_s
-
 
 class _Worker(Protocol):
     """What the requests need of their Producer."""
@@ -108,6 +99,8 @@ class _Worker(Protocol):
 
     @property
     def producer_id(self) -> int: ...
+    @property
+    def _slot(self) -> int: ...
     @property
     def name(self) -> str: ...
     @property
@@ -221,7 +214,7 @@ class ProducerRequests:
             waited_s = time.monotonic() - began
             if found or (timeout is not None and waited_s >= timeout):
                 return found
-            left_s = self._state.slice_s(timeout, waited_s)
+            left_s = self._slice_s(timeout, waited_s)
             self._await_request(ticket, left_s)
             self._after_wait(None if timeout is None else timeout - waited_s)
             if self._producer._watch.slice_s is not None:
@@ -254,18 +247,30 @@ class ProducerRequests:
             waited_s = time.monotonic() - began
             if found or (timeout is not None and waited_s >= timeout):
                 return found
-            left_s = self._state.slice_s(timeout, waited_s)
+            left_s = self._slice_s(timeout, waited_s)
             await self._state.work.wait(
                 functools.partial(self._await_request, ticket, left_s), left_s
             )
             self._after_wait(0)
             await self._producer._check_stall(began, _WAITS_FOR)
 
+    def _slice_s(self, timeout: float | None, waited_s: float) -> float:
+        """Seconds to sleep at once, of a wait that has lasted so long."""
+        slots = max(1.0, self._producer._slot / limits.REQUEST_EAGER_SLOTS)
+        slice_s = min(limits.REQUEST_WAIT_S * slots, limits.REQUEST_REST_S)
+        if timeout is not None:
+            slice_s = min(slice_s, timeout - waited_s)
+        if (rest_s := self._state.backoff.until_s - time.monotonic()) > 0:
+            slice_s = min(slice_s, rest_s)
+        if (watch_s := self._producer._watch.slice_s) is not None:
+            slice_s = min(slice_s, watch_s)
+        return slice_s
+
     def _await_request(self, ticket: int, wait_s: float) -> None:
         _core.request_await(self._producer._segment, False, ticket, wait_s)
 
     def _after_wait(self, left_s: float | None) -> None:
-        """Once a while: give back what dead workers had, and notice that the bus was removed."""
+        """Once a while: look for a removed bus, and for dead workers if no other process does."""
         now = time.monotonic()
         if now < self._state.next_recovery_s:
             return

@@ -6,7 +6,9 @@ each slice of a wait, so a short wait pays for one comparison.
 
 Invariants:
 
-- Each process that waits reports a stall once a period, for as long as it lasts.
+- A stall is logged once a period, by one process for all producers and one for all trainers, for
+  as long as the stall lasts. A daemon's clients map the segment read-only: each logs for itself.
+- A process with a callback, or with a wait to end, makes a report of its own.
 - By default a trainer's wait ends with an error only where nobody can end it otherwise: no living
   worker is attached for STALL_DEAD_S, or those that are commit nothing for STALL_SLOW_S. An
   operator's pause never ends a run.
@@ -121,18 +123,26 @@ class Watch:
             self._since_s = self._fired_s = now
         elif now - self._fired_s >= self._period_s:
             self._fired_s = now
-            self._fire(waits_for, now - self._since_s)
+            self._fire(segment, waits_for, now - self._since_s)
 
-    def _fire(self, waits_for: str, stalled_s: float) -> None:
+    def _fire(self, segment: _core.Segment, waits_for: str, stalled_s: float) -> None:
         # Imported here, so that a worker that never stalls does not load it.
-        from shmbus.inspect.stall_report import gather
+        from shmbus.inspect.stall_report import OF_TRAINERS, gather
 
+        hears = callable(self._on_stall)
+        raises = self._on_stall == "raise" and (
+            self._timeout_s is not None
+            or stalled_s >= min(limits.STALL_DEAD_S, limits.STALL_SLOW_S)
+        )
+        tells = not hears and segment.tells_stall(waits_for in OF_TRAINERS, self._period_s)
+        if not (hears or raises or tells):
+            return
         report = gather(self._bus, waits_for, stalled_s)
         if callable(self._on_stall):
             self._on_stall(report)
-        elif self._on_stall == "raise" and self._ends(report):
+        elif raises and self._ends(report):
             raise errors.StallError(report)
-        else:
+        elif tells:
             logger.warning("%s", report)
 
     def _ends(self, report: StallReport) -> bool:
@@ -150,5 +160,4 @@ class Watch:
 
 def _movements(segment: _core.Segment) -> tuple[int, ...]:
     """Counters of which one changes with every movement."""
-    counts = [(row[5], row[6]) for row in segment.producers()]
-    return sum(c for c, _ in counts), sum(a for _, a in counts), *segment.released()
+    return *segment.tally()[1:], *segment.released()

@@ -14,7 +14,9 @@ from shmbus.inspect.text import status_text
 from shmbus.inspect.types import BusStatus
 
 #: What trainers wait for; all else is what producers do.
-_OF_TRAINERS = ("a complete group", "this rank's step")
+OF_TRAINERS = ("a complete group", "this rank's step")
+#: Producers and clients that the text of a report has a row for.
+_ROWS = 20
 
 
 class StallReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,12 +50,12 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
         )
         if self.status is None:
             return f"{head}; its status cannot be read: {self.problem}"
-        return f"{head}\n{status_text(self.status)}"
+        return f"{head}\n{status_text(self.status, most=_ROWS)}"
 
 
 def gather(bus: str, waits_for: str, stalled_s: float) -> StallReport:
     """Make a report now."""
-    wants = waits_for if waits_for in _OF_TRAINERS else None
+    wants = waits_for if waits_for in OF_TRAINERS else None
     try:
         status = read_status(bus, still_s=stalled_s, wants=wants)
     except (errors.ShmbusError, OSError) as error:

@@ -28,6 +28,7 @@ from shmbus.inspect.types import (
     BusStatus,
     DaemonStatus,
     GroupCells,
+    ProducerStatus,
     RelayStatus,
     SampleCell,
 )
@@ -35,8 +36,8 @@ from shmbus.inspect.types import (
 _WANTED_SHOWN = 8
 
 
-def status_text(status: BusStatus) -> str:
-    """Lay out a status in blocks, as `shmbus status` prints it."""
+def status_text(status: BusStatus, most: int | None = None) -> str:
+    """Lay out a status in blocks, as `shmbus status` does; `most` bounds the rows of a table."""
     blocks = [_head(status), _ledger(status), _groups(status)]
     if len(status.splits) > 1:
         blocks.append(_splits(status))
@@ -50,8 +51,8 @@ def status_text(status: BusStatus) -> str:
         blocks.append(_relay(status.relay))
     blocks.append(_collector(status))
     if status.daemon is not None:
-        blocks.append(_daemon(status.daemon))
-    blocks += [_waited(status), _producers(status)]
+        blocks.append(_daemon(status.daemon, most))
+    blocks += [_waited(status), _producers(status, most)]
     schema = schema_text(status.schema, status.schema_problem)
     return "\n\n".join([*blocks, schema] if schema else blocks)
 
@@ -213,7 +214,7 @@ def _collector(status: BusStatus) -> str:
     )
 
 
-def _daemon(daemon: DaemonStatus) -> str:
+def _daemon(daemon: DaemonStatus, most: int | None) -> str:
     if not daemon.answers:
         return f"daemon  {daemon.problem}"
     lines = [
@@ -244,12 +245,17 @@ def _daemon(daemon: DaemonStatus) -> str:
             if lease.waiting
             else "works",
         )
-        for lease in daemon.leases
+        for lease in daemon.leases[:most]
     ]
     if not rows:
         return "\n".join([*lines, "  no trainer is attached"])
     head = ("client>", "pid>", "label", "rank", "step>", "groups>", "trajectories>", "held>", "now")
-    return "\n".join([*lines, table(head, rows)])
+    return "\n".join([*lines, table(head, rows), *_more(len(daemon.leases) - len(rows))])
+
+
+def _more(hidden: int) -> list[str]:
+    """Tell how many rows a table leaves out."""
+    return [f"  and {show_count(hidden)} more: `shmbus status` shows all"] if hidden else []
 
 
 def _waited(status: BusStatus) -> str:
@@ -261,7 +267,7 @@ def _waited(status: BusStatus) -> str:
     )
 
 
-def _producers(status: BusStatus) -> str:
+def _producers(status: BusStatus, most: int | None) -> str:
     if not status.producers:
         return "producers  none has ever attached"
     counts = {
@@ -269,6 +275,10 @@ def _producers(status: BusStatus) -> str:
         for state in ("alive", "dead", "closed", "gone")
     }
     summary = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    # Where rows are left out: stopped and dead producers first, then the longest without a commit.
+    shown = status.producers
+    if most is not None:
+        shown = sorted(shown, key=_suspicion)[:most]
     rows = [
         (
             str(producer.producer_id),
@@ -281,10 +291,16 @@ def _producers(status: BusStatus) -> str:
             "-" if producer.reservations is None else show_count(producer.reservations),
             "-" if producer.idle_s is None else show_duration(producer.idle_s),
         )
-        for producer in status.producers
+        for producer in shown
     ]
     head = ("id>", "pid>", "label", "state", "committed>", "aborted>", "holds>", "open>", "idle>")
-    return f"producers  {summary} of {status.max_producers} slots\n{table(head, rows)}"
+    lines = [f"producers  {summary} of {status.max_producers} slots", table(head, rows)]
+    return "\n".join([*lines, *_more(len(status.producers) - len(rows))])
+
+
+def _suspicion(producer: ProducerStatus) -> tuple[bool, float]:
+    healthy = producer.state in ("alive", "closed") and not producer.stopped
+    return healthy, -(producer.idle_s or 0.0)
 
 
 def schema_text(fields: list[SchemaField] | None, problem: str) -> str:

@@ -30,7 +30,7 @@ from shmbus.relay.messages import GroupName, Origin, name_origin
 from shmbus.relay.splits import number_of
 from shmbus.segment import lifecycle
 from shmbus.segment.explain import RELAY_LABEL
-from shmbus.stash.upkeep import Upkeep
+from shmbus.stash.upkeep import Straggler, Upkeep
 from shmbus_ext import _core
 
 _KEY: Final = operator.attrgetter("key")
@@ -88,7 +88,7 @@ class RecordReader(ClosedByWith):
         """Take records that were not polled yet, each producer's in its order, without waiting."""
         with self._lock:
             self._require_open()
-            self._upkeep.run(time.monotonic(), lambda: list(self._held.values()), 0)
+            self._upkeep.run(time.monotonic(), self._find_stragglers, 0)
             self._upkeep.begin_checks()
             found = self._reader.poll(max_records)
             origins = _core.record_origins(found)
@@ -98,9 +98,14 @@ class RecordReader(ClosedByWith):
                 self._note_held()
             if len(found) < max_records and self._upkeep.checks:
                 self._upkeep.end_checks(
-                    self._of_group, lambda key: key in self._of_group or key in self.relayed
+                    lambda: self._of_group,
+                    lambda key: key in self._of_group or key in self.relayed,
                 )
             return origins, found
+
+    def _find_stragglers(self, stragglers: list[Straggler]) -> list[_core.Trajectory]:
+        held = map(self._held.get, (origin for *_, origin in stragglers))
+        return [each for each in held if each is not None]
 
     def export(self, origins: Iterable[Origin], into: bytearray | memoryview) -> memoryview:
         """Copy records that are held into a block in `into`, for another bus; they stay."""

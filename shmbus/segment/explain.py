@@ -12,7 +12,7 @@ import time
 from typing import Final
 
 from shmbus import errors, limits
-from shmbus._format import printable, several, show_duration, show_size, show_wait
+from shmbus._format import printable, several, show_count, show_duration, show_size, show_wait
 from shmbus._version import VERSION
 from shmbus.segment.names import SHM_DIRECTORY, bus_names, shm_path
 from shmbus_ext import _core
@@ -143,7 +143,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
 def requests_text(segment: _core.Segment) -> str:
     """Say what the request lane holds, and who serves it."""
     _, open_, claimed, _, _, groups, taken_ns, free, room = _core.request_totals(segment)
-    workers = sum(state == _core.SLOT_ACTIVE for _, state, *_ in segment.producers())
+    workers, _, _ = segment.tally()
     if taken_ns:
         ago_s = (_core.monotonic_ns() - taken_ns) / 1e9
         served = f"a worker took the last sample {show_duration(max(0.0, ago_s))} ago"
@@ -163,8 +163,23 @@ def requests_full_error(segment: _core.Segment, size: int, waited_s: float) -> e
     return errors.BusFullError(
         f"bus {segment.name!r}: the request lane has no room for a group with a prompt of "
         f"{show_size(size)} after {show_wait(waited_s)}: {requests_text(segment)}{hint}; a request "
-        "leaves the lane when its group is acknowledged: wait for that, or create the bus with a "
-        "larger request_capacity"
+        f"leaves the lane when its group is acknowledged: wait for that, or {_more_room(segment)}"
+    )
+
+
+def _more_room(segment: _core.Segment) -> str:
+    """Name the limit of the request lane that was met, and the number to set."""
+    rows, most = _core.request_row_count(segment), _core.REQUEST_MAX_ROWS
+    if _core.request_totals(segment)[5] < rows:
+        return "create the bus with a larger request_capacity"
+    if rows >= most:
+        return (
+            f"share the prompts among several buses: {show_count(most)} groups a bus are the most"
+        )
+    wanted = min(2 * rows, most) * _core.REQUEST_ROW_SHARE
+    return (
+        f"create the bus with request_capacity={wanted} or more: all {show_count(rows)} rows, a "
+        f"group each, are taken, and a row comes with {_core.REQUEST_ROW_SHARE} bytes"
     )
 
 

@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 
 from shmbus import errors, limits
 from shmbus._arguments import process_label
-from shmbus._keys import split_of
+from shmbus._keys import make_key, split_of
 from shmbus.ledger import (
     REASONS,
     LanePauseStatus,
@@ -35,7 +35,7 @@ from shmbus.stall import Watch
 from shmbus.stash.drops import DropLog, duplicate_error
 from shmbus.stash.retries import Retries
 from shmbus.stash.stash import Stash, StashPolicy
-from shmbus.stash.upkeep import Upkeep
+from shmbus.stash.upkeep import Straggler, Upkeep
 from shmbus_ext import _core
 
 #: Portions of `limits.POLL_RECORDS` that a `take` reads at most, so that it returns under any load.
@@ -219,7 +219,7 @@ class Collector:
             self.stash.note_complete(key)
             self._requests.note_end(key)
             self.reader.release(trained, _core.ACKED)
-        self._upkeep.doubt()  # their requests end once all is read
+        self._upkeep.doubt(by_key)  # their requests end once all is read
 
     def end_trained_waiting(self, now: float) -> None:
         """End the trained ones of what is not leased; the others begin their groups anew."""
@@ -264,14 +264,14 @@ class Collector:
 
     def _end_checks(self) -> None:
         """Clear up after deaths and discards, with all that was committed before in the stash."""
-        waiting: set[Hashable] = {sample.key for sample in self.stash.waiting_samples()}
-        elsewhere = self.held_elsewhere()
+        stash, elsewhere = self.stash, self.held_elsewhere()
+        held = {samples[0].key for samples in elsewhere or () if samples}
+        self._upkeep.end_checks(
+            lambda: {sample.key for sample in stash.waiting_samples()},
+            lambda key: elsewhere is None or key in held or stash.has(key),
+        )
         if elsewhere is None:
-            self._upkeep.end_checks(waiting, lambda key: True)
             self._requests.doubt()  # and look again, once it is known
-            return
-        held = waiting.union(samples[0].key for samples in elsewhere if samples)
-        self._upkeep.end_checks(waiting, lambda key: key in held or self.stash.is_full(key))
 
     def expire(self, now: float) -> None:
         """End groups and requests whose deadline has passed, also when no record arrives."""
@@ -332,9 +332,12 @@ class Collector:
     def run_maintenance(self, now: float) -> None:
         """Sweep for dead producers and free space, each at its interval."""
         self.flush()
-        if self._upkeep.run(now, self.stash.waiting_samples, self.stash.leased_groups):
+        if self._upkeep.run(now, self._find, self.stash.leased_groups):
             self._retries.check_claimants()
             self._log_drops(now)
+
+    def _find(self, stragglers: list[Straggler]) -> list[Trajectory]:
+        return self.stash.waiting_of({make_key(*each[:3]) for each in stragglers})
 
     def _log_drops(self, now: float) -> None:
         """Log what the reader has quarantined, and the sums of recent drops."""
@@ -370,7 +373,7 @@ class Collector:
         discards = self.stash.take_discards()
         if not discards:
             return
-        self._upkeep.doubt()
+        self._upkeep.doubt(discard.key for discard in discards)
         now = time.monotonic()
         useless, self.stash.useless = self.stash.useless, 0
         if useless:
@@ -482,7 +485,7 @@ class Collector:
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now."""
         with self.lock:
-            self._upkeep.sweep()
+            self._upkeep.sweep(time.monotonic())
             committed, in_ring = self.reader.count_unread()
             stash = self.stash
             segment = self.segment
@@ -504,7 +507,7 @@ class Collector:
                 stash_overflows=stash.overflows,
                 moved=self.reader.moves,
                 policy_version=segment.policy_version,
-                producers=sum(row[1] == _core.SLOT_ACTIVE for row in segment.producers()),
+                producers=segment.tally()[0],
                 capacity=segment.capacity,
                 free=segment.free_extents() * segment.extent_bytes,
                 requests=RequestCounts(

@@ -35,8 +35,9 @@ class Requests:
         self._number = 0
         #: Rows and numbers of open requests by the key of their group, oldest first.
         self._open: dict[Hashable, list[tuple[int, int]]] = {}
-        self._doubtful = True
-        #: Open requests with answers when `begin_check` looked.
+        #: Groups whose requests are in doubt; None for all groups.
+        self._doubtful: set[Hashable] | None = None
+        #: Of those the open requests with answers when `begin_check` looked.
         self._begun: list[tuple[int, int]] | None = None
 
     @property
@@ -119,19 +120,33 @@ class Requests:
 
     # -- after a death, and for groups that the stash gave up --------------------------------------
 
-    def doubt(self) -> None:
-        """Check soon: the stash has discarded samples, or a producer died."""
-        self._doubtful = True
+    def doubt(self, keys: Iterable[Hashable] | None = None) -> None:
+        """Check soon the requests of groups that lost samples, or all after a death."""
+        if keys is None:
+            self._doubtful = None
+        elif self._doubtful is not None and self.used:
+            self._doubtful.update(keys)
 
     def begin_check(self) -> None:
-        """Note which requests have answers; these are in the ring by now, or have left it."""
-        if self._doubtful and self._begun is None and self.used:
-            self._doubtful = False
+        """Note which requests in doubt have answers; these are in the ring by now, or have left."""
+        doubtful = self._doubtful
+        if doubtful == set() or self._begun is not None or not self.used:
+            return
+        self._doubtful = set()
+        if doubtful is None:
             self._begun = [
                 (row, number)
                 for row, number, _, _, _, done in _core.request_rows(self._segment)
                 if done
             ]
+            return
+        self._learn()
+        self._begun = [
+            at
+            for key in doubtful
+            for at in self._open.get(key, ())
+            if _core.request_answered(self._segment, *at)
+        ]
 
     @property
     def checks(self) -> bool:

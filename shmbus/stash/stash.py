@@ -26,7 +26,7 @@ Ambiguous samples
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
@@ -494,9 +494,15 @@ class Stash(Generic[S]):
         """Whether the group is under lease now."""
         return self.table.is_leased(group)
 
-    def is_full(self, key: Hashable) -> bool:
-        """Whether a group of this key is ready or leased."""
-        return bool(self.table.full(key))
+    def has(self, key: Hashable) -> bool:
+        """Whether a sample or a report of this group is here, waiting or leased."""
+        failing = self.failures.groups.get(key)
+        return (
+            self.table.find(key) is not None
+            or (failing is not None and bool(failing.received or failing.reports))
+            or bool(self.table.full(key))
+            or any(key == lease_key for lease_key, _ in self.inherited)
+        )
 
     def take_discards(self) -> list[Discard[S]]:
         """Return the discards and forget them."""
@@ -515,6 +521,17 @@ class Stash(Generic[S]):
         found = self.table.samples() + self.table.ready_samples() + self.failures.samples()
         for rest in (*self.reports.values(), *self.inherited.values()):
             found += rest
+        return found
+
+    def waiting_of(self, keys: Set[Hashable]) -> list[S]:
+        """Return those of some incomplete groups; complete groups leave in their turn."""
+        found: list[S] = []
+        for key in keys:
+            entry, failing = self.table.find(key), self.failures.groups.get(key)
+            found += [] if entry is None else entry.samples
+            found += [] if failing is None else failing.samples + failing.reports
+        for (key, _), members in self.inherited.items():
+            found += members if key in keys else []
         return found
 
     @property

@@ -9,6 +9,7 @@ before the check began has been read.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from typing import TypeAlias
 
 from shmbus import limits
 from shmbus._keys import split_key
@@ -17,8 +18,17 @@ from shmbus_ext import _core
 
 #: Stragglers are moved when less than this fraction of the extents is free ...
 _EVACUATE_FREE_FRACTION = 0.125
-#: ... and at most this often, in seconds, since each attempt walks all samples that wait.
+#: ... from run to run, a share of so many records at once: at once again where a run was freed,
+#: else after so many seconds.
+_EVACUATE_RECORDS = 2048
 _EVACUATE_INTERVAL_S = 0.05
+#: Living producers that a sweep asks about where space is short, at that interval.
+_SHORT_SWEEP = 64
+
+#: Id, round, split and origin of a record that holds a run nearly alone.
+Straggler: TypeAlias = "tuple[str, int | None, int, bytes]"
+#: Finds the samples that stragglers may be.
+Find: TypeAlias = "Callable[[list[Straggler]], list[_core.Trajectory]]"
 
 
 class Lead:
@@ -91,21 +101,22 @@ class Upkeep:
         #: Of attached producers, that this has reaped.
         self.deaths = 0
         self.next_sweep_s = 0.0
+        self._swept_s = 0.0
         self.next_evacuation_s = 0.0
         self._attach_epoch = segment.attach_epoch
 
-    def sweep(self) -> None:
-        """Reap dead producers now."""
-        self.deaths += self._reader.sweep()
+    def sweep(self, now: float) -> None:
+        """Reap dead producers, unless a sweep of the last second has."""
+        if now - self._swept_s >= limits.SWEEP_INTERVAL_S:
+            self._swept_s = now
+            self.deaths += self._reader.sweep()
 
-    def run(
-        self, now: float, waiting: Callable[[], list[_core.Trajectory]], leased_groups: int
-    ) -> bool:
+    def run(self, now: float, find: Find, leased_groups: int) -> bool:
         """Sweep, and make space by moving what waits, each at its interval; True if it swept."""
         sweeps = now >= self.next_sweep_s
         if sweeps:
             self.next_sweep_s = now + limits.SWEEP_INTERVAL_S
-            self.sweep()
+            self.sweep(now)
             if self._segment.attach_epoch != self._attach_epoch:
                 # Whoever died may have been reaped by another producer.
                 self._attach_epoch = self._segment.attach_epoch
@@ -113,23 +124,25 @@ class Upkeep:
             self.lead.follow(leased_groups)
         if now >= self.next_evacuation_s:
             self.next_evacuation_s = now + _EVACUATE_INTERVAL_S
-            self._free_space(waiting)
+            self._free_space(find)
         return sweeps
 
-    def _free_space(self, waiting: Callable[[], list[_core.Trajectory]]) -> None:
+    def _free_space(self, find: Find) -> None:
         """Free space: reuse empty runs, and move stragglers where space is short."""
         self._reader.tidy()
         few = self._segment.extent_count * _EVACUATE_FREE_FRACTION
         if self._segment.space_wanted() or self._segment.free_extents() < few:
-            self.sweep()
-            self._reader.evacuate(waiting())
+            self.deaths += self._reader.sweep(_SHORT_SWEEP)
+            stragglers = self._reader.stragglers(_EVACUATE_RECORDS)
+            if stragglers and self._reader.evacuate(find(stragglers)):
+                self.next_evacuation_s = 0.0
 
     # -- groups that are gone -------------------------------------------------------------------
 
-    def doubt(self) -> None:
-        """Check rows and requests soon: samples were discarded, or a producer died."""
+    def doubt(self, keys: Iterable[Hashable] | None = None) -> None:
+        """Check rows and requests soon: of groups that lost samples, or all after a death."""
         self.lead.doubt()
-        self.requests.doubt()
+        self.requests.doubt(keys)
 
     def begin_checks(self) -> None:
         """Note what is in doubt, before a portion of the ring is read."""
@@ -142,12 +155,15 @@ class Upkeep:
         return self.lead.checks or self.requests.checks
 
     def end_checks(
-        self, waiting: Iterable[Hashable], is_present: Callable[[Hashable], bool]
+        self,
+        waiting: Callable[[], Iterable[Hashable]],
+        is_present: Callable[[Hashable], bool],
     ) -> None:
         """Free what is in doubt, once the ring was read to its end."""
-        # `waiting` are the keys of groups that wait here, `is_present` says which requests go on.
+        # `waiting` lists the keys of all groups that wait here, for rows of the bound on the lead,
+        # which bounds that list; `is_present` says which requests go on.
         if self.requests.checks:
             # First: a request that has ended holds no place for its group.
             self.requests.end_check(is_present)
         if self.lead.checks:
-            self.lead.end_check([*waiting, *self.requests.handed_out()])
+            self.lead.end_check([*waiting(), *self.requests.handed_out()])

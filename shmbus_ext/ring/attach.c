@@ -5,9 +5,7 @@
 #include <string.h>
 
 #include "base/failpoints.h"
-#include "base/file_lock.h"
 #include "intent_log.h"
-#include "recovery.h"
 
 struct head {
     uint64_t order;
@@ -94,7 +92,7 @@ bool reader_attach(struct reader *self, struct segment *segment) {
     FAILPOINT("collector-replayed");
     writer_attach_collector(&self->mover, segment);
     /* Dead producers first: their last commits count. */
-    reader_sweep(self);
+    reader_sweep(self, RECOVERY_WHOLE);
     if (!build_lanes(self)) {
         reader_detach(self);
         return false;
@@ -125,24 +123,11 @@ void reader_detach(struct reader *self) {
     self->parked = NULL;
 }
 
-uint32_t reader_sweep(struct reader *self) {
+uint32_t reader_sweep(struct reader *self, uint32_t most) {
     struct segment *segment = self->segment;
-    uint32_t dead = 0;
     request_heal(segment);
-    for (uint32_t i = 0; i < segment->max_producers; i++) {
-        struct producer_slot *slot = &segment->slots[i];
-        uint32_t state = atomic_load_explicit(&slot->state, memory_order_acquire);
-        if (state == SHMBUS_SLOT_FREE ||
-            file_lock_take(segment->fd, SHMBUS_LOCK_SLOT + i) != LOCK_TAKEN) {
-            continue;
-        }
-        /* The lock was free: the owner has closed, or its process has ended. */
-        dead += state == SHMBUS_SLOT_ACTIVE;
-        FAILPOINT("sweep-locked");
-        recover_producer(segment, i);
-        file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + i);
-        self->lanes[i].dirty = true;
-    }
+    /* Each recovery moves the attach epoch, which brings the next visit of the lane. */
+    uint32_t dead = recover_dead(segment, NO_SLOT, most);
     reader_tidy(self);
     return dead;
 }

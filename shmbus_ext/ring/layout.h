@@ -105,6 +105,9 @@ enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
  *    200     8  jumbo_until_ns   producers    producers   advisory; CLOCK_MONOTONIC
  *    256     8  next_producer_id producers                fetch_add
  *    264     4  attach_epoch     producers    reader      release / acquire
+ *    268     4  look_slot        looker       looker      relaxed: slot at which the next look begins
+ *    272     8  next_look_ns     looker       workers     CAS: a worker may look for deaths from then on
+ *    280    16  stall_told_ns[]  waiters      waiters     CAS: last report by a worker, by a trainer
  *    320     8  policy_version   trainer      producers   relaxed
  *    328     4  consumer_packs   reader      producers   relaxed: 1 once the consumer packs batches
  *    332     4  leased_in_part   reader      reader      relaxed: 1 once a record said so (SHMBUS_LEASED)
@@ -144,6 +147,9 @@ struct bus_header {
     _Atomic uint64_t jumbo_until_ns;
     alignas(64) _Atomic uint64_t next_producer_id;
     _Atomic uint32_t attach_epoch;
+    _Atomic uint32_t look_slot;
+    _Atomic uint64_t next_look_ns; /* CLOCK_MONOTONIC, as the next two */
+    _Atomic uint64_t stall_told_ns[2];
     alignas(64) _Atomic int64_t policy_version;
     _Atomic uint32_t consumer_packs;
     _Atomic uint32_t leased_in_part;
@@ -202,6 +208,9 @@ _Static_assert(offsetof(struct bus_header, geometry_crc) == 56, "layout");
 _Static_assert(offsetof(struct bus_header, bell) == 128, "layout");
 _Static_assert(offsetof(struct bus_header, space_bell) == 192, "layout");
 _Static_assert(offsetof(struct bus_header, next_producer_id) == 256, "layout");
+_Static_assert(offsetof(struct bus_header, look_slot) == 268, "layout");
+_Static_assert(offsetof(struct bus_header, next_look_ns) == 272, "layout");
+_Static_assert(offsetof(struct bus_header, stall_told_ns) == 280, "layout");
 _Static_assert(offsetof(struct bus_header, policy_version) == 320, "layout");
 _Static_assert(offsetof(struct bus_header, consumer_packs) == 328, "layout");
 _Static_assert(offsetof(struct bus_header, leased_in_part) == 332, "layout");

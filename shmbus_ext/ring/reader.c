@@ -5,8 +5,10 @@
 
 #include "intent_log.h"
 
-/* Records taken from one lane before the next has its turn. */
+/* Records taken from one lane before the next has its turn; among many lanes more, so that a record
+ * costs at most so many looks at quiet lanes. */
 #define LANE_QUOTA 64u
+#define LOOKS_A_RECORD 4u
 
 /* Header, shapes, id and schema of a record with a few fields. */
 #define HEAD_LINES 4u
@@ -396,7 +398,8 @@ int reader_next(struct reader *self, struct record_ref *ref) {
             idle++;
         }
         self->turn = self->turn + 1 < self->active_count ? self->turn + 1 : 0;
-        self->quota_left = LANE_QUOTA;
+        uint32_t share = self->active_count / LOOKS_A_RECORD;
+        self->quota_left = share > LANE_QUOTA ? share : LANE_QUOTA;
     }
     count_lost(self);
     if (!self->read_once) {

@@ -29,6 +29,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "ring/recovery.h"
 #include "ring/writer.h"
 
 /* ---- The records that an earlier collector moved: of each there may be a first copy too, which this
@@ -126,6 +127,7 @@ struct reader {
 
     struct writer mover;    /* the collector's own lane */
     uint32_t mover_run;     /* the run that it fills, or NO_EXTENT */
+    uint32_t sparse_at;     /* the extent at which the search for a sparse run goes on */
     struct moved_set moved; /* records that an earlier collector moved */
 
     uint32_t *parked; /* runs that have ended, and that a view may keep */
@@ -195,9 +197,8 @@ void reader_tidy_in_a_pause(struct reader *self);
  * waking a producer for each extent would cost both sides more than it gains. */
 void reader_announce_space(struct reader *self);
 
-/* Whether a run is worth moving; whether any is, which is quicker to ask. */
+/* Whether a run is worth moving. */
 bool reader_run_is_sparse(const struct reader *self, uint32_t extent);
-bool reader_any_run_is_sparse(const struct reader *self);
 
 /* Writes a record again in the collector's lane and ends the first copy; ref follows it. */
 bool reader_move(struct reader *self, struct record_ref *ref);
@@ -214,8 +215,8 @@ bool lane_enter_run(struct reader *self, struct lane *lane, uint64_t link);
 bool reader_attach(struct reader *self, struct segment *segment);
 void reader_detach(struct reader *self);
 
-/* Reaps the lanes of producers that are proved dead, and tidies; how many there were. */
-uint32_t reader_sweep(struct reader *self);
+/* Reaps dead producers as recover_dead does (recovery.h), and tidies; how many there were. */
+uint32_t reader_sweep(struct reader *self, uint32_t most);
 
 /* ---- How many records are still unread, by walking them; for the proof that nothing is lost. */
 /* Committed records not handed out; `committed` has all lanes' commits of that instant. */

@@ -239,15 +239,6 @@ bool reader_run_is_sparse(const struct reader *self, uint32_t extent) {
            run->live_bytes <= run->span * self->segment->extent_bytes / 2;
 }
 
-bool reader_any_run_is_sparse(const struct reader *self) {
-    for (uint32_t extent = 0; extent < self->segment->extent_count; extent++) {
-        if (reader_run_is_sparse(self, extent)) {
-            return true;
-        }
-    }
-    return false;
-}
-
 /* The mover's new run is the reader's own: no cursor walks it, and it is freed like any other. */
 static void adopt_mover_run(struct reader *self) {
     uint32_t before = self->mover_run;

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "ring/observe.h"
+#include "base/clock.h"
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "lead.h"
@@ -162,19 +163,45 @@ uint32_t recover_collector(struct segment *segment) {
     return take_over(segment, segment->max_producers);
 }
 
-uint32_t recover_dead(struct segment *segment, uint32_t own_slot) {
+uint32_t recover_dead(struct segment *segment, uint32_t own_slot, uint32_t most) {
+    _Atomic uint32_t *look_slot = &segment->header->look_slot;
+    uint32_t slots = segment->max_producers;
+    uint32_t at = atomic_load_explicit(look_slot, memory_order_relaxed) % slots;
     uint32_t dead = 0;
-    for (uint32_t i = 0; i < segment->max_producers; i++) {
-        uint32_t state = atomic_load_explicit(&segment->slots[i].state, memory_order_acquire);
-        if (i == own_slot || state == SHMBUS_SLOT_FREE ||
-            file_lock_take(segment->fd, SHMBUS_LOCK_SLOT + i) != LOCK_TAKEN) {
+    for (uint32_t looked = 0; looked < slots && most > 0; looked++, at = (at + 1) % slots) {
+        uint32_t state = atomic_load_explicit(&segment->slots[at].state, memory_order_acquire);
+        if (at == own_slot || state == SHMBUS_SLOT_FREE) {
             continue;
         }
+        if (file_lock_take(segment->fd, SHMBUS_LOCK_SLOT + at) != LOCK_TAKEN) {
+            most--;
+            continue;
+        }
+        /* The owner has closed, or its process has ended. */
         dead += state == SHMBUS_SLOT_ACTIVE;
-        recover_producer(segment, i);
-        file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + i);
+        FAILPOINT("sweep-locked");
+        recover_producer(segment, at);
+        file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + at);
     }
+    atomic_store_explicit(look_slot, at, memory_order_relaxed);
     return dead;
+}
+
+bool recovery_elect(struct segment *segment) {
+    _Atomic uint64_t *next = &segment->header->next_look_ns;
+    uint64_t now = clock_monotonic_ns();
+    uint64_t due = atomic_load_explicit(next, memory_order_relaxed);
+    /* No process stores a later time; an overwritten word must not end all looks. */
+    if (due > now && due <= now + RECOVERY_COLLECTOR_NS) {
+        return false;
+    }
+    return atomic_compare_exchange_strong_explicit(next, &due, now + RECOVERY_PERIOD_NS,
+                                                   memory_order_relaxed, memory_order_relaxed);
+}
+
+void recovery_reserve(struct segment *segment) {
+    atomic_store_explicit(&segment->header->next_look_ns,
+                          clock_monotonic_ns() + RECOVERY_COLLECTOR_NS, memory_order_relaxed);
 }
 
 /* ---- Taking over after the last sink. */

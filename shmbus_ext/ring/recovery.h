@@ -6,6 +6,7 @@
 #ifndef SHMBUS_RING_RECOVERY_H
 #define SHMBUS_RING_RECOVERY_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "writer.h"
@@ -16,10 +17,21 @@ void recover_producer(struct segment *segment, uint32_t slot_index);
 /* The same for the last collector's lane; the extent left to its successor, or NO_EXTENT. */
 uint32_t recover_collector(struct segment *segment);
 
-/* Recovers every slot whose owner has ended, but the caller's own (or NO_SLOT): a worker that waits
- * for what a dead one had in hand need not wait for the collector. How many had died. */
+/* Recovers slots whose owners have ended, but the caller's own (or NO_SLOT); how many had died. Each
+ * slot of a living owner costs a system call that grows with the locks of the file. So a look ends
+ * after `most` living owners, and the next look of any process goes on there: a death is found within
+ * one look for each RECOVERY_SHARE living owners. */
 #define NO_SLOT UINT32_MAX
-uint32_t recover_dead(struct segment *segment, uint32_t own_slot);
+#define RECOVERY_SHARE 256u
+#define RECOVERY_WHOLE UINT32_MAX
+uint32_t recover_dead(struct segment *segment, uint32_t own_slot, uint32_t most);
+
+/* Elects one looker among the workers that wait for what a dead worker had in hand: true for one call
+ * of all processes in RECOVERY_PERIOD_NS, and for none soon after a collector's recovery_reserve. */
+#define RECOVERY_PERIOD_NS UINT64_C(500000000)
+#define RECOVERY_COLLECTOR_NS UINT64_C(2000000000)
+bool recovery_elect(struct segment *segment);
+void recovery_reserve(struct segment *segment);
 
 /* ---- Becoming the bus's sink: the only process that writes the relay's journal.
  *

@@ -487,6 +487,7 @@ bool removal_note(struct segment *self) {
         atomic_store_explicit(&header->pause_unix_ns, clock_realtime_ns(), memory_order_relaxed);
         atomic_store_explicit(&header->paused, SHMBUS_REMOVED, memory_order_release);
         bell_ring_all(&header->space_bell);
+        bell_ring_all(&self->requests.lane->work);
         doorbell_ring(header);
     }
     return true;

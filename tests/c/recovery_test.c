@@ -73,7 +73,7 @@ static void an_intent_ends_with_its_owner(struct bus *bus) {
     CHECK(reader_next(&reader, &ref) == 0);
     CHECK(writer_attach(&writer, &bus->other, "second") == WRITER_OK);
     die(&bus->other);
-    CHECK(reader_sweep(&reader) == 1);
+    CHECK(reader_sweep(&reader, RECOVERY_WHOLE) == 1);
     CHECK(atomic_load(&slot->committed) == 1);
     CHECK(reader_next(&reader, &ref) == 0 && reader.corrupt == 0);
     reader_detach(&reader);
@@ -171,11 +171,11 @@ static void a_closed_producers_views_keep_their_run_until_its_lock_is_gone(struc
     CHECK(reader_next(&reader, &ref) == 1);
     end(&reader, &ref);
     CHECK(reader_next(&reader, &ref) == 0);
-    reader_sweep(&reader);
+    reader_sweep(&reader, RECOVERY_WHOLE);
     CHECK(reader.runs_freed == 0);
     writer_unpin(&bus->other, &at);
     die(&bus->other);
-    reader_sweep(&reader);
+    reader_sweep(&reader, RECOVERY_WHOLE);
     CHECK(reader_next(&reader, &ref) == 0);
     CHECK(reader.runs_freed == 1);
     reader_detach(&reader);
@@ -198,7 +198,7 @@ static void stragglers_on_both_sides_of_a_gap_are_found_again(struct bus *bus) {
     end(&reader, &refs[3]);
     CHECK(reader_next(&reader, &refs[1]) == 0 && reader.runs_freed == 2);
     die(&bus->other);
-    reader_sweep(&reader);
+    reader_sweep(&reader, RECOVERY_WHOLE);
     reader_detach(&reader);
     CHECK(reader_attach(&reader, &bus->segment));
     CHECK(reader_next(&reader, &refs[0]) == 1 && reader.copy.header.sequence == 0);

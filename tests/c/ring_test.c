@@ -125,7 +125,7 @@ static void every_record_arrives_once_in_order(uint64_t *random) {
     }
     struct record_ref none;
     CHECK(reader_next(&reader, &none) == 0);
-    reader_sweep(&reader);
+    reader_sweep(&reader, RECOVERY_WHOLE);
     CHECK(reader_next(&reader, &none) == 0);
     /* All is free again but the extent that the reader keeps ready. */
     CHECK(extent_count_free(&segment) >= segment.extent_count - 1);
@@ -275,7 +275,7 @@ static void scribbled_tables_neither_crash_nor_stall(uint64_t *random) {
             if (edit % 50 == 0) {
                 uint64_t committed;
                 reader_count_unread(&reader, &committed);
-                reader_sweep(&reader);
+                reader_sweep(&reader, RECOVERY_WHOLE);
             }
         }
         reader_detach(&reader);

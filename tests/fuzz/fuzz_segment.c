@@ -99,7 +99,7 @@ static void act(struct reader *reader, uint8_t what) {
         }
         break;
     case 2:
-        reader_sweep(reader);
+        reader_sweep(reader, RECOVERY_WHOLE);
         break;
     case 3:
         reader_count_unread(reader, &committed);

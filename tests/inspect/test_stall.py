@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -211,6 +212,60 @@ def test_a_handler_that_waits_in_vain_raises_as_it_was_told(bus_name: str, prefe
         pytest.raises(shmbus.StallError, match="nothing has moved"),
     ):
         next(iter(handler))
+
+
+# --- many that wait
+
+
+def wait_together(producers: list[Producer], timeout_s: float) -> list[Exception]:
+    raised: list[Exception] = []
+
+    def wait(producer: Producer) -> None:
+        try:
+            producer.requests.next(timeout_s)
+        except StallError as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=wait, args=(each,)) for each in producers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def test_of_many_waiting_workers_one_logs_a_stall_in_twenty_rows(
+    bus_name: str, spawn: Spawner, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(Bus.create(bus_name, "8MiB", max_producers=40))
+        producers = [
+            stack.enter_context(Producer(bus_name, label=f"w-{number}", stall_timeout=PERIOD_S))
+            for number in range(30)
+        ]
+        dead = spawn.script(DIES, bus_name)  # behind the others: the report names the dead first
+        dead.wait()
+        began_s = time.monotonic()
+        with caplog.at_level(logging.WARNING, "shmbus.stall"):
+            assert wait_together(producers, 4 * PERIOD_S) == []
+        periods = (time.monotonic() - began_s) / PERIOD_S
+    reports = [r.args[0] for r in caplog.records if r.name == "shmbus.stall" and r.args]
+    assert 1 <= len(reports) <= periods / 0.9 + 1
+    report = reports[0]
+    assert isinstance(report, StallReport) and report.status is not None
+    assert len(report.status.producers) == 31
+    rows = [line for line in str(report).splitlines() if " w-" in line or "worker-7" in line]
+    assert len(rows) == 20 and "worker-7" in rows[0]
+
+
+def test_each_of_many_waiting_workers_that_shall_raise_does(bus_name: str) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(Bus.create(bus_name, "2MiB"))
+        producers = [
+            stack.enter_context(Producer(bus_name, on_stall="raise", stall_timeout=PERIOD_S))
+            for _ in range(4)
+        ]
+        assert len(wait_together(producers, 60.0)) == len(producers)
 
 
 # --- by default

@@ -206,7 +206,7 @@ static void wait_for_events(struct actor *self) {
     if (reader_has_events(&self->reader)) {
         doorbell_stay(header);
     } else if (doorbell_sleep(header, WAIT_NS) == BELL_TIMEOUT) {
-        reader_sweep(&self->reader);
+        reader_sweep(&self->reader, RECOVERY_WHOLE);
     }
 }
 
@@ -224,7 +224,7 @@ void collect(unsigned group, uint8_t producers, enum habit habit) {
     for (;;) {
         bool last = are_finished(producers);
         if (last) {
-            reader_sweep(&self->reader);
+            reader_sweep(&self->reader, RECOVERY_WHOLE);
         }
         bool found = take(self);
         if (self->held_count == group && habit == MOVES) {
@@ -236,7 +236,7 @@ void collect(unsigned group, uint8_t producers, enum habit habit) {
             acknowledge(self);
         }
         if (habit == SWEEPS) {
-            reader_sweep(&self->reader);
+            reader_sweep(&self->reader, RECOVERY_WHOLE);
         }
         engine_checkpoint();
         if (found) {
@@ -266,7 +266,7 @@ void audit_script(void) {
     }
     attach_collector(self);
     drain(self);
-    reader_sweep(&self->reader);
+    reader_sweep(&self->reader, RECOVERY_WHOLE);
     drain(self);
     ghost_end(&self->reader);
     audit_retries(&self->segment);
@@ -283,7 +283,7 @@ void audit_script(void) {
     acknowledge(self);
     writer_close(&self->writer);
     drain(self);
-    reader_sweep(&self->reader);
+    reader_sweep(&self->reader, RECOVERY_WHOLE);
     drain(self);
     ghost_end(&self->reader);
 }

@@ -76,7 +76,7 @@ void work_on_prompts(uint8_t feeders) {
         struct request_claim claim;
         bool last = are_finished(feeders);
         if (last) {
-            recover_dead(&self->segment, self->writer.slot_index);
+            recover_dead(&self->segment, self->writer.slot_index, RECOVERY_WHOLE);
         }
         if (request_take(&self->segment, self->writer.producer_id, self->writer.slot_index,
                          &claim) == REQUEST_TAKEN) {

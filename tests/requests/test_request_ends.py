@@ -22,6 +22,7 @@ from shmbus import Bus, Consumer, Feeder, Producer, Request
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import status_text
 from shmbus.stash.requests import Requests
+from shmbus.stash.stash import Stash
 from shmbus.store import snapshot as store
 from shmbus_ext import _core
 
@@ -531,3 +532,40 @@ def test_a_group_that_a_restored_bus_gave_up_is_made_when_it_is_offered_again(
         group.ack()
         assert consumer.stats().requests.groups == 0 and consumer.stats().balanced
     shmbus.unlink(restored)
+
+
+def test_a_dropped_group_asks_the_stash_for_its_own_key_however_many_groups_are_open(
+    bus_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    find = Stash.has
+
+    def has(stash: Stash[Any], key: object) -> bool:
+        asked.append(key)
+        return find(stash, key)
+
+    with (
+        Bus.create(bus_name, "8MiB") as bus,
+        Feeder(bus_name) as feeder,
+        Producer(bus_name) as producer,
+        Consumer(bus_name, skip_zero_variance=True) as consumer,
+    ):
+        for number in range(40):
+            feeder.request(f"open-{number}", group_size=2)
+        for _ in range(40):
+            (request, _) = producer.requests.next_many(2)
+            producer.requests.answer(request, score=1.0)
+        feeder.request("equal", group_size=2)
+        assert consumer.take(timeout=0) == []
+        for request in producer.requests.next_many(2):
+            producer.requests.answer(request, score=1.0)
+        # Each walk over all that waits would be one too many.
+        monkeypatch.setattr(Stash, "waiting_samples", None)
+        monkeypatch.setattr(Stash, "has", has)
+        wait_until(lambda: consumer.take(timeout=0.01) or _ended(bus) == 1)
+        assert asked == [("equal",)] or asked == ["equal"]
+        assert consumer.stats().requests.groups == 40
+
+
+def _ended(bus: Bus) -> int:
+    return 41 - _core.request_totals(bus._segment)[5]

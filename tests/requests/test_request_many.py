@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from lane import take_all, totals
 
 import shmbus
 from shmbus import Bus, Consumer, Feeder, Producer
+from shmbus.segment import explain
+from shmbus_ext import _core
 
 X = np.zeros(4, np.float32)
 
@@ -177,3 +180,30 @@ def test_a_list_must_be_one_and_a_limit_too(feeder: Feeder, producer: Producer) 
         producer.requests.next_many(0)
     with pytest.raises(TypeError, match=r"^limit: expected"):
         producer.requests.next_many("x")  # type: ignore[arg-type]
+
+
+def test_a_lane_whose_rows_are_all_taken_names_the_request_capacity_to_set(bus_name: str) -> None:
+    said = []
+    capacity: int | str = "64KiB"
+    for _ in range(2):
+        with Bus.create(bus_name, "1MiB", request_capacity=capacity), Feeder(bus_name) as feeder:
+            with pytest.raises(shmbus.BusFullError) as caught:
+                feeder.request_many(items(0, 400, size=1), timeout=0)
+            said.append(caught.value.accepted)  # type: ignore[attr-defined]
+            numbers = re.findall(r"request_capacity=(\d+)", str(caught.value))
+            capacity = int(numbers[0])
+    assert said[1] >= 2 * said[0] > 0
+
+
+@pytest.mark.parametrize(("rows", "groups", "words"), [
+    (_core.REQUEST_MAX_ROWS, _core.REQUEST_MAX_ROWS, "16,384 groups a bus"),
+    (9000, 9000, f"request_capacity={_core.REQUEST_MAX_ROWS * _core.REQUEST_ROW_SHARE} "),
+    (9000, 8999, "larger request_capacity"),
+])  # fmt: skip
+def test_the_limit_that_a_full_lane_has_met_is_named(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, rows: int, groups: int, words: str
+) -> None:
+    totals = (0, 0, 0, 0, 0, groups, 0, 4096, 4096)
+    monkeypatch.setattr(_core, "request_row_count", lambda segment: rows)
+    monkeypatch.setattr(_core, "request_totals", lambda segment: totals)
+    assert words in str(explain.requests_full_error(bus._segment, 100, 0.0))

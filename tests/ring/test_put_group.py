@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -173,3 +174,16 @@ def test_a_killed_producer_never_leaves_a_part_of_a_group(
         ledger = consumer.stats()
         assert ledger.balanced and not ledger.dropped, ledger
         assert (ledger.stashed, ledger.in_ring, ledger.groups_open) == (0, 0, 0), ledger
+
+
+def test_a_group_takes_memory_by_the_fields_in_use_while_it_is_put(bus_name: str) -> None:
+    size = 4096
+    group = samples(size, elements=1)
+    with Bus.create(bus_name, "64MiB"), Producer(bus_name) as producer:
+        tracemalloc.start()
+        try:
+            producer.put_group("q", group)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < size * 2048

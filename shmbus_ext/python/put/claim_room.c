@@ -437,10 +437,15 @@ PyObject *py_writer_holds_request(WriterObject *self, PyObject *object) {
     return PyBool_FromLong(request_is_held(&self->segment->c, &claim));
 }
 
-/* _recover_dead() -> int: gives back what dead workers had in hand; a system call for each slot. */
+/* _recover_dead() -> bool: whether this worker was the one to look for dead workers, and give back what
+ * they had in hand. */
 PyObject *py_writer_recover_dead(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_writer_usable(self)) {
         return NULL;
     }
-    return PyLong_FromUnsignedLong(recover_dead(&self->segment->c, self->c.slot_index));
+    bool elected = recovery_elect(&self->segment->c);
+    if (elected) {
+        recover_dead(&self->segment->c, self->c.slot_index, RECOVERY_SHARE);
+    }
+    return PyBool_FromLong(elected);
 }

@@ -11,31 +11,47 @@
 #include "ring/writer.h"
 
 /* ---- A producer's keywords and arrays, checked and planned as a record. */
+/* What put_arguments knows of each field, before py_arguments_keep. */
+struct put_fields {
+    PyObject *values[SHMBUS_MAX_FIELDS];
+    PyObject *names[SHMBUS_MAX_FIELDS];
+    PyArrayObject *arrays[SHMBUS_MAX_FIELDS];
+    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
+    uint64_t shape[SHMBUS_MAX_SHAPE_WORDS];
+    uint64_t field_bytes[SHMBUS_MAX_FIELDS];
+    uint8_t kinds[SHMBUS_MAX_FIELDS];
+    uint8_t field_ndim[SHMBUS_MAX_FIELDS];
+};
+
 /* What a producer hands over, between Python and a record. */
 struct put_arguments {
     PyObject *id_object;
     PyObject *meta_object; /* NULL for none */
     PyObject *split_object; /* a label; NULL for "train" */
     PyObject *rows_object; /* NULL for a sample of one row */
-    PyObject *values[SHMBUS_MAX_FIELDS];
-    PyObject *names[SHMBUS_MAX_FIELDS];
-    PyArrayObject *arrays[SHMBUS_MAX_FIELDS]; /* owned, contiguous; NULL for a list not converted */
-    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS]; /* of the array, of `declared`, or for ever */
-    uint8_t kinds[SHMBUS_MAX_FIELDS];         /* enum stored_kind; of lists only */
+    PyObject **values;
+    PyObject **names;
+    PyArrayObject **arrays;   /* owned, contiguous; NULL for a list not converted */
+    PyArray_Descr **dtypes;   /* of the array, of `declared`, or for ever */
+    uint8_t *kinds;           /* enum stored_kind; of lists only */
+    uint64_t *shape;
+    uint64_t *field_bytes;
+    uint8_t *field_ndim;
+    void *kept;               /* owned: arrays, field_bytes, shape and field_ndim; NULL before that */
     PyObject *meta_encoded;                   /* owned */
     PyObject *schema;                         /* owned: the bytes that spec.schema points into */
     double timeout_s;                         /* negative: for ever */
     PyObject *declared; /* owned: the schema that it was checked against */
     uint32_t array_count;
     bool has_group_size, has_index;
-    uint64_t shape[SHMBUS_MAX_SHAPE_WORDS];
-    uint64_t field_bytes[SHMBUS_MAX_FIELDS];
-    uint8_t field_ndim[SHMBUS_MAX_FIELDS];
     struct record_spec spec;
     struct request_claim answers; /* number 0 for none */
 };
 
-void py_arguments_begin(struct put_arguments *self);
+void py_arguments_begin(struct put_arguments *self, struct put_fields *fields);
+/* Once the record is planned and lists are converted: keeps what its write needs of the fields in
+ * memory of their number, so that the put_fields can serve another sample. False with an exception. */
+bool py_arguments_keep(struct put_arguments *self);
 void py_arguments_end(struct put_arguments *self);
 /* One keyword; name is a str. False with an exception set. */
 bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *value);

@@ -30,7 +30,16 @@ bool py_arguments_add_constants(PyObject *module) {
            PyModule_AddStringConstant(module, "SHARED_PREFIX", SHMBUS_SHARED_PREFIX) == 0;
 }
 
-void py_arguments_begin(struct put_arguments *self) {
+void py_arguments_begin(struct put_arguments *self, struct put_fields *fields) {
+    self->values = fields->values;
+    self->names = fields->names;
+    self->arrays = fields->arrays;
+    self->dtypes = fields->dtypes;
+    self->kinds = fields->kinds;
+    self->shape = fields->shape;
+    self->field_bytes = fields->field_bytes;
+    self->field_ndim = fields->field_ndim;
+    self->kept = NULL;
     self->id_object = NULL;
     self->meta_object = NULL;
     self->meta_encoded = NULL;
@@ -45,13 +54,45 @@ void py_arguments_begin(struct put_arguments *self) {
     self->answers.number = 0;
 }
 
+bool py_arguments_keep(struct put_arguments *self) {
+    const size_t count = self->array_count;
+    const size_t words = self->spec.shape_words;
+    PyArrayObject **arrays =
+        PyMem_Malloc(count * (sizeof *arrays + sizeof *self->field_bytes + 1) + words * 8);
+    if (arrays == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    uint64_t *field_bytes = (uint64_t *)(void *)(arrays + count);
+    uint64_t *shape = field_bytes + count;
+    uint8_t *field_ndim = (uint8_t *)(shape + words);
+    memcpy(arrays, self->arrays, count * sizeof *arrays);
+    memcpy(field_bytes, self->field_bytes, count * sizeof *field_bytes);
+    memcpy(shape, self->shape, words * sizeof *shape);
+    memcpy(field_ndim, self->field_ndim, count);
+    PyObject **names = self->names, **values = self->values;
+    self->kept = self->arrays = arrays;
+    self->spec.field_bytes = self->field_bytes = field_bytes;
+    self->spec.shape = self->shape = shape;
+    self->spec.field_ndim = self->field_ndim = field_ndim;
+    self->names = self->values = NULL;
+    for (size_t i = 0; i < count; i++) {
+        Py_DECREF(names[i]);
+        Py_DECREF(values[i]);
+    }
+    return true;
+}
+
 void py_arguments_end(struct put_arguments *self) {
     for (uint32_t i = 0; i < self->array_count; i++) {
         Py_XDECREF(self->arrays[i]);
-        Py_DECREF(self->names[i]);
-        Py_DECREF(self->values[i]);
+        if (self->kept == NULL) {
+            Py_DECREF(self->names[i]);
+            Py_DECREF(self->values[i]);
+        }
     }
     self->array_count = 0;
+    PyMem_Free(self->kept);
     Py_CLEAR(self->id_object);
     Py_CLEAR(self->meta_object);
     Py_CLEAR(self->meta_encoded);

@@ -56,9 +56,9 @@ static void name_place(const char *what, Py_ssize_t at) {
     PyErr_Restore(type, value, traceback);
 }
 
-static bool parse_item(WriterObject *self, struct put_arguments *arguments, PyObject *items,
-                       Py_ssize_t at) {
-    py_arguments_begin(arguments);
+static bool parse_item(WriterObject *self, struct put_arguments *arguments,
+                       struct put_fields *fields, PyObject *items, Py_ssize_t at) {
+    py_arguments_begin(arguments, fields);
     struct reservation unused;
     struct wanted_room wanted = {0, 0, NULL};
     bool good = py_arguments_take_mapping(arguments, PyList_GET_ITEM(items, at)) &&
@@ -76,8 +76,9 @@ static bool parse_item(WriterObject *self, struct put_arguments *arguments, PyOb
 static bool check_items(WriterObject *self, PyObject *items, Py_ssize_t from) {
     bool good = true;
     for (Py_ssize_t i = from; good && i < PyList_GET_SIZE(items); i++) {
+        struct put_fields fields;
         struct put_arguments arguments;
-        good = parse_item(self, &arguments, items, i);
+        good = parse_item(self, &arguments, &fields, items, i);
         py_arguments_end(&arguments);
     }
     return good;
@@ -111,8 +112,9 @@ static bool commit_and_wait(WriterObject *self, struct batch *batch, PyObject *i
 
 static bool batch_add(WriterObject *self, struct batch *batch, PyObject *items, Py_ssize_t at,
                       double deadline_s) {
+    struct put_fields fields;
     struct put_arguments arguments;
-    bool added = parse_item(self, &arguments, items, at);
+    bool added = parse_item(self, &arguments, &fields, items, at);
     /* Where the writer went to another bus meanwhile, its items begin again. */
     if (added && batch->committed + batch->open == at) {
         struct wanted_room wanted = py_writer_wants(self, &arguments);
@@ -214,13 +216,14 @@ struct whole_group {
 };
 
 static bool read_samples(WriterObject *self, struct whole_group *group, PyObject *items) {
+    struct put_fields fields;
     for (Py_ssize_t i = 0; i < group->count; i++) {
         struct put_arguments *sample = &group->samples[i];
-        py_arguments_begin(sample);
+        py_arguments_begin(sample, &fields);
         group->begun = i + 1;
         if (!py_arguments_take_mapping(sample, PyList_GET_ITEM(items, i)) ||
             !py_arguments_finish(sample, &self->schemas, self->declared) ||
-            !py_arguments_convert_lists(sample)) {
+            !py_arguments_convert_lists(sample) || !py_arguments_keep(sample)) {
             name_place("put_group: sample", i);
             return false;
         }

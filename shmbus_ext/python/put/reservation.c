@@ -278,10 +278,11 @@ PyObject *py_writer_reserve(WriterObject *self, PyObject *args) {
         !py_writer_usable(self)) {
         return NULL;
     }
+    struct put_fields put_fields;
     struct put_arguments arguments;
     struct reservation at;
     ReservationObject *made = NULL;
-    py_arguments_begin(&arguments);
+    py_arguments_begin(&arguments, &put_fields);
     if (!py_plan_reservation(self, &arguments, head, &fields, meta_room) ||
         !py_writer_usable(self)) { /* encoding may have let another thread close it */
         goto end;

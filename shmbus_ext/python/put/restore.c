@@ -249,16 +249,14 @@ static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
     Py_buffer id, schema, shape, meta;
     PyObject *fields;
     unsigned int flags;
-    struct put_arguments *a = PyMem_Calloc(1, sizeof *a);
-    if (a == NULL) {
-        return PyErr_NoMemory();
-    }
+    struct put_fields parts;
+    struct put_arguments arguments, *a = &arguments;
+    py_arguments_begin(a, &parts);
     if (!py_restorer_usable(self) ||
         !PyArg_ParseTuple(args, "KKLIdIIIILIy*y*y*y*O!K", &producer_id, &sequence,
                           &policy_version, &a->spec.version_span, &a->spec.score,
                           &a->spec.group_size, &a->spec.need, &a->spec.index, &a->spec.split,
                           &round, &flags, &id, &schema, &shape, &meta, &PyList_Type, &fields, &run)) {
-        PyMem_Free(a);
         return NULL;
     }
     a->spec.policy_version = policy_version;
@@ -298,7 +296,6 @@ static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
     PyBuffer_Release(&schema);
     PyBuffer_Release(&shape);
     PyBuffer_Release(&meta);
-    PyMem_Free(a);
     return result;
 }
 

@@ -94,8 +94,9 @@ static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t 
     if (!py_writer_usable(self)) {
         return NULL;
     }
+    struct put_fields fields;
     struct put_arguments arguments;
-    py_arguments_begin(&arguments);
+    py_arguments_begin(&arguments, &fields);
     arguments.spec.flags = flags;
     if (answers != NULL) {
         arguments.answers = *answers;
@@ -385,6 +386,7 @@ static PyGetSetDef writer_getset[] = {
 static PyMemberDef writer_members[] = {
     {"_declared", T_OBJECT, offsetof(WriterObject, declared), READONLY, NULL},
     {"_segment", T_OBJECT_EX, offsetof(WriterObject, segment), READONLY, NULL},
+    {"_slot", T_UINT, offsetof(WriterObject, c.slot_index), READONLY, NULL},
     {"producer_id", T_ULONGLONG, offsetof(WriterObject, c.producer_id), READONLY,
      "This producer's number; never used again on this bus."},
     {NULL, 0, 0, 0, NULL},

@@ -110,6 +110,7 @@ static int py_reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) 
         PyErr_NoMemory();
         return -1;
     }
+    recovery_reserve(&self->segment->c);
     note_collector(self->segment, label);
     self->attached = true;
     return 0;
@@ -366,6 +367,70 @@ static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* (id, round, split, origin) of a committed record; NULL where its header is no longer whole. */
+static PyObject *name_record(const struct segment *segment, const struct record_header *shared,
+                             const struct record_header *head) {
+    uint64_t at = sizeof *head + (uint64_t)head->shape_words * 8;
+    if (at + head->id_bytes > head->record_bytes) {
+        return NULL;
+    }
+    uint8_t origin[RELAY_ORIGIN_BYTES];
+    origin_pack(origin, segment->header->identity, head->producer_id, head->sequence);
+    return Py_BuildValue("(NNIy#)",
+                         PyUnicode_DecodeUTF8((const char *)shared + at, head->id_bytes, "replace"),
+                         py_round(head->round), head->split, (const char *)origin,
+                         (Py_ssize_t)sizeof origin);
+}
+
+/* Adds the live records of a run to a list; how many records were visited. */
+static uint64_t add_live(const struct reader *reader, uint32_t extent, PyObject **found) {
+    const struct segment *segment = reader->segment;
+    const struct run_state *run = &reader->runs[extent];
+    uint64_t limit = run->span * segment->extent_bytes;
+    uint64_t used = atomic_load_explicit(&segment->extents[extent].used, memory_order_acquire);
+    struct record_place place = {extent, run->generation, 0};
+    struct record_header head;
+    uint64_t visited = 0;
+    for (used = Py_MIN(used, limit); place.offset < used; place.offset += head.record_bytes) {
+        const struct record_header *shared = record_of(segment, &place);
+        if (record_read_frame(shared, used - place.offset, &place, &head) != RECORD_OK) {
+            break;
+        }
+        visited++;
+        PyObject *name = shmbus_is_committed(RELAXED(head.state))
+                             ? name_record(segment, shared, &head)
+                             : NULL;
+        if (name != NULL) {
+            py_list_add(found, name);
+        }
+        if (*found == NULL || PyErr_Occurred()) {
+            Py_CLEAR(*found);
+            break;
+        }
+    }
+    return visited;
+}
+
+/* stragglers(most) -> [(id, round, split, origin)]: what is alive in runs that hold little else. It goes
+ * on from run to run, from where the last call ended, until it has visited so many records. */
+static PyObject *py_reader_stragglers(ReaderObject *self, PyObject *argument) {
+    unsigned long most = PyLong_AsUnsignedLong(argument);
+    if (PyErr_Occurred() || !py_reader_usable(self)) {
+        return NULL;
+    }
+    struct reader *reader = &self->c;
+    const uint32_t extents = self->segment->c.extent_count;
+    PyObject *found = PyList_New(0);
+    uint64_t visited = 0;
+    for (uint32_t looked = 0; found != NULL && looked < extents && visited < most; looked++) {
+        if (reader_run_is_sparse(reader, reader->sparse_at)) {
+            visited += add_live(reader, reader->sparse_at, &found);
+        }
+        reader->sparse_at = (reader->sparse_at + 1) % extents;
+    }
+    return found;
+}
+
 /* evacuate(trajectories) -> runs freed. Moves those whose run holds little else but them: at most
  * half a run alive, all of it in this list, none of it under a view. */
 static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
@@ -377,7 +442,7 @@ static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     }
     struct reader *reader = &self->c;
     uint64_t freed = reader->runs_freed;
-    Py_ssize_t count = reader_any_run_is_sparse(reader) ? PyList_GET_SIZE(items) : 0;
+    Py_ssize_t count = PyList_GET_SIZE(items);
     uint32_t *movable = PyMem_Calloc(self->segment->c.extent_count, sizeof *movable);
     if (movable == NULL) {
         return PyErr_NoMemory();
@@ -409,12 +474,15 @@ static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     return PyLong_FromUnsignedLongLong(reader->runs_freed - freed);
 }
 
-static PyObject *py_reader_sweep(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
-    if (!py_reader_usable(self)) {
+/* sweep(most=RECOVERY_SHARE) -> int: producers found dead, until so many living ones were met. */
+static PyObject *py_reader_sweep(ReaderObject *self, PyObject *args) {
+    unsigned int most = RECOVERY_SHARE;
+    if (!PyArg_ParseTuple(args, "|I", &most) || !py_reader_usable(self)) {
         return NULL;
     }
     removal_note(&self->segment->c);
-    return PyLong_FromUnsignedLong(reader_sweep(&self->c));
+    recovery_reserve(&self->segment->c);
+    return PyLong_FromUnsignedLong(reader_sweep(&self->c, most));
 }
 
 static PyObject *py_reader_tidy(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
@@ -554,7 +622,8 @@ static PyMethodDef reader_methods[] = {
     METHOD("wake", py_reader_wake, METH_NOARGS, NULL),
     METHOD("release", py_reader_release, METH_VARARGS, NULL),
     METHOD("evacuate", py_reader_evacuate, METH_O, NULL),
-    METHOD("sweep", py_reader_sweep, METH_NOARGS, NULL),
+    METHOD("stragglers", py_reader_stragglers, METH_O, NULL),
+    METHOD("sweep", py_reader_sweep, METH_VARARGS, NULL),
     METHOD("tidy", py_reader_tidy, METH_NOARGS, NULL),
     METHOD("count_unread", py_reader_count_unread, METH_NOARGS, NULL),
     METHOD("note", py_reader_note, METH_O, NULL),

@@ -156,6 +156,18 @@ static PyObject *py_request_send(PyObject *Py_UNUSED(module), PyObject *args) {
                : NULL;
 }
 
+/* request_answered(segment, row, number) -> bool: whether it is open, with a sample that was made. */
+static PyObject *py_request_answered(PyObject *Py_UNUSED(module), PyObject *args) {
+    SegmentObject *segment;
+    unsigned int row;
+    unsigned long long number;
+    struct request_counts counts;
+    if (!take_row(args, &segment, &row, &number)) {
+        return NULL;
+    }
+    return PyBool_FromLong(request_count(&segment->c, row, number, &counts) && counts.done > 0);
+}
+
 /* request_wanted(segment) -> bool: whether somebody asked for a sample since there was one. */
 SEGMENT_FUNCTION(py_request_wanted, py_take_segment) {
     return PyBool_FromLong(RELAXED(segment->c.requests.lane->work.wanted) != 0);
@@ -277,6 +289,11 @@ SEGMENT_FUNCTION(py_request_bytes, py_take_segment) {
     return PyLong_FromSsize_t(segment->c.data - (const uint8_t *)segment->c.requests.lane);
 }
 
+/* request_row_count(segment) -> int: groups that the lane holds at most. */
+SEGMENT_FUNCTION(py_request_row_count, py_take_segment) {
+    return PyLong_FromUnsignedLong(segment->c.requests.row_count);
+}
+
 /* ---- The admission table for shmbus.stash.upkeep, the collector's side, and for what others say of it. */
 /* lead_state(segment) -> (limit, held, max_groups, max_versions, a_version): limit 0 for no bound,
  * max_groups 0 and max_versions -1 for none of that kind. */
@@ -387,6 +404,7 @@ PyMethodDef py_request_functions[] = {
     {"request_await", py_request_await, METH_VARARGS, NULL},
     {"request_close", py_request_close, METH_VARARGS, NULL},
     {"request_end", py_request_end, METH_VARARGS, NULL},
+    {"request_answered", py_request_answered, METH_VARARGS, NULL},
     {"request_send", py_request_send, METH_VARARGS, NULL},
     {"request_wanted", py_request_wanted, METH_O, NULL},
     {"request_text", py_request_text, METH_VARARGS, NULL},
@@ -394,6 +412,7 @@ PyMethodDef py_request_functions[] = {
     {"request_find", py_request_find, METH_VARARGS, NULL},
     {"request_since", py_request_since, METH_VARARGS, NULL},
     {"request_bytes", py_request_bytes, METH_O, NULL},
+    {"request_row_count", py_request_row_count, METH_O, NULL},
     {"request_number", py_request_number, METH_O, NULL},
     {"request_totals", py_request_totals, METH_O, NULL},
     {"lead_state", py_lead_state, METH_O, NULL},
@@ -409,6 +428,8 @@ PyMethodDef py_request_functions[] = {
 
 const struct named_value py_request_constants[] = {
     {"REQUEST_LEVELS", SHMBUS_REQUEST_LEVELS},
+    {"REQUEST_MAX_ROWS", SHMBUS_REQUEST_MAX_ROWS},
+    {"REQUEST_ROW_SHARE", SHMBUS_REQUEST_ROW_SHARE},
     {"REQUEST_UNIT", SHMBUS_REQUEST_UNIT},
     {"REQUEST_MIN_BYTES", (long)SHMBUS_REQUEST_MIN_BYTES},
     {"REQUEST_MAX_BYTES", (long)SHMBUS_REQUEST_MAX_BYTES},

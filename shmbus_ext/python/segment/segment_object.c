@@ -293,6 +293,40 @@ static PyObject *py_segment_producers(SegmentObject *self, PyObject *Py_UNUSED(i
     return result;
 }
 
+/* tally() -> (attached, committed, aborted): producers now, and the sums of all slots' counters. */
+static PyObject *py_segment_tally(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
+    uint32_t attached = 0;
+    uint64_t committed = 0, aborted = 0;
+    for (uint32_t i = 0; i < self->c.max_producers; i++) {
+        const struct producer_slot *slot = &self->c.slots[i];
+        attached += RELAXED(slot->state) == SHMBUS_SLOT_ACTIVE;
+        committed += RELAXED(slot->committed);
+        aborted += RELAXED(slot->aborted);
+    }
+    return Py_BuildValue("(IKK)", attached, U64(committed), U64(aborted));
+}
+
+/* tells_stall(trainer, period_s) -> bool: whether this process reports a stall, for all trainers or all
+ * producers that wait; a handle that cannot write the segment always does. */
+static PyObject *py_segment_tells_stall(SegmentObject *self, PyObject *args) {
+    int trainer;
+    double period_s;
+    if (!PyArg_ParseTuple(args, "pd", &trainer, &period_s)) {
+        return NULL;
+    }
+    if (self->c.read_only) {
+        Py_RETURN_TRUE;
+    }
+    _Atomic uint64_t *told_ns = &self->c.header->stall_told_ns[trainer];
+    uint64_t now = clock_monotonic_ns();
+    uint64_t told = RELAXED(*told_ns);
+    /* A reporter comes back after its period, give or take the time of a call. */
+    bool recent = told <= now && (double)(now - told) < period_s * 0.9e9;
+    return PyBool_FromLong(!recent && atomic_compare_exchange_strong_explicit(
+                                          told_ns, &told, now, memory_order_relaxed,
+                                          memory_order_relaxed));
+}
+
 /* Whether a process holds the collector's lock now. */
 static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_segment_usable(self, "handle")) {
@@ -494,6 +528,8 @@ static PyMethodDef segment_methods[] = {
     METHOD("close", py_segment_close, METH_NOARGS, NULL),
     METHOD("holders", py_segment_holders, METH_NOARGS, NULL),
     METHOD("producers", py_segment_producers, METH_NOARGS, NULL),
+    METHOD("tally", py_segment_tally, METH_NOARGS, NULL),
+    METHOD("tells_stall", py_segment_tells_stall, METH_VARARGS, NULL),
     METHOD("has_collector", py_segment_has_collector, METH_NOARGS, NULL),
     METHOD("collector", py_segment_collector, METH_NOARGS, NULL),
     METHOD("pause", py_segment_pause, METH_VARARGS, NULL),
