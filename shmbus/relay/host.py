@@ -192,8 +192,12 @@ class Host:
         }  # fmt: skip
         if self._lacks:
             said["error"] = self._lacks
-        if self.plan.keep and self._party is not None and self._party.keep.error:
-            said["error"] = self._party.keep.error
+        keep = getattr(self._party, "keep", None)
+        if keep is not None:
+            said |= {
+                "unwritten_ends": len(keep.owed),
+                **({"error": keep.error} if keep.error else {}),
+            }
         seen = {"coordinator": "relay", "weights": "weights"}.get(self.plan.kind)
         if seen is not None and self._party is not None:
             said[seen] = msgspec.to_builtins(self._party.note())
