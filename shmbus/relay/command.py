@@ -133,6 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
             for each in relay.describe():
                 if "error" in each and each.get("kind") in ("source", "sink"):
                     print(f"{each['address']}: {printable(each['error'])}")
+                if held := each.get("held_prompt"):
+                    print(held_text(held))
             if carried is not None or silent:
                 print("\n" + (silent if carried is None else show_weights(carried)))
     elif arguments.stop:
@@ -261,9 +263,7 @@ def show_relay(name: str, note: RelayNote) -> str:
     if note.waiting:
         groups = [
             (
-                printable(each.instance_id)
-                + ("" if each.round is None else f" round {each.round}")
-                + ("" if each.split == TRAIN else f" of {printable(each.split)}"),
+                _group_text(each.instance_id, each.round, each.split),
                 f"{each.here} of {each.size}",
                 show_duration(each.age_s),
                 ", ".join(map(str, each.missing)),
@@ -281,6 +281,20 @@ def show_relay(name: str, note: RelayNote) -> str:
         if peer.paused is not None
     ]
     return "\n".join(lines)
+
+
+def _group_text(instance_id: str, round: int | None, split: str) -> str:
+    return (
+        printable(instance_id)
+        + ("" if round is None else f" round {round}")
+        + ("" if split == TRAIN else f" of {printable(split)}")
+    )
+
+
+def held_text(held: dict[str, Any]) -> str:
+    """Return the oldest prompt in a node's hands as text."""
+    name = _group_text(held["instance_id"], held["round"], held["split"])
+    return f"prompt {name} waits for {held['at']}: {show_duration(held['age_s'])} since its offer"
 
 
 def show_weights(note: WeightsNote) -> str:

@@ -192,6 +192,10 @@ class Host:
         }  # fmt: skip
         if self._lacks:
             said["error"] = self._lacks
+        held = getattr(self._party, "held_prompt", None)
+        if held is not None:
+            age_s = (time.monotonic_ns() - held.offered_ns) / 1e9
+            said["held_prompt"] = {**held._asdict(), "age_s": age_s}
         keep = getattr(self._party, "keep", None)
         if keep is not None:
             said |= {

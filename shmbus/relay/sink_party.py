@@ -34,7 +34,7 @@ from shmbus.relay.messages import (
     name_origin,
 )
 from shmbus.relay.party import PARTY_BACKOFF_S, Mailbox
-from shmbus.relay.prompt_lanes import TrainerLane
+from shmbus.relay.prompt_lanes import HeldPrompt, TrainerLane
 from shmbus.relay.prompts import PromptSender
 from shmbus.relay.sink import BLOCK_BYTES, BLOCK_RECORDS, Batch, Journal, Sink
 from shmbus.relay.splits import labels_of, number_of
@@ -256,6 +256,8 @@ class SinkParty:
         self._lane = TrainerLane(self._segment)
         self.prompts = PromptSender(self._bus.identity, self.journal.incarnation)
         self._next_prompts_s = 0.0
+        #: The oldest prompt that a node makes.
+        self.held_prompt: HeldPrompt | None = None
         #: Where each source is, by its bus's identity.
         self.addresses: dict[str, str] = {}
         #: What is here and not put yet.
@@ -555,6 +557,13 @@ class SinkParty:
             self._say([messages.Begun(begun)] if begun else [])
             said = sender.say(bus, over, offers)
             self._mailbox.send(self.addresses[bus], said, b"".join([each for _, each in found]))
+        at = sender.at
+        first = min((n for n in rows if n in at and rows[n].done < rows[n].need), default=None)
+        self.held_prompt = (
+            None
+            if first is None
+            else self._lane.held(first, self.addresses.get(at[first], at[first]))
+        )
 
     def _tell_ends(self) -> None:
         """Have sources let go what the trainer is done with, or what was dropped."""
