@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import resource
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -67,6 +68,9 @@ class RelayActor:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
+        # Two connections a peer: 1,000 nodes need more than a shell's usual 1,024 descriptors.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._actors: dict[str, Any] = {}
         self._next_introduction_s: dict[str, float] = {}
         host = ray.util.get_node_ip_address()
