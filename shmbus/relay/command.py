@@ -47,11 +47,13 @@ def add_parser(commands: Commands) -> None:
         help="carry a bus's groups between the nodes of a Ray cluster",
         description="Starts actors that carry complete groups from the rollout workers' bus of "
         "every node to the trainers' buses; they go on when this command has ended, and Ray "
-        "starts them again when they die. Shows or ends them with --status, --forget and --stop.",
+        "starts them again when they die. --status shows them; --join, --forget and --stop change "
+        "them.",
         examples=[
             "shmbus relay run1 --trainer run1-trainer --weights",
             "shmbus relay run1@rollout --trainer run1-trainer@learner --ray 10.0.0.1:6379",
             "shmbus relay run1 --status",
+            "shmbus relay run1 --join",
             "shmbus relay run1 --forget relay.run1.run1-trainer@node-10.0.0.7",
             "shmbus relay run1 --stop",
         ],
@@ -99,6 +101,9 @@ def add_parser(commands: Commands) -> None:
     what.add_argument("--status", action="store_true", help="show the relay, and all that it knows")
     what.add_argument("--stop", action="store_true", help="end the relay")
     what.add_argument(
+        "--join", action="store_true", help="take on nodes that have come, with NAME[@RESOURCE]"
+    )
+    what.add_argument(
         "--forget", metavar="ADDRESS", help="go on without a peer whose node will not come back"
     )
 
@@ -140,6 +145,11 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.stop:
         on_ray.find(name, arguments.ray).stop()
         print(f"relay of bus {name} has ended; what it had not released is in its sources' rings")
+    elif arguments.join:
+        spec = arguments.name if "@" in arguments.name else None
+        joined = on_ray.find(name, arguments.ray).join(spec)
+        print(f"relay of bus {name} has {len(joined)} more actors:")
+        print("\n".join(f"  {address}" for address in joined))
     elif arguments.forget:
         try:
             on_ray.find(name, arguments.ray).forget(arguments.forget)
@@ -306,7 +316,8 @@ def show_weights(note: WeightsNote) -> str:
     lines += [printable(note.error)] if note.error else []
     mirrors, engines = [], []
     for mirror in note.mirrors:
-        heard = "never" if mirror.heard_s is None else show_duration(mirror.heard_s)
+        never = "" if note.error else "never"
+        heard = never if mirror.heard_s is None else show_duration(mirror.heard_s)
         version = "" if mirror.version is None else str(mirror.version)
         mirrors.append((version, str(mirror.pieces or ""), heard, mirror.address, mirror.upstream))
         lines += [f"{mirror.address}: {printable(mirror.error)}"] if mirror.error else []

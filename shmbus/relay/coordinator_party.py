@@ -72,7 +72,8 @@ class CoordinatorParty:
         #: Whether sinks must hear again where sources are.
         self._peers_changed = False
         self.lost = 0
-        #: Peers that will not come back, as another thread has said.
+        #: Sources to take on, and peers that will not come back, as another thread has said.
+        self.joined: list[str] = []
         self.forgotten: list[str] = []
         #: How often each sink has put something.
         self.settled: dict[str, int] = {}
@@ -370,6 +371,9 @@ class CoordinatorParty:
         return ROUND_S
 
     def _round(self, now_s: float) -> None:
+        while self.joined:
+            self.sources[self.joined.pop()] = None
+            self._next_ask_s = 0.0
         while self.forgotten:
             self.peer_lost(self.forgotten.pop())
         pure = self.pure
