@@ -39,9 +39,11 @@ from shmbus.inspect.segment_file import SegmentFile
 from shmbus_ext import _core
 
 NO_ROUND: Final = _core.NO_ROUND
-#: Bytes of records above which a part is written: few enough to hold in memory several times,
-#: enough for one long write.
-_PART_BYTES: Final = 64 << 20
+#: Bytes of waiting records above which a part is written: few enough to hold in memory several
+#: times, enough for one long write.
+_PART_BYTES: Final = 16 << 20
+#: Bytes of a waiting record beside its payload and meta: its Python objects.
+_RECORD_BYTES: Final = 2048
 #: Parts' worth of records that wait in memory, where there are many schemas.
 _PARTS_WAITING: Final = 4
 _SCALARS: Final = {
@@ -162,7 +164,7 @@ class PartWriter:
     def add(self, record: Record) -> None:
         """Add one record."""
         self._waiting.setdefault(record.schema, []).append(record)
-        nbytes = self._bytes.get(record.schema, 0) + record.nbytes
+        nbytes = self._bytes.get(record.schema, 0) + record.nbytes + _RECORD_BYTES
         self._bytes[record.schema] = nbytes
         if nbytes >= _PART_BYTES:
             self._write(record.schema)

@@ -33,7 +33,7 @@ from shmbus._schema import SchemaField, encode, fields_of
 from shmbus._version import VERSION
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.types import Count, ProducerSlot
-from shmbus.inspect.undelivered import counters, undelivered_records
+from shmbus.inspect.undelivered import counters, stream_undelivered
 from shmbus.ledger import REASONS
 from shmbus.segment import creation, lifecycle
 from shmbus.segment.names import check_name, shm_path
@@ -132,9 +132,8 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
     limit = {slot: count for slot, count in enumerate(committed)}
     written = 0
     producers: set[int] = set()
-    rows = undelivered_records(file, payload=True)
     runs = {run.extent: run.span << 32 | run.extent + 1 for run in file.runs()}
-    for row in rows:
+    for row in stream_undelivered(file):
         if not row.moved and row.lane_number >= limit.get(row.slot, 0):
             continue  # committed after the beginning
         writer.add(read_record(file, row, written, runs.get(row.extent, 0)))
