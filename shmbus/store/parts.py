@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from shmbus import _encoding, errors
 from shmbus.inspect.records import Field, RecordRow, parse_fields
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.segment.own_file import read_own
 from shmbus_ext import _core
 
 NO_ROUND: Final = _core.NO_ROUND
@@ -265,7 +266,7 @@ def read_part(directory: Path, part: Part) -> Iterator[Record]:
     if path.parent != directory:
         raise damaged(path, "the manifest names a file outside its directory")
     try:
-        data = path.read_bytes()
+        data = read_own(str(path), "a part of a snapshot")
     except FileNotFoundError as error:
         raise damaged(path, "the manifest names it, and it is not there") from error
     if len(data) != part.nbytes or hashlib.sha256(data).hexdigest() != part.sha256:

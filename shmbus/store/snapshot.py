@@ -37,6 +37,7 @@ from shmbus.inspect.undelivered import counters, stream_undelivered
 from shmbus.ledger import REASONS
 from shmbus.segment import creation, lifecycle
 from shmbus.segment.names import check_name, shm_path
+from shmbus.segment.own_file import read_own
 from shmbus.store.directory import MANIFEST, sync, write_directory
 from shmbus.store.parts import (
     Part,
@@ -200,7 +201,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """Read and check a snapshot's manifest; the parts are checked when they are read."""
     path = Path(directory) / MANIFEST
     try:
-        raw = path.read_bytes()
+        raw = read_own(str(path), "the manifest of a snapshot")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
             errno.ENOENT, "no snapshot there (`shmbus snapshot NAME DIR` makes one)", str(path)
@@ -268,7 +269,7 @@ def restore(
 def restored_as(directory: str | os.PathLike[str]) -> str | None:
     """Name the bus that a snapshot was restored as; None where it was not yet."""
     try:
-        raw = (Path(directory) / _RESTORED).read_bytes()
+        raw = read_own(str(Path(directory) / _RESTORED), "the note of a restored snapshot")
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:

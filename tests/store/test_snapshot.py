@@ -359,6 +359,38 @@ def test_a_damaged_snapshot_makes_no_bus(bus_name: str, taken: Path, damage: str
     assert not result.left_behind()
 
 
+def as_link(path: Path) -> None:
+    """Have a file lie elsewhere, and a link in its place."""
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def as_fifo(path: Path) -> None:
+    """Have a FIFO in place of a file: who opens it waits."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_another_users(path: Path) -> None:
+    """Have a file belong to another user."""
+    if os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    os.chown(path, 65_534, 65_534)
+
+
+@pytest.mark.parametrize("make", [as_link, as_fifo, as_another_users])
+@pytest.mark.parametrize("file", ["manifest.json", "part-00000.safetensors"])
+def test_a_snapshot_is_read_from_files_of_its_own_user(
+    bus_name: str, taken: Path, make: Any, file: str
+) -> None:
+    make(taken / file)
+    kind = PermissionError if make is as_another_users else shmbus.LayoutMismatchError
+    with pytest.raises(kind, match=file):
+        snapshot.restore(taken, bus_name)
+    with pytest.raises(shmbus.BusNotFoundError):
+        shmbus.Bus.open(bus_name)
+
+
 def test_restoring_never_touches_a_bus_that_is_there(bus_name: str, taken: Path) -> None:
     with shmbus.Bus.create(bus_name, "1MiB") as bus:
         created = bus.created_unix_ns
