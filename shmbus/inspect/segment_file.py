@@ -356,7 +356,7 @@ class SegmentFile(ClosedByWith):
             at = end
 
     def read_record(self, run: Run, offset: int) -> RecordRow:
-        """Read one record, whose offset an earlier walk has found."""
+        """Read the record at an offset found by an earlier walk."""
         at = self.position(run.extent)
         (row,), _, _ = _core.read_run(
             self.fd, at, run.used, run.extent, run.generation, offset, 1, False

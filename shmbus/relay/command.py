@@ -130,12 +130,15 @@ def run(arguments: argparse.Namespace) -> int:
             carried = relay.weights()
         except errors.DaemonUnavailableError as error:
             silent = str(error)
+        actors = relay.describe()
         if arguments.json:
             said = msgspec.to_builtins(note)
+            shown = ("address", "kind", "bus", "begun", "error", "unwritten_ends", "held_prompt")
+            said["actors"] = [{k: each[k] for k in shown if k in each} for each in actors]
             print_json({**said, "weights": msgspec.to_builtins(carried), "no_weights": silent})
         else:
             print(show_relay(name, note))
-            for each in relay.describe():
+            for each in actors:
                 if "error" in each and each.get("kind") in ("source", "sink"):
                     print(f"{each['address']}: {printable(each['error'])}")
                 if held := each.get("held_prompt"):

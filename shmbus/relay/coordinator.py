@@ -132,7 +132,7 @@ class Coordinator:
     ) -> None:
         self.term = term
         self.buses = dict.fromkeys(buses)
-        #: Sorted buses with news; None after a change.
+        #: Sorted buses with news, or None after a change.
         self._heard: tuple[str, ...] | None = None
         self.stash: Stash[OriginHead] = Stash(policy)
         #: In keys, these are the numbers of splits.
@@ -173,7 +173,7 @@ class Coordinator:
         ]
 
     def meet(self, bus: str) -> Subscription:
-        """Take on a source that has come since."""
+        """Take on a new source."""
         self.buses[bus] = None
         self._heard = None
         return Subscription(bus, self.term)

@@ -69,18 +69,17 @@ class CoordinatorParty:
         self._address_of: dict[str, str] = {}
         self.pure: Coordinator | None = None
         self._next_ask_s = self._next_peers_s = 0.0
-        #: Whether sinks must hear again where sources are.
+        #: Sinks must hear the sources' addresses again.
         self._peers_changed = False
         self.lost = 0
-        #: Sources to take on, and peers that will not come back, as another thread has said.
+        #: Written by another thread: sources to take on, and peers to forget.
         self.joined: list[str] = []
         self.forgotten: list[str] = []
         #: How often each sink has put something.
         self.settled: dict[str, int] = {}
         self._assignments: dict[str, Backoff] = {}
         self._drops = Backoff(PARTY_BACKOFF_S)
-        #: Newest policy version of the trainers, and why a trainers' bus is paused; the same as
-        #: each source was told.
+        #: Newest policy version of the trainers and reason of a pause; the same by source, as told.
         self._steering: tuple[int, str | None] | None = None
         self._steered: dict[str, tuple[int, str | None]] = {}
         self._news: dict[str, Backoff] = {}
@@ -245,7 +244,7 @@ class CoordinatorParty:
         self._tell_peers()
 
     def _tell_peers(self) -> None:
-        """Tell sinks where sources are."""
+        """Tell sinks the addresses of sources."""
         self._peers_changed = False
         self._next_peers_s = time.monotonic() + ROUND_S
         known = self._bus_of

@@ -66,7 +66,7 @@ class PartyPlan(msgspec.Struct, frozen=True):
     #: Of a sink: the directory in which it keeps what it puts, and seconds between two syncs.
     keep: str = ""
     keep_sync_s: float = 1.0
-    #: Of a sink: its node, where trainers' buses of several nodes have one name.
+    #: Node of a sink, given if trainers' buses of several nodes share a name.
     node: str = ""
 
     def make(self, mailbox: Mailbox) -> Party:
@@ -208,14 +208,14 @@ class Host:
         if seen is not None and self._party is not None:
             said[seen] = msgspec.to_builtins(self._party.note())
         if "weights" in said and self._lacks:
-            # The publisher has ended: the mirrors' last words are no news.
+            # After the publisher's end, ages of the mirrors' words mislead.
             note: dict[str, Any] = said["weights"]
             mirrors = [{**each, "heard_s": None} for each in note["mirrors"]]
             note |= {"error": self._lacks, "mirrors": mirrors}
         return said
 
     def change_peers(self, address: str, joins: bool) -> bool:
-        """Take on a source or a mirror, or forget a peer; False if no such peer is known."""
+        """Take on a source or a mirror, or forget a peer; False for an unknown peer."""
         peers = {name: getattr(self.plan, name) for name in ("sources", "sinks", "mirrors")}
         of = next((name for name, known in peers.items() if address in known), "")
         if joins:
@@ -226,7 +226,7 @@ class Host:
         else:
             change, now = True, [each for each in peers[of] if each != address]
         if change:
-            # A party that is made anew begins with the plan.
+            # A new party begins with the plan.
             self.plan = msgspec.structs.replace(self.plan, **{of: now})
             if self._party is not None:
                 (self._party.joined if joins else self._party.forgotten).append(address)

@@ -1,17 +1,17 @@
 """The kept file of a trainer's bus: records put on the bus, and the end of each record.
 
-The file is a sequence of frames. Each frame names its place and has checksums: the bus and its
-life; a block as the network brought the block, after the labels of its splits; the records put from
-the block, with the samples reported missing, after one word a record for its end.
+The file consists of frames with checksums: the bus and its life; labels of splits, then a block as
+the network brought the block; a word a record for its end, then the records put from the block,
+with missing samples.
 
 Invariants:
 
 - A record is written before the put, and its end before its source may release the record.
-- An end overwrites a word that lies on the disk already: a full disk cannot lose an end.
-- Records never return to the living bus that had them.
-- A damaged frame costs that frame, and is told. Whole frames behind it are used.
-- The file holds no more of ended records than of live ones: a shorter file replaces it, whole.
-- A disk without room stops nothing here: the error is told, and the write is tried again.
+- An end overwrites a word on the disk: a full disk cannot lose an end.
+- Records never return to a living bus.
+- A damaged frame costs its own records. The log tells of the damage.
+- Ended records take at most as much as live records: a shorter file replaces a longer file.
+- A full disk stops nothing: the log tells of the error, and a later write tries again.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from shmbus_ext import _core
 
 _log = logging.getLogger("shmbus.relay")
 
-#: Magic, kind, length and checksum of the body; then the checksum of these and the frame's place.
+#: Magic, kind, length and checksum of the body, followed by `_check_of` them.
 _HEAD: Final = struct.Struct("<4sIQI")
 _CHECK: Final = struct.Struct("<I")
 _STEP: Final = _HEAD.size + _CHECK.size
 _MAGIC: Final = b"SBK2"
 _VERSION: Final = 2
 _RUN, _BLOCK, _PUT, _ENDS, _SPLITS = range(5)
-#: A record's word: 0, or once the trainer has ended the record, the checksum of its origin and 1.
+#: Word of a record: 0, and after the record's end the checksum of the origin and 1.
 _WORD: Final = struct.Struct("<II")
 #: Bytes of ended records in a file, beside twice the bytes of live records.
 _SPARE_BYTES: Final = 256 << 20
@@ -66,7 +66,7 @@ class _Put(msgspec.Struct, array_like=True):
 
 
 class Kept(NamedTuple):
-    """A live record: its block, its place in the block, and the group's missing samples."""
+    """A live record: block, place in the block, and the group's missing samples."""
 
     payload: memoryview
     place: int
@@ -76,10 +76,10 @@ class Kept(NamedTuple):
 
 
 class Keep:
-    """The kept file of one bus; BusBusyError where another process writes the file.
+    """The kept file of a bus; BusBusyError if another process writes the file.
 
-    `life` identifies the bus as created: a bus created anew under the same name has another life.
-    `node` tells apart two nodes with buses of one name.
+    `life` identifies the bus: a new bus of the same name begins a new life. `node` names the file
+    where several nodes have buses of the same name.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Keep:
             at += _WORD.size
 
     def _frames(self) -> Iterator[tuple[int, int, memoryview]]:
-        """Yield place, kind and body of each whole frame."""
+        """Yield place, kind and body of whole frames."""
         held = self._map()
         view, at, lost = memoryview(held), 0, 0
         while at + _STEP <= len(view):
@@ -232,7 +232,7 @@ class Keep:
     # -- writing ---------------------------------------------------------------------------------
 
     def adopt(self) -> bool:
-        """Write that the living bus has all records of the file."""
+        """Write that all records of the file lie on the living bus."""
         if self._life != self._run.life and self._append([self._run_frame()]):
             self._life = self._run.life
         return self._life == self._run.life
@@ -284,7 +284,7 @@ class Keep:
             return
         words = sorted((self._places[origin][1], origin) for origin in self.owed)
         try:
-            # Words of one put are neighbours: one system call for each run of them.
+            # Words of a put are neighbours: a system call writes a run.
             for _, run in groupby(enumerate(words), lambda each: each[1][0] - each[0] * _WORD.size):
                 ((_, (at, first)), *more) = run
                 said = [first, *(origin for _, (_, origin) in more)]
@@ -405,7 +405,7 @@ class Keep:
 
 
 def _check_of(head: bytes | memoryview, at: int) -> int:
-    """Checksum of a head and its place: a copy of a frame within a record is no frame."""
+    """Checksum of a head with its place, so that frames copied into a record count as data."""
     return _core.crc32c(bytes(head) + at.to_bytes(8, "little"))
 
 

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import math
@@ -57,9 +58,9 @@ _PREFIX: Final = "relay"
 _COORDINATOR: Final = "coordinator"
 #: What begins the addresses of those that carry weights; no bus's name has a colon.
 _WEIGHTS: Final = "weights:"
-#: What begins the resource that Ray gives one node alone.
+#: Prefix of the resource that Ray gives a single node.
 _OWN: Final = "node:"
-#: Seconds for actors to begin, and seconds after which what an actor lacks counts as lasting.
+#: Seconds for actors to begin, and seconds after which a reason counts as lasting.
 _BEGIN_S: Final = 60.0
 _LACKS_S: Final = 3.0
 _LOOK_S: Final = 0.1
@@ -109,7 +110,7 @@ class RelayActor:
         self._direct.learn(Endpoint(*endpoint))
 
     def describe(self) -> dict[str, Any]:
-        """Say what it is and does, its node, and its plan."""
+        """Describe the actor with its node and plan."""
         plan = msgspec.json.encode(self._host.plan).decode()
         node = ray.get_runtime_context().get_node_id()
         return {**self._host.describe(), "plan": plan, "node": node}
@@ -120,7 +121,7 @@ class RelayActor:
 
 
 def _named(relay: str) -> list[str]:
-    """Return addresses of a relay's actors; another relay's name may begin with this name."""
+    """Return addresses of a relay's actors, without relays whose names begin with this name."""
     listed = ray.util.list_named_actors(all_namespaces=True)
     names = [each["name"] for each in listed if each["namespace"] == NAMESPACE]
     ours, end = f"{_PREFIX}.{relay}.", f".{_COORDINATOR}"
@@ -142,7 +143,7 @@ def _as_it_is(plan: PartyPlan) -> PartyPlan:
     named = _named(prefix[len(_PREFIX) + 1 : -1])
     mirrors = [each for each in named if each.startswith(prefix + _WEIGHTS)]
     if plan.kind == "weights":
-        mirrors.remove(plan.address)
+        mirrors = [each for each in mirrors if each != plan.address]
         return msgspec.structs.replace(plan, mirrors=mirrors)
     gone = {*plan.sources, *plan.sinks}.difference(named)
     if gone:
@@ -162,7 +163,7 @@ class _Place(NamedTuple):
 
     @property
     def node(self) -> str:
-        """Name of the node within addresses and files, another one for each resource."""
+        """Name of the node within addresses and files, unique by resource."""
         text = re.sub(r"[^A-Za-z0-9_.-]", "-", self.resource)
         own = self.resource.startswith(_OWN)
         if own or (text == self.resource and not text.startswith(_OWN[:-1] + "-")):
@@ -310,7 +311,7 @@ def _require_same(name: str, plan: PartyPlan) -> None:
     except (ValueError, ray.exceptions.RayError):
         return  # there is none, or it has just ended
     ours = msgspec.json.encode(plan).decode()
-    # Each source's node has a mirror, or none has: sources say which nodes these are.
+    # The sources say which nodes have mirrors.
     theirs = msgspec.json.decode(runs, type=PartyPlan)
     if msgspec.structs.replace(theirs, mirrors=plan.mirrors if theirs.mirrors else []) != plan:
         raise errors.BusBusyError(
@@ -449,9 +450,9 @@ class Relay:
         )
 
     def require_begun(self) -> None:
-        """Wait until all actors beside buses have begun.
+        """Wait for all actors beside buses to begin.
 
-        DaemonUnavailableError names the actors that have not, and what each of them lacks.
+        DaemonUnavailableError names late actors and their reasons.
         """
         deadline_s = time.monotonic() + _BEGIN_S
         lasting_s = math.inf
@@ -464,7 +465,7 @@ class Relay:
             if not late:
                 return
             now_s = time.monotonic()
-            # A predecessor that is ending holds the bus for a moment.
+            # An ending predecessor holds the bus for a moment.
             lasting = all("error" in each and "kind" in each for each in late)
             lasting_s = min(lasting_s, now_s + _LACKS_S) if lasting else math.inf
             if now_s >= min(deadline_s, lasting_s):
@@ -478,7 +479,7 @@ class Relay:
         )
 
     def _plan(self) -> PartyPlan:
-        """Return the coordinator's plan; DaemonUnavailableError if it does not answer."""
+        """Return the coordinator's plan; DaemonUnavailableError without an answer."""
         try:
             actor = ray.get_actor(self._coordinator, namespace=NAMESPACE)
             said = ray.get(actor.describe.remote(), timeout=_ANSWER_S)
@@ -494,18 +495,24 @@ class Relay:
         except (ValueError, ray.exceptions.RayError) as error:
             raise self._unavailable(_ANSWER_S, type(error).__name__) from error
 
+    def _lead(self) -> str:
+        """Return the address of the actor beside the trainer's weights, or ""."""
+        plan = self._plan() if self._carrying else None
+        leads = {self._weights_of(sink) for sink in plan.sinks} if plan else set()
+        return next((each for each in self._carrying if each in leads), "")
+
     def _weights_of(self, address: str) -> str:
-        """Return the address of what carries weights on the node of a source or a sink."""
+        """Return the address of the weights' actor on the node of a source or a sink."""
         return self._prefix + _WEIGHTS + address.removeprefix(self._prefix)
 
     def join(self, source: str | None = None) -> list[str]:
-        """Take on nodes that have come, with a source each, and a mirror where weights go.
+        """Take on new nodes: a source, and with weights a mirror.
 
-        `source` names their bus as for `start`; None means the relay's. Returns the addresses of
-        the new actors. BusNotFoundError if no further node has the bus.
+        `source` names the bus as for `start`; None means the relay's. Returns the addresses of the
+        new actors. BusNotFoundError if no further node has the bus.
         """
         (spec,) = check_specs("source", [source or self.name])
-        plan = self._plan()
+        lead = self._lead()
         here = {(each.get("bus"), each.get("node")) for each in self.describe()}
         found = _find_all("rollout workers' bus", [spec])
         places = [each for each in found if (each.bus, each.node_id) not in here]
@@ -523,8 +530,8 @@ class Relay:
             )
             self._change_peers(self._coordinator, address, True)
             joined.append(address)
-            if self._carrying:
-                lead, mirror = self._weights_of(plan.sinks[0]), self._weights_of(address)
+            if lead:
+                mirror = self._weights_of(address)
                 _start_actor(
                     PartyPlan("mirror", mirror, lead, place.bus), {place.resource: _A_LITTLE}
                 )
@@ -536,21 +543,22 @@ class Relay:
         return joined
 
     def forget(self, address: str) -> None:
-        """Go on without a source, a sink or a mirror whose node will not come back.
+        """Go on without a source, a sink or a mirror of a lost node.
 
-        What a source had announced and nobody had fetched is counted as lost; its node's mirror is
-        forgotten with it. What a sink had and its trainer had not acknowledged is placed again, so
-        its bus must not come back. KeyError where the relay has no such peer,
-        DaemonUnavailableError where nobody answers.
+        A source goes with its node's mirror; announced records that no sink had fetched count as
+        lost. Groups of a sink that its trainer had not acknowledged go to another sink, so the
+        sink's bus must not come back. KeyError for an unknown peer, DaemonUnavailableError without
+        an answer.
         """
-        mirror, lead = self._weights_of(address), self._weights_of(self._plan().sinks[0])
-        if address in self._carrying:
-            known, mirror = False, address
-        else:
-            known = self._change_peers(self._coordinator, address, False)
-        gone = [address] if known else []
-        carried = mirror in self._carrying and mirror != lead
-        if carried and self._change_peers(lead, mirror, False):
+        lead, gone = self._lead(), list[str]()
+        mirror = address if address in self._carrying else self._weights_of(address)
+        if mirror != address and self._change_peers(self._coordinator, address, False):
+            gone.append(address)
+        if mirror in self._carrying and mirror != lead:
+            # A dead lead begins again with the mirrors of living actors.
+            with contextlib.suppress(errors.DaemonUnavailableError):
+                self._change_peers(lead, mirror, False)
+            self._carrying.remove(mirror)
             gone.append(mirror)
         if not gone:
             raise KeyError(f"relay {self.name!r} has no peer {address!r}; status() names them")

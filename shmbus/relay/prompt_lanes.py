@@ -89,7 +89,7 @@ class TrainerLane:
         return offer, text[8][text[7] :]
 
     def held(self, number: int, at: str) -> HeldPrompt | None:
-        """Describe a request that the node `at` makes; None after the end of the request."""
+        """Describe a request in the hands of the node `at`; None after the request's end."""
         text = _core.request_text(self._segment, self._known[number][0], number)
         return None if text is None else HeldPrompt(*text[:3], at, text[6])
 

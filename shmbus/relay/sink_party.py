@@ -117,7 +117,7 @@ class BusJournal:
         deque(map(self._origins.__delitem__, entries), maxlen=0)
 
     def withdraw(self, origin: Origin) -> None:
-        """Free the entry of an intended record that nobody will put."""
+        """Free the entry of a refused record."""
         if origin in self._entries:
             self.forget([origin])
 
@@ -256,7 +256,7 @@ class SinkParty:
         self._lane = TrainerLane(self._segment)
         self.prompts = PromptSender(self._bus.identity, self.journal.incarnation)
         self._next_prompts_s = 0.0
-        #: The oldest prompt that a node makes.
+        #: The oldest prompt in a node's hands.
         self.held_prompt: HeldPrompt | None = None
         #: Where each source is, by its bus's identity.
         self.addresses: dict[str, str] = {}

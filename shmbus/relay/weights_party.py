@@ -175,7 +175,7 @@ class WeightsParty:
         self._seen = 0
         self.error = ""
         self._mirrors = set(mirrors)
-        #: Mirrors to take on, and mirrors that will not come back, as another thread has said.
+        #: Written by another thread: mirrors to take on, and mirrors to forget.
         self.joined: list[str] = []
         self.forgotten: list[str] = []
         self._next_name_s = 0.0

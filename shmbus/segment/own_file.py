@@ -45,13 +45,13 @@ def open_own(path: str, flags: int, what: str) -> int:
 
 
 def read_own(path: str, what: str) -> bytes:
-    """Read a file that has to be this user's own."""
+    """Read a file of this process's user."""
     with os.fdopen(open_own(path, os.O_RDONLY, what), "rb") as file:
         return file.read()
 
 
 def require_own_folder(path: str, what: str) -> None:
-    """Refuse a folder of another user, and another user's link: both could swap files in place."""
+    """Refuse folders and links of another user, who could swap the files."""
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode) and found.st_uid == os.geteuid():
         found = os.stat(path)

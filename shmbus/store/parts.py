@@ -40,10 +40,10 @@ from shmbus.segment.own_file import read_own
 from shmbus_ext import _core
 
 NO_ROUND: Final = _core.NO_ROUND
-#: Bytes of waiting records above which a part is written: few enough to hold in memory several
-#: times, enough for one long write.
+#: Bytes of waiting records that make a part: small enough for several copies in memory, large
+#: enough for long writes.
 _PART_BYTES: Final = 16 << 20
-#: Bytes of a waiting record beside its payload and meta: its Python objects.
+#: Bytes of a waiting record's Python objects, beside payload and meta.
 _RECORD_BYTES: Final = 2048
 #: Parts' worth of records that wait in memory, where there are many schemas.
 _PARTS_WAITING: Final = 4

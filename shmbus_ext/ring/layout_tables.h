@@ -260,7 +260,7 @@ enum relay_state {
     RELAY_SETTLED = 4,  /* it was put; its source has not said that it released it */
 };
 
-/* A record of another bus, named whole: any number of buses may have records here.
+/* A record of another bus. Its entry names the bus, so any number of buses fit.
  * word: 0 (16 bits), slot (16), batch (28), enum relay_state (4).
  *
  * Offset  Size  Field        Written by     Read by    Order

@@ -87,7 +87,7 @@ static bool prepare(struct segment *segment, const struct plan *plan,
     return true;
 }
 
-/* Without room for an entry: as if nothing had been prepared. */
+/* Undoes prepared entries after a lack of room. */
 static void take_back(struct segment *segment, const uint32_t *entries, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
         uint64_t word = load_word(segment, entries[i]);

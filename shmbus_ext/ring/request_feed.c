@@ -226,8 +226,8 @@ static void mend_order(struct request_parts *parts, uint32_t level) {
     atomic_store_explicit(&parts->lane->tails[level], tail, memory_order_release);
 }
 
-/* Whether takers may still find a sample of the open row `own` in order, as by take_in_order. A
- * sample that was given back is found by its row's flag. */
+/* Whether take_in_order still finds a sample of the open row `own`. Takers find returned samples by
+ * the row's flag. */
 static bool waits_in_order(const struct request_parts *parts, uint32_t index,
                            const struct request_row *own) {
     uint64_t next = atomic_load_explicit(&parts->rows[index].next, memory_order_relaxed);
@@ -241,8 +241,8 @@ static bool waits_in_order(const struct request_parts *parts, uint32_t index,
     return false;
 }
 
-/* Whether a priority's order has a place. Rows without an open sample give up their places first:
- * a straggler delays no other prompt. */
+/* Whether a priority's order has a place. Rows without open samples give up their places, so a
+ * straggler delays no prompt. */
 static bool order_has_place(struct request_parts *parts, uint32_t level) {
     _Atomic uint64_t *head = &parts->lane->heads[level];
     uint64_t tail = counted(&parts->lane->tails[level]);

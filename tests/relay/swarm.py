@@ -1,4 +1,4 @@
-"""Many sources in one thread: records of one real bus, as if each lay on a bus of its own."""
+"""Many simulated sources in a thread: each announces a record of the same real bus as its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shmbus_ext import _core
 _IDENTITY = slice(32, 48)
 _CRC = struct.Struct("<I")
 _CRC_AT = 60
-#: What a head says beside its origin, in the order of its arguments.
+#: Arguments of a head behind its origin, in order.
 _REST = (
     "instance_id", "round", "group_size", "index", "score", "policy_version", "nbytes",
     "committed_ns", "check", "need", "reason", "split",
@@ -36,7 +36,7 @@ def address_of(number: int) -> str:
 
 
 def hello(number: int) -> m.Hello:
-    """Return what a simulated source says of itself."""
+    """Return the hello of a simulated source."""
     return m.Hello(
         address_of(number), False, "swarm", identity_of(number).hex(), 1, 0, COORDINATOR,
         0, None, 0, 0, 0, 1, 1, 0, 0,
@@ -44,7 +44,7 @@ def hello(number: int) -> m.Hello:
 
 
 class Swarm:
-    """So many sources, each with one record of the bus that `reader` reads."""
+    """`count` sources, with a record of the reader's bus each."""
 
     def __init__(self, relay: LocalRelay, reader: RecordReader, count: int) -> None:
         self._relay, self._reader, self._count = relay, reader, count
@@ -70,7 +70,7 @@ class Swarm:
         self._boxes[number].send(COORDINATOR, news)
 
     def work(self) -> None:
-        """Answer all that was asked."""
+        """Answer all questions."""
         for number, box in enumerate(self._boxes):
             for envelope in box.receive(0.0):
                 match envelope.message:
@@ -97,7 +97,7 @@ class Swarm:
 
 @contextlib.contextmanager
 def swarm(relay: LocalRelay, reader: RecordReader, count: int) -> Iterator[Swarm]:
-    """Have a swarm answer for a while."""
+    """Let a swarm answer until the end of the block."""
     made, over = Swarm(relay, reader, count), threading.Event()
 
     def work() -> None:

@@ -20,7 +20,7 @@ SINK = "sink"
 
 
 class Word(str):
-    """A text whose comparisons are work that is counted."""
+    """A text with comparisons in Python, which counts them."""
 
     def __eq__(self, other: object) -> bool:
         return str.__eq__(self, other)
@@ -30,7 +30,7 @@ class Word(str):
 
 
 class Box:
-    """A mailbox that counts bytes of what is sent."""
+    """A mailbox that collects messages."""
 
     address = COORDINATOR
 
@@ -53,7 +53,7 @@ def bus_of(number: int) -> str:
 
 
 def hello(number: int, *, mark: m.Mark = (1, 1), version: int = 0) -> m.Envelope:
-    """What source `number` says; number -1 is the sink."""
+    """Hello of source `number`, or of the sink for -1."""
     sink = number < 0
     address = Word(SINK if sink else f"source{number}")
     bus = Word("f" * 32) if sink else bus_of(number)
@@ -77,7 +77,7 @@ def announcement(number: int, mark: m.Mark) -> m.Envelope:
 
 
 def begun(count: int) -> tuple[CoordinatorParty, Box]:
-    """A coordinator that has heard so many sources, and the sink."""
+    """Return a coordinator after the hellos of `count` sources and the sink."""
     box = Box()
     party = CoordinatorParty(box, [Word(f"source{n}") for n in range(count)], [Word(SINK)])
     party.take(hello(-1))
@@ -93,7 +93,7 @@ def begun(count: int) -> tuple[CoordinatorParty, Box]:
 
 
 def work_of(call: Callable[[], object]) -> int:
-    """Count the bytecodes that a call runs."""
+    """Count the bytecodes of a call."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -149,7 +149,7 @@ def test_a_new_version_is_told_to_each_source_once() -> None:
         party.take(hello(number, version=4))
     told = [to for to, message in box.sent if isinstance(message, m.Steering)]
     assert sorted(told) == sorted(f"source{n}" for n in range(50))
-    # One whose bus was set back hears it alone, at its own word.
+    # A source with an older version hears the version alone.
     box.sent.clear()
     party.take(hello(7, version=3))
     assert [to for to, message in box.sent if isinstance(message, m.Steering)] == ["source7"]

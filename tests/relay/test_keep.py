@@ -305,7 +305,7 @@ def test_a_wrong_byte_costs_its_frame_and_nothing_wrong_is_brought_back(
 ) -> None:
     file = kept(buses, tmp_path)
     whole = file.read_bytes()
-    body = 128  # behind the frame that names the bus
+    body = 128  # first byte behind the frame of the bus
     for place in np.random.default_rng(seed).integers(body, len(whole), 40):
         harmed = bytearray(whole)
         harmed[place] ^= 0x10
@@ -317,7 +317,7 @@ def test_a_wrong_byte_costs_its_frame_and_nothing_wrong_is_brought_back(
 
 
 def frames(file: Path) -> list[tuple[int, int]]:
-    """Return place and kind of each frame."""
+    """Return place and kind by frame."""
     data, found, at = file.read_bytes(), [], 0
     while at < len(data):
         _, kind, nbytes, _ = keep_module._HEAD.unpack_from(data, at)
@@ -411,13 +411,13 @@ def test_a_forged_put_ends_no_actor(
 
 
 def as_link(path: Path) -> None:
-    """Have a name lead to a file elsewhere."""
+    """Make a symbolic link."""
     (path.parent / "elsewhere").write_bytes(b"")
     path.symlink_to(path.parent / "elsewhere")
 
 
 def as_second_name(path: Path) -> None:
-    """Have a name be a second name of a file."""
+    """Make a hard link."""
     (path.parent / "elsewhere").write_bytes(b"")
     path.hardlink_to(path.parent / "elsewhere")
 
@@ -450,7 +450,7 @@ def test_what_is_no_file_of_its_own_is_refused_and_left_as_it_was(
 
 @contextlib.contextmanager
 def full_disk(file: Path) -> Iterator[None]:
-    """Have no file grow beyond the size of this one."""
+    """Limit the size of files to the size of `file`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""Nodes join a running relay and leave it; names keep nodes apart; a start says what is lacking."""
+"""Nodes join and leave a running relay; names keep nodes apart; a start names late actors."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_each_resource_has_an_address_of_its_own() -> None:
     resources = ["roll/out", "roll-out", "roll out", "node:10.0.0.7", "node-10.0.0.7", "é", "ü"]
     addresses = [_Place("run1", each).address("run1") for each in resources]
     assert len(set(addresses)) == len(resources)
-    # What users have written down stays as it was.
+    # Addresses of earlier releases stay.
     assert addresses[1] == "relay.run1.run1@roll-out"
     assert addresses[3] == "relay.run1.run1@node-10.0.0.7"
 
@@ -133,7 +133,7 @@ def test_two_trainers_nodes_may_share_a_directory(
         first.close()
 
 
-#: What an actor has inside: it prints whether it has begun, and what it lacks.
+#: The inside of an actor, which prints its state.
 PARTY = """
 import sys, time
 from shmbus.relay.host import Host, PartyPlan
@@ -154,13 +154,13 @@ while True:
 
 
 def foreign(path: Path, bus: str) -> None:
-    """Have a file of another run there."""
+    """Put a file of another run into the directory."""
     path.mkdir()
     (path / f"{bus}.kept").write_bytes(b"somebody's text, of more bytes than a head has")
 
 
 def no_directory(path: Path, bus: str) -> None:
-    """Have a file where the directory should be."""
+    """Put a file in the directory's place."""
     path.write_bytes(b"")
 
 

@@ -371,12 +371,12 @@ time.sleep(600)
 
 
 def lane(bus_name: str, rows: int = 64) -> None:
-    """Create a bus whose request lane has room for so many groups."""
+    """Create a bus with room for `rows` groups in the request lane."""
     shmbus.Bus.create(bus_name, "4MiB", request_capacity=rows * 2048).close()
 
 
 def send_all(name: str) -> Callable[[int], None]:
-    """Send requests as a sink does; the function ends all but the first group."""
+    """Send requests as a sink does, and end all but the first group."""
     sender = TrainerLane(lifecycle.open_segment(name))
 
     def work(number: int) -> None:
@@ -389,7 +389,7 @@ def send_all(name: str) -> Callable[[int], None]:
 
 
 def claim_all(name: str) -> Callable[[int], None]:
-    """Answer as a worker does all but the first group, of which it keeps every sample."""
+    """Answer as a worker does, and keep every sample of the first group."""
     producer, kept = shmbus.Producer(name), list[Request]()
 
     def work(number: int) -> None:

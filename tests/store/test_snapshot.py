@@ -360,19 +360,19 @@ def test_a_damaged_snapshot_makes_no_bus(bus_name: str, taken: Path, damage: str
 
 
 def as_link(path: Path) -> None:
-    """Have a file lie elsewhere, and a link in its place."""
+    """Replace a file by a symbolic link."""
     path.rename(path.parent.parent / "elsewhere")
     path.symlink_to(path.parent.parent / "elsewhere")
 
 
 def as_fifo(path: Path) -> None:
-    """Have a FIFO in place of a file: who opens it waits."""
+    """Replace a file by a FIFO, which blocks readers."""
     path.unlink()
     os.mkfifo(path)
 
 
 def as_another_users(path: Path) -> None:
-    """Have a file belong to another user."""
+    """Give a file away."""
     if os.geteuid() != 0:
         pytest.skip("only root gives files away")
     os.chown(path, 65_534, 65_534)

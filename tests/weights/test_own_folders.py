@@ -1,4 +1,4 @@
-"""Folders of adapters and checkpoints belong to the user who writes there."""
+"""Folders of adapters and checkpoints belong to the writing user."""
 
 from __future__ import annotations
 

@@ -412,7 +412,7 @@ def test_a_start_names_the_actor_that_has_not_begun_and_what_it_lacks(
     file.unlink()
     relay = shmbus.relay.start(left, [trainer], keep=str(tmp_path))
     try:
-        # A relay of a longer name is another relay.
+        # A longer name belongs to another relay.
         other = f"{buses['left']}.eval"
         shmbus.Bus.create(other, "4MiB").close()
         shmbus.Bus.create(f"{other}-trainer", "4MiB").close()
