@@ -322,12 +322,12 @@ class SinkParty:
         self.sink.settled.add(record.origin)
         self.records += 1
 
-    def _write_ends(self, origins: Collection[Origin]) -> Collection[Origin]:
-        """Keep ends of records; return records whose sources must wait for the disk."""
+    def _write_ends(self, origins: Collection[Origin]) -> set[Origin]:
+        """Keep ends of records; return the records whose sources must wait for the disk."""
         if self.keep is None:
-            return ()
+            return set()
         self.keep.end(origins)
-        return self.keep.owed
+        return self.keep.owed.intersection(origins)
 
     # -- saying ----------------------------------------------------------------------------------
 
