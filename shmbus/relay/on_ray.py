@@ -204,8 +204,8 @@ def _places(spec: str) -> list[_Place]:
     probe = ray.remote(num_cpus=0, max_retries=0)(_probe)
     places = [_Place(bus, _own_resource(node), node["NodeID"]) for node in nodes]
     asked = [probe.options(resources={each.resource: _A_LITTLE}).remote(bus) for each in places]
-    answers = ray.get(asked, timeout=_ANSWER_S)
-    return [place for place, has in zip(places, answers, strict=True) if has]
+    asked_of = zip(places, asked, strict=True)
+    return [place for place, answer in asked_of if ray.get(answer, timeout=_ANSWER_S)]
 
 
 def _find_all(what: str, specs: Sequence[str]) -> list[_Place]:
@@ -311,9 +311,10 @@ def _require_same(name: str, plan: PartyPlan) -> None:
     except (ValueError, ray.exceptions.RayError):
         return  # there is none, or it has just ended
     ours = msgspec.json.encode(plan).decode()
-    # The sources say which nodes have mirrors.
     theirs = msgspec.json.decode(runs, type=PartyPlan)
-    if msgspec.structs.replace(theirs, mirrors=plan.mirrors if theirs.mirrors else []) != plan:
+    # The sources say which nodes have mirrors.
+    same = bool(theirs.mirrors) == bool(plan.mirrors)
+    if not same or msgspec.structs.replace(theirs, mirrors=plan.mirrors) != plan:
         raise errors.BusBusyError(
             f"relay {name!r} runs already, with other buses or options: {runs}; expected what was "
             f"asked for: {ours}. A node that came or left: shmbus relay {name} --join or --forget "

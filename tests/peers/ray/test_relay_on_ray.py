@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from relay.local import workers
+from relay.mirrors import version_of
 
 import shmbus
 import shmbus.relay
@@ -371,7 +372,7 @@ def test_a_node_joins_and_leaves_with_its_mirror_and_a_new_coordinator_knows(
             assert len(joined) == 2
             put([left, right], 0, 20)
             take(consumer, 0, 20)
-            wait_until(lambda: on_all([left, right], 1), "the version on the new node")
+            wait_until(lambda: version_of(right) == 1, "the version on the new node")
             with pytest.raises(shmbus.BusNotFoundError, match="no further node"):
                 relay.join(f"{right}@right")
             kill("coordinator")
