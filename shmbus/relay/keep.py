@@ -153,6 +153,7 @@ class Keep:
         os.ftruncate(self._fd, self._nbytes)
         if not self._nbytes:
             self.adopt()
+            sync(self._path.parent)
 
     def _life_of(self, at: int, body: memoryview) -> str:
         run = msgspec.msgpack.decode(body, type=_Run)

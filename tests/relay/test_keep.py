@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Spawner, wait_until
-from relay.local import put_group, relay, stats, take, workers
+from relay.local import COORDINATOR, put_group, relay, stats, take, workers
 
 import shmbus
 from shmbus.inspect.status import read_status
@@ -459,11 +459,14 @@ def full_disk(file: Path) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("loses_memory", [False, True])
+@pytest.mark.parametrize(
+    ("dies", "loses_memory"), [("t", False), ("t", True), ("a", False), (COORDINATOR, False)]
+)
 def test_a_full_disk_and_a_death_train_nothing_twice(
-    buses: dict[str, str], tmp_path: Path, loses_memory: bool
+    buses: dict[str, str], tmp_path: Path, dies: str, loses_memory: bool
 ) -> None:
     how: dict[str, Any] = {"keep": str(tmp_path)}
+    dies = buses.get(dies, dies)
     file = tmp_path / f"{buses['t']}.kept"
     with relay([buses["a"]], [buses["t"]], **how) as running:
         with shmbus.Consumer(buses["t"]) as consumer:
@@ -473,13 +476,16 @@ def test_a_full_disk_and_a_death_train_nothing_twice(
             with full_disk(file):
                 for group in groups[:8]:
                     group.ack()
-                wait_until(lambda: stats(buses["a"]).acknowledged == 32)
-                assert not running.parties[buses["t"]].keep.owed
+                if dies == buses["t"]:
+                    wait_until(lambda: stats(buses["a"]).acknowledged == 32)
+                running.end(dies)
                 del groups, group
-                running.end(buses["t"])
         if loses_memory:
             lose_memory(buses)
-        running.start_again(buses["t"])
+        running.start_again(dies)
+        if not loses_memory:
+            wait_until(lambda: stats(buses["a"]).acknowledged == 32)
+        assert not running.parties[buses["t"]].keep.owed
         with shmbus.Consumer(buses["t"]) as consumer:
             assert numbers(take(consumer, 2)) == [8, 9]
             assert consumer.take(timeout=0.3) == []
