@@ -540,7 +540,7 @@ class Relay:
                 self._carrying.append(mirror)
                 joined.append(mirror)
         self.addresses += joined
-        self.require_begun()
+        Relay(self.name, joined).require_begun()
         return joined
 
     def forget(self, address: str) -> None:
