@@ -355,6 +355,14 @@ class SegmentFile(ClosedByWith):
                 return
             at = end
 
+    def read_record(self, run: Run, offset: int) -> RecordRow:
+        """Read the record at an offset found by an earlier walk."""
+        at = self.position(run.extent)
+        (row,), _, _ = _core.read_run(
+            self.fd, at, run.used, run.extent, run.generation, offset, 1, False
+        )
+        return RecordRow(run.extent, run.generation, run.slot, *row)
+
     def read_payload(self, row: RecordRow, offset: int, count: int) -> bytes:
         """Read bytes of a record, from an offset within it."""
         return self._read(count, self.position(row.extent) + row.offset + offset)

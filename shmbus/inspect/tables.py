@@ -118,8 +118,7 @@ def _text(entry: bytes, at: int, size: int) -> str:
     return printable(entry[start : start + size].decode("utf-8", "backslashreplace"))
 
 
-_STATE, _SOURCE_SHIFT = np.uint64(15), np.uint64(48)
-_IDENTITY_BYTES: Final = 16
+_STATE: Final = np.uint64(15)
 
 
 def read_relay(file: SegmentFile) -> RelayStatus | None:
@@ -135,13 +134,13 @@ def read_relay(file: SegmentFile) -> RelayStatus | None:
     size = file.requests_offset - at
     entries = np.frombuffer(file.read(size - size % entry.itemsize, at), entry)
     words = entries["word"]
-    settled = words[(words & _STATE) == np.uint64(_core.RELAY_SETTLED)] >> _SOURCE_SHIFT
+    settled = entries["identity"][(words & _STATE) == np.uint64(_core.RELAY_SETTLED)]
     owed = words[(words & _STATE) != np.uint64(0)]
-    sources = head["sources"].tobytes()
-    held_for: dict[str, int] = {}
-    for number, count in zip(*np.unique(settled, return_counts=True), strict=True):
-        start = int(number) * _IDENTITY_BYTES
-        held_for[sources[start : start + _IDENTITY_BYTES].hex()] = int(count)
+    pairs = np.frombuffer(settled.tobytes(), "<u8").reshape(-1, 2)
+    found, counts = np.unique(pairs, axis=0, return_counts=True)
+    held_for = {
+        identity.tobytes().hex(): int(count) for identity, count in zip(found, counts, strict=True)
+    }
     return RelayStatus(
         is_sink=is_sink,
         seen_s=max(0.0, time.monotonic() - seen_ns / 1e9) if seen_ns else None,

@@ -34,6 +34,8 @@ from shmbus.inspect.types import (
 )
 
 _WANTED_SHOWN = 8
+#: Sources of a trainer's bus, those with the most records.
+_BUSES = 8
 
 
 def status_text(status: BusStatus, most: int | None = None) -> str:
@@ -168,10 +170,13 @@ def _relay(relay: RelayStatus) -> str:
     ]
     if relay.refused:
         lines.append(f"  {show_count(relay.refused)} blocks were refused; the relay's log says why")
+    held = sorted(relay.held_for.items(), key=lambda each: (-each[1], each[0]))
     lines += [
-        f"  bus {bus}: {show_count(count)} are held there too"
-        for bus, count in sorted(relay.held_for.items())
+        f"  bus {bus}: {show_count(count)} are held there too" for bus, count in held[:_BUSES]
     ]
+    if rest := held[_BUSES:]:
+        count = sum(count for _, count in rest)
+        lines.append(f"  {show_count(len(rest))} more buses: {show_count(count)}")
     return "\n".join(lines)
 
 

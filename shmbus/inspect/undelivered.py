@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
+from collections.abc import Iterator
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from shmbus import _encoding, limits
 from shmbus._format import printable
-from shmbus.inspect.records import RecordRow
+from shmbus.inspect.records import RecordRow, Run
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.types import GroupCells, SampleCell
 from shmbus_ext import _core
@@ -64,11 +67,10 @@ def _still_committed(file: SegmentFile, ended: frozenset[tuple[int, int]]) -> in
     )
 
 
-def undelivered_records(file: SegmentFile, *, payload: bool = False) -> list[RecordRow]:
-    """Find every readable committed record, each identity once, in the order of commits."""
+def _readable(file: SegmentFile, *, payload: bool) -> Iterator[tuple[Run, RecordRow]]:
+    """Yield readable undelivered records run by run; of two copies the last one counts."""
     _, _, ended = file.intent()
     below = file.slots()["committed"].tolist()
-    found: dict[tuple[int, int], RecordRow] = {}
     for run in file.runs():
         for row in file.read_records(run, payload=payload):
             if row.state != "committed" or row.verdict != "ok":
@@ -77,9 +79,36 @@ def undelivered_records(file: SegmentFile, *, payload: bool = False) -> list[Rec
                 continue
             if row.lane_number >= below[run.slot] and not row.moved:
                 continue
-            # The collector's lane is the last: of two copies the moved one counts.
-            found[row.producer_id, row.sequence] = row
+            yield run, row
+
+
+def undelivered_records(file: SegmentFile) -> list[RecordRow]:
+    """Find every readable committed record, each identity once, in the order of commits."""
+    # The collector's lane is the last: of two copies the moved one counts.
+    found = {(row.producer_id, row.sequence): row for _, row in _readable(file, payload=False)}
     return sorted(found.values(), key=lambda row: row.committed_ns)
+
+
+#: Words of a record's place: commit time, producer, sequence, number of the run, offset.
+_PLACE_WORDS: Final = 5
+
+
+def stream_undelivered(file: SegmentFile) -> Iterator[RecordRow]:
+    """Yield the same records with checked payloads, in memory of a few words a record."""
+    runs: list[Run] = []
+    places = array("Q")
+    for run, row in _readable(file, payload=True):
+        if not runs or runs[-1] is not run:
+            runs.append(run)
+        places.extend((row.committed_ns, row.producer_id, row.sequence, len(runs) - 1, row.offset))
+    table = np.frombuffer(places, "<u8").reshape(-1, _PLACE_WORDS)
+    by_identity = np.lexsort((table[:, 2], table[:, 1]))
+    identities = table[by_identity, 1:3]
+    last = np.ones(len(table), bool)
+    last[:-1] = (identities[1:] != identities[:-1]).any(axis=1)
+    kept = np.sort(by_identity[last])
+    for number, offset in table[kept[np.argsort(table[kept, 0], kind="stable")], 3:]:
+        yield file.read_record(runs[number], int(offset))
 
 
 #: Records that are sorted into groups: about two seconds of work. Beyond that no group is named.

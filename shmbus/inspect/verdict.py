@@ -546,8 +546,9 @@ def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
             cost=0.7,
             what=f"{waits}, and no prompt is open",
             cause=f"{several(lost, 'group', 'were')} given up for failed samples" if lost else "",
-            advice="offer more: `handler.offer(prompts)` keeps prompts open whatever becomes of "
-            "them",
+            advice="offer more: give `handler.offer` further prompts or a larger `ahead`"
+            if lane.offered
+            else "offer more: `handler.offer(prompts)` keeps prompts open whatever becomes of them",
         )
     ]
 

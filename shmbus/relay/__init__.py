@@ -80,6 +80,9 @@ def start(
         No node has such a bus; the message has the names of those that were asked.
     BusBusyError
         This relay runs already, with other buses or options. With the same ones it is returned.
+    DaemonUnavailableError
+        Some actors have not begun; the message names each and what it lacks. They begin by
+        themselves once the cause is mended.
     TypeError, ValueError
         A bad name or policy, or a bus that is named twice.
     """

@@ -47,11 +47,13 @@ def add_parser(commands: Commands) -> None:
         help="carry a bus's groups between the nodes of a Ray cluster",
         description="Starts actors that carry complete groups from the rollout workers' bus of "
         "every node to the trainers' buses; they go on when this command has ended, and Ray "
-        "starts them again when they die. Shows or ends them with --status, --forget and --stop.",
+        "starts them again when they die. --status shows them; --join, --forget and --stop change "
+        "them.",
         examples=[
             "shmbus relay run1 --trainer run1-trainer --weights",
             "shmbus relay run1@rollout --trainer run1-trainer@learner --ray 10.0.0.1:6379",
             "shmbus relay run1 --status",
+            "shmbus relay run1 --join",
             "shmbus relay run1 --forget relay.run1.run1-trainer@node-10.0.0.7",
             "shmbus relay run1 --stop",
         ],
@@ -99,6 +101,9 @@ def add_parser(commands: Commands) -> None:
     what.add_argument("--status", action="store_true", help="show the relay, and all that it knows")
     what.add_argument("--stop", action="store_true", help="end the relay")
     what.add_argument(
+        "--join", action="store_true", help="take on nodes that have come, with NAME[@RESOURCE]"
+    )
+    what.add_argument(
         "--forget", metavar="ADDRESS", help="go on without a peer whose node will not come back"
     )
 
@@ -125,19 +130,29 @@ def run(arguments: argparse.Namespace) -> int:
             carried = relay.weights()
         except errors.DaemonUnavailableError as error:
             silent = str(error)
+        actors = relay.describe()
         if arguments.json:
             said = msgspec.to_builtins(note)
+            shown = ("address", "kind", "bus", "begun", "error", "unwritten_ends", "held_prompt")
+            said["actors"] = [{k: each[k] for k in shown if k in each} for each in actors]
             print_json({**said, "weights": msgspec.to_builtins(carried), "no_weights": silent})
         else:
             print(show_relay(name, note))
-            for each in relay.describe():
+            for each in actors:
                 if "error" in each and each.get("kind") in ("source", "sink"):
                     print(f"{each['address']}: {printable(each['error'])}")
+                if held := each.get("held_prompt"):
+                    print(held_text(held))
             if carried is not None or silent:
                 print("\n" + (silent if carried is None else show_weights(carried)))
     elif arguments.stop:
         on_ray.find(name, arguments.ray).stop()
         print(f"relay of bus {name} has ended; what it had not released is in its sources' rings")
+    elif arguments.join:
+        spec = arguments.name if "@" in arguments.name else None
+        joined = on_ray.find(name, arguments.ray).join(spec)
+        print(f"relay of bus {name} has {len(joined)} more actors:")
+        print("\n".join(f"  {address}" for address in joined))
     elif arguments.forget:
         try:
             on_ray.find(name, arguments.ray).forget(arguments.forget)
@@ -261,9 +276,7 @@ def show_relay(name: str, note: RelayNote) -> str:
     if note.waiting:
         groups = [
             (
-                printable(each.instance_id)
-                + ("" if each.round is None else f" round {each.round}")
-                + ("" if each.split == TRAIN else f" of {printable(each.split)}"),
+                _group_text(each.instance_id, each.round, each.split),
                 f"{each.here} of {each.size}",
                 show_duration(each.age_s),
                 ", ".join(map(str, each.missing)),
@@ -283,6 +296,20 @@ def show_relay(name: str, note: RelayNote) -> str:
     return "\n".join(lines)
 
 
+def _group_text(instance_id: str, round: int | None, split: str) -> str:
+    return (
+        printable(instance_id)
+        + ("" if round is None else f" round {round}")
+        + ("" if split == TRAIN else f" of {printable(split)}")
+    )
+
+
+def held_text(held: dict[str, Any]) -> str:
+    """Return the oldest prompt in a node's hands as text."""
+    name = _group_text(held["instance_id"], held["round"], held["split"])
+    return f"prompt {name} waits for {held['at']}: {show_duration(held['age_s'])} since its offer"
+
+
 def show_weights(note: WeightsNote) -> str:
     """Return the weights of a relay as text: which node has which version, and who runs it."""
     newest = "no version yet" if note.version is None else f"version {note.version}"
@@ -292,7 +319,8 @@ def show_weights(note: WeightsNote) -> str:
     lines += [printable(note.error)] if note.error else []
     mirrors, engines = [], []
     for mirror in note.mirrors:
-        heard = "never" if mirror.heard_s is None else show_duration(mirror.heard_s)
+        never = "" if note.error else "never"
+        heard = never if mirror.heard_s is None else show_duration(mirror.heard_s)
         version = "" if mirror.version is None else str(mirror.version)
         mirrors.append((version, str(mirror.pieces or ""), heard, mirror.address, mirror.upstream))
         lines += [f"{mirror.address}: {printable(mirror.error)}"] if mirror.error else []

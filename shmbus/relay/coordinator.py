@@ -131,7 +131,9 @@ class Coordinator:
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
         self.term = term
-        self.buses = tuple(buses)
+        self.buses = dict.fromkeys(buses)
+        #: Sorted buses with news, or None after a change.
+        self._heard: tuple[str, ...] | None = None
         self.stash: Stash[OriginHead] = Stash(policy)
         #: In keys, these are the numbers of splits.
         self.splits = Splits()
@@ -170,6 +172,12 @@ class Coordinator:
             *(Subscription(bus, self.term, self._question) for bus in self.buses),
         ]
 
+    def meet(self, bus: str) -> Subscription:
+        """Take on a new source."""
+        self.buses[bus] = None
+        self._heard = None
+        return Subscription(bus, self.term)
+
     def ask_sinks(self) -> list[Message]:
         """Ask those that have not answered."""
         return [
@@ -188,6 +196,8 @@ class Coordinator:
             return self._ask([bus])  # one before it was lost
         splits = bytes(map(self.splits.number, message.splits))
         heads = unpack_heads(bus, message.heads, self.clocks_ns.get(bus, 0), splits)
+        if bus not in self.newest:
+            self._heard = None
         self.newest[bus] = mark
         if message.whole:
             self._take_whole(message, heads, now_s)
@@ -272,7 +282,8 @@ class Coordinator:
         self.newest.pop(bus, None)
         self._due.pop(bus, None)
         self.orphans = {o: question for o, question in self.orphans.items() if not is_of(o, bus)}
-        self.buses = tuple(each for each in self.buses if each != bus)
+        self.buses.pop(bus, None)
+        self._heard = None
         for origin in [each for each in self.taken if is_of(each, bus)]:
             del self.taken[origin]
         for whole in [each for each in self.dropped if any(is_of(o, bus) for o in each)]:
@@ -440,8 +451,9 @@ class Coordinator:
 
     def ask_producers(self, now_s: float) -> list[Message]:
         """Have producers asked for what has failed since, and not for what has come."""
-        heard = [bus for bus in self.buses if bus in self.newest]
-        changed = self.retries.update(heard, now_s)
+        if self._heard is None:
+            self._heard = tuple(sorted(bus for bus in self.buses if bus in self.newest))
+        changed = self.retries.update(self._heard, now_s)
         return [self.retries.wanted(bus, self.term) for bus in sorted(changed)]
 
     def wanted_of(self, bus: str, confirmed: tuple[int, int]) -> list[Wanted]:

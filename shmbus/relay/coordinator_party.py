@@ -58,24 +58,29 @@ class CoordinatorParty:
         self._mailbox = mailbox
         #: Held by its own thread at work, and by another one that shows what there is.
         self._lock = threading.Lock()
-        self.sources = list(sources)
+        self.sources = dict.fromkeys(sources)
         self.sinks = list(sinks)
         self._policy = policy
         self._window = window_bytes
         self.hellos: dict[str, tuple[messages.Hello, float]] = {}
         self.clocks = Clocks()
+        #: Buses by address, and addresses by bus.
         self._bus_of: dict[str, str] = {}
+        self._address_of: dict[str, str] = {}
         self.pure: Coordinator | None = None
-        self._next_ask_s = 0.0
-        self._told: tuple[object, ...] = ()
+        self._next_ask_s = self._next_peers_s = 0.0
+        #: Sinks must hear the sources' addresses again.
+        self._peers_changed = False
         self.lost = 0
-        #: Peers that will not come back, as another thread has said.
+        #: Written by another thread: sources to take on, and peers to forget.
+        self.joined: list[str] = []
         self.forgotten: list[str] = []
         #: How often each sink has put something.
         self.settled: dict[str, int] = {}
         self._assignments: dict[str, Backoff] = {}
         self._drops = Backoff(PARTY_BACKOFF_S)
-        #: What each source was told last: policy version, and why the trainers' bus is paused.
+        #: Newest policy version of the trainers and reason of a pause; the same by source, as told.
+        self._steering: tuple[int, str | None] | None = None
         self._steered: dict[str, tuple[int, str | None]] = {}
         self._news: dict[str, Backoff] = {}
         self._releases = Backoff(PARTY_BACKOFF_S)
@@ -111,14 +116,20 @@ class CoordinatorParty:
             )
         before = self._bus_of.get(address)
         earlier = self.hellos.get(address)
-        double = [a for a, b in self._bus_of.items() if b == hello.bus and a != address]
-        if double:
+        double = self._address_of.get(hello.bus, address)
+        if double != address:
             self._count_refused(
-                f"bus {hello.bus} ({hello.name!r}) is announced by {address} and by {double[0]}; "
+                f"bus {hello.bus} ({hello.name!r}) is announced by {address} and by {double}; "
                 "a bus has one relay: start one of them with another bus"
             )
             return
-        self._bus_of[address] = hello.bus
+        if before != hello.bus:
+            self._address_of.pop(before or "", None)
+            self._bus_of[address], self._address_of[hello.bus] = hello.bus, address
+        if before != hello.bus or (
+            hello.is_sink and (earlier is None or earlier[0].incarnation != hello.incarnation)
+        ):
+            self._peers_changed = True
         self.hellos[address] = (hello, time.monotonic())
         self._note_clock(hello)
         if self.pure is None:
@@ -141,8 +152,7 @@ class CoordinatorParty:
             if view.heard and view.incarnation < hello.incarnation:
                 # What it said when it began was lost.
                 self._say([messages.SinkStateWanted(address, self.pure.term)])
-        self._tell_peers()
-        self._steer()
+        self._steer(hello)
 
     def _ask_for_news(self, bus: str, mark: Mark) -> None:
         """Ask a source for all, where an announcement was lost that it had told of a while ago."""
@@ -178,7 +188,7 @@ class CoordinatorParty:
         for address in self.sinks:
             if address in self.hellos:
                 self._note_limits(self.hellos[address][0])
-        self._told = ()
+        self._steering = None
         self._tell_peers()
         self._say(self.pure.begin())
 
@@ -193,8 +203,7 @@ class CoordinatorParty:
 
     def _meet_source(self, bus: str) -> None:
         assert self.pure is not None
-        self.pure.buses = (*self.pure.buses, bus)
-        self._say([messages.Subscription(bus, self.pure.term)])
+        self._say([self.pure.meet(bus)])
 
     def _bus_changed(self, hello: messages.Hello, before: str) -> None:
         """Begin again with a bus that was removed and made again under its name."""
@@ -221,9 +230,11 @@ class CoordinatorParty:
     def peer_lost(self, address: str) -> None:
         """Go on without a source or a sink that will not come back, as one of a dead node."""
         bus = self._bus_of.pop(address, None)
+        self._address_of.pop(bus or "", None)
         self.hellos.pop(address, None)
         if address in self.sources:
-            self.sources.remove(address)
+            del self.sources[address]
+            self._steered.pop(address, None)
             if bus is not None and self.pure is not None:
                 self._forget_bus(bus)
         if address in self.sinks:
@@ -233,43 +244,50 @@ class CoordinatorParty:
         self._tell_peers()
 
     def _tell_peers(self) -> None:
-        """Tell sinks where sources are, where that is new."""
-        addresses = tuple(
-            sorted((self._bus_of[each], each) for each in self.sources if each in self._bus_of)
-        )
+        """Tell sinks the addresses of sources."""
+        self._peers_changed = False
+        self._next_peers_s = time.monotonic() + ROUND_S
+        known = self._bus_of
+        addresses = tuple(sorted((known[each], each) for each in self.sources if each in known))
         complete = len(addresses) == len(self.sources)
-        here = tuple(self.hellos[each][0].incarnation for each in self.sinks if each in self.hellos)
-        if (addresses, complete, here) != self._told:
-            self._told = (addresses, complete, here)
-            for sink in self.sinks:
-                first = sink == self.sinks[0]
-                self._mailbox.send(sink, messages.Peers(addresses, complete, first))
+        for sink in self.sinks:
+            first = sink == self.sinks[0]
+            self._mailbox.send(sink, messages.Peers(addresses, complete, first))
 
-    def _steer(self) -> None:
-        """Have sources show the trainers' policy version, and their pause."""
-        sinks = [self.hellos[each][0] for each in self.sinks if each in self.hellos]
-        if self.pure is None or not sinks:
+    def _steer(self, hello: messages.Hello) -> None:
+        """Have sources show the trainers' policy version and pause; the sender alone, if old."""
+        if self.pure is None:
             return
-        version = max(hello.policy_version for hello in sinks)
-        self.pure.policy_version = version
-        paused = next((hello for hello in sinks if hello.paused is not None), None)
-        why = None if paused is None else f"{paused.name}: {paused.paused}"[:80]
-        for address in self.sources:
-            found = self.hellos.get(address)
-            if found is None:
-                continue
-            shown = found[0]
-            new = self._steered.get(address) != (version, why)
-            if new or shown.policy_version != version or (shown.paused is None) != (why is None):
-                self._steered[address] = (version, why)
-                self._mailbox.send(address, messages.Steering(version, why))
+        if hello.is_sink or self._steering is None:
+            sinks = [self.hellos[each][0] for each in self.sinks if each in self.hellos]
+            if not sinks:
+                return
+            version = max(each.policy_version for each in sinks)
+            self.pure.policy_version = version
+            paused = next((each for each in sinks if each.paused is not None), None)
+            why = None if paused is None else f"{paused.name}: {paused.paused}"[:80]
+            if (version, why) != self._steering:
+                self._steering = version, why
+                for address in self.sources:
+                    if address in self.hellos:
+                        self._steer_one(address)
+                return
+        if not hello.is_sink:
+            self._steer_one(hello.address)
+
+    def _steer_one(self, address: str) -> None:
+        assert self._steering is not None
+        shown, (version, why) = self.hellos[address][0], self._steering
+        new = self._steered.get(address) != self._steering
+        if new or shown.policy_version != version or (shown.paused is None) != (why is None):
+            self._steered[address] = self._steering
+            self._mailbox.send(address, messages.Steering(version, why))
 
     # -- messages --------------------------------------------------------------------------------
 
     def _say(self, said: Sequence[Message]) -> None:
         if not said:
             return
-        address_of = {bus: address for address, bus in self._bus_of.items()}
         placed: dict[str, list[messages.Assignment]] = {}
         for message in said:
             match message:
@@ -278,7 +296,7 @@ class CoordinatorParty:
                 case messages.Drop() | messages.SinkStateWanted():
                     self._mailbox.send(message.sink, message)
                 case messages.Subscription() | messages.Wanted():
-                    to = address_of.get(message.bus)
+                    to = self._address_of.get(message.bus)
                     if to is not None:
                         self._mailbox.send(to, message)
                 case _:
@@ -352,6 +370,9 @@ class CoordinatorParty:
         return ROUND_S
 
     def _round(self, now_s: float) -> None:
+        while self.joined:
+            self.sources[self.joined.pop()] = None
+            self._next_ask_s = 0.0
         while self.forgotten:
             self.peer_lost(self.forgotten.pop())
         pure = self.pure
@@ -378,6 +399,8 @@ class CoordinatorParty:
                     "split, or all buses have more than %d; take them by Consumer(..., split=%r)",
                     label, self.sinks[0], _core.MAX_SPLITS, label,
                 )  # fmt: skip
+        if self._peers_changed and now_s >= self._next_peers_s:
+            self._tell_peers()
         if now_s >= self._next_ask_s:
             self._next_ask_s = now_s + ASK_AGAIN_S
             self._ask_again()
@@ -398,7 +421,6 @@ class CoordinatorParty:
         term = self.pure.term
         unheard = [bus for bus in self.pure.buses if bus not in self.pure.newest]
         self._say([messages.Subscription(bus, term) for bus in unheard])
-        self._told = ()
         self._tell_peers()
 
     def _ask_who_holds_less(self, now_s: float) -> None:
@@ -452,7 +474,7 @@ class CoordinatorParty:
             [*self._mailbox.opener.told][-_SHOWN:],
             pure.retries.open if pure else 0,
             pure.stash.given_up if pure else 0,
-            waiting_notes(pure, self._bus_of, _SHOWN) if pure else [],
+            waiting_notes(pure, self._address_of, _SHOWN) if pure else [],
             pure.unplaced if pure else [],
         )
 
@@ -570,11 +592,10 @@ class RelayNote(msgspec.Struct, frozen=True):
 
 
 def waiting_notes(
-    pure: Coordinator, buses: Mapping[str, str], most_missing: int
+    pure: Coordinator, address_of: Mapping[str, str], most_missing: int
 ) -> list[WaitingNote]:
     """Tell of the groups that wait longest, by when their first sample was committed."""
     now_ns = time.monotonic_ns()
-    address_of = {bus: address for address, bus in buses.items()}
     found = []
     for group in pure.stash.oldest(_MOST_WAITING):
         if not group.samples:

@@ -105,6 +105,17 @@ class Distribution:
 
     # -- what happens ----------------------------------------------------------------------------
 
+    def join(self, address: str) -> None:
+        """Take on a mirror."""
+        self._mirrors.setdefault(address, _Mirror())
+
+    def forget(self, address: str) -> None:
+        """Go on without a mirror that will not come back."""
+        for chain in self._chains.values():
+            if address in chain.members:
+                chain.members.remove(address)
+        self._mirrors.pop(address, None)
+
     def publish(
         self, whole: Transfer, size: int, base: int, patch_bytes: int, now_s: float
     ) -> None:

@@ -66,6 +66,8 @@ class PartyPlan(msgspec.Struct, frozen=True):
     #: Of a sink: the directory in which it keeps what it puts, and seconds between two syncs.
     keep: str = ""
     keep_sync_s: float = 1.0
+    #: Node of a sink, given if trainers' buses of several nodes share a name.
+    node: str = ""
 
     def make(self, mailbox: Mailbox) -> Party:
         """Make the party."""
@@ -74,7 +76,7 @@ class PartyPlan(msgspec.Struct, frozen=True):
         if self.kind == "sink":
             return SinkParty(
                 self.bus, mailbox, self.coordinator, self.release, keep=self.keep,
-                keep_sync_s=self.keep_sync_s,
+                keep_sync_s=self.keep_sync_s, node=self.node,
             )  # fmt: skip
         if self.kind == "weights":
             return WeightsParty(self.bus, mailbox, self.mirrors)
@@ -185,28 +187,50 @@ class Host:
 
     def describe(self) -> dict[str, Any]:
         """Say what it is and does, in plain values; "error" is why it can do nothing."""
-        said = {
+        said: dict[str, Any] = {
             "address": self.plan.address, "kind": self.plan.kind, "bus": self.plan.bus,
             "pid": os.getpid(), "refused": self._mailbox.opener.refused,
             "superseded": self._superseded, "ledger": self._ledger(),
+            "begun": self._party is not None and not self._lacks,
         }  # fmt: skip
         if self._lacks:
             said["error"] = self._lacks
-        if self.plan.keep and self._party is not None and self._party.keep.error:
-            said["error"] = self._party.keep.error
+        held = getattr(self._party, "held_prompt", None)
+        if held is not None:
+            age_s = (time.monotonic_ns() - held.offered_ns) / 1e9
+            said["held_prompt"] = {**held._asdict(), "age_s": age_s}
+        keep = getattr(self._party, "keep", None)
+        if keep is not None:
+            said["unwritten_ends"] = len(keep.owed)
+            if keep.error:
+                said["error"] = keep.error
         seen = {"coordinator": "relay", "weights": "weights"}.get(self.plan.kind)
         if seen is not None and self._party is not None:
             said[seen] = msgspec.to_builtins(self._party.note())
+        if "weights" in said and self._lacks:
+            # After the publisher's end, ages of the mirrors' words mislead.
+            note: dict[str, Any] = said["weights"]
+            mirrors = [{**each, "heard_s": None} for each in note["mirrors"]]
+            note |= {"error": self._lacks, "mirrors": mirrors}
         return said
 
-    def forget(self, address: str) -> bool:
-        """Have a coordinator go on without a peer that will not come back."""
-        if self._party is None or self.plan.kind != "coordinator":
+    def change_peers(self, address: str, joins: bool) -> bool:
+        """Take on a source or a mirror, or forget a peer; False for an unknown peer."""
+        peers = {name: getattr(self.plan, name) for name in ("sources", "sinks", "mirrors")}
+        of = next((name for name, known in peers.items() if address in known), "")
+        if joins:
+            of, change = "mirrors" if self.plan.kind == "weights" else "sources", not of
+            now = sorted({*peers[of], address})
+        elif not of:
             return False
-        known = address in (*self._party.sources, *self._party.sinks)
-        if known:
-            self._party.forgotten.append(address)
-        return known
+        else:
+            change, now = True, [each for each in peers[of] if each != address]
+        if change:
+            # A new party begins with the plan.
+            self.plan = msgspec.structs.replace(self.plan, **{of: now})
+            if self._party is not None:
+                (self._party.joined if joins else self._party.forgotten).append(address)
+        return True
 
 
 #: Seconds that count as for ever, and attempts likewise.

@@ -1,15 +1,17 @@
-"""What the side of a trainer keeps on disk: what was put, and what the trainer is done with.
+"""The kept file of a trainer's bus: records put on the bus, and the end of each record.
 
-A file of frames, each with checksums, that is only appended to: the bus that it is of; a block as
-it came, after the labels of its splits; the records that are put of it, with the samples that were
-told to be missing; those that have ended.
+The file consists of frames with checksums: the bus and its life; labels of splits, then a block as
+the network brought the block; a word a record for its end, then the records put from the block,
+with missing samples.
 
 Invariants:
 
-- A record is written before it is put, and its end before its source is told to let go.
-- What is cut or damaged is told, and the frames that are whole are used.
-- Of what has ended, no more is kept than of the rest: a shorter file takes its place, whole.
-- A disk that takes no more stops nothing here: it is told, and tried again.
+- A record is written before the put, and its end before its source may release the record.
+- An end overwrites a word on the disk: a full disk cannot lose an end.
+- Records never return to a living bus.
+- A damaged frame costs its own records. The log tells of the damage.
+- Ended records take at most as much as live records: a shorter file replaces a longer file.
+- A full disk stops nothing: the log tells of the error, and a later write tries again.
 """
 
 from __future__ import annotations
@@ -21,35 +23,41 @@ import struct
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
 from shmbus import errors
-from shmbus.relay.messages import ORIGIN_BYTES, Labels, MissingSample, Origin
+from shmbus.relay.messages import ORIGIN_BYTES, Labels, MissingSample, Origin, name_origin
 from shmbus.segment.locked_file import LockedFile
+from shmbus.segment.own_file import open_own
 from shmbus.store.directory import sync
 from shmbus_ext import _core
 
 _log = logging.getLogger("shmbus.relay")
 
-#: Magic, kind, length and checksum of what follows; then the checksum of these.
+#: Magic, kind, length and checksum of the body, followed by `_check_of` them.
 _HEAD: Final = struct.Struct("<4sIQI")
 _CHECK: Final = struct.Struct("<I")
 _STEP: Final = _HEAD.size + _CHECK.size
-_MAGIC: Final = b"SBKP"
-_VERSION: Final = 1
-_RUN, _BLOCK, _PUT, _END, _SPLITS = range(5)
-#: Bytes that a file may have of what has ended, beside as many as are needed.
+_MAGIC: Final = b"SBK2"
+_VERSION: Final = 2
+_RUN, _BLOCK, _PUT, _ENDS, _SPLITS = range(5)
+#: Word of a record: 0, and after the record's end the checksum of the origin and 1.
+_WORD: Final = struct.Struct("<II")
+#: Bytes of ended records in a file, beside twice the bytes of live records.
 _SPARE_BYTES: Final = 256 << 20
-#: Seconds between two tries of a disk that took no more.
+#: Seconds between two tries of a failed write.
 _AGAIN_S: Final = 1.0
 
 
 class _Run(msgspec.Struct, array_like=True):
     version: int
     bus: str
+    #: Identity of the bus with all records of earlier frames.
+    life: str
 
 
 class _Put(msgspec.Struct, array_like=True):
@@ -58,7 +66,7 @@ class _Put(msgspec.Struct, array_like=True):
 
 
 class Kept(NamedTuple):
-    """A record that was put and has not ended: its block, its place there, what is missing."""
+    """A live record: block, place in the block, and the group's missing samples."""
 
     payload: memoryview
     place: int
@@ -68,30 +76,39 @@ class Kept(NamedTuple):
 
 
 class Keep:
-    """The file of one bus in a directory; BusBusyError where another process writes it."""
+    """The kept file of a bus; BusBusyError if another process writes the file.
 
-    def __init__(self, directory: str, bus: str, sync_s: float) -> None:
-        self._bus, self._sync_s = bus, sync_s
-        self._path = Path(directory) / f"{bus}.kept"
+    `life` identifies the bus: a new bus of the same name begins a new life. `node` names the file
+    where several nodes have buses of the same name.
+    """
+
+    def __init__(
+        self, directory: str, bus: str, sync_s: float, life: str = "", node: str = ""
+    ) -> None:
+        self._run, self._sync_s = _Run(_VERSION, bus, life), sync_s
+        self._what = f"kept records of bus {bus!r}"
+        self._path = Path(directory) / f"{bus}{node and '@' + node}.kept"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._lock, self._fd, self._nbytes = LockedFile(), -1, 0
-        #: By origin, where its block's frame is; by that, samples that were told to be missing.
-        self._places: dict[Origin, int] = {}
+        #: By origin: the places of the block's frame and of the record's word.
+        self._places: dict[Origin, tuple[int, int]] = {}
+        #: By block: samples reported missing; size in bytes, and labels of splits.
         self._missing: dict[int, tuple[MissingSample, ...]] = {}
-        #: Of a block: its bytes, and the labels of its splits.
         self._sizes: dict[int, tuple[int, Labels]] = {}
-        self._owed_ends: set[Origin] = set()
-        self._next_try_s = 0.0
-        #: Why nothing is kept now.
-        self.error = ""
-        self._swap, self._over = threading.Lock(), threading.Event()
+        #: Records with an end not yet on the disk.
+        self.owed: set[Origin] = set()
+        #: Life named by the file.
+        self._life: str | None = None
+        #: By kind of write, "put", "end" or "sync": the error, and when the next try is due.
+        self._failed: dict[str, tuple[str, float]] = {}
+        self._swap, self._over, self._writes = threading.Lock(), threading.Event(), 0
         try:
-            if not self._lock.take(f"{self._path}.lock", f"what is kept of bus {bus!r}"):
+            if not self._lock.take(f"{self._path}.lock", self._what):
                 raise errors.BusBusyError(
-                    f"{self._path}: another relay keeps there what it puts; end it, or give this "
-                    "one another directory"
+                    f"{self._path}: another relay keeps its records there; end that relay, or give "
+                    "this relay another directory"
                 )
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = open_own(str(self._path), os.O_RDWR | os.O_CREAT, self._what)
             self._read()
         except BaseException:
             self.close()
@@ -99,95 +116,143 @@ class Keep:
         if sync_s:
             threading.Thread(target=self._sync_now_and_then, daemon=True).start()
 
+    @property
+    def error(self) -> str:
+        """Failed writes for people, and the count of ends not on the disk; empty without either."""
+        why = [f"{self._path}: {text}" for text, _ in list(self._failed.values())]
+        if self.owed:
+            why.append(f"{len(self.owed)} ends are not on the disk, and their sources wait")
+        return "; ".join(why)
+
     # -- reading ---------------------------------------------------------------------------------
 
     def _read(self) -> None:
         coming: dict[Origin, int] = {}
-        #: By where the block begins whose splits they are; without them its numbers say nothing.
+        #: By the next frame's place: labels of a block, and words of a put.
         splits: dict[int, Labels] = {}
+        words: dict[int, tuple[int, memoryview]] = {}
         for at, kind, body in self._frames():
-            if at == 0:
-                self._require_ours(kind, body)
-            elif kind == _BLOCK and at in splits:
-                try:
+            end = at + _STEP + len(body)
+            try:
+                if kind == _RUN:
+                    self._life = self._life_of(at, body)
+                elif kind == _SPLITS:
+                    splits[end] = msgspec.msgpack.decode(body, type=Labels)
+                elif kind == _ENDS:
+                    words[end] = at + _STEP, body
+                elif kind == _BLOCK and at in splits:
                     coming.update(dict.fromkeys(_origins_of(body), at))
-                except ValueError as error:
-                    raise errors.LayoutMismatchError(f"{self._path}: {error}") from error
-                self._sizes[at] = len(body), splits[at]
-            elif kind == _SPLITS:
-                splits[at + _STEP + len(body)] = msgspec.msgpack.decode(body, type=Labels)
-            elif kind == _PUT:
-                put = msgspec.msgpack.decode(body, type=_Put)
-                there = coming.keys() & _split(put.origins)
-                self._note({origin: coming[origin] for origin in there}, put.missing)
-            elif kind == _END:
-                self._drop(_split(bytes(body)))
+                    self._sizes[at] = len(body), splits[at]
+                elif kind == _PUT and at in words:
+                    self._read_put(msgspec.msgpack.decode(body, type=_Put), coming, *words[at])
+                else:
+                    raise ValueError("the frame before is missing")
+            except (ValueError, msgspec.MsgspecError) as error:
+                text = "relay: %s: the frame at byte %d is left out: %s"
+                _log.error(text, self._path, at, error)
         os.ftruncate(self._fd, self._nbytes)
-        os.lseek(self._fd, 0, os.SEEK_END)
         if not self._nbytes:
-            self._append([(_RUN, msgspec.msgpack.encode(_Run(_VERSION, self._bus)))])
+            self.adopt()
+            sync(self._path.parent)
+
+    def _life_of(self, at: int, body: memoryview) -> str:
+        run = msgspec.msgpack.decode(body, type=_Run)
+        if (run.version, run.bus) != (_VERSION, self._run.bus):
+            if at:
+                raise ValueError(f"{run} belongs to another file")
+            raise self._foreign(str(run))
+        return run.life
+
+    def _read_put(self, put: _Put, coming: dict[Origin, int], at: int, words: memoryview) -> None:
+        origins = _split(put.origins)
+        if len(put.origins) % ORIGIN_BYTES or len(words) != _WORD.size * len(origins):
+            raise ValueError(f"{len(words)} bytes of words for {len(put.origins)} of origins")
+        for origin, word in zip(origins, _WORD.iter_unpack(words), strict=True):
+            if any(word):
+                self._places.pop(origin, None)
+                if word != _end_word(origin):
+                    text = "relay: %s: the end of record %s is damaged; it is not brought back"
+                    _log.error(text, self._path, name_origin(origin))
+            elif origin in coming:
+                self._note({origin: coming[origin]}, at, put.missing)
+            at += _WORD.size
 
     def _frames(self) -> Iterator[tuple[int, int, memoryview]]:
-        """Yield where each whole frame begins, its kind, and what it has."""
-        held, at, lost = self._map(), 0, 0
-        while at + _STEP <= len(held):
-            magic, kind, nbytes, crc = _HEAD.unpack_from(held, at)
-            (check,) = _CHECK.unpack_from(held, at + _HEAD.size)
-            good = magic == _MAGIC and check == _core.crc32c(held[at : at + _HEAD.size])
-            if not good or at + _STEP + nbytes > len(held):
-                break
-            body = held[at + _STEP : at + _STEP + nbytes]
-            if crc == _core.crc32c(body):
+        """Yield place, kind and body of whole frames."""
+        held = self._map()
+        view, at, lost = memoryview(held), 0, 0
+        while at + _STEP <= len(view):
+            magic, kind, nbytes, crc = _HEAD.unpack_from(view, at)
+            (check,) = _CHECK.unpack_from(view, at + _HEAD.size)
+            end = at + _STEP + nbytes
+            good = check == _check_of(view[at : at + _HEAD.size], at) and magic == _MAGIC
+            if not good or end > len(view):
+                found = held.find(_MAGIC, at + 1)
+                end = found if found >= 0 else len(view)
+                lost, at = lost + end - at, end
+                continue
+            body = view[at + _STEP : end]
+            if kind == _ENDS or crc == _core.crc32c(body):
                 yield at, kind, body
             else:
                 lost += nbytes
-            at += _STEP + nbytes
-        if at == 0 and len(held) >= _STEP:
-            self._require_ours(-1, held)  # no file of ours, which is left as it is
-        self._nbytes, lost = at, lost + len(held) - at
+            self._nbytes = at = end
+        if self._nbytes == 0 and len(view) >= _STEP and bytes(view[: len(_MAGIC)]) != _MAGIC:
+            raise self._foreign("something else")
+        lost += len(view) - at
         if lost:
             _log.error(
                 "relay: %s: %d of %d bytes are cut or damaged, as by a loss of power; what was in "
-                "them is not brought back", self._path, lost, len(held),
+                "them is not brought back", self._path, lost, len(view),
             )  # fmt: skip
 
-    def _require_ours(self, kind: int, body: memoryview) -> None:
-        try:
-            run = msgspec.msgpack.decode(body, type=_Run) if kind == _RUN else None
-        except msgspec.MsgspecError:
-            run = None
-        if run != _Run(_VERSION, self._bus):
-            raise errors.LayoutMismatchError(
-                f"{self._path}: expected what version {_VERSION} keeps of bus {self._bus!r}, found "
-                f"{run or 'something else'}; give the relay another directory, or move it away"
-            )
+    def _foreign(self, found: str) -> errors.LayoutMismatchError:
+        return errors.LayoutMismatchError(
+            f"{self._path}: expected version {_VERSION} of {self._what}, found {found}; give the "
+            "relay another directory, or move the file away"
+        )
 
-    def _map(self) -> memoryview:
+    def _map(self) -> mmap.mmap | bytes:
         size = os.fstat(self._fd).st_size
-        return memoryview(mmap.mmap(self._fd, size, prot=mmap.PROT_READ) if size else b"")
+        return mmap.mmap(self._fd, size, prot=mmap.PROT_READ) if size else b""
 
     def records(self, known: Collection[Origin]) -> Iterator[Kept]:
-        """Yield what was put and has not ended, and is not among what the bus has."""
-        held = self._map()
-        for at in sorted({at for origin, at in self._places.items() if origin not in known}):
+        """Yield live records of an earlier life of the bus, except `known` records."""
+        return iter(()) if self._life == self._run.life else self._live(known)
+
+    def _live(self, known: Collection[Origin]) -> Iterator[Kept]:
+        held = memoryview(self._map())
+        wanted = {origin: at for origin, (at, _) in self._places.items() if origin not in known}
+        for at in sorted(set(wanted.values())):
             nbytes, splits = self._sizes[at]
             payload = held[at + _STEP : at + _STEP + nbytes]
             for place, origin in enumerate(_origins_of(payload)):
-                if origin not in known and self._places.get(origin) == at:
+                if wanted.get(origin) == at:
                     yield Kept(payload, place, origin, self._missing.get(at, ()), splits)
 
     # -- writing ---------------------------------------------------------------------------------
+
+    def adopt(self) -> bool:
+        """Write that all records of the file lie on the living bus."""
+        if self._life != self._run.life and self._append([self._run_frame()]):
+            self._life = self._run.life
+        return self._life == self._run.life
+
+    def _run_frame(self) -> tuple[int, bytes]:
+        return _RUN, msgspec.msgpack.encode(self._run)
 
     def put(
         self,
         blocks: Iterable[tuple[bytes | memoryview, Labels]],
         origins: Collection[Origin],
         missing: tuple[MissingSample, ...],
-    ) -> None:
-        """Keep records that are put next, which these blocks have."""
-        at, frames, places = self._nbytes, list[tuple[int, bytes | memoryview]](), {}
-        sizes: dict[int, tuple[int, Labels]] = {}
-        of = set(origins)
+    ) -> bool:
+        """Keep records of these blocks before the put; False after a refusal of the disk."""
+        frames = list[tuple[int, bytes | memoryview]]()
+        if self._life != self._run.life:
+            frames.append(self._run_frame())
+        at = self._nbytes + sum(_STEP + len(body) for _, body in frames)
+        places, sizes, of = dict[Origin, int](), dict[int, tuple[int, Labels]](), set(origins)
         for payload, splits in blocks:
             frames.append((_SPLITS, msgspec.msgpack.encode(splits)))
             at += _STEP + len(frames[-1][1])
@@ -195,105 +260,140 @@ class Keep:
             frames.append((_BLOCK, payload))
             sizes[at] = len(payload), splits
             at += _STEP + len(payload)
-        said = msgspec.msgpack.encode(_Put(b"".join(places), missing))
-        if self._append([*frames, (_PUT, said)]):
-            self._sizes.update(sizes)
-            self._note(places, missing)
+        frames.append((_ENDS, bytes(_WORD.size * len(places))))
+        frames.append((_PUT, msgspec.msgpack.encode(_Put(b"".join(places), missing))))
+        if not self._append(frames):
+            return False
+        self._life = self._run.life
+        self._sizes.update(sizes)
+        self._note(places, at + _STEP, missing)
+        return True
+
+    def _note(
+        self, blocks: dict[Origin, int], word: int, missing: tuple[MissingSample, ...]
+    ) -> None:
+        for origin, at in blocks.items():
+            self._places[origin] = at, word
+            word += _WORD.size
+        if missing:
+            self._missing.update(dict.fromkeys(blocks.values(), missing))
 
     def end(self, origins: Collection[Origin]) -> None:
-        """Keep that the trainer is done with these."""
-        self._owed_ends |= self._places.keys() & origins
-        if self._owed_ends and self._append([(_END, b"".join(self._owed_ends))]):
-            self._drop(self._owed_ends)
-            self._owed_ends = set()
-
-    def _note(self, places: dict[Origin, int], missing: tuple[MissingSample, ...]) -> None:
-        self._places.update(places)
-        if missing:
-            self._missing.update(dict.fromkeys(places.values(), missing))
-
-    def _drop(self, origins: Iterable[Origin]) -> None:
-        for origin in origins:
-            self._places.pop(origin, None)
+        """Write ends of records; `owed` keeps ends that the disk refused."""
+        self.owed |= self._places.keys() & origins
+        if not self.owed or not self._is_due("end"):
+            return
+        words = sorted((self._places[origin][1], origin) for origin in self.owed)
+        try:
+            # Words of a put are neighbours: a system call writes a run.
+            for _, run in groupby(enumerate(words), lambda each: each[1][0] - each[0] * _WORD.size):
+                ((_, (at, first)), *more) = run
+                said = [first, *(origin for _, (_, origin) in more)]
+                self._write(at, b"".join(_WORD.pack(*_end_word(origin)) for origin in said))
+            if not self._sync_s:
+                os.fsync(self._fd)
+        except OSError as error:
+            self._tell("end", error)
+            return
+        self._failed.pop("end", None)
+        for origin in self.owed:
+            del self._places[origin]
+        self.owed = set()
 
     def _append(self, frames: list[tuple[int, bytes | memoryview]]) -> bool:
         """Write frames, all or nothing."""
-        if time.monotonic() < self._next_try_s:
+        if not self._is_due("put"):
             return False
+        at = self._nbytes
         try:
             for kind, body in frames:
                 head = _HEAD.pack(_MAGIC, kind, len(body), _core.crc32c(body))
-                for part in (head + _CHECK.pack(_core.crc32c(head)), body):
-                    left = memoryview(part)
-                    while len(left):
-                        left = left[os.write(self._fd, left) :]
+                self._write(at, head + _CHECK.pack(_check_of(head, at)))
+                self._write(at + _STEP, body)
+                at += _STEP + len(body)
             if not self._sync_s:
                 os.fsync(self._fd)
         except OSError as error:
             os.ftruncate(self._fd, self._nbytes)
-            os.lseek(self._fd, 0, os.SEEK_END)
-            self._tell(error)
+            self._tell("put", error)
             return False
-        self._nbytes += sum(_STEP + len(body) for _, body in frames)
-        self.error = ""
+        self._nbytes = at
+        self._failed.pop("put", None)
         return True
 
-    def _tell(self, error: OSError) -> None:
-        self._next_try_s = time.monotonic() + _AGAIN_S
-        if not self.error:
-            text = "relay: %s: %s: what is put now is not kept; it is tried again"
-            _log.error(text, self._path, error)
-        self.error = f"{self._path}: {error}"
+    def _write(self, at: int, data: bytes | memoryview) -> None:
+        left = memoryview(data)
+        while len(left):
+            done = os.pwrite(self._fd, left, at)
+            left, at = left[done:], at + done
+        self._writes += 1
+
+    def _is_due(self, kind: str) -> bool:
+        return time.monotonic() >= self._failed.get(kind, ("", 0.0))[1]
+
+    def _tell(self, kind: str, error: Exception) -> None:
+        if kind not in self._failed:
+            meanwhile = (
+                "sources keep ended records" if kind == "end" else "new records are not kept"
+            )
+            text = "relay: %s: %s: until the next good write %s"
+            _log.error(text, self._path, error, meanwhile)
+        self._failed[kind] = str(error), time.monotonic() + _AGAIN_S
 
     def round(self) -> None:
-        """Write what is needed once more, where the file has too much beside that."""
-        if self._nbytes < _SPARE_BYTES:
+        """Replace a file of mostly ended records by a shorter file."""
+        if self._nbytes < _SPARE_BYTES or not self._is_due("put"):
             return
-        blocks = set(self._places.values())
+        blocks = {at for at, _ in self._places.values()}
         if self._nbytes < _SPARE_BYTES + 2 * sum(self._sizes[at][0] for at in blocks):
             return
         kept: dict[int, list[Kept]] = {}
-        for record in self.records(()):
-            kept.setdefault(self._places[record.origin], []).append(record)
-        before = (self._fd, self._nbytes, self._places, self._missing, self._sizes)
+        for record in self._live(self.owed):
+            kept.setdefault(self._places[record.origin][0], []).append(record)
+        before = (self._fd, self._nbytes, self._places, self._missing, self._sizes, self._life)
         new = f"{self._path}.new"
         try:
-            fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            self._tell(error)
+            fd = open_own(new, os.O_RDWR | os.O_CREAT, self._what)
+            os.ftruncate(fd, 0)
+        except (OSError, errors.LayoutMismatchError) as error:
+            self._tell("put", error)
             return
         with self._swap:
             self._fd, self._nbytes, self._places, self._missing, self._sizes = fd, 0, {}, {}, {}
-            good = self._append([(_RUN, msgspec.msgpack.encode(_Run(_VERSION, self._bus)))])
+            self._life = None
+            good = self.adopt()
             for records in kept.values():
                 block = (records[0].payload, records[0].splits)
-                self.put([block], [r.origin for r in records], records[0].missing)
-                good = good and not self.error
+                origins = [record.origin for record in records]
+                good = good and self.put([block], origins, records[0].missing)
             try:
                 if good:
                     os.fsync(fd)
                     os.replace(new, self._path)
             except OSError as error:
-                self._tell(error)
+                self._tell("put", error)
                 good = False
             if good:
                 os.close(before[0])
                 sync(self._path.parent)
+                self.owed = set()
             else:
                 os.close(fd)
-                os.unlink(new)  # what it has is what the disk lacks
-                self._fd, self._nbytes, self._places, self._missing, self._sizes = before
+                os.unlink(new)  # frees room on the full disk
+                self._fd, self._nbytes, self._places, self._missing, self._sizes = before[:5]
+                self._life = before[5]
 
     def _sync_now_and_then(self) -> None:
         synced = -1
         while not self._over.wait(self._sync_s):
             with self._swap:
-                if self._fd >= 0 and synced != self._nbytes:
-                    synced = self._nbytes
+                if self._fd >= 0 and synced != self._writes:
+                    synced = self._writes
                     try:
                         os.fsync(self._fd)
+                        self._failed.pop("sync", None)
                     except OSError as error:
-                        self._tell(error)
+                        self._tell("sync", error)
 
     def close(self) -> None:
         """Let go of the file, which stays."""
@@ -303,6 +403,15 @@ class Keep:
                 os.close(self._fd)
             self._fd = -1
         self._lock.close()
+
+
+def _check_of(head: bytes | memoryview, at: int) -> int:
+    """Checksum of a head with its place, so that frames copied into a record count as data."""
+    return _core.crc32c(bytes(head) + at.to_bytes(8, "little"))
+
+
+def _end_word(origin: Origin) -> tuple[int, int]:
+    return _core.crc32c(origin), 1
 
 
 def _split(origins: bytes) -> list[Origin]:

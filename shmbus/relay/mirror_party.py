@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import os
 import struct
 import time
 from collections.abc import Iterable, Sequence
@@ -37,6 +38,7 @@ from shmbus.relay.messages import (
     VersionPiece,
 )
 from shmbus.relay.party import Mailbox
+from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
 #: Pieces that are under way to a mirror: what a fast network holds, and little beside a version.
@@ -554,9 +556,9 @@ def _remove_unfinished(bus: str) -> None:
     """Remove a pool whose creator died before it had all of its memory."""
     path = pool_path(bus, POOL_KIND)
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_own(path, os.O_RDONLY, f"the pool of bus {bus!r}"), "rb") as file:
             begun = file.read(8) == bytes(8)  # its magic comes last
-    except OSError:
+    except (OSError, errors.LayoutMismatchError):
         return
     for found in leftovers.of_bus(bus) if begun else ():
         if found.path == path and leftovers.may_go(found, force=False):

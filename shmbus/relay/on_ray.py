@@ -8,10 +8,14 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import math
 import re
+import resource
 import time
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -51,6 +55,15 @@ _ANSWER_S: Final = 10.0
 #: The same where somebody waits for ever.
 _LONGEST_ANSWER_S: Final = 86_400.0
 _PREFIX: Final = "relay"
+_COORDINATOR: Final = "coordinator"
+#: What begins the addresses of those that carry weights; no bus's name has a colon.
+_WEIGHTS: Final = "weights:"
+#: Prefix of the resource that Ray gives a single node.
+_OWN: Final = "node:"
+#: Seconds for actors to begin, and seconds after which a reason counts as lasting.
+_BEGIN_S: Final = 60.0
+_LACKS_S: Final = 3.0
+_LOOK_S: Final = 0.1
 #: Objects that are made until circles of them are looked for: as many as a full bus has records.
 _GC_THRESHOLDS: Final = (100_000, 20, 100)
 
@@ -59,14 +72,14 @@ class RelayActor:
     """What Ray runs beside a bus."""
 
     def __init__(self, plan: bytes) -> None:
-        self._plan = plan
-        made = msgspec.json.decode(plan, type=PartyPlan)
-        if made.kind == "coordinator":
-            made = _without_forgotten(made)
+        made = _as_it_is(msgspec.json.decode(plan, type=PartyPlan))
         # Many objects that are long there and in no circles: looking for some took a tenth.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
+        # Two connections a peer: 1,000 nodes need more than a shell's usual 1,024 descriptors.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._actors: dict[str, Any] = {}
         self._next_introduction_s: dict[str, float] = {}
         host = ray.util.get_node_ip_address()
@@ -97,26 +110,47 @@ class RelayActor:
         self._direct.learn(Endpoint(*endpoint))
 
     def describe(self) -> dict[str, Any]:
-        """Say what it is and does, and what it was started with."""
-        return {**self._host.describe(), "plan": self._plan.decode()}
+        """Describe the actor with its node and plan."""
+        plan = msgspec.json.encode(self._host.plan).decode()
+        node = ray.get_runtime_context().get_node_id()
+        return {**self._host.describe(), "plan": plan, "node": node}
 
-    def forget(self, address: str) -> bool:
-        """Go on without a peer that will not come back."""
-        return self._host.forget(address)
+    def change_peers(self, address: str, joins: bool) -> bool:
+        """Take on a peer, or forget a peer that will not come back."""
+        return self._host.change_peers(address, joins)
 
 
-def _without_forgotten(plan: PartyPlan) -> PartyPlan:
-    """Return a coordinator's plan without peers that have no name: they were killed for good."""
+def _named(relay: str) -> list[str]:
+    """Return addresses of a relay's actors, without relays whose names begin with this name."""
     listed = ray.util.list_named_actors(all_namespaces=True)
-    named = {each["name"] for each in listed if each["namespace"] == NAMESPACE}
-    gone = [each for each in [*plan.sources, *plan.sinks] if each not in named]
+    names = [each["name"] for each in listed if each["namespace"] == NAMESPACE]
+    ours, end = f"{_PREFIX}.{relay}.", f".{_COORDINATOR}"
+    others = [
+        each.removesuffix(_COORDINATOR)
+        for each in names
+        if each.startswith(ours) and each.endswith(end) and each != ours + _COORDINATOR
+    ]
+    return sorted(n for n in names if n.startswith(ours) and not n.startswith(tuple(others)))
+
+
+def _as_it_is(plan: PartyPlan) -> PartyPlan:
+    """Return the plan of a coordinator, or of the weights, with peers that joined or left since."""
+    if plan.kind not in ("coordinator", "weights"):
+        return plan
+    prefix = plan.address.removesuffix(_COORDINATOR)
+    if plan.kind == "weights":
+        prefix = plan.address[: plan.address.index(_WEIGHTS)]
+    named = _named(prefix[len(_PREFIX) + 1 : -1])
+    mirrors = [each for each in named if each.startswith(prefix + _WEIGHTS)]
+    if plan.kind == "weights":
+        mirrors = [each for each in mirrors if each != plan.address]
+        return msgspec.structs.replace(plan, mirrors=mirrors)
+    gone = {*plan.sources, *plan.sinks}.difference(named)
     if gone:
-        _log.warning("relay: %s goes on without %s", plan.address, ", ".join(gone))
-    return msgspec.structs.replace(
-        plan,
-        sources=[each for each in plan.sources if each in named],
-        sinks=[each for each in plan.sinks if each in named],
-    )
+        _log.warning("relay: %s goes on without %s", plan.address, ", ".join(sorted(gone)))
+    sinks = [each for each in plan.sinks if each in named]
+    sources = [each for each in named if each not in {*sinks, *mirrors, plan.address}]
+    return msgspec.structs.replace(plan, sources=sources, sinks=sinks)
 
 
 class _Place(NamedTuple):
@@ -124,10 +158,20 @@ class _Place(NamedTuple):
 
     bus: str
     resource: str
+    #: Ray's number of the node.
+    node_id: str = ""
+
+    @property
+    def node(self) -> str:
+        """Name of the node within addresses and files, unique by resource."""
+        text = re.sub(r"[^A-Za-z0-9_.-]", "-", self.resource)
+        own = self.resource.startswith(_OWN)
+        if own or (text == self.resource and not text.startswith(_OWN[:-1] + "-")):
+            return text
+        return f"{text}-{zlib.crc32(self.resource.encode()):08x}"
 
     def address(self, relay: str, kind: str = "") -> str:
-        node = re.sub(r"[^A-Za-z0-9_.-]", "-", self.resource)
-        return f"{_PREFIX}.{relay}.{kind}{self.bus}@{node}"
+        return f"{_PREFIX}.{relay}.{kind}{self.bus}@{self.node}"
 
 
 def _probe(name: str) -> bool:
@@ -143,7 +187,7 @@ def _own_resource(node: dict[str, Any]) -> str:
     found = [
         each
         for each in node["Resources"]
-        if each.startswith("node:") and not each.startswith("node:__")
+        if each.startswith(_OWN) and not each.startswith(f"{_OWN}__")
     ]
     return str(found[0])
 
@@ -155,14 +199,13 @@ def _places(spec: str) -> list[_Place]:
     if resource:
         having = [node for node in nodes if resource in node["Resources"]]
         if len(having) == 1:
-            return [_Place(bus, resource)]
-        return [_Place(bus, _own_resource(node)) for node in having]
+            return [_Place(bus, resource, having[0]["NodeID"])]
+        return [_Place(bus, _own_resource(node), node["NodeID"]) for node in having]
     probe = ray.remote(num_cpus=0, max_retries=0)(_probe)
-    asked = [
-        (_own_resource(node), probe.options(resources={_own_resource(node): _A_LITTLE}).remote(bus))
-        for node in nodes
-    ]
-    return [_Place(bus, own) for own, answer in asked if ray.get(answer, timeout=_ANSWER_S)]
+    places = [_Place(bus, _own_resource(node), node["NodeID"]) for node in nodes]
+    asked = [probe.options(resources={each.resource: _A_LITTLE}).remote(bus) for each in places]
+    asked_of = zip(places, asked, strict=True)
+    return [place for place, answer in asked_of if ray.get(answer, timeout=_ANSWER_S)]
 
 
 def _find_all(what: str, specs: Sequence[str]) -> list[_Place]:
@@ -181,9 +224,10 @@ def _find_all(what: str, specs: Sequence[str]) -> list[_Place]:
 
 def _check_places(places: Sequence[_Place]) -> None:
     """Refuse a bus that is named twice: it has one relay, and records would go in circles."""
-    double = [each for each, count in Counter(places).items() if count > 1]
+    found = Counter((each.bus, each.node_id or each.resource) for each in places)
+    double = [each for each in places if found[each.bus, each.node_id or each.resource] > 1]
     if double:
-        bus, node = double[0]
+        bus, node, _ = double[0]
         raise ValueError(
             f"relay: bus {bus!r} at {node} is named twice; expected each bus once, as a source or "
             "as a trainer's: give the trainer a bus of its own"
@@ -215,42 +259,34 @@ def start(
     to_places = _find_all("trainer's bus", sinks)
     _check_places([*from_places, *to_places])
     name = sources[0].partition("@")[0]
-    coordinator = f"{_PREFIX}.{name}.coordinator"
+    coordinator = f"{_PREFIX}.{name}.{_COORDINATOR}"
     plans = [
         (place, PartyPlan("source", place.address(name), coordinator, place.bus))
         for place in from_places
-    ] + [
-        (
-            place,
-            PartyPlan(
-                "sink",
-                place.address(name),
-                coordinator,
-                place.bus,
-                release,
-                keep=directory,
-                keep_sync_s=keep_sync,
-            ),
-        )
-        for place in to_places
     ]
+    trainers_of = Counter(place.bus for place in to_places)
+    for place in to_places:
+        node = place.node if trainers_of[place.bus] > 1 else ""
+        plan = PartyPlan(
+            "sink", place.address(name), coordinator, place.bus, release, keep=directory,
+            keep_sync_s=keep_sync, node=node,
+        )  # fmt: skip
+        plans.append((place, plan))
     mirrored = _plan_weights(name, from_places, to_places[0]) if weights else []
     mirrors = [plan.address for _, plan in mirrored if plan.kind == "mirror"]
     lead = PartyPlan(
         "coordinator", coordinator, coordinator, "", release,
-        [place.address(name) for place in from_places],
-        [place.address(name) for place in to_places], stash_policy, mirrors,
+        sorted(place.address(name) for place in from_places),
+        [place.address(name) for place in to_places], stash_policy, sorted(mirrors),
     )  # fmt: skip
     plans += mirrored
     _require_same(name, lead)
     for place, plan in plans:
         _start_actor(plan, {place.resource: _A_LITTLE})
     _start_actor(lead, {to_places[0].resource: _A_LITTLE})
-    return Relay(name, [plan.address for _, plan in plans] + [coordinator])
-
-
-#: What begins the addresses of those that carry weights; no bus's name has a colon.
-_WEIGHTS: Final = "weights:"
+    relay = Relay(name, [plan.address for _, plan in plans] + [coordinator])
+    relay.require_begun()
+    return relay
 
 
 def _plan_weights(
@@ -264,7 +300,7 @@ def _plan_weights(
     ]
     addresses = [plan.address for _, plan in mirrors]
     lead = PartyPlan("weights", source, source, trainer.bus, mirrors=addresses)
-    return [(trainer, lead), *mirrors]
+    return [*mirrors, (trainer, lead)]
 
 
 def _require_same(name: str, plan: PartyPlan) -> None:
@@ -275,11 +311,15 @@ def _require_same(name: str, plan: PartyPlan) -> None:
     except (ValueError, ray.exceptions.RayError):
         return  # there is none, or it has just ended
     ours = msgspec.json.encode(plan).decode()
-    if runs != ours:
+    theirs = msgspec.json.decode(runs, type=PartyPlan)
+    # The sources say which nodes have mirrors.
+    same = bool(theirs.mirrors) == bool(plan.mirrors)
+    if not same or msgspec.structs.replace(theirs, mirrors=plan.mirrors) != plan:
         raise errors.BusBusyError(
             f"relay {name!r} runs already, with other buses or options: {runs}; expected what was "
-            f"asked for: {ours}. Leave it, or end it first: shmbus relay {name} --stop. What it "
-            "has not released stays in its sources' rings"
+            f"asked for: {ours}. A node that came or left: shmbus relay {name} --join or --forget "
+            f"ADDRESS. Else end it first: shmbus relay {name} --stop. What it has not released "
+            "stays in its sources' rings"
         )
 
 
@@ -300,19 +340,13 @@ def _start_actor(plan: PartyPlan, resources: dict[str, float]) -> None:
 def find(name: str, address: str | None = None) -> Relay:
     """Return the relay of this bus name that runs already."""
     _connect(address)
-    listed = ray.util.list_named_actors(all_namespaces=True)
-    prefix = f"{_PREFIX}.{name}."
-    found = [
-        each["name"]
-        for each in listed
-        if each["namespace"] == NAMESPACE and each["name"].startswith(prefix)
-    ]
+    found = _named(name)
     if not found:
         raise errors.BusNotFoundError(
             f"relay: none of bus {name!r} runs in this cluster; start it: shmbus relay {name} "
             "--trainer NAME"
         )
-    return Relay(name, sorted(found))
+    return Relay(name, found)
 
 
 def _answer_s(timeout: float) -> float:
@@ -326,10 +360,9 @@ class Relay:
     def __init__(self, name: str, addresses: list[str]) -> None:
         self.name = name
         self.addresses = addresses
-        self._coordinator = f"{_PREFIX}.{name}.coordinator"
-        self._carrying = [
-            each for each in addresses if each.startswith(f"{_PREFIX}.{name}.{_WEIGHTS}")
-        ]
+        self._prefix = f"{_PREFIX}.{name}."
+        self._coordinator = self._prefix + _COORDINATOR
+        self._carrying = [each for each in addresses if each.startswith(self._prefix + _WEIGHTS)]
 
     def describe(self, timeout: float = _ANSWER_S) -> list[dict[str, Any]]:
         """Return what each actor says of itself; "error" is why one can do nothing."""
@@ -417,21 +450,121 @@ class Relay:
             "shmbus.relay.start"
         )
 
-    def forget(self, address: str) -> None:
-        """Go on without a source or a sink whose node will not come back.
+    def require_begun(self) -> None:
+        """Wait for all actors beside buses to begin.
 
-        What a source had announced and nobody had fetched is counted as lost. What a sink had and
-        its trainer had not acknowledged is placed again, so its bus must not come back. KeyError
-        where the relay has no such peer, DaemonUnavailableError where nobody answers.
+        DaemonUnavailableError names late actors and their reasons.
         """
+        deadline_s = time.monotonic() + _BEGIN_S
+        lasting_s = math.inf
+        while True:
+            late = [
+                each
+                for each in self.describe()
+                if not each.get("begun") and each["address"] not in self._carrying
+            ]
+            if not late:
+                return
+            now_s = time.monotonic()
+            # An ending predecessor holds the bus for a moment.
+            lasting = all("error" in each and "kind" in each for each in late)
+            lasting_s = min(lasting_s, now_s + _LACKS_S) if lasting else math.inf
+            if now_s >= min(deadline_s, lasting_s):
+                break
+            time.sleep(_LOOK_S)
+        why = "; ".join(f"{each['address']}: {each.get('error', 'no answer')}" for each in late)
+        raise errors.DaemonUnavailableError(
+            f"relay {self.name!r}: {len(late)} of {len(self.addresses)} actors have not begun: "
+            f"{why}. They begin by themselves once they can; or end the relay: shmbus relay "
+            f"{self.name} --stop"
+        )
+
+    def _plan(self) -> PartyPlan:
+        """Return the coordinator's plan; DaemonUnavailableError without an answer."""
         try:
             actor = ray.get_actor(self._coordinator, namespace=NAMESPACE)
-            known = ray.get(actor.forget.remote(address), timeout=_ANSWER_S)
+            said = ray.get(actor.describe.remote(), timeout=_ANSWER_S)
         except (ValueError, ray.exceptions.RayError) as error:
             raise self._unavailable(_ANSWER_S, type(error).__name__) from error
-        if not known:
+        plan: PartyPlan = msgspec.json.decode(said["plan"], type=PartyPlan)
+        return plan
+
+    def _change_peers(self, at: str, address: str, joins: bool) -> bool:
+        try:
+            actor = ray.get_actor(at, namespace=NAMESPACE)
+            return bool(ray.get(actor.change_peers.remote(address, joins), timeout=_ANSWER_S))
+        except (ValueError, ray.exceptions.RayError) as error:
+            raise self._unavailable(_ANSWER_S, type(error).__name__) from error
+
+    def _lead(self) -> str:
+        """Return the address of the actor beside the trainer's weights, or ""."""
+        plan = self._plan() if self._carrying else None
+        leads = {self._weights_of(sink) for sink in plan.sinks} if plan else set()
+        return next((each for each in self._carrying if each in leads), "")
+
+    def _weights_of(self, address: str) -> str:
+        """Return the address of the weights' actor on the node of a source or a sink."""
+        return self._prefix + _WEIGHTS + address.removeprefix(self._prefix)
+
+    def join(self, source: str | None = None) -> list[str]:
+        """Take on new nodes: a source, and with weights a mirror.
+
+        `source` names the bus as for `start`; None means the relay's. Returns the addresses of the
+        new actors. BusNotFoundError if no further node has the bus.
+        """
+        (spec,) = check_specs("source", [source or self.name])
+        lead = self._lead()
+        here = {(each.get("bus"), each.get("node")) for each in self.describe()}
+        found = _find_all("rollout workers' bus", [spec])
+        places = [each for each in found if (each.bus, each.node_id) not in here]
+        if not places:
+            raise errors.BusNotFoundError(
+                f"relay {self.name!r}: no further node has the bus {spec!r}; create the bus on the "
+                "new node first, as on the others"
+            )
+        joined = []
+        for place in places:
+            address = place.address(self.name)
+            _start_actor(
+                PartyPlan("source", address, self._coordinator, place.bus),
+                {place.resource: _A_LITTLE},
+            )
+            self._change_peers(self._coordinator, address, True)
+            joined.append(address)
+            if lead:
+                mirror = self._weights_of(address)
+                _start_actor(
+                    PartyPlan("mirror", mirror, lead, place.bus), {place.resource: _A_LITTLE}
+                )
+                self._change_peers(lead, mirror, True)
+                self._carrying.append(mirror)
+                joined.append(mirror)
+        self.addresses += joined
+        Relay(self.name, joined).require_begun()
+        return joined
+
+    def forget(self, address: str) -> None:
+        """Go on without a source, a sink or a mirror of a lost node.
+
+        A source goes with its node's mirror; announced records that no sink had fetched count as
+        lost. Groups of a sink that its trainer had not acknowledged go to another sink, so the
+        sink's bus must not come back. KeyError for an unknown peer, DaemonUnavailableError without
+        an answer.
+        """
+        lead, gone = self._lead(), list[str]()
+        mirror = address if address in self._carrying else self._weights_of(address)
+        if mirror != address and self._change_peers(self._coordinator, address, False):
+            gone.append(address)
+        if mirror in self._carrying and mirror != lead:
+            # A dead lead begins again with the mirrors of living actors.
+            with contextlib.suppress(errors.DaemonUnavailableError):
+                self._change_peers(lead, mirror, False)
+            self._carrying.remove(mirror)
+            gone.append(mirror)
+        if not gone:
             raise KeyError(f"relay {self.name!r} has no peer {address!r}; status() names them")
-        self._kill(address)
+        for each in gone:
+            self._kill(each)
 
     def _kill(self, address: str) -> None:
         try:

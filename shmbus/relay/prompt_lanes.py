@@ -31,6 +31,18 @@ _AGAIN_S: Final = 1.0
 _IDLE_S: Final = 5.0
 
 
+class HeldPrompt(NamedTuple):
+    """The oldest prompt in the hands of another node, for people."""
+
+    instance_id: str
+    round: int | None
+    split: str
+    #: Address of the node's source.
+    at: str
+    #: CLOCK_MONOTONIC of the offer.
+    offered_ns: int
+
+
 class TrainerLane:
     """The requests of a trainer's bus that are there for other nodes."""
 
@@ -75,6 +87,11 @@ class TrainerLane:
         if offer is None or text is None or not _core.request_send(self._segment, row, number):
             return None
         return offer, text[8][text[7] :]
+
+    def held(self, number: int, at: str) -> HeldPrompt | None:
+        """Describe a request in the hands of the node `at`; None after the request's end."""
+        text = _core.request_text(self._segment, self._known[number][0], number)
+        return None if text is None else HeldPrompt(*text[:3], at, text[6])
 
     def end(self, number: int) -> None:
         """End a request whose group comes to this bus no more."""

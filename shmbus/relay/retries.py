@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import TypeAlias
 
 from shmbus.relay.messages import GroupName, MissingSample, Unanswered, Wanted, bus_of
@@ -48,10 +48,10 @@ class RetryRequests:
         """How many samples are asked for now."""
         return len(self._at)
 
-    def update(self, buses: Sequence[str], now_s: float) -> set[str]:
-        """Ask these sources for what has failed since, and return whose lists have changed."""
-        buses = tuple(sorted(buses))
-        if not (self._failures.dirty or self._waits or buses != self._buses):
+    def update(self, buses: tuple[str, ...], now_s: float) -> set[str]:
+        """Ask these sources, in order, for failed samples; return sources with changed lists."""
+        same = buses is self._buses or buses == self._buses
+        if same and not self._failures.dirty and not self._waits:
             return set()
         self._buses = buses
         self._failures.dirty = False

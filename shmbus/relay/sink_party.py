@@ -22,7 +22,7 @@ from shmbus import Bus, Producer, errors
 from shmbus._backoff import Backoff
 from shmbus.ledger import REASONS
 from shmbus.relay import messages
-from shmbus.relay.keep import Keep
+from shmbus.relay.keep import Keep, Kept
 from shmbus.relay.messages import (
     ORIGIN_BYTES,
     Envelope,
@@ -34,7 +34,7 @@ from shmbus.relay.messages import (
     name_origin,
 )
 from shmbus.relay.party import PARTY_BACKOFF_S, Mailbox
-from shmbus.relay.prompt_lanes import TrainerLane
+from shmbus.relay.prompt_lanes import HeldPrompt, TrainerLane
 from shmbus.relay.prompts import PromptSender
 from shmbus.relay.sink import BLOCK_BYTES, BLOCK_RECORDS, Batch, Journal, Sink
 from shmbus.relay.splits import labels_of, number_of
@@ -115,6 +115,11 @@ class BusJournal:
         entries = array("I", map(self._entries.pop, origins))
         _core.relay_forget(self._segment, entries)
         deque(map(self._origins.__delitem__, entries), maxlen=0)
+
+    def withdraw(self, origin: Origin) -> None:
+        """Free the entry of a refused record."""
+        if origin in self._entries:
+            self.forget([origin])
 
     def keep(self, origins: set[Origin]) -> None:
         """Free the entries of all but these."""
@@ -220,6 +225,7 @@ class SinkParty:
         block_bytes: int = BLOCK_BYTES,
         keep: str = "",
         keep_sync_s: float = 1.0,
+        node: str = "",
     ) -> None:
         self._segment = lifecycle.open_segment(bus)
         self._bus = Bus.open(bus)
@@ -228,7 +234,7 @@ class SinkParty:
         try:
             self.journal = BusJournal(self._segment, bus)
             if keep:
-                self.keep = Keep(keep, bus, keep_sync_s)
+                self.keep = Keep(keep, bus, keep_sync_s, self._bus.identity, node)
             self.producer = Producer(bus, label="shmbus relay", on_stall="log")
         except BaseException:
             self._close()
@@ -237,8 +243,12 @@ class SinkParty:
         self._mailbox = mailbox
         self._coordinator = coordinator
         block_bytes = min(block_bytes, self._bus.capacity // _BLOCK_SHARE)
+        found = self.journal.found
+        unwritten = self._write_ends([origin for origin, _ in found.ended])
+        ended = frozenset(each for each in found.ended if each[0] not in unwritten)
         self.sink = Sink(
-            mailbox.address, self.journal.incarnation, self.journal.found, release, block_bytes,
+            mailbox.address, self.journal.incarnation, found._replace(ended=ended), release,
+            block_bytes,
             min(BLOCK_RECORDS, self.journal.capacity // _BLOCK_SHARE),
         )  # fmt: skip
         self.sink.term = self.journal.term
@@ -246,6 +256,8 @@ class SinkParty:
         self._lane = TrainerLane(self._segment)
         self.prompts = PromptSender(self._bus.identity, self.journal.incarnation)
         self._next_prompts_s = 0.0
+        #: The oldest prompt in a node's hands.
+        self.held_prompt: HeldPrompt | None = None
         #: Where each source is, by its bus's identity.
         self.addresses: dict[str, str] = {}
         #: What is here and not put yet.
@@ -273,23 +285,19 @@ class SinkParty:
         self._say(self.sink.ask_release_again())
 
     def _bring_back(self, keep: Keep) -> None:
-        """Put what was kept, and is not on this bus, since the one before is lost."""
+        """Put kept records of an earlier life of the bus."""
         try:
             for record in keep.records(self.sink.settled | self.sink.owed):
-                self._fail(record.missing, _PATIENCE_S)
-                entries = self.journal.intend(self.producer, [record.origin])
-                put = entries is not None and _core.import_block(
-                    self.producer, record.payload, record.place, 1, _PATIENCE_S, entries,
-                    self._numbers(record.splits),
-                )  # fmt: skip
-                if entries is None or not put:
-                    raise errors.BusFullError(
-                        f"bus {self._bus.name!r} has no room for all that was kept of the one "
-                        "before; make it as large, or let its trainer begin"
-                    )
-                self.journal.settle(self.producer, entries)
-                self.sink.settled.add(record.origin)
-                self.records += 1
+                try:
+                    self._bring_back_one(record)
+                except (errors.CapacityError, errors.RecordTooLargeError):
+                    raise
+                except (ValueError, TypeError, OverflowError) as error:
+                    self.journal.withdraw(record.origin)
+                    self.refused += 1
+                    text = "bus %r: kept record %s is refused: %s"
+                    _log.error(text, self._bus.name, name_origin(record.origin), error)
+            keep.adopt()
         except BaseException:
             self.close()
             raise
@@ -297,6 +305,29 @@ class SinkParty:
         if self.records:
             text = "bus %r: %d records that were kept are on it again"
             _log.warning(text, self._bus.name, self.records)
+
+    def _bring_back_one(self, record: Kept) -> None:
+        self._fail(record.missing, _PATIENCE_S)
+        entries = self.journal.intend(self.producer, [record.origin])
+        put = entries is not None and _core.import_block(
+            self.producer, record.payload, record.place, 1, _PATIENCE_S, entries,
+            self._numbers(record.splits),
+        )  # fmt: skip
+        if entries is None or not put:
+            raise errors.BusFullError(
+                f"bus {self._bus.name!r} has no room for all that was kept of the one before; "
+                "make it as large, or let its trainer begin"
+            )
+        self.journal.settle(self.producer, entries)
+        self.sink.settled.add(record.origin)
+        self.records += 1
+
+    def _write_ends(self, origins: Collection[Origin]) -> set[Origin]:
+        """Keep ends of records; return the records whose sources must wait for the disk."""
+        if self.keep is None:
+            return set()
+        self.keep.end(origins)
+        return self.keep.owed.intersection(origins)
 
     # -- saying ----------------------------------------------------------------------------------
 
@@ -361,7 +392,8 @@ class SinkParty:
             case messages.Assignment() as message if message.sink == sink.name:
                 self._say(sink.assign(message))
             case messages.Drop() as message if message.sink == sink.name and sink.is_meant(message):
-                if self.journal.drop(message.origins, message.reason):
+                unwritten = self._write_ends(message.origins)
+                if not unwritten and self.journal.drop(message.origins, message.reason):
                     self._say(sink.drop(message))
             case messages.Fetched() as message if message.sink == sink.name:
                 self._fetched(envelope.sender, message, envelope.payload)
@@ -525,12 +557,22 @@ class SinkParty:
             self._say([messages.Begun(begun)] if begun else [])
             said = sender.say(bus, over, offers)
             self._mailbox.send(self.addresses[bus], said, b"".join([each for _, each in found]))
+        at = sender.at
+        first = min((n for n in rows if n in at and rows[n].done < rows[n].need), default=None)
+        self.held_prompt = (
+            None
+            if first is None
+            else self._lane.held(first, self.addresses.get(at[first], at[first]))
+        )
 
     def _tell_ends(self) -> None:
         """Have sources let go what the trainer is done with, or what was dropped."""
-        for reason, origins in self.journal.ends().items():
-            if self.keep is not None:
-                self.keep.end(origins)
+        ends = self.journal.ends()
+        unwritten = self._write_ends([origin for origins in ends.values() for origin in origins])
+        if unwritten:
+            self.journal.look_again()
+        for reason, found in ends.items():
+            origins = [origin for origin in found if origin not in unwritten]
             new = self.sink.settled.intersection(origins).difference(self.sink.ended)
             if new:
                 self._say(self.sink.end(frozenset(new), reason))

@@ -174,7 +174,10 @@ class WeightsParty:
         self._newest: _Version | None = None
         self._seen = 0
         self.error = ""
-        self._mirrors = frozenset(mirrors)
+        self._mirrors = set(mirrors)
+        #: Written by another thread: mirrors to take on, and mirrors to forget.
+        self.joined: list[str] = []
+        self.forgotten: list[str] = []
         self._next_name_s = 0.0
         self._said_applied = 0
         self._rows = RemoteRows(bus)
@@ -227,6 +230,13 @@ class WeightsParty:
     def round(self) -> float:
         """Do what time asks for, and return the seconds until it is to be called again."""
         now_s = time.monotonic()
+        while self.joined:
+            self._mirrors.add(self.joined[-1])
+            self.pure.join(self.joined.pop())
+        while self.forgotten:
+            self._mirrors.discard(self.forgotten[-1])
+            self._rows.forget(self.forgotten[-1:])
+            self.pure.forget(self.forgotten.pop())
         if self._reader.newest > self._seen:
             self._look(now_s)
         if now_s >= self._next_name_s:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Callable
 
 from shmbus import errors
 
@@ -43,7 +44,26 @@ def open_own(path: str, flags: int, what: str) -> int:
     return fd
 
 
-def check_own(path: str, found: os.stat_result, what: str) -> None:
+def read_own(path: str, what: str) -> bytes:
+    """Read a file of this process's user."""
+    with os.fdopen(open_own(path, os.O_RDONLY, what), "rb") as file:
+        return file.read()
+
+
+def require_own_folder(path: str, what: str) -> None:
+    """Refuse folders and links of another user, who could swap the files."""
+    found = os.lstat(path)
+    if stat.S_ISLNK(found.st_mode) and found.st_uid == os.geteuid():
+        found = os.stat(path)
+    check_own(path, found, what, stat.S_ISDIR)
+
+
+def check_own(
+    path: str,
+    found: os.stat_result,
+    what: str,
+    is_kind: Callable[[int], bool] = stat.S_ISREG,
+) -> None:
     """Refuse a file of another user, who could read and truncate it, and what is no plain file."""
     if found.st_uid != os.geteuid():
         raise PermissionError(
@@ -51,7 +71,7 @@ def check_own(path: str, found: os.stat_result, what: str) -> None:
             f"{os.geteuid()}; it is for the user who created it: run as that user, have it "
             "removed, or choose another name"
         )
-    if not stat.S_ISREG(found.st_mode):
+    if not is_kind(found.st_mode):
         raise errors.LayoutMismatchError(
             f"{what}: {path} is {kind_of(found.st_mode)}, not a file of shmbus; look what it is "
             "for, and remove it, or choose another name"

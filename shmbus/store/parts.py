@@ -36,12 +36,15 @@ from numpy.typing import NDArray
 from shmbus import _encoding, errors
 from shmbus.inspect.records import Field, RecordRow, parse_fields
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.segment.own_file import read_own
 from shmbus_ext import _core
 
 NO_ROUND: Final = _core.NO_ROUND
-#: Bytes of records above which a part is written: few enough to hold in memory several times,
-#: enough for one long write.
-_PART_BYTES: Final = 64 << 20
+#: Bytes of waiting records that make a part: small enough for several copies in memory, large
+#: enough for long writes.
+_PART_BYTES: Final = 16 << 20
+#: Bytes of a waiting record's Python objects, beside payload and meta.
+_RECORD_BYTES: Final = 2048
 #: Parts' worth of records that wait in memory, where there are many schemas.
 _PARTS_WAITING: Final = 4
 _SCALARS: Final = {
@@ -162,7 +165,7 @@ class PartWriter:
     def add(self, record: Record) -> None:
         """Add one record."""
         self._waiting.setdefault(record.schema, []).append(record)
-        nbytes = self._bytes.get(record.schema, 0) + record.nbytes
+        nbytes = self._bytes.get(record.schema, 0) + record.nbytes + _RECORD_BYTES
         self._bytes[record.schema] = nbytes
         if nbytes >= _PART_BYTES:
             self._write(record.schema)
@@ -263,7 +266,7 @@ def read_part(directory: Path, part: Part) -> Iterator[Record]:
     if path.parent != directory:
         raise damaged(path, "the manifest names a file outside its directory")
     try:
-        data = path.read_bytes()
+        data = read_own(str(path), "a part of a snapshot")
     except FileNotFoundError as error:
         raise damaged(path, "the manifest names it, and it is not there") from error
     if len(data) != part.nbytes or hashlib.sha256(data).hexdigest() != part.sha256:

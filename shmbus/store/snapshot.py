@@ -33,10 +33,11 @@ from shmbus._schema import SchemaField, encode, fields_of
 from shmbus._version import VERSION
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.types import Count, ProducerSlot
-from shmbus.inspect.undelivered import counters, undelivered_records
+from shmbus.inspect.undelivered import counters, stream_undelivered
 from shmbus.ledger import REASONS
 from shmbus.segment import creation, lifecycle
 from shmbus.segment.names import check_name, shm_path
+from shmbus.segment.own_file import read_own
 from shmbus.store.directory import MANIFEST, sync, write_directory
 from shmbus.store.parts import (
     Part,
@@ -132,9 +133,8 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
     limit = {slot: count for slot, count in enumerate(committed)}
     written = 0
     producers: set[int] = set()
-    rows = undelivered_records(file, payload=True)
     runs = {run.extent: run.span << 32 | run.extent + 1 for run in file.runs()}
-    for row in rows:
+    for row in stream_undelivered(file):
         if not row.moved and row.lane_number >= limit.get(row.slot, 0):
             continue  # committed after the beginning
         writer.add(read_record(file, row, written, runs.get(row.extent, 0)))
@@ -201,7 +201,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """Read and check a snapshot's manifest; the parts are checked when they are read."""
     path = Path(directory) / MANIFEST
     try:
-        raw = path.read_bytes()
+        raw = read_own(str(path), "the manifest of a snapshot")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
             errno.ENOENT, "no snapshot there (`shmbus snapshot NAME DIR` makes one)", str(path)
@@ -269,7 +269,7 @@ def restore(
 def restored_as(directory: str | os.PathLike[str]) -> str | None:
     """Name the bus that a snapshot was restored as; None where it was not yet."""
     try:
-        raw = (Path(directory) / _RESTORED).read_bytes()
+        raw = read_own(str(Path(directory) / _RESTORED), "the note of a restored snapshot")
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:

@@ -24,6 +24,7 @@ import torch
 
 from shmbus._arguments import check_int, check_int64, check_text
 from shmbus.errors import WeightsError
+from shmbus.segment.own_file import require_own_folder
 from shmbus.weights.carriers.checkpoint import faults_in_file, sync_path
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.source import ModuleSource
@@ -80,6 +81,8 @@ class LoraFiles:
     ------
     TypeError, ValueError, WeightsError
         The name, `keep` or the config is invalid.
+    PermissionError, LayoutMismatchError
+        The directory belongs to another user, or is no directory.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class LoraFiles:
         self._keep = keep
         self._config = json.dumps(dict(config), indent=2, sort_keys=True, default=_plain).encode()
         self._directory.mkdir(parents=True, exist_ok=True)
+        require_own_folder(str(self._directory), f"adapters {name!r}")
         # By a trainer that died. Other adapters there may be in the middle of theirs.
         left = re.compile(rf"\.new-{re.escape(name)}-[0-9a-f]{{8}}")
         for each in self._directory.iterdir():

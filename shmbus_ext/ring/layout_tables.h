@@ -246,10 +246,6 @@ _Static_assert(sizeof(struct request_cell) == 16, "layout");
 #define SHMBUS_RELAY_MIN_ENTRIES 64u
 #endif
 #define SHMBUS_RELAY_MAX_ENTRIES (1u << 18)
-/* Buses that records may come from: more than there are nodes in the largest runs. */
-#ifndef SHMBUS_RELAY_SOURCES
-#define SHMBUS_RELAY_SOURCES 256u
-#endif
 #define SHMBUS_RELAY_IDENTITY_BYTES 16u
 #define SHMBUS_RELAY_FIGURES 8u
 /* Bits 8 to 31 of a record's flags, of one from another bus: its entry's number, + 1. */
@@ -264,7 +260,8 @@ enum relay_state {
     RELAY_SETTLED = 4,  /* it was put; its source has not said that it released it */
 };
 
-/* A record of another bus. word: source (16 bits), slot (16), batch (28), enum relay_state (4).
+/* A record of another bus. Its entry names the bus, so any number of buses fit.
+ * word: 0 (16 bits), slot (16), batch (28), enum relay_state (4).
  *
  * Offset  Size  Field        Written by     Read by    Order
  *      0     8  word         sink, reaper   sink       release / acquire, after the others
@@ -273,6 +270,7 @@ enum relay_state {
  *     24     8  writer       sink           collector  producer id of the sink's lane
  *     32     8  commit       sink           reaper     that lane's count once it is committed
  *     40     8  ended        collector      sink       release / acquire: reason + 1, or 0
+ *     48    16  identity     sink           sink       of its own bus
  */
 struct relay_entry {
     _Atomic uint64_t word;
@@ -281,10 +279,12 @@ struct relay_entry {
     _Atomic uint64_t writer;
     uint64_t commit;
     _Atomic uint64_t ended;
+    uint8_t identity[SHMBUS_RELAY_IDENTITY_BYTES];
 };
-_Static_assert(sizeof(struct relay_entry) == 48, "layout");
+_Static_assert(sizeof(struct relay_entry) == 64, "layout");
 _Static_assert(offsetof(struct relay_entry, writer) == 24, "layout");
 _Static_assert(offsetof(struct relay_entry, ended) == 40, "layout");
+_Static_assert(offsetof(struct relay_entry, identity) == 48, "layout");
 
 /* relay_journal | relay_entry[], as many as the capacity says.
  *
@@ -299,7 +299,6 @@ _Static_assert(offsetof(struct relay_entry, ended) == 40, "layout");
  *     40     8  ended               collector      sink       relaxed: a hint that entries ended
  *     48     8  seen_ns             relay          all        CLOCK_MONOTONIC, for messages only
  *     64    64  figures             relay          all        for messages only
- *    128  4096  sources             sink           sink       identities; all 0 where free
  */
 struct relay_journal {
     alignas(64) _Atomic uint64_t writer;
@@ -312,12 +311,11 @@ struct relay_journal {
     _Atomic uint64_t seen_ns;
     uint64_t reserved0;
     _Atomic uint64_t figures[SHMBUS_RELAY_FIGURES];
-    uint8_t sources[SHMBUS_RELAY_SOURCES][SHMBUS_RELAY_IDENTITY_BYTES];
 };
 _Static_assert(offsetof(struct relay_journal, batch) == 12, "layout");
 _Static_assert(offsetof(struct relay_journal, term) == 32, "layout");
 _Static_assert(offsetof(struct relay_journal, figures) == 64, "layout");
-_Static_assert(offsetof(struct relay_journal, sources) == 128, "layout");
+_Static_assert(sizeof(struct relay_journal) == 128, "layout");
 
 /* Entries of a bus of so many bytes. */
 static inline uint32_t relay_entries_of(uint64_t capacity) {

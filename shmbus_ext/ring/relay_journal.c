@@ -10,16 +10,14 @@
 #define BATCH_BITS 28
 #define BATCH_MASK ((UINT32_C(1) << BATCH_BITS) - 1)
 
-_Static_assert(SHMBUS_MAX_PRODUCERS < 1u << 16 && SHMBUS_RELAY_SOURCES <= 1u << 16,
-               "a word has room for a slot and a source");
+_Static_assert(SHMBUS_MAX_PRODUCERS < 1u << 16, "a word has room for a slot");
+_Static_assert(SHMBUS_RELAY_IDENTITY_BYTES == SHMBUS_IDENTITY_BYTES, "an entry names a bus");
 
-static uint64_t make_word(uint32_t source, uint32_t slot, uint32_t batch, enum relay_state state) {
-    return (uint64_t)source << 48 | (uint64_t)slot << 32 |
-           (uint64_t)(batch & BATCH_MASK) << STATE_BITS | (uint64_t)state;
+static uint64_t make_word(uint32_t slot, uint32_t batch, enum relay_state state) {
+    return (uint64_t)slot << 32 | (uint64_t)(batch & BATCH_MASK) << STATE_BITS | (uint64_t)state;
 }
 
 static enum relay_state state_of(uint64_t word) { return (enum relay_state)(word & 15u); }
-static uint32_t source_of(uint64_t word) { return (uint32_t)(word >> 48); }
 static uint32_t batch_of(uint64_t word) { return (uint32_t)(word >> STATE_BITS) & BATCH_MASK; }
 
 static uint64_t load_word(const struct segment *segment, uint32_t entry) {
@@ -41,38 +39,6 @@ static bool is_void(const struct segment *segment, uint64_t word) {
 }
 
 /* ---- intents ---- */
-
-static bool source_is_used(const struct segment *segment, uint32_t source) {
-    for (uint32_t i = 0; i < segment->relay_entry_count; i++) {
-        uint64_t word = load_word(segment, i);
-        if (state_of(word) != RELAY_FREE && source_of(word) == source) {
-            return true;
-        }
-    }
-    return false;
-}
-
-/* The source's number, which it gets here if it has none; SHMBUS_RELAY_SOURCES without room. */
-static uint32_t number_source(struct segment *segment, const uint8_t *identity) {
-    static const uint8_t none[SHMBUS_IDENTITY_BYTES];
-    uint32_t room = SHMBUS_RELAY_SOURCES;
-    for (uint32_t i = 0; i < SHMBUS_RELAY_SOURCES; i++) {
-        const uint8_t *at = segment->relay->sources[i];
-        if (memcmp(at, identity, SHMBUS_IDENTITY_BYTES) == 0) {
-            return i;
-        }
-        if (room == SHMBUS_RELAY_SOURCES && memcmp(at, none, sizeof none) == 0) {
-            room = i;
-        }
-    }
-    for (uint32_t i = 0; room == SHMBUS_RELAY_SOURCES && i < SHMBUS_RELAY_SOURCES; i++) {
-        room = source_is_used(segment, i) ? room : i;
-    }
-    if (room < SHMBUS_RELAY_SOURCES) {
-        memcpy(segment->relay->sources[room], identity, SHMBUS_IDENTITY_BYTES);
-    }
-    return room;
-}
 
 /* A free entry; relay_entry_count without one. They are freed in about the order in which they were
  * given out, so the one behind the last is free mostly. A search from the first would look at all
@@ -101,27 +67,27 @@ static bool prepare(struct segment *segment, const struct plan *plan,
                     const struct relay_origin *origin, uint32_t *entry) {
     uint32_t batch = atomic_load_explicit(&segment->relay->batch, memory_order_relaxed) + 1;
     enum relay_state state = RELAY_INTENDED;
-    uint32_t source = number_source(segment, origin->identity);
     if (*entry == RELAY_NEW) {
         *entry = next_free(segment);
         state = RELAY_PREPARED;
     }
-    if (*entry >= segment->relay_entry_count || source == SHMBUS_RELAY_SOURCES) {
+    if (*entry >= segment->relay_entry_count) {
         return false;
     }
     struct relay_entry *to = &segment->relay_entries[*entry];
+    memcpy(to->identity, origin->identity, sizeof to->identity);
     to->producer_id = origin->producer_id;
     to->sequence = origin->sequence;
     to->commit = plan->commit;
     atomic_store_explicit(&to->ended, plan->ended, memory_order_relaxed);
     atomic_store_explicit(&to->writer, plan->writer, memory_order_relaxed);
-    atomic_store_explicit(&to->word, make_word(source, plan->slot, batch, state),
+    atomic_store_explicit(&to->word, make_word(plan->slot, batch, state),
                           memory_order_release);
     FAILPOINT("relay-prepared");
     return true;
 }
 
-/* After one entry, or the bus's identity, had no room: as if nothing had been prepared. */
+/* Undoes prepared entries after a lack of room. */
 static void take_back(struct segment *segment, const uint32_t *entries, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
         uint64_t word = load_word(segment, entries[i]);
@@ -190,13 +156,11 @@ void relay_forget(struct segment *segment, const uint32_t *entries, uint32_t n) 
 
 bool relay_read(const struct segment *segment, uint32_t entry, struct relay_note *note) {
     uint64_t word = load_word(segment, entry);
-    uint32_t source = source_of(word);
     const struct relay_entry *from = &segment->relay_entries[entry];
-    if (state_of(word) == RELAY_FREE || state_of(word) > RELAY_SETTLED ||
-        source >= SHMBUS_RELAY_SOURCES || is_void(segment, word)) {
+    if (state_of(word) == RELAY_FREE || state_of(word) > RELAY_SETTLED || is_void(segment, word)) {
         return false;
     }
-    memcpy(note->origin.identity, segment->relay->sources[source], SHMBUS_IDENTITY_BYTES);
+    memcpy(note->origin.identity, from->identity, SHMBUS_IDENTITY_BYTES);
     note->origin.producer_id = from->producer_id;
     note->origin.sequence = from->sequence;
     note->state = state_of(word) == RELAY_PREPARED ? RELAY_INTENDED : state_of(word);

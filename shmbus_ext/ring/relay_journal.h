@@ -38,7 +38,7 @@ struct relay_note {
 };
 
 /* The next n commits of the writer are these, in order, and entries[i] is their entry: one that is
- * OWED, or RELAY_NEW. All are in force, or none: false without room for one more entry or source. */
+ * OWED, or RELAY_NEW. All are in force, or none: false without room for a new entry. */
 bool relay_intend(struct segment *segment, const struct writer *writer,
                   const struct relay_origin *origins, uint32_t *entries, uint32_t n);
 /* The same of records that are not put at all: settled, and ended for that reason. */

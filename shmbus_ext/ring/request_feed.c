@@ -226,7 +226,23 @@ static void mend_order(struct request_parts *parts, uint32_t level) {
     atomic_store_explicit(&parts->lane->tails[level], tail, memory_order_release);
 }
 
-/* Whether a priority's order has a place; ended rows' places are given up first. */
+/* Whether take_in_order still finds a sample of the open row `own`. Takers find returned samples by
+ * the row's flag. */
+static bool waits_in_order(const struct request_parts *parts, uint32_t index,
+                           const struct request_row *own) {
+    uint64_t next = atomic_load_explicit(&parts->rows[index].next, memory_order_relaxed);
+    for (uint32_t sample = (uint32_t)next; sample < own->group_size; sample++) {
+        uint64_t claim = atomic_load_explicit(&parts->cells[own->first_cell + sample].claim,
+                                              memory_order_acquire);
+        if (request_kind_of(claim) == CELL_IS_OPEN) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Whether a priority's order has a place. Rows without open samples give up their places, so a
+ * straggler delays no prompt. */
 static bool order_has_place(struct request_parts *parts, uint32_t level) {
     _Atomic uint64_t *head = &parts->lane->heads[level];
     uint64_t tail = counted(&parts->lane->tails[level]);
@@ -243,10 +259,11 @@ static bool order_has_place(struct request_parts *parts, uint32_t level) {
         uint32_t index = atomic_load_explicit(
             &parts->order[level * parts->row_count + place % parts->row_count],
             memory_order_relaxed);
-        const struct request_row *row = &parts->rows[index % parts->row_count];
-        uint64_t word = atomic_load_explicit(&row->word, memory_order_acquire);
-        if (request_state_of(word) == REQUEST_OPEN && row->place == place &&
-            row->level == level) {
+        index %= parts->row_count;
+        struct request_row row;
+        uint64_t word = atomic_load_explicit(&parts->rows[index].word, memory_order_acquire);
+        if (request_state_of(word) == REQUEST_OPEN && copy_sane_row(parts, index, &row) &&
+            row.place == place && row.level == level && waits_in_order(parts, index, &row)) {
             return false;
         }
         if (atomic_compare_exchange_strong_explicit(head, &place, place + 1, memory_order_acq_rel,

@@ -431,14 +431,18 @@ void request_end(struct segment *segment, uint32_t index, uint64_t number) {
 uint32_t request_send(struct segment *segment, uint32_t index, uint64_t number) {
     struct request_row row;
     uint64_t sent = request_claim_word(CELL_IS_CLAIMED, REQUEST_NOBODY, number);
-    uint32_t count = 0;
+    uint32_t count = 0, new = 0;
     if (request_copy_row(segment, index, number, &row)) {
         for (uint32_t i = 0; i < row.group_size; i++) {
             _Atomic uint64_t *claim = claim_at(segment, row.first_cell + i);
-            count += swap(claim, request_open_word(number), sent) ||
-                     atomic_load_explicit(claim, memory_order_acquire) == sent;
+            new += swap(claim, request_open_word(number), sent);
+            count += atomic_load_explicit(claim, memory_order_acquire) == sent;
         }
         raise_next(segment, index, number, row.group_size);
+    }
+    if (new > 0) {
+        atomic_store_explicit(&segment->requests.lane->taken_ns, clock_monotonic_ns(),
+                              memory_order_relaxed);
     }
     return count;
 }

@@ -11,7 +11,7 @@ base=$1/../base
 into=$2
 shift 2
 cc=${CC:-cc}
-flags="-std=c11 -D_GNU_SOURCE= -Wall -Wextra -Wconversion -Werror -g -I$ring/.. -Itests/model -DSHMBUS_DECLARED_BYTES=56u -DSHMBUS_RELAY_SOURCES=4u -DSHMBUS_RELAY_MIN_ENTRIES=1u $*"
+flags="-std=c11 -D_GNU_SOURCE= -Wall -Wextra -Wconversion -Werror -g -I$ring/.. -Itests/model -DSHMBUS_DECLARED_BYTES=56u -DSHMBUS_RELAY_MIN_ENTRIES=1u $*"
 mkdir -p "$into"
 rm -f "$into"/*.o
 small="-include tests/model/small.h"

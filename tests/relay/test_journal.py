@@ -118,16 +118,21 @@ def test_free_entries_are_given_out_in_turn(bus_name: str) -> None:
         sink.close()
 
 
-def test_more_sources_than_the_journal_knows_replace_those_that_nothing_names(bus: str) -> None:
-    sink = Sink(bus)
-    for i in range(600):
-        identity = struct.pack("<QQ", i + 1, 9)
-        entries = _core.relay_intend(sink.producer, origins(i, identity=identity), numbers(NEW))
-        assert entries is not None
-        (note,) = _core.relay_notes(sink.segment)
-        assert note[1] == origins(i, identity=identity)
-        _core.relay_forget(sink.segment, entries)
-    sink.close()
+@pytest.mark.parametrize("count", [257, 300, 1000])
+def test_records_of_any_number_of_sources_are_in_hand_at_once(bus_name: str, count: int) -> None:
+    with shmbus.Bus.create(bus_name, "16MiB"):
+        sink = Sink(bus_name)
+        asked = [origins(i, identity=struct.pack("<QQ", i + 1, 9)) for i in range(count)]
+        at_once = _core.relay_intend(sink.producer, b"".join(asked), numbers(*[NEW] * count))
+        assert at_once is not None
+        assert sorted(note[1] for note in _core.relay_notes(sink.segment)) == sorted(asked)
+        _core.relay_forget(sink.segment, at_once)
+        for origin in asked:
+            assert _core.relay_intend(sink.producer, origin, numbers(NEW)) is not None
+        assert len(_core.relay_notes(sink.segment)) == count
+        dropped = origins(7, identity=b"another bus, too")
+        assert _core.relay_drop(sink.segment, dropped, REASONS.index("stale")) is not None
+        sink.close()
 
 
 @pytest.mark.parametrize("bad", [b"123", numbers(1 << 20)])

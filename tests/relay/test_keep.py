@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import resource
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import Spawner, wait_until
-from relay.local import put_group, relay, stats, take, workers
+from relay.local import COORDINATOR, put_group, relay, stats, take, workers
 
 import shmbus
 from shmbus.inspect.status import read_status
@@ -21,6 +24,7 @@ from shmbus.relay import keep as keep_module
 from shmbus.relay.host import check_keep
 from shmbus.relay.keep import Keep
 from shmbus.stash.stash import StashPolicy
+from shmbus_ext import _core
 from trainer_adapter import OnlineDataHandler
 
 pytest_plugins = ["relay.relay_fixtures"]
@@ -266,7 +270,7 @@ def kept(buses: dict[str, str], directory: Path, count: int = 6) -> Path:
 
 def records(buses: dict[str, str], directory: Path) -> int:
     """How many records would be brought back."""
-    opened = Keep(str(directory), buses["t"], 1.0)
+    opened = Keep(str(directory), buses["t"], 1.0, "another life")
     try:
         return len(list(opened.records(())))
     finally:
@@ -301,14 +305,245 @@ def test_a_wrong_byte_costs_its_frame_and_nothing_wrong_is_brought_back(
 ) -> None:
     file = kept(buses, tmp_path)
     whole = file.read_bytes()
-    for place in np.random.default_rng(seed).integers(60, len(whole), 40):
+    body = 128  # first byte behind the frame of the bus
+    for place in np.random.default_rng(seed).integers(body, len(whole), 40):
         harmed = bytearray(whole)
         harmed[place] ^= 0x10
         file.write_bytes(harmed)
         caplog.clear()
         with caplog.at_level(logging.ERROR):
-            assert records(buses, tmp_path) < 24
-        assert "cut or damaged" in caplog.text
+            assert 20 <= records(buses, tmp_path) < 24, f"byte {place}"
+        assert "damaged" in caplog.text
+
+
+def frames(file: Path) -> list[tuple[int, int]]:
+    """Return place and kind by frame."""
+    data, found, at = file.read_bytes(), [], 0
+    while at < len(data):
+        _, kind, nbytes, _ = keep_module._HEAD.unpack_from(data, at)
+        found.append((at, kind))
+        at += keep_module._STEP + nbytes
+    return found
+
+
+def test_a_damaged_head_costs_its_own_frame(buses: dict[str, str], tmp_path: Path) -> None:
+    file = kept(buses, tmp_path)
+    whole = file.read_bytes()
+    for at, kind in frames(file):
+        for place in (0, 5, 9, 17, 21):
+            harmed = bytearray(whole)
+            harmed[at + place] ^= 0x10
+            file.write_bytes(harmed)
+            left = 24 if kind == keep_module._RUN else 20
+            assert records(buses, tmp_path) == left, (at, kind, place)
+
+
+def test_a_copy_of_a_frame_within_a_record_is_no_frame(
+    buses: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "from").mkdir()
+    inner = np.frombuffer(kept(buses, tmp_path / "from").read_bytes(), np.uint8)
+    with (
+        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)),
+        shmbus.Producer(buses["a"]) as producer,
+    ):
+        producer.put("q", group_size=1, index=0, tokens=inner)
+        wait_until(lambda: stats(buses["t"]).undelivered == 1)
+    file = tmp_path / f"{buses['t']}.kept"
+    (block,) = [at for at, kind in frames(file) if kind == keep_module._BLOCK]
+    harmed = bytearray(file.read_bytes())
+    harmed[block] ^= 0x10
+    file.write_bytes(harmed)
+    assert records(buses, tmp_path) == 0
+
+
+FORGED = {
+    "labels": (keep_module._SPLITS, b"\xc1"),
+    "labels of another type": (keep_module._SPLITS, b"\x81\x01\x02"),
+    "a put that says nothing": (keep_module._PUT, b""),
+    "a block of text": (keep_module._BLOCK, b"text"),
+    "another file's run": (keep_module._RUN, b"\x93\x02\xa5other\xa0"),
+    "a run of numbers": (keep_module._RUN, b"\x93\x01\x02\x03"),
+    "words of no put": (keep_module._ENDS, b"123"),
+    "an unknown kind": (99, b"text"),
+}
+
+
+@pytest.mark.parametrize("frame", FORGED.values(), ids=FORGED)
+def test_a_forged_frame_with_right_checksums_costs_nothing_else(
+    buses: dict[str, str], tmp_path: Path, frame: tuple[int, bytes]
+) -> None:
+    kept(buses, tmp_path)
+    opened = Keep(str(tmp_path), buses["t"], 1.0)
+    assert opened._append([frame])
+    opened.close()
+    with relay([buses["a"]], [buses["t"]], keep=str(tmp_path)) as running:
+        assert running.parties[buses["t"]].records == 24
+
+
+PUTS = {
+    "a split that no bus has": ((), ()),
+    "half an origin": (("train",), b"\x92\xc4\x03abc\x90"),
+    "a missing sample of no group": (
+        ("train",),
+        b"\x92\xc4\x00\x91\x96\x93\xa0\xc0\xa0\x01\x01\x05\x00\xa0",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", PUTS.values(), ids=PUTS)
+def test_a_forged_put_ends_no_actor(
+    buses: dict[str, str], tmp_path: Path, how: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(buses, tmp_path)
+    labels, put = how
+    opened = Keep(str(tmp_path), buses["t"], 1.0)
+    first = next(opened.records(()))
+    if put:
+        assert opened._append([(keep_module._ENDS, bytes(8)), (keep_module._PUT, put)])
+    else:
+        assert opened.put([(bytes(first.payload), labels)], [first.origin], ())
+    opened.close()
+    with relay([buses["a"]], [buses["t"]], keep=str(tmp_path)) as running:
+        party = running.parties[buses["t"]]
+        assert (party.records, party.refused) == ((24, 0) if put else (23, 1))
+        assert len(list(_core.relay_notes(party._segment))) == party.records
+
+
+def as_link(path: Path) -> None:
+    """Make a symbolic link."""
+    (path.parent / "elsewhere").write_bytes(b"")
+    path.symlink_to(path.parent / "elsewhere")
+
+
+def as_second_name(path: Path) -> None:
+    """Make a hard link."""
+    (path.parent / "elsewhere").write_bytes(b"")
+    path.hardlink_to(path.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("suffix", ["kept", "kept.lock", "kept.new"])
+@pytest.mark.parametrize("make", [as_link, as_second_name, os.mkfifo, Path.mkdir])
+def test_what_is_no_file_of_its_own_is_refused_and_left_as_it_was(
+    buses: dict[str, str], tmp_path: Path, suffix: str, make: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    path = tmp_path / f"{buses['t']}.{suffix}"
+    if suffix != "kept.new":
+        make(path)
+        with pytest.raises(shmbus.LayoutMismatchError, match=path.name):
+            Keep(str(tmp_path), buses["t"], 1.0)
+    else:
+        file = kept(buses, tmp_path)
+        make(path)
+        monkeypatch.setattr(keep_module, "_SPARE_BYTES", 1)
+        opened = Keep(str(tmp_path), buses["t"], 1.0)
+        opened.end({record.origin for record in [*opened.records(())][4:]})
+        opened.round()
+        assert path.name in opened.error and file.exists()
+        opened.close()
+    assert path.is_symlink() or path.is_fifo() or path.is_dir() or path.stat().st_nlink == 2
+
+
+# -- a disk that takes no more ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full_disk(file: Path) -> Iterator[None]:
+    """Limit the size of files to the size of `file`."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    ("dies", "loses_memory"), [("t", False), ("t", True), ("a", False), (COORDINATOR, False)]
+)
+def test_a_full_disk_and_a_death_train_nothing_twice(
+    buses: dict[str, str], tmp_path: Path, dies: str, loses_memory: bool
+) -> None:
+    how: dict[str, Any] = {"keep": str(tmp_path)}
+    dies = buses.get(dies, dies)
+    file = tmp_path / f"{buses['t']}.kept"
+    with relay([buses["a"]], [buses["t"]], **how) as running:
+        with shmbus.Consumer(buses["t"]) as consumer:
+            for number in range(10):
+                put_group([buses["a"]], number)
+            groups = sorted(take(consumer, 10), key=lambda group: int(group.instance_id[1:]))
+            with full_disk(file):
+                for group in groups[:8]:
+                    group.ack()
+                if dies == buses["t"]:
+                    wait_until(lambda: stats(buses["a"]).acknowledged == 32)
+                running.end(dies)
+                del groups, group
+        if loses_memory:
+            lose_memory(buses)
+        running.start_again(dies)
+        if not loses_memory:
+            wait_until(lambda: stats(buses["a"]).acknowledged == 32)
+        assert not running.parties[buses["t"]].keep.owed
+        with shmbus.Consumer(buses["t"]) as consumer:
+            assert numbers(take(consumer, 2)) == [8, 9]
+            assert consumer.take(timeout=0.3) == []
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_source_keeps_what_has_ended_until_the_end_is_on_the_disk(
+    buses: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    monkeypatch.setattr(keep_module, "_AGAIN_S", 0.05)
+    write = os.pwrite
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    policy = StashPolicy(skip_zero_variance=True)
+    with (
+        relay([buses["a"]], [buses["t"]], keep=str(tmp_path), policy=policy) as running,
+        shmbus.Consumer(buses["t"]) as consumer,
+    ):
+        for number in range(5):
+            put_group([buses["a"]], number)
+        groups = take(consumer, 5)
+        monkeypatch.setattr(os, "pwrite", fail)
+        for group in groups:
+            group.ack()
+        wait_until(lambda: len(running.parties[buses["t"]].keep.owed) == 20)
+        if dies:
+            running.restart(buses["t"])
+            wait_until(lambda: len(running.parties[buses["t"]].keep.owed) == 20)
+        keep = running.parties[buses["t"]].keep
+        wait_until(lambda: os.strerror(errno.EIO) in keep.error)
+        assert "20 ends" in keep.error
+        with shmbus.Producer(buses["a"]) as producer:
+            for index in range(2):
+                producer.put("equal", group_size=2, index=index, score=1.0)
+        wait_until(lambda: sum(stats(buses["a"]).dropped.values()) == 2)
+        assert stats(buses["a"]).acknowledged == 0
+        monkeypatch.setattr(os, "pwrite", write)
+        wait_until(lambda: stats(buses["a"]).acknowledged == 20)
+        assert keep.error == "" and not keep.owed
+        assert consumer.take(timeout=0.3) == []
+    assert records(buses, tmp_path) == 0
+
+
+@pytest.mark.parametrize(("life", "count"), [("first", 0), ("second", 24), ("", 24)])
+def test_records_return_to_another_life_of_the_bus_only(
+    buses: dict[str, str], tmp_path: Path, life: str, count: int
+) -> None:
+    found = kept(buses, tmp_path)
+    opened = Keep(str(tmp_path), buses["t"], 0.0, "first")
+    assert len([*opened.records(())]) == 24
+    assert opened.adopt() and [*opened.records(())] == []
+    opened.close()
+    assert found.exists()
+    opened = Keep(str(tmp_path), buses["t"], 0.0, life)
+    assert len([*opened.records(())]) == count
+    opened.close()
 
 
 def test_what_is_none_of_this_bus_is_refused_and_left_as_it_is(
@@ -340,21 +575,22 @@ def test_a_disk_that_is_full_stops_nothing_and_is_gone_on_with(
     file = kept(buses, tmp_path)
     monkeypatch.setattr(keep_module, "_AGAIN_S", 0.05)
     opened = Keep(str(tmp_path), buses["t"], 0.0)
-    first, *others = list(opened.records(()))
+    first, second, *others = list(opened.records(()))
     size = file.stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
     try:
         with caplog.at_level(logging.ERROR):
             opened.end({first.origin})
-            opened.put([(first.payload, first.splits)], [first.origin], ())
+            assert not opened.put([(first.payload, first.splits)], [first.origin], ())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.strerror(27) in opened.error and caplog.text.count("not kept") == 1
     assert file.stat().st_size == size
-    time.sleep(0.1)
-    opened.end({others[0].origin})
+    assert not opened.owed
+    wait_until(lambda: opened.put([(second.payload, second.splits)], [second.origin], ()))
     assert opened.error == ""
+    opened.end({others[0].origin})
     opened.close()
     assert records(buses, tmp_path) == 22
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,19 @@ def test_a_pool_whose_creator_died_over_it_is_made_again(
     Path(pool_path(nodes[0], POOL_KIND)).write_bytes(bytes(4096))
     with mirrors(trainer.bus, nodes):
         trainer.publish(1)
+        have(nodes, 1)
+
+
+def test_a_fifo_in_a_pools_place_holds_no_mirror(trainer: Trainer, nodes: list[str]) -> None:
+    path = Path(pool_path(nodes[0], POOL_KIND))
+    os.mkfifo(path)
+    with mirrors(trainer.bus, nodes) as made:
+        trainer.publish(1)
+        have(nodes[1:], 1)
+        wait_until(
+            lambda: any(str(path) in each.error for each in made.parties[SOURCE].note().mirrors)
+        )
+        path.unlink()
         have(nodes, 1)
 
 

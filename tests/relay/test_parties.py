@@ -320,7 +320,7 @@ def test_a_node_with_the_shmbus_before_this_one_is_refused_by_name_and_the_other
 ) -> None:
     a, b, t = buses["a"], buses["b"], buses["t"]
     with relay([a], [t]) as made:
-        made.coordinator.sources.append(b)
+        made.coordinator.joined.append(b)
         made.kinds[b] = OldMailbox
         made.start(b, lambda box: SourceParty(b, box, COORDINATOR))
         put_group([b], 1)

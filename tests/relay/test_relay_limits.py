@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from conftest import wait_until
 from relay.local import COORDINATOR, put_group, relay, stats, take
+from relay.swarm import swarm
 
 import shmbus
 from shmbus.relay import messages as m
 from shmbus.relay.party import Opener
+from shmbus.relay.record_reader import RecordReader
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
@@ -174,3 +176,27 @@ def test_a_sample_that_no_bus_has_a_row_for_is_refused(name: str, wrong: Any) ->
 def test_bytes_that_are_no_message_are_refused_and_end_nobody(packed: bytes) -> None:
     opener = Opener("here")
     assert opener.open(packed, b"") == [] and opener.refused == 1
+
+
+@pytest.mark.parametrize(("nodes", "size"), [(257, 257), (300, 10), (1000, 1000)])
+def test_records_of_any_number_of_nodes_cross_at_once(bus_name: str, nodes: int, size: int) -> None:
+    names = {"a": f"{bus_name}.a", "t": f"{bus_name}.t"}
+    for name in names.values():
+        shmbus.Bus.create(name, "32MiB").close()
+    with shmbus.Producer(names["a"]) as producer:
+        for i in range(nodes):
+            producer.put(f"q{i // size}", group_size=size, index=i % size, tokens=[i])
+    with (
+        relay([], [names["t"]]) as made,
+        RecordReader(names["a"]) as reader,
+        swarm(made, reader, nodes) as sources,
+        shmbus.Consumer(names["t"]) as consumer,
+    ):
+        groups = take(consumer, nodes // size)
+        assert sorted(int(t["tokens"][0]) for group in groups for t in group) == list(range(nodes))
+        for group in groups:
+            group.ack()
+        wait_until(lambda: len(sources.released) == nodes)
+        wait_until(lambda: not made.parties[names["t"]].sink.settled)
+    for name in names.values():
+        shmbus.unlink(name)

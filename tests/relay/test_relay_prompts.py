@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,8 @@ import shmbus
 from shmbus import Request
 from shmbus.inspect.status import read_status
 from shmbus.relay import messages as m
+from shmbus.relay.prompt_lanes import TrainerLane
+from shmbus.segment import lifecycle
 from shmbus.stash.stash import StashPolicy
 
 pytest_plugins = ["relay.relay_fixtures"]
@@ -365,3 +368,120 @@ request = producer.requests.next()
 print("has it", flush=True)
 time.sleep(600)
 """
+
+
+def lane(bus_name: str, rows: int = 64) -> None:
+    """Create a bus with room for `rows` groups in the request lane."""
+    shmbus.Bus.create(bus_name, "4MiB", request_capacity=rows * 2048).close()
+
+
+def send_all(name: str) -> Callable[[int], None]:
+    """Send requests as a sink does, and end all but the first group."""
+    sender = TrainerLane(lifecycle.open_segment(name))
+
+    def work(number: int) -> None:
+        for each in sender.rows():
+            sender.send(each)
+            if each != 1:
+                sender.end(each)
+
+    return work
+
+
+def claim_all(name: str) -> Callable[[int], None]:
+    """Answer as a worker does, and keep every sample of the first group."""
+    producer, kept = shmbus.Producer(name), list[Request]()
+
+    def work(number: int) -> None:
+        while (request := producer.requests.next(timeout=0)) is not None:
+            if request.instance_id == "q0":
+                kept.append(request)
+            else:
+                producer.requests.answer(request, score=0.0, tokens=[1])
+
+    return work
+
+
+def give_back(name: str) -> Callable[[int], None]:
+    """Answer likewise, and give a sample of the first group back in the middle of the order."""
+    producer, kept = shmbus.Producer(name), list[Request]()
+
+    def work(number: int) -> None:
+        taker = producer if number < 150 else shmbus.Producer(name)
+        if number == 150:
+            producer.requests.release(kept[0])
+            again = taker.requests.next(timeout=10.0)
+            assert again is not None and again.instance_id == "q0"
+        while (request := taker.requests.next(timeout=0)) is not None:
+            if request.instance_id == "q0":
+                kept.append(request)
+            else:
+                taker.requests.answer(request, score=0.0, tokens=[1])
+        if taker is not producer:
+            taker.close()
+
+    return work
+
+
+@pytest.mark.parametrize("maker", [send_all, claim_all, give_back])
+def test_an_order_of_prompts_goes_past_one_straggler(
+    bus_name: str, maker: Callable[[str], Callable[[int], None]]
+) -> None:
+    lane(bus_name)
+    with shmbus.Consumer(bus_name) as consumer, shmbus.Feeder(bus_name) as feeder:
+        work = maker(bus_name)
+        for number in range(300):
+            feeder.request(f"q{number}", group_size=4, prompt=np.zeros(5, np.int32), timeout=0.0)
+            work(number)
+            for group in consumer.take(timeout=0.0):
+                group.ack()
+    shmbus.unlink(bus_name)
+
+
+def test_a_prompt_that_waits_for_its_turn_holds_its_place(bus_name: str) -> None:
+    lane(bus_name)
+    with shmbus.Feeder(bus_name) as feeder, shmbus.Producer(bus_name) as producer:
+        with pytest.raises(shmbus.BusFullError):
+            for number in range(65):
+                feeder.request(
+                    f"q{number}", group_size=1, prompt=np.zeros(5, np.int32), timeout=0.0
+                )
+        taken = [producer.requests.next(timeout=0) for _ in range(64)]
+        assert [each and each.instance_id for each in taken] == [f"q{n}" for n in range(64)]
+    shmbus.unlink(bus_name)
+
+
+def test_a_straggler_behind_a_relay_stops_no_prompt(buses: dict[str, str]) -> None:
+    shmbus.unlink(buses["t"])
+    lane(buses["t"])
+    kept: list[Request] = []
+
+    def make(producer: shmbus.Producer, request: Request) -> None:
+        if request.instance_id == "q0" and not kept:
+            kept.append(request)
+        else:
+            answer(producer, request)
+
+    sources = [buses["a"]]
+    with (
+        relay(sources, [buses["t"]]) as running,
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Feeder(buses["t"]) as feeder,
+        workers(sources, make),
+    ):
+        trained = offered = 0
+        while trained < 199:
+            with contextlib.suppress(shmbus.BusFullError):
+                while offered < 200:
+                    feeder.request(
+                        f"q{offered}", group_size=2, prompt=np.zeros(5, np.int32), timeout=0.0
+                    )
+                    offered += 1
+            groups = consumer.take(timeout=10.0)
+            assert groups, f"{trained} groups came, and no more"
+            for group in groups:
+                trained += 1
+                group.ack()
+        party = running.parties[buses["t"]]
+        wait_until(lambda: party.held_prompt is not None)
+        assert (party.held_prompt.instance_id, party.held_prompt.at) == ("q0", buses["a"])

@@ -355,7 +355,7 @@ def test_a_relay_has_as_many_splits_as_a_bus_and_tells_of_others(
         put_group([a], 1, split=MANY[-1])
         (group,) = consumer.take(split=MANY[-1], timeout=30.0)
         group.ack()
-        made.coordinator.sources.append(b)
+        made.coordinator.joined.append(b)
         made.start(b, lambda box: SourceParty(b, box, COORDINATOR))
         put_group([b], 2, split="more")
         put_group([b], 3)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from conftest import Child, Spawner, wait_until
 from operators import WORKER, cli, data_offset, put_group, put_until_moved, segment_path, write_at
 
 import shmbus
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import read_status
-from shmbus.store import snapshot
+from shmbus.inspect.undelivered import stream_undelivered, undelivered_records
+from shmbus.store import parts, snapshot
 
 
 def fill(producer: shmbus.Producer, rng: np.random.Generator, groups: int) -> dict[Any, Any]:
@@ -356,6 +359,38 @@ def test_a_damaged_snapshot_makes_no_bus(bus_name: str, taken: Path, damage: str
     assert not result.left_behind()
 
 
+def as_link(path: Path) -> None:
+    """Replace a file by a symbolic link."""
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def as_fifo(path: Path) -> None:
+    """Replace a file by a FIFO, which blocks readers."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_another_users(path: Path) -> None:
+    """Give a file away."""
+    if os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    os.chown(path, 65_534, 65_534)
+
+
+@pytest.mark.parametrize("make", [as_link, as_fifo, as_another_users])
+@pytest.mark.parametrize("file", ["manifest.json", "part-00000.safetensors"])
+def test_a_snapshot_is_read_from_files_of_its_own_user(
+    bus_name: str, taken: Path, make: Any, file: str
+) -> None:
+    make(taken / file)
+    kind = PermissionError if make is as_another_users else shmbus.LayoutMismatchError
+    with pytest.raises(kind, match=file):
+        snapshot.restore(taken, bus_name)
+    with pytest.raises(shmbus.BusNotFoundError):
+        shmbus.Bus.open(bus_name)
+
+
 def test_restoring_never_touches_a_bus_that_is_there(bus_name: str, taken: Path) -> None:
     with shmbus.Bus.create(bus_name, "1MiB") as bus:
         created = bus.created_unix_ns
@@ -492,3 +527,60 @@ def test_a_full_bus_is_restored_into_its_own_capacity_however_its_lanes_lay(
                 (group,) = consumer.take(timeout=10)
                 group.ack()
     shmbus.unlink(bus_name)
+
+
+def peak_of(call: Any) -> int:
+    """Return the most bytes that Python held during a call."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("schemas", [1, 3])
+def test_a_snapshot_holds_a_part_and_a_few_words_a_record(
+    bus_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schemas: int
+) -> None:
+    monkeypatch.setattr(parts, "_PART_BYTES", 1 << 20)
+    peaks, done = [], 0
+    with shmbus.Bus.create(bus_name, "64MiB"), shmbus.Producer(bus_name) as producer:
+        for count in (4000, 16_000):
+            for number in range(done, count):
+                values = {f"tokens{number % schemas}": np.full(4, number, np.int32)}
+                producer.put(f"q{number}", group_size=2, index=0, **values)
+            done = count
+            peaks.append(peak_of(functools.partial(snapshot.take, bus_name, tmp_path / f"{done}")))
+    per_record = (peaks[1] - peaks[0]) / 12_000
+    assert per_record < 250, peaks
+
+
+def test_large_records_are_written_a_part_at_a_time(bus_name: str, tmp_path: Path) -> None:
+    with shmbus.Bus.create(bus_name, "256MiB"), shmbus.Producer(bus_name) as producer:
+        for number in range(48):
+            producer.put(f"q{number}", group_size=2, index=0, big=np.zeros(2 << 20, np.uint8))
+        peak = peak_of(lambda: snapshot.take(bus_name, tmp_path / "taken"))
+    assert peak < 80 << 20
+
+
+def test_records_are_streamed_in_the_order_of_commits(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB"):
+        producers = [shmbus.Producer(bus_name) for _ in range(3)]
+        late = producers[0].reserve(
+            "late", group_size=2, index=0, fields={"tokens": ("int32", (4,))}
+        )
+        for number in range(30):
+            producers[number % 3].put(f"q{number}", group_size=2, index=0, tokens=[number])
+        late.commit()
+        with shmbus.Consumer(bus_name) as consumer:
+            put_until_moved(producers[1], consumer)
+        with SegmentFile(bus_name) as file:
+            streamed, listed = list(stream_undelivered(file)), undelivered_records(file)
+        assert len(streamed) > 31
+        assert [row.committed_ns for row in streamed] == sorted(r.committed_ns for r in listed)
+        assert {(r.producer_id, r.sequence, r.extent, r.offset) for r in streamed} == {
+            (r.producer_id, r.sequence, r.extent, r.offset) for r in listed
+        }
+        for producer in producers:
+            producer.close()

@@ -32,6 +32,7 @@ import torch
 from shmbus._arguments import check_int, check_text, is_text
 from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsError
 from shmbus.segment.locked_file import LockedFile
+from shmbus.segment.own_file import require_own_folder
 from shmbus.weights.carriers.base import (
     DEFAULT_SLOTS,
     CarriedVersion,
@@ -108,6 +109,7 @@ class CheckpointWriter:
         if faults:
             raise ManifestError("carrier 'checkpoint': use 'shm', or another name or dtype", faults)
         self._directory.mkdir(parents=True, exist_ok=True)
+        require_own_folder(str(self._directory), "checkpoints")
         self._lock = _locked(self._directory)
         for left in self._directory.glob(".new-*"):  # by a publisher that died
             if left.is_symlink():

@@ -465,7 +465,7 @@ static const struct field_note cell_fields[] = {
 #define OF relay_journal
 static const struct field_note journal_fields[] = {
     UINT(writer),    UINT(slot),  UINT(batch),   UINT(incarnation), UINT(source_incarnation),
-    INT(term),       UINT(ended), UINT(seen_ns), BYTES(figures),    BYTES(sources),
+    INT(term),       UINT(ended), UINT(seen_ns), BYTES(figures),
     {NULL, 0, 0, 0},
 };
 #undef OF
@@ -473,7 +473,7 @@ static const struct field_note journal_fields[] = {
 #define OF relay_entry
 static const struct field_note entry_fields[] = {
     UINT(word),   UINT(producer_id), UINT(sequence),  UINT(writer),
-    UINT(commit), UINT(ended),       {NULL, 0, 0, 0},
+    UINT(commit), UINT(ended),       BYTES(identity), {NULL, 0, 0, 0},
 };
 #undef OF
 

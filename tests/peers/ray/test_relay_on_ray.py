@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from relay.local import workers
+from relay.mirrors import version_of
 
 import shmbus
 import shmbus.relay
@@ -26,6 +28,7 @@ from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, read_pool, unlink_p
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 ray = pytest.importorskip("ray")
+on_ray = pytest.importorskip("shmbus.relay.on_ray")
 pytestmark = pytest.mark.timeout(240)
 DEADLINE_S = 60.0
 
@@ -337,3 +340,89 @@ def test_the_command_starts_shows_and_stops_it(cluster: Any, buses: dict[str, st
         assert source["ledger"]["committed"] == 3 and source["ledger"]["dropped"] == {"failed": 1}
         assert sink["ledger"]["acknowledged"] == 2 and sink["balanced"] and source["balanced"]
     assert "ended" in command("relay", name, "--stop")
+
+
+def names_of(note: Any) -> set[str]:
+    """Return the buses of a relay's living peers."""
+    return {peer.name for peer in note.peers if peer.heard_s < DEADLINE_S}
+
+
+@pytest.mark.slow
+def test_a_node_joins_and_leaves_with_its_mirror_and_a_new_coordinator_knows(
+    cluster: Any, buses: dict[str, str]
+) -> None:
+    left, right, trainer = (buses[each] for each in ("left", "right", "trainer"))
+    relay = shmbus.relay.start(f"{left}@left", [f"{trainer}@trainer"], weights=True)
+    payload = np.zeros(1 << 16, np.uint8)
+    spec = PoolSpec(slot_bytes=payload.nbytes)
+
+    def kill(kind: str) -> None:
+        for each in relay.describe():
+            if each.get("kind") == kind:
+                os.kill(each["pid"], signal.SIGKILL)
+
+    try:
+        with (
+            PoolPublisher(trainer, "weights", spec=spec) as publisher,
+            shmbus.Consumer(trainer) as consumer,
+        ):
+            with publisher.begin(1, payload.nbytes) as write:
+                np.copyto(write.view(), payload)
+            joined = relay.join(f"{right}@right")
+            assert len(joined) == 2
+            put([left, right], 0, 20)
+            take(consumer, 0, 20)
+            wait_until(lambda: version_of(right) == 1, "the version on the new node")
+            with pytest.raises(shmbus.BusNotFoundError, match="no further node"):
+                relay.join(f"{right}@right")
+            kill("coordinator")
+            kill("weights")
+            put([left, right], 20, 20)
+            take(consumer, 20, 20)
+            found = shmbus.relay.start(
+                [f"{left}@left", f"{right}@right"], [f"{trainer}@trainer"], weights=True
+            )
+            assert sorted(found.addresses) == sorted(relay.addresses)
+            (source,) = [each for each in joined if "weights:" not in each]
+            relay.forget(source)
+            with pytest.raises(KeyError, match="no peer"):
+                relay.forget(source)
+            wait_until(lambda: names_of(relay.status()) == {left, trainer}, "one source less")
+            note = wait_until(relay.weights, "the mirrors")
+            wait_until(lambda: len(relay.weights().mirrors) == 1, f"one mirror less than {note}")
+            kill("coordinator")
+            put([left, left], 40, 5)
+            take(consumer, 40, 5)
+            wait_until(lambda: names_of(relay.status()) == {left, trainer}, "no more than before")
+    finally:
+        relay.stop()
+        for name in (left, right):
+            with contextlib.suppress(shmbus.BusNotFoundError):
+                unlink_pool(name, "weights")
+
+
+@pytest.mark.slow
+def test_a_start_names_the_actor_that_has_not_begun_and_what_it_lacks(
+    cluster: Any, buses: dict[str, str], tmp_path: Path
+) -> None:
+    left, trainer = f"{buses['left']}@left", f"{buses['trainer']}@trainer"
+    file = tmp_path / f"{buses['trainer']}.kept"
+    file.write_bytes(b"somebody's text, of more bytes than a head has")
+    with pytest.raises(shmbus.DaemonUnavailableError, match=r"1 of 3 actors.*another directory"):
+        shmbus.relay.start(left, [trainer], keep=str(tmp_path))
+    file.unlink()
+    relay = shmbus.relay.start(left, [trainer], keep=str(tmp_path))
+    try:
+        # A longer name belongs to another relay.
+        other = f"{buses['left']}.eval"
+        shmbus.Bus.create(other, "4MiB").close()
+        shmbus.Bus.create(f"{other}-trainer", "4MiB").close()
+        longer = shmbus.relay.start(f"{other}@left", [f"{other}-trainer@trainer"])
+        assert not set(on_ray.find(buses["left"]).addresses) & set(longer.addresses)
+        relay.stop()
+        wait_until(lambda: longer.status().missing == [], "all of the longer name's actors")
+        longer.stop()
+    finally:
+        relay.stop()
+        for name in (other, f"{other}-trainer"):
+            shmbus.unlink(name)

@@ -1,0 +1,68 @@
+"""Folders of adapters and checkpoints belong to the writing user."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import shmbus
+from shmbus.weights.carriers.checkpoint import CheckpointWriter
+from shmbus.weights.lora import LoraFiles
+from shmbus.weights.manifest import Manifest
+
+CONFIG = {"peft_type": "LORA", "r": 4, "target_modules": ["q"]}
+NOBODY = 65_534
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "adapters": lambda path: LoraFiles(path, "a", CONFIG),
+    "checkpoints": lambda path: CheckpointWriter(path, Manifest(tensors=[])),
+}
+root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+
+
+@root
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("link", [False, True])
+def test_a_folder_or_a_link_of_another_user_is_refused(
+    tmp_path: Path, make: Callable[[Path], object], link: bool
+) -> None:
+    path, mine = tmp_path / "given", tmp_path / "mine"
+    mine.mkdir()
+    if link:
+        path.symlink_to(mine)
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    else:
+        path.mkdir()
+        os.chown(path, NOBODY, NOBODY)
+    with pytest.raises(PermissionError, match=f"given belongs to uid {NOBODY}"):
+        make(path)
+    assert list(mine.iterdir()) == []
+
+
+@root
+def test_a_link_of_the_user_to_another_users_folder_is_refused(tmp_path: Path) -> None:
+    path, theirs = tmp_path / "given", tmp_path / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, NOBODY, NOBODY)
+    path.symlink_to(theirs)
+    with pytest.raises(PermissionError, match="belongs to uid"):
+        LoraFiles(path, "a", CONFIG)
+
+
+def test_a_link_of_the_user_to_a_folder_of_the_user_is_followed(tmp_path: Path) -> None:
+    path, mine = tmp_path / "given", tmp_path / "mine"
+    mine.mkdir()
+    path.symlink_to(mine)
+    files = LoraFiles(path, "a", CONFIG)
+    files.publish({"w": torch.zeros(2)}, 1)
+    assert files.versions() == [1] and (mine / "a-v1").is_dir()
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "given"
+    path.write_bytes(b"")
+    with pytest.raises((FileExistsError, shmbus.LayoutMismatchError)):
+        LoraFiles(path, "a", CONFIG)
