@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeAlias
@@ -54,9 +55,9 @@ def balanced(weights: Sequence[int], ranks: int) -> Shards:
     shards: Shards = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for i in _heaviest_first(weights):
-        load, rank = heapq.heappop(loads)
+        load, rank = loads[0]
         shards[rank].append(i)
-        heapq.heappush(loads, (load + weights[i], rank))
+        heapq.heapreplace(loads, (load + weights[i], rank))
     return _in_order(shards)
 
 
@@ -100,11 +101,22 @@ def plan_step(
         most = ready
     if most == ready and total < tokens * ranks and not hurry:
         return None
-    for count in range(max(most, ranks), ranks, -1):
-        shards = balanced(weights[:count], ranks)
-        if all(len(s) == 1 or sum(weights[i] for i in s) <= tokens for s in shards):
-            return shards
-    return balanced(weights[:ranks], ranks)
+    order = _heaviest_first(weights[:most])
+
+    def is_above(count: int) -> bool:
+        """Whether `balanced` gives a rank two groups or more that exceed its tokens."""
+        loads = [0] * ranks
+        for i in order:
+            if i < count:
+                load = loads[0] + weights[i]
+                if load > tokens and loads[0]:
+                    return True
+                heapq.heapreplace(loads, load)
+        return False
+
+    # Greedy loads may shrink with one more group, so a longer step may fit: bisection accepts less.
+    count = ranks + bisect_left(range(ranks + 1, most + 1), True, key=is_above)
+    return balanced(weights[:count], ranks)
 
 
 #: Steps that the fastest rank may be ahead of the slowest: steps formed for a slow rank hold space.
