@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 from counted_work import instructions
@@ -102,7 +103,7 @@ def test_a_step_by_tokens_of_1024_ranks_costs_a_group_what_64_ranks_cost(seed: i
     costs = []
     for ranks in (64, 1024):
         weights = [rng.randint(500, 8_000) for _ in range(ranks * 9)]
-        found = instructions(lambda w=weights, r=ranks: plan_step(w, r, tokens=32_768))
+        found = instructions(partial(plan_step, weights, ranks, tokens=32_768))
         costs.append(found / len(weights))
     # The search by halves looks at four more counts.
     assert costs[1] <= 1.8 * costs[0]
