@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -19,9 +20,11 @@ def instructions(call: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
