@@ -28,6 +28,7 @@ Invariants
 from __future__ import annotations
 
 import heapq
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
@@ -549,14 +550,15 @@ class Failures(Generic[S]):
         if self.lane.paused and now_s >= self.lane.probe_due_s:
             self.dirty = True
 
-    def expire(self, now_s: float) -> list[FailingGroup[S]]:
-        """Fail requests whose time is over; return the groups that must end."""
+    def expire(self, now_s: float, most: float = math.inf) -> list[FailingGroup[S]]:
+        """Fail requests whose time is over, of `most` groups; return the groups that must end."""
         self.look_for_due(now_s)
         over = []
-        while self._due and self._due[0][0] <= now_s:
+        while self._due and self._due[0][0] <= now_s and most > 0:
             due_s, _, group = heapq.heappop(self._due)
             if self.groups.get(group.key) is not group or group.due_s != due_s:
                 continue  # the group has ended, or was given another deadline
+            most -= 1
             if self._expire(group, now_s):
                 over.append(group)
             else:
