@@ -1,9 +1,9 @@
 """How the cost of a unit grows with the size of a run: ``python -m bench.scale``.
 
-A row measures one unit of work, such as a taken group, beside more and more of its kind. The value
-is the exponent k of cost = c * size^k, fitted over all sizes: 0 for a constant cost, 1 for a cost
-that doubles with the size. Costs are processor time, the least of several tries, each size in a
-process of its own, so that other work on the machine changes them little.
+A row measures a unit of work, such as a taken group, at growing sizes of the run. The value of the
+row: exponent k of cost = c * size^k, fitted over all sizes: 0 for a constant cost, 1 for a cost in
+proportion to the size. A cost counts processor time, the least of several tries, each size in a
+fresh process. So other work on the machine hardly changes the costs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from bench.row import Row, number, skipped
 __all__ = ["SCALES", "exponent", "main"]
 
 TRIES: Final = 5
-#: Seconds for which processes are observed that work or wait; more than one sweep.
+#: Seconds of observation of working or waiting processes: longer than a sweep's interval.
 SPAN_S: Final = 1.5
 #: Bytes of the ring for each small record.
 RECORD_BYTES: Final = 512
 LEAST_BYTES: Final = 64 << 20
 X: Final = np.zeros(1, np.int8)
-#: Of a group without an end: nothing in a bus here ends by time.
+#: Half of a group.
 OPEN: Final = {"group_size": 2, "x": X}
 GROUPS_A_STEP: Final = 8
 PR_SET_PDEATHSIG: Final = 1
@@ -62,7 +62,7 @@ def least(call: Callable[[], object], units: int = 1) -> float:
 
 @contextmanager
 def bus(samples: int = 0, producers: int = 1, **options: Any) -> Iterator[str]:
-    """Create a bus with room for so many small samples; yield its name."""
+    """Create a bus with room for a number of small samples; yield the name."""
     name = f"bench-scale-{os.getpid()}"
     capacity = max(LEAST_BYTES, RECORD_BYTES * (samples + 128 * producers))
     with shmbus.Bus.create(name, capacity, max_producers=producers + 1, **options):
@@ -74,14 +74,14 @@ def bus(samples: int = 0, producers: int = 1, **options: Any) -> Iterator[str]:
 
 @contextmanager
 def attached(size: int) -> Iterator[tuple[shmbus.Producer, shmbus.Consumer]]:
-    """Yield the one active of many producers, and the consumer."""
+    """Attach producers and a consumer; yield the first producer and the consumer."""
     with bus(producers=size) as name, ExitStack() as stack:
         producers = [stack.enter_context(shmbus.Producer(name)) for _ in range(size)]
         yield producers[0], stack.enter_context(shmbus.Consumer(name))
 
 
 def take(size: int) -> float:
-    """Put, take and acknowledge groups beside attached producers, with the sweeps of that time."""
+    """Put, take and acknowledge groups beside attached producers, sweeps included."""
     with attached(size) as (producer, consumer):
         samples = [{"instance_id": f"g{g}", "index": i, **OPEN} for g in range(64) for i in (0, 1)]
         began, ends, groups = time.process_time(), time.monotonic() + SPAN_S, 0
@@ -99,7 +99,7 @@ def stats(size: int) -> float:
 
 
 def workers(size: int) -> float:
-    """Let workers wait on an empty request lane: seconds of processor of one, each second."""
+    """Let workers wait on an empty request lane: processor seconds of a worker each second."""
     with bus(producers=size) as name, shmbus.Consumer(name) as consumer:
         pids = [waiting_worker(name) for _ in range(size)]
         try:
@@ -119,7 +119,7 @@ def workers(size: int) -> float:
 
 
 def waiting_worker(name: str) -> int:
-    """Fork a process that waits for a request, and ends with this one."""
+    """Fork a worker: wait for a request, and end with the parent process."""
     pid = os.fork()
     if pid == 0:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -172,7 +172,7 @@ def beside_open(size: int, score: float, expected: int, **policy: Any) -> float:
 
 
 def retries(size: int) -> float:
-    """Read the report of a failure beside samples that wait for their retry."""
+    """Read the report of a failure beside samples before their retry."""
     from shmbus.stash.collector import Collector
     from shmbus.stash.stash import StashPolicy
 
@@ -193,7 +193,7 @@ def retries(size: int) -> float:
 
 
 def prompts(size: int) -> float:
-    """Look for prompts that have ended, among open ones."""
+    """Look for ended prompts among open prompts."""
     with bus(request_capacity=8192 * size) as name, shmbus.Consumer(name) as consumer:
         for round_ in range(size):
             consumer.request("prompt", group_size=1, round=round_, prompt=X, timeout=1)
@@ -252,7 +252,7 @@ def batches(size: int) -> float:
 
 
 def sessions(size: int) -> float:
-    """Look after the open sessions of a recorder, as it does twice a second."""
+    """Check the open sessions of a recorder, as in its look twice a second."""
     from shmbus.recorder.recorder import Recorder
     from shmbus.recorder.sessions import Place
     from shmbus.recorder.settings import Settings
@@ -274,7 +274,7 @@ def sessions(size: int) -> float:
 
 
 def tensors(size: int) -> float:
-    """Publish a model of small tensors: one of them."""
+    """Publish a model of small tensors: seconds a tensor."""
     return publish(size, 0) / size
 
 
@@ -284,7 +284,7 @@ def subscribers(size: int) -> float:
 
 
 def publish(tensors: int, subscribers: int) -> float:
-    """Publish versions of a model of so many tensors."""
+    """Publish versions of a model with a number of tensors."""
     import torch
 
     from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
@@ -328,7 +328,7 @@ def nodes(size: int) -> float:
 
 
 class Scale(NamedTuple):
-    """A row: the unit, its measurement of a size, and the sizes of the whole and the short form."""
+    """A row: unit, measurement of a size, sizes of the whole and of the short form."""
 
     title: str
     measure: Callable[[int], float]
@@ -355,7 +355,7 @@ OF_TORCH: Final = ("batches", "tensors", "subscribers")
 
 
 def cost(start: Callable[[], None], name: str, size: int) -> float:
-    """Measure one size of a row, in a process of its own."""
+    """Measure a size of a row, in a fresh process."""
     logging.disable(logging.WARNING)
     start()
     return SCALES[name].measure(size)
@@ -381,7 +381,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
             for _ in range(0 if why else options.repetitions or 1):
                 turns.append([1e6 * run_alone(cost, name, size) for size in sizes])
         except MeasurementError as error:
-            why = f"it failed: {error}"  # the others are worth something without it
+            why = f"it failed: {error}"
         if why:
             rows.append(skipped(f"scale-{name}", scale.title, why))
             continue

@@ -154,7 +154,7 @@ def _longest_first(
 ) -> Parts:
     """Give each item, the longest first, to the emptiest part; no parts if one exceeds `most`."""
     shared: Parts = [[] for _ in range(parts)]
-    # By tokens, then by items: so that items of length 0 go where nothing is yet.
+    # By tokens, then by items: an item of length 0 goes to an empty part.
     least = [(0, 0, part) for part in range(parts)]
     for item in order:
         tokens, items, part = least[0]

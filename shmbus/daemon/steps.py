@@ -114,7 +114,7 @@ def plan_step(
                 heapq.heapreplace(loads, load)
         return False
 
-    # Greedy loads may shrink with one more group, so a longer step may fit: bisection accepts less.
+    # Greedy loads are not monotone in the count; bisection may miss a longer step that fits too.
     count = ranks + bisect_left(range(ranks + 1, most + 1), True, key=is_above)
     return balanced(weights[:count], ranks)
 
