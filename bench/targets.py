@@ -115,7 +115,6 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
         "gpu-attention-16": _most_times(1.1),
         "gpu-attention-64": _most_times(1.1),
         "gpu-attention-2048": _most_times(1.2),
-        "attention": _most_times(1.05),
         "loop-text-shmbus": _most_times(1.01),
         "loop-experts-shmbus-wait": _most_times(0.5),
         "loop-top64-shmbus-wait": _most_times(0.5),

@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, TypeVar
 
 from shmbus import errors, limits
@@ -51,9 +51,9 @@ from shmbus.feeder import Feeder
 from shmbus.group import Group, GroupState
 from shmbus.ledger import Ledger, TrainedBefore
 from shmbus.open_requests import (
+    OpenKeys,
     RequestsState,
     RestoredRequests,
-    open_keys,
     requests_state,
     restore_requests,
 )
@@ -279,8 +279,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         #: What the thread met that asks the daemon; the next task raises it.
         self._failure: Exception | None = None
         self._feeder: Feeder | None = None
-        #: What open requests are of, by their numbers; a prompt is read once.
-        self._request_keys: dict[int, tuple[str, int | None, str]] = {}
+        self._open_keys: OpenKeys | None = None
 
     def _require_source(self) -> Collector | DaemonClient:
         if self._closed:
@@ -885,8 +884,41 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         BusClosedError
             The consumer is closed, or was made before a fork.
         """
-        self._request_keys = open_keys(self._feeding()._segment, self._request_keys)
-        return list(self._request_keys.values())
+        with self._lock:
+            return self._updated_keys().keys()
+
+    def count_open_requests(
+        self,
+        split: str = "train",
+        *,
+        without: Mapping[tuple[str, int | None, str], int] | None = None,
+    ) -> int:
+        """Count the requests of a split that have not ended, without a list of them.
+
+        Parameters
+        ----------
+        split : str
+        without : mapping of (str, int | None, str) to int, optional
+            Requests to leave out: how many of each instance id, round and split.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        BusClosedError
+            The consumer is closed, or was made before a fork.
+        """
+        with self._lock:
+            return self._updated_keys().count(split, without or {})
+
+    def _updated_keys(self) -> OpenKeys:
+        segment = self._feeding()._segment
+        if self._open_keys is None or self._open_keys.segment is not segment:
+            self._open_keys = OpenKeys(segment)
+        _core.uninterrupted(self._open_keys.update)
+        return self._open_keys
 
     def state_dict(self) -> RequestsState:
         """Return what was offered and not trained: every request whose group is not acknowledged.

@@ -21,6 +21,9 @@ DEFAULT_MAX_PRODUCERS = 64
 #: Records that one poll reads: few enough that they are grouped while they are in the cache.
 POLL_RECORDS = 128
 
+#: Late groups that one take ends: some 5 ms of work.
+EXPIRE_GROUPS = 2_048
+
 #: Seconds between sweeps for dead producers; a sweep costs a system call for each attached
 #: producer, of 256 at most.
 SWEEP_INTERVAL_S = 1.0

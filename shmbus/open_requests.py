@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from typing import Any, TypedDict
+from collections.abc import Mapping
+from typing import Any, TypeAlias, TypedDict
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from shmbus.feeder import Feeder, check_offer
 from shmbus.inspect.segment_file import SegmentFile
@@ -20,6 +23,8 @@ from shmbus_ext import _core
 
 #: The form of a saved state.
 _VERSION = 1
+#: Instance id, round and split.
+RequestKey: TypeAlias = "tuple[str, int | None, str]"
 
 
 class OpenRequest(TypedDict):
@@ -89,7 +94,7 @@ class RestoredRequests(msgspec.Struct, frozen=True):
     whole: list[tuple[str, int | None, str]] = []
 
 
-def _key(request: OpenRequest) -> tuple[str, int | None, str]:
+def _key(request: OpenRequest) -> RequestKey:
     return request["instance_id"], request["round"], request["split"]
 
 
@@ -114,20 +119,45 @@ def open_requests(segment: _core.Segment) -> list[OpenRequest]:
     return found
 
 
-def open_keys(
-    segment: _core.Segment, known: dict[int, tuple[str, int | None, str]]
-) -> dict[int, tuple[str, int | None, str]]:
-    """Return by number what the open requests are of, oldest first; those known are not read."""
-    found: dict[int, tuple[str, int | None, str]] = {}
-    for row, number, *_ in sorted(_core.request_rows(segment), key=lambda row: row[1]):
-        key = known.get(number)
-        if key is None:
-            text = _core.request_text(segment, row, number)
-            if text is None:
-                continue  # it has ended since
-            key = text[:3]
-        found[number] = key
-    return found
+class OpenKeys:
+    """Keys of the open requests of a bus; an update reads the rows that have changed."""
+
+    def __init__(self, segment: _core.Segment) -> None:
+        self.segment = segment
+        #: The open request of each row, as `request_numbers` returned them last.
+        self._numbers: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._open: dict[int, tuple[int, RequestKey]] = {}
+        self._counts: Counter[RequestKey] = Counter()
+        self._totals: Counter[str] = Counter()
+
+    def update(self) -> None:
+        """Read what was offered and what has ended since the last update."""
+        before = self._numbers
+        self._numbers = np.frombuffer(_core.request_numbers(self.segment), np.uint64)
+        before = before if len(before) else np.zeros_like(self._numbers)
+        for row in np.flatnonzero(before != self._numbers).tolist():
+            if row in self._open:
+                self._count(self._open.pop(row)[1], -1)
+            number = int(self._numbers[row])
+            text = _core.request_text(self.segment, row, number) if number else None
+            if text is not None:  # else the request has ended since
+                self._open[row] = number, text[:3]
+                self._count(text[:3], 1)
+
+    def _count(self, key: RequestKey, change: int) -> None:
+        self._totals[key[2]] += change
+        self._counts[key] += change
+        if not self._counts[key]:
+            del self._counts[key]
+
+    def keys(self) -> list[RequestKey]:
+        """Return the keys, oldest request first."""
+        return [key for _, key in sorted(self._open.values())]
+
+    def count(self, split: str, without: Mapping[RequestKey, int]) -> int:
+        """Count the requests of a split, less so many of each key."""
+        held = (min(n, self._counts[key]) for key, n in without.items() if key[2] == split)
+        return self._totals[split] - sum(held)
 
 
 def requests_state(segment: _core.Segment) -> RequestsState:

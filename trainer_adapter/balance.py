@@ -14,8 +14,13 @@ Invariants:
 from __future__ import annotations
 
 import heapq
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shmbus._arguments import check_int
 
@@ -26,14 +31,15 @@ DIFFERENCING_WORK: Final = 1 << 16
 while its gain shrinks with the number of items."""
 
 Parts = list[list[int]]
+Lengths: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]]"
 
 
-def balance(lengths: Sequence[int], parts: int, *, fill_all: bool = True) -> Parts:
+def balance(lengths: Lengths, parts: int, *, fill_all: bool = True) -> Parts:
     """Divide items into a number of parts with about equal sums.
 
     Parameters
     ----------
-    lengths : sequence of int, [n]
+    lengths : sequence or array of int, [n]
         Tokens of each item, 0 or more; or any other whole-numbered cost.
     parts : int
         How many, for instance data-parallel ranks.
@@ -59,28 +65,23 @@ def balance(lengths: Sequence[int], parts: int, *, fill_all: bool = True) -> Par
     better one is taken.
     """
     parts = check_int("parts", parts, 1)
-    if any(length < 0 for length in lengths):
-        raise ValueError(f"lengths: expected 0 or more, got {min(lengths)}")
-    if fill_all and len(lengths) < parts:
+    costs: list[int] = np.asarray(lengths).tolist()
+    if any(length < 0 for length in costs):
+        raise ValueError(f"lengths: expected 0 or more, got {min(costs)}")
+    if fill_all and len(costs) < parts:
         raise ValueError(
-            f"parts: expected at most {len(lengths)}, one item for each, got {parts}; lower "
+            f"parts: expected at most {len(costs)}, one item for each, got {parts}; lower "
             "world_size, or put more groups into a batch"
         )
-    shared = _longest_first(lengths, parts)
-    if 1 < parts < len(lengths) and len(lengths) * parts <= DIFFERENCING_WORK:
-        other = _by_differencing(lengths, parts)
-        # Compared from the fullest part down; the first method stays where neither is better.
-        if all(other) and _sums(lengths, other) < _sums(lengths, shared):
-            shared = other
-    return [sorted(part) for part in shared]
+    return _balance(costs, parts, _order(costs))
 
 
-def by_budget(lengths: Sequence[int], budget: int) -> Parts:
+def by_budget(lengths: Lengths, budget: int) -> Parts:
     """Divide items into few parts, none with a sum above a budget.
 
     Parameters
     ----------
-    lengths : sequence of int, [n]
+    lengths : sequence or array of int, [n]
         Tokens of each item, 0 or more.
     budget : int
         Most tokens of a part.
@@ -97,50 +98,79 @@ def by_budget(lengths: Sequence[int], budget: int) -> Parts:
         An item above the budget; the message names it. Or a budget that is no int.
     """
     budget = check_int("budget", budget)
-    for position, length in enumerate(lengths):
+    costs: list[int] = np.asarray(lengths).tolist()
+    for position, length in enumerate(costs):
         if length > budget:
             raise ValueError(
                 f"lengths: expected at most {budget} tokens, as the budget says, got {length} at "
                 f"{position}; raise the budget"
             )
-    if not lengths:
+    if not costs:
         return []
-    fitted = _first_fit(lengths, budget)
-    fewest = max(1, -(-sum(lengths) // budget) if budget else 1)
-    for parts in range(fewest, len(fitted) + 1):
-        shared = balance(lengths, parts, fill_all=False)
-        if max(sum(lengths[i] for i in part) for part in shared) <= budget:
-            return [part for part in shared if part]
-    return [sorted(part) for part in fitted]
+    # Two items above half the budget share no part.
+    halves = sum(2 * length > budget for length in costs)
+    fewest = max(1, halves, -(-sum(costs) // budget) if budget else 1)
+    order = _order(costs)
+    found: dict[int, Parts] = {}
+
+    def fits(parts: int) -> bool:
+        shared = _balance(costs, parts, order, budget)
+        if shared:
+            found[parts] = [part for part in shared if part]
+        return bool(shared)
+
+    if fits(fewest):
+        return found[fewest]
+    fitted = _first_fit(costs, order, budget, 2 * fewest + 1)
+    parts = fewest + 1 + bisect_left(range(fewest + 1, len(fitted) + 1), True, key=fits)
+    return found[parts] if parts in found else [sorted(part) for part in fitted]
+
+
+def _balance(
+    lengths: Sequence[int], parts: int, order: Sequence[int], most: float = math.inf
+) -> Parts:
+    """Divide items by the better of both methods; no parts if the fullest exceeds `most`."""
+    shared = _longest_first(lengths, parts, order, most)
+    if 1 < parts < len(lengths) and len(lengths) * parts <= DIFFERENCING_WORK:
+        other = _by_differencing(lengths, parts, order)
+        sums = _sums(lengths, other)
+        # Compared from the fullest part down; the first method stays where neither is better.
+        if all(other) and sums[0] <= most and (not shared or sums < _sums(lengths, shared)):
+            shared = other
+    return [sorted(part) for part in shared]
 
 
 def _order(lengths: Sequence[int]) -> list[int]:
     """Longest first, and of equals the first first."""
-    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
 
 
 def _sums(lengths: Sequence[int], parts: Parts) -> list[int]:
     return sorted((sum(lengths[i] for i in part) for part in parts), reverse=True)
 
 
-def _longest_first(lengths: Sequence[int], parts: int) -> Parts:
-    """Give each item, the longest first, to the part that has least."""
+def _longest_first(
+    lengths: Sequence[int], parts: int, order: Sequence[int], most: float = math.inf
+) -> Parts:
+    """Give each item, the longest first, to the emptiest part; no parts if one exceeds `most`."""
     shared: Parts = [[] for _ in range(parts)]
-    # By tokens, then by items: so that items of length 0 go where nothing is yet.
+    # By tokens, then by items: an item of length 0 goes to an empty part.
     least = [(0, 0, part) for part in range(parts)]
-    for item in _order(lengths):
+    for item in order:
         tokens, items, part = least[0]
+        if tokens + lengths[item] > most:
+            return []
         shared[part].append(item)
         heapq.heapreplace(least, (tokens + lengths[item], items + 1, part))
     return shared
 
 
-def _by_differencing(lengths: Sequence[int], parts: int) -> Parts:
+def _by_differencing(lengths: Sequence[int], parts: int, order: Sequence[int]) -> Parts:
     """Join the two most uneven divisions, the fullest to the emptiest, until one is left."""
     # A division: its spread, negated for the heap; a number to break ties; (sum, items), fullest
     # first, with sums relative to the emptiest part.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for number, item in enumerate(_order(lengths)):
+    for number, item in enumerate(order):
         rest: list[tuple[int, list[int]]] = [(0, []) for _ in range(parts - 1)]
         heap.append((-lengths[item], number, [(lengths[item], [item]), *rest]))
     heapq.heapify(heap)
@@ -166,17 +196,23 @@ def _by_differencing(lengths: Sequence[int], parts: int) -> Parts:
     return [items for _, items in heap[0][2]]
 
 
-def _first_fit(lengths: Sequence[int], budget: int) -> Parts:
-    """Put each item, the longest first, into the first part that has room."""
-    shared: Parts = []
-    room: list[int] = []
-    for item in _order(lengths):
-        for part, left in enumerate(room):
-            if lengths[item] <= left:
-                shared[part].append(item)
-                room[part] -= lengths[item]
+def _first_fit(lengths: Sequence[int], order: Sequence[int], budget: int, most: int) -> Parts:
+    """Put each item, the longest first, into the first part that has room; `most` parts at most."""
+    shared: Parts = [[] for _ in range(most)]
+    # A tree of maxima over the room of each part: leaf `leaves + p` is part p.
+    leaves = 1 << (most - 1).bit_length()
+    room = [budget] * (2 * leaves)
+    for item in order:
+        length, at = lengths[item], 1
+        while at < leaves:
+            at *= 2
+            at += room[at] < length
+        shared[at - leaves].append(item)
+        room[at] -= length
+        while at > 1:
+            at //= 2
+            larger = max(room[2 * at], room[2 * at + 1])
+            if room[at] == larger:
                 break
-        else:
-            shared.append([item])
-            room.append(budget - lengths[item])
-    return shared
+            room[at] = larger
+    return [part for part in shared if part]

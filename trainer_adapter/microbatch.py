@@ -159,7 +159,14 @@ def micro_batches(
         parts = by_budget(lengths, max_tokens)
     loss_tokens = batch.loss_mask.sum()
     trained = _trained_sequences(batch)
-    return [_take(batch, lengths, part, loss_tokens, trained) for part in parts]
+    counts = np.asarray(lengths, np.int64)
+    starts = np.cumsum(counts) - counts
+    sizes = batch.group_sizes.cpu().numpy()
+    group_of = np.repeat(np.arange(len(sizes)), sizes)
+    return [
+        _take(batch, np.array(part), counts, starts, group_of, loss_tokens, trained)
+        for part in parts
+    ]
 
 
 def _padded_parts(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -213,15 +220,22 @@ def _trained_sequences(batch: Batch) -> Tensor:
 
 
 def _take(
-    batch: Batch, lengths: list[int], part: list[int], loss_tokens: Tensor, trained: Tensor
+    batch: Batch,
+    part: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    group_of: NDArray[np.int64],
+    loss_tokens: Tensor,
+    trained: Tensor,
 ) -> MicroBatch:
-    own = np.array([lengths[position] for position in part], np.int64)
+    """Take some sequences of a batch; `counts`, `starts` and `group_of` are of all sequences."""
+    own = counts[part]
     borders = np.zeros(len(part) + 1, np.int32)
     np.cumsum(own, out=borders[1:])
     longest = int(own.max())
-    places = _places(np.concatenate([[0], np.cumsum(lengths)])[part], own)
+    places = _places(starts[part], own)
     device = batch.tokens.device
-    indices = torch.tensor(part, dtype=torch.int64)
+    indices = torch.from_numpy(part)
     sequences = indices.to(device)
 
     if batch.layout == "padded":
@@ -234,8 +248,7 @@ def _take(
         def rows(values: Tensor) -> Tensor:
             return select(values, tokens)
 
-    sizes = batch.group_sizes.cpu().numpy()
-    groups, own_sizes = np.unique(np.repeat(np.arange(len(sizes)), sizes)[part], return_counts=True)
+    groups, own_sizes = np.unique(group_of[part], return_counts=True)
     extra, offsets = _extra(batch, part, sequences, rows, places, groups)
     return MicroBatch(
         tokens=rows(batch.tokens),
@@ -258,7 +271,7 @@ def _take(
         extra=extra,
         extra_offsets=offsets,
         extra_kinds=dict(batch.extra_kinds),
-        prefix_tree=None if batch.prefix_tree is None else batch.prefix_tree.select(part),
+        prefix_tree=None if batch.prefix_tree is None else batch.prefix_tree.select(part.tolist()),
     )
 
 
@@ -275,7 +288,7 @@ def _places(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.
 
 def _extra(
     batch: Batch,
-    part: list[int],
+    part: NDArray[np.int64],
     sequences: Tensor,
     rows: Callable[[Tensor], Tensor],
     tokens: NDArray[np.int64],
@@ -295,8 +308,8 @@ def _extra(
         else:
             borders = batch.extra_offsets[name].cpu().numpy()
             # Of tokens, groups, or sequences.
-            owners = {"support": tokens, "group": groups}.get(kind, np.array(part))
-            counts = np.diff(borders)[owners]
+            owners = {"support": tokens, "group": groups}.get(kind, part)
+            counts = borders[owners + 1] - borders[owners]
             own = torch.from_numpy(_places(borders[owners], counts)).to(values.device)
             extra[name] = select(values, own)
             offsets[name] = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]))

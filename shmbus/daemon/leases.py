@@ -269,7 +269,7 @@ class LeaseTable:
         if lease.group is None:
             self.claimed_records -= len(lease.samples)
 
-    def drop_stale(self, leases: list[Lease]) -> set[Lease]:
+    def drop_stale(self, leases: Iterable[Lease]) -> set[Lease]:
         """Release those of these groups that are too old for the policy; return them."""
         version = self._collector.policy_version
         if version == self._judged_version:

@@ -12,9 +12,11 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
+from typing import TypeAlias
 
 import msgspec
 
@@ -27,7 +29,7 @@ from shmbus.daemon.groups import find_group, group_cells
 from shmbus.daemon.history import History
 from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease, LeaseTable, Session
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
-from shmbus.daemon.steps import StepPlanner
+from shmbus.daemon.steps import StepPlanner, StepRequest, patience_s, step_request
 from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
@@ -43,10 +45,17 @@ _PORTION = 256
 Trajectory = _core.Trajectory
 
 
+#: Request, patience and the planner's `changes`: ranks with equal ones lack the same groups.
+_Lack: TypeAlias = tuple[StepRequest, float, int]
+
+
 class Waiting:
     """A Take or TakeStep that has not been answered."""
 
-    __slots__ = ("deadline_s", "request", "session", "split", "wanted")
+    __slots__ = (
+        "deadline_s", "followers", "lacked", "patience_s", "request", "session", "soonest_s",
+        "split", "wanted",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -61,7 +70,26 @@ class Waiting:
         #: Ready groups up to which the ring is read in one go.
         self.wanted = request.max_groups if isinstance(request, messages.Take) else _PORTION
         self.wanted = min(self.wanted, _PORTION)
-        self.deadline_s = None if request.timeout_s is None else now + request.timeout_s
+        self.deadline_s = math.inf if request.timeout_s is None else now + request.timeout_s
+        self.patience_s = math.inf
+        if isinstance(request, messages.TakeStep):
+            self.patience_s = patience_s(request)
+        #: Set while the rank's next step lacks groups.
+        self.lacked: _Lack | None = None
+        #: Ranks that lack the same; and the first deadline of all of them.
+        self.followers: list[Waiting] = []
+        self.soonest_s = self.deadline_s
+
+    def lead(self, follower: Waiting) -> None:
+        """Answer for another rank while the step of both lacks groups."""
+        self.followers.append(follower)
+        self.soonest_s = min(self.soonest_s, follower.deadline_s)
+
+    def release(self) -> list[Waiting]:
+        """Return the followers, which now wait for themselves."""
+        followers, self.followers = self.followers, []
+        self.soonest_s = self.deadline_s
+        return followers
 
 
 class Service:
@@ -157,14 +185,13 @@ class Service:
             wait_s = min(wait_s, self._reclaim_until_s - now)
         elif len(self._in_doubt):
             wait_s = min(wait_s, self._next_reap_s - now)
-        for waiting in self._waiting:
-            if waiting.deadline_s is not None:
-                wait_s = min(wait_s, waiting.deadline_s - now)
-            if isinstance(waiting.request, messages.TakeStep) and self._planner is not None:
-                due = self._planner.due_s(waiting.request)
-                # A step whose time is over already waits for groups, not for time.
-                if due is not None and due > now:
-                    wait_s = min(wait_s, due - now)
+        if self._waiting:
+            wait_s = min(wait_s, min(w.soonest_s for w in self._waiting) - now)
+        if self._waiting and self._planner is not None:
+            # A step whose time is over already waits for groups, not for time.
+            over_s = now - self._planner.due_s(0.0)
+            patient = (w.patience_s for w in self._waiting if w.patience_s > over_s)
+            wait_s = min(wait_s, min(patient, default=math.inf) - over_s)
         return max(wait_s, 0.0)
 
     @property
@@ -310,7 +337,8 @@ class Service:
         """End a session; the groups that it held are the next to be delivered, or in doubt."""
         self.sessions.pop(session.client, None)
         self.history.left(session, time.monotonic(), orderly=orderly)
-        self._waiting = [w for w in self._waiting if w.session is not session]
+        waiting = [each for leader in self._waiting for each in (leader, *leader.release())]
+        self._waiting = [each for each in waiting if each.session is not session]
         held = extents_of_client(self.collector.segment, session.client)
         if self._claims is not None:
             self._claims.forget(session, dead=not held)
@@ -468,12 +496,22 @@ class Service:
         if not self.frozen:
             # A duplicate that is raised comes before the group that it was for.
             self.collector.release_discards()
-        still = []
-        for waiting in self._waiting:
-            if not self._answer(waiting, now):
-                still.append(waiting)
-            else:
+        still: list[Waiting] = []
+        leaders: dict[_Lack, Waiting] = {}
+        queue = self._waiting
+        for waiting in queue:
+            lacked = waiting.lacked
+            answered = self._answer(waiting, now)
+            if answered or waiting.lacked != lacked or now >= waiting.soonest_s:
+                queue += waiting.release()
+            if answered:
                 waiting.session.end_wait(now)
+            elif waiting.lacked in leaders:
+                leaders[waiting.lacked].lead(waiting)
+            else:
+                still.append(waiting)
+                if waiting.lacked is not None:
+                    leaders[waiting.lacked] = waiting
         self._waiting = still
         if self.collector.stash.discards and not self.frozen:
             self.collector.release_discards()
@@ -485,6 +523,7 @@ class Service:
     def _answer(self, waiting: Waiting, now: float) -> bool:
         session, request = waiting.session, waiting.request
         step, leases = -1, None
+        waiting.lacked = None
         if not self.draining and not self.frozen:
             error = self.collector.next_error()
             if error is not None:
@@ -500,16 +539,19 @@ class Service:
                 if not request.ahead or self._is_alone():
                     leases = self._lease(request.max_groups, waiting.split)
             elif session.rank not in self._in_doubt.ranks():
-                assert self._planner is not None
-                if len(self._planner.next_steps) < self._planner.size:
-                    self._planner.begin(self._held())
-                wrong = self._planner.disagreement(session.rank, request)
+                planner = self._planner
+                assert planner is not None
+                if 0 < len(planner.next_steps) < planner.size:
+                    planner.begin(self._held())
+                wrong = planner.disagreement(session.rank, request)
                 if wrong is not None:
                     session.send(messages.Refused(kind="value", message=wrong, id=request.id))
                     return True
-                taken = self._planner.take(session.rank, request, now)
+                taken = planner.take(session.rank, request, now)
                 step, leases = (-1, None) if taken is None else taken
-        late = waiting.deadline_s is not None and now >= waiting.deadline_s
+                if planner.lacks_groups:
+                    waiting.lacked = step_request(request), waiting.patience_s, planner.changes
+        late = now >= waiting.deadline_s
         if not (leases or late or self.removed):
             return False
         for lease in leases or []:

@@ -18,6 +18,8 @@ Invariants:
 from __future__ import annotations
 
 import heapq
+import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeAlias
@@ -53,9 +55,9 @@ def balanced(weights: Sequence[int], ranks: int) -> Shards:
     shards: Shards = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for i in _heaviest_first(weights):
-        load, rank = heapq.heappop(loads)
+        load, rank = loads[0]
         shards[rank].append(i)
-        heapq.heappush(loads, (load + weights[i], rank))
+        heapq.heapreplace(loads, (load + weights[i], rank))
     return _in_order(shards)
 
 
@@ -99,11 +101,22 @@ def plan_step(
         most = ready
     if most == ready and total < tokens * ranks and not hurry:
         return None
-    for count in range(max(most, ranks), ranks, -1):
-        shards = balanced(weights[:count], ranks)
-        if all(len(s) == 1 or sum(weights[i] for i in s) <= tokens for s in shards):
-            return shards
-    return balanced(weights[:ranks], ranks)
+    order = _heaviest_first(weights[:most])
+
+    def is_above(count: int) -> bool:
+        """Whether `balanced` gives a rank two groups or more that exceed its tokens."""
+        loads = [0] * ranks
+        for i in order:
+            if i < count:
+                load = loads[0] + weights[i]
+                if load > tokens and loads[0]:
+                    return True
+                heapq.heapreplace(loads, load)
+        return False
+
+    # Greedy loads are not monotone in the count; bisection may miss a longer step that fits too.
+    count = ranks + bisect_left(range(ranks + 1, most + 1), True, key=is_above)
+    return balanced(weights[:count], ranks)
 
 
 #: Steps that the fastest rank may be ahead of the slowest: steps formed for a slow rank hold space.
@@ -119,6 +132,13 @@ StepRequest: TypeAlias = "tuple[int | None, int | None, float | None, str]"
 def step_request(request: messages.TakeStep) -> StepRequest:
     """Return the part of a request that all ranks must agree on."""
     return request.groups, request.tokens, request.max_wait_s, request.field
+
+
+def patience_s(request: messages.TakeStep) -> float:
+    """Seconds after which a partial step is formed; infinite for never."""
+    if request.only_full or request.max_wait_s is None:
+        return math.inf
+    return request.max_wait_s
 
 
 def weigh(lease: Lease, field: str) -> int:
@@ -140,7 +160,7 @@ class GroupSource(Protocol):
     @property
     def ready_groups(self) -> int: ...
     def take(self, max_groups: int, max_trajectories: int) -> list[Lease]: ...
-    def drop_stale(self, leases: list[Lease]) -> set[Lease]: ...
+    def drop_stale(self, leases: Iterable[Lease]) -> set[Lease]: ...
 
 
 class StepPlanner:
@@ -161,9 +181,16 @@ class StepPlanner:
         #: Whether a rank has said where the job's steps are; until then they count from 0.
         self._located = False
         self._source = source
-        #: Groups of no step yet, with their weights; and since when there are any.
+        #: Groups of no step yet, with their weights, the sum of these, and when the first came.
         self._pool: list[tuple[Lease, int]] = []
-        self._pool_since_s: float | None = None
+        self._pool_weight = 0
+        self._pool_since_s = math.inf
+        #: Grows when a waiting rank may get a step without any new group.
+        self.changes = 0
+        #: Whether the last `take` returned None because the pool has too few groups.
+        self.lacks_groups = False
+        #: The next step to form, and the ranks without a shard of that step.
+        self._forming: tuple[int, list[int]] | None = None
         #: Shards that wait for their rank, by step and rank.
         self._shards: dict[int, dict[int, list[Lease]]] = {}
         #: How the first rank asked for each step.
@@ -178,6 +205,7 @@ class StepPlanner:
         """
         if not next_step:
             return
+        self._note_change()
         if rank in self._provisional and not self._located:
             self._locate(rank, next_step, held)
         self._located = True
@@ -194,9 +222,8 @@ class StepPlanner:
 
         Ranks train in step: what one of them holds is not done by the others either.
         """
+        self._note_change()
         known = list(self.next_steps.values())
-        if not known:
-            return
         known += [lease.step for lease in held if lease.step >= 0]
         known += [lease.step for returned in self._returned.values() for lease in returned]
         for rank in range(self.size):
@@ -240,7 +267,16 @@ class StepPlanner:
 
     def _next_step(self, rank: int) -> int:
         """Return the step that a rank takes next."""
-        return self.next_steps.get(rank, min(self.next_steps.values(), default=0))
+        step = self.next_steps.get(rank)
+        return min(self.next_steps.values(), default=0) if step is None else step
+
+    def _note_change(self) -> None:
+        self.changes += 1
+        self._forming = None
+
+    def _set_pool(self, entries: list[tuple[Lease, int]]) -> None:
+        self._pool = entries
+        self._pool_weight = sum(weight for _, weight in entries)
 
     def _count(self, leases: Iterable[Lease], sign: int) -> None:
         for lease in leases:
@@ -251,6 +287,7 @@ class StepPlanner:
         """Keep a group that a rank did not finish: it is delivered to that rank first."""
         self._returned[lease.rank].append(lease)
         self._count([lease], 1)
+        self._note_change()
 
     def disagreement(self, rank: int, request: messages.TakeStep) -> str | None:
         """Return how another rank asked for this step, if that differs from this request."""
@@ -270,6 +307,7 @@ class StepPlanner:
         self, rank: int, request: messages.TakeStep, now: float
     ) -> tuple[int, list[Lease]] | None:
         """Return a rank's next step and its shard, or None to wait."""
+        self.lacks_groups = False
         returned = self._returned[rank]
         if returned:
             step = min(lease.step for lease in returned)
@@ -302,7 +340,7 @@ class StepPlanner:
     def withdraw(self, leases: Iterable[Lease]) -> None:
         """Forget groups that no rank holds, and that are not to be delivered."""
         gone = set(leases)
-        self._pool = [entry for entry in self._pool if entry[0] not in gone]
+        self._set_pool([entry for entry in self._pool if entry[0] not in gone])
         for shards in self._shards.values():
             for rank, shard in shards.items():
                 shards[rank] = [lease for lease in shard if lease not in gone]
@@ -312,16 +350,15 @@ class StepPlanner:
 
     def _fill_pool(self, ranks: int, request: messages.TakeStep, now: float) -> None:
         """Drop what became stale in the pool, and lease what the next step still needs."""
-        stale = self._source.drop_stale([lease for lease, _ in self._pool])
+        stale = self._source.drop_stale(lease for lease, _ in self._pool)
         if stale:
-            self._pool = [entry for entry in self._pool if entry[0] not in stale]
+            self._set_pool([entry for entry in self._pool if entry[0] not in stale])
             self._count(stale, -1)
-        weight = sum(weight for _, weight in self._pool)
         while True:
             count = ranks - len(self._pool)
             if request.groups is not None:
                 count = ranks * request.groups - len(self._pool)
-            elif weight < ranks * (request.tokens or 0):
+            elif self._pool_weight < ranks * (request.tokens or 0):
                 count = max(count, _POOL_PORTION)
             ready = []
             if count > 0:
@@ -330,33 +367,39 @@ class StepPlanner:
             if not ready:
                 break
             entries = [(lease, weigh(lease, request.field)) for lease in ready]
-            weight += sum(weight for _, weight in entries)
             self._pool += entries
+            self._pool_weight += sum(weight for _, weight in entries)
             self._count(ready, 1)
-        if not self._pool:
-            self._pool_since_s = None
-        elif self._pool_since_s is None:
-            self._pool_since_s = now
+        self._pool_since_s = min(self._pool_since_s, now) if self._pool else math.inf
+
+    def _is_full(self, ranks: int, request: messages.TakeStep) -> bool:
+        """Whether the pool has all groups of a full step."""
+        if request.groups is not None:
+            return len(self._pool) >= ranks * request.groups
+        return self._pool_weight >= ranks * (request.tokens or 0)
 
     def _form(self, wanted: int, request: messages.TakeStep, now: float) -> bool:
         """Form the next step on the way to `wanted`, for all ranks that have not had it."""
         if wanted - min(self.next_steps.values(), default=0) >= _MAX_STEPS_AHEAD:
             return False
-        step = min(self._next_formed.values(), default=wanted)
-        ranks = [rank for rank in range(self.size) if self._next_formed.get(rank, step) == step]
+        if self._forming is None:
+            step = min(self._next_formed.values(), default=wanted)
+            ranks = [rank for rank in range(self.size) if self._next_formed.get(rank, step) == step]
+            self._forming = step, ranks
+        step, ranks = self._forming
         self._fill_pool(len(ranks), request, now)
-        due = self.due_s(request)
-        shards = plan_step(
-            [weight for _, weight in self._pool],
-            len(ranks),
-            groups=request.groups,
-            tokens=request.tokens,
-            hurry=due is not None and now >= due,
-        )
+        hurry = now >= self.due_s(patience_s(request))
+        shards = None
+        if hurry or self._is_full(len(ranks), request):
+            weights = [weight for _, weight in self._pool]
+            shards = plan_step(
+                weights, len(ranks), groups=request.groups, tokens=request.tokens, hurry=hurry
+            )
         if shards is None:
+            self.lacks_groups = True
             return False
         self._keep_shards(step, ranks, shards)
-        self._pool_since_s = now if self._pool or self._source.ready_groups else None
+        self._pool_since_s = now if self._pool or self._source.ready_groups else math.inf
         return True
 
     def _keep_shards(self, step: int, ranks: list[int], shards: list[list[int]]) -> None:
@@ -372,18 +415,18 @@ class StepPlanner:
                 self._provisional.add(rank)
             self._next_formed[rank] = step + 1
             used.update(positions)
-        self._pool = [entry for i, entry in enumerate(self._pool) if i not in used]
+        self._set_pool([entry for i, entry in enumerate(self._pool) if i not in used])
+        self._note_change()
 
-    def due_s(self, request: messages.TakeStep) -> float | None:
-        """When the next step is formed even if it is not full; None for never."""
-        if request.only_full or request.max_wait_s is None or self._pool_since_s is None:
-            return None
-        return self._pool_since_s + request.max_wait_s
+    def due_s(self, patience_s: float) -> float:
+        """Time at which a partial step is formed; infinite while the pool is empty."""
+        return self._pool_since_s + patience_s
 
     def empty_pool(self) -> list[Lease]:
         """Return the groups of no step, since nobody is there to take one."""
         out = [lease for lease, _ in self._pool]
-        self._pool, self._pool_since_s = [], None
+        self._set_pool([])
+        self._pool_since_s = math.inf
         self._count(out, -1)
         return out
 

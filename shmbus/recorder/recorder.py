@@ -54,6 +54,8 @@ class Recorder:
         #: Where it is.
         self.url = ""
         self._tasks: set[asyncio.Task[Any]] = set()
+        #: Sessions that this round of looks has still to check.
+        self._unchecked: list[Session] = []
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -88,8 +90,7 @@ class Recorder:
             await asyncio.sleep(limits.SWEEP_S)
             try:
                 now_s = time.monotonic()
-                for session in self.sessions:
-                    self._check(session, now_s)
+                self._check_some(now_s)
                 if now_s >= slow_s:
                     slow_s = now_s + _SLOW_SWEEP_S
                     self.producer._recover_dead()
@@ -101,6 +102,12 @@ class Recorder:
             except Exception:
                 # Without it no session would end by itself.
                 logger.exception("the sweep failed, and goes on")
+
+    def _check_some(self, now_s: float) -> None:
+        left = self._unchecked or list(self.sessions)
+        self._unchecked = left[limits.SWEEP_SESSIONS :]
+        for session in left[: limits.SWEEP_SESSIONS]:
+            self._check(session, now_s)
 
     def _write_note(self) -> None:
         if self.producer._segment.note_removal():

@@ -35,6 +35,8 @@ PROBE_S: Final = 2.0
 SLOW_S: Final = 1.0
 #: Seconds between two looks at which sessions are still wanted.
 SWEEP_S: Final = 0.5
+#: Sessions of one such look, some 1 ms of work; the next look goes on with the others.
+SWEEP_SESSIONS: Final = 512
 #: Sessions that ended, of which late callers are told why.
 KEEP_ENDED: Final = 65_536
 #: Sessions that the file for the page names.

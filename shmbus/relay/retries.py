@@ -51,6 +51,7 @@ class RetryRequests:
     def update(self, buses: tuple[str, ...], now_s: float) -> set[str]:
         """Ask these sources, in order, for failed samples; return sources with changed lists."""
         same = buses is self._buses or buses == self._buses
+        self._failures.look_for_due(now_s)
         if same and not self._failures.dirty and not self._waits:
             return set()
         self._buses = buses
@@ -61,18 +62,19 @@ class RetryRequests:
             if requests.get(at) is not request or bus not in buses:
                 del self._at[at]
                 changed.add(bus)
+                if requests.get(at) is request:
+                    self._failures.put_back(request)
         counts = Counter(bus for _, bus in self._at.values())
         open_ = {bus for bus in buses if counts[bus] < _core.RETRY_ENTRIES}
         self._waits = False
-        for at, request in requests.items():
-            if at in self._at or now_s < request.due_s:
-                continue
-            found = self._choose(request, open_)
+        while (due := self._failures.take_ready()) is not None:
+            found = self._choose(due, open_)
             if found is None:
+                self._failures.put_back(due)
                 self._waits = True
                 break  # the next request that ends, or the next source, makes room
-            self._at[at] = (request, found)
-            self._failures.publish(request, now_s)
+            self._at[due.key, due.index] = (due, found)
+            self._failures.publish(due, now_s)
             changed.add(found)
             counts[found] += 1
             if counts[found] >= _core.RETRY_ENTRIES:

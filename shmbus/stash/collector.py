@@ -165,7 +165,7 @@ class Collector:
         more = count == limits.POLL_RECORDS
         # What completes a group may lie unread in the ring, after a long step of the trainer.
         if self._expires and not more:
-            stash.expire(now)
+            stash.expire(now, limits.EXPIRE_GROUPS)
         if stash.inherited and not more:
             stash.settle_inherited(now)
         if stash.failures.active or stash.failures.dirty:
@@ -285,7 +285,7 @@ class Collector:
         """Expire failing groups, and update the retry table."""
         self.stash.follow_lane(now)
         if drained:
-            self.stash.expire_failing(now)
+            self.stash.expire_failing(now, limits.EXPIRE_GROUPS)
         if self.stash.failures.dirty:
             self._retries.update(now, drained=drained)
 

@@ -28,7 +28,9 @@ Invariants
 from __future__ import annotations
 
 import heapq
+import math
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Final, Generic, Literal, Protocol, TypeVar
 
@@ -312,6 +314,9 @@ class Failures(Generic[S]):
         self.told: Callable[[Hashable, int, FailedIndex[S]], None] | None = None
         self._due: list[tuple[float, int, FailingGroup[S]]] = []
         self._asks: list[tuple[float, int, Request]] = []
+        #: Unpublished requests after their backoff, longest due first: without and in the lane.
+        self._ready: tuple[OrderedDict[tuple[Hashable, int], Request], ...]
+        self._ready = OrderedDict(), OrderedDict()
         self._ticket = 0
 
     @property
@@ -450,6 +455,7 @@ class Failures(Generic[S]):
         if failed.request is not None:
             failed.request = None
             del self.requests[group.key, index]
+            self._forget_ready((group.key, index))
             self.dirty = True
 
     def _replace(self, failed: FailedIndex[S], report: S | None) -> None:
@@ -470,9 +476,39 @@ class Failures(Generic[S]):
         """Start the timeout of a request: from now on producers can take it."""
         request.deadline_s = now_s + self.retry_timeout_s
         request.successes = self.lane.successes
+        self._forget_ready((request.key, request.index))
         group = self.groups[request.key]
         assert group is not None
         self._schedule(group)
+
+    def take_ready(self) -> Request | None:
+        """Take the request that has been due longest, and that the lane's pause does not hold."""
+        for ready in self._ready[: 1 if self.lane.paused else 2]:
+            if ready:
+                return ready.popitem(last=False)[1]
+        return None
+
+    def next_probe(self) -> Request | None:
+        """Return the unpublished request of the lane that is due first."""
+        if self._ready[1]:
+            return next(iter(self._ready[1].values()))
+        waiting = (
+            request
+            for request in self.requests.values()
+            if request.deadline_s is None and self.in_lane(request.key)
+        )
+        return min(waiting, key=lambda request: request.due_s, default=None)
+
+    def put_back(self, request: Request) -> None:
+        """Make a request the first to be published, again or after all."""
+        request.deadline_s = None
+        ready, at = self._ready[self.in_lane(request.key)], (request.key, request.index)
+        ready[at] = request
+        ready.move_to_end(at, last=False)
+
+    def _forget_ready(self, at: tuple[Hashable, int]) -> None:
+        for ready in self._ready:
+            ready.pop(at, None)
 
     def _touch(self, group: FailingGroup[S], now_s: float) -> None:
         group.touched_s = now_s
@@ -504,21 +540,25 @@ class Failures(Generic[S]):
         return None if due_s == float("inf") else due_s
 
     def look_for_due(self, now_s: float) -> None:
-        """Note whether a request or a probe is due."""
+        """Note which requests are due, and whether a probe is."""
         while self._asks and self._asks[0][0] <= now_s:
-            heapq.heappop(self._asks)
-            self.dirty = True
+            _, _, request = heapq.heappop(self._asks)
+            at = (request.key, request.index)
+            if self.requests.get(at) is request and request.deadline_s is None:
+                self._ready[self.in_lane(request.key)][at] = request
+                self.dirty = True
         if self.lane.paused and now_s >= self.lane.probe_due_s:
             self.dirty = True
 
-    def expire(self, now_s: float) -> list[FailingGroup[S]]:
-        """Fail requests whose time is over; return the groups that must end."""
+    def expire(self, now_s: float, most: float = math.inf) -> list[FailingGroup[S]]:
+        """Fail requests whose time is over, of `most` groups; return the groups that must end."""
         self.look_for_due(now_s)
         over = []
-        while self._due and self._due[0][0] <= now_s:
+        while self._due and self._due[0][0] <= now_s and most > 0:
             due_s, _, group = heapq.heappop(self._due)
             if self.groups.get(group.key) is not group or group.due_s != due_s:
                 continue  # the group has ended, or was given another deadline
+            most -= 1
             if self._expire(group, now_s):
                 over.append(group)
             else:

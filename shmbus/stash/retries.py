@@ -96,6 +96,7 @@ class Retries:
     def update(self, now_s: float, *, drained: bool) -> None:
         """Publish new requests and withdraw old ones. `drained`: the ring was read to its end."""
         failures = self._failures
+        failures.look_for_due(now_s)
         failures.dirty = False
         if self._dead_claims and drained:
             self._fail_dead_claims(now_s)
@@ -104,12 +105,14 @@ class Retries:
                 del self._row_of[at], self._requests[row]
                 self._withdraw(row)
         probe = self._update_pause(now_s)
-        for at, request in failures.requests.items():
-            asked = at in self._taken_over or request is probe
-            if at not in self._row_of and (asked or self._is_due(request, now_s)):
-                if not self._free and not self._taken_over:
-                    break  # the next request that ends makes room
-                self._request(at, request, now_s)
+        for at in list(self._taken_over):
+            if at not in self._row_of and (request := failures.requests.get(at)) is not None:
+                self._request(request, now_s)
+        if self._free and probe is not None:
+            self._request(probe, now_s)
+        # Without a free row, the next request that ends makes room.
+        while self._free and (request := failures.take_ready()) is not None:
+            self._request(request, now_s)
         if drained:
             for row, _ in self._taken_over.values():
                 self._withdraw(row)
@@ -120,12 +123,6 @@ class Retries:
         failed = self._failed_before + self._stash.given_up
         rows = len(self._requests) + (self._pause is not None)
         _core.retry_note(self._segment, rows, failed)
-
-    def _is_due(self, request: Request, now_s: float) -> bool:
-        failures = self._failures
-        return request.due_s <= now_s and not (
-            failures.lane.paused and failures.in_lane(request.key)
-        )
 
     # -- the pause of the lane --------------------------------------------------------------------
 
@@ -169,7 +166,7 @@ class Retries:
         """Return a free row, or one whose request can be published again later."""
         if not self._free:
             at, row = next(iter(self._row_of.items()))
-            self._requests.pop(row).deadline_s = None
+            self._failures.put_back(self._requests.pop(row))
             del self._row_of[at]
             self._withdraw(row)
         return self._free.pop()
@@ -182,18 +179,14 @@ class Retries:
             for row in self._requests.keys() & rows.keys()
         ):
             return None
-        waiting = (
-            request
-            for at, request in self._failures.requests.items()
-            if at not in self._row_of and in_lane(request.key)
-        )
-        return min(waiting, key=lambda request: request.due_s, default=None)
+        return self._failures.next_probe()
 
     def _withdraw(self, row: int) -> None:
         _core.retry_withdraw(self._segment, row)
         self._free.append(row)
 
-    def _request(self, at: _At, request: Request, now_s: float) -> None:
+    def _request(self, request: Request, now_s: float) -> None:
+        at = (request.key, request.index)
         row, attempt = self._taken_over.pop(at, (-1, 0))
         if row >= 0 and attempt != request.attempt:
             self._withdraw(row)

@@ -9,7 +9,8 @@ their order. The decisions are made here.
 Invariants
 ----------
 - A sample is in exactly one place: an open group, a ready group, a leased group, or `discards`.
-- A group that is complete, or whose deadline has passed, has left the open groups.
+- A group that is complete has left the open groups. A group whose deadline has passed leaves them
+  at `expire`, the oldest first.
 - A complete group stays whole: no part of it is ever delivered or discarded alone.
 - A group that an earlier collector had leased without all of its samples has the same ones again,
   whatever has come since.
@@ -26,6 +27,7 @@ Ambiguous samples
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -401,10 +403,13 @@ class Stash(Generic[S]):
 
     # -- time -----------------------------------------------------------------------------------
 
-    def expire(self, now_s: float) -> None:
-        """End the incomplete groups whose deadline has passed, as the policy says."""
+    def expire(self, now_s: float, most: float = math.inf) -> None:
+        """End incomplete groups whose deadline has passed, `most` of them, as the policy says."""
         # With retries, their missing samples are requested instead.
         while (deadline_s := self._open_deadline_s()) is not None and now_s >= deadline_s:
+            if most <= 0:
+                return
+            most -= 1
             if self.policy.sample_retries:
                 entry = self.table.take_oldest()
                 group = self.failures.begin_with(entry, now_s)
@@ -415,9 +420,9 @@ class Stash(Generic[S]):
                 self.timeouts += 1
                 self._end_entry(self.table.take_oldest(), self.policy.on_timeout, "timeout")
 
-    def expire_failing(self, now_s: float) -> None:
+    def expire_failing(self, now_s: float, most: float = math.inf) -> None:
         """Do so for failing groups and their requests, once the ring has been read to its end."""
-        for group in self.failures.expire(now_s):
+        for group in self.failures.expire(now_s, most):
             # Ending one may overflow the stash, which may have ended another.
             if self.failures.groups.get(group.key) is group:
                 self._end_failing(group, now_s)

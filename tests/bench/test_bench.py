@@ -15,7 +15,7 @@ import pytest
 from conftest import Spawner, wait_until
 from fork_server import FUNCTIONS
 
-from bench import attention, channel, machine, processes, program, ranks, report, suite, weights
+from bench import channel, machine, processes, program, ranks, report, suite, weights
 from bench.levels import LEVELS
 from bench.native import CannotRun, compiler
 from bench.native import run as run_program
@@ -164,7 +164,7 @@ def test_each_further_row_can_be_measured(spawn: Spawner) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [["attention"], ["channel"], ["ranks", "--ranks", "2", "--capacity", "64MiB"]],
+    [["channel"], ["ranks", "--ranks", "2", "--capacity", "64MiB"]],
     ids=lambda arguments: arguments[0],
 )
 def test_each_program_measures_and_writes_rows(
@@ -190,7 +190,7 @@ def test_each_program_measures_and_writes_rows(
         (channel.main, ["--repetitions", "0"], "got '0'"),
         (ranks.main, ["--ranks", "0"], "got '0'"),
         (ranks.main, ["--capacity", "-1"], "--capacity: expected a number with KiB"),
-        (attention.main, ["--output", "/proc/none/figures.json"], "--output"),
+        (ranks.main, ["--output", "/proc/none/figures.json"], "--output"),
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_is_measured(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
+from counted_work import instructions
 
 from shmbus.daemon.steps import balanced, balanced_counts, plan_step
 
@@ -78,3 +80,30 @@ def test_one_heavy_group_does_not_keep_the_others_out(ranks: int) -> None:
     weights = [10_000] + [10] * 100
     shards = plan_step(weights, ranks, tokens=100, hurry=True)
     assert shards is not None and all(shards)
+
+
+def test_a_step_by_tokens_has_room_for_no_further_group(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(300):
+        ranks, tokens = rng.randint(1, 16), rng.randint(50, 3000)
+        weights = [rng.randint(1, 200) for _ in range(rng.randint(ranks, 300))]
+        shards = plan_step(weights, ranks, tokens=tokens, hurry=True)
+        assert shards is not None
+        count = sum(map(len, shards))
+        if count < len(weights) and sum(weights[: count + 1]) <= tokens * ranks:
+            longer = balanced(weights[: count + 1], ranks)
+            assert any(
+                len(shard) > 1 and load > tokens
+                for shard, load in zip(longer, loads(weights, longer), strict=True)
+            )
+
+
+def test_a_step_by_tokens_of_1024_ranks_costs_a_group_what_64_ranks_cost(seed: int) -> None:
+    rng = random.Random(seed)
+    costs = []
+    for ranks in (64, 1024):
+        weights = [rng.randint(500, 8_000) for _ in range(ranks * 9)]
+        found = instructions(partial(plan_step, weights, ranks, tokens=32_768))
+        costs.append(found / len(weights))
+    # The search by halves looks at four more counts.
+    assert costs[1] <= 1.8 * costs[0]

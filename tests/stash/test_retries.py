@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from conftest import Spawner, wait_until
+from counted_work import instructions
 
 from shmbus import Bus, Producer
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
+from shmbus_ext._core import RETRY_ENTRIES
 
 # Takes what is wanted, and answers when it is told to; then it stays.
 TAKER = """
@@ -86,3 +88,40 @@ def test_a_death_counts_once_all_that_the_dead_committed_is_read(
     # The kernel may take a moment to drop a dead process's locks.
     wait_until(given_up)
     assert not collector.stash.failures.requests
+
+
+def work_of_a_failure(name: str, failing: int, backoff_s: float) -> int:
+    """Instructions for one more failure beside more failing groups than the table has rows."""
+    policy = StashPolicy(sample_retries=3, retry_backoff_s=(backoff_s, backoff_s))
+    with Bus.create(name, "16MiB"), Producer(name) as producer:
+        collector = Collector(name, policy)
+        for group in range(failing):
+            producer.fail(f"g{group}", 0, "flaky", group_size=2)
+        while collector.pump_once(0.0):
+            pass
+        collector.pump_once(10.0)
+        producer.fail("one more", 0, "flaky", group_size=2)
+        found = instructions(lambda: collector.pump_once(20.0))
+        assert len(collector.stash.failures.requests) == failing + 1
+        collector.close()
+    return found
+
+
+@pytest.mark.parametrize("backoff_s", [1.0, 1000.0])
+def test_a_failure_costs_the_same_beside_many_that_fail(bus_name: str, backoff_s: float) -> None:
+    few, many = (work_of_a_failure(f"{bus_name}-{n}", n, backoff_s) for n in (300, 6_000))
+    assert many <= 1.1 * few
+
+
+def test_a_free_row_asks_for_what_has_been_due_longest(collector: Collector) -> None:
+    failures = collector.stash.failures
+    with Producer(collector.segment.name) as producer:
+        for group in range(RETRY_ENTRIES + 3):
+            producer.fail(f"g{group}", 0, "flaky", group_size=2)
+        collector.pump_once(1.0)
+        collector.pump_once(2.0)
+        unasked = [key for (key, _), r in failures.requests.items() if r.deadline_s is None]
+        assert len(unasked) == 4
+        producer.put("g0", group_size=2, index=0, x=np.ones(8))
+        collector.pump_once(3.0)
+    assert [key for (key, _), r in failures.requests.items() if r.deadline_s is None] == unasked[1:]

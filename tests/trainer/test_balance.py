@@ -6,9 +6,11 @@ import functools
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+from counted_work import instructions
 
-from trainer_adapter.balance import _longest_first, balance, by_budget
+from trainer_adapter.balance import _longest_first, _order, balance, by_budget
 
 
 def sums(lengths: list[int], parts: list[list[int]]) -> list[int]:
@@ -68,7 +70,7 @@ def test_every_item_is_shared_out_once_within_the_bounds(mix: str, seed: int) ->
         assert len(shared) == parts and all(part == sorted(part) and part for part in shared)
         got = sums(lengths, shared)
         assert max(got) - min(got) <= max(lengths)
-        assert max(got) <= max(sums(lengths, _longest_first(lengths, parts)))
+        assert max(got) <= max(sums(lengths, _longest_first(lengths, parts, _order(lengths))))
         assert shared == balance(list(lengths), parts)
 
 
@@ -86,7 +88,7 @@ def test_the_fullest_part_is_within_grahams_bound_of_the_best(mix: str, seed: in
 def test_the_case_that_longest_first_is_known_for_is_better_here() -> None:
     # Graham's own: greedy gives 11 where 9 is possible.
     lengths = [5, 5, 4, 4, 3, 3, 3]
-    assert max(sums(lengths, _longest_first(lengths, 3))) == 11
+    assert max(sums(lengths, _longest_first(lengths, 3, _order(lengths)))) == 11
     assert best(lengths, 3) == 9
     assert max(sums(lengths, balance(lengths, 3))) <= 10
 
@@ -120,6 +122,46 @@ def test_a_budget_is_kept_with_few_parts(mix: str, seed: int) -> None:
         assert max(sums(lengths, shared)) <= budget
         if budget:
             assert len(shared) <= 11 / 9 * max(1, fewest(lengths, budget)) + 1
+
+
+def parts_by_scanning(lengths: list[int], budget: int) -> int:
+    """The parts of first fit, or the fewest below into which `balance` divides the items."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        at = next((i for i, room in enumerate(rooms) if room >= length), len(rooms))
+        rooms[at:] = rooms[at:] or [budget]
+        rooms[at] -= length
+    counts = range(-(-sum(lengths) // budget), len(rooms))
+    divided = (
+        n for n in counts if max(sums(lengths, balance(lengths, n, fill_all=False))) <= budget
+    )
+    return next(divided, len(rooms))
+
+
+@pytest.mark.parametrize("low, high", [(1, 1000), (1, 90), (300, 700), (251, 420), (500, 510)])
+def test_a_budget_needs_no_more_parts_than_a_scan_of_all(low: int, high: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(15):
+        lengths = [rng.randint(low, high) for _ in range(rng.randint(1, 150))]
+        assert len(by_budget(lengths, 1000)) <= parts_by_scanning(lengths, 1000)
+
+
+def test_ten_times_the_sequences_cost_ten_times_the_work(seed: int) -> None:
+    rng = random.Random(seed)
+    costs = []
+    for count in (2_000, 20_000):
+        lengths = [rng.randint(100, 700) for _ in range(count)]
+        costs.append(instructions(functools.partial(by_budget, lengths, 1000)) / count)
+    # A search in a tree, and one by halves over the parts.
+    assert costs[1] <= 1.6 * costs[0]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
+def test_lengths_may_be_an_array(dtype: str) -> None:
+    lengths = np.array([9, 60_000, 3, 40_000, 7], np.uint16).astype(dtype)
+    assert by_budget(lengths, 70_000) == by_budget(lengths.tolist(), 70_000)
+    assert balance(lengths, 2) == balance(lengths.tolist(), 2)
+    assert by_budget(lengths[:0], 1) == []
 
 
 def test_a_sequence_above_the_budget_is_named() -> None:

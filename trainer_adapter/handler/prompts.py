@@ -110,7 +110,7 @@ class PromptOffers:
         self._requested = self._requested or split == self._split
         key = (str(instance_id), round, split)
         if self._ahead[key] > 0:
-            self._ahead -= Counter([key])
+            self._pass_ahead(key)
             return 0
         if key in self._whole:
             self._whole.discard(key)
@@ -203,7 +203,7 @@ class PromptOffers:
         if self._ahead[key] > 0:
             # In this order: rounds are unique, so a key that is left here is asked for by nobody.
             source.passed()
-            self._ahead -= Counter([key])
+            self._pass_ahead(key)
             return False
         self._has_offered = True
         self._offering = source.position, key
@@ -219,10 +219,16 @@ class PromptOffers:
         self._whole.discard(key)
         return True
 
-    def _open_keys(self) -> Counter[_Key]:
-        """Return the requests of this split that have not ended."""
-        keys = self._consumer.open_requests()
-        return Counter(key for key in keys if key[2] == self._split)
+    def _pass_ahead(self, key: _Key) -> None:
+        left = self._ahead[key] - 1
+        if left:
+            self._ahead[key] = left
+        else:
+            del self._ahead[key]
+
+    def _count_open(self, without: Counter[_Key] | None = None) -> int:
+        """Count the requests of this split that have not ended, less those of some groups."""
+        return self._consumer.count_open_requests(self._split, without=without)
 
     def _keys_in_batches(self) -> Counter[_Key]:
         planner = self._planner
@@ -241,11 +247,10 @@ class PromptOffers:
 
     def _count_coming(self) -> int:
         """Count the requests whose groups are open or on their way, and in no batch."""
-        keys = self._open_keys()
         if self._world_size == 1:
-            return (keys - self._keys_in_batches()).total()
+            return self._count_open(self._keys_in_batches())
         # What other ranks hold is a shard, and so a batch.
-        return max(0, keys.total() - self._see().leased)
+        return max(0, self._count_open() - self._see().leased)
 
     def _see(self) -> _Seen:
         ledger = self._consumer.stats()
@@ -262,16 +267,16 @@ class PromptOffers:
 
     def _has_ended(self, asked: bool) -> bool:
         """Whether no batch comes any more; before that, have the groups that wait be the last."""
-        planner, keys = self._planner, self._open_keys()
+        planner = self._planner
         if self._world_size == 1:
             held = self._keys_in_batches() + _keys_of(planner.groups)
-            planner.last = not planner.inbox and not (keys - held)
+            planner.last = not planner.inbox and not self._count_open(held)
             if not planner.last:
                 return False
         if not asked or planner.inbox or planner.waiting or planner.ready:
             return False
-        seen = self._see()
-        if self._world_size > 1 and keys.total() > seen.leased + seen.ready:
+        coming, seen = self._count_open(), self._see()
+        if self._world_size > 1 and coming > seen.leased + seen.ready:
             return False
         return seen.is_empty and seen.ready < planner.least_groups
 
@@ -282,7 +287,7 @@ class PromptOffers:
         planner = self._planner
         if planner.ready or planner.inbox or planner.left_s(time.monotonic()) is not None:
             return False
-        if self._open_keys() - self._keys_in_batches() - _keys_of(planner.groups):
+        if self._count_open(self._keys_in_batches() + _keys_of(planner.groups)):
             return False
         seen = self._see()
         return seen.is_empty and not seen.ready and not seen.producers

@@ -272,6 +272,17 @@ SEGMENT_FUNCTION(py_request_number, py_take_segment) {
         atomic_load_explicit(&segment->c.requests.lane->number, memory_order_acquire));
 }
 
+/* request_numbers(segment) -> bytes: a u64 for each row, the number of its open request or 0. */
+SEGMENT_FUNCTION(py_request_numbers, py_take_segment) {
+    uint32_t rows = segment->c.requests.row_count;
+    PyObject *found = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(rows * sizeof(uint64_t)));
+    for (uint32_t row = 0; found != NULL && row < rows; row++) {
+        uint64_t number = request_open_row(&segment->c, row);
+        memcpy(PyBytes_AS_STRING(found) + row * sizeof number, &number, sizeof number);
+    }
+    return found;
+}
+
 /* request_totals(segment) -> (offered, open, claimed, done, given_up, groups, taken_ns, free_bytes,
  * bytes): samples, groups that have not ended, and room for prompts. */
 SEGMENT_FUNCTION(py_request_totals, py_take_segment) {
@@ -414,6 +425,7 @@ PyMethodDef py_request_functions[] = {
     {"request_bytes", py_request_bytes, METH_O, NULL},
     {"request_row_count", py_request_row_count, METH_O, NULL},
     {"request_number", py_request_number, METH_O, NULL},
+    {"request_numbers", py_request_numbers, METH_O, NULL},
     {"request_totals", py_request_totals, METH_O, NULL},
     {"lead_state", py_lead_state, METH_O, NULL},
     {"lead_leave", py_lead_leave, METH_VARARGS, NULL},

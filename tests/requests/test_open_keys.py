@@ -1,0 +1,90 @@
+"""Which requests are open, as their count and their keys: a look costs what has changed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from counted_work import instructions
+
+from shmbus import Bus, Consumer, Producer
+from shmbus.open_requests import OpenKeys
+from trainer_adapter.handler.planner import BatchPlanner
+from trainer_adapter.handler.prompts import PromptOffers
+
+PROMPT = np.arange(3, dtype=np.int32)
+
+
+def test_keys_and_counts_follow_what_is_offered_and_ends(bus_name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    open_: list[tuple[str, int | None, str]] = []
+    with (
+        Bus.create(bus_name, "8MiB"),
+        Consumer(bus_name) as consumer,
+        Producer(bus_name) as producer,
+    ):
+        for round_ in range(200):
+            if rng.random() < 0.6:
+                key = (f"q{rng.randrange(5)}", rng.choice([round_, None]), "train")
+                consumer.request(key[0], group_size=1, round=key[1], prompt=PROMPT, timeout=10)
+                open_.append(key)
+            elif (request := producer.requests.next(timeout=0)) is not None:
+                producer.requests.answer(request, tokens=PROMPT)
+                (group,) = consumer.take(1, timeout=10)
+                consumer.ack([group])
+                open_.remove((request.instance_id, request.round, "train"))
+            if rng.random() < 0.3:
+                less = Counter(rng.choices([("q0", None, "train"), ("q1", 3, "train")], k=3))
+                assert consumer.open_requests() == open_
+                assert consumer.count_open_requests() == len(open_)
+                assert consumer.count_open_requests("eval", without=less) == 0
+                left = (Counter(open_) - less).total()
+                assert consumer.count_open_requests(without=less) == left
+
+
+@pytest.mark.parametrize("changes", [0, 1])
+def test_a_look_at_900_open_requests_costs_a_look_at_100(bus_name: str, changes: int) -> None:
+    costs = []
+    with Bus.create(bus_name, "64MiB") as bus, Consumer(bus_name) as consumer:
+        keys = OpenKeys(bus._segment)
+        for count in (100, 900):
+            while len(consumer.open_requests()) < count - changes:
+                consumer.request("q", group_size=1, prompt=PROMPT, timeout=10)
+            keys.update()
+            for _ in range(changes):
+                consumer.request("q", group_size=1, prompt=PROMPT, timeout=10)
+            costs.append(instructions(keys.update))
+            assert keys.count("train", {}) == count
+    assert costs[1] <= 1.1 * costs[0]
+
+
+def test_each_prompt_of_an_earlier_life_is_passed_over_at_a_constant_cost(bus_name: str) -> None:
+    costs = []
+    with Bus.create(bus_name, "8MiB"), Consumer(bus_name) as consumer:
+        for count in (50, 1_000):
+            offers = PromptOffers(
+                consumer, BatchPlanner(None, 1, None), rank=0, world_size=1, split="train",
+                prompt_schema=None,
+            )  # fmt: skip
+            keys = [(f"q{number}", None, "train") for number in range(count)]
+            offers.restore_requests({**consumer.state_dict(), "ahead": keys}, here=True)
+
+            def pass_over(offers: PromptOffers = offers, count: int = count) -> None:
+                for number in range(count):
+                    assert (
+                        offers.request(f"q{number}", group_size=1, prompt=PROMPT, timeout=10) == 0
+                    )
+
+            costs.append(instructions(pass_over) / count)
+            assert consumer.count_open_requests() == 0
+            assert offers.request("q0", group_size=1, prompt=PROMPT, timeout=10) != 0
+            (request,) = consumer.open_requests()
+            assert request == ("q0", None, "train")
+            with Producer(bus_name) as producer:
+                handed = producer.requests.next(timeout=0)
+                assert handed is not None
+                producer.requests.answer(handed, tokens=PROMPT)
+            consumer.ack(consumer.take(1, timeout=10))
+    assert costs[1] <= 1.1 * costs[0]
