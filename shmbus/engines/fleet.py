@@ -131,6 +131,8 @@ class EngineFleet(ClosedByAsyncWith):
         self.timeout = checked_timeout(timeout)
         #: Whether this update clears caches: asked to, or since its number is that of others.
         self._clears = clear_cache
+        #: Whether this fleet has begun a reload.
+        self._reloads = False
         self._busy = OneAtATime()
         #: Why a step failed at a server, by its address.
         self._failures: dict[str, EngineError] = {}
@@ -365,7 +367,8 @@ class EngineFleet(ClosedByAsyncWith):
             if note.left is not None:
                 await self._recover(note)
             previous = await asyncio.to_thread(self._rows.newest, self.timeout)
-            self._clears = self.clear_cache or self._is_repeated(version)
+            attached = all(self._rows.of(server) for server in self.servers)
+            self._clears = self.clear_cache or self._is_repeated(version, not attached)
             try:
                 if previous is None or previous.version != version:
                     await asyncio.to_thread(publisher.publish, version=version)
@@ -377,6 +380,7 @@ class EngineFleet(ClosedByAsyncWith):
                 else:
                     before = version  # the servers may run an older one; nothing older is leased
                 report = self._begin(note, version, before, self.servers)
+                report.life = self._rows.life(version)
                 await self._bring(note, report, self.servers, self.quorum)
             finally:
                 if previous is not None:
@@ -384,8 +388,12 @@ class EngineFleet(ClosedByAsyncWith):
         report.total_s = time.monotonic() - began
         return report
 
-    def _is_repeated(self, version: int) -> bool:
-        """Whether caches may have entries of other weights under a version's salt."""
+    def _is_repeated(self, version: int, strange: bool) -> bool:
+        """Whether caches may have entries of other weights under a salt that comes again.
+
+        `strange`: a server's caches were filled before this trainer or its pool knew the server.
+        Without rows a salt has the bus's identity and a number, and outlives a pool.
+        """
         bus, said = self._open_bus(), 0
         if bus is not None:
             with bus:
@@ -393,7 +401,7 @@ class EngineFleet(ClosedByAsyncWith):
         # The bus says less after a trainer has gone back, and 0 before anybody has said anything.
         rows = [row for server in self.servers for row in self._rows.of(server)]
         ran = [row.applied_version or 0 for row in rows if row.applied_sequence]
-        return version <= max([*ran, said if said > 0 else -1])
+        return (strange and said > 0) or version <= max([*ran, said if said > 0 else -1])
 
     async def _join(
         self, servers: Sequence[EngineServer], *, only_behind: bool = False
@@ -417,6 +425,7 @@ class EngineFleet(ClosedByAsyncWith):
                 # What it has cached may be of any weights.
                 self._clears = True
                 report = self._begin(note, newest.version, None, servers)
+                report.life = self._rows.life(newest.version)
                 quorum = 0 if only_behind else 1
                 # The others may run another one: what is said is theirs.
                 await self._bring(note, report, servers, quorum, says=False)
@@ -579,7 +588,8 @@ class EngineFleet(ClosedByAsyncWith):
             if note.left is not None:
                 await self._recover(note)
             newest, before = await asyncio.to_thread(newest_checkpoints, directory)
-            self._clears = self.clear_cache or self._is_repeated(newest.version)
+            first, self._reloads = not self._reloads, True
+            self._clears = self.clear_cache or self._is_repeated(newest.version, first)
             known = None if before is None else before.version
             report = self._begin(note, newest.version, known, self.servers)
             await self._bring_files(note, report, newest, before)

@@ -48,12 +48,16 @@ class UpdateReport(msgspec.Struct, kw_only=True):
         In the order that they were given.
     total_s : float
         Seconds, publication included.
+    life : str
+        The publication's name among those of all runs, as in `Request.cache_salt`; an adapter's name
+        for adapters; empty for reloads and steps of a shared model.
     """
 
     version: int
     previous: int | None
     servers: list[ServerReport]
     total_s: float = 0.0
+    life: str = ""
 
     @property
     def torn(self) -> list[str]:

@@ -20,10 +20,11 @@ from shmbus.pool.server_rows import WEIGHTS, rows_of_server
 from shmbus.pool.status import (
     ARRIVED_CODE,
     LOADING_CODE,
+    PoolStatus,
     ReaderStatus,
-    SlotStatus,
     read_pool,
 )
+from shmbus.segment.cache_salt import life_name
 from shmbus.weights.errors import MANIFEST_CODE
 
 #: Seconds between two looks at the readers' rows.
@@ -43,6 +44,14 @@ def say_version(bus: str, version: int) -> None:
 def is_whole(row: ReaderStatus) -> bool:
     """Whether a rank has no part of another version than it says."""
     return row.error_code in (0, ARRIVED_CODE)
+
+
+def _newest_of(pool: PoolStatus, version: int) -> int:
+    """Return the sequence of the last publication of a number; 0 where no slot has the number."""
+    there = (
+        slot.sequence for slot in pool.slots if slot.state == "ready" and slot.version == version
+    )
+    return max(there, default=0)
 
 
 class Missing(NamedTuple):
@@ -171,16 +180,23 @@ class RankRows:
                 )
             await asyncio.sleep(POLL_S)
 
+    def life(self, version: int) -> str:
+        """Name the last publication of a number; empty where the pool has none."""
+        pool = self._pool()
+        sequence = 0 if pool is None else _newest_of(pool, version)
+        return "" if pool is None or sequence == 0 else life_name(pool.life, sequence)
+
     def _are_of_newest(self, rows: list[ReaderStatus], version: int) -> bool:
         """Whether ranks run the last publication of a number, and no older life's."""
-        there = [s.sequence for s in self._slots() if s.version == version and s.state == "ready"]
-        return not there or all(row.applied_sequence == max(there) for row in rows)
+        pool = self._pool()
+        newest = 0 if pool is None else _newest_of(pool, version)
+        return newest == 0 or all(row.applied_sequence == newest for row in rows)
 
-    def _slots(self) -> list[SlotStatus]:
+    def _pool(self) -> PoolStatus | None:
         try:
-            return read_pool(self._bus, WEIGHTS).slots
+            return read_pool(self._bus, WEIGHTS)
         except BusNotFoundError:
-            return []
+            return None
 
     def missing(self, server: Addressed, ranks: int, version: int) -> Missing | None:
         """Say what keeps a server's ranks from all running a version; None where they do."""
