@@ -3,9 +3,9 @@
 Keys and values that older weights made stay in an engine's cache. vLLM takes a ``cache_salt`` with
 a request, SGLang an ``extra_key``: only requests with equal salts share a prefix.
 
-Invariants: a salt names one publication, never a number alone: numbers repeat in the next run, after
-a return to a checkpoint, after a restart. Two requests share a salt only if no update of the weights
-began or ended between them.
+Invariants: a salt names one publication, never a number alone: numbers repeat in the next run,
+after a return to a checkpoint, after a restart. Two requests share a salt only if no update of the
+weights began or ended between them.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def cache_salt(bus: str, policy_version: int) -> str:
     Returns
     -------
     str
-        The version, a dot, and the life of the publications that engines run under the number; where
-        no engine reads weights of the bus, the bus's identity. While servers are being updated, and
-        where engines run other versions only, a salt that no other request has.
+        The version, a dot, and the publications that engines run under the number; where no engine
+        reads weights of the bus, the bus's identity. While servers are being updated, and where
+        engines run other versions only, a salt that no other request has.
     """
     # Rows before the note: rows in the middle of an update are met with the note in place.
     life = _life_in_force(bus, policy_version)
