@@ -521,7 +521,8 @@ class EngineFleet(ClosedByAsyncWith):
                 # All ranks have it; what the server has not finished must be, before it generates.
                 await self._settle(server)
             report.version = version
-            report.warning = "" if error is None else str(error)
+            said = ["" if error is None else str(error), getattr(server, "caution", "")]
+            report.warning = "; ".join(filter(None, said))
             report.load_s = time.monotonic() - began
 
         return load

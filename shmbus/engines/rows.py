@@ -54,6 +54,15 @@ def _newest_of(pool: PoolStatus, version: int) -> int:
     return max(there, default=0)
 
 
+def _was_published(row: ReaderStatus, pool: PoolStatus | None) -> bool:
+    """Whether a pool has published what a rank's row names; rows by relay may lack a sequence."""
+    if pool is None or row.applied_sequence is None:
+        return True
+    there = {slot.sequence: slot.version for slot in pool.slots if slot.state == "ready"}
+    version = there.get(row.applied_sequence, row.applied_version)
+    return row.applied_sequence <= max(there, default=0) and version == row.applied_version
+
+
 class Missing(NamedTuple):
     """What keeps a server from running a version."""
 
@@ -149,8 +158,11 @@ class RankRows:
     def whole_version(self, server: Addressed, ranks: int) -> int | None:
         """Return what all ranks run; None where they differ, or one may have a part of another."""
         rows = self.of(server)
+        pool = self._pool()
         versions = {(row.applied_sequence, row.applied_version) for row in rows}
-        whole = len(rows) >= ranks and all(map(is_whole, rows))
+        whole = len(rows) >= ranks and all(
+            is_whole(row) and _was_published(row, pool) for row in rows
+        )
         return versions.pop()[1] if whole and len(versions) == 1 else None
 
     async def require_version(
@@ -201,7 +213,9 @@ class RankRows:
     def missing(self, server: Addressed, ranks: int, version: int) -> Missing | None:
         """Say what keeps a server's ranks from all running a version; None where they do."""
         rows = self.of(server)
-        runs = [row for row in rows if is_whole(row) and row.applied_version == version]
+        pool = self._pool()
+        true = [row for row in rows if _was_published(row, pool)]
+        runs = [row for row in true if is_whole(row) and row.applied_version == version]
         if len(rows) >= ranks and len(runs) == len(rows) and self._are_of_newest(runs, version):
             return None
         refused = [
@@ -212,6 +226,7 @@ class RankRows:
         said = "; ".join(refused) or "; ".join(
             f"{row.label} runs "
             + (f"{row.applied_version}" if is_whole(row) else "no whole version")
+            + (", which was never published" if row not in true else "")
             for row in rows
         )
         return Missing(

@@ -25,7 +25,7 @@ NOTE_KIND: Final = "fleet"
 #: The companion whose reader rows say which publication each engine runs.
 WEIGHTS_KIND: Final = "weights"
 _MAX_NOTE_BYTES: Final = 1 << 20
-#: Bytes of a salt that no other request has.
+#: Random bytes of a salt for one request alone.
 _OWN_BYTES: Final = 8
 _BUS_HEADER: Final = _core.layout()["bus_header"]
 _IDENTITY_AT: Final = _BUS_HEADER["offsets"][_BUS_HEADER["names"].index("identity")]
@@ -33,7 +33,7 @@ _IDENTITY_BYTES: Final = 16
 
 
 class _Note(msgspec.Struct):
-    """What counts here of a note; one that says nothing of it is of a fleet that is busy."""
+    """The part of a note that salts depend on; a note without `updating` means a busy fleet."""
 
     updating: bool = True
 
@@ -44,7 +44,7 @@ def life_name(life: int, *sequences: int) -> str:
 
 
 def cache_salt(bus: str, policy_version: int) -> str:
-    """Return the salt for a request that is sent now.
+    """Return the salt for a request that a worker sends now.
 
     Parameters
     ----------
@@ -56,11 +56,11 @@ def cache_salt(bus: str, policy_version: int) -> str:
     Returns
     -------
     str
-        The version, a dot, and the publications that engines run under the number; where no engine
-        reads weights of the bus, the bus's identity. While servers are being updated, and where
-        engines run other versions only, a salt that no other request has.
+        The version, a dot, and the publications that engines run under the number; if no engine
+        reads weights of the bus, the bus's identity. During an update, and if engines run other
+        versions only, random bits: a salt for one request alone.
     """
-    # Rows before the note: rows in the middle of an update are met with the note in place.
+    # Rows first: an update writes the note before rows change, so no row in mid-update is missed.
     life = _life_in_force(bus, policy_version)
     if life is None or _is_updating(bus):
         life = f"+{secrets.token_hex(_OWN_BYTES)}"
@@ -68,7 +68,7 @@ def cache_salt(bus: str, policy_version: int) -> str:
 
 
 def _life_in_force(bus: str, version: int) -> str | None:
-    """Name what engines run under a number; None where engines run other numbers only."""
+    """Name the publications that engines run under a number; None if engines run other numbers."""
     pool = _open(SHM_DIRECTORY + companion_name(WEIGHTS_KIND, bus), f"the weights of bus {bus!r}")
     if pool is not None:
         try:

@@ -7,6 +7,8 @@ was told), "cache" (the weights are new, and it answers failure), "break" (a ten
 from __future__ import annotations
 
 import asyncio
+import sys
+import types
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -72,6 +74,17 @@ class SmallSglang(SmallEngine):
     def said(self, success: bool, message: str) -> web.Response:
         answer = {"success": success, "message": message}
         return web.json_response(answer, status=200 if success else 400)
+
+    async def encode(self, request: web.Request) -> web.Response:
+        """Answer an image by what the encoder made of it, which SGLang keeps in this module."""
+        module = sys.modules.setdefault(
+            "sglang.srt.managers.mm_schedule", types.ModuleType("mm_schedule")
+        )
+        kept: dict[str, float] = module.__dict__.setdefault("embedding_cache", {})
+        await self.running.wait()
+        runs = float(self.models[0]["value"][0])
+        image = (await request.json())["image"]
+        return web.json_response({"encoded": kept.setdefault(image, runs), "runs": runs})
 
     async def server_info(self, request: web.Request) -> web.Response:
         answer = {
@@ -171,6 +184,7 @@ class SmallSglang(SmallEngine):
             web.post("/end_weight_update", self.end),
             web.post("/update_weights_from_disk", self.from_disk),
             web.post("/flush_cache", self.flush),
+            web.post("/encode", self.encode),
         ]
 
 
@@ -184,3 +198,15 @@ class WithoutLoader(SmallSglang):
 
 class Quantised(SmallSglang):
     info: ClassVar[dict[str, Any]] = {"quantization": "fp8"}
+
+
+class WithExpertBalance(SmallSglang):
+    info: ClassVar[dict[str, Any]] = {"enable_eplb": True}
+
+
+class WithFrozenGraphs(SmallSglang):
+    info: ClassVar[dict[str, Any]] = {"device": "cpu", "enable_torch_compile": True}
+
+
+class Drafting(SmallSglang):
+    info: ClassVar[dict[str, Any]] = {"speculative_algorithm": "EAGLE"}
