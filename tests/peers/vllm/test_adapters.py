@@ -49,19 +49,22 @@ async def test_each_version_of_an_adapter_answers_by_its_name_while_requests_are
 
         base = await answer("m")
         async with LoraFleet([VllmServer(server.url)], bus=bus.name, timeout=60) as fleet:
-            await fleet.update(files.publish(adapter(1), version=8))
-            first = await answer("run1-v8")
+            eight = files.publish(adapter(1), version=8)
+            await fleet.update(eight)
+            first = await answer(eight.name)
             assert first != base
-            in_flight = [asyncio.ensure_future(answer("run1-v8")) for _ in range(3)]
+            in_flight = [asyncio.ensure_future(answer(eight.name)) for _ in range(3)]
             await asyncio.sleep(0)  # they are sent
-            report = await fleet.update(files.publish(adapter(2), version=9))
+            nine = files.publish(adapter(2), version=9)
+            report = await fleet.update(nine)
             assert report.previous == 8 and bus.policy_version == 9
             assert await asyncio.gather(*in_flight) == [first] * 3
-            assert await answer("run1-v9") not in (base, first)
-            report = await fleet.update(files.publish(adapter(1), version=10))
-            assert await answer("run1-v10") == first and await answer("m") == base
+            assert await answer(nine.name) not in (base, first)
+            ten = files.publish(adapter(1), version=10)
+            report = await fleet.update(ten)
+            assert await answer(ten.name) == first and await answer("m") == base
             listed = await VllmServer(server.url).adapters(60)
-            assert [name for name in listed if name != "m"] == ["run1-v9", "run1-v10"]
+            assert [name for name in listed if name != "m"] == [nine.name, ten.name]
             assert not report.servers[0].error and not report.servers[0].warning
     finally:
         server.end()
