@@ -628,6 +628,9 @@ class EngineFleet(ClosedByAsyncWith):
     async def _find(self, server: EngineServer, report: ServerReport) -> None:
         """Find out that it is there, and how many may answer at once where that counts."""
         await server.paused(self.timeout)
+        check = getattr(server, "check_reload", None)
+        if check is not None:
+            await check(self.timeout)
         if not server.answers_in_step:
             report.ranks = await server.ranks(self.timeout)
 

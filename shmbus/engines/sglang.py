@@ -126,6 +126,15 @@ class SglangServer(InferenceServer):
         if clear_cache:
             await self._flush(timeout)
 
+    async def check_reload(self, timeout: float) -> None:
+        """Refuse a model that sees or hears: no call of SGLang forgets what its encoders made."""
+        status, text = await self.call("model_info", "GET", "/model_info", timeout, advice=_VERSION)
+        said = self._object("model_info", text, _VERSION) if status == 200 else {}
+        for name in ("has_image_understanding", "has_audio_understanding"):
+            if said.get(name):
+                advice = "bring weights by EngineFleet.update, whose loader forgets encoder outputs"
+                raise EngineError(self.address, "model_info", 200, f"{name} is True", advice)
+
     async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
         """Read a checkpoint from a directory on its machine; it stays paused."""
         body = {

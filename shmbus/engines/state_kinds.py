@@ -41,7 +41,7 @@ STATE_KINDS: Final = (
         "encoder outputs",
         "every update and reload, before the rows say that the version runs",
         "`/reset_encoder_cache`; refused: `ec_transfer_config`",
-        "the loader clears `mm_schedule.embedding_cache`",
+        "the loader clears `mm_schedule.embedding_cache`; reloads of such models are refused",
     ),
     StateKind(
         "LoRA adapters",

@@ -57,6 +57,8 @@ class SmallSglang(SmallEngine):
     }
     client: ClassVar[type[Any]] = SglangServer
     info: ClassVar[dict[str, Any]] = {}
+    #: Whether its model takes images.
+    sees: ClassVar[bool] = False
 
     def __init__(self, ranks: int) -> None:
         super().__init__(ranks)
@@ -92,6 +94,9 @@ class SmallSglang(SmallEngine):
             "custom_weight_loader": [LOADER], "version": "0.5.23", **self.info,
         }  # fmt: skip
         return web.json_response(answer)
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"has_image_understanding": self.sees})
 
     async def ready(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.running.is_set() else 503)
@@ -176,6 +181,7 @@ class SmallSglang(SmallEngine):
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/server_info", self.server_info),
+            web.get("/model_info", self.model_info),
             web.get("/ready", self.ready),
             web.post("/pause_generation", self.pause),
             web.post("/continue_generation", self.resume),
@@ -210,3 +216,7 @@ class WithFrozenGraphs(SmallSglang):
 
 class Drafting(SmallSglang):
     info: ClassVar[dict[str, Any]] = {"speculative_algorithm": "EAGLE"}
+
+
+class Seeing(SmallSglang):
+    sees: ClassVar[bool] = True

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_sglang import Drafting, SmallSglang, WithExpertBalance, WithFrozenGraphs
+from small_sglang import Drafting, Seeing, SmallSglang, WithExpertBalance, WithFrozenGraphs
 from small_vllm import DraftingVllm, SmallVllm
 from trainers import Trainer, fleet_of, update
 
@@ -56,6 +56,19 @@ async def test_a_reload_has_images_encoded_anew(bus: Bus, servers: Any, tmp_path
             trainer.publish(version)
             await fleet.reload(tmp_path)
             assert (await running.post("/encode", {"image": "a"}))["encoded"] == version
+    trainer.publisher.close()
+
+
+async def test_a_reload_that_would_keep_encoder_outputs_is_refused_before_a_pause(
+    bus: Bus, servers: Any, tmp_path: Path
+) -> None:
+    running = servers(1, Seeing)
+    trainer = Trainer(bus.name, carrier="checkpoint", directory=tmp_path)
+    trainer.publish(1)
+    async with fleet_of(bus.name, running) as fleet:
+        with pytest.raises(EngineError, match="has_image_understanding"):
+            await fleet.reload(tmp_path)
+    assert await running.calls() == []
     trainer.publisher.close()
 
 
