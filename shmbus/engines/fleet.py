@@ -131,8 +131,8 @@ class EngineFleet(ClosedByAsyncWith):
         self.timeout = checked_timeout(timeout)
         #: Whether this update clears caches: asked to, or since its number is that of others.
         self._clears = clear_cache
-        #: Whether this fleet has begun a reload.
-        self._reloads = False
+        #: Whether this fleet has changed weights of servers that have no rows.
+        self._has_changed = False
         self._busy = OneAtATime()
         #: Why a step failed at a server, by its address.
         self._failures: dict[str, EngineError] = {}
@@ -388,6 +388,11 @@ class EngineFleet(ClosedByAsyncWith):
         report.total_s = time.monotonic() - began
         return report
 
+    def _is_first(self) -> bool:
+        """Whether servers without rows meet this fleet for the first time."""
+        first, self._has_changed = not self._has_changed, True
+        return first
+
     def _is_repeated(self, version: int, strange: bool) -> bool:
         """Whether caches may have entries of other weights under a salt that comes again.
 
@@ -589,8 +594,7 @@ class EngineFleet(ClosedByAsyncWith):
             if note.left is not None:
                 await self._recover(note)
             newest, before = await asyncio.to_thread(newest_checkpoints, directory)
-            first, self._reloads = not self._reloads, True
-            self._clears = self.clear_cache or self._is_repeated(newest.version, first)
+            self._clears = self.clear_cache or self._is_repeated(newest.version, self._is_first())
             known = None if before is None else before.version
             report = self._begin(note, newest.version, known, self.servers)
             await self._bring_files(note, report, newest, before)
@@ -628,9 +632,7 @@ class EngineFleet(ClosedByAsyncWith):
     async def _find(self, server: EngineServer, report: ServerReport) -> None:
         """Find out that it is there, and how many may answer at once where that counts."""
         await server.paused(self.timeout)
-        check = getattr(server, "check_reload", None)
-        if check is not None:
-            await check(self.timeout)
+        await _ask_if_known(server, "check_reload", self.timeout)
         if not server.answers_in_step:
             report.ranks = await server.ranks(self.timeout)
 
@@ -677,6 +679,7 @@ class EngineFleet(ClosedByAsyncWith):
     ) -> None:
         if note.left is not None:
             self._require_shared(note, await self._recover(note))
+        self._clears = self.clear_cache or self._is_repeated(version, self._is_first())
         report = self._begin(note, version, shared.version, self.servers)
         reports = report.servers
         pairs = list(zip(self.servers, reports, strict=True))
@@ -703,7 +706,7 @@ class EngineFleet(ClosedByAsyncWith):
                     "whole weights in a step with heal=True"
                 ) from error
             say_version(self.bus, version)
-            resumed = await self._each(pairs, self._resume)
+            resumed = await self._each(await self._each(pairs, self._forget_encoded), self._resume)
         self._clear(note, report)
         await self._all(resumed, reports)
 
@@ -718,8 +721,12 @@ class EngineFleet(ClosedByAsyncWith):
                 raise EngineError(each.address, "recover", None, each.error, advice)
 
     async def _ask(self, server: EngineServer, report: ServerReport) -> None:
-        """Find out that it is there before anybody is paused."""
+        """Find out that it is there, and what it can forget, before anybody is paused."""
         await server.paused(self.timeout)
+        await _ask_if_known(server, "check_reload", self.timeout)
+
+    async def _forget_encoded(self, server: EngineServer, report: ServerReport) -> None:
+        await _ask_if_known(server, "forget_encoded", self.timeout)
 
     async def _all(self, pairs: Pairs, reports: list[ServerReport]) -> None:
         if len(pairs) < len(reports):
@@ -953,6 +960,13 @@ class EngineFleet(ClosedByAsyncWith):
 
         done = await asyncio.gather(*(take(server, report) for server, report in pairs))
         return [pair for pair, succeeded in zip(pairs, done, strict=True) if succeeded]
+
+
+async def _ask_if_known(server: EngineServer, verb: str, timeout: float) -> None:
+    """Take a step that servers of other classes may lack."""
+    step = getattr(server, verb, None)
+    if step is not None:
+        await step(timeout)
 
 
 def _require_mode(server: EngineServer, mode: str) -> None:

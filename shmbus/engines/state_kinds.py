@@ -33,9 +33,9 @@ STATE_KINDS: Final = (
     ),
     StateKind(
         "KV tiers and connectors",
-        "the same salt, and the same pause",
-        "refused: connectors that key by tokens alone",
-        "`extra_key`; `/flush_cache`",
+        "the same salt and pause",
+        "`cache_salt` in block hashes; refused: connectors that key by tokens alone",
+        "`extra_key` in the keys of each tier",
     ),
     StateKind(
         "encoder outputs",
@@ -65,7 +65,7 @@ STATE_KINDS: Final = (
         "tensors that the loader computes",
         "the engine's loader, for all of the module, at every version",
         "`finalize_layerwise_reload`",
-        "`load_weights`; refused by SGLang where its session cannot restore",
+        "`load_weights`, `/end_weight_update`",
     ),
     StateKind(
         "derived copies by `Tensor._version`",
@@ -75,7 +75,7 @@ STATE_KINDS: Final = (
     ),
     StateKind(
         "CUDA graphs",
-        "nobody has to: weights are written in place",
+        "no need: weights are written in place",
         "same addresses",
         "same addresses",
     ),

@@ -106,10 +106,10 @@ class VllmServer(InferenceServer):
         await self.post("start", "/start_weight_update", timeout)
         await self.post("update", "/update_weights", timeout, {"update_info": {"version": version}})
         # Before the rows say that the version runs: who recovers a dead trainer goes by the rows.
-        await self._reset_encoder(timeout)
+        await self.forget_encoded(timeout)
         await self._finish({"weight_version": str(version)}, timeout)
 
-    async def _reset_encoder(self, timeout: float) -> None:
+    async def forget_encoded(self, timeout: float) -> None:
         """Have no image be answered from what the old weights made of it."""
         path = "/reset_encoder_cache"
         # 404: a server without the route has no such cache.
@@ -130,7 +130,7 @@ class VllmServer(InferenceServer):
             or any(each is not None for each in results)
         ):
             raise self.refuse("reload", answer, AGAIN)
-        await self._reset_encoder(timeout)
+        await self.forget_encoded(timeout)
         said = str(version)
         await self.post("reload", "/update_weight_version", timeout, {"new_version": said})
         answer = await self.ask("reload", "GET", "/weight_info", timeout, advice=AGAIN)
