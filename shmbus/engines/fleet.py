@@ -131,7 +131,7 @@ class EngineFleet(ClosedByAsyncWith):
         self.timeout = checked_timeout(timeout)
         #: Whether this update clears caches: asked to, or since its number is that of others.
         self._clears = clear_cache
-        #: Whether this fleet has changed weights of servers that have no rows.
+        #: Whether this fleet has changed weights of servers without rows.
         self._has_changed = False
         self._busy = OneAtATime()
         #: Why a step failed at a server, by its address.
@@ -394,10 +394,10 @@ class EngineFleet(ClosedByAsyncWith):
         return first
 
     def _is_repeated(self, version: int, strange: bool) -> bool:
-        """Whether caches may have entries of other weights under a salt that comes again.
+        """Tell whether caches may hold entries of other weights under a repeated salt.
 
-        `strange`: a server's caches were filled before this trainer or its pool knew the server.
-        Without rows a salt has the bus's identity and a number, and outlives a pool.
+        `strange`: servers filled caches before this fleet or its pool knew the servers. Without
+        rows a salt holds the bus's identity and a number, and outlives a pool.
         """
         bus, said = self._open_bus(), 0
         if bus is not None:
@@ -721,7 +721,7 @@ class EngineFleet(ClosedByAsyncWith):
                 raise EngineError(each.address, "recover", None, each.error, advice)
 
     async def _ask(self, server: EngineServer, report: ServerReport) -> None:
-        """Find out that it is there, and what it can forget, before anybody is paused."""
+        """Check before any pause that a server answers, and can drop encoder outputs."""
         await server.paused(self.timeout)
         await _ask_if_known(server, "check_reload", self.timeout)
 

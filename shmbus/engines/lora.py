@@ -170,7 +170,7 @@ class LoraFleet(ClosedByAsyncWith):
         return True
 
     async def _free_name(self, server: LoraServer, adapter: LoraVersion) -> None:
-        """Unload what an earlier call loaded from the same path; another path's name is in use."""
+        """Unload an adapter of the same name and path; EngineError for the name of another path."""
         path = (await server.adapters(self.timeout)).get(adapter.name)
         if path == adapter.path:
             await server.unload_adapter(adapter.name, self.timeout)
@@ -185,7 +185,7 @@ class LoraFleet(ClosedByAsyncWith):
             )
 
     async def _unload(self, server: LoraServer, report: ServerReport, adapter: LoraVersion) -> None:
-        """Unload an adapter, unless the name is another path's; an empty path is any."""
+        """Unload an adapter by name and path; an empty path matches any path."""
         try:
             path = (await server.adapters(self.timeout)).get(adapter.name)
             if path is not None and adapter.path in ("", path):

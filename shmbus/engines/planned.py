@@ -118,7 +118,7 @@ class PlannedLoader:
         if self._device.type != "cpu":
             # The copies are done before the slot may be written again.
             torch.get_device_module(self._device).synchronize(self._device)
-        # Loaders and plans write through `.data` and by address, which torch counts elsewhere.
+        # Torch counts no write through `.data` or by address.
         count_writes([*self._model.parameters(), *self._model.buffers()])
         self._has = weights.place
         return how

@@ -49,8 +49,8 @@ class UpdateReport(msgspec.Struct, kw_only=True):
     total_s : float
         Seconds, publication included.
     life : str
-        The publication's name among those of all runs, as in `Request.cache_salt`; for adapters the
-        adapter's name; empty for reloads.
+        Name of the publication, unique among all runs, as in `Request.cache_salt`; for adapters
+        the adapter's name; empty for reloads.
     """
 
     version: int

@@ -46,12 +46,17 @@ def is_whole(row: ReaderStatus) -> bool:
     return row.error_code in (0, ARRIVED_CODE)
 
 
-def _newest_of(pool: PoolStatus, version: int) -> int:
+def _newest_of(pool: PoolStatus | None, version: int) -> int:
     """Return the sequence of the last publication of a number; 0 where no slot has the number."""
-    there = (
-        slot.sequence for slot in pool.slots if slot.state == "ready" and slot.version == version
-    )
+    slots = () if pool is None else pool.slots
+    there = (slot.sequence for slot in slots if slot.state == "ready" and slot.version == version)
     return max(there, default=0)
+
+
+def _are_of_newest(rows: list[ReaderStatus], version: int, pool: PoolStatus | None) -> bool:
+    """Tell whether ranks run the last publication of a number, rather than an older life's."""
+    newest = _newest_of(pool, version)
+    return newest == 0 or all(row.applied_sequence == newest for row in rows)
 
 
 def _was_published(row: ReaderStatus, pool: PoolStatus | None) -> bool:
@@ -99,12 +104,12 @@ class RankRows:
         deadline = time.monotonic() + timeout
         await asyncio.sleep(HEARD_S)
         while True:
-            rows = self.of(server)
+            rows, pool = self.of(server), self._pool()
             there = [
                 row
                 for row in rows
                 if row.refused_version == version
-                or (row.applied_version == version and self._are_of_newest([row], version))
+                or (row.applied_version == version and _are_of_newest([row], version, pool))
             ]
             if len(there) >= ranks:
                 return
@@ -195,14 +200,8 @@ class RankRows:
     def life(self, version: int) -> str:
         """Name the last publication of a number; empty where the pool has none."""
         pool = self._pool()
-        sequence = 0 if pool is None else _newest_of(pool, version)
+        sequence = _newest_of(pool, version)
         return "" if pool is None or sequence == 0 else life_name(pool.life, sequence)
-
-    def _are_of_newest(self, rows: list[ReaderStatus], version: int) -> bool:
-        """Whether ranks run the last publication of a number, and no older life's."""
-        pool = self._pool()
-        newest = 0 if pool is None else _newest_of(pool, version)
-        return newest == 0 or all(row.applied_sequence == newest for row in rows)
 
     def _pool(self) -> PoolStatus | None:
         try:
@@ -216,7 +215,7 @@ class RankRows:
         pool = self._pool()
         true = [row for row in rows if _was_published(row, pool)]
         runs = [row for row in true if is_whole(row) and row.applied_version == version]
-        if len(rows) >= ranks and len(runs) == len(rows) and self._are_of_newest(runs, version):
+        if len(rows) >= ranks and len(runs) == len(rows) and _are_of_newest(runs, version, pool):
             return None
         refused = [
             f"{row.label}: {row.error}"

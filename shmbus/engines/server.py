@@ -32,7 +32,7 @@ LEAST_KEY = 8
 #: What is advised where only the server can know more.
 AGAIN = "look at the server's own log"
 
-#: What is said of a draft model, by the name of the option that brought it.
+#: Warning about a draft model, after the name of the option that configures drafts.
 DRAFTS = (
     "{}: the draft model keeps the weights that the server was started with; answers are those of "
     "the new version, and fewer drafts are taken: restart the server with a new draft model"
@@ -227,7 +227,7 @@ class HttpServer(ClosedByAsyncWith):
 class InferenceServer(HttpServer):
     """One that serves adapters beside its model, by the routes that vLLM began with."""
 
-    #: What no update renews, for the warning of each report.
+    #: State that no update renews, for the warning of each report.
     caution = ""
 
     #: What those routes begin with, and what is advised where one fails.

@@ -127,7 +127,7 @@ class SglangServer(InferenceServer):
             await self._flush(timeout)
 
     async def check_reload(self, timeout: float) -> None:
-        """Refuse a model that sees or hears: no call of SGLang forgets what its encoders made."""
+        """Refuse a model that sees or hears: no call of SGLang drops encoder outputs."""
         status, text = await self.call("model_info", "GET", "/model_info", timeout, advice=_VERSION)
         said = self._object("model_info", text, _VERSION) if status == 200 else {}
         for name in ("has_image_understanding", "has_audio_understanding"):

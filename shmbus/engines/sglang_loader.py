@@ -98,7 +98,7 @@ def _load(loader: PlannedLoader, weights: Weights) -> None:
 
 
 def _forget_encoded() -> None:
-    """Have no image be answered from what the old weights made of it; a flush leaves that."""
+    """Drop encoder outputs of old weights, which SGLang's flush keeps."""
     schedule = sys.modules.get("sglang.srt.managers.mm_schedule")
     cache = getattr(schedule, "embedding_cache", None)
     if cache is not None:

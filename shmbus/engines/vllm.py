@@ -44,7 +44,7 @@ class VllmServer(InferenceServer):
         "environment"
     )
 
-    #: Whether it has a draft model; None before it was asked.
+    #: Whether the server runs a draft model; None before the first question.
     _drafts: bool | None = None
 
     async def ranks(self, timeout: float) -> int:
@@ -71,7 +71,7 @@ class VllmServer(InferenceServer):
         return True
 
     async def _has_drafts(self, timeout: float) -> bool:
-        """Ask whether a draft model of weights of its own proposes tokens."""
+        """Ask whether a draft model with own weights proposes tokens."""
         status, text = await self.call(
             "drafts", "POST", "/collective_rpc", timeout,
             body={"method": "supports_draft_weight_updates"}, advice=AGAIN,
@@ -105,14 +105,14 @@ class VllmServer(InferenceServer):
         del clear_cache  # `pause` has said it
         await self.post("start", "/start_weight_update", timeout)
         await self.post("update", "/update_weights", timeout, {"update_info": {"version": version}})
-        # Before the rows say that the version runs: who recovers a dead trainer goes by the rows.
+        # Before rows name the version: recovery after a trainer's death trusts rows.
         await self.forget_encoded(timeout)
         await self._finish({"weight_version": str(version)}, timeout)
 
     async def forget_encoded(self, timeout: float) -> None:
-        """Have no image be answered from what the old weights made of it."""
+        """Drop encoder outputs of old weights."""
         path = "/reset_encoder_cache"
-        # 404: a server without the route has no such cache.
+        # 404: no route, no encoder cache.
         await self.call("encoder", "POST", path, timeout, advice=AGAIN, good=(200, 404))
 
     async def _finish(self, body: Mapping[str, str], timeout: float) -> None:

@@ -96,7 +96,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         known = self._subscriber
         if known is None or self._attached != init_info or known.removed:
             known = self._attach(init_info)
-        # What cannot be used is in the row by then, where the trainer reads of it.
+        # By then the row names an unusable version, and the trainer reads the row.
         try:
             newest = known.latest(timeout=ATTACH_TIMEOUT_S)
             refusal = self._refusal

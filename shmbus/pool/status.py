@@ -66,7 +66,7 @@ class ReaderStatus(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     applied_version: int | None
     applied_sequence: int | None
-    #: Which publication that is among those of all pools, as in salts of requests; None for none.
+    #: Name of the running publication, unique among all pools, as in salts; None before the first.
     applied_life: str | None = None
     refused_version: int | None
     error_code: int

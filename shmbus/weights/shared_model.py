@@ -322,7 +322,7 @@ class SharedModel(ClosedByWith):
                     "load whole weights in `with shared.stepping(version, heal=True)`"
                 )
             version = self.version
-            if version != self._met:  # another process has written, which torch here cannot know
+            if version != self._met:  # torch counts no write of another process
                 count_writes(self._tensors.values())
                 self._met = version
             yield version

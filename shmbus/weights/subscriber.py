@@ -389,6 +389,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
             code = MANIFEST_CODE if isinstance(error, ManifestError) else TORN_CODE
             carried.report_refused(code, str(error))
             raise
+        # The copies counted writes of the local shards.
         count_writes(value for value in targets_of(named).values() if is_sharded(value))
         carried.report_applied()
         return written

@@ -83,7 +83,7 @@ struct pool_header {
     uint64_t patch_bytes; /* of all ranks' patches; 0 for none */
     uint32_t geometry_crc;
     uint32_t reserved1;
-    uint64_t life; /* no other pool has the number: sequences of two pools are never mixed up */
+    uint64_t life; /* random: with a sequence, the name of one publication among all pools */
 
     alignas(128) _Atomic uint64_t latest;
     _Atomic uint64_t writing;
