@@ -101,6 +101,13 @@ SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
 GROUP_SIZE, GROUPS_PER_BATCH, AT_ONCE = 8, 16, 64
 
 
+async def adapter(client: openai.AsyncOpenAI, version: int) -> str:
+    """Return the server's name of an adapter: the last publication of a version's number."""
+    begins = f"policy-v{version}"
+    names = [model.id async for model in client.models.list()]
+    return next((name for name in reversed(names) if name.startswith(f"{begins}-")), begins)
+
+
 async def work(producer: shmbus.Producer, client: openai.AsyncOpenAI, lora: bool) -> None:
     """Answer requests one after the other."""
     while (request := await producer.requests.anext()) is not None:
@@ -108,7 +115,8 @@ async def work(producer: shmbus.Producer, client: openai.AsyncOpenAI, lora: bool
         more = {"return_token_ids": True, "ignore_eos": True, "cache_salt": request.cache_salt}
         try:
             completion = await client.completions.create(
-                model=f"policy-v{version}" if lora else "policy", prompt=prompt, logprobs=0,
+                model=await adapter(client, version) if lora else "policy",
+                prompt=prompt, logprobs=0,
                 max_tokens=ANSWER_TOKENS, temperature=float(request.split != "eval"),
                 extra_body=more,
             )  # fmt: skip

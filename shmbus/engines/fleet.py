@@ -131,6 +131,8 @@ class EngineFleet(ClosedByAsyncWith):
         self.timeout = checked_timeout(timeout)
         #: Whether this update clears caches: asked to, or since its number is that of others.
         self._clears = clear_cache
+        #: Whether this fleet has changed weights of servers without rows.
+        self._has_changed = False
         self._busy = OneAtATime()
         #: Why a step failed at a server, by its address.
         self._failures: dict[str, EngineError] = {}
@@ -365,7 +367,8 @@ class EngineFleet(ClosedByAsyncWith):
             if note.left is not None:
                 await self._recover(note)
             previous = await asyncio.to_thread(self._rows.newest, self.timeout)
-            self._clears = self.clear_cache or self._is_repeated(version)
+            attached = all(self._rows.of(server) for server in self.servers)
+            self._clears = self.clear_cache or self._is_repeated(version, not attached)
             try:
                 if previous is None or previous.version != version:
                     await asyncio.to_thread(publisher.publish, version=version)
@@ -377,6 +380,7 @@ class EngineFleet(ClosedByAsyncWith):
                 else:
                     before = version  # the servers may run an older one; nothing older is leased
                 report = self._begin(note, version, before, self.servers)
+                report.life = self._rows.life(version)
                 await self._bring(note, report, self.servers, self.quorum)
             finally:
                 if previous is not None:
@@ -384,8 +388,17 @@ class EngineFleet(ClosedByAsyncWith):
         report.total_s = time.monotonic() - began
         return report
 
-    def _is_repeated(self, version: int) -> bool:
-        """Whether caches may have entries of other weights under a version's salt."""
+    def _is_first(self) -> bool:
+        """Whether servers without rows meet this fleet for the first time."""
+        first, self._has_changed = not self._has_changed, True
+        return first
+
+    def _is_repeated(self, version: int, strange: bool) -> bool:
+        """Tell whether caches may hold entries of other weights under a repeated salt.
+
+        `strange`: servers filled caches before this fleet or its pool knew the servers. Without
+        rows a salt holds the bus's identity and a number, and outlives a pool.
+        """
         bus, said = self._open_bus(), 0
         if bus is not None:
             with bus:
@@ -393,7 +406,7 @@ class EngineFleet(ClosedByAsyncWith):
         # The bus says less after a trainer has gone back, and 0 before anybody has said anything.
         rows = [row for server in self.servers for row in self._rows.of(server)]
         ran = [row.applied_version or 0 for row in rows if row.applied_sequence]
-        return version <= max([*ran, said if said > 0 else -1])
+        return (strange and said > 0) or version <= max([*ran, said if said > 0 else -1])
 
     async def _join(
         self, servers: Sequence[EngineServer], *, only_behind: bool = False
@@ -417,6 +430,7 @@ class EngineFleet(ClosedByAsyncWith):
                 # What it has cached may be of any weights.
                 self._clears = True
                 report = self._begin(note, newest.version, None, servers)
+                report.life = self._rows.life(newest.version)
                 quorum = 0 if only_behind else 1
                 # The others may run another one: what is said is theirs.
                 await self._bring(note, report, servers, quorum, says=False)
@@ -512,7 +526,8 @@ class EngineFleet(ClosedByAsyncWith):
                 # All ranks have it; what the server has not finished must be, before it generates.
                 await self._settle(server)
             report.version = version
-            report.warning = "" if error is None else str(error)
+            said = ["" if error is None else str(error), getattr(server, "caution", "")]
+            report.warning = "; ".join(filter(None, said))
             report.load_s = time.monotonic() - began
 
         return load
@@ -579,7 +594,7 @@ class EngineFleet(ClosedByAsyncWith):
             if note.left is not None:
                 await self._recover(note)
             newest, before = await asyncio.to_thread(newest_checkpoints, directory)
-            self._clears = self.clear_cache or self._is_repeated(newest.version)
+            self._clears = self.clear_cache or self._is_repeated(newest.version, self._is_first())
             known = None if before is None else before.version
             report = self._begin(note, newest.version, known, self.servers)
             await self._bring_files(note, report, newest, before)
@@ -617,6 +632,7 @@ class EngineFleet(ClosedByAsyncWith):
     async def _find(self, server: EngineServer, report: ServerReport) -> None:
         """Find out that it is there, and how many may answer at once where that counts."""
         await server.paused(self.timeout)
+        await _ask_if_known(server, "check_reload", self.timeout)
         if not server.answers_in_step:
             report.ranks = await server.ranks(self.timeout)
 
@@ -663,6 +679,7 @@ class EngineFleet(ClosedByAsyncWith):
     ) -> None:
         if note.left is not None:
             self._require_shared(note, await self._recover(note))
+        self._clears = self.clear_cache or self._is_repeated(version, self._is_first())
         report = self._begin(note, version, shared.version, self.servers)
         reports = report.servers
         pairs = list(zip(self.servers, reports, strict=True))
@@ -689,7 +706,7 @@ class EngineFleet(ClosedByAsyncWith):
                     "whole weights in a step with heal=True"
                 ) from error
             say_version(self.bus, version)
-            resumed = await self._each(pairs, self._resume)
+            resumed = await self._each(await self._each(pairs, self._forget_encoded), self._resume)
         self._clear(note, report)
         await self._all(resumed, reports)
 
@@ -704,8 +721,12 @@ class EngineFleet(ClosedByAsyncWith):
                 raise EngineError(each.address, "recover", None, each.error, advice)
 
     async def _ask(self, server: EngineServer, report: ServerReport) -> None:
-        """Find out that it is there before anybody is paused."""
+        """Check before any pause that a server answers, and can drop encoder outputs."""
         await server.paused(self.timeout)
+        await _ask_if_known(server, "check_reload", self.timeout)
+
+    async def _forget_encoded(self, server: EngineServer, report: ServerReport) -> None:
+        await _ask_if_known(server, "forget_encoded", self.timeout)
 
     async def _all(self, pairs: Pairs, reports: list[ServerReport]) -> None:
         if len(pairs) < len(reports):
@@ -939,6 +960,13 @@ class EngineFleet(ClosedByAsyncWith):
 
         done = await asyncio.gather(*(take(server, report) for server, report in pairs))
         return [pair for pair, succeeded in zip(pairs, done, strict=True) if succeeded]
+
+
+async def _ask_if_known(server: EngineServer, verb: str, timeout: float) -> None:
+    """Take a step that servers of other classes may lack."""
+    step = getattr(server, verb, None)
+    if step is not None:
+        await step(timeout)
 
 
 def _require_mode(server: EngineServer, mode: str) -> None:

@@ -1,12 +1,12 @@
-"""A new adapter at several servers, under a name that carries its version.
+"""A new adapter at several servers, under a name that no other publication has.
 
-Nobody is paused: requests in flight go on with the name that they asked for, and new ones ask for
-the new name once the bus's policy version says so.
+Nobody is paused: requests in flight go on with the name that they asked for, and new requests ask
+for the new name once the bus's policy version says so.
 
 Invariants:
 
-- The policy version is announced only when enough servers list the new name with its path; neither
-  a status nor a body of the loading itself is believed.
+- The policy version is announced only when enough servers list the new name with its path; an
+  answer of success is not believed, and a refused load is an error whatever the list says.
 - Whatever a server's class raises is a failure of that server.
 - A version that too few took is unloaded again; the one before stays loaded until `keep` newer ones
   are.
@@ -21,6 +21,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from shmbus._arguments import check_int
 from shmbus._closing import ClosedByAsyncWith
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
@@ -29,7 +31,7 @@ from shmbus.engines.rows import say_version
 from shmbus.engines.server import as_engine_error, checked_addresses, checked_timeout
 from shmbus.engines.tasks import OneAtATime, close_all
 from shmbus.segment.names import check_name
-from shmbus.weights.lora import LoraVersion, past_keeping
+from shmbus.weights.lora import ENDING, LoraVersion, past_keeping
 
 
 class LoraServer(Protocol):
@@ -96,7 +98,7 @@ class LoraFleet(ClosedByAsyncWith):
         self._busy = OneAtATime()
 
     async def update(self, adapter: LoraVersion) -> UpdateReport:
-        """Load a version at all servers, announce it, and unload what is too old.
+        """Load a version at all servers, announce the version, and unload what is too old.
 
         Parameters
         ----------
@@ -111,7 +113,8 @@ class LoraFleet(ClosedByAsyncWith):
         Raises
         ------
         UpdateRolledBackError
-            Too few took it; it was unloaded again, and the version before is in force.
+            Too few servers took it: a load was refused, or another adapter has the name. It was
+            unloaded again, and the version before is in force.
         """
         if not isinstance(adapter, LoraVersion):
             raise TypeError(
@@ -119,23 +122,25 @@ class LoraFleet(ClosedByAsyncWith):
             )
         async with self._busy:
             began = time.monotonic()
-            before = await asyncio.gather(*(self._versions(each, adapter) for each in self.servers))
-            others = [n for each in before for n in each if n != adapter.version]
+            before = await asyncio.gather(*(self._loaded(each, adapter) for each in self.servers))
+            others = [n for each in before for n, name in each if name != adapter.name]
             older = [n for n in others if n < adapter.version]
             previous = max(older or others, default=None)
             reports = [ServerReport(address=server.address, ranks=1) for server in self.servers]
-            report = UpdateReport(version=adapter.version, previous=previous, servers=reports)
+            report = UpdateReport(
+                version=adapter.version, previous=previous, servers=reports, life=adapter.name
+            )
             pairs = list(zip(self.servers, reports, strict=True))
             loaded = await asyncio.gather(*(self._load(*pair, adapter) for pair in pairs))
             if sum(loaded) < self.quorum:
-                await asyncio.gather(*(self._unload(*pair, adapter.name) for pair in pairs))
+                await asyncio.gather(*(self._unload(*pair, adapter) for pair in pairs))
                 causes = [f"{each.address}: {each.error}" for each in reports if each.error]
                 raise UpdateRolledBackError(adapter.version, previous, "; ".join(causes))
             say_version(self.bus, adapter.version)
             for pair in pairs:
-                there = await self._versions(pair[0], adapter)
-                for old in past_keeping(there, adapter.version, self.keep):
-                    await self._unload(*pair, _named(adapter, old))
+                there = [name for _, name in await self._loaded(pair[0], adapter)]
+                for old in past_keeping(there, adapter.name, self.keep):
+                    await self._unload(*pair, msgspec.structs.replace(adapter, name=old, path=""))
             report.total_s = time.monotonic() - began
             return report
 
@@ -143,8 +148,9 @@ class LoraFleet(ClosedByAsyncWith):
         began = time.monotonic()
         error: EngineError | None = None
         try:
+            await self._free_name(server, adapter)
             await server.load_adapter(adapter.name, adapter.path, self.timeout)
-        except Exception as failed:  # whatever it is: what the server lists decides
+        except Exception as failed:  # whatever a server's class raises
             error = as_engine_error(server, failed)
         try:
             there = await server.adapters(self.timeout)
@@ -153,7 +159,9 @@ class LoraFleet(ClosedByAsyncWith):
             report.error = str(error or unlisted)
             report.state = "gone" if unlisted.gone else "unknown"
             return False
-        if there.get(adapter.name) != adapter.path:
+        # A list vouches for a load whose answer was lost, and for no load that was refused.
+        refused = error is not None and error.status is not None
+        if refused or there.get(adapter.name) != adapter.path:
             report.error = str(error or f"it does not list {adapter.name!r} with {adapter.path}")
             return False
         report.version = adapter.version
@@ -161,27 +169,45 @@ class LoraFleet(ClosedByAsyncWith):
         report.load_s = time.monotonic() - began
         return True
 
-    async def _unload(self, server: LoraServer, report: ServerReport, name: str) -> None:
+    async def _free_name(self, server: LoraServer, adapter: LoraVersion) -> None:
+        """Unload an adapter of the same name and path; EngineError for the name of another path."""
+        path = (await server.adapters(self.timeout)).get(adapter.name)
+        if path == adapter.path:
+            await server.unload_adapter(adapter.name, self.timeout)
+        elif path is not None:
+            raise EngineError(
+                server.address,
+                "adapter name",
+                None,
+                f"{adapter.name!r} is in use for {path or 'the base'}, expected a free name "
+                f"for {adapter.path}",
+                "unload that adapter, or publish under another name; nothing was loaded",
+            )
+
+    async def _unload(self, server: LoraServer, report: ServerReport, adapter: LoraVersion) -> None:
+        """Unload an adapter by name and path; an empty path matches any path."""
         try:
-            if name in await server.adapters(self.timeout):
-                await server.unload_adapter(name, self.timeout)
+            path = (await server.adapters(self.timeout)).get(adapter.name)
+            if path is not None and adapter.path in ("", path):
+                await server.unload_adapter(adapter.name, self.timeout)
         except Exception as error:
             report.warning = str(as_engine_error(server, error))
 
-    async def _versions(self, server: LoraServer, adapter: LoraVersion) -> list[int]:
-        """List which versions of this adapter a server has, whoever loaded them."""
-        ends = re.compile(re.escape(_named(adapter, 0)[:-1]) + r"(\d+)")
+    async def _loaded(self, server: LoraServer, adapter: LoraVersion) -> list[tuple[int, str]]:
+        """List version and name of each publication of this adapter, whoever loaded it."""
+        ends = re.compile(re.escape(_stem(adapter)) + ENDING)
         try:
             found = [ends.fullmatch(name) for name in await server.adapters(self.timeout)]
-        except Exception:  # loading it says why
+        except Exception:  # loading says why
             return []
-        return sorted(int(match[1]) for match in found if match)
+        return sorted((int(match[1]), match[0]) for match in found if match)
 
     async def close(self) -> None:
         """Let go of connections to the servers; may be called twice. Cancelled, it ends first."""
         await close_all(self.servers)
 
 
-def _named(adapter: LoraVersion, version: int) -> str:
-    """Name another version of the same adapter."""
-    return f"{adapter.name.removesuffix(str(adapter.version))}{version}"
+def _stem(adapter: LoraVersion) -> str:
+    """Return the part of the name that all publications of the adapter begin with."""
+    found = re.fullmatch(rf"(.*?){adapter.version}(?:-[0-9a-f]{{16}})?", adapter.name)
+    return found[1] if found else adapter.name

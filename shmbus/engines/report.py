@@ -48,12 +48,16 @@ class UpdateReport(msgspec.Struct, kw_only=True):
         In the order that they were given.
     total_s : float
         Seconds, publication included.
+    life : str
+        Name of the publication, unique among all runs, as in `Request.cache_salt`; for adapters
+        the adapter's name; empty for reloads.
     """
 
     version: int
     previous: int | None
     servers: list[ServerReport]
     total_s: float = 0.0
+    life: str = ""
 
     @property
     def torn(self) -> list[str]:

@@ -20,10 +20,11 @@ from shmbus.pool.server_rows import WEIGHTS, rows_of_server
 from shmbus.pool.status import (
     ARRIVED_CODE,
     LOADING_CODE,
+    PoolStatus,
     ReaderStatus,
-    SlotStatus,
     read_pool,
 )
+from shmbus.segment.cache_salt import life_name
 from shmbus.weights.errors import MANIFEST_CODE
 
 #: Seconds between two looks at the readers' rows.
@@ -43,6 +44,28 @@ def say_version(bus: str, version: int) -> None:
 def is_whole(row: ReaderStatus) -> bool:
     """Whether a rank has no part of another version than it says."""
     return row.error_code in (0, ARRIVED_CODE)
+
+
+def _newest_of(pool: PoolStatus | None, version: int) -> int:
+    """Return the sequence of the last publication of a number; 0 where no slot has the number."""
+    slots = () if pool is None else pool.slots
+    there = (slot.sequence for slot in slots if slot.state == "ready" and slot.version == version)
+    return max(there, default=0)
+
+
+def _are_of_newest(rows: list[ReaderStatus], version: int, pool: PoolStatus | None) -> bool:
+    """Tell whether ranks run the last publication of a number, rather than an older life's."""
+    newest = _newest_of(pool, version)
+    return newest == 0 or all(row.applied_sequence == newest for row in rows)
+
+
+def _was_published(row: ReaderStatus, pool: PoolStatus | None) -> bool:
+    """Whether a pool has published what a rank's row names; rows by relay may lack a sequence."""
+    if pool is None or row.applied_sequence is None:
+        return True
+    there = {slot.sequence: slot.version for slot in pool.slots if slot.state == "ready"}
+    version = there.get(row.applied_sequence, row.applied_version)
+    return row.applied_sequence <= max(there, default=0) and version == row.applied_version
 
 
 class Missing(NamedTuple):
@@ -81,12 +104,12 @@ class RankRows:
         deadline = time.monotonic() + timeout
         await asyncio.sleep(HEARD_S)
         while True:
-            rows = self.of(server)
+            rows, pool = self.of(server), self._pool()
             there = [
                 row
                 for row in rows
                 if row.refused_version == version
-                or (row.applied_version == version and self._are_of_newest([row], version))
+                or (row.applied_version == version and _are_of_newest([row], version, pool))
             ]
             if len(there) >= ranks:
                 return
@@ -140,8 +163,11 @@ class RankRows:
     def whole_version(self, server: Addressed, ranks: int) -> int | None:
         """Return what all ranks run; None where they differ, or one may have a part of another."""
         rows = self.of(server)
+        pool = self._pool()
         versions = {(row.applied_sequence, row.applied_version) for row in rows}
-        whole = len(rows) >= ranks and all(map(is_whole, rows))
+        whole = len(rows) >= ranks and all(
+            is_whole(row) and _was_published(row, pool) for row in rows
+        )
         return versions.pop()[1] if whole and len(versions) == 1 else None
 
     async def require_version(
@@ -171,22 +197,25 @@ class RankRows:
                 )
             await asyncio.sleep(POLL_S)
 
-    def _are_of_newest(self, rows: list[ReaderStatus], version: int) -> bool:
-        """Whether ranks run the last publication of a number, and no older life's."""
-        there = [s.sequence for s in self._slots() if s.version == version and s.state == "ready"]
-        return not there or all(row.applied_sequence == max(there) for row in rows)
+    def life(self, version: int) -> str:
+        """Name the last publication of a number; empty where the pool has none."""
+        pool = self._pool()
+        sequence = _newest_of(pool, version)
+        return "" if pool is None or sequence == 0 else life_name(pool.life, sequence)
 
-    def _slots(self) -> list[SlotStatus]:
+    def _pool(self) -> PoolStatus | None:
         try:
-            return read_pool(self._bus, WEIGHTS).slots
+            return read_pool(self._bus, WEIGHTS)
         except BusNotFoundError:
-            return []
+            return None
 
     def missing(self, server: Addressed, ranks: int, version: int) -> Missing | None:
         """Say what keeps a server's ranks from all running a version; None where they do."""
         rows = self.of(server)
-        runs = [row for row in rows if is_whole(row) and row.applied_version == version]
-        if len(rows) >= ranks and len(runs) == len(rows) and self._are_of_newest(runs, version):
+        pool = self._pool()
+        true = [row for row in rows if _was_published(row, pool)]
+        runs = [row for row in true if is_whole(row) and row.applied_version == version]
+        if len(rows) >= ranks and len(runs) == len(rows) and _are_of_newest(runs, version, pool):
             return None
         refused = [
             f"{row.label}: {row.error}"
@@ -196,6 +225,7 @@ class RankRows:
         said = "; ".join(refused) or "; ".join(
             f"{row.label} runs "
             + (f"{row.applied_version}" if is_whole(row) else "no whole version")
+            + (", which was never published" if row not in true else "")
             for row in rows
         )
         return Missing(

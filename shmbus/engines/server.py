@@ -32,6 +32,12 @@ LEAST_KEY = 8
 #: What is advised where only the server can know more.
 AGAIN = "look at the server's own log"
 
+#: Warning about a draft model, after the name of the option that configures drafts.
+DRAFTS = (
+    "{}: the draft model keeps the weights that the server was started with; answers are those of "
+    "the new version, and fewer drafts are taken: restart the server with a new draft model"
+)
+
 #: Which routes and options it has, as each step's own advice has it, is no question there.
 _NOBODY = "nobody listens there: is this the server's address, and has it started?"
 
@@ -220,6 +226,9 @@ class HttpServer(ClosedByAsyncWith):
 
 class InferenceServer(HttpServer):
     """One that serves adapters beside its model, by the routes that vLLM began with."""
+
+    #: State that no update renews, for the warning of each report.
+    caution = ""
 
     #: What those routes begin with, and what is advised where one fails.
     _adapter_routes = _adapter_advice = ""

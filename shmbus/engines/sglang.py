@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from shmbus.engines.errors import EngineError
-from shmbus.engines.server import AGAIN, InferenceServer, PauseMode
+from shmbus.engines.server import AGAIN, DRAFTS, InferenceServer, PauseMode
 from shmbus.engines.sglang_order import LOADER, Order, order_for_rank
+from shmbus.engines.state_kinds import sglang_refusal
 from shmbus.pool.server_rows import row_name
 
 _LOADER = (
@@ -36,6 +37,9 @@ _REPLICAS = (
     "SGLang takes weights from tensors with one data-parallel replica only: start one server for "
     "each replica, and give the fleet all of them"
 )
+
+
+_RENEWED = "no update renews it: start the server without that option"
 
 
 class SglangServer(InferenceServer):
@@ -76,6 +80,11 @@ class SglangServer(InferenceServer):
         loaders = answer.get("custom_weight_loader") or []
         if LOADER not in loaders:
             raise self._refuse_field("custom_weight_loader", loaders, _LOADER)
+        refused = sglang_refusal(answer)
+        if refused:
+            raise self._refuse_field(refused, answer[refused], _RENEWED)
+        drafts = answer.get("speculative_algorithm") not in (None, "NGRAM")
+        self.caution = DRAFTS.format("speculative_algorithm") if drafts else ""
         self._tensor_parallel = tensor
         self._quantised = answer.get("quantization") is not None
         return tensor * pipeline
@@ -116,6 +125,15 @@ class SglangServer(InferenceServer):
         await self._whole_session("load", version, timeout)
         if clear_cache:
             await self._flush(timeout)
+
+    async def check_reload(self, timeout: float) -> None:
+        """Refuse a model that sees or hears: no call of SGLang drops encoder outputs."""
+        status, text = await self.call("model_info", "GET", "/model_info", timeout, advice=_VERSION)
+        said = self._object("model_info", text, _VERSION) if status == 200 else {}
+        for name in ("has_image_understanding", "has_audio_understanding"):
+            if said.get(name):
+                advice = "bring weights by EngineFleet.update, whose loader forgets encoder outputs"
+                raise EngineError(self.address, "model_info", 200, f"{name} is True", advice)
 
     async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
         """Read a checkpoint from a directory on its machine; it stays paused."""

@@ -18,6 +18,7 @@ Source: sglang/srt/model_executor/model_runner_components/weight_updater.py of S
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -92,4 +93,13 @@ def _load(loader: PlannedLoader, weights: Weights) -> None:
     except Exception as error:
         weights.report_refused(f"load: {type(error).__name__}: {error}")
         raise
+    _forget_encoded()
     weights.report_applied()
+
+
+def _forget_encoded() -> None:
+    """Drop encoder outputs of old weights, which SGLang's flush keeps."""
+    schedule = sys.modules.get("sglang.srt.managers.mm_schedule")
+    cache = getattr(schedule, "embedding_cache", None)
+    if cache is not None:
+        cache.clear()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shmbus.engines.server import AGAIN, InferenceServer, PauseMode
+from shmbus.engines.server import AGAIN, DRAFTS, InferenceServer, PauseMode
 from shmbus.pool.server_rows import row_name
 
 _ROUTES = "start the server with VLLM_SERVER_DEV_MODE=1, which has these routes"
@@ -44,6 +44,9 @@ class VllmServer(InferenceServer):
         "environment"
     )
 
+    #: Whether the server runs a draft model; None before the first question.
+    _drafts: bool | None = None
+
     async def ranks(self, timeout: float) -> int:
         """Return the processes that load weights: tensor, pipeline and data parallel."""
         answer = await self.ask("get_world_size", "GET", "/get_world_size", timeout, advice=_ROUTES)
@@ -62,7 +65,18 @@ class VllmServer(InferenceServer):
             body={"init_info": {"bus": bus, "server": row_name(self.address)}},
             advice=_BACKEND,
         )
+        if self._drafts is None:
+            self._drafts = await self._has_drafts(timeout)
+            self.caution = DRAFTS.format("speculative_config") if self._drafts else ""
         return True
+
+    async def _has_drafts(self, timeout: float) -> bool:
+        """Ask whether a draft model with own weights proposes tokens."""
+        status, text = await self.call(
+            "drafts", "POST", "/collective_rpc", timeout,
+            body={"method": "supports_draft_weight_updates"}, advice=AGAIN,
+        )  # fmt: skip
+        return status == 200 and True in self._object("drafts", text, AGAIN).get("results", [])
 
     async def attach(self, bus: str, timeout: float) -> bool:
         """Do nothing: `prepare` has done it."""
@@ -91,7 +105,15 @@ class VllmServer(InferenceServer):
         del clear_cache  # `pause` has said it
         await self.post("start", "/start_weight_update", timeout)
         await self.post("update", "/update_weights", timeout, {"update_info": {"version": version}})
+        # Before rows name the version: recovery after a trainer's death trusts rows.
+        await self.forget_encoded(timeout)
         await self._finish({"weight_version": str(version)}, timeout)
+
+    async def forget_encoded(self, timeout: float) -> None:
+        """Drop encoder outputs of old weights."""
+        path = "/reset_encoder_cache"
+        # 404: no route, no encoder cache.
+        await self.call("encoder", "POST", path, timeout, advice=AGAIN, good=(200, 404))
 
     async def _finish(self, body: Mapping[str, str], timeout: float) -> None:
         await self.post("finish", "/finish_weight_update", timeout, body)
@@ -108,6 +130,7 @@ class VllmServer(InferenceServer):
             or any(each is not None for each in results)
         ):
             raise self.refuse("reload", answer, AGAIN)
+        await self.forget_encoded(timeout)
         said = str(version)
         await self.post("reload", "/update_weight_version", timeout, {"new_version": said})
         answer = await self.ask("reload", "GET", "/weight_info", timeout, advice=AGAIN)

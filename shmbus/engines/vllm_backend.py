@@ -37,6 +37,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from shmbus.engines.planned import PlannedLoader
+from shmbus.engines.state_kinds import vllm_refusal
 from shmbus.errors import ShmbusError
 from shmbus.weights import ManifestError, Weights, WeightSubscriber
 from shmbus.weights.errors import LOAD_CODE, MANIFEST_CODE
@@ -95,9 +96,15 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         known = self._subscriber
         if known is None or self._attached != init_info or known.removed:
             known = self._attach(init_info)
-        # A manifest that cannot be used is in the row by then, where the trainer reads it.
+        # By then the row names an unusable version, and the trainer reads the row.
         try:
-            self._loader.prepare_aside(known.latest(timeout=ATTACH_TIMEOUT_S))
+            newest = known.latest(timeout=ATTACH_TIMEOUT_S)
+            refusal = self._refusal
+            if refusal:
+                with newest:
+                    newest.report_refused(refusal, code=MANIFEST_CODE)
+            else:
+                self._loader.prepare_aside(newest)
         except ShmbusError as error:
             logger.error("shmbus: %s", error)
         if self._updating:
@@ -129,6 +136,9 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         if self._subscriber is None:
             self._fail("the trainer has not said which bus (init_weight_transfer_engine)")
             return
+        if self._refusal:
+            self._fail(self._refusal, MANIFEST_CODE)
+            return
         try:
             self._loading = self._subscriber.at(update_info.version)
         except Exception as error:  # of a version that is no number, too: here nothing is raised
@@ -139,6 +149,10 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         weights = self._loading
         weights.report_loading()
         self._guard("load", lambda: self._loader.load(weights))
+
+    @property
+    def _refusal(self) -> str:
+        return vllm_refusal(self.vllm_config, on_cpu=self.device.type == "cpu")
 
     @property
     def _loader(self) -> PlannedLoader:

@@ -14,6 +14,7 @@ import msgspec
 from shmbus import errors
 from shmbus._format import printable, several, show_size
 from shmbus.pool.lifecycle import open_pool, pool_path
+from shmbus.segment.cache_salt import life_name
 from shmbus.segment.names import SHM_DIRECTORY, parse_companion
 from shmbus_ext import _core
 
@@ -65,6 +66,8 @@ class ReaderStatus(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     applied_version: int | None
     applied_sequence: int | None
+    #: Name of the running publication, unique among all pools, as in salts; None before the first.
+    applied_life: str | None = None
     refused_version: int | None
     error_code: int
     error: str
@@ -83,6 +86,7 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     bus: str
     kind: str
     path: str
+    life: int = 0
     size: int
     slot_size: int
     slots_open: int
@@ -107,13 +111,15 @@ def read_pool(bus: str, kind: str) -> PoolStatus:
 def status_of_pool(bus: str, kind: str, pool: _core.SlotPool) -> PoolStatus:
     """Describe a pool that is open."""
     rows = _core.pool_rows(pool)
-    readers = [_reader(row) for row in rows["readers"]]
+    life = rows["life"]
+    readers = [_reader(row, life) for row in rows["readers"]]
     slots = [_slot(row, readers) for row in rows["slots"]]
     newest = [slot.version for slot in slots if slot.newest and slot.state == "ready"]
     return PoolStatus(
         bus=printable(bus),
         kind=kind,
         path=printable(pool_path(bus, kind)),
+        life=life,
         size=pool.slot_stride * min(rows["slots_open"], pool.max_slots),
         slot_size=pool.slot_bytes,
         slots_open=rows["slots_open"],
@@ -161,7 +167,7 @@ def _rank(row: dict[str, Any]) -> RankStatus:
     )
 
 
-def _reader(row: dict[str, Any]) -> ReaderStatus:
+def _reader(row: dict[str, Any], life: int) -> ReaderStatus:
     refused = row["refused"] > row["applied"]
     return ReaderStatus(
         reader=row["reader"],
@@ -171,6 +177,7 @@ def _reader(row: dict[str, Any]) -> ReaderStatus:
         device=printable(row["device"]),
         applied_version=row["applied_version"] if row["applied"] else None,
         applied_sequence=row["applied"] or None,
+        applied_life=life_name(life, row["applied"]) if row["applied"] else None,
         refused_version=row["refused_version"] if refused else None,
         error_code=row["error_code"] if refused else 0,
         error=printable(row["error"]) if refused else "",

@@ -1,11 +1,11 @@
-"""What tells an engine's prefix cache of one version of the weights from that of another.
+"""The salt of a request: an engine's prefix cache serves entries of one salt to no other salt.
 
-An engine that goes on with the requests in flight keeps the keys and values that older weights
-made, and would serve them to new requests with the same prefix. vLLM takes a ``cache_salt`` with a
-request, SGLang an ``extra_key``: only requests with the same one share a prefix.
+Keys and values that older weights made stay in an engine's cache. vLLM takes a ``cache_salt`` with
+a request, SGLang an ``extra_key``: only requests with equal salts share a prefix.
 
-Invariants: two requests share a salt only if no update of the weights began or ended between them;
-a version's salt is not used before every server runs that version, or has been left out.
+Invariants: a salt names one publication, never a number alone: numbers repeat in the next run,
+after a return to a checkpoint, after a restart. Two requests share a salt only if no update of the
+weights began or ended between them.
 """
 
 from __future__ import annotations
@@ -16,47 +16,81 @@ from typing import Final
 
 import msgspec
 
-from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from shmbus.segment.names import SHM_DIRECTORY, companion_name, shm_path
 from shmbus.segment.own_file import open_own
+from shmbus_ext import _core
 
 #: The companion in which a fleet notes that it is updating servers (`shmbus.engines.pause_note`).
 NOTE_KIND: Final = "fleet"
+#: The companion whose reader rows say which publication each engine runs.
+WEIGHTS_KIND: Final = "weights"
 _MAX_NOTE_BYTES: Final = 1 << 20
-#: Bytes of a salt that no other request has.
+#: Random bytes of a salt for one request alone.
 _OWN_BYTES: Final = 8
+_BUS_HEADER: Final = _core.layout()["bus_header"]
+_IDENTITY_AT: Final = _BUS_HEADER["offsets"][_BUS_HEADER["names"].index("identity")]
+_IDENTITY_BYTES: Final = 16
 
 
 class _Note(msgspec.Struct):
-    """What counts here of a note; one that says nothing of it is of a fleet that is busy."""
+    """The part of a note that salts depend on; a note without `updating` means a busy fleet."""
 
     updating: bool = True
 
 
+def life_name(life: int, *sequences: int) -> str:
+    """Name publications of one pool: the pool's life, then the sequence of each publication."""
+    return ".".join([f"{life:016x}", *map(str, sequences)])
+
+
 def cache_salt(bus: str, policy_version: int) -> str:
-    """Return the salt for a request that is sent now.
+    """Return the salt for a request that a worker sends now.
 
     Parameters
     ----------
     bus : str
         The bus.
     policy_version : int
-        What the bus says that engines run.
+        The version that the request's engine runs.
 
     Returns
     -------
     str
-        The version's; while servers are being updated, one that no other request has.
+        The version, a dot, and the publications that engines run under the number; if no engine
+        reads weights of the bus, the bus's identity. During an update, and if engines run other
+        versions only, random bits: a salt for one request alone.
     """
-    if _is_updating(bus):
-        return f"{policy_version}+{secrets.token_hex(_OWN_BYTES)}"
-    return str(policy_version)
+    # Rows first: an update writes the note before rows change, so no row in mid-update is missed.
+    life = _life_in_force(bus, policy_version)
+    if life is None or _is_updating(bus):
+        life = f"+{secrets.token_hex(_OWN_BYTES)}"
+    return f"{policy_version}.{life}"
+
+
+def _life_in_force(bus: str, version: int) -> str | None:
+    """Name the publications that engines run under a number; None if engines run other numbers."""
+    pool = _open(SHM_DIRECTORY + companion_name(WEIGHTS_KIND, bus), f"the weights of bus {bus!r}")
+    if pool is not None:
+        try:
+            found = _core.pool_runs(pool, version)
+        finally:
+            os.close(pool)
+        if found is not None and found[2]:
+            life, sequences, _ = found
+            return life_name(life, *sorted(set(sequences))) if sequences else None
+    segment = _open(shm_path(bus), f"bus {bus!r}")
+    if segment is None:
+        return ""
+    try:
+        return os.pread(segment, _IDENTITY_BYTES, _IDENTITY_AT).hex()
+    finally:
+        os.close(segment)
 
 
 def _is_updating(bus: str) -> bool:
-    try:
-        path = SHM_DIRECTORY + companion_name(NOTE_KIND, bus)
-        file = open_own(path, os.O_RDONLY, f"the note of bus {bus!r} about its inference servers")
-    except FileNotFoundError:
+    what = f"the note of bus {bus!r} about its inference servers"
+    file = _open(SHM_DIRECTORY + companion_name(NOTE_KIND, bus), what)
+    if file is None:
         return False
     try:
         raw = os.pread(file, _MAX_NOTE_BYTES, 0)
@@ -68,3 +102,10 @@ def _is_updating(bus: str) -> bool:
         return msgspec.msgpack.decode(raw, type=_Note).updating
     except msgspec.DecodeError:
         return True  # it is being written
+
+
+def _open(path: str, what: str) -> int | None:
+    try:
+        return open_own(path, os.O_RDONLY, what)
+    except FileNotFoundError:
+        return None

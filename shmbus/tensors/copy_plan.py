@@ -32,7 +32,7 @@ from shmbus.tensors.copy_table import (
     may_cut,
     spans_of,
 )
-from shmbus.tensors.views import ALIGNMENT, byte_view, copy_tensor, is_plain_copy
+from shmbus.tensors.views import ALIGNMENT, byte_view, copy_tensor, count_writes, is_plain_copy
 
 #: Bytes of a chunk: 0.6 ms of PCIe, beside which what a launch costs is nothing.
 CHUNK_BYTES: Final = 32 << 20
@@ -367,7 +367,8 @@ class CopyPlan:
         ]
         self._rest = Batch(rest)
         self._busy = {each.device for pair in rest for each in pair if each.is_cuda}
-        self.devices = {target.device for target, _ in pairs}
+        self._targets = [target for target, _ in pairs]
+        self.devices = {target.device for target in self._targets}
         self.nbytes = self._rest.nbytes + sum(batch.nbytes for _, batch in self.crossing)
 
     def begin(self) -> None:
@@ -378,6 +379,7 @@ class CopyPlan:
                 stack.callback(way.settle)
                 batch.begin()
             self._rest.begin()
+        count_writes(self._targets)
 
     def copy(self) -> None:
         """Copy; when it returns, every byte is there."""

@@ -6,13 +6,14 @@ import ctypes
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.autograd.graph import increment_version
 
 from shmbus.pool import copy_bytes
 
@@ -82,6 +83,11 @@ def tensor_at(payload: torch.Tensor, place: TensorPlace) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=payload.device).set_(
         payload.untyped_storage(), offset, place.shape, tuple(strides)
     )
+
+
+def count_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """Count a write by address in ``Tensor._version``, by which modules renew derived copies."""
+    increment_version(list(tensors))
 
 
 def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -1,9 +1,10 @@
 """Adapters alone: LoRA tensors as weights of their own, or as files in PEFT's form.
 
-Servers that take paths get a folder on tmpfs, under a name that carries the version; who reads
-tensors gets them through `WeightPublisher` and `lora_source`.
+Servers that take paths get a folder on tmpfs; readers of tensors get an adapter through
+`WeightPublisher` and `lora_source`.
 
-Invariant: a folder is written whole under another name, synced, and renamed.
+Invariants: a folder is written whole under another name, synced, and renamed. No two publications
+have one name or path: servers keep adapters, and keys and values, by name.
 
 Source: PEFT's `get_peft_model_state_dict` and `save_pretrained` (adapter_config.json,
 adapter_model.safetensors).
@@ -40,6 +41,10 @@ _WHOLE: Final = "modules_to_save"
 #: DoRA's magnitudes: a layer in the model, a tensor in the files.
 _MAGNITUDE: Final = "lora_magnitude_vector"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+#: Random bytes of a life.
+_LIFE_BYTES: Final = 8
+#: How names of publications end: the version, then the life.
+ENDING: Final = r"(\d+)(?:-[0-9a-f]{16})?"
 
 
 class LoraVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +53,8 @@ class LoraVersion(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     name : str
-        What servers call it: the adapter's name and its version.
+        What servers call it: NAME-vVERSION-LIFE, where LIFE is random. A worker finds the name
+        among a server's models, as the last that begins with NAME-vVERSION-.
     path : str
         Its folder.
     version : int
@@ -65,6 +71,8 @@ class LoraVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 class LoraFiles:
     """Writes versions of an adapter in PEFT's form.
+
+    A life begins with this object, and with each version below the one before.
 
     Parameters
     ----------
@@ -105,6 +113,9 @@ class LoraFiles:
         self._directory = Path(directory)
         self._name = name
         self._keep = keep
+        self._life = secrets.token_hex(_LIFE_BYTES)
+        self._last = -1
+        self._folder = re.compile(re.escape(name) + "-v" + ENDING)
         self._config = json.dumps(dict(config), indent=2, sort_keys=True, default=_plain).encode()
         self._directory.mkdir(parents=True, exist_ok=True)
         require_own_folder(str(self._directory), f"adapters {name!r}")
@@ -135,14 +146,16 @@ class LoraFiles:
         ManifestError
             A tensor has a name or a dtype that safetensors has not.
         WeightsError
-            There are no tensors, that version was written before, or it could not be written.
+            There are no tensors, or the version was written in this life, or could not be written.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         version = check_int("version", version, 0, (1 << 63) - 1)
         _require_tensors(state)
-        name = f"{self._name}-v{version}"
+        if version < self._last:  # training went back
+            self._life = secrets.token_hex(_LIFE_BYTES)
+        name = f"{self._name}-v{version}-{self._life}"
         target = self._directory / name
         if not state or target.exists():
             what = "that version is there already" if state else "it has no tensors"
@@ -170,32 +183,37 @@ class LoraFiles:
                     f"adapter {name!r} could not be written: {error}; versions there: {there}"
                 ) from error
             raise
-        for old in past_keeping(self.versions(), version, self._keep):
-            self.forget(old)
+        self._last = version
+        for old in past_keeping([each for _, each in self._folders()], name, self._keep):
+            shutil.rmtree(self._directory / old, ignore_errors=True)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         return LoraVersion(name=name, path=str(target.resolve()), version=version, size=size)
 
     def versions(self) -> list[int]:
-        """Return what is there, oldest first."""
-        ends = re.compile(re.escape(self._name) + r"-v(\d+)")
-        found = (ends.fullmatch(each.name) for each in self._directory.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        """Return which versions the directory has, of whichever life, lowest first."""
+        return sorted({version for version, _ in self._folders()})
+
+    def _folders(self) -> list[tuple[int, str]]:
+        found = (self._folder.fullmatch(each.name) for each in self._directory.iterdir())
+        return sorted((int(match[1]), match[0]) for match in found if match)
 
     def forget(self, version: int) -> None:
-        """Remove a version, if it is there; servers that have loaded it keep it.
+        """Remove a version of each life, if there; servers that have loaded it keep it.
 
         Parameters
         ----------
         version : int
             Which one.
         """
-        shutil.rmtree(self._directory / f"{self._name}-v{version}", ignore_errors=True)
+        for number, folder in self._folders():
+            if number == version:
+                shutil.rmtree(self._directory / folder, ignore_errors=True)
 
 
-def past_keeping(versions: Sequence[int], newest: int, keep: int) -> list[int]:
-    """List which versions make room for the one made last, which need not be the highest."""
-    others = [version for version in versions if version != newest]
-    stay = keep - (newest in versions)
+def past_keeping(names: Sequence[str], newest: str, keep: int) -> list[str]:
+    """List which names, lowest version first, make room for the name made last."""
+    others = [name for name in names if name != newest]
+    stay = keep - (newest in names)
     return others[: max(0, len(others) - stay)]
 
 

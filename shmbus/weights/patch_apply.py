@@ -3,8 +3,8 @@
 Invariants:
 
 - A patch is applied only to tensors that this subscriber has loaded with exactly its base, and that
-  nothing has written since, as far as torch counts that; the patch itself finds what torch missed
-  where it writes. Whoever is in doubt loads the whole version.
+  nothing else has written since, as far as torch counts writes; the patch itself finds what torch
+  missed where it writes. Whoever is in doubt loads the whole version.
 - Tensors that a patch cannot be applied to in place, such as parts, casts, or those on a device,
   are copied whole if anything of them changed.
 - A model that follows by patches is compared with the manifest once: after that it is enough that
@@ -24,7 +24,7 @@ import torch
 
 from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.tensor_cache import SeenTensors
-from shmbus.tensors.views import byte_view, is_elsewhere
+from shmbus.tensors.views import byte_view, count_writes, is_elsewhere
 from shmbus.weights.loading import Loading
 from shmbus.weights.manifest import Manifest, TensorPlace
 from shmbus.weights.patches import VersionChanges
@@ -49,6 +49,10 @@ class PlainModel:
         self._tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
         self._written = self._written_now()
 
+    def _count(self) -> None:
+        count_writes(self._tensors)
+        self._written = self._written_now()
+
     def _written_now(self) -> list[int]:
         # By torch's count of writes.
         return [*map(attrgetter("_version"), self._tensors)]
@@ -67,11 +71,14 @@ class PlainModel:
     def apply(self, patch: VersionChanges) -> int | None:
         """Change what changed: bytes of the tensors that did; None where one was not the base's."""
         written = 0
-        for name, memory in self._memory:
-            if patch.changed(name):
-                if not patch.apply(name, memory):
-                    return None
-                written += memory.nbytes
+        try:
+            for name, memory in self._memory:
+                if patch.changed(name):
+                    if not patch.apply(name, memory):
+                        return None
+                    written += memory.nbytes
+        finally:
+            self._count()
         return written
 
 
@@ -186,6 +193,7 @@ def apply_changes(
         if one in done:
             continue
         done.add(one)
+        count_writes([target])
         if not patch.apply(place.name, byte_view(target)):
             return None
         written += target.numel() * target.element_size()

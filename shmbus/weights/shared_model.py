@@ -58,7 +58,13 @@ from shmbus.tensors.device.arena import (
     allocator,
 )
 from shmbus.tensors.device.memory import refusals
-from shmbus.tensors.views import copy_tensor, is_sharded, payload_tensor, tensor_at
+from shmbus.tensors.views import (
+    copy_tensor,
+    count_writes,
+    is_sharded,
+    payload_tensor,
+    tensor_at,
+)
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest, Slice, view_of
 from shmbus.weights.shared_file import (
@@ -262,6 +268,8 @@ class SharedModel(ClosedByWith):
         #: Whether another process has the memory, and with it the file.
         self._is_guest = owner != 0 and arena is None
         self._tensors = {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
+        #: The version that the last forward pass of this process met.
+        self._met = self.version
 
     @property
     def version(self) -> int:
@@ -313,7 +321,11 @@ class SharedModel(ClosedByWith):
                     f"model is a mix of version {self.version} and the next; the trainer has to "
                     "load whole weights in `with shared.stepping(version, heal=True)`"
                 )
-            yield self.version
+            version = self.version
+            if version != self._met:  # torch counts no write of another process
+                count_writes(self._tensors.values())
+                self._met = version
+            yield version
         finally:
             self._settle()
             reading.end()

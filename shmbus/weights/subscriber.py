@@ -30,6 +30,7 @@ from shmbus._closing import ClosedByWith
 from shmbus.batch.uninterrupted import ClosedByBlock
 from shmbus.errors import DamagedError, WaitTimeoutError
 from shmbus.tensors.copy_table import Pair, prepare_copies
+from shmbus.tensors.views import count_writes, is_sharded
 from shmbus.weights.carriers import carrier_class
 from shmbus.weights.carriers.base import CarriedVersion, ReaderCarrier, ReaderOptions
 from shmbus.weights.errors import (
@@ -388,6 +389,8 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
             code = MANIFEST_CODE if isinstance(error, ManifestError) else TORN_CODE
             carried.report_refused(code, str(error))
             raise
+        # The copies counted writes of the local shards.
+        count_writes(value for value in targets_of(named).values() if is_sharded(value))
         carried.report_applied()
         return written
 

@@ -24,7 +24,7 @@
 #endif
 
 #define POOL_MAGIC UINT64_C(0x314C4F4F50424853) /* "SHBPOOL1" */
-#define POOL_LAYOUT_VERSION 1u
+#define POOL_LAYOUT_VERSION 2u
 #define POOL_PAGE 4096u
 /* Slots of a huge page or more begin at a multiple of one: so they can be of large pages. */
 #define POOL_HUGE_PAGE (UINT64_C(2) << 20)
@@ -55,6 +55,7 @@
  *      8     4  layout_version   creator         all        before magic
  *     12    68  geometry         creator         all        before magic; geometry_crc covers 8..80
  *     80     4  geometry_crc     creator         all        before magic
+ *     88     8  life             creator         all        before magic: random
  *    128     8  latest           publisher       readers    release / acquire: newest whole version
  *    136     8  writing          publisher       ranks      seq_cst: version that ranks may write
  *    144     8  next_sequence    publisher       publisher  relaxed
@@ -82,6 +83,7 @@ struct pool_header {
     uint64_t patch_bytes; /* of all ranks' patches; 0 for none */
     uint32_t geometry_crc;
     uint32_t reserved1;
+    uint64_t life; /* random: with a sequence, the name of one publication among all pools */
 
     alignas(128) _Atomic uint64_t latest;
     _Atomic uint64_t writing;
@@ -100,6 +102,7 @@ struct pool_header {
 _Static_assert(sizeof(struct pool_header) <= POOL_HEADER_BYTES, "the header has its place");
 _Static_assert(offsetof(struct pool_header, max_slots) == 12, "layout");
 _Static_assert(offsetof(struct pool_header, geometry_crc) == POOL_GEOMETRY_TO, "layout");
+_Static_assert(offsetof(struct pool_header, life) == 88, "layout");
 _Static_assert(offsetof(struct pool_header, latest) == 128, "layout");
 _Static_assert(offsetof(struct pool_header, writing) == 136, "layout");
 _Static_assert(offsetof(struct pool_header, bell) == 192, "layout");
@@ -239,9 +242,10 @@ _Static_assert(sizeof(struct reader_row) == 256, "layout");
 _Static_assert(offsetof(struct reader_row, holds) == 32, "layout");
 _Static_assert(offsetof(struct reader_row, label) == 44, "layout");
 
-#define POOL_TABLES_BYTES                                                                        \
+#define POOL_READERS_AT                                                                          \
     (POOL_HEADER_BYTES + POOL_MAX_SLOTS * sizeof(struct slot_row) +                              \
-     POOL_MAX_RANKS * sizeof(struct rank_row) + POOL_MAX_READERS * sizeof(struct reader_row))
+     POOL_MAX_RANKS * sizeof(struct rank_row))
+#define POOL_TABLES_BYTES (POOL_READERS_AT + POOL_MAX_READERS * sizeof(struct reader_row))
 
 /* Bytes of the file that stand for something while they are locked; no content is there.
  *

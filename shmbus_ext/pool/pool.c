@@ -4,6 +4,7 @@
 
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 
 #include "base/checksum.h"
 #include "base/clock.h"
@@ -81,7 +82,7 @@ static enum shared_status map_slots(struct pool *self) {
     return self->slots == NULL ? SHARED_SYSTEM_ERROR : SHARED_OK;
 }
 
-static void write_header(struct pool *self, const struct pool_geometry *plan) {
+static bool write_header(struct pool *self, const struct pool_geometry *plan) {
     struct pool_header *header = self->header;
     header->max_slots = plan->max_slots;
     header->file_bytes = plan->file_bytes;
@@ -95,6 +96,7 @@ static void write_header(struct pool *self, const struct pool_geometry *plan) {
     atomic_store_explicit(&header->next_sequence, 1, memory_order_relaxed);
     atomic_store_explicit(&header->slots_open, plan->slots, memory_order_relaxed);
     take_geometry(self, header);
+    return getrandom(&header->life, sizeof header->life, 0) == (ssize_t)sizeof header->life;
 }
 
 static void begin_empty(struct pool *self) {
@@ -109,8 +111,7 @@ enum shared_status pool_create(struct pool *self, int fd, const struct pool_geom
                       plan->slots_offset + plan->slots * plan->slot_stride);
     if (status == SHARED_OK) {
         set_pointers(self);
-        write_header(self, plan);
-        status = map_slots(self);
+        status = write_header(self, plan) ? map_slots(self) : SHARED_SYSTEM_ERROR;
     }
     if (status == SHARED_OK) {
         shared_publish(&kind, self->header);

@@ -7,6 +7,8 @@ was told), "cache" (the weights are new, and it answers failure), "break" (a ten
 from __future__ import annotations
 
 import asyncio
+import sys
+import types
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -55,6 +57,8 @@ class SmallSglang(SmallEngine):
     }
     client: ClassVar[type[Any]] = SglangServer
     info: ClassVar[dict[str, Any]] = {}
+    #: Whether its model takes images.
+    sees: ClassVar[bool] = False
 
     def __init__(self, ranks: int) -> None:
         super().__init__(ranks)
@@ -73,12 +77,26 @@ class SmallSglang(SmallEngine):
         answer = {"success": success, "message": message}
         return web.json_response(answer, status=200 if success else 400)
 
+    async def encode(self, request: web.Request) -> web.Response:
+        """Answer an image by what the encoder made of it, which SGLang keeps in this module."""
+        module = sys.modules.setdefault(
+            "sglang.srt.managers.mm_schedule", types.ModuleType("mm_schedule")
+        )
+        kept: dict[str, float] = module.__dict__.setdefault("embedding_cache", {})
+        await self.running.wait()
+        runs = float(self.models[0]["value"][0])
+        image = (await request.json())["image"]
+        return web.json_response({"encoded": kept.setdefault(image, runs), "runs": runs})
+
     async def server_info(self, request: web.Request) -> web.Response:
         answer = {
             "tp_size": self.ranks, "pp_size": 1, "dp_size": 1, "quantization": None,
             "custom_weight_loader": [LOADER], "version": "0.5.23", **self.info,
         }  # fmt: skip
         return web.json_response(answer)
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"has_image_understanding": self.sees})
 
     async def ready(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.running.is_set() else 503)
@@ -163,6 +181,7 @@ class SmallSglang(SmallEngine):
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/server_info", self.server_info),
+            web.get("/model_info", self.model_info),
             web.get("/ready", self.ready),
             web.post("/pause_generation", self.pause),
             web.post("/continue_generation", self.resume),
@@ -171,6 +190,7 @@ class SmallSglang(SmallEngine):
             web.post("/end_weight_update", self.end),
             web.post("/update_weights_from_disk", self.from_disk),
             web.post("/flush_cache", self.flush),
+            web.post("/encode", self.encode),
         ]
 
 
@@ -184,3 +204,19 @@ class WithoutLoader(SmallSglang):
 
 class Quantised(SmallSglang):
     info: ClassVar[dict[str, Any]] = {"quantization": "fp8"}
+
+
+class WithExpertBalance(SmallSglang):
+    info: ClassVar[dict[str, Any]] = {"enable_eplb": True}
+
+
+class WithFrozenGraphs(SmallSglang):
+    info: ClassVar[dict[str, Any]] = {"device": "cpu", "enable_torch_compile": True}
+
+
+class Drafting(SmallSglang):
+    info: ClassVar[dict[str, Any]] = {"speculative_algorithm": "EAGLE"}
+
+
+class Seeing(SmallSglang):
+    sees: ClassVar[bool] = True

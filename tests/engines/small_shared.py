@@ -22,5 +22,10 @@ class SmallShared(SmallVllm):
         self.models = [{"value": model.value.detach()}]
         return web.json_response({})
 
+    async def pause(self, request: web.Request) -> web.Response:
+        answer = await super().pause(request)
+        self.seen.append(("paused to clear", request.query["clear_cache"]))
+        return answer
+
     def routes(self) -> list[web.RouteDef]:
         return [*super().routes(), web.post("/attach", self.attach)]

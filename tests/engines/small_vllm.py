@@ -31,7 +31,10 @@ class SmallVllm(SmallEngine):
         "/update_weights": "update",
         "/finish_weight_update": "finish",
         "/collective_rpc": "reload",
+        "/reset_encoder_cache": "encoder",
     }
+    #: Whether it has a draft model.
+    drafts: ClassVar[bool] = False
 
     def __init__(self, ranks: int) -> None:
         super().__init__(ranks)
@@ -44,6 +47,18 @@ class SmallVllm(SmallEngine):
         self.loading: list[Weights] = []
         self.problem = ""
         self.aside: Weights | None = None
+        self.encoded: dict[str, float] = {}
+
+    async def encode(self, request: web.Request) -> web.Response:
+        """Answer an image by what the encoder made of it, which is kept as vLLM keeps it."""
+        await self.running.wait()
+        runs = float(self.models[0]["value"][0])
+        image = (await request.json())["image"]
+        return web.json_response({"encoded": self.encoded.setdefault(image, runs), "runs": runs})
+
+    async def reset_encoder(self, request: web.Request) -> web.Response:
+        self.encoded.clear()
+        return web.Response()
 
     def in_turn(self, step: Handler) -> Handler:
         async def taken(request: web.Request) -> web.Response:
@@ -159,6 +174,8 @@ class SmallVllm(SmallEngine):
 
     async def rpc(self, request: web.Request) -> web.Response:
         call = await request.json()
+        if call["method"] == "supports_draft_weight_updates":
+            return web.json_response({"results": [self.drafts] * self.ranks})
         assert call["method"] == "reload_weights" and not self.running.is_set()
         if self.take_fault("reload", "half"):
             self.models[-1]["value"][:500] = -1.0
@@ -191,6 +208,8 @@ class SmallVllm(SmallEngine):
             web.post("/collective_rpc", self.in_turn(self.rpc)),
             web.post("/update_weight_version", self.set_version),
             web.get("/weight_info", self.weight_info),
+            web.post("/reset_encoder_cache", self.in_turn(self.reset_encoder)),
+            web.post("/encode", self.encode),
         ]
 
 
@@ -216,3 +235,9 @@ class CachingVllm(SmallVllm):
         found = self.cached.setdefault((asked.get("cache_salt", ""), asked["prompt"]), runs)
         said = {"cached": found, "arrived": arrived, "runs": runs, "clears": self.clears}
         return web.json_response(said)
+
+
+class DraftingVllm(SmallVllm):
+    """Has a draft model that proposes tokens."""
+
+    drafts: ClassVar[bool] = True

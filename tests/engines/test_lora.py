@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -102,17 +103,18 @@ def test_the_files_are_pefts_and_old_ones_go(folder: Path) -> None:
     model = Peft()
     for version in range(4):
         made = files.publish(lora_state(model.fill(version)), version)
-    assert made == LoraVersion(name="run1-v3", path=f"{folder}/run1-v3", version=3, size=64)
+    assert re.fullmatch("run1-v3-[0-9a-f]{16}", made.name)
+    assert made == LoraVersion(name=made.name, path=f"{folder}/{made.name}", version=3, size=64)
     assert files.versions() == [2, 3]
-    tensors = load_file(folder / "run1-v3" / "adapter_model.safetensors")
+    tensors = load_file(folder / made.name / "adapter_model.safetensors")
     assert set(tensors) == set(lora_state(model))
-    config = json.loads((folder / "run1-v3" / "adapter_config.json").read_text())
+    config = json.loads((folder / made.name / "adapter_config.json").read_text())
     assert config["target_modules"] == ["q_proj", "v_proj"]
     with pytest.raises(WeightsError, match="there already"):
         files.publish(lora_state(model), 3)
     with pytest.raises(WeightsError, match="no tensors"):
         files.publish({}, 4)
-    assert sorted(path.name for path in folder.iterdir()) == ["run1-v2", "run1-v3"]
+    assert sorted(path.name[:7] for path in folder.iterdir()) == ["run1-v2", "run1-v3"]
 
 
 def die_while_writing(folder: str) -> None:
@@ -145,14 +147,17 @@ async def test_requests_in_flight_keep_their_adapter_and_new_ones_ask_for_the_ne
     files = LoraFiles(folder, "run1", CONFIG)
     model = Peft()
 
+    names: list[str] = []
+
     async def answers(version: int, tokens: int) -> list[Any]:
-        body = {"model": f"run1-v{version}", "max_tokens": tokens}
+        body = {"model": names[version], "max_tokens": tokens}
         found = await asyncio.gather(*(each.post("/v1/generate", body) for each in running))
         return [each.get("tokens") for each in found]
 
     flights = []
     for version in range(4):
         made = files.publish(lora_state(model.fill(version)), version)
+        names.append(made.name)
         # Each trainer is a new one: what is loaded is the servers' word.
         report = await bring(bus.name, made, *(server_of(each, kind) for each in running))
         assert report.previous == (version - 1 if version else None)
@@ -176,14 +181,15 @@ async def test_a_version_that_one_server_did_not_take_is_taken_by_none(
     running = [servers(1, SmallLora), servers(1, SmallLora)]
     files = LoraFiles(folder, "run1", CONFIG)
     both = [server_of(running[0], "vllm"), server_of(running[1], "sglang")]
-    await bring(bus.name, files.publish(lora_state(Peft().fill(1)), 1), *both)
+    first = files.publish(lora_state(Peft().fill(1)), 1)
+    await bring(bus.name, first, *both)
     await running[1].fault("load", fault)
     second = files.publish(lora_state(Peft().fill(2)), 2)
     with pytest.raises(UpdateRolledBackError, match="every server runs version 1 again"):
         await bring(bus.name, second, *both)
     assert bus.policy_version == 1
     for server in both:
-        assert set(await server.adapters(TIMEOUT_S)) == {"base", "run1-v1"}
+        assert set(await server.adapters(TIMEOUT_S)) == {"base", first.name}
         await server.close()
     # An answer that was lost is no failure: the list says that it is there.
     await running[0].fault("load", "close")
@@ -224,16 +230,68 @@ async def test_a_trainer_that_goes_on_from_an_older_version_has_it_loaded_and_it
 ) -> None:
     server = server_of(servers(1, SmallLora), "vllm")
     files = LoraFiles(folder, "run1", CONFIG, keep=2)
+    names = {}
     for version in (7, 8, 9):
-        await bring(bus.name, files.publish(lora_state(Peft()), version), server)
+        made = files.publish(lora_state(Peft()), version)
+        names[version] = made.name
+        await bring(bus.name, made, server)
     for version, stay in ((4, [4, 9]), (5, [5, 9]), (6, [6, 9]), (10, [9, 10])):
         made = files.publish(lora_state(Peft()), version)
         assert files.versions() == stay and Path(made.path).is_dir()
+        names[version] = made.name
         report = await bring(bus.name, made, server)
         assert report.previous == (9 if version in (4, 10) else version - 1)
         there = set(await server.adapters(TIMEOUT_S)) - {"base"}
-        assert there == {f"run1-v{each}" for each in stay}
+        assert there == {names[each] for each in stay}
         assert bus.policy_version == version
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("life", ["one trainer", "a restarted trainer", "another run"])
+async def test_another_adapter_of_a_number_that_servers_know_answers_as_itself(
+    life: str, kind: str, bus: Bus, servers: Any, folder: Path
+) -> None:
+    running = servers(1, SmallLora)
+    server = server_of(running, kind)
+    files = LoraFiles(folder, "run1", CONFIG)
+    for version in (7, 8):
+        made = files.publish(lora_state(Peft().fill(version)), version)
+        await bring(bus.name, made, server)
+    if life != "one trainer":
+        files = LoraFiles(folder if "trainer" in life else folder / "b", "run1", CONFIG)
+    made = files.publish(lora_state(Peft().fill(70)), 7)
+    report = await bring(bus.name, made, server)
+    (told,) = report.servers
+    assert (told.version, told.error, told.warning) == (7, "", "") and report.life == made.name
+    said = await running.post("/v1/generate", {"model": made.name, "max_tokens": 3})
+    assert said["tokens"] == [70.0] * 3
+    listed = list(await server.adapters(TIMEOUT_S))
+    assert [name for name in listed if name.startswith("run1-v7-")][-1] == made.name
+
+
+@pytest.mark.parametrize("case", ["name in use", "refused again"])
+async def test_an_adapter_that_a_server_does_not_load_leaves_the_version_before_in_force(
+    case: str, bus: Bus, servers: Any, folder: Path
+) -> None:
+    running = servers(1, SmallLora)
+    server = server_of(running, "vllm")
+    files = LoraFiles(folder, "run1", CONFIG)
+    first = files.publish(lora_state(Peft().fill(1)), 1)
+    await bring(bus.name, first, server)
+    second = files.publish(lora_state(Peft().fill(2)), 2)
+    if case == "name in use":
+        await server.load_adapter(second.name, first.path, TIMEOUT_S)
+    else:
+        await bring(bus.name, second, server)
+        bus.policy_version = 1
+        await running.fault("load", "500")  # while the server lists the name with the path
+    with pytest.raises(UpdateRolledBackError) as caught:
+        await bring(bus.name, second, server)
+    assert (caught.value.version, caught.value.in_force, bus.policy_version) == (2, 1, 1)
+    said = await running.post("/v1/generate", {"model": first.name, "max_tokens": 2})
+    assert said["tokens"] == [1.0] * 2
+    if case == "name in use":  # what has the name stays where it was
+        assert (await server.adapters(TIMEOUT_S))[second.name] == first.path
 
 
 async def test_a_server_that_has_ended_is_reported_gone(

@@ -144,3 +144,18 @@ async def test_a_model_of_another_bus_is_refused(bus: Bus) -> None:
         fleet = EngineFleet([VllmServer("http://127.0.0.1:1")], bus=bus.name, timeout=TIMEOUT_S)
         with pytest.raises(ValueError, match=f"expected a model of bus '{bus.name}', got"):
             await fleet.step(shared, dict, 2)
+
+
+async def test_a_step_has_images_encoded_anew_and_a_number_that_comes_again_clears_caches(
+    bus: Bus, servers: Any
+) -> None:
+    running = servers(1, SmallShared)
+    model = model_of(0)
+    with share_model(bus.name, model, version=0) as shared:
+        await attached(bus.name, running)
+        async with fleet_of(bus.name, running) as fleet:
+            for version, clears in ((1, "false"), (2, "false"), (1, "true"), (2, "false")):
+                await fleet.step(shared, lambda: model.value.add_(1), version)
+                assert (await running.calls())[-1] == ["paused to clear", clears]
+                said = await running.post("/encode", {"image": "a"})
+                assert said["encoded"] == said["runs"]

@@ -35,9 +35,10 @@ def test_header_rows_and_slots_lie_where_the_page_says(bus_name: str) -> None:
     offset = -(-SLOTS // 4096) * 4096
     assert data[:8] == b"SHBPOOL1"
     assert struct.unpack_from("<II7Q", data, 8)[:8] == (
-        1, 3, offset + 3 * stride, offset, stride, 5000, 100, 1 << 20,
+        2, 3, offset + 3 * stride, offset, stride, 5000, 100, 1 << 20,
     )  # fmt: skip
     assert struct.unpack_from("<I", data, 80)[0] == _core.crc32c(data[8:80])
+    assert struct.unpack_from("<Q", data, 88)[0] != 0  # life, random
     assert struct.unpack_from("<QQQ", data, 128) == (1 << 8 | 1, 0, 2)  # latest, writing, next
     assert struct.unpack_from("<I", data, 384) == (2,)  # slots_open
     assert struct.unpack_from("<QQ", data, 392) == (1, 0)  # published, skipped
@@ -94,6 +95,6 @@ def test_a_pool_of_another_layout_version_is_refused_by_number(bus_name: str) ->
     with path.open("r+b") as file:
         file.seek(8)
         file.write(struct.pack("<I", 77))
-    with pytest.raises(errors.LayoutMismatchError, match="layout version 77, this process needs 1"):
+    with pytest.raises(errors.LayoutMismatchError, match="layout version 77, this process needs 2"):
         PoolReader(bus_name, "weights")
     path.unlink()

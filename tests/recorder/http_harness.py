@@ -123,7 +123,7 @@ def log_of(engine: StubEngine) -> dict[str, Sample]:
 def _sample(conversations: list[list[Sampled]]) -> Sample:
     calls = [one for each in conversations for one in each]
     # Without rows of ranks, an engine's version is what tells its prefix caches apart.
-    versions = [int(one.body["cache_salt"]) for one in calls]
+    versions = [int(one.body["cache_salt"].partition(".")[0]) for one in calls]
     letters = sum(len(one.output) - 1 for one in calls)
     return Sample(
         [_row(each) for each in conversations],

@@ -363,11 +363,12 @@ static PyObject *py_pool_rows(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *result = NULL;
     if (slots != NULL && ranks != NULL && readers != NULL &&
         fill(&self->c, slots, ranks, readers)) {
-        result = Py_BuildValue("{s:O,s:O,s:O,s:I,s:K,s:K,s:K}", "slots", slots, "ranks", ranks,
+        result = Py_BuildValue("{s:O,s:O,s:O,s:I,s:K,s:K,s:K,s:K}", "slots", slots, "ranks", ranks,
                                "readers", readers, "slots_open", RELAXED(header->slots_open),
                                "published", U64(RELAXED(header->published)), "skipped",
                                U64(RELAXED(header->skipped)), "writing",
-                               U64(pool_word_sequence(RELAXED(header->writing))));
+                               U64(pool_word_sequence(RELAXED(header->writing))), "life",
+                               U64(header->life));
     }
     Py_XDECREF(slots);
     Py_XDECREF(ranks);
@@ -375,7 +376,49 @@ static PyObject *py_pool_rows(PyObject *Py_UNUSED(module), PyObject *args) {
     return result;
 }
 
+static PyObject *runs_of(const struct reader_row *rows, long long version, uint64_t life) {
+    PyObject *sequences = PyList_New(0);
+    bool any = false;
+    for (uint32_t i = 0; sequences != NULL && i < POOL_MAX_READERS; i++) {
+        const struct reader_row *row = &rows[i];
+        unsigned long long applied = RELAXED(row->applied);
+        bool named = RELAXED(row->pid) != 0;
+        any = any || (named && (applied != 0 || RELAXED(row->refused) != 0));
+        if (named && applied != 0 && RELAXED(row->applied_version) == version &&
+            !py_append(sequences, PyLong_FromUnsignedLongLong(applied))) {
+            Py_CLEAR(sequences);
+        }
+    }
+    return sequences == NULL ? NULL : Py_BuildValue("KNN", U64(life), sequences,
+                                                    PyBool_FromLong(any));
+}
+
+/* pool_runs(fd, version): life, sequences of the version that rows of readers name, and whether any
+ * row names a version at all; None for no pool of this layout. Nothing is mapped. */
+static PyObject *py_pool_runs(PyObject *Py_UNUSED(module), PyObject *args) {
+    int fd;
+    long long version;
+    struct pool_header header;
+    if (!PyArg_ParseTuple(args, "iL", &fd, &version)) {
+        return NULL;
+    }
+    if (pread(fd, &header, sizeof header, 0) != (ssize_t)sizeof header ||
+        RELAXED(header.magic) != POOL_MAGIC || header.layout_version != POOL_LAYOUT_VERSION) {
+        Py_RETURN_NONE;
+    }
+    const size_t bytes = POOL_MAX_READERS * sizeof(struct reader_row);
+    struct reader_row *rows = aligned_alloc(alignof(struct reader_row), bytes);
+    if (rows == NULL) {
+        return PyErr_NoMemory();
+    }
+    bool read = pread(fd, rows, bytes, (off_t)POOL_READERS_AT) == (ssize_t)bytes;
+    PyObject *result = read ? runs_of(rows, version, header.life) : Py_NewRef(Py_None);
+    free(rows);
+    return result;
+}
+
 PyMethodDef py_pool_rows_functions[] = {
+    {"pool_runs", py_pool_runs, METH_VARARGS, NULL},
     {"pool_rows", py_pool_rows, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

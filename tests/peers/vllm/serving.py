@@ -26,10 +26,14 @@ TOKENS = 24
 
 
 class Server:
-    def __init__(self, folder: Path, log: Path, tensor_parallel: int, *options: str) -> None:
+    def __init__(
+        self, folder: Path, log: Path, tensor_parallel: int, *options: str, port: int = 0
+    ) -> None:
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
             port = probe.getsockname()[1]
+        self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         environment = dict(

@@ -9,9 +9,9 @@ import pytest
 import torch
 from serving import Server
 
-from shmbus import Bus
-from shmbus.engines import LoraFleet, VllmServer
-from shmbus.weights import LoraFiles
+from shmbus import Bus, Producer
+from shmbus.engines import LoraFleet, UpdateRolledBackError, VllmServer
+from shmbus.weights import LoraFiles, LoraVersion
 
 pytest_plugins = ["vllm_fixtures"]
 
@@ -49,19 +49,69 @@ async def test_each_version_of_an_adapter_answers_by_its_name_while_requests_are
 
         base = await answer("m")
         async with LoraFleet([VllmServer(server.url)], bus=bus.name, timeout=60) as fleet:
-            await fleet.update(files.publish(adapter(1), version=8))
-            first = await answer("run1-v8")
+            eight = files.publish(adapter(1), version=8)
+            await fleet.update(eight)
+            first = await answer(eight.name)
             assert first != base
-            in_flight = [asyncio.ensure_future(answer("run1-v8")) for _ in range(3)]
+            in_flight = [asyncio.ensure_future(answer(eight.name)) for _ in range(3)]
             await asyncio.sleep(0)  # they are sent
-            report = await fleet.update(files.publish(adapter(2), version=9))
+            nine = files.publish(adapter(2), version=9)
+            report = await fleet.update(nine)
             assert report.previous == 8 and bus.policy_version == 9
             assert await asyncio.gather(*in_flight) == [first] * 3
-            assert await answer("run1-v9") not in (base, first)
-            report = await fleet.update(files.publish(adapter(1), version=10))
-            assert await answer("run1-v10") == first and await answer("m") == base
+            assert await answer(nine.name) not in (base, first)
+            ten = files.publish(adapter(1), version=10)
+            report = await fleet.update(ten)
+            assert await answer(ten.name) == first and await answer("m") == base
             listed = await VllmServer(server.url).adapters(60)
-            assert [name for name in listed if name != "m"] == ["run1-v9", "run1-v10"]
+            assert [name for name in listed if name != "m"] == [nine.name, ten.name]
             assert not report.servers[0].error and not report.servers[0].warning
+    finally:
+        server.end()
+
+
+@pytest.mark.timeout(900)
+async def test_another_adapter_of_a_number_that_vllm_knows_answers_as_itself(
+    folders: dict[int, Path], bus: Bus, tmp_path: Path
+) -> None:
+    options = ("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "8", "--block-size", "32")
+    server = Server(folders[0], tmp_path / "server.log", 1, *options)
+    prompt = " ".join(f"w{3 * k % 120}" for k in range(70))
+    try:
+        await server.started()
+
+        async def answer(made: LoraVersion) -> list[int]:
+            with Producer(bus.name) as producer:
+                salt = producer.cache_salt
+            return await server.complete(
+                prompt, 24, model=made.name, ignore_eos=True, cache_salt=salt
+            )
+
+        async with LoraFleet([VllmServer(server.url)], bus=bus.name, timeout=60) as fleet:
+            alone = LoraFiles(tmp_path / "alone", "alone", CONFIG)
+            expected = []
+            for number, seed in enumerate((1, 2, 3)):
+                made = alone.publish(adapter(seed), version=100 + number)
+                await fleet.update(made)
+                expected.append(await answer(made))
+            assert len({*map(tuple, expected)}) == 3
+            files = LoraFiles(tmp_path / "adapters", "run1", CONFIG)
+            for version, seed in ((7, 1), (8, 2), (7, 3)):  # the last one: training went back
+                made = files.publish(adapter(seed), version=version)
+                report = await fleet.update(made)
+                assert (report.servers[0].error, report.servers[0].warning) == ("", "")
+                assert await answer(made) == expected[seed - 1]
+            # A restarted trainer in the same folder, and another run of the same name.
+            for folder, seed in (("adapters", 1), ("other", 2)):
+                again = LoraFiles(tmp_path / folder, "run1", CONFIG)
+                made = again.publish(adapter(seed), version=7)
+                await fleet.update(made)
+                assert await answer(made) == expected[seed - 1]
+            # A name in use leaves what has it, and the version before in force.
+            taken = LoraVersion(name=made.name, path=str(tmp_path / "alone"), version=9, size=1)
+            with pytest.raises(UpdateRolledBackError) as caught:
+                await fleet.update(taken)
+            assert caught.value.version == 9 and bus.policy_version == 7
+            assert await answer(made) == expected[1]
     finally:
         server.end()

@@ -1,0 +1,167 @@
+"""No state that older weights made answers after an update: renewed, warned of, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small_sglang import Drafting, Seeing, SmallSglang, WithExpertBalance, WithFrozenGraphs
+from small_vllm import DraftingVllm, SmallVllm
+from trainers import Trainer, fleet_of, update
+
+from shmbus import Bus
+from shmbus.engines import EngineError, UpdateRolledBackError
+from shmbus.engines.rows import RankRows
+from shmbus.engines.state_kinds import STATE_KINDS, vllm_refusal
+from shmbus.pool import PoolReader
+
+pytest_plugins = ["engine_fixtures"]
+
+PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
+
+
+def test_the_page_has_the_table_of_the_code() -> None:
+    rows = [f"| {' | '.join(kind)} |" for kind in STATE_KINDS]
+    table = (
+        PAGE.read_text().split("<!-- state kinds -->\n")[1].split("<!-- state kinds: end -->")[0]
+    )
+    assert table.splitlines()[2:] == rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "clear"),
+    [
+        (SmallVllm, "keep", False), (SmallVllm, "keep", True), (SmallVllm, "wait", False),
+        (SmallVllm, "abort", False), (SmallSglang, "keep", False), (SmallSglang, "abort", False),
+    ],
+)  # fmt: skip
+async def test_an_image_is_encoded_anew_after_every_update(
+    kind: Any, mode: str, clear: bool, bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = servers(1, kind)
+    for version in (1, 2, 3):
+        await update(bus.name, trainer, version, running, mode=mode, clear_cache=clear)
+        for _ in range(2):
+            said = await running.post("/encode", {"image": "a"})
+            assert said == {"encoded": version, "runs": version}
+
+
+async def test_a_reload_has_images_encoded_anew(bus: Bus, servers: Any, tmp_path: Path) -> None:
+    running = servers(1)
+    trainer = Trainer(bus.name, carrier="checkpoint", directory=tmp_path)
+    async with fleet_of(bus.name, running) as fleet:
+        for version in (1, 2):
+            trainer.publish(version)
+            await fleet.reload(tmp_path)
+            assert (await running.post("/encode", {"image": "a"}))["encoded"] == version
+    trainer.publisher.close()
+
+
+async def test_a_reload_that_would_keep_encoder_outputs_is_refused_before_a_pause(
+    bus: Bus, servers: Any, tmp_path: Path
+) -> None:
+    running = servers(1, Seeing)
+    trainer = Trainer(bus.name, carrier="checkpoint", directory=tmp_path)
+    trainer.publish(1)
+    async with fleet_of(bus.name, running) as fleet:
+        with pytest.raises(EngineError, match="has_image_understanding"):
+            await fleet.reload(tmp_path)
+    assert await running.calls() == []
+    trainer.publisher.close()
+
+
+async def test_a_server_that_keeps_its_encoder_outputs_keeps_its_old_weights(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = servers(1)
+    await update(bus.name, trainer, 1, running)
+    await running.fault("encoder", "500")
+    with pytest.raises(UpdateRolledBackError) as caught:
+        await update(bus.name, trainer, 2, running)
+    assert (caught.value.in_force, bus.policy_version) == (1, 1)
+    assert await running.tokens(1) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [(WithExpertBalance, "enable_eplb"), (WithFrozenGraphs, "enable_torch_compile")],
+)
+async def test_what_no_update_renews_is_refused_by_name_before_a_pause(
+    kind: Any, named: str, bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = servers(1, kind)
+    with pytest.raises(EngineError, match=named) as caught:
+        await update(bus.name, trainer, 1, running)
+    assert caught.value.step == "server_info"
+    assert await running.calls() == [] and bus.policy_version == 0
+
+
+def config(**given: Any) -> Any:
+    """What of a vLLM engine's configuration tells which state it has."""
+    asked = {"enable_eplb": False, "inductor": {}, "ec": None, "kv": None, **given}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(enable_eplb=asked["enable_eplb"]),
+        ec_transfer_config=asked["ec"],
+        kv_transfer_config=asked["kv"],
+        compilation_config=SimpleNamespace(inductor_compile_config=asked["inductor"]),
+    )
+
+
+def connector(name: str, *inner: str) -> Any:
+    listed = {"connectors": [{"kv_connector": each} for each in inner]} if inner else None
+    return SimpleNamespace(kv_connector=name, kv_connector_extra_config=listed)
+
+
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "named"),
+    [
+        ({}, True, ""),
+        ({"enable_eplb": True}, False, "parallel_config.enable_eplb"),
+        ({"ec": object()}, False, "ec_transfer_config"),
+        ({"kv": connector("ExampleConnector")}, False, "ExampleConnector"),
+        ({"kv": connector("MultiConnector", "OffloadingConnector")}, False, ""),
+        (
+            {"kv": connector("MultiConnector", "NixlConnector", "LMCacheConnectorV1")},
+            False,
+            "LMCacheConnectorV1",
+        ),
+        ({"inductor": {"freezing": True}}, False, "inductor_compile_config"),
+        ({"inductor": {"max_autotune": True}}, True, "inductor_compile_config"),
+        ({"inductor": {"max_autotune": True}}, False, ""),
+    ],
+)
+def test_a_vllm_with_state_that_no_update_renews_is_refused_by_the_options_name(
+    given: dict[str, Any], on_cpu: bool, named: str
+) -> None:
+    said = vllm_refusal(config(**given), on_cpu=on_cpu)
+    assert named in said and bool(said) == bool(named)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [(DraftingVllm, "speculative_config"), (Drafting, "speculative_algorithm")],
+)
+async def test_each_report_warns_of_a_draft_model_that_keeps_its_weights(
+    kind: Any, named: str, bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = servers(2, kind)
+    async with fleet_of(bus.name, running) as fleet:
+        for version in (1, 2):
+            (told,) = (await fleet.update(trainer, version)).servers
+            assert (told.version, told.error) == (version, "") and named in told.warning
+
+
+async def test_a_version_that_was_never_published_is_not_in_force(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    server, rows = servers(1).server(), RankRows(bus.name)
+    trainer.publish(1)
+    with PoolReader(bus.name, "weights", label=f"{server.address} rank 0") as rank:
+        for sequence, version in ((77, 9), (1, 9)):
+            rank.pool.applied(sequence, version)
+            assert rows.whole_version(server, 1) is None
+            assert rows.missing(server, 1, version) is not None
+        rank.pool.applied(1, 1)
+        assert rows.whole_version(server, 1) == 1 and rows.missing(server, 1, 1) is None
