@@ -28,7 +28,7 @@ from shmbus.recorder.sessions import Place, Session, Sessions
 from shmbus.recorder.settings import Settings
 from shmbus.recorder.versions import EngineVersions
 from shmbus.recorder_files import EngineNote, RecorderFile, RecorderNote, SessionNote
-from shmbus.session import PackedArray, PackedSample
+from shmbus.session import PackedArray, PackedRow, PackedSample
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,6 @@ class Recorder:
             "engine": "" if session.engine is None else session.engine.url,
         }
         return {
-            "rows": transcript.rows(),
             "policy_version": tuple(transcript.versions),
             "meta": meta,
         }
@@ -259,15 +258,17 @@ class Recorder:
             )
         sample = self.seal(session)
         packed = PackedSample(
-            rows=[
-                {
-                    name: PackedArray(value.dtype.str, list(value.shape), value.tobytes())
-                    for name, value in row.items()
-                    if name != "prefix_length"
-                }
-                for row in sample["rows"]
+            branches=[
+                PackedRow(
+                    row.parent,
+                    row.prefix,
+                    {
+                        name: PackedArray(value.dtype.str, list(value.shape), value.tobytes())
+                        for name, value in row.fields.items()
+                    },
+                )
+                for row in session.transcript.branches()
             ],
-            prefixes=[row["prefix_length"] for row in sample["rows"]],
             versions=sample["policy_version"],
             meta=sample["meta"],
         )
@@ -298,6 +299,7 @@ class Recorder:
             )
         if session.putting is None:
             sample = self.seal(session)
+            sample["rows"] = session.transcript.rows()
             session.score = float(score)  # type: ignore[arg-type]
             sample["meta"] |= meta
             # It goes on where its client goes: a second request for it finds it.
