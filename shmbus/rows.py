@@ -99,7 +99,6 @@ def join_branches(branches: Sequence[Branch]) -> list[dict[str, Any]]:
     return rows
 
 
-
 def join_rows(rows: object, others: tuple[str, ...] = ()) -> list[tuple[str, Any]]:
     """Make the fields of a record of a sample's rows."""
     listed = _listed(rows)

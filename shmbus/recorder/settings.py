@@ -24,6 +24,8 @@ IDLE_S: Final = 600.0
 ENGINE_SILENCE_S: Final = 900.0
 #: Seconds for a connection to an engine; one that is full of connections takes none.
 CONNECT_S: Final = 15.0
+#: Seconds that a connection to an engine is kept without a call: uvicorn closes after 5.
+POOLED_S: Final = 3.0
 #: Seconds for what comes behind the last event of a stream: the end of its body, at once.
 DRAIN_S: Final = 0.1
 #: Engines that are asked for one answer, one after the other.
