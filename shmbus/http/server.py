@@ -25,11 +25,14 @@ import sys
 import termios
 import time
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any, Final, cast
 
 import uvloop
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
+
+from shmbus.http.access import Refusal
 
 #: Open files beside connections, of those that this process may have.
 _OTHER_FILES: Final = 64
@@ -333,6 +336,21 @@ def connection_of(request: web.BaseRequest) -> Connection:
     connection = request.protocol
     assert isinstance(connection, Connection)
     return connection
+
+
+def answer_expectation(request: web.BaseRequest) -> None:
+    """Have a client send the body that it holds back until the server agrees."""
+    expected = request.headers.get("Expect", "")
+    if not expected:
+        return
+    if expected.lower() != "100-continue":
+        raise Refusal(
+            HTTPStatus.EXPECTATION_FAILED,
+            f"Expect: expected 100-continue or nothing, got {expected[:80]}",
+            close=True,
+        )
+    if request.transport is not None and request.version >= HttpVersion11:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 async def wait_for_any(*events: asyncio.Event) -> None:

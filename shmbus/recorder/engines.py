@@ -165,7 +165,12 @@ class Engines:
 
     @contextlib.asynccontextmanager
     async def ask(
-        self, engine: Engine, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+        self,
+        engine: Engine,
+        method: str,
+        path: str,
+        body: bytes | bytearray | None,
+        headers: Mapping[str, str],
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Ask one engine; EngineGone where it does not begin to answer."""
         engine.calls += 1
@@ -188,7 +193,7 @@ class Engines:
             engine.calls -= 1
 
     async def _request(
-        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str]
+        self, method: str, url: str, body: bytes | bytearray | None, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
         """Send a request; once more where the server had closed the pooled connection."""
         assert self._client is not None and self._fresh is not None

@@ -8,6 +8,11 @@ import msgspec
 
 #: Bytes of one call's body: a conversation of a million tokens, or some twenty images.
 BODY_LIMIT: Final = 32 << 20
+#: Seconds for a body, and for each so many bytes of the body one more.
+BODY_S: Final = 20.0
+BODY_BYTES_PER_S: Final = 256 << 10
+#: Seconds in which a client has to read an answer.
+DELIVER_S: Final = 300.0
 #: Bytes of all bodies that are read, and of what sessions keep.
 MEMORY: Final = 2 << 30
 #: What a body of JSON takes while it is read, sent on and turned, in parts of its own size.
@@ -69,6 +74,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = IDLE_S
     #: Versions behind the trainer's from which a session ends.
     max_lag: int | None = None
+    #: Sampling options that calls get, whatever they say, and such that calls must not contradict.
+    force_sampling: dict[str, float] = {}
+    require_sampling: dict[str, float] = {}
+    #: Whether tokens that were sampled under a grammar are trained.
+    train_grammar: bool = False
     #: Layers, and experts of a token.
     experts: tuple[int, int] | None = None
     log_format: Literal["json", "text"] = "text"
