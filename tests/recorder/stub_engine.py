@@ -250,6 +250,15 @@ class StubEngine:
 
         try:
             async for chunk in self.chunks(body, choices, chat, fault):
+                ends = (
+                    [one for one in chunk["choices"] if one["finish_reason"]]
+                    if chunk != "die"
+                    else ()
+                )
+                if fault == "error_behind_end" and ends:
+                    error = {"error": {"message": "out of memory", "code": 500}}
+                    await send(f"{json.dumps(chunk)}\n\ndata: {json.dumps(error)}")
+                    return response
                 if chunk == "die":
                     assert request.transport is not None
                     request.transport.abort()

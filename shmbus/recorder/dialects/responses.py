@@ -355,7 +355,9 @@ class Responses(Dialect):
         """End the response with an error."""
         error = {"code": "server_error", "message": message}
         if self._is_open:
-            _closed(self._output[-1], "".join(self._pieces))
+            item = _closed(self._output[-1], "".join(self._pieces))
+            if "status" in item:
+                item["status"] = "incomplete"
         return (
             self._begin()
             + self._event("error", code=code, message=message, param=None)
