@@ -131,9 +131,11 @@ class _Row:
         known = [np.concatenate(self.experts)[:keep]] if self.experts else []
         self.experts = known
 
-    def adopt(self, child: _Row) -> None:
-        """Continue with the tokens of a row that branches off at the end of this one."""
+    def adopt(self, child: _Row, begin: int) -> None:
+        """Continue with the tokens of a row that branches off here; its prompt begins at `begin`."""
         assert child.prefix == self.end
+        if child.last is not None and child.last.begin == child.prefix:
+            child.last.begin, child.last.heard = begin, self.heard
         self.tokens += child.tokens
         self.mask += child.mask
         self.logprobs += child.logprobs
@@ -282,7 +284,8 @@ class Transcript:
                 self._rows.remove(row)
             return
         row.cut(branch.prefix)
-        row.adopt(branch)
+        row.heard = recorded.heard
+        row.adopt(branch, recorded.begin)
         self._rows.remove(branch)
         for each in self._rows:
             if each.parent is branch:
