@@ -132,7 +132,7 @@ class _Row:
         self.experts = known
 
     def adopt(self, child: _Row, begin: int) -> None:
-        """Continue with the tokens of a row that branches off here; its prompt begins at `begin`."""
+        """Continue with a row that branches off here, and whose prompt began at `begin`."""
         assert child.prefix == self.end
         if child.last is not None and child.last.begin == child.prefix:
             child.last.begin, child.last.heard = begin, self.heard
