@@ -99,6 +99,17 @@ def test_tokens_under_a_grammar_are_counted_and_masked_unless_the_recorder_train
     assert masked == [len(free), trained * len(limited)]
 
 
+def test_a_sample_of_nothing_but_grammar_is_put_with_its_score(
+    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
+    consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    session = opened(start_recorder, engine, producer, feeder)
+    assert call(session, tools=[TOOL], tool_choice="required")[0] == 200
+    found = sample(session, consumer)
+    assert (found.score, found.rows[0]["loss_mask"].sum()) == (1.0, 0)
+    assert found.meta["grammar_tokens"] == len(engine.record[0].output)
+
+
 @pytest.mark.parametrize(
     ("body", "is_limited"),
     [
