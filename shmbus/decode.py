@@ -83,7 +83,8 @@ class RoutedExperts:
             if head.startswith(_NPY):
                 np.lib.format.read_magic(stream)
                 said, by_columns, self.dtype = np.lib.format.read_array_header_1_0(stream)
-        except ValueError as error:
+        except Exception as error:
+            # NumPy reads a head as Python source, whose readers raise errors of their own.
             raise ValueError(f"{self.name}: expected an .npy of version 1.0: {error}") from error
         self._start, row = stream.tell(), layers * experts * self.dtype.itemsize
         rows, rest = divmod(count - self._start, max(1, row))
@@ -125,7 +126,7 @@ def token_ids(field: str, found: Any) -> NDArray[np.int32]:
     return ids.astype(np.int32)
 
 
-def sampled_logprobs(field: str, found: list[Any], tokens: int) -> NDArray[np.float32]:
+def sampled_logprobs(field: str, found: Sequence[Any], tokens: int) -> NDArray[np.float32]:
     """Return the logprobs of sampled tokens as an array, after their check."""
     if len(found) != tokens:
         raise ValueError(f"{field}: expected {tokens}, one of each token, got {len(found)}")

@@ -27,6 +27,7 @@ import numpy as np
 from shmbus import errors
 from shmbus._arguments import check_timeout
 from shmbus.recorder_files import RecorderNote, read_recorders
+from shmbus.rows import Branch, join_branches
 
 if TYPE_CHECKING:
     from shmbus._prompts import Request
@@ -58,11 +59,18 @@ class PackedArray(msgspec.Struct, frozen=True):
     data: bytes
 
 
-class PackedSample(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session sampled: rows of arrays and prefix lengths, versions, and what is known."""
+class PackedRow(msgspec.Struct, frozen=True):
+    """A row without what it shares with another, on its way from a recorder."""
 
-    rows: list[dict[str, PackedArray]]
-    prefixes: list[int]
+    parent: int | None
+    prefix: int
+    fields: dict[str, PackedArray]
+
+
+class PackedSample(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session sampled: a tree of rows, versions, and what is known."""
+
+    branches: list[PackedRow]
     versions: tuple[int, int]
     meta: dict[str, Any]
 
@@ -363,17 +371,20 @@ class Session:
 
 
 def _rows_of(packed: PackedSample) -> list[dict[str, Any]]:
-    """Return rows as `put` takes them: views of what came."""
-    return [
-        {
-            "prefix_length": prefix,
-            **{
-                name: np.frombuffer(each.data, each.dtype).reshape(each.shape)
-                for name, each in row.items()
-            },
-        }
-        for row, prefix in zip(packed.rows, packed.prefixes, strict=True)
-    ]
+    """Return rows as `put` takes them."""
+    return join_branches(
+        [
+            Branch(
+                row.parent,
+                row.prefix,
+                {
+                    name: np.frombuffer(each.data, each.dtype).reshape(each.shape)
+                    for name, each in row.fields.items()
+                },
+            )
+            for row in packed.branches
+        ]
+    )
 
 
 def _refusal(body: bytes) -> _Refused:

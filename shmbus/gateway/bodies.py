@@ -24,6 +24,7 @@ from isal import igzip_lib, isal_zlib
 
 from shmbus.gateway import settings
 from shmbus.http.access import Refusal
+from shmbus.http.server import answer_expectation
 
 _ISAL_ERROR = cast("type[Exception]", igzip_lib.IsalError)
 
@@ -286,10 +287,7 @@ class Bodies:
         self, request: web.BaseRequest, limit: int, too_large: Refusal
     ) -> bytes | bytearray:
         seconds = settings.BODY_S * (1 + (request.content_length or limit) / settings.SLOW_BYTES)
-        if request.headers.get("Expect", "").lower() == "100-continue":
-            transport = request.transport
-            if transport is not None:
-                transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        answer_expectation(request)
         try:
             return await asyncio.wait_for(self._collect(request, limit, too_large), seconds)
         except asyncio.TimeoutError:

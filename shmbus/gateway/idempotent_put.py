@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import logging
 import sys
@@ -24,11 +25,9 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, Final
 
-from isal import isal_zlib
-
 import shmbus
 from shmbus.gateway import settings
-from shmbus.gateway.journal import BodyKey, Journal, JournalEntry
+from shmbus.gateway.journal import KEY_BYTES, Journal, JournalEntry
 from shmbus.http.access import Refusal
 from shmbus.inspect.dump import inspect
 
@@ -43,15 +42,15 @@ _RECORD_BYTES: Final = 256
 Samples = list[dict[str, Any]]
 
 
-def key_of(body: bytes | bytearray | memoryview) -> BodyKey:
-    """Return what tells a body from others."""
-    return BodyKey(len(body), isal_zlib.crc32(body), isal_zlib.adler32(body))
+def key_of(body: bytes | bytearray | memoryview) -> bytes:
+    """Return the digest that tells a body from others."""
+    return hashlib.blake2b(body, digest_size=KEY_BYTES).digest()
 
 
 class Body:
     """A body that is put, or was: what its groups are called, and how many of them are there."""
 
-    def __init__(self, key: BodyKey, producer_id: int, first: int, count: int) -> None:
+    def __init__(self, key: bytes, producer_id: int, first: int, count: int) -> None:
         self.key = key
         self.producer_id = producer_id
         self.first = first
@@ -80,7 +79,7 @@ class IdempotentPut:
         self._journal = journal
         self._hold_s = hold_s
         #: Bodies whose answers were lost, the oldest first.
-        self._lost: dict[BodyKey, Body] = {}
+        self._lost: dict[bytes, Body] = {}
         self._turn = asyncio.Lock()
         self._next = 0
         self.holding = 0
@@ -114,7 +113,7 @@ class IdempotentPut:
 
     # -- a body ---------------------------------------------------------------------------------
 
-    def body_of(self, key: BodyKey, count: int) -> Body:
+    def body_of(self, key: bytes, count: int) -> Body:
         """Return a body whose answer was lost, where this is it again, or a new one."""
         body = self._lost.pop(key, None)
         if body is not None:

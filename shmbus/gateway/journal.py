@@ -25,11 +25,13 @@ from shmbus.http.access import Refusal
 from shmbus.segment.names import companion_name
 from shmbus.segment.own_file import open_own
 
-_MAGIC: Final = b"SHMGATE3"
+_MAGIC: Final = b"SHMGATE4"
 _HEAD = struct.Struct("<8sQI")
 _PLACE = struct.Struct("<QII")
+#: Bytes of a body's key, a BLAKE2b digest: no client finds two bodies of one key.
+KEY_BYTES: Final = 16
 #: Groups that a body has, its key, what they are called, how many were put, and the mark.
-_ENTRY = struct.Struct("<H2xIIIQQH6xQ16x")
+_ENTRY = struct.Struct(f"<H6x{KEY_BYTES}sQQH6xQ8x")
 _PAGE: Final = 4096
 #: Bytes of the state: all environments that may register, with the longest names.
 _STATE_BYTES: Final = 16 << 20
@@ -39,19 +41,11 @@ _PLACES: Final = (_PAGE, _PAGE + _STATE_BYTES)
 _JOURNAL: Final = _PAGE + 2 * _STATE_BYTES
 
 
-class BodyKey(NamedTuple):
-    """What tells one body from another: its bytes are not kept."""
-
-    length: int
-    crc: int
-    adler: int
-
-
 class JournalEntry(NamedTuple):
     """A body whose answer was not delivered when its gateway died."""
 
     groups: int
-    key: BodyKey
+    key: bytes
     #: What its groups are called: the producer's number, and theirs from `first` on.
     producer_id: int
     first: int
@@ -83,9 +77,9 @@ class Journal:
             self.state, self._version = self._newest()
             journal = os.pread(self._fd, entries_bytes, _JOURNAL)
             self.entries = [
-                (number, JournalEntry(groups, BodyKey(*numbers[:3]), *numbers[3:]))
-                for number, (groups, *numbers) in enumerate(_ENTRY.iter_unpack(journal))
-                if groups
+                (number, JournalEntry(*found))
+                for number, found in enumerate(_ENTRY.iter_unpack(journal))
+                if found[0]
             ]
         except BaseException:
             os.close(self._fd)
@@ -159,8 +153,7 @@ class Journal:
 
     def write_entry(self, number: int, entry: JournalEntry) -> None:
         """Replace an entry."""
-        packed = _ENTRY.pack(entry.groups, *entry.key, *entry[2:])
-        os.pwrite(self._fd, packed, _JOURNAL + number * _ENTRY.size)
+        os.pwrite(self._fd, _ENTRY.pack(*entry), _JOURNAL + number * _ENTRY.size)
 
     def close_entry(self, number: int) -> None:
         """Forget a body: its answer was delivered, or nobody will ask again."""

@@ -9,26 +9,35 @@ Invariants:
 - An answer that somebody follows ends once: delivered, or lost. It is delivered when all of it was
   written, and the client then asked again or closed in order; it is lost when the connection ended
   before that, or was reset, as the kernel does for a client that dies without reading. Where the
-  server ends first, neither is said.
+  server ends first, neither is said; so a followed answer of `Connection: close` ends with a half
+  close, and the client closes the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import resource
 import signal
 import socket
+import sys
+import termios
 import time
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any, Final, cast
 
 import uvloop
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
+
+from shmbus.http.access import Refusal
 
 #: Open files beside connections, of those that this process may have.
 _OTHER_FILES: Final = 64
+#: Seconds that a client has to close a connection, after the answer of its last request.
+_CLOSE_S: Final = 2.0
 #: What aiohttp says of bytes that are no HTTP.
 http_logger = logging.getLogger("shmbus.http")
 
@@ -74,6 +83,7 @@ class Connection(web.RequestHandler):
         #: Whether all that was written has left this process.
         self._flushed = True
         self._answers: list[_Answer] = []
+        self._ends_after_answer = self._half_closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin; whoever writes waits until all of it has left this process."""
@@ -104,7 +114,11 @@ class Connection(web.RequestHandler):
         The kernel says the end that was sent before the reset: what it keeps of that is its error.
         """
         wire = None if self._wire is None else self._wire.get_extra_info("socket")
-        if wire is not None and wire.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        if wire is not None and (
+            wire.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            # The server's own end counts as a byte.
+            or _unacknowledged(wire.fileno()) > self._half_closed
+        ):
             self._flushed = False
         super().eof_received()
 
@@ -150,14 +164,12 @@ class Connection(web.RequestHandler):
         long after. Where the client has gone, or reads nothing for `seconds`, this raises
         ConnectionResetError.
         """
-        answer = _Answer(on_end)
         timer = asyncio.get_running_loop().call_later(seconds, self.abort)
+        answer = _Answer(on_end)
         try:
-            if not self.alive:
-                raise ConnectionResetError("the client has gone")
-            await response.prepare(request)
+            await self.prepare(request, response)
             self._answers.append(answer)
-            await response.write_eof()
+            await self.finish(response)
         except BaseException:
             if not answer.delivered:
                 if answer in self._answers:
@@ -169,6 +181,36 @@ class Connection(web.RequestHandler):
         if answer.delivered is False:
             raise ConnectionResetError("the client went while it was answered")
         return response
+
+    async def prepare(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        """Send the head of an answer that is followed; ConnectionResetError without a client."""
+        if not self.alive:
+            raise ConnectionResetError("the client has gone")
+        if not request.keep_alive and request.version >= HttpVersion11:
+            response.headers["Connection"] = "close"
+            # The library would close first, and a reset would not be seen any more.
+            response._keep_alive = self._ends_after_answer = True
+        await response.prepare(request)
+
+    def follow(self, on_end: Callable[[bool], None]) -> None:
+        """Call `on_end` once with whether the client has had what is written until now."""
+        if not self.alive:
+            raise ConnectionResetError("the client has gone")
+        self._answers.append(_Answer(on_end))
+
+    async def finish(self, response: web.StreamResponse) -> None:
+        """Send the end of an answer that `prepare` began, and wait until it has left."""
+        await response.write_eof()
+        if self._ends_after_answer and self._wire is not None and self.alive:
+            self._half_closed = True
+            self._wire.write_eof()
+            asyncio.get_running_loop().call_later(_CLOSE_S, self._wire.close)
+
+
+def _unacknowledged(fd: int) -> int:
+    """Return how many bytes were sent that the client's kernel has not acknowledged."""
+    found = fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(found, sys.byteorder)
 
 
 class HttpServer:
@@ -294,6 +336,21 @@ def connection_of(request: web.BaseRequest) -> Connection:
     connection = request.protocol
     assert isinstance(connection, Connection)
     return connection
+
+
+def answer_expectation(request: web.BaseRequest) -> None:
+    """Have a client send the body that it holds back until the server agrees."""
+    expected = request.headers.get("Expect", "")
+    if not expected:
+        return
+    if expected.lower() != "100-continue":
+        raise Refusal(
+            HTTPStatus.EXPECTATION_FAILED,
+            f"Expect: expected 100-continue or nothing, got {expected[:80]}",
+            close=True,
+        )
+    if request.transport is not None and request.version >= HttpVersion11:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 async def wait_for_any(*events: asyncio.Event) -> None:

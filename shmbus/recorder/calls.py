@@ -3,7 +3,8 @@
 Invariants:
 
 - An answer is recorded before its client can have read its end, so that the client's next call
-  finds it. What was not answered whole is not recorded.
+  finds it, and is taken out where its client has not received it. What was not answered whole is
+  not recorded. No engine is asked for an answer that is recorded.
 - An answer that cannot be trained on ends its session: nothing of that sample is trained.
 - A chunk goes out as soon as it has come; nothing waits for the next.
 """
@@ -16,12 +17,13 @@ import logging
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
+from shmbus.http.server import connection_of
 from shmbus.recorder import settings as limits
 from shmbus.recorder.dialects import DIALECTS
 from shmbus.recorder.dialects.base import Dialect, UnusableCall
@@ -29,16 +31,22 @@ from shmbus.recorder.engine_api import BadAnswer, Reading, refuse_unsampled
 from shmbus.recorder.engines import Engine, EngineGone, Engines, headers_of
 from shmbus.recorder.event_stream import DONE, EventParser, EventTooLarge
 from shmbus.recorder.refusals import CallRefusal, bad_request
-from shmbus.recorder.sessions import Session, Sessions
+from shmbus.recorder.sampling import conflict_of
+from shmbus.recorder.sessions import Answer, Session, Sessions
 from shmbus.recorder.settings import Settings
-from shmbus.recorder.transcript import Span
+from shmbus.recorder.transcript import Span, Turn
 from shmbus.recorder.versions import EngineVersions
 from shmbus.segment.cache_salt import cache_salt
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 _JSON: Final = {"Content-Type": "application/json"}
 _EVENTS: Final = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
+
+#: How clients of OpenAI and of Anthropic count the attempts of a call.
+_RETRIES: Final = "x-stainless-retry-count"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -47,7 +55,7 @@ def decoded(raw: bytes | bytearray) -> dict[str, Any]:
     """Return a body as the object that it has to be."""
     try:
         found = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise bad_request("invalid_json", f"expected a body of JSON: {error}") from error
     if not isinstance(found, dict):
         got = type(found).__name__
@@ -73,7 +81,7 @@ class Calls:
         self._fail = fail
 
     async def answer(
-        self, request: web.BaseRequest, session: Session, path: str, raw: bytes
+        self, request: web.BaseRequest, session: Session, path: str, raw: bytearray
     ) -> web.StreamResponse:
         """Answer a call, unless its session ends first."""
         call = _Call(self, request, session, path, raw)
@@ -88,19 +96,20 @@ class Calls:
         except asyncio.CancelledError:
             work.cancel()
             end = session.end
-            if end is None and not session.sealed:
+            if call.delivers or (end is None and not session.sealed):
                 raise  # its client has gone
             return await call.cut_off()
         finally:
             session.finish_call(work, time.monotonic())
 
     async def pass_on(
-        self, request: web.BaseRequest, session: Session, path: str, raw: bytes | None
-    ) -> web.Response:
+        self, request: web.BaseRequest, session: Session, asked: tuple[str, str],
+        raw: bytearray | None,
+    ) -> web.Response:  # fmt: skip
         """Answer what makes no tokens, such as the list of models, as the engine does."""
         try:
             async with self._engines.ask(
-                self._engines.pick(session), request.method, path, raw,
+                self._engines.pick(session), *asked, raw,
                 {**headers_of(request.headers), **(_JSON if raw else {})},
             ) as answer:  # fmt: skip
                 body = await _whole(answer)
@@ -114,7 +123,7 @@ class _Call:
     """One call under way."""
 
     def __init__(
-        self, calls: Calls, request: web.BaseRequest, session: Session, path: str, raw: bytes
+        self, calls: Calls, request: web.BaseRequest, session: Session, path: str, raw: bytearray
     ) -> None:
         self._calls = calls
         self._request = request
@@ -124,7 +133,16 @@ class _Call:
         self._dialect: Dialect
         self._reading: Reading
         self._begun: Span
+        self._turns: list[Turn] = []
+        #: Answers that were sent before this call, and may be lost; whether this call says so.
+        self._earlier = list(session.answers)
+        self._is_retry = request.headers.get(_RETRIES, "0").strip() not in ("", "0")
         self._recorded = False
+        self._answer: Answer | None = None
+        #: Whether the last token of the stream has left this process.
+        self._has_sent_end = False
+        #: Whether a whole answer is on its way to the client.
+        self.delivers = False
         #: The client's stream, once its head has gone out.
         self._stream: web.StreamResponse | None = None
 
@@ -153,9 +171,14 @@ class _Call:
             self._dialect = DIALECTS[self._path](body, self._session.history)
         except UnusableCall as error:
             raise bad_request("invalid_call", f"{self._path}: {error}") from error
-        why = refuse_unsampled(self._dialect.call)
+        call, settings = self._dialect.call, self._calls._settings
+        why = refuse_unsampled(call)
         if why is not None:
             raise bad_request("not_sampled", why)
+        why = conflict_of(call, settings.require_sampling)
+        if why is not None:
+            raise bad_request("sampling", f"{why}; the recorder requires one policy of all calls")
+        call.update(settings.require_sampling | settings.force_sampling)
 
     async def _ask(self, engine: Engine) -> web.StreamResponse:
         """Ask one engine; EngineGone where nothing of an answer has gone out."""
@@ -167,6 +190,7 @@ class _Call:
             engine.kind,
             cache_salt=cache_salt(calls._settings.bus, self._begun.newest),
             experts=calls._settings.experts,
+            trains_grammar=calls._settings.train_grammar,
         )
         headers = {**headers_of(self._request.headers), **_JSON, "Accept-Encoding": "identity"}
         body = _encode(self._reading.body)
@@ -191,34 +215,59 @@ class _Call:
         try:
             read = self._reading.read(_decoded_answer(raw))
             assert read is not None
-            self._record(engine)
+            self._take_turns(engine)
             self._reading.check_usage()
+            whole = b"" if self._dialect.streams else _encode(_turned(self._dialect.answer, read))
         except BadAnswer as error:
             if error.engine_gone:
                 raise EngineGone(f"{engine.url}: {error}") from error
             raise self._unusable(error) from error
         if self._dialect.streams:
             return await self._as_stream(read)
-        return web.Response(body=_encode(self._dialect.answer(read)), headers=_JSON)
+        response = web.Response(body=whole, headers=_JSON)
+        self._record()
+        self.delivers = True
+        task = asyncio.current_task()
+        assert task is not None
+        self._session.deliver(task)
+        connection = connection_of(self._request)
+        return await connection.deliver(self._request, response, self._settle, limits.DELIVER_S)
 
     async def _as_stream(self, read: dict[str, Any]) -> web.StreamResponse:
         """Send a whole answer as a stream of one chunk, which a client has asked for."""
-        chunk = self._dialect.chunk(as_chunk(read), self._reading.prompt_tokens)
-        return await self._send(chunk + self._dialect.done())
+        try:
+            chunk = _turned(self._dialect.chunk, as_chunk(read), self._reading.prompt_tokens)
+        except BadAnswer as error:
+            raise self._unusable(error) from error
+        await self._begin_stream()
+        self._record()
+        await self._send(chunk)
+        return await self._end_stream()
 
     # -- a stream -------------------------------------------------------------------------------
+
+    async def _begin_stream(self) -> web.StreamResponse:
+        """Send the head of the client's stream, once."""
+        if self._stream is None:
+            self._stream = web.StreamResponse(headers=_EVENTS)
+            await connection_of(self._request).prepare(self._request, self._stream)
+        return self._stream
 
     async def _send(self, events: bytes) -> web.StreamResponse:
         """Send events to the client; ConnectionResetError where it has gone, and is to blame."""
         try:
-            if self._stream is None:
-                self._stream = web.StreamResponse(headers=_EVENTS)
-                await self._stream.prepare(self._request)
-            await self._stream.write(events)
+            stream = await self._begin_stream()
+            await stream.write(events)
         except aiohttp.ClientError as error:
             # The library's writer raises what its client does.
             raise ConnectionResetError(str(error)) from error
-        return self._stream
+        self._has_sent_end = self._recorded
+        return stream
+
+    async def _end_stream(self) -> web.StreamResponse:
+        stream = await self._send(self._dialect.done())
+        await connection_of(self._request).finish(stream)
+        return stream
 
     async def _pass_stream(
         self, engine: Engine, answer: aiohttp.ClientResponse
@@ -227,34 +276,45 @@ class _Call:
         done = False
         try:
             async for data in answer.content.iter_any():
-                out = b""
+                out, broken = b"", None
                 for found in parser.feed(data):
                     if found == DONE:
                         done = True
                         break
-                    out += self._take_chunk(engine, found)
-                if out:
+                    try:
+                        out += self._take_chunk(found)
+                    except BadAnswer as error:
+                        broken = error
+                        break
+                if not self._recorded and self._reading.complete:
+                    # Its client may stop reading here.
+                    self._take_turns(engine)
+                    await self._begin_stream()
+                    self._record()
+                if out and (broken is None or self._stream is not None):
                     await self._send(out)
+                if broken is not None:
+                    raise broken
                 if done:
                     break
             if not done:
                 raise BadAnswer("the engine's stream ended before its end", engine_gone=True)
-            self._record(engine)
+            if not self._recorded:
+                self._take_turns(engine)
+                await self._begin_stream()
+                self._record()
             self._reading.check_usage()
         except (aiohttp.ClientError, asyncio.TimeoutError, EventTooLarge, BadAnswer) as error:
             return await self._break_off(engine, error)
-        stream = await self._send(self._dialect.done())
+        stream = await self._end_stream()
         await _drain(answer)
         return stream
 
-    def _take_chunk(self, engine: Engine, raw: bytes) -> bytes:
+    def _take_chunk(self, raw: bytes) -> bytes:
         read = self._reading.read(_decoded_answer(raw))
-        if not self._recorded and self._reading.complete:
-            # Its client may stop reading here.
-            self._record(engine)
         if read is None:
             return b""
-        return self._dialect.chunk(read, self._reading.prompt_tokens)
+        return _turned(self._dialect.chunk, read, self._reading.prompt_tokens)
 
     async def _break_off(self, engine: Engine, error: Exception) -> web.StreamResponse:
         """End a stream that the engine did not end, or not well."""
@@ -262,6 +322,10 @@ class _Call:
         said = f"{engine.url}: {str(error) or type(error).__name__}"
         if gone:
             engine.failures += 1
+        if self._recorded and gone:
+            # All tokens have come: the answer stands, and its client needs no other.
+            logger.info("%s: after a whole answer: %s", self._session.place, said)
+            return await self._end_stream()
         if self._stream is None and gone:
             raise EngineGone(said) from error
         code = "engine" if gone else "bad_answer"
@@ -272,23 +336,46 @@ class _Call:
 
     # -- both -----------------------------------------------------------------------------------
 
-    def _record(self, engine: Engine) -> None:
-        """Record the answers, once, with the versions that they met."""
-        if self._recorded:
-            return
+    def _take_turns(self, engine: Engine) -> None:
+        """Check the answers, with the versions that they met."""
         said = self._reading.version
         if said is None:
             span = self._begun.join(self._calls._versions.of(engine.url, at_end=True))
         else:
             span = Span(min(said, self._begun.oldest), said)
-        turns = self._reading.turns(span)
+        self._turns = self._reading.turns(span)
+
+    def _record(self) -> None:
+        """Record the answers, and follow them to their client."""
         self._recorded = True
-        if not self._calls._sessions.record(self._session, turns):
+        lost = [each for each in self._earlier if each.is_cut or self._is_retry]
+        self._answer, went_on = self._calls._sessions.record(
+            self._session, self._turns, self._dialect.response_id, lost
+        )
+        self._turns = []
+        if self._stream is not None:
+            try:
+                connection_of(self._request).follow(self._settle)
+            except ConnectionResetError:
+                self._settle(False)
+                raise
+        if not went_on:
             logger.info(
                 "%s: the conversation went on, and its tokens did not: a new row begins; the "
                 "chat template renders earlier turns differently, or their text has other tokens",
                 self._session.place,
             )
+
+    def _settle(self, delivered: bool) -> None:
+        """Take the answer out of its session where it did not reach the client."""
+        if self._answer is None:
+            return
+        if delivered:
+            self._calls._sessions.delivered(self._session, self._answer)
+        elif self._has_sent_end:
+            self._answer.is_cut = True
+        else:
+            self._calls._sessions.undo(self._session, self._answer)
 
     def _unusable(self, error: BadAnswer) -> CallRefusal:
         """End the session for an answer that cannot be trained on."""
@@ -321,26 +408,36 @@ def as_chunk(answer: dict[str, Any]) -> dict[str, Any]:
     return chunk
 
 
+def _turned(turn: Callable[..., _T], *answer: Any) -> _T:
+    """Turn an engine's answer into the client's; BadAnswer where a field has another form."""
+    try:
+        return turn(*answer)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise BadAnswer(
+            f"the engine's answer is not of OpenAI's form: {type(error).__name__}: {error}"
+        ) from error
+
+
 async def _drain(answer: aiohttp.ClientResponse) -> None:
     """Read the end of an answer's body, so that its connection serves the next call too."""
     with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
         await asyncio.wait_for(answer.content.read(1), limits.DRAIN_S)
 
 
-async def _whole(answer: aiohttp.ClientResponse) -> bytes:
+async def _whole(answer: aiohttp.ClientResponse) -> bytearray:
     """Read a whole answer within its limit."""
     raw = bytearray()
     async for data in answer.content.iter_any():
         raw += data
         if len(raw) > limits.ANSWER_LIMIT:
             raise aiohttp.ClientPayloadError(f"more than {limits.ANSWER_LIMIT >> 20} MiB")
-    return bytes(raw)
+    return raw
 
 
-def _decoded_answer(raw: bytes) -> dict[str, Any]:
+def _decoded_answer(raw: bytes | bytearray) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise BadAnswer(f"the engine's answer is no JSON: {str(error)[:200]}") from error
     if not isinstance(found, dict):
         raise BadAnswer(f"the engine's answer is no object: {str(found)[:80]}")

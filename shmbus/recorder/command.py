@@ -6,11 +6,13 @@ Invariant: importing this loads nothing of the extra; `run` does.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from urllib.parse import urlsplit
 
 from shmbus.cli._options import Commands, bus_name, require_extra, seconds, whole
 from shmbus.http.options import add_server_options, allow_connections, read_token
+from shmbus.recorder.sampling import OPTIONS
 
 _EXAMPLES = """\
 examples:
@@ -46,6 +48,19 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--routed-experts", metavar="LAYERSxTOPK", type=_experts,
         help="record the experts of each token too, such as 48x8",
+    )  # fmt: skip
+    policy = parser.add_mutually_exclusive_group()
+    policy.add_argument(
+        "--force-sampling", metavar="NAME=VALUE,...", type=_sampling, default={},
+        help="temperature, top_p and top_k of every call, such as temperature=1,top_p=1,top_k=-1",
+    )  # fmt: skip
+    policy.add_argument(
+        "--require-sampling", metavar="NAME=VALUE,...", type=_sampling, default={},
+        help="the same, and refuse calls that give other values",
+    )  # fmt: skip
+    parser.add_argument(
+        "--train-grammar", action="store_true",
+        help="train tokens that were sampled under a grammar (default: masked)",
     )  # fmt: skip
     parser.add_argument(
         "--sessions", metavar="N", type=whole(1), default=4096, help="at once (default 4096)"
@@ -89,6 +104,22 @@ def _experts(text: str) -> tuple[int, int]:
     return int(layers), int(experts)
 
 
+def _sampling(text: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if name not in OPTIONS or not math.isfinite(number):
+            raise argparse.ArgumentTypeError(
+                f"expected {', '.join(f'{each}=NUMBER' for each in OPTIONS)}, got {part!r}"
+            )
+        found[name] = int(number) if name == "top_k" else number
+    return found
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Serve."""
     require_extra("proxy", "aiohttp")
@@ -112,6 +143,9 @@ def run(arguments: argparse.Namespace) -> int:
         idle_s=arguments.idle,
         max_lag=arguments.max_lag,
         experts=arguments.routed_experts,
+        force_sampling=arguments.force_sampling,
+        require_sampling=arguments.require_sampling,
+        train_grammar=arguments.train_grammar,
         log_format=arguments.log_format,
         log_level=arguments.log_level,
     )

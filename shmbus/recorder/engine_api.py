@@ -8,16 +8,19 @@ Invariants:
 
 - What a client did not ask for, it does not get; what it asked for is as the engine said it.
 - An answer of which a token lacks its id, its finite logprob, or its place is no answer: BadAnswer.
+- Work on a chunk of a stream is as long as the chunk, whatever came before.
 """
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 
 from shmbus.decode import RoutedExperts, sampled_logprobs, token_ids
+from shmbus.recorder.sampling import has_grammar, options_of
 from shmbus.recorder.transcript import Span, Turn
 
 Kind: TypeAlias = Literal["vllm", "sglang"]
@@ -26,6 +29,9 @@ Endpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions"]
 CHAT: Final = "/v1/chat/completions"
 #: How vLLM names a token of a logprob by its id.
 _BY_ID: Final = "token_id:"
+
+_IDS: Final = frozenset({int})
+_NUMBERS: Final = frozenset({int, float})
 
 #: What makes an answer something else than a sample, by what it is.
 _UNSAMPLED: Final = {
@@ -107,13 +113,26 @@ class _Choice:
     """One answer to a prompt, as it comes."""
 
     def __init__(self) -> None:
-        self.prompt: list[int] | None = None
-        self.ids: list[int] | None = None
-        self.logprobs: list[float] = []
+        self.prompt: array[int] | None = None
+        self.ids: array[int] | None = None
+        self.logprobs = array("d")
         self.finish_reason: str | None = None
         self.text: list[str] = []
-        self.calls: dict[int, list[str]] = {}
+        #: Names and pieces of arguments of the tools' calls, by their places.
+        self.names: dict[int, str] = {}
+        self.arguments: dict[int, list[str]] = {}
         self.experts: str | None = None
+
+
+def _append(kept: array[Any], values: Any, kinds: frozenset[type], what: str) -> None:
+    """Append an engine's numbers."""
+    try:
+        if kinds.issuperset(map(type, values)):
+            kept.extend(values)
+            return
+    except (TypeError, OverflowError):
+        pass
+    raise BadAnswer(f"{what}, a list of numbers; got {values!s:.80}")
 
 
 class Reading:
@@ -127,7 +146,11 @@ class Reading:
         *,
         cache_salt: str | None = None,
         experts: tuple[int, int] | None = None,
+        trains_grammar: bool = False,
     ) -> None:
+        self._sampling = options_of(body)
+        self._grammar = has_grammar(body, strict_tools=kind == "sglang")
+        self._trained = trains_grammar or not self._grammar
         self._chat = endpoint == CHAT
         self._endpoint: str = endpoint
         self._said_body = body
@@ -144,7 +167,7 @@ class Reading:
         options = options if isinstance(options, dict) else {}
         self._wants_usage = bool(options.get("include_usage"))
         self._choices: dict[int, _Choice] = {}
-        self._prompt: list[int] | None = None
+        self._prompt: array[int] | None = None
         self._usage: dict[str, Any] | None = None
         self._version: int | None = None
         self._turns: list[Turn] = []
@@ -222,17 +245,19 @@ class Reading:
         self._take_extension(answer.get("sglext"))
         return self._of_client(answer, choices)
 
-    def _take_prompt(self, ids: Any) -> None:
-        if ids is not None:
-            self._prompt = ids
+    def _take_prompt(self, ids: Any) -> array[int] | None:
+        if ids is None:
+            return None
+        self._prompt = array("q")
+        _append(self._prompt, ids, _IDS, "prompt: expected token ids")
+        return self._prompt
 
     def _take_choice(self, choice: Any) -> None:
         if not isinstance(choice, dict) or not isinstance(index := choice.get("index", 0), int):
             raise BadAnswer("the engine's answer has a choice without an index")
         kept = self._choices.setdefault(index, _Choice())
         if choice.get("prompt_token_ids") is not None:
-            kept.prompt = choice["prompt_token_ids"]
-            self._take_prompt(kept.prompt)
+            kept.prompt = self._take_prompt(choice["prompt_token_ids"])
         ids = choice.get("token_ids")
         logprobs, names = self._logprobs_of(choice.get("logprobs"))
         if kept.finish_reason is not None and (ids or logprobs):
@@ -250,9 +275,13 @@ class Reading:
                     raise BadAnswer(
                         f"choice {index}: token {token} came with the logprob of {name}"
                     )
-            kept.ids = (kept.ids or []) + ids
-        kept.logprobs += logprobs
+            if kept.ids is None:
+                kept.ids = array("q")
+            _append(kept.ids, ids, _IDS, f"choice {index}: expected token ids")
+        _append(kept.logprobs, logprobs, _NUMBERS, f"choice {index}: expected logprobs")
         kept.finish_reason = choice.get("finish_reason") or kept.finish_reason
+        if not isinstance(kept.finish_reason, (str, type(None))):
+            raise TypeError(f"finish_reason is a {type(kept.finish_reason).__name__}")
         kept.experts = choice.get("routed_experts") or kept.experts
         self._take_text(kept, choice)
 
@@ -271,10 +300,12 @@ class Reading:
         if isinstance(text, str):
             kept.text.append(text)
         for place, call in enumerate(said.get("tool_calls") or ()):
-            function = call.get("function") or {}
-            held = kept.calls.setdefault(call.get("index", place), ["", ""])
-            held[0] = function.get("name") or held[0]
-            held[1] += function.get("arguments") or ""
+            function, at = call.get("function") or {}, call.get("index", place)
+            kept.names[at] = function.get("name") or kept.names.get(at, "")
+            arguments = function.get("arguments") or ""
+            if not isinstance(arguments, str):
+                raise TypeError(f"arguments of a tool's call are a {type(arguments).__name__}")
+            kept.arguments.setdefault(at, []).append(arguments)
 
     def _take_extension(self, found: Any) -> None:
         """Take what SGLang says beside the choices."""
@@ -282,7 +313,9 @@ class Reading:
             return
         self._take_prompt(found.get("input_ids"))
         for index, ids in enumerate(found.get("output_ids") or ()):
-            self._choices.setdefault(index, _Choice()).ids = ids
+            kept = self._choices.setdefault(index, _Choice())
+            kept.ids = array("q")
+            _append(kept.ids, ids, _IDS, f"choice {index}: expected token ids")
         for kept in self._choices.values():
             kept.experts = found.get("routed_experts") or kept.experts
 
@@ -365,7 +398,7 @@ class Reading:
             logprobs = sampled_logprobs(f"choice {index}: logprobs", kept.logprobs, len(output))
             experts = None
             if self._experts is not None:
-                text = (kept.experts or "").encode()
+                text = kept.experts.encode() if isinstance(kept.experts, str) else b""
                 routed = RoutedExperts(text, len(prompt) + len(output), *self._experts)
                 experts = np.empty(routed.shape, routed.dtype)
                 routed.decode_into(experts)
@@ -373,10 +406,13 @@ class Reading:
             raise BadAnswer(str(error)) from error
         answer = "".join(kept.text)
         if self._chat:
-            calls = [(name, arguments) for name, arguments in kept.calls.values()]
+            calls = [(name, "".join(kept.arguments[at])) for at, name in kept.names.items()]
             answer = _one_canonical("assistant", answer, calls)
         assert kept.finish_reason is not None
-        return Turn(prompt, output, logprobs, versions, kept.finish_reason, said, answer, experts)
+        return Turn(
+            prompt, output, logprobs, versions, kept.finish_reason, said, answer, experts,
+            self._sampling, self._grammar, self._trained,
+        )  # fmt: skip
 
     def check_usage(self) -> None:
         """Compare what was recorded with what the engine counted itself."""

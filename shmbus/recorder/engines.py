@@ -4,6 +4,8 @@ Invariants:
 
 - A session stays at its engine as long as that answers: its prefix cache knows the conversation.
 - A call goes to another engine only while nothing of an answer has gone out.
+- A reset of a pooled connection says nothing of its engine: the call is sent again, by a connection
+  of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import aiohttp
 import msgspec
@@ -70,22 +72,32 @@ class Engines:
     def __init__(self, urls: tuple[str, ...], key: str | None) -> None:
         self.all = [Engine(url) for url in dict.fromkeys(urls)]
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        #: Pooled connections of calls; connections for one request, of probes and retries.
         self._client: aiohttp.ClientSession | None = None
+        self._fresh: aiohttp.ClientSession | None = None
         self._probing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Open the client, and look at each engine."""
-        self._client = aiohttp.ClientSession(
+        """Open the clients, and look at each engine."""
+        pooled = aiohttp.TCPConnector(limit=0, keepalive_timeout=limits.POOLED_S)
+        self._client = self._open_client(pooled)
+        self._fresh = self._open_client(aiohttp.TCPConnector(limit=0, force_close=True))
+        await asyncio.gather(*map(self._probe, self.all))
+        self._probing = asyncio.get_running_loop().create_task(self._watch())
+
+    def _open_client(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_reuseconn.append(_note_reuse)
+        return aiohttp.ClientSession(
             headers=self._headers,
             auto_decompress=False,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+            connector=connector,
             timeout=aiohttp.ClientTimeout(
                 total=None, sock_connect=limits.CONNECT_S, sock_read=limits.ENGINE_SILENCE_S
             ),
             read_bufsize=1 << 18,
+            trace_configs=[trace],
         )
-        await asyncio.gather(*map(self._probe, self.all))
-        self._probing = asyncio.get_running_loop().create_task(self._watch())
 
     async def close(self) -> None:
         """Let go of connections."""
@@ -93,8 +105,9 @@ class Engines:
             self._probing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._probing
-        if self._client is not None:
-            await self._client.close()
+        for client in (self._client, self._fresh):
+            if client is not None:
+                await client.close()
 
     # -- health ---------------------------------------------------------------------------------
 
@@ -108,7 +121,8 @@ class Engines:
         try:
             if not engine.known:
                 await self._recognize(engine)
-            async with self._session.get(engine.url + "/health", timeout=_PROBE) as answer:
+            assert self._fresh is not None
+            async with self._fresh.get(engine.url + "/health", timeout=_PROBE) as answer:
                 status = answer.status
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             # One that computes may not answer in time, and one that is gone refuses.
@@ -126,7 +140,8 @@ class Engines:
 
     async def _recognize(self, engine: Engine) -> None:
         """Learn whether an engine is vLLM or SGLang: its models say who owns them."""
-        async with self._session.get(engine.url + "/v1/models", timeout=_PROBE) as answer:
+        assert self._fresh is not None
+        async with self._fresh.get(engine.url + "/v1/models", timeout=_PROBE) as answer:
             if answer.status != 200:
                 return
             raw = await answer.read()
@@ -136,11 +151,6 @@ class Engines:
             engine.known = True
 
     # -- calls ----------------------------------------------------------------------------------
-
-    @property
-    def _session(self) -> aiohttp.ClientSession:
-        assert self._client is not None
-        return self._client
 
     def pick(self, session: Session | None) -> Engine:
         """Return the engine of a session; one with few calls where it has none that answers."""
@@ -155,15 +165,18 @@ class Engines:
 
     @contextlib.asynccontextmanager
     async def ask(
-        self, engine: Engine, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+        self,
+        engine: Engine,
+        method: str,
+        path: str,
+        body: bytes | bytearray | None,
+        headers: Mapping[str, str],
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Ask one engine; EngineGone where it does not begin to answer."""
         engine.calls += 1
         try:
             try:
-                answer = await self._session.request(
-                    method, engine.url + path, data=body, headers=headers, allow_redirects=False
-                )
+                answer = await self._request(method, engine.url + path, body, headers)
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
                 engine.down(f"{type(error).__name__}: {error}")
                 raise EngineGone(f"{engine.url}: {type(error).__name__}: {error}") from error
@@ -178,6 +191,31 @@ class Engines:
                 answer.close() if not answer.content.at_eof() else answer.release()
         finally:
             engine.calls -= 1
+
+    async def _request(
+        self, method: str, url: str, body: bytes | bytearray | None, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        """Send a request; once more where the server had closed the pooled connection."""
+        assert self._client is not None and self._fresh is not None
+        options: Any = {"data": body, "headers": headers, "allow_redirects": False}
+        connection = _Connection()
+        try:
+            return await self._client.request(method, url, trace_request_ctx=connection, **options)
+        except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError, ConnectionResetError):
+            if not connection.reused:
+                raise
+            return await self._fresh.request(method, url, **options)
+
+
+class _Connection:
+    """Whether the connection of a request had served another one before."""
+
+    reused = False
+
+
+async def _note_reuse(session: object, context: Any, found: object) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.reused = True
 
 
 def headers_of(request: Mapping[str, str]) -> dict[str, str]:

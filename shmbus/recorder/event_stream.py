@@ -22,25 +22,31 @@ class EventTooLarge(Exception):
 
 
 class EventParser:
-    """The data of events, from bytes in pieces of any size."""
+    """The data of events, from bytes in pieces of any size; each byte is looked at once."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        #: Pieces of the line that has not ended, data of the event that has not ended.
+        self._line: list[bytes] = []
+        self._data: list[bytes] = []
+        self._held = 0
 
     def feed(self, data: bytes) -> list[bytes]:
         """Take bytes; return the data of each event that they complete."""
-        *events, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
-            raise EventTooLarge(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
         found = []
-        for lines in events:
-            parts = [
-                line[5:].removeprefix(b" ")
-                for line in lines.split(b"\n")
-                if line.startswith(b"data:")
-            ]
-            if parts:
-                found.append(b"\n".join(parts))
+        piece, *pieces = data.split(b"\n")
+        self._line.append(piece)
+        self._held += len(data)
+        for piece in pieces:
+            line = b"".join(self._line).removesuffix(b"\r")
+            self._line = [piece]
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line:
+                if self._data:
+                    found.append(b"\n".join(self._data))
+                self._data, self._held = [], len(piece)
+        if self._held > MAX_EVENT_BYTES:
+            raise EventTooLarge(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
         return found
 
 

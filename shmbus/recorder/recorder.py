@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -28,7 +29,7 @@ from shmbus.recorder.sessions import Place, Session, Sessions
 from shmbus.recorder.settings import Settings
 from shmbus.recorder.versions import EngineVersions
 from shmbus.recorder_files import EngineNote, RecorderFile, RecorderNote, SessionNote
-from shmbus.session import PackedArray, PackedSample
+from shmbus.session import PackedArray, PackedRow, PackedSample
 
 logger = logging.getLogger(__name__)
 
@@ -244,14 +245,17 @@ class Recorder:
             self.fail(session, "no_tokens", "it has no sampled token")
             session.require_open()
         assert transcript.versions is not None
-        meta = {
+        meta: dict[str, Any] = {
             "turns": transcript.turns,
             "drift": transcript.drift,
             "finish_reason": transcript.finish_reason,
             "engine": "" if session.engine is None else session.engine.url,
         }
+        if sampling := transcript.sampling():
+            meta["sampling"] = sampling
+        if transcript.grammar_tokens:
+            meta["grammar_tokens"] = transcript.grammar_tokens
         return {
-            "rows": transcript.rows(),
             "policy_version": tuple(transcript.versions),
             "meta": meta,
         }
@@ -266,15 +270,17 @@ class Recorder:
             )
         sample = self.seal(session)
         packed = PackedSample(
-            rows=[
-                {
-                    name: PackedArray(value.dtype.str, list(value.shape), value.tobytes())
-                    for name, value in row.items()
-                    if name != "prefix_length"
-                }
-                for row in sample["rows"]
+            branches=[
+                PackedRow(
+                    row.parent,
+                    row.prefix,
+                    {
+                        name: PackedArray(value.dtype.str, list(value.shape), value.tobytes())
+                        for name, value in row.fields.items()
+                    },
+                )
+                for row in session.transcript.branches()
             ],
-            prefixes=[row["prefix_length"] for row in sample["rows"]],
             versions=sample["policy_version"],
             meta=sample["meta"],
         )
@@ -288,11 +294,11 @@ class Recorder:
                 "a_workers",
                 "this session was opened by producer.session; give its score to session.finish",
             )
-        is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
-        if not is_number or not math.isfinite(score):  # type: ignore[arg-type]
+        status = _status_of_score(score)
+        if status is not HTTPStatus.OK:
             self.fail(session, "bad_score", f"score: expected a finite number, got {score!r:.80}")
             raise CallRefusal(
-                HTTPStatus.UNPROCESSABLE_ENTITY,
+                status,
                 "bad_score",
                 f"score: expected a finite number, got {score!r:.80}; the sample has failed",
             )
@@ -305,6 +311,7 @@ class Recorder:
             )
         if session.putting is None:
             sample = self.seal(session)
+            sample["rows"] = session.transcript.rows()
             session.score = float(score)  # type: ignore[arg-type]
             sample["meta"] |= meta
             # It goes on where its client goes: a second request for it finds it.
@@ -315,7 +322,7 @@ class Recorder:
     async def _put(self, session: Session, sample: dict[str, Any]) -> bool:
         try:
             put = await self.producer.requests.aanswer(session.hold, score=session.score, **sample)
-        except (TypeError, ValueError, shmbus.RecordTooLargeError) as error:
+        except (TypeError, ValueError, OverflowError, shmbus.RecordTooLargeError) as error:
             # The bus's schema, or its size, has no place for it.
             self.fail(session, "refused", f"{type(error).__name__}: {error}")
             raise CallRefusal(
@@ -331,20 +338,36 @@ class Recorder:
         return put
 
     @contextlib.contextmanager
-    def room_for(self, nbytes: int) -> Any:
-        """Count a body; refuse it where all together would be too many bytes."""
-        held = nbytes * limits.BODY_PARTS
-        if self.body_bytes + self.sessions.nbytes + held > self.settings.memory:
-            raise CallRefusal(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "memory",
-                f"bodies and sessions have {self.body_bytes + self.sessions.nbytes} of "
-                f"{self.settings.memory} bytes; ask again, or start the recorder with more "
-                "--memory",
-                retry_after_s=1,
-            )
-        self.body_bytes += held
+    def room(self) -> Iterator[Callable[[int], None]]:
+        """Have a body's bytes counted, by a call for each part, as long as the block lasts."""
+        held = 0
+
+        def take(nbytes: int) -> None:
+            nonlocal held
+            more = nbytes * limits.BODY_PARTS
+            used = self.body_bytes + self.sessions.nbytes
+            if used + more > self.settings.memory:
+                raise CallRefusal(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    "memory",
+                    f"bodies and sessions have {used} of {self.settings.memory} bytes; ask again, "
+                    "or start the recorder with more --memory",
+                    retry_after_s=1,
+                )
+            self.body_bytes += more
+            held += more
+
         try:
-            yield
+            yield take
         finally:
             self.body_bytes -= held
+
+
+def _status_of_score(score: object) -> HTTPStatus:
+    """Return 200 for a score that a record holds."""
+    if isinstance(score, bool) or not isinstance(score, (int, float)):
+        return HTTPStatus.UNPROCESSABLE_ENTITY
+    try:
+        return HTTPStatus.OK if math.isfinite(score) else HTTPStatus.UNPROCESSABLE_ENTITY
+    except OverflowError:  # an int beyond every float
+        return HTTPStatus.BAD_REQUEST

@@ -35,6 +35,7 @@ from shmbus.http.access import (
 from shmbus.http.metrics import Metrics, escaped
 from shmbus.http.server import HttpServer, connection_of, run_server, url_of, wait_for_any
 from shmbus.recorder import settings as limits
+from shmbus.recorder.bodies import read_body
 from shmbus.recorder.dialects import DIALECTS
 from shmbus.recorder.dialects.base import error_body
 from shmbus.recorder.recorder import Recorder
@@ -135,7 +136,8 @@ class Server:
     async def _dispatch(
         self, request: web.BaseRequest, path: str, key: str | None
     ) -> web.StreamResponse:
-        asked = request.method, path
+        method = "GET" if request.method == "HEAD" else request.method
+        asked = method, path
         route = self._routes.get(asked)
         if route is not None:
             return await route(request)
@@ -150,7 +152,7 @@ class Server:
         if asked in _PASSED:
             session = self._recorder.sessions.of_key(key)
             async with self._body(request) as raw:
-                return await self._recorder.calls.pass_on(request, session, path, raw or None)
+                return await self._recorder.calls.pass_on(request, session, asked, raw or None)
         tables = (self._routes, self._of_session, _PASSED)
         known = sorted({*DIALECTS, *(name for table in tables for _, name in table)})
         status = HTTPStatus.METHOD_NOT_ALLOWED if path in known else HTTPStatus.NOT_FOUND
@@ -163,21 +165,10 @@ class Server:
         )
 
     @contextlib.asynccontextmanager
-    async def _body(self, request: web.BaseRequest) -> Any:
+    async def _body(self, request: web.BaseRequest) -> AsyncIterator[bytearray]:
         """Have a body, within its limit and the budget of all."""
-        limit = self._recorder.settings.body_limit
-        length = request.content_length
-        if length is None:
-            length = limit if request.can_read_body else 0
-        if length > limit:
-            raise _too_large(length, limit)
-        with self._recorder.room_for(length):
-            raw = bytearray()
-            async for data in request.content.iter_any():
-                raw += data
-                if len(raw) > limit:
-                    raise _too_large(len(raw), limit)
-            yield bytes(raw)
+        with self._recorder.room() as take:
+            yield await read_body(request, self._recorder.settings.body_limit, take)
 
     async def _object(self, request: web.BaseRequest) -> dict[str, Any]:
         async with self._body(request) as raw:
@@ -216,7 +207,7 @@ class Server:
                 raise bad_request("invalid_call", f"ticket: {error}") from error
             session = self._recorder.open_for(ticket)
             opened = Opened(key=session.key, base_url=f"{self._recorder.url}/v1")
-            return web.Response(body=_encode(opened), headers=_JSON)
+            return await self._deliver(request, session, opened)
         found = await self._recorder.open_next(_wait_of(body))
         if found is None:
             return web.Response(status=HTTPStatus.NO_CONTENT)
@@ -236,7 +227,20 @@ class Server:
             "meta": prompt.meta,
             "fields": {name: array.tolist() for name, array in prompt.fields.items()},
         }
-        return web.Response(body=_encode(answer), headers=_JSON)
+        return await self._deliver(request, found, answer)
+
+    async def _deliver(
+        self, request: web.BaseRequest, session: Session, answer: object
+    ) -> web.StreamResponse:
+        """Send the key of a session; end the session where the client does not get the key."""
+
+        def settle(delivered: bool) -> None:
+            if not delivered and not session.calls:
+                self._recorder.end(session, "undelivered", "its client did not get the key")
+
+        response = web.Response(body=_encode(answer), headers=_JSON)
+        connection = connection_of(request)
+        return await connection.deliver(request, response, settle, limits.DELIVER_S)
 
     async def _tell(self, request: web.BaseRequest, session: Session) -> web.StreamResponse:
         """Say how a session goes on; refuse one that has ended."""
@@ -316,6 +320,8 @@ class Server:
             "turns_total": sessions.turns,
             "sampled_tokens_total": sessions.sampled,
             "drift_total": sessions.drift,
+            "answers_undone_total": sessions.undone,
+            "grammar_tokens_total": sessions.grammar,
         }
         for code, count in sorted(sessions.ended.items()):
             counters[f'sessions_ended_total{{how="{code}"}}'] = count
@@ -358,17 +364,7 @@ def _wait_of(body: dict[str, Any]) -> float:
         raise bad_request(
             "invalid_call", f"timeout: expected seconds of 0 or more, got {wait!r:.80}"
         )
-    return min(float(wait), limits.MAX_WAIT_S)
-
-
-def _too_large(length: int, limit: int) -> CallRefusal:
-    return CallRefusal(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        "body_limit",
-        f"expected a body of at most {limit} bytes, got {length} or more; shorten the "
-        "conversation, or start the recorder with more --body-limit",
-        close=True,
-    )
+    return float(min(wait, limits.MAX_WAIT_S))
 
 
 def _refused(refusal: Refusal) -> web.Response:

@@ -5,6 +5,8 @@ Invariants:
 - A session ends once, by one word and one sentence, which its later callers are told.
 - From its end on it records nothing; its calls in flight are cancelled.
 - What all sessions keep is counted, and bounded with the bodies of calls.
+- An answer that did not reach its client is taken out again, unless a later call goes on from the
+  answer or the session's rows are given.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ import msgspec
 from shmbus.recorder import settings as limits
 from shmbus.recorder.refusals import CallRefusal, bad_request
 from shmbus.recorder.settings import Settings
-from shmbus.recorder.transcript import Transcript, Turn
+from shmbus.recorder.transcript import Recorded, Transcript, Turn
 
 _KEY_PREFIX: Final = "sk-shmbus-"
+#: Bytes of an item of a conversation beside its text: objects of Python.
+_ITEM_BYTES: Final = 512
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -54,6 +58,62 @@ def over(place: Place, end: End) -> CallRefusal:
     )
 
 
+class Answer:
+    """A call's answer in the transcript, as long as the client may not have received it."""
+
+    __slots__ = ("is_cut", "prompt", "recorded", "response_id")
+
+    def __init__(self, turns: list[Turn], recorded: list[Recorded], response_id: str) -> None:
+        #: What a repeated call has in common with this one.
+        self.prompt = turns[0].prompt.tobytes(), hash(turns[0].said)
+        self.recorded = recorded
+        self.response_id = response_id
+        #: The client cut the connection after the last token of a stream: it may have stopped
+        #: reading, or have lost the answer.
+        self.is_cut = False
+
+
+class Conversations(dict[str, list[Any]]):
+    """Conversations of responses by their ids; an item of several conversations counts once."""
+
+    def __init__(self, count: Callable[[int], object]) -> None:
+        super().__init__()
+        self._count = count
+        #: Of each item by identity: conversations that hold the item, and its bytes.
+        self._items: dict[int, tuple[int, int]] = {}
+
+    def __setitem__(self, name: str, items: list[Any]) -> None:
+        self.pop(name, None)
+        for item in items:
+            holders, nbytes = self._items.get(id(item)) or (0, _bytes_of(item))
+            self._items[id(item)] = holders + 1, nbytes
+            if not holders:
+                self._count(nbytes)
+        super().__setitem__(name, items)
+
+    def __delitem__(self, name: str) -> None:
+        for item in self[name]:
+            holders, nbytes = self._items.pop(id(item))
+            if holders > 1:
+                self._items[id(item)] = holders - 1, nbytes
+            else:
+                self._count(-nbytes)
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Take a conversation out."""
+        if name not in self:
+            return super().pop(name, *default)
+        items = self[name]
+        del self[name]
+        return items
+
+
+def _bytes_of(item: Any) -> int:
+    """Return about how many bytes an item occupies."""
+    return _ITEM_BYTES + len(msgspec.json.encode(item))
+
+
 class Session:
     """One sample in the making."""
 
@@ -68,6 +128,8 @@ class Session:
         self.transcript = Transcript()
         #: What calls of the responses API leave for later ones, by the response's id.
         self.history: dict[str, list[Any]] = {}
+        #: Answers that may not have reached the client.
+        self.answers: list[Answer] = []
         #: The engine that it stays at.
         self.engine: Any = None
         self.calls = 0
@@ -123,16 +185,14 @@ class Session:
         self.calls += 1
         self._running[call] = cancel
 
+    def deliver(self, call: object) -> None:
+        """Note that a call only sends its answer: the end of the session does not cancel that."""
+        self._running[call] = bool
+
     def finish_call(self, call: object, now_s: float) -> None:
         """Note that a call has ended."""
         self.last_s = now_s
         self._running.pop(call, None)
-
-    def add(self, turns: list[Turn]) -> bool:
-        """Record the answers of a call; whether all went on with their conversation's tokens."""
-        if self.end is not None or self.sealed:
-            return True
-        return all([self.transcript.add(turn) for turn in turns])
 
     def cancel_calls(self) -> None:
         """Have the calls in flight end, and their engine do something else."""
@@ -149,7 +209,7 @@ class Sessions:
         self._over: OrderedDict[str, tuple[Place, End]] = OrderedDict()
         self.opened = 0
         self.ended: dict[str, int] = {}
-        self.drift = self.turns = self.sampled = 0
+        self.drift = self.turns = self.sampled = self.undone = self.grammar = 0
         self._nbytes = 0
 
     def __len__(self) -> int:
@@ -179,6 +239,7 @@ class Sessions:
         self.require_room()
         key = _KEY_PREFIX + secrets.token_urlsafe(24)
         session = self._open[key] = Session(key, place, hold, is_own, now_s)
+        session.history = Conversations(lambda nbytes: self.keep(session, nbytes))
         self.opened += 1
         return session
 
@@ -199,16 +260,47 @@ class Sessions:
             )
         raise over(*ended)
 
-    def record(self, session: Session, turns: list[Turn]) -> bool:
-        """Record the answers of a call, and count them; whether ids went on as the text did."""
-        before, drift = session.nbytes, session.transcript.drift
-        went_on = session.add(turns)
-        if session.end is None:
-            self._nbytes += session.nbytes - before
+    def record(
+        self, session: Session, turns: list[Turn], response_id: str, replaced: list[Answer]
+    ) -> tuple[Answer | None, bool]:
+        """Record the answers of a call, in place of lost answers to the same prompt.
+
+        Returns the answer, None where the session takes none any more, and whether ids went on as
+        the text did.
+        """
         self.turns += len(turns)
         self.sampled += sum(len(turn.output) for turn in turns)
-        self.drift += session.transcript.drift - drift
-        return went_on
+        self.grammar += sum(len(turn.output) for turn in turns if turn.grammar)
+        if session.end is not None or session.sealed:
+            return None, True
+        answer = Answer(turns, [], response_id)
+        for old in replaced:
+            if old.prompt == answer.prompt:
+                self.undo(session, old)
+        transcript = session.transcript
+        before, drift = session.nbytes, transcript.drift
+        went_on = all([transcript.add(turn) for turn in turns])
+        answer.recorded = transcript.recorded[-len(turns) :]
+        session.answers.append(answer)
+        self._nbytes += session.nbytes - before
+        self.drift += transcript.drift - drift
+        return answer, went_on
+
+    def delivered(self, session: Session, answer: Answer) -> None:
+        """Note that the client has an answer."""
+        if answer in session.answers:
+            session.answers.remove(answer)
+
+    def undo(self, session: Session, answer: Answer) -> None:
+        """Take out an answer that did not reach its client."""
+        self.delivered(session, answer)
+        if session.end is not None or session.sealed:
+            return
+        before = session.nbytes
+        undone = [session.transcript.undo(each) for each in reversed(answer.recorded)]
+        self.undone += sum(undone)
+        self._nbytes += session.nbytes - before
+        session.history.pop(answer.response_id, None)
 
     def keep(self, session: Session, nbytes: int) -> None:
         """Count what a session keeps beside its tokens."""
@@ -228,5 +320,5 @@ class Sessions:
             self._over.popitem(last=False)
         self.ended[code] = self.ended.get(code, 0) + 1
         session.cancel_calls()
-        session.history = {}
+        session.history, session.answers = {}, []
         return True

@@ -8,6 +8,11 @@ import msgspec
 
 #: Bytes of one call's body: a conversation of a million tokens, or some twenty images.
 BODY_LIMIT: Final = 32 << 20
+#: Seconds for a body, and for each so many bytes of the body one more.
+BODY_S: Final = 20.0
+BODY_BYTES_PER_S: Final = 256 << 10
+#: Seconds in which a client has to read an answer.
+DELIVER_S: Final = 300.0
 #: Bytes of all bodies that are read, and of what sessions keep.
 MEMORY: Final = 2 << 30
 #: What a body of JSON takes while it is read, sent on and turned, in parts of its own size.
@@ -24,6 +29,8 @@ IDLE_S: Final = 600.0
 ENGINE_SILENCE_S: Final = 900.0
 #: Seconds for a connection to an engine; one that is full of connections takes none.
 CONNECT_S: Final = 15.0
+#: Seconds that a connection to an engine is kept without a call: uvicorn closes after 5.
+POOLED_S: Final = 3.0
 #: Seconds for what comes behind the last event of a stream: the end of its body, at once.
 DRAIN_S: Final = 0.1
 #: Engines that are asked for one answer, one after the other.
@@ -69,6 +76,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = IDLE_S
     #: Versions behind the trainer's from which a session ends.
     max_lag: int | None = None
+    #: Sampling options that calls get, whatever they say, and such that calls must not contradict.
+    force_sampling: dict[str, float] = {}
+    require_sampling: dict[str, float] = {}
+    #: Whether tokens that were sampled under a grammar are trained.
+    train_grammar: bool = False
     #: Layers, and experts of a token.
     experts: tuple[int, int] | None = None
     log_format: Literal["json", "text"] = "text"

@@ -13,6 +13,7 @@ import re
 import socket
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from http_answers import read_answer
 from http_requests import request_bytes, reset, scored
 
 import shmbus
+from shmbus.gateway.idempotent_put import key_of
 from trainer_adapter.adapters.atropos import AtroposTrainer
 
 #: So many tokens are a hundredth of a bus of 1 MiB, with their masks.
@@ -444,3 +446,33 @@ def test_with_the_daemon_killed_groups_wait_and_then_come(
         return found == [1]
 
     wait_until(came, what="the group that was put while there was no daemon")
+
+
+def colliding() -> tuple[bytes, bytes]:
+    """Return two texts of letters with one length, one CRC-32 and one Adler-32."""
+    size = 8
+    zero = zlib.crc32(bytes(size))
+    basis: dict[int, tuple[int, int]] = {}
+    pattern = 0
+    for bit in (8 * byte + low for byte in range(size) for low in range(5)):
+        chosen = 1 << bit
+        left = zlib.crc32(chosen.to_bytes(size, "little")) ^ zero
+        while left and left.bit_length() in basis:
+            reduced, by = basis[left.bit_length()]
+            left, chosen = left ^ reduced, chosen ^ by
+        if not left:
+            pattern = chosen
+            break
+        basis[left.bit_length()] = left, chosen
+    one = b"@" * size
+    other = bytes(a ^ b for a, b in zip(one, pattern.to_bytes(size, "little"), strict=True))
+    # The pattern leaves the CRC as before; four of it leave both sums as before.
+    return one + other + other + one, other + one + one + other
+
+
+def test_a_body_is_not_taken_for_another_one_of_its_length_and_checksums() -> None:
+    first, second = colliding()
+    assert first != second
+    assert [zlib.crc32(first), zlib.adler32(first)] == [zlib.crc32(second), zlib.adler32(second)]
+    assert key_of(first) != key_of(second)
+    assert key_of(bytearray(first)) == key_of(first)

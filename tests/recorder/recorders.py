@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 import urllib.error
 import urllib.request
 from typing import Any
+from urllib.parse import urlsplit
 
 import shmbus
 
@@ -43,3 +46,23 @@ def refused(status_and_body: tuple[int, dict[str, Any]]) -> tuple[int, str]:
     """Return status and word of a refusal."""
     status, body = status_and_body
     return status, body["error"]["code"]
+
+
+def sent(url: str, body: Any, key: str | None = None, *headers: str) -> socket.socket:
+    """Send a POST without reading the answer; `headers` are lines."""
+    parts = urlsplit(url)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"POST {parts.path} HTTP/1.1", f"Host: {parts.netloc}", *headers]
+    if key is not None:
+        lines.append(f"Authorization: Bearer {key}")
+    if not any(line.lower().startswith(("content-length", "transfer-encoding")) for line in lines):
+        lines.append(f"Content-Length: {len(data)}")
+    raw = socket.create_connection((parts.hostname, parts.port), timeout=60)
+    raw.sendall("\r\n".join([*lines, "", ""]).encode() + data)
+    return raw
+
+
+def reset(raw: socket.socket) -> None:
+    """Close a connection as a client does that dies: without reading."""
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    raw.close()

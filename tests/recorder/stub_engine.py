@@ -53,6 +53,10 @@ def render(messages: list[dict[str, Any]], drop_thoughts: bool = True) -> list[i
     return [*ids, BEGIN, *encode("a")]
 
 
+def damaged(data: bytes, fault: str) -> bytes:
+    return data.replace(b"token_id:", b"\xff\xfe") if fault == "no_utf8" else data
+
+
 class StubEngine:
     """Answers `/v1/chat/completions` and `/v1/completions`."""
 
@@ -235,7 +239,10 @@ class StubEngine:
         }  # fmt: skip
         if chat:
             answer["prompt_token_ids"] = choices[0].prompt if with_ids else None
-        return web.json_response(answer)
+        if fault == "no_tool_id":
+            del found[0]["message"]["tool_calls"][0]["id"]
+        body_bytes = damaged(json.dumps(answer).encode(), fault)
+        return web.Response(body=body_bytes, content_type="application/json")
 
     async def stream(
         self, request: web.Request, body: dict[str, Any], choices: list[Sampled], chat: bool,
@@ -246,10 +253,19 @@ class StubEngine:
 
         async def send(data: Any) -> None:
             text = data if isinstance(data, str) else json.dumps(data)
-            await response.write(f"data: {text}\n\n".encode())
+            await response.write(damaged(f"data: {text}\n\n".encode(), fault))
 
         try:
             async for chunk in self.chunks(body, choices, chat, fault):
+                ends = (
+                    [one for one in chunk["choices"] if one["finish_reason"]]
+                    if chunk != "die"
+                    else ()
+                )
+                if fault == "error_behind_end" and ends:
+                    error = {"error": {"message": "out of memory", "code": 500}}
+                    await send(f"{json.dumps(chunk)}\n\ndata: {json.dumps(error)}")
+                    return response
                 if chunk == "die":
                     assert request.transport is not None
                     request.transport.abort()

@@ -313,6 +313,7 @@ def test_sessions_at_once_are_bounded(
         ("nan", "logprob"),
         ("missing", "logprob"),
         ("usage", "sampled"),
+        ("no_utf8", "JSON"),
     ],
 )
 def test_an_answer_that_cannot_be_trained_on_fails_its_sample_by_name(
@@ -326,6 +327,17 @@ def test_an_answer_that_cannot_be_trained_on_fails_its_sample_by_name(
     broken_stream(session, body, path)
     assert word in failed_alone(session, producer, consumer)
     assert refused(call(session))[0] == 404
+
+
+def test_a_call_of_a_tool_without_its_id_fails_the_sample(
+    session: shmbus.Session, engine: StubEngine, producer: shmbus.Producer,
+    consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    engine.script, engine.faults = ['{look {"at": 1}}'], ["no_tool_id"]
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    body = {"model": "m", "max_tokens": 64, "messages": [user("x")], "tools": [tool]}
+    assert refused(call(session, body, "messages")) == (404, "bad_answer")
+    assert "id" in failed_alone(session, producer, consumer)
 
 
 @pytest.mark.parametrize("chats", [False, True])

@@ -29,6 +29,12 @@ def npy(array: Any, **how: Any) -> str:
     return base64.b64encode(stream.getvalue()).decode()
 
 
+def headed(head: bytes) -> str:
+    """Return an .npy with a head of any bytes."""
+    padded = head.ljust(54) + b"\n"
+    return base64.b64encode(b"\x93NUMPY\1\0" + len(padded).to_bytes(2, "little") + padded).decode()
+
+
 def flat(array: Any) -> str:
     return base64.b64encode(array.tobytes()).decode()
 
@@ -181,6 +187,14 @@ BAD: dict[str, tuple[Any, str]] = {
     "by columns": (vllm(routed_experts=npy(np.asfortranarray(routed()))), "integers"),
     "pickled": (vllm(routed_experts=npy(OBJECTS, allow_pickle=True)), "integers.*object"),
     "a broken npy": (vllm(routed_experts=flat(np.frombuffer(b"\x93NUMPY\1", "u1"))), "an .npy"),
+    "a head that is open": (vllm(routed_experts=headed(b"{'descr': (")), "an .npy"),
+    "a head of brackets": (vllm(routed_experts=headed(b"(" * 200)), "an .npy"),
+    "a head that is no UTF-8": (vllm(routed_experts=headed(b"{'\xff")), "an .npy"),
+    "a head of a huge shape": (
+        vllm(routed_experts=headed(b"{'descr': '<i4', 'fortran_order': False, 'shape': (1%s,)}"
+                                   % (b"0" * 200))),
+        "routed_experts",
+    ),
     "int64 of SGLang": (sglang(routed_experts=flat(routed(dtype=np.int64))), "expected integers"),
     "fewer of top": (vllm(logprobs={"token_logprobs": LOGPROBS, "top_logprobs": [{}, {}]}),
                      "top_logprobs: expected 2 of each of 2 tokens, got 0 of each of 2"),

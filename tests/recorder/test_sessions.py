@@ -282,3 +282,26 @@ def test_rows_are_views_that_numpy_owns(
     assert {name: row[name].dtype for name in row} == {
         "tokens": np.int32, "logprobs": np.float32, "loss_mask": np.uint8,
     }  # fmt: skip
+
+
+def test_sixty_turns_with_dropped_thoughts_are_scored_and_kept_once(
+    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
+    consumer: shmbus.Consumer,
+) -> None:  # fmt: skip
+    recorder = start_recorder(engine, tokens=4000)
+    with open_session(producer, feeder) as session:
+        messages = [user("begin")]
+        for number in range(60):
+            engine.script = [f"<t>thought {number}</t>answer {number}"]
+            said = chat(session, messages)
+            messages += [{"role": "assistant", "content": said["content"]}, user("result " * 2)]
+        (held,) = recorder.sessions
+        last = engine.record[-1]
+        context = len(last.prompt) + len(last.output)
+        assert held.nbytes == recorder.sessions.nbytes <= 2 * 9 * context
+        assert session.finish(1.0)
+    (sample,) = taken(consumer)
+    wholes = [row["tokens"].tolist() for row in sample.rows]
+    assert wholes == [one.prompt + one.output for one in engine.record]
+    trained = [row["tokens"][row["loss_mask"] == 1].tolist() for row in sample.rows]
+    assert trained == [one.output for one in engine.record]

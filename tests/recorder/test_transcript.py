@@ -137,3 +137,154 @@ def test_random_sessions_are_joined_as_the_oracle_joins_them(round: int, seed: i
         trained = (row["loss_mask"] == 1).tolist()
         found.append([*zip(row["tokens"].tolist(), trained, row["logprobs"].tolist(), strict=True)])
     assert found == rows
+
+
+# -- a tree
+
+
+def check(transcript: Transcript, kept: list[Turn]) -> None:
+    """Compare rows with the turns that they were made of."""
+    rows = transcript.rows()
+    wholes = [row["tokens"].tolist() for row in rows]
+    trained = [
+        (row["tokens"][at].item(), row["logprobs"][at].item())
+        for row in rows
+        for at in np.flatnonzero(row["loss_mask"])
+    ]
+    sampled = [pair for each in kept for pair in zip(each.output, each.logprobs, strict=True)]
+    assert sorted(trained) == sorted(sampled)
+    for each in kept:
+        whole = [*each.prompt.tolist(), *each.output.tolist()]
+        assert not len(each.output) or any(row[: len(whole)] == whole for row in wholes)
+    for number, row in enumerate(rows):
+        assert row["loss_mask"].any()
+        shared = wholes[number][: row["prefix_length"]]
+        assert not shared or any(each[: len(shared)] == shared for each in wholes[:number])
+    assert transcript.tokens == sum(map(len, wholes)) - sum(row["prefix_length"] for row in rows)
+    assert (transcript.turns, transcript.sampled) == (len(kept), len(sampled))
+
+
+@pytest.mark.parametrize("round", range(30))
+def test_random_answers_are_taken_out_and_the_others_stay_as_they_were(
+    round: int, seed: int
+) -> None:
+    rng = random.Random(seed + round)
+    transcript, kept, undone = Transcript(), list[Turn](), 0
+    for _ in range(rng.randrange(1, 40)):
+        base = rng.choice(kept) if kept else turn([], [])
+        whole = [*base.prompt.tolist(), *base.output.tolist()]
+        prompt = whole[: rng.randrange(len(whole) + 1)] if rng.random() < 0.4 else whole
+        if rng.random() < 0.2:
+            prompt = base.prompt.tolist()
+        prompt += [rng.randrange(3) for _ in range(rng.randrange(not prompt, 3))]
+        made = turn(prompt, [rng.randrange(3) for _ in range(rng.randrange(4))])
+        transcript.add(made)
+        kept.append(made)
+        if rng.random() < 0.5:
+            at = rng.randrange(len(kept))
+            goes_on = any(
+                other.prompt.tolist()[: len(kept[at].prompt) + 1]
+                == [*kept[at].prompt.tolist(), *kept[at].output.tolist()[:1]]
+                for other in kept
+            )
+            if transcript.undo(transcript.recorded[at]):
+                del kept[at]
+                undone += 1
+            else:
+                assert goes_on or undone
+        check(transcript, kept)
+
+
+def test_an_answer_that_a_later_call_goes_on_from_stays() -> None:
+    transcript = Transcript()
+    transcript.add(turn([1, 2], [3, 4]))
+    transcript.add(turn([1, 2, 3, 4, 5], [6]))
+    transcript.add(turn([1, 2, 3, 4, 5, 6, 7], [8]))
+    before = shown(transcript)
+    assert not any(transcript.undo(each) for each in transcript.recorded[:2])
+    assert shown(transcript) == before
+    assert transcript.undo(transcript.recorded[2])
+    assert shown(transcript) == [([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1], 0)]
+
+
+def test_an_answer_in_the_place_of_a_lost_one_continues_the_row() -> None:
+    transcript = Transcript()
+    transcript.add(turn([1], [2]))
+    transcript.add(turn([1, 2, 3], [4], versions=Span(5, 9)))
+    transcript.add(turn([1, 2, 3], [4, 7]))
+    assert transcript.undo(transcript.recorded[1])
+    assert shown(transcript) == [([1, 2, 3, 4, 7], [0, 1, 0, 1, 1], 0)]
+    assert transcript.versions == Span(0, 0)
+
+
+def test_experts_of_a_shared_prefix_are_those_of_its_row() -> None:
+    def routed(count: int, by: int) -> np.ndarray[Any, Any]:
+        return np.full((count, 2, 1), by, np.uint8)
+
+    transcript = Transcript()
+    transcript.add(turn([1, 2], [3, 4], experts=routed(3, 1)))
+    transcript.add(turn([1, 2, 9], [6], experts=routed(3, 2)))
+    assert [row["routed_experts"][:, 0, 0].tolist() for row in transcript.rows()] == [
+        [1, 1, 1, 0], [1, 1, 2, 0],
+    ]  # fmt: skip
+    assert transcript.nbytes == 6 * 9 + 4 * 2
+
+
+def test_a_grammar_masks_its_tokens_and_is_counted() -> None:
+    transcript = Transcript()
+    transcript.add(turn([1], [2], sampling={"temperature": 0.3}))
+    transcript.add(
+        turn(
+            [1, 2], [3, 4], sampling={"temperature": 1.0, "top_k": 4.0}, grammar=True, trained=False
+        )
+    )
+    assert shown(transcript) == [([1, 2, 3, 4], [0, 1, 0, 0], 0)]
+    assert (transcript.sampled, transcript.grammar_tokens) == (3, 2)
+    assert transcript.sampling() == {"temperature": [0.3, 1.0], "top_k": [4.0, 4.0]}
+
+
+# -- work, counted in tokens and in letters
+
+
+class Counted(np.ndarray[Any, np.dtype[np.int32]]):
+    """A prompt that counts compared tokens."""
+
+    work = 0
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **more: Any) -> Any:
+        plain = [np.asarray(each) for each in inputs]
+        Counted.work += plain[0].size
+        return getattr(ufunc, method)(*plain, **more)
+
+
+class Letters(str):
+    """Text that counts the letters that are cut out of it."""
+
+    work = 0
+
+    def __getitem__(self, part: Any) -> str:
+        found = super().__getitem__(part)
+        Letters.work += len(found)
+        return found
+
+
+def test_sixty_turns_with_dropped_thoughts_are_kept_once_and_compared_once() -> None:
+    rng = np.random.default_rng(0)
+
+    def made(count: int) -> list[int]:
+        return rng.integers(0, 1 << 17, count, np.int32).tolist()
+
+    transcript, context, words = Transcript(), made(200), "x"
+    Counted.work = Letters.work = asked = 0
+    for number in range(60):
+        thought, answer, result = made(100), made(60), made(500)
+        prompt = np.array(context, np.int32).view(Counted)
+        one = turn(context, thought + answer, said=Letters(words), answer=f"answer {number}")
+        transcript.add(one._replace(prompt=prompt))
+        context += answer + result
+        words += f"answer {number}" + "result " * 100
+        asked += len(context)
+    assert (transcript.turns, len(transcript.rows()), transcript.drift) == (60, 60, 59)
+    assert transcript.tokens < 2 * len(context)
+    assert Counted.work < 4 * asked
+    assert Letters.work < 60 * len(words)

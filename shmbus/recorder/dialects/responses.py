@@ -116,7 +116,7 @@ class Responses(Dialect):
             raise UnusableCall("background: expected a call that waits for its answer")
         self._asked = body
         self._history = history
-        self._id = new_id("resp")
+        self.response_id = new_id("resp")
         self._created = int(time.time())
         self._number = 0
         self._free = {
@@ -132,6 +132,8 @@ class Responses(Dialect):
         #: Items of the answer, in order; the last is open while a stream goes on.
         self._output: list[dict[str, Any]] = []
         self._is_open = False
+        #: Text of the open item, which the item has once it is closed.
+        self._pieces: list[str] = []
         self._place = -1
         self._finish: str | None = None
         self._usage: dict[str, Any] | None = None
@@ -187,7 +189,7 @@ class Responses(Dialect):
         asked = self._asked
         cut = status == "incomplete"
         return {
-            "id": self._id,
+            "id": self.response_id,
             "object": "response",
             "created_at": self._created,
             "status": status,
@@ -230,7 +232,7 @@ class Responses(Dialect):
         if self._asked.get("store") is not False:
             while len(self._history) >= _MOST_KEPT:
                 del self._history[next(iter(self._history))]
-            self._history[self._id] = [*self._items, *self._output]
+            self._history[self.response_id] = [*self._items, *self._output]
         return self._response("incomplete" if self._finish == "length" else "completed")
 
     def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
@@ -289,7 +291,7 @@ class Responses(Dialect):
         if not self._is_open or self._output[-1]["type"] != kind:
             out = self._open(_new_item(kind))
             out += self._event("response.content_part.added", **self._at(), part=_new_part(kind))
-        _part_of(self._output[-1])["text"] += text
+        self._pieces.append(text)
         more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         return out + self._event(f"{_EVENTS[kind]}.delta", **self._at(), delta=text, **more)
 
@@ -301,8 +303,7 @@ class Responses(Dialect):
             self._place = place
         item = self._output[-1]
         text = (call.get("function") or {}).get("arguments") or ""
-        name = "arguments" if item["type"] == "function_call" else "input"
-        item[name] += text
+        self._pieces.append(text)
         if text and item["type"] == "function_call":
             where = {"item_id": item["id"], "output_index": len(self._output) - 1}
             out += self._event(f"{_EVENTS[item['type']]}.delta", **where, delta=text)
@@ -315,7 +316,7 @@ class Responses(Dialect):
     def _open(self, item: dict[str, Any]) -> bytes:
         out = self._close()
         self._output.append(item)
-        self._is_open = True
+        self._is_open, self._pieces = True, []
         index = len(self._output) - 1
         shown = {**item, "content": []} if item["type"] in ("message", "reasoning") else item
         return out + self._event("response.output_item.added", output_index=index, item=shown)
@@ -327,16 +328,15 @@ class Responses(Dialect):
         self._is_open, self._place = False, -1
         item = self._output[-1]
         kind, at = item["type"], self._at()
+        _closed(item, "".join(self._pieces))
         if kind in ("message", "reasoning"):
             part = _part_of(item)
             more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            _closed(item, part["text"])
             out = self._event(f"{_EVENTS[kind]}.done", **at, text=part["text"], **more)
             out += self._event("response.content_part.done", **at, part=part)
         else:
             del at["content_index"]
             name = "arguments" if kind == "function_call" else "input"
-            _closed(item, item[name])
             more = {"name": item["name"]} if kind == "function_call" else {}
             out = self._event(f"{_EVENTS[kind]}.done", **at, **{name: item[name]}, **more)
         index = at["output_index"]
@@ -354,6 +354,10 @@ class Responses(Dialect):
     def failed(self, message: str, code: str) -> bytes:
         """End the response with an error."""
         error = {"code": "server_error", "message": message}
+        if self._is_open:
+            item = _closed(self._output[-1], "".join(self._pieces))
+            if "status" in item:
+                item["status"] = "incomplete"
         return (
             self._begin()
             + self._event("error", code=code, message=message, param=None)

@@ -1,0 +1,60 @@
+"""Sampling options of a call: values for the sample's meta, a recorder's own values, grammars.
+
+A grammar masks the engine's logits, so logprobs of such tokens are the grammar's, not the model's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+OPTIONS: Final = ("temperature", "top_p", "top_k")
+#: Fields of vLLM and SGLang that limit tokens by a grammar, whatever their value.
+_GRAMMARS: Final = (
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "structural_tag", "regex", "json_schema", "ebnf",
+)  # fmt: skip
+
+
+def options_of(body: Mapping[str, Any]) -> dict[str, float]:
+    """Return the options that a call gives; the others are the engine's."""
+    found: dict[str, float] = {}
+    for name in OPTIONS:
+        value = body.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            # The engine refuses numbers that are too large or not finite.
+            value = float(value) if abs(value) < 1e300 else math.inf
+            if math.isfinite(value):
+                found[name] = value
+    return found
+
+
+def conflict_of(body: Mapping[str, Any], required: Mapping[str, float]) -> str | None:
+    """Return the option of a call that differs from what is required; None without any."""
+    for name, value in required.items():
+        if body.get(name) not in (None, value):
+            return f"{name}: expected {value:g} or nothing, got {body[name]!r:.80}"
+    return None
+
+
+def has_grammar(body: Mapping[str, Any], *, strict_tools: bool) -> bool:
+    """Whether a grammar limits the tokens; `strict_tools` of an engine that enforces schemas."""
+    form = body.get("response_format")
+    if isinstance(form, dict) and form.get("type") not in (None, "text"):
+        return True
+    if any(body.get(name) is not None for name in _GRAMMARS):
+        return True
+    choice, tools = body.get("tool_choice"), body.get("tools")
+    if not isinstance(tools, list) or not tools or choice == "none":
+        return False
+    return (
+        choice == "required"
+        or isinstance(choice, dict)
+        or (strict_tools and any(_is_strict(tool) for tool in tools))
+    )
+
+
+def _is_strict(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and bool(function.get("strict"))

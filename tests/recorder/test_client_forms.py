@@ -1,0 +1,302 @@
+"""What real clients send: accepted, or refused by a name and a status."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import urllib.request
+import zlib
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from conftest import wait_until
+from recorders import ask, refused, sent, user
+from stub_engine import StubEngine
+
+import shmbus
+from shmbus.recorder import settings
+from shmbus.recorder.recorder import Recorder
+
+pytest_plugins = ["recorder_fixtures"]
+
+CALL = {"model": "m", "messages": [user("hello")]}
+JSON = json.dumps(CALL).encode()
+DEFLATED = zlib.compress(JSON)
+KIB = 1 << 10
+
+
+class Form(NamedTuple):
+    body: bytes = JSON
+    headers: tuple[str, ...] = ()
+    code: str = ""
+
+
+def raw_deflate(data: bytes) -> bytes:
+    stream = zlib.compressobj(wbits=-15)
+    return stream.compress(data) + stream.flush()
+
+
+def in_chunks(data: bytes, size: int) -> bytes:
+    parts = [data[at : at + size] for at in range(0, len(data), size)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in [*parts, b""])
+
+
+def with_field(text: bytes) -> bytes:
+    return JSON[:-1] + b', "x": ' + text + b"}"
+
+
+FORMS = {
+    "plain": (200, Form()),
+    "gzip": (200, Form(gzip.compress(JSON), ("Content-Encoding: gzip",))),
+    "x-gzip": (200, Form(gzip.compress(JSON), ("Content-Encoding: X-GZIP",))),
+    "gzip in members": (
+        200,
+        Form(gzip.compress(JSON[:9]) + gzip.compress(JSON[9:]), ("Content-Encoding: gzip",)),
+    ),
+    "deflate": (200, Form(DEFLATED, ("Content-Encoding: deflate",))),
+    "raw deflate": (200, Form(raw_deflate(JSON), ("Content-Encoding: deflate",))),
+    "identity": (200, Form(JSON, ("Content-Encoding: identity",))),
+    "gzip in chunks": (
+        200,
+        Form(
+            in_chunks(gzip.compress(JSON), 7),
+            ("Content-Encoding: gzip", "Transfer-Encoding: chunked"),
+        ),
+    ),
+    "chunks": (200, Form(in_chunks(JSON, 5), ("Transfer-Encoding: chunked",))),
+    "no content type": (200, Form()),
+    "a form's content type": (
+        200, Form(JSON, ("Content-Type: application/x-www-form-urlencoded",)),
+    ),
+    "text": (200, Form(JSON, ("Content-Type: text/plain; charset=latin-1",))),
+    "another model": (200, Form(JSON.replace(b'"m"', b'"small-and-fast"'))),
+    "brotli": (415, Form(JSON, ("Content-Encoding: br",), "content_encoding")),
+    "zstd": (415, Form(JSON, ("Content-Encoding: zstd",), "content_encoding")),
+    "gzip twice": (415, Form(JSON, ("Content-Encoding: gzip, gzip",), "content_encoding")),
+    "no gzip": (400, Form(JSON, ("Content-Encoding: gzip",), "content_encoding")),
+    "half a gzip": (
+        400, Form(gzip.compress(JSON)[:-9], ("Content-Encoding: gzip",), "content_encoding"),
+    ),
+    "bytes behind deflate": (
+        400, Form(DEFLATED + b"x", ("Content-Encoding: deflate",), "content_encoding"),
+    ),
+    "a bomb": (
+        413, Form(gzip.compress(bytes(80 * KIB)), ("Content-Encoding: gzip",), "body_limit"),
+    ),
+    "an expectation": (417, Form(JSON, ("Expect: 200-maybe",), "refused")),
+    "no UTF-8 in a key": (400, Form(JSON.replace(b"model", b"mod\xff"), (), "invalid_json")),
+    "no UTF-8 in a text": (400, Form(JSON.replace(b"hello", b"h\xe9llo"), (), "invalid_json")),
+    "UTF-16": (400, Form(json.dumps(CALL).encode("utf-16"), (), "invalid_json")),
+    "half a surrogate": (400, Form(with_field(b'"\\ud800"'), (), "invalid_json")),
+    "a form": (
+        400, Form(b"model=m", ("Content-Type: application/x-www-form-urlencoded",), "invalid_json"),
+    ),
+    "NaN": (400, Form(with_field(b"NaN"), (), "invalid_json")),
+    "a number of 400 digits": (200, Form(with_field(b"1" + b"0" * 400))),
+    "an exponent of 400": (400, Form(with_field(b"1e400"), (), "invalid_json")),
+    "deep": (400, Form(with_field(b"[" * 5000 + b"]" * 5000), (), "invalid_json")),
+    "nothing": (400, Form(b"", (), "invalid_json")),
+}  # fmt: skip
+
+
+@pytest.fixture
+def recorder(start_recorder: Any, engine: StubEngine) -> Recorder:
+    found: Recorder = start_recorder(engine, body_limit=64 * KIB)
+    return found
+
+
+@pytest.fixture
+def session(recorder: Recorder, producer: shmbus.Producer, feeder: shmbus.Feeder) -> shmbus.Session:
+    feeder.request("q", group_size=1)
+    return producer.session(producer.requests.next(30.0))
+
+
+def answer_of(raw: socket.socket) -> tuple[int, bytes]:
+    """Read an answer whose connection its server closes, or which has a length."""
+    found = b""
+    while b"\r\n\r\n" not in found:
+        data = raw.recv(1 << 16)
+        assert data, found
+        found += data
+    head, _, body = found.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    while len(body) < length:
+        body += raw.recv(1 << 16)
+    return int(head.split()[1]), body
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_call_is_recorded_or_refused_by_its_name(
+    name: str, session: shmbus.Session, recorder: Recorder
+) -> None:
+    status, form = FORMS[name]
+    url = f"{session.base_url}/chat/completions"
+    with sent(url, form.body, session.api_key, *form.headers) as raw:
+        found, body = answer_of(raw)
+    answer = json.loads(body)
+    if status == 200:
+        assert (found, answer["choices"][0]["finish_reason"]) == (200, "stop")
+    else:
+        assert refused((found, answer)) == (status, form.code)
+    wait_until(lambda: recorder.body_bytes == 0)
+    assert ask(url, CALL, session.api_key)[0] == 200
+    session.release()
+
+
+@pytest.mark.parametrize("path", ["/sessions", "/v1/chat/completions"])
+def test_a_client_that_waits_for_leave_to_send_its_body_gets_leave(
+    path: str, session: shmbus.Session, recorder: Recorder
+) -> None:
+    body = JSON if "chat" in path else b'{"timeout": 0}'
+    length = f"Content-Length: {len(body)}"
+    with sent(recorder.url + path, b"", session.api_key, length, "Expect: 100-continue") as raw:
+        assert raw.recv(1 << 16) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        raw.sendall(body)
+        assert raw.recv(12)[9:] in (b"200", b"204")
+    session.release()
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/metrics", "/session", "/v1/models"])
+def test_a_head_is_a_get_without_its_body(path: str, session: shmbus.Session) -> None:
+    url = session.base_url.removesuffix("/v1") + path
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    request = urllib.request.Request(url, headers=headers, method="HEAD")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert (answer.status, answer.read()) == (200, b"")
+        assert int(answer.headers["Content-Length"]) > 2
+    session.release()
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (b"1" + b"0" * 400, 400),
+        (b"-1" + b"0" * 400, 400),
+        (b"1" * 5000, 400),
+        (b"1e400", 422),
+        (b"NaN", 422),
+        (b"-Infinity", 422),
+        (b"true", 422),
+        (b"null", 422),
+        (b'"1"', 422),
+        (b"[1]", 422),
+        (b"1e308", 200),
+        (b"-0.0", 200),
+    ],
+)
+def test_a_score_is_put_or_refused(
+    text: bytes, status: int, recorder: Recorder, feeder: shmbus.Feeder
+) -> None:
+    feeder.request("q", group_size=1)
+    _, opened = ask(f"{recorder.url}/sessions", {"timeout": 30})
+    key = opened["api_key"]
+    assert ask(f"{recorder.url}/v1/chat/completions", CALL, key)[0] == 200
+    found = ask(f"{recorder.url}/session/score", b'{"score": ' + text + b"}", key)
+    assert found[0] == status, found
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/session/score", b'{"score": 1, "meta": {"x": 1%s}}' % (b"0" * 400), 422),
+        ("/session/score", b'{"score": 1, "meta": {"x": "\\ud800"}}', 422),
+        ("/session/score", b'{"score": 1, "meta": {"x": NaN}}', 200),
+        ("/session/score", b'{"score": 1, "meta": %s%s}' % (b'{"x":' * 900, b"1" + b"}" * 900), 0),
+        ("/session/score", b'\xff{"score": 1}', 400),
+        ("/session/fail", b'{"reason": "\\ud800"}', 200),
+        ("/session/fail", b'{"reason": "%s"}' % (b"x" * 9000), 200),
+        ("/sessions", b'{"timeout": 1%s}' % (b"0" * 400), 0),
+        ("/sessions", b'{"timeout": NaN}', 400),
+        ("/sessions", b'{"timeout": "1"}', 400),
+        ("/sessions", b'{"ticket": {}}', 400),
+    ],
+)
+def test_a_harness_that_sends_anything_is_answered(
+    path: str, body: bytes, status: int, recorder: Recorder, feeder: shmbus.Feeder,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    feeder.request("q", group_size=2)
+    _, opened = ask(f"{recorder.url}/sessions", {"timeout": 30})
+    assert ask(f"{recorder.url}/v1/chat/completions", CALL, opened["api_key"])[0] == 200
+    found = ask(recorder.url + path, body, opened["api_key"])
+    assert found[0] == status or (not status and found[0] in (200, 422)), found
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
+def test_a_ticket_of_a_number_that_no_bus_has_is_refused(
+    recorder: Recorder, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    feeder.request("q", group_size=1)
+    request = producer.requests.next(30.0)
+    ticket = msgspec.to_builtins(producer.requests._ticket(request))
+    ticket["claim"] = [10**400 for _ in ticket["claim"]]
+    assert ask(f"{recorder.url}/sessions", {"ticket": ticket})[0] in (400, 409)
+    producer.requests.release(request)
+
+
+# -- budgets and deadlines
+
+
+def test_what_is_announced_and_not_sent_takes_no_room(
+    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    recorder = start_recorder(engine, memory=64 << 20)
+    feeder.request("q", group_size=1)
+    session = producer.session(producer.requests.next(30.0))
+    length = f"Content-Length: {32 << 20}"
+    path = {"/sessions": None, "/v1/chat/completions": session.api_key}
+    held = [sent(recorder.url + at, b"{", path[at], length) for at in path for _ in range(20)]
+    wait_until(lambda: 0 < recorder.body_bytes < 1 << 12)
+    assert ask(f"{session.base_url}/chat/completions", CALL, session.api_key)[0] == 200
+    for raw in held:
+        raw.close()
+    wait_until(lambda: recorder.body_bytes == 0)
+    session.release()
+
+
+def test_a_body_that_does_not_come_is_refused_by_its_deadline(
+    session: shmbus.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "BODY_S", 0.05)
+    url = f"{session.base_url}/chat/completions"
+    with sent(url, JSON[:9], session.api_key, f"Content-Length: {len(JSON)}") as raw:
+        status, body = answer_of(raw)
+    assert refused((status, json.loads(body))) == (408, "body_timeout")
+    session.release()
+
+
+def test_conversations_of_responses_count_once_and_end_with_the_session(
+    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    recorder = start_recorder(engine)
+    feeder.request("q", group_size=1)
+    session = producer.session(producer.requests.next(30.0))
+    url, last = f"{session.base_url}/responses", None
+    for _ in range(3):
+        body = {"model": "m", "input": "x" * 100_000, "previous_response_id": last}
+        status, answer = ask(url, body, session.api_key)
+        assert status == 200
+        last = answer["id"]
+    (open_session,) = recorder.sessions
+    assert 300_000 < open_session.history_bytes < 310_000
+    for _ in range(40):
+        assert ask(url, {"model": "m", "input": "y"}, session.api_key)[0] == 200
+    assert open_session.history_bytes < 32 * 2000
+    session.release()
+    wait_until(lambda: not len(recorder.sessions))
+    assert recorder.sessions.nbytes == 0
+
+
+def test_conversations_of_responses_are_bounded_with_the_bodies(
+    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    start_recorder(engine, memory=2 << 20)
+    feeder.request("q", group_size=1)
+    session = producer.session(producer.requests.next(30.0))
+    body = {"model": "m", "input": "x" * 100_000}
+    found = [ask(f"{session.base_url}/responses", body, session.api_key) for _ in range(8)]
+    assert [status for status, _ in found].count(200) >= 2
+    assert refused(found[-1]) == (503, "memory")
+    session.release()

@@ -1,0 +1,96 @@
+"""Work on a chunk of a stream is as long as the chunk, counted in what is copied."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shmbus.recorder import event_stream
+from shmbus.recorder.dialects import DIALECTS
+from shmbus.recorder.engine_api import CHAT, Reading
+from shmbus.recorder.event_stream import EventParser
+from shmbus.recorder.transcript import Span
+
+TOKENS = 2000
+ASK = {"model": "m", "messages": [], "stream": True}
+
+
+class Work:
+    copied = 0
+
+
+class Ids(list[int]):
+    """Ids of a chunk: what they are appended to by making a new list is counted."""
+
+    def __radd__(self, before: list[int]) -> list[int]:
+        Work.copied += len(before)
+        return [*before, *self]
+
+
+class Text(str):
+    """A piece of a text: what it is appended to by making a new text is counted."""
+
+    def __radd__(self, before: str) -> str:
+        Work.copied += len(before)
+        return f"{before}{self}"
+
+
+class Piece(bytes):
+    """Bytes of a stream."""
+
+    def __radd__(self, before: bytes) -> bytes:
+        Work.copied += len(before)
+        return before.__add__(self)
+
+
+def chunk(token: int, delta: dict[str, Any], last: bool) -> dict[str, Any]:
+    return {
+        "choices": [
+            {
+                "index": 0, "delta": delta, "finish_reason": "stop" if last else None,
+                "token_ids": Ids([token]),
+                "logprobs": {"content": [{"token": f"token_id:{token}", "logprob": -1.0}]},
+            }
+        ]
+    }  # fmt: skip
+
+
+def delta_of(kind: str, number: int) -> dict[str, Any]:
+    if kind != "tool":
+        return {kind: Text("ab")}
+    call = {"index": 0, "function": {"name": None if number else "f", "arguments": Text("ab")}}
+    return {"tool_calls": [call]}
+
+
+@pytest.mark.parametrize("kind", ["content", "reasoning", "tool"])
+@pytest.mark.parametrize("path", sorted(DIALECTS.keys() - {"/v1/completions"}))
+def test_a_chunk_costs_as_much_after_a_thousand_others(
+    kind: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The library's encoder takes no text that counts.
+    monkeypatch.setattr(event_stream, "_encode", lambda data: json.dumps(data).encode())
+    body: dict[str, Any] = {"model": "m", "messages": [], "input": "x", "max_tokens": 9}
+    dialect = DIALECTS[path]({**body, "stream": True}, {})
+    reading = Reading(ASK, CHAT, "vllm")
+    reading.read({"choices": [], "prompt_token_ids": [1]})
+    Work.copied = 0
+    for number in range(TOKENS):
+        read = reading.read(chunk(number, delta_of(kind, number), number == TOKENS - 1))
+        dialect.chunk(read or {"choices": []}, 1)
+    end = dialect.done()
+    assert Work.copied < 20 * TOKENS
+    (turn,) = reading.turns(Span(0, 0))
+    assert turn.output.tolist() == list(range(TOKENS))
+    if path == "/v1/responses":
+        assert end.count(b"ab" * TOKENS) >= 2
+
+
+def test_an_event_in_many_pieces_is_copied_once() -> None:
+    parser = EventParser()
+    data = b"data: " + json.dumps({"prompt_token_ids": list(range(TOKENS))}).encode() + b"\r\n\r\n"
+    Work.copied = 0
+    found = [one for at in range(len(data)) for one in parser.feed(Piece(data[at : at + 1]))]
+    assert found == [data[6:-4]]
+    assert Work.copied < 20 * len(data)
