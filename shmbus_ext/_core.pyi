@@ -607,7 +607,7 @@ class DeclaredSchema:
 # -- admission, requests, and what is noted of work
 
 LEAD_ROWS: int
-WAIT_ROW_BYTES: int
+UNMADE_REASON_BYTES: int
 WAITS: tuple[str, ...]
 REQUEST_LEVELS: int
 REQUEST_UNIT: int

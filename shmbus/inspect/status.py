@@ -145,7 +145,7 @@ def status_of(
     header = file.header
     schema, schema_problem = read_schema(file)
     histograms, useless = read_histograms(file)
-    waited, waited_by_slot = read_waited(file)
+    waited, notes = read_waited(file)
     return BusStatus(
         name=printable(file.name),
         path=printable(file.path),
@@ -177,7 +177,7 @@ def status_of(
         waited=waited,
         servers_left=servers_left(file.name),
         splits=_splits(file, alive=collector.alive),
-        producers=_producers(file, runs, waited_by_slot, checks or ProducerChecks(), walk=walk),
+        producers=_producers(file, runs, notes, checks or ProducerChecks(), walk=walk),
         schema=schema,
         schema_problem=schema_problem,
     )
@@ -263,7 +263,12 @@ def _activity(file: SegmentFile, runs: list[Run]) -> dict[int, tuple[int, int]]:
 
 
 def _producers(
-    file: SegmentFile, runs: list[Run], waited_s: list[float], checks: ProducerChecks, *, walk: bool
+    file: SegmentFile,
+    runs: list[Run],
+    notes: list[dict[str, Any]],
+    checks: ProducerChecks,
+    *,
+    walk: bool,
 ) -> list[ProducerStatus]:
     found = []
     held = _held_bytes(runs)
@@ -294,7 +299,7 @@ def _producers(
                 held_bytes=held.get(slot, 0),
                 reservations=reserved if walk else None,
                 idle_s=max(0.0, (now_ns - newest_ns) / 1e9) if newest_ns else None,
-                waited_s=waited_s[slot],
+                **notes[slot],
             )
         )
     return sorted(found, key=lambda producer: producer.producer_id)

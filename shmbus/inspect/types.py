@@ -201,6 +201,14 @@ class ProducerStatus(ProducerSlot, frozen=True, kw_only=True):
     stopped: bool = False
     #: Seconds that the slot's owners so far have waited, for space, a pause or `max_lead`.
     waited_s: float = 0.0
+    #: Samples that the slot's owners so far gave back unmade (`requests.release`).
+    released: Count = 0
+    #: Samples that the present owner gave back, and failed, since its last answer; the last reason.
+    given_back: int = 0
+    failed: int = 0
+    unmade_reason: str = ""
+    #: Seconds for which shmbus hands the worker no sample: it made none of the last ones.
+    rests_s: float = 0.0
 
 
 class CollectorStatus(msgspec.Struct, frozen=True):
