@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Literal
 
+from shmbus import limits
 from shmbus._format import several, show_count, show_duration
 from shmbus.inspect.types import (
     BusStatus,
@@ -60,6 +61,7 @@ _FIRST: Final = (
     "rank_missing",
     "nobody_sends",
     "requests_paused",
+    "workers_held",
     "producers_wait",
     "nothing_open",
     "untaken",
@@ -522,6 +524,8 @@ def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
     lane, running = status.requests, _running(status)
     if lane is None or not running or not status.collector.alive:
         return []
+    if lane.open and (held := [each for each in running if _is_held(each)]):
+        return [_held_back(held, len(running))]
     if lane.open and not lane.claimed and (lane.taken_s is None or lane.taken_s >= SILENT_S):
         since = "" if lane.taken_s is None else f" for {show_duration(lane.taken_s)}"
         return [
@@ -550,6 +554,34 @@ def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
             "them",
         )
     ]
+
+
+def _is_held(producer: ProducerStatus) -> bool:
+    """Tell whether a worker made none of the samples that it took last, and is given fewer."""
+    return producer.given_back > 0 or (producer.failed > 0 and producer.rests_s > 0)
+
+
+def _held_back(held: list[ProducerStatus], workers: int) -> Finding:
+    """Say that workers give back or fail each sample, so that shmbus hands them few."""
+    names = [producer_name(each) for each in held]
+    alone = len(names) == 1
+    who = names[0] if alone else f"{show_count(len(names))} of {several(workers, 'worker')}"
+    given_back, failed = sum(each.given_back for each in held), sum(each.failed for each in held)
+    did = [
+        f"gave back {several(given_back, 'sample')}" if given_back else "",
+        f"failed {several(failed, 'sample')}" if failed else "",
+    ]
+    reasons = Counter(each.unmade_reason for each in held if each.unmade_reason)
+    return Finding(
+        kind="workers_held" if len(held) == workers else "worker_held",
+        cost=0.1 + 0.6 * len(held) / workers,
+        what=f"{who} {' and '.join(filter(None, did))} in a row, and made none",
+        cause=reasons.most_common(1)[0][0] if reasons else "",
+        advice=f"mend what {'the worker reports' if alone else 'the workers report'}; shmbus holds "
+        f"{'it' if alone else 'them'} back until a sample succeeds, up to "
+        f"{show_duration(limits.RETRY_BACKOFF_S[1])} at a time",
+        who=names[:_NAMED],
+    )
 
 
 def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:

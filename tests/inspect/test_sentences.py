@@ -75,6 +75,15 @@ elif then == "refuse":
     while True:
         request = producer.requests.next()
         producer.requests.fail(request, "connection refused")
+elif then in ("away", "many_words"):
+    print("ready", flush=True)
+    number = 0
+    while request := producer.requests.next():
+        number += 1
+        if then == "away":
+            producer.requests.release(request, reason="engine away")
+        else:
+            producer.requests.fail(request, "%d is no answer: %s" % (number, "abcdefghij" * number))
 elif then == "reserve":
     producer.put("q", group_size=2, index=0, score=1.0, tokens=[1])
     slot = producer.reserve("q", group_size=2, index=1, fields={"tokens": ("int32", 8)})
@@ -259,6 +268,18 @@ def untaken(scene: Scene) -> None:
     scene.begin()
     scene.trainer(then="wait").expect("ready")
     scene.worker("idle")
+
+
+def engine_away(scene: Scene) -> None:
+    scene.begin()
+    scene.trainer(then="wait").expect("ready")
+    scene.worker("away")
+
+
+def all_fail_in_changing_words(scene: Scene) -> None:
+    scene.begin(retries=1_000)
+    scene.trainer(offered=16, then="wait").expect("ready")
+    scene.worker("many_words")
 
 
 def nobody_makes(scene: Scene) -> None:
@@ -459,6 +480,12 @@ TABLE = [
         r"The request lane is paused: the last \d+ samples all failed: connection refused; asked "
         r"again one at a time\. Mend what the workers report"),
     Row(untaken, r"4 prompts are open, and none of 1 producer takes one\."),
+    Row(engine_away,
+        rf"{WORKER_IS} gave back \d+ samples? in a row, and made none: engine away\. Mend what "
+        r"the worker reports; shmbus holds it back until a sample succeeds"),
+    Row(all_fail_in_changing_words,
+        rf"{WORKER_IS} failed \d+ samples in a row, and made none: \d+ is no answer.*\. Mend what "
+        r"the worker reports; shmbus holds it back until a sample succeeds"),
     Row(nobody_makes,
         rf"{TRAINER_IS} waits for groups, and no producer has ever attached\. Start producers"),
     Row(all_dead,
