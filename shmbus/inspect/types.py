@@ -295,6 +295,8 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     connected: bool = True
     #: Seconds that it has waited for groups in all, while it held none.
     waited_s: float = 0.0
+    #: Seconds since its last request for groups was answered; None for a client without any.
+    asked_s: float | None = None
     #: Whether its process is stopped, as whoever reads the status finds; a daemon does not say.
     stopped: bool = False
 

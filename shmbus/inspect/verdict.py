@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from shmbus import limits
 from shmbus._format import several, show_count, show_duration
@@ -35,6 +35,9 @@ STILL_S: Final = 60.0
 SILENT_S: Final = 5.0
 #: The same of one that has space reserved: longer than a sample takes that is written in place.
 RESERVED_S: Final = 30.0
+#: Seconds without a request after which a trainer counts as busy, and as stuck: a step, and more.
+BUSY_S: Final = 30.0
+_STUCK_S: Final = 600.0
 #: Costs from which a finding is trouble, or a warning.
 _TROUBLE: Final = 0.6
 _WARNING: Final = 0.25
@@ -315,7 +318,7 @@ def _pause(status: BusStatus) -> list[Finding]:
 
 
 def _stillness(status: BusStatus, still_s: float | None) -> list[Finding]:
-    if still_s is None or still_s < STILL_S or not status.in_use:
+    if still_s is None or still_s < STILL_S or not status.in_use or _busy(status):
         return []
     alive = _alive(status)
     return [
@@ -363,6 +366,8 @@ def _space(status: BusStatus) -> list[Finding]:
 def _stashed(status: BusStatus) -> tuple[str, str]:
     """Say what the groups that nobody has taken wait for. How many bytes they have is not known."""
     daemon = status.daemon
+    if busy := _busy_trainers(status):
+        return busy[0].what, busy[0].advice
     if daemon is None or not daemon.groups_ready:
         return (
             f"{several(status.ledger.stashed, 'trajectory', 'wait')} in incomplete groups",
@@ -638,10 +643,88 @@ def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
 # -- trainers -----------------------------------------------------------------------------------
 
 
+class _Busy(NamedTuple):
+    """A living trainer that asks for no group, with the seconds since its last request."""
+
+    name: str
+    pid: int
+    asked_s: float
+    held: int
+
+
+def _ready(status: BusStatus) -> int:
+    """Count complete groups that no trainer has taken, as far as an observer knows."""
+    if status.daemon is not None and status.daemon.answers:
+        return status.daemon.groups_ready
+    return max(0, (status.groups_complete or 0) - status.collector.leased_groups)
+
+
+def _busy(status: BusStatus) -> list[_Busy]:
+    """Return the trainers, if each has asked for nothing of late while complete groups wait."""
+    daemon, collector = status.daemon, status.collector
+    if not _ready(status) or _who_waits(status):
+        return []
+    if daemon is None:
+        seen_s = collector.seen_ago_s
+        if not collector.alive or collector.stopped or seen_s is None or seen_s < BUSY_S:
+            return []
+        return [_Busy(_collector_name(status), collector.pid, seen_s, collector.leased_groups)]
+    here = [
+        _Busy(_trainer_name(lease), lease.pid, lease.asked_s, lease.groups)
+        for lease in daemon.leases
+        if lease.connected and not lease.stopped and lease.asked_s is not None
+    ]
+    return here if all(each.asked_s >= BUSY_S for each in here) else []
+
+
+def _busy_trainers(status: BusStatus) -> list[Finding]:
+    """Say that complete groups wait for a trainer that does something else."""
+    busy = _busy(status)
+    if not busy:
+        return []
+    first, ready = min(busy, key=lambda each: each.asked_s), _ready(status)
+    return [
+        Finding(
+            kind="trainer_busy",
+            cost=_WARNING - 0.05 if first.asked_s < _STUCK_S else _TROUBLE,
+            what=f"{several(ready, 'complete group', 'wait')}, and {first.name} has asked for none "
+            f"for {show_duration(first.asked_s)}"
+            + (f"; it holds {several(first.held, 'group')}" if first.held else ""),
+            advice="unless its step takes so long, see what it does: "
+            f"`py-spy dump --pid {first.pid}`",
+            who=[each.name for each in busy],
+        )
+    ]
+
+
+def _sharing(daemon: DaemonStatus) -> list[Finding]:
+    """Say that trainers without ranks each get a part of the groups."""
+    by_split: dict[str, list[LeaseStatus]] = {}
+    for lease in daemon.leases:
+        asks = lease.waiting or lease.groups or lease.asked_s is not None
+        if lease.connected and lease.rank < 0 and asks:
+            by_split.setdefault(lease.split, []).append(lease)
+    found = []
+    for split, leases in by_split.items():
+        if len({lease.pid for lease in leases}) > 1:
+            names = [_trainer_name(lease) for lease in leases]
+            found.append(
+                Finding(
+                    kind="trainers_share",
+                    cost=_WARNING - 0.03,
+                    what=f"{' and '.join(names[:_NAMED])} share the groups of split {split!r}, and "
+                    "each gets a part",
+                    advice="if they are two runs, end one: a run has a bus of its own",
+                    who=names,
+                )
+            )
+    return found
+
+
 def _trainers(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> list[Finding]:
     daemon = status.daemon
     if daemon is None:
-        return _waiting(status, groups, wants)
+        return _busy_trainers(status) or _waiting(status, groups, wants)
     if not daemon.answers or daemon.recovering:
         return []
     here = [lease for lease in daemon.leases if lease.connected]
@@ -671,7 +754,8 @@ def _trainers(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
                 advice="start it again" if len(absent) == 1 else "start them again",
             )
         )
-    return found or _waiting(status, groups, wants)
+    rest = _busy_trainers(status) or _waiting(status, groups, wants)
+    return found or [*_sharing(daemon), *rest]
 
 
 def _stopped_trainer(lease: LeaseStatus, trainers: int) -> Finding:
