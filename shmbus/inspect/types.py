@@ -451,6 +451,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     waited: WaitedStatus = WaitedStatus()
     #: Whether a trainer ended while inference servers were paused for its weights.
     servers_left: bool = False
+    #: Newest version of the bus's weights; None without weights in /dev/shm.
+    weights_version: int | None = None
     #: Of each split that the bus knows, by number; "train" is the first.
     splits: list[SplitStatus] = []
     daemon: DaemonStatus | None = None

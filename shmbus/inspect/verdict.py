@@ -83,6 +83,7 @@ def judge(
         *_damage(status),
         *_reader(status),
         *_pause(status),
+        *_earlier_run(status),
         *_space(status),
         *_producers(status, groups),
         *_nobody_sends(status, groups, wants),
@@ -315,6 +316,24 @@ def _pause(status: BusStatus) -> list[Finding]:
             )
         )
     return found
+
+
+def _earlier_run(status: BusStatus) -> list[Finding]:
+    """Say that a trainer publishes older weights than the bus has samples of."""
+    published = status.weights_version
+    if published is None or published >= status.policy_version or not status.collector.alive:
+        return []
+    return [
+        Finding(
+            kind="earlier_run",
+            cost=_WARNING - 0.01,
+            what=f"The bus is at policy version {status.policy_version}, and the newest weights "
+            f"are of version {published}",
+            cause="the bus may be of an earlier run",
+            advice=f"before a new run, end the old one and `shmbus rm {status.name}`; a trainer "
+            "that returns to a checkpoint calls load_state_dict or reset_policy_version",
+        )
+    ]
 
 
 def _stillness(status: BusStatus, still_s: float | None) -> list[Finding]:
