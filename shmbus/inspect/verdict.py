@@ -548,11 +548,15 @@ def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
     lane, running = status.requests, _running(status)
     if lane is None or not running or not status.collector.alive:
         return []
-    if lane.open and (held := [each for each in running if _is_held(each)]):
-        return [_held_back(held, len(running))]
+    held = [each for each in running if lane.open and _is_held(each, lane.claimed)]
+    some = [_held_back(held, len(running))] if held else []
+    running = [each for each in running if each not in held]
+    if not running:
+        return some
     if lane.open and not lane.claimed and (lane.taken_s is None or lane.taken_s >= SILENT_S):
         since = "" if lane.taken_s is None else f" for {show_duration(lane.taken_s)}"
         return [
+            *some,
             Finding(
                 kind="untaken",
                 cost=0.5,
@@ -560,13 +564,13 @@ def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
                 f" and none of {several(len(running), 'producer')} takes one{since}",
                 advice="workers take them by `producer.requests.next()`; see what they do: "
                 f"`py-spy dump --pid {running[0].pid}`",
-            )
+            ),
         ]
     waits = _waits(status, wants)
     ledger = status.ledger
     unread = ledger.in_ring or (status.daemon is not None and status.daemon.groups_ready)
     if lane.unmade or not waits or unread or status.wanted or _incomplete(status, groups):
-        return []
+        return some
     lost = status.groups_given_up
     return [
         Finding(
@@ -580,9 +584,11 @@ def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
     ]
 
 
-def _is_held(producer: ProducerStatus) -> bool:
-    """Tell whether a worker made none of the samples that it took last, and is given fewer."""
-    return producer.given_back > 0 or (producer.failed > 0 and producer.rests_s > 0)
+def _is_held(producer: ProducerStatus, claimed: int) -> bool:
+    """Tell whether a worker made none of its last samples, and has none in hand now."""
+    if producer.rests_s > 0:
+        return producer.given_back + producer.failed > 0
+    return producer.given_back > 0 and not claimed
 
 
 def _held_back(held: list[ProducerStatus], workers: int) -> Finding:
