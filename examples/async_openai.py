@@ -93,7 +93,7 @@ async def sample(producer: shmbus.Producer, client: Any) -> None:
             more = {"return_token_ids": True, "cache_salt": request.cache_salt}
             completion = await client.chat.completions.create(model="table", **ask, extra_body=more)
         except (openai.APIConnectionError, openai.InternalServerError):
-            producer.requests.release(request)  # the engine's fault: this worker waits a little
+            producer.requests.release(request, reason="the engine is away")  # this worker waits
             continue
         except Exception as error:
             producer.requests.fail(request, repr(error))  # asked for again, here or elsewhere

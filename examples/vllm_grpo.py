@@ -121,7 +121,9 @@ async def work(producer: shmbus.Producer, client: openai.AsyncOpenAI, lora: bool
                 extra_body=more,
             )  # fmt: skip
         except (openai.APIConnectionError, openai.InternalServerError):
-            producer.requests.release(request)  # the server's fault: this worker waits a little
+            producer.requests.release(
+                request, reason="the server is away"
+            )  # this worker waits a little
             continue
         except openai.APIStatusError as error:
             producer.requests.fail(request, repr(error))  # asked for again

@@ -35,7 +35,7 @@ from shmbus.group import Group
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.producer import Producer
 from shmbus.segment.bus import Bus
-from shmbus.segment.names import check_name
+from shmbus.segment.names import COLUMNS_INFIX, check_name
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -60,7 +60,7 @@ def _columns(writes: object) -> dict[str, np.dtype[Any]]:
 
 
 def _bus_of(bus: str, columns: Mapping[str, object]) -> str:
-    return check_name(f"{check_name(bus)}.columns.{'+'.join(columns)}")
+    return check_name(f"{check_name(bus)}{COLUMNS_INFIX}{'+'.join(columns)}")
 
 
 class UnannotatedGroup(Sequence[Mapping[str, "NDArray[Any]"]]):

@@ -1007,8 +1007,9 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
                 return
             raise ValueError(
                 f"policy_version: expected {current} or more, which it is now, got {version}; "
-                "count on from there, or, to return to a checkpoint, call reset_policy_version (a "
-                "handler's load_state_dict does)"
+                f"remove the bus of an earlier run by `shmbus rm {self.name}` before a new run; "
+                "else count on from there, or, to return to a checkpoint, call "
+                "reset_policy_version (a handler's load_state_dict does)"
             )
         source.policy_version = self._policy_version = version
 

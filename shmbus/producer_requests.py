@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, overload
 
 from shmbus import limits
-from shmbus._arguments import check_count, check_timeout, clamp_request
+from shmbus._arguments import check_count, check_timeout, clamp_request, fit_text
 from shmbus._backoff import Backoff
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
@@ -63,14 +63,15 @@ class RequestState:
     """What a Producer keeps for its `ProducerRequests`, which are made anew at each use."""
 
     __slots__ = (
-        "backoff", "failed", "last_request", "lock", "next_recovery_s", "partials", "taken", "work",
+        "backoff", "failed", "given_back", "last_request", "lock", "next_recovery_s", "partials",
+        "taken", "work",
     )  # fmt: skip
 
     def __init__(self) -> None:
         #: Waits of a worker whose samples all fail, or that releases all of them.
         self.backoff = Backoff(limits.RETRY_BACKOFF_S, random.random())
-        #: Samples that failed since one was made.
-        self.failed = 0
+        #: Samples that failed, and that were released without a part, since one was made.
+        self.failed = self.given_back = 0
         self.work = LoopWaits()
         self.next_recovery_s = 0.0
         #: Failed samples that this producer has claimed, until they are answered.
@@ -88,7 +89,7 @@ class RequestState:
 
     def succeeded(self) -> None:
         """Go on at once: a sample was made."""
-        self.failed = 0
+        self.failed = self.given_back = 0
         self.backoff.reset()
 
 
@@ -116,6 +117,7 @@ class _Worker(Protocol):
     def _take_requests(self, *arguments: Any) -> list[Any]: ...
     def _holds_request(self, *arguments: Any) -> bool: ...
     def _give_back_request(self, *arguments: Any) -> bool: ...
+    def _note_unmade(self, *arguments: Any) -> None: ...
     async def _retry(self, *arguments: Any) -> None: ...
     async def _check_stall(self, *arguments: Any) -> None: ...
 
@@ -476,6 +478,7 @@ class ProducerRequests:
         state: Any = None,
         max_releases: int = limits.PARTIAL_RELEASES,
         max_lag: int | None = None,
+        reason: str = "",
     ) -> bool:
         """Give a sample back, for what is not its fault: others may take it, and go on with it.
 
@@ -498,6 +501,8 @@ class ProducerRequests:
         max_lag : int, optional
             So does one whose oldest trained token, by `token_versions`, is so many versions behind
             the policy when it is taken again.
+        reason : str, default ""
+            Shown by ``shmbus status`` beside this worker, such as "engine away"; 72 bytes of it.
 
         Returns
         -------
@@ -514,12 +519,22 @@ class ProducerRequests:
             There is no room for it; the request is still this producer's.
         """
         check_request(request)
+        reason = checked_reason(reason)
         if so_far is not None and self.is_wanted(request):
             self._keep(request, so_far, state, max_releases, max_lag)
         given_back = self._give_back(request)
         if given_back and so_far is None:
+            self._state.given_back += 1
             self._state.backoff.wait(time.monotonic())
+            self._note_unmade(1, reason)
         return given_back
+
+    def _note_unmade(self, released: int, reason: str) -> None:
+        """Show observers how many samples this worker did not make, and why."""
+        state = self._state
+        rest_s = state.backoff.until_s - time.monotonic()
+        text = fit_text("reason", reason, _core.UNMADE_REASON_BYTES)
+        self._producer._note_unmade(released, state.given_back, state.failed, rest_s, text)
 
     def _keep(
         self,
@@ -643,7 +658,9 @@ class ProducerRequests:
             self._producer._answer(request._claim, False, request.instance_id, **given)
         if continued is not None:
             self._partials.forget(request)
-        self._state.succeeded()
+        if self._state.failed or self._state.given_back:
+            self._state.succeeded()
+            self._note_unmade(0, "")
         return True
 
     def fail(
@@ -700,6 +717,7 @@ class ProducerRequests:
         self._state.failed += 1
         if self._state.failed >= limits.ALIKE_FAILURES:
             self._state.backoff.wait(time.monotonic())
+        self._note_unmade(0, reason)
         return True
 
     def _forget(self, request: Request) -> None:

@@ -300,7 +300,7 @@ class Session:
 
     def _release(self, why: str) -> bool:
         self.why, self._state, self._packed = why, "released", None
-        return self._producer.requests.release(self.request)
+        return self._producer.requests.release(self.request, reason=why)
 
     # -- the recorder ---------------------------------------------------------------------------
 

@@ -610,7 +610,7 @@ class DeclaredSchema:
 # -- admission, requests, and what is noted of work
 
 LEAD_ROWS: int
-WAIT_ROW_BYTES: int
+UNMADE_REASON_BYTES: int
 WAITS: tuple[str, ...]
 REQUEST_LEVELS: int
 REQUEST_MAX_ROWS: int

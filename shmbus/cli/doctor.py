@@ -366,6 +366,16 @@ def _check_leftovers() -> Iterator[Finding]:
         )
     else:
         yield Finding("leftovers", "ok", "nothing abandoned in /dev/shm")
+    if foreign := leftovers.foreign():
+        size = show_size(sum(each.size for each in foreign))
+        yield Finding(
+            "foreign_files",
+            "warn",
+            f"{len(foreign)} files of other programs hold {size} of /dev/shm, and no process here "
+            f"maps them: {printable(foreign[0].path)}"
+            + (f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""),
+            "`shmbus gc` lists the commands that remove them",
+        )
 
 
 def _check_pools() -> Iterator[Finding]:

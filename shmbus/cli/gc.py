@@ -51,7 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     found = leftovers.survey()
     names = set(arguments.names)
     unknown = names - {leftover.name for leftover in found}
-    if names:
+    if not names:
+        found += leftovers.foreign()
+    else:
         found = [leftover for leftover in found if leftover.name in names]
     chosen = [leftover for leftover in found if _chosen(leftover, arguments.keep_data)]
     if arguments.json:

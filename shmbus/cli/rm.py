@@ -20,9 +20,9 @@ def add_parser(commands: Commands) -> None:
         "rm",
         run,
         help="remove a bus, and the weights and states that go with it",
-        description="Removes the segment of a bus, with its weights, channels, socket and the "
-        "state of its gateway. Refuses while a living process has any of them open, and then "
-        "removes nothing.",
+        description="Removes the segment of a bus, with its weights, channels, socket, the state "
+        "of its gateway, and the buses of its annotators. Refuses while a living process has any "
+        "of them open, and then removes nothing.",
         examples=[
             "shmbus rm run1",
             "shmbus rm run1 run2   # several",
@@ -69,7 +69,7 @@ def _remove(name: str, *, force: bool) -> str:
         with contextlib.suppress(FileNotFoundError):  # a dead daemon's socket goes with the segment
             leftovers.remove(leftover, force=force)
     lost = sum(leftover.undelivered or 0 for leftover in found)
-    also = [each for each in found if each.kind != "segment"]
+    also = [each for each in found if (each.kind, each.name) != ("segment", name)]
     return (
         f"removed bus {printable(name)!r}"
         + (f" and {len(also)} file{'s' if len(also) > 1 else ''} that went with it" if also else "")

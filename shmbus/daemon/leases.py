@@ -111,7 +111,8 @@ class Session:
         self._told_s = 0.0
         #: When it began to wait while it held nothing; None while it does not.
         self._waits_since_s: float | None = None
-        #: When a request of it was last answered while it held nothing.
+        #: When a request of it was last answered: any, and while it held nothing.
+        self._answered_s: float | None = None
         self._empty_s = -math.inf
 
     def begin_wait(self, now_s: float) -> None:
@@ -123,6 +124,7 @@ class Session:
     def end_wait(self, now_s: float) -> None:
         """Note that one of its requests was answered."""
         self.waiting -= 1
+        self._answered_s = now_s
         if not self.leases:
             self._empty_s = now_s
         if self._waits_since_s is not None and (self.leases or not self.waiting):
@@ -189,6 +191,7 @@ class Session:
             oldest_lease_s=max((now - x.born_s for x in self.leases.values()), default=0.0),
             waiting=self.waiting > 0 or now < self._empty_s + _BETWEEN_ASKS_S,
             waited_s=self.waited_s(now),
+            asked_s=None if self._answered_s is None else max(0.0, now - self._answered_s),
         )
 
 

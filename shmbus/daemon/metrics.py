@@ -278,6 +278,9 @@ def _producers(status: BusStatus) -> Iterator[Metric]:
     yield _counter("shmbus_producer_committed", text, status, committed, "slot")
     text = "Seconds waited for space, in pauses and for the bound on groups, by producer slot."
     yield _counter("shmbus_producer_waited_seconds", text, status, waited, "slot")
+    text = "Samples that workers gave back unmade."
+    released = sum(producer.released for producer in status.producers)
+    yield _counter("shmbus_samples_released", text, status, released)
     text = "Ring bytes held, by producer slot."
     yield _gauge("shmbus_producer_held_bytes", text, status, held, "slot")
 

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pwd
@@ -27,6 +28,7 @@ from shmbus.inspect.status import status_of
 from shmbus.segment.lifecycle import unlink
 from shmbus.segment.locked_file import try_lock
 from shmbus.segment.names import (
+    COLUMNS_INFIX,
     PREFIX,
     SHM_DIRECTORY,
     SOCKET_SUFFIX,
@@ -42,6 +44,8 @@ _SEGMENT_PREFIX: Final = PREFIX.removeprefix("/")
 _SOCKET_PREFIXES: Final = ("shmbus-", "shmbus+")
 #: The note of servers that a trainer has paused; it is empty where none is.
 _FLEET_PREFIX: Final = "shmbus-fleet."
+#: Shared memory of other programs: Python (vLLM), torch, NCCL.
+_FOREIGN: Final = ("psm_", "torch_", "nccl-")
 _DEAD: Final = "no living process has it open"
 _UNREADABLE: Final = "its mode does not let us read it"
 _LOST_UNKNOWN: Final = "its content cannot be read"
@@ -88,12 +92,37 @@ def survey() -> list[Leftover]:
 
 
 def of_bus(name: str) -> list[Leftover]:
-    """Check every file of one bus."""
+    """Check every file of one bus, and of the buses of its annotators."""
     found = survey()
-    kinds = {parse_companion(os.path.basename(each.path)) for each in found if each.name == name}
-    sockets = {memory_socket(kind[0], name) for kind in kinds if kind} | {socket_path(name)}
-    own = [each for each in found if each.name == name or each.path in sockets]
+    names = {each.name for each in found if each.name.startswith(name + COLUMNS_INFIX)} | {name}
+    kinds = (parse_companion(os.path.basename(each.path)) for each in found)
+    sockets = {memory_socket(*kind) for kind in kinds if kind and kind[1] in names}
+    sockets |= {socket_path(each) for each in names}
+    own = [each for each in found if each.name in names or each.path in sockets]
     return sorted(own, key=lambda each: each.kind != "segment")
+
+
+def foreign() -> list[Leftover]:
+    """Report own files in /dev/shm that other programs made and no visible process maps."""
+    entries = [entry for entry in os.scandir(SHM_DIRECTORY) if entry.name.startswith(_FOREIGN)]
+    mapped = _mapped() if entries else set()
+    found = []
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        with contextlib.suppress(FileNotFoundError):
+            each = _check(entry.path, "other", "", os.lstat(entry.path))
+            if each.verdict != "not_ours" and each.inode not in mapped:
+                reason = f"no process here maps this file of another program: rm {entry.path}"
+                found.append(msgspec.structs.replace(each, reason=reason))
+    return found
+
+
+def _mapped() -> set[int]:
+    """Return the inodes of /dev/shm that visible processes map."""
+    found: set[int] = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+            found |= {int(line.split(None, 5)[4]) for line in maps if b" /dev/shm/" in line}
+    return found
 
 
 def may_go(found: Leftover, *, force: bool) -> bool:

@@ -111,6 +111,8 @@ class Watcher:
             self._sample(file)
         self._note_activity(status, now)
         joined = join(status, ask_status(self.name))
+        if not walks:  # counted by the last walk
+            joined = msgspec.structs.replace(joined, groups_complete=self.sorted[1])
         self._note_waits(joined, now)
         answers = joined.daemon is not None and joined.daemon.answers
         self._read_groups(walks=walks, ask=answers)

@@ -43,6 +43,7 @@ _SPLIT: Final = STRUCTS["split_entry"]
 _ANCESTOR: Final = np.dtype([("identity", "V16"), ("producers", "<u8")])
 _SPLITS_BYTES: Final = _core.MAX_SPLITS * _SPLIT.itemsize
 _CANCELLED_BYTES: Final = 8 * _core.CANCELLED_GROUPS
+_WAIT: Final = STRUCTS["wait_row"]
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run that are read at a time, so that a large bus is never in memory as a whole.
 _ROWS: Final = 1024
@@ -240,11 +241,9 @@ class SegmentFile(ClosedByWith):
         end = _tables_bytes(self.max_producers, self.extent_count)
         return end - _waits_bytes(self.max_producers)
 
-    def waits(self) -> NDArray[np.uint64]:
-        """Read nanoseconds of waiting: [slots, kinds]; the last slot is the collector's."""
-        raw = self._read(_waits_bytes(self.max_producers), self._waits_at())
-        words = np.frombuffer(raw, "<u8").reshape(self.max_producers + 1, -1)
-        return words[:, : len(_core.WAITS)]
+    def waits(self) -> NDArray[Any]:
+        """Read the notes of slots, ``wait_row``; the last slot is the collector's."""
+        return np.frombuffer(self._read(_waits_bytes(self.max_producers), self._waits_at()), _WAIT)
 
     def _splits_at(self) -> int:
         return _retries_at(self.max_producers, self.extent_count) + _RETRY_BYTES
@@ -410,7 +409,7 @@ def _tables_bytes(max_producers: int, extent_count: int) -> int:
 
 
 def _waits_bytes(max_producers: int) -> int:
-    return (max_producers + 1) * _core.WAIT_ROW_BYTES
+    return (max_producers + 1) * _WAIT.itemsize
 
 
 def _label(raw: bytes) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from shmbus import limits
+from shmbus import errors, limits
 from shmbus._format import label_text, printable
 from shmbus.control import messages
 from shmbus.control.ask import ask_status
@@ -48,6 +48,9 @@ from shmbus.inspect.types import (
 from shmbus.inspect.undelivered import OpenGroups, count_undelivered, counters
 from shmbus.inspect.verdict import judge
 from shmbus.ledger import REASONS
+from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.server_rows import WEIGHTS
+from shmbus.pool.status import read_pool
 from shmbus.segment.names import check_name
 from shmbus_ext import _core
 
@@ -145,7 +148,7 @@ def status_of(
     header = file.header
     schema, schema_problem = read_schema(file)
     histograms, useless = read_histograms(file)
-    waited, waited_by_slot = read_waited(file)
+    waited, notes = read_waited(file)
     return BusStatus(
         name=printable(file.name),
         path=printable(file.path),
@@ -176,11 +179,20 @@ def status_of(
         delivered=histograms,
         waited=waited,
         servers_left=servers_left(file.name),
+        weights_version=_weights_version(file.name),
         splits=_splits(file, alive=collector.alive),
-        producers=_producers(file, runs, waited_by_slot, checks or ProducerChecks(), walk=walk),
+        producers=_producers(file, runs, notes, checks or ProducerChecks(), walk=walk),
         schema=schema,
         schema_problem=schema_problem,
     )
+
+
+def _weights_version(name: str) -> int | None:
+    try:
+        there = os.path.exists(pool_path(name, WEIGHTS))
+        return read_pool(name, WEIGHTS).version if there else None
+    except (errors.ShmbusError, OSError, ValueError):  # gone, damaged, or a name without companions
+        return None
 
 
 def _splits(file: SegmentFile, *, alive: bool) -> list[SplitStatus]:
@@ -263,7 +275,12 @@ def _activity(file: SegmentFile, runs: list[Run]) -> dict[int, tuple[int, int]]:
 
 
 def _producers(
-    file: SegmentFile, runs: list[Run], waited_s: list[float], checks: ProducerChecks, *, walk: bool
+    file: SegmentFile,
+    runs: list[Run],
+    notes: list[dict[str, Any]],
+    checks: ProducerChecks,
+    *,
+    walk: bool,
 ) -> list[ProducerStatus]:
     found = []
     held = _held_bytes(runs)
@@ -294,7 +311,7 @@ def _producers(
                 held_bytes=held.get(slot, 0),
                 reservations=reserved if walk else None,
                 idle_s=max(0.0, (now_ns - newest_ns) / 1e9) if newest_ns else None,
-                waited_s=waited_s[slot],
+                **notes[slot],
             )
         )
     return sorted(found, key=lambda producer: producer.producer_id)

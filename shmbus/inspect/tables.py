@@ -315,9 +315,10 @@ def _joined(group: GroupCells, begun: dict[int, int]) -> GroupCells:
     return msgspec.structs.replace(group, cells=cells)
 
 
-def read_waited(file: SegmentFile) -> tuple[WaitedStatus, list[float]]:
-    """Read how long producers and trainers have waited."""
-    seconds = file.waits() / _SECOND
+def read_waited(file: SegmentFile) -> tuple[WaitedStatus, list[dict[str, Any]]]:
+    """Read waiting times; and by slot the fields of `ProducerStatus` for waits and unmade work."""
+    rows = file.waits()
+    seconds = rows["ns"].copy().view("<u8").reshape(len(rows), len(_core.WAITS)) / _SECOND
     named = dict(zip(_core.WAITS, seconds.sum(axis=0).tolist(), strict=True))
     waited = WaitedStatus(
         space_s=named["space"],
@@ -325,7 +326,25 @@ def read_waited(file: SegmentFile) -> tuple[WaitedStatus, list[float]]:
         ahead_s=named["ahead"],
         trainers_s=named["groups"],
     )
-    return waited, seconds[:-1].sum(axis=1).tolist()
+    now_ns = _core.monotonic_ns()
+    columns = (
+        rows[name].tolist()
+        for name in ("released", "given_back", "failed", "rests_until_ns", "reason")
+    )
+    notes = [
+        {
+            "waited_s": waited_s,
+            "released": released,
+            "given_back": given_back,
+            "failed": failed,
+            "rests_s": max(0.0, (until_ns - now_ns) / _SECOND),
+            "unmade_reason": printable(reason.decode("utf-8", "replace")),
+        }
+        for waited_s, released, given_back, failed, until_ns, reason in zip(
+            seconds.sum(axis=1).tolist(), *columns, strict=True
+        )
+    ]
+    return waited, notes[:-1]
 
 
 def read_schema(file: SegmentFile) -> tuple[list[SchemaField] | None, str]:

@@ -295,10 +295,15 @@ def _producers(status: BusStatus, most: int | None) -> str:
             show_size(producer.held_bytes),
             "-" if producer.reservations is None else show_count(producer.reservations),
             "-" if producer.idle_s is None else show_duration(producer.idle_s),
+            show_count(producer.released),
+            producer.unmade_reason,
         )
         for producer in shown
     ]
-    head = ("id>", "pid>", "label", "state", "committed>", "aborted>", "holds>", "open>", "idle>")
+    head = (
+        "id>", "pid>", "label", "state", "committed>", "aborted>", "holds>", "open>", "idle>",
+        "released>", "unmade",
+    )  # fmt: skip
     lines = [f"producers  {summary} of {status.max_producers} slots", table(head, rows)]
     return "\n".join([*lines, *_more(len(status.producers) - len(rows))])
 

@@ -201,6 +201,14 @@ class ProducerStatus(ProducerSlot, frozen=True, kw_only=True):
     stopped: bool = False
     #: Seconds that the slot's owners so far have waited, for space, a pause or `max_lead`.
     waited_s: float = 0.0
+    #: Samples that the slot's owners so far gave back unmade (`requests.release`).
+    released: Count = 0
+    #: Samples that the present owner gave back, and failed, since its last answer; the last reason.
+    given_back: int = 0
+    failed: int = 0
+    unmade_reason: str = ""
+    #: Seconds for which shmbus hands the worker no sample: it made none of the last ones.
+    rests_s: float = 0.0
 
 
 class CollectorStatus(msgspec.Struct, frozen=True):
@@ -287,6 +295,8 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     connected: bool = True
     #: Seconds that it has waited for groups in all, while it held none.
     waited_s: float = 0.0
+    #: Seconds since its last request for groups was answered; None for a client without any.
+    asked_s: float | None = None
     #: Whether its process is stopped, as whoever reads the status finds; a daemon does not say.
     stopped: bool = False
 
@@ -441,6 +451,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     waited: WaitedStatus = WaitedStatus()
     #: Whether a trainer ended while inference servers were paused for its weights.
     servers_left: bool = False
+    #: Newest version of the bus's weights; None without weights in /dev/shm.
+    weights_version: int | None = None
     #: Of each split that the bus knows, by number; "train" is the first.
     splits: list[SplitStatus] = []
     daemon: DaemonStatus | None = None

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
+from shmbus import limits
 from shmbus._format import several, show_count, show_duration
 from shmbus.inspect.types import (
     BusStatus,
@@ -34,6 +35,9 @@ STILL_S: Final = 60.0
 SILENT_S: Final = 5.0
 #: The same of one that has space reserved: longer than a sample takes that is written in place.
 RESERVED_S: Final = 30.0
+#: Seconds without a request after which a trainer counts as busy, and as stuck: a step, and more.
+BUSY_S: Final = 30.0
+_STUCK_S: Final = 600.0
 #: Costs from which a finding is trouble, or a warning.
 _TROUBLE: Final = 0.6
 _WARNING: Final = 0.25
@@ -60,6 +64,7 @@ _FIRST: Final = (
     "rank_missing",
     "nobody_sends",
     "requests_paused",
+    "workers_held",
     "producers_wait",
     "nothing_open",
     "untaken",
@@ -78,6 +83,7 @@ def judge(
         *_damage(status),
         *_reader(status),
         *_pause(status),
+        *_earlier_run(status),
         *_space(status),
         *_producers(status, groups),
         *_nobody_sends(status, groups, wants),
@@ -312,8 +318,26 @@ def _pause(status: BusStatus) -> list[Finding]:
     return found
 
 
+def _earlier_run(status: BusStatus) -> list[Finding]:
+    """Say that a trainer publishes older weights than the bus has samples of."""
+    published = status.weights_version
+    if published is None or published >= status.policy_version or not status.collector.alive:
+        return []
+    return [
+        Finding(
+            kind="earlier_run",
+            cost=_WARNING - 0.01,
+            what=f"The bus is at policy version {status.policy_version}, and the newest weights "
+            f"are of version {published}",
+            cause="the bus may be of an earlier run",
+            advice=f"before a new run, end the old one and `shmbus rm {status.name}`; a trainer "
+            "that returns to a checkpoint calls load_state_dict or reset_policy_version",
+        )
+    ]
+
+
 def _stillness(status: BusStatus, still_s: float | None) -> list[Finding]:
-    if still_s is None or still_s < STILL_S or not status.in_use:
+    if still_s is None or still_s < STILL_S or not status.in_use or _busy(status):
         return []
     alive = _alive(status)
     return [
@@ -361,6 +385,8 @@ def _space(status: BusStatus) -> list[Finding]:
 def _stashed(status: BusStatus) -> tuple[str, str]:
     """Say what the groups that nobody has taken wait for. How many bytes they have is not known."""
     daemon = status.daemon
+    if busy := _busy_trainers(status):
+        return busy[0].what, busy[0].advice
     if daemon is None or not daemon.groups_ready:
         return (
             f"{several(status.ledger.stashed, 'trajectory', 'wait')} in incomplete groups",
@@ -522,9 +548,15 @@ def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
     lane, running = status.requests, _running(status)
     if lane is None or not running or not status.collector.alive:
         return []
+    held = [each for each in running if lane.open and _is_held(each, lane.claimed)]
+    some = [_held_back(held, len(running))] if held else []
+    running = [each for each in running if each not in held]
+    if not running:
+        return some
     if lane.open and not lane.claimed and (lane.taken_s is None or lane.taken_s >= SILENT_S):
         since = "" if lane.taken_s is None else f" for {show_duration(lane.taken_s)}"
         return [
+            *some,
             Finding(
                 kind="untaken",
                 cost=0.5,
@@ -532,13 +564,13 @@ def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
                 f" and none of {several(len(running), 'producer')} takes one{since}",
                 advice="workers take them by `producer.requests.next()`; see what they do: "
                 f"`py-spy dump --pid {running[0].pid}`",
-            )
+            ),
         ]
     waits = _waits(status, wants)
     ledger = status.ledger
     unread = ledger.in_ring or (status.daemon is not None and status.daemon.groups_ready)
     if lane.unmade or not waits or unread or status.wanted or _incomplete(status, groups):
-        return []
+        return some
     lost = status.groups_given_up
     return [
         Finding(
@@ -551,6 +583,36 @@ def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
             else "offer more: `handler.offer(prompts)` keeps prompts open whatever becomes of them",
         )
     ]
+
+
+def _is_held(producer: ProducerStatus, claimed: int) -> bool:
+    """Tell whether a worker made none of its last samples, and has none in hand now."""
+    if producer.rests_s > 0:
+        return producer.given_back + producer.failed > 0
+    return producer.given_back > 0 and not claimed
+
+
+def _held_back(held: list[ProducerStatus], workers: int) -> Finding:
+    """Say that workers give back or fail each sample, so that shmbus hands them few."""
+    names = [producer_name(each) for each in held]
+    alone = len(names) == 1
+    who = names[0] if alone else f"{show_count(len(names))} of {several(workers, 'worker')}"
+    given_back, failed = sum(each.given_back for each in held), sum(each.failed for each in held)
+    did = [
+        f"gave back {several(given_back, 'sample')}" if given_back else "",
+        f"failed {several(failed, 'sample')}" if failed else "",
+    ]
+    reasons = Counter(each.unmade_reason for each in held if each.unmade_reason)
+    return Finding(
+        kind="workers_held" if len(held) == workers else "worker_held",
+        cost=0.1 + 0.6 * len(held) / workers,
+        what=f"{who} {' and '.join(filter(None, did))} in a row, and made none",
+        cause=reasons.most_common(1)[0][0] if reasons else "",
+        advice=f"mend what {'the worker reports' if alone else 'the workers report'}; shmbus holds "
+        f"{'it' if alone else 'them'} back until a sample succeeds, up to "
+        f"{show_duration(limits.RETRY_BACKOFF_S[1])} at a time",
+        who=names[:_NAMED],
+    )
 
 
 def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
@@ -607,10 +669,88 @@ def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
 # -- trainers -----------------------------------------------------------------------------------
 
 
+class _Busy(NamedTuple):
+    """A living trainer that asks for no group, with the seconds since its last request."""
+
+    name: str
+    pid: int
+    asked_s: float
+    held: int
+
+
+def _ready(status: BusStatus) -> int:
+    """Count complete groups that no trainer has taken, as far as an observer knows."""
+    if status.daemon is not None and status.daemon.answers:
+        return status.daemon.groups_ready
+    return max(0, (status.groups_complete or 0) - status.collector.leased_groups)
+
+
+def _busy(status: BusStatus) -> list[_Busy]:
+    """Return the trainers, if each has asked for nothing of late while complete groups wait."""
+    daemon, collector = status.daemon, status.collector
+    if not _ready(status) or _who_waits(status):
+        return []
+    if daemon is None:
+        seen_s = collector.seen_ago_s
+        if not collector.alive or collector.stopped or seen_s is None or seen_s < BUSY_S:
+            return []
+        return [_Busy(_collector_name(status), collector.pid, seen_s, collector.leased_groups)]
+    here = [
+        _Busy(_trainer_name(lease), lease.pid, lease.asked_s, lease.groups)
+        for lease in daemon.leases
+        if lease.connected and not lease.stopped and lease.asked_s is not None
+    ]
+    return here if all(each.asked_s >= BUSY_S for each in here) else []
+
+
+def _busy_trainers(status: BusStatus) -> list[Finding]:
+    """Say that complete groups wait for a trainer that does something else."""
+    busy = _busy(status)
+    if not busy:
+        return []
+    first, ready = min(busy, key=lambda each: each.asked_s), _ready(status)
+    return [
+        Finding(
+            kind="trainer_busy",
+            cost=_WARNING - 0.05 if first.asked_s < _STUCK_S else _TROUBLE,
+            what=f"{several(ready, 'complete group', 'wait')}, and {first.name} has asked for none "
+            f"for {show_duration(first.asked_s)}"
+            + (f"; it holds {several(first.held, 'group')}" if first.held else ""),
+            advice="unless its step takes so long, see what it does: "
+            f"`py-spy dump --pid {first.pid}`",
+            who=[each.name for each in busy],
+        )
+    ]
+
+
+def _sharing(daemon: DaemonStatus) -> list[Finding]:
+    """Say that trainers without ranks each get a part of the groups."""
+    by_split: dict[str, list[LeaseStatus]] = {}
+    for lease in daemon.leases:
+        asks = lease.waiting or lease.groups or lease.asked_s is not None
+        if lease.connected and lease.rank < 0 and asks:
+            by_split.setdefault(lease.split, []).append(lease)
+    found = []
+    for split, leases in by_split.items():
+        if len({lease.pid for lease in leases}) > 1:
+            names = [_trainer_name(lease) for lease in leases]
+            found.append(
+                Finding(
+                    kind="trainers_share",
+                    cost=_WARNING - 0.03,
+                    what=f"{' and '.join(names[:_NAMED])} share the groups of split {split!r}, and "
+                    "each gets a part",
+                    advice="if they are two runs, end one: a run has a bus of its own",
+                    who=names,
+                )
+            )
+    return found
+
+
 def _trainers(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> list[Finding]:
     daemon = status.daemon
     if daemon is None:
-        return _waiting(status, groups, wants)
+        return _busy_trainers(status) or _waiting(status, groups, wants)
     if not daemon.answers or daemon.recovering:
         return []
     here = [lease for lease in daemon.leases if lease.connected]
@@ -640,7 +780,8 @@ def _trainers(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
                 advice="start it again" if len(absent) == 1 else "start them again",
             )
         )
-    return found or _waiting(status, groups, wants)
+    rest = _busy_trainers(status) or _waiting(status, groups, wants)
+    return found or [*_sharing(daemon), *rest]
 
 
 def _stopped_trainer(lease: LeaseStatus, trainers: int) -> Finding:

@@ -190,7 +190,7 @@ class Recorder:
             return False
         logger.info("%s: %s: %s", session.place, code, reason)
         if session.is_own and code not in ("scored", "unwanted"):
-            self.producer.requests.release(session.hold)
+            self.producer.requests.release(session.hold, reason=reason)
         return True
 
     def fail(self, session: Session, code: str, reason: str) -> bool:

@@ -25,6 +25,8 @@ import stat
 PREFIX = "/shmbus."
 SHM_DIRECTORY = "/dev/shm"
 SOCKET_SUFFIX = ".sock"
+#: Between a bus and its columns, in the name of the bus where annotators get its groups.
+COLUMNS_INFIX = ".columns."
 
 #: Bytes of a bus name: with the longest prefix it is a file name, and those end at 255 bytes.
 MAX_NAME_BYTES = 200

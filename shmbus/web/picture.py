@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from shmbus._format import printable, unprinted
+from shmbus._format import printable, several, unprinted
 from shmbus.inspect.groups import Groups
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.types import (
@@ -271,7 +271,16 @@ def _producer(
         "held": producer.held_bytes,
         "waits": waits.get(producer.producer_id, 0),
         "waited": round(watcher.waited_s.get(producer.producer_id, 0.0)),
+        "unmade": _unmade(producer),
     }
+
+
+def _unmade(producer: ProducerStatus) -> str | None:
+    """Tell how many samples a worker took and did not make since its last one."""
+    if not producer.given_back and not (producer.failed and producer.rests_s):
+        return None
+    taken = several(producer.given_back + producer.failed, "sample")
+    return f"{taken} not made" + (f": {producer.unmade_reason}" * bool(producer.unmade_reason))
 
 
 def _collector(status: BusStatus, now_s: float) -> Picture:

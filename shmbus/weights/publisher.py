@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -20,7 +21,7 @@ from typing import Final
 import msgspec
 import torch
 
-from shmbus import BusClosedError
+from shmbus import Bus, BusClosedError
 from shmbus._arguments import (
     check_flag,
     check_int,
@@ -29,7 +30,7 @@ from shmbus._arguments import (
     check_text,
     check_timeout,
 )
-from shmbus.errors import WaitTimeoutError
+from shmbus.errors import ShmbusError, WaitTimeoutError
 from shmbus.pool import WhenHeld
 from shmbus.tensors.copy_table import prepare_copies
 from shmbus.weights.carriers import carrier_class
@@ -40,6 +41,8 @@ from shmbus.weights.patches import patch_share
 from shmbus.weights.probe import choose
 from shmbus.weights.rounding import loses_bits, overflows, require_range, round_stochastically
 from shmbus.weights.source import LocalPiece, WeightSource, require_source
+
+logger = logging.getLogger(__name__)
 
 #: Default for `timeout`, in seconds: ranks and readers that need longer for a copy have stopped.
 PUBLISH_TIMEOUT_S: Final = 60.0
@@ -361,6 +364,8 @@ class WeightPublisher:
                     f"this publisher has published, got {version}; nothing was published. Number "
                     "each version higher, or call new_life() where training went back"
                 )
+            if self.version is None and self.rank == 0:
+                self._warn_of_earlier_run(version)
             began = time.monotonic()
             sink = self._writer.begin(version, text)
             if sink is None:
@@ -385,6 +390,21 @@ class WeightPublisher:
                 seconds=time.monotonic() - began,
                 changed=sink.changed,
             )
+
+    def _warn_of_earlier_run(self, version: int) -> None:
+        """Warn before weights older than the samples that the bus has."""
+        try:
+            with Bus.open(self.bus) as bus:
+                newest = bus.policy_version
+        except (ShmbusError, OSError):
+            return  # weights go without a bus, too
+        if version < newest:
+            logger.warning(
+                "weights of bus %r: version %d is published, and the bus is at policy version %d: "
+                "if it is of an earlier run, `shmbus rm %s` before a new one; a trainer that "
+                "returns to a checkpoint calls load_state_dict or reset_policy_version first",
+                self.bus, version, newest, self.bus,
+            )  # fmt: skip
 
     def _copy(self, sink: VersionSink, version: int) -> int:
         written = 0

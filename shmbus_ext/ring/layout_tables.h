@@ -325,7 +325,7 @@ static inline uint32_t relay_entries_of(uint64_t capacity) {
                                                 : (uint32_t)entries;
 }
 
-/* ---- Of layout.h: waiting time of producers and trainers, for messages.
+/* ---- Of layout.h: waiting time, and samples that a worker takes and does not make. For messages.
  *
  * Invariant: delivery never reads this part. */
 /* What is waited for. */
@@ -337,16 +337,34 @@ enum shmbus_wait {
     SHMBUS_WAITS = 4,
 };
 
-/* Nanoseconds that the owners of a slot have waited, of all its owners so far; the collector's slot
- * has those of trainers.
+/* Words of a reason, which fill the row. */
+#define SHMBUS_UNMADE_WORDS 9u
+
+/* A slot's notes. `ns` and `released` grow over all owners of the slot; the collector's slot has the
+ * waits of trainers. The rest is the present owner's, and 0 once the owner made a sample.
  *
- * Offset  Size  Field  Written by         Read by  Order
- *      0    32  ns     owner, collector   all      relaxed
+ * Offset  Size  Field           Written by         Read by  Order
+ *      0    32  ns              owner, collector   all      relaxed: nanoseconds of waiting
+ *     32     8  released        owner              all      relaxed: samples given back
+ *     40     4  given_back      owner              all      relaxed: since the last sample made
+ *     44     4  failed          owner              all      relaxed: likewise
+ *     48     8  rests_until_ns  owner              all      relaxed: the owner gets no sample until
+ *                                                           then; CLOCK_MONOTONIC
+ *     56    72  reason          owner              all      relaxed words: UTF-8, padded by NUL
  */
 struct wait_row {
     alignas(64) _Atomic uint64_t ns[SHMBUS_WAITS];
-    uint64_t reserved0[4];
+    _Atomic uint64_t released;
+    _Atomic uint32_t given_back;
+    _Atomic uint32_t failed;
+    _Atomic uint64_t rests_until_ns;
+    _Atomic uint64_t reason[SHMBUS_UNMADE_WORDS];
 };
-_Static_assert(sizeof(struct wait_row) == 64, "a cache line a slot");
+_Static_assert(sizeof(struct wait_row) == 128, "two cache lines a slot");
+_Static_assert(offsetof(struct wait_row, released) == 32, "layout");
+_Static_assert(offsetof(struct wait_row, given_back) == 40, "layout");
+_Static_assert(offsetof(struct wait_row, failed) == 44, "layout");
+_Static_assert(offsetof(struct wait_row, rests_until_ns) == 48, "layout");
+_Static_assert(offsetof(struct wait_row, reason) == 56, "layout");
 
 #endif

@@ -1,4 +1,4 @@
-/* Figures of deliveries, and groups that ended early (see observe.h). */
+/* Figures of deliveries, groups that ended early, samples that were not made (see observe.h). */
 #include "ring/observe.h"
 
 #include <math.h>
@@ -87,4 +87,18 @@ bool cancelled_has(const struct segment *segment, uint64_t key_hash) {
         found |= (uint64_t)(entry == key_hash);
     }
     return found != 0;
+}
+
+void unmade_note(struct segment *segment, uint32_t slot, uint32_t released,
+                 const struct unmade *note) {
+    struct wait_row *row = &segment->waits[slot];
+    atomic_fetch_add_explicit(&row->released, released, memory_order_relaxed);
+    atomic_store_explicit(&row->given_back, note->given_back, memory_order_relaxed);
+    atomic_store_explicit(&row->failed, note->failed, memory_order_relaxed);
+    atomic_store_explicit(&row->rests_until_ns, note->rests_until_ns, memory_order_relaxed);
+    for (uint32_t i = 0; i < SHMBUS_UNMADE_WORDS; i++) {
+        uint64_t word;
+        memcpy(&word, note->reason + i * sizeof word, sizeof word);
+        atomic_store_explicit(&row->reason[i], word, memory_order_relaxed);
+    }
 }

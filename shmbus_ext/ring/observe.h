@@ -35,4 +35,15 @@ static inline void waits_add(struct segment *segment, uint32_t slot, enum shmbus
     atomic_fetch_add_explicit(&segment->waits[slot].ns[what], ns, memory_order_relaxed);
 }
 
+/* ---- Samples that a worker took and did not make, and until when the worker rests. */
+struct unmade {
+    uint32_t given_back, failed;
+    uint64_t rests_until_ns;
+    char reason[SHMBUS_UNMADE_WORDS * sizeof(uint64_t)]; /* padded by NUL */
+};
+
+/* The slot's owner notes its state, and counts that many more samples given back. */
+void unmade_note(struct segment *segment, uint32_t slot, uint32_t released,
+                 const struct unmade *note);
+
 #endif

@@ -70,6 +70,7 @@ enum writer_status writer_attach(struct writer *self, struct segment *segment, c
             recover_producer(segment, i);
             FAILPOINT("attach-taken-over");
             begin(self, segment, i);
+            unmade_note(segment, i, 0, &(struct unmade){0});
             set_label(slot, label);
             atomic_store_explicit(&slot->pid, (uint32_t)getpid(), memory_order_relaxed);
             announce(self);

@@ -277,3 +277,33 @@ def test_list_shows_every_bus_and_why_one_cannot_be_read(bus_name: str) -> None:
             text = cli("list")
             assert text.status == 0
             assert "trainer" in text.out and "layout version 9" in text.out
+
+
+#: Maps a file as an engine does; no tracker of Python removes the file after the kill.
+MAPPER = """
+import mmap, sys, time
+with open(sys.argv[1], "wb+") as file:
+    file.write(bytes(1 << 20))
+    memory = mmap.mmap(file.fileno(), 0)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_shared_memory_of_a_dead_engine_is_reported_with_the_command_and_never_removed(
+    bus_name: str, spawn: Spawner
+) -> None:
+    path = f"/dev/shm/psm_{bus_name}"
+    engine = spawn.script(MAPPER, path)
+    engine.expect("ready")
+    try:
+        assert path not in [row["path"] for row in cli("gc", "--json").json()]
+        engine.kill()
+        [row] = [row for row in cli("gc", "--json").json() if row["path"] == path]
+        assert (row["verdict"], row["size"]) == ("unknown", 1 << 20)
+        assert f"rm {path}" in row["reason"]
+        findings = {row["check"]: row for row in cli("doctor", "--quick", "--json").json()}
+        assert findings["foreign_files"]["level"] == "warn"
+        assert Path(path).exists()
+    finally:
+        Path(path).unlink(missing_ok=True)

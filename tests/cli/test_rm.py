@@ -116,3 +116,18 @@ def test_another_kind_of_file_under_the_name_is_never_removed(bus_name: str) -> 
         assert segment_path(bus_name).is_dir()
     finally:
         segment_path(bus_name).rmdir()
+
+
+def test_the_buses_of_its_annotators_go_with_a_bus(bus_name: str, spawn: Spawner) -> None:
+    columns = f"{bus_name}.columns.ref_logprobs"
+    for name in (bus_name, columns):
+        shmbus.Bus.create(name, "1MiB").close()
+    worker = spawn.script(WORKER, columns, 1, "w")
+    worker.expect("ready")
+    refused = cli("rm", bus_name)
+    assert (refused.status, len(files_of(bus_name))) == (1, 2) and columns in refused.err
+    worker.kill()
+    done = cli("rm", bus_name)
+    assert (done.status, files_of(bus_name)) == (0, []), done.err
+    shmbus.Bus.create(columns, "1MiB").close()  # the trainer's bus went before
+    assert (cli("rm", bus_name).status, files_of(bus_name)) == (0, [])

@@ -75,6 +75,15 @@ elif then == "refuse":
     while True:
         request = producer.requests.next()
         producer.requests.fail(request, "connection refused")
+elif then in ("away", "many_words"):
+    print("ready", flush=True)
+    number = 0
+    while request := producer.requests.next():
+        number += 1
+        if then == "away":
+            producer.requests.release(request, reason="engine away")
+        else:
+            producer.requests.fail(request, "%d is no answer: %s" % (number, "abcdefghij" * number))
 elif then == "reserve":
     producer.put("q", group_size=2, index=0, score=1.0, tokens=[1])
     slot = producer.reserve("q", group_size=2, index=1, fields={"tokens": ("int32", 8)})
@@ -259,6 +268,34 @@ def untaken(scene: Scene) -> None:
     scene.begin()
     scene.trainer(then="wait").expect("ready")
     scene.worker("idle")
+
+
+def engine_away(scene: Scene) -> None:
+    scene.begin()
+    scene.trainer(then="wait").expect("ready")
+    scene.worker("away")
+
+
+def all_fail_in_changing_words(scene: Scene) -> None:
+    scene.begin(retries=1_000)
+    scene.trainer(offered=16, then="wait").expect("ready")
+    scene.worker("many_words")
+
+
+def trainer_busy(scene: Scene) -> None:
+    """It trains on one group, while the others are complete."""
+    scene.begin()
+    trainer = scene.trainer(taken=1)
+    scene.worker("idle", answers=SIZE)
+    trainer.expect("ready")
+    scene.worker("idle", answers=(GROUPS - 1) * SIZE)
+
+
+def two_trainers(scene: Scene) -> None:
+    scene.begin()
+    for _ in range(2):
+        scene.trainer(offered=2, then="wait").expect("ready")
+    scene.worker()
 
 
 def nobody_makes(scene: Scene) -> None:
@@ -459,6 +496,19 @@ TABLE = [
         r"The request lane is paused: the last \d+ samples all failed: connection refused; asked "
         r"again one at a time\. Mend what the workers report"),
     Row(untaken, r"4 prompts are open, and none of 1 producer takes one\."),
+    Row(engine_away,
+        rf"{WORKER_IS} gave back \d+ samples? in a row, and made none: engine away\. Mend what "
+        r"the worker reports; shmbus holds it back until a sample succeeds"),
+    Row(all_fail_in_changing_words,
+        rf"{WORKER_IS} failed \d+ samples in a row, and made none: \d+ is no answer.*\. Mend what "
+        r"the worker reports; shmbus holds it back until a sample succeeds"),
+    Row(trainer_busy,
+        rf"3 complete groups wait, and {TRAINER_IS} has asked for none for \d.*; it holds 1 group"
+        r"\. Unless its step takes so long, see what it does: `py-spy dump --pid \d+`"),
+    Row(two_trainers,
+        rf"{TRAINER_IS} and {TRAINER_IS} share the groups of split 'train', and each gets a part\. "
+        r"If they are two runs, end one",
+        where="daemon"),
     Row(nobody_makes,
         rf"{TRAINER_IS} waits for groups, and no producer has ever attached\. Start producers"),
     Row(all_dead,
@@ -519,6 +569,7 @@ def test_each_state_has_its_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verdict, "RESERVED_S", 0.0)
+    monkeypatch.setattr(verdict, "BUSY_S", 0.0)
     scene = Scene(bus_name, spawn, daemon, served)
     pattern = re.compile(row.served if served and row.served else row.says)
     try:
@@ -585,3 +636,21 @@ def test_a_stall_report_begins_with_the_sentence(
     workers_dead(scene)
     report = str(gather(bus_name, "a complete group", 1.0))
     assert "\n4 prompts are open, and no worker is attached" in report, report
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_workers_stall_report_names_the_trainer_that_asks_for_nothing(
+    bus_name: str,
+    spawn: Spawner,
+    daemon: Callable[..., Daemon],
+    served: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verdict, "BUSY_S", 0.0)
+    scene = Scene(bus_name, spawn, daemon, served)
+    trainer_busy(scene)
+    wait_until(lambda: "3 complete groups" in sentence_of(read_status(bus_name)))
+    status = gather(bus_name, "space", 100.0).status
+    assert status is not None and status.verdict is not None
+    [finding] = status.verdict.findings
+    assert finding.kind == "trainer_busy" and finding.who[0].startswith("trainer.py (pid ")

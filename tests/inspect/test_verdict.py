@@ -259,3 +259,22 @@ def test_the_time_that_a_trainer_waits_is_counted(
         (taken,) = taker.take(timeout=5.0)
         assert before >= 0.2
         taken.ack()
+
+
+def test_a_worker_that_gives_back_beside_one_that_works_is_a_finding_until_it_has_a_sample(
+    bus_name: str,
+) -> None:
+    with (
+        Bus.create(bus_name, "1MiB"),
+        Consumer(bus_name) as taker,
+        Producer(bus_name, label="away") as away,
+        Producer(bus_name, label="works") as works,
+    ):
+        taker.request("q", group_size=4)
+        away.requests.release(away.requests.next(timeout=5.0), reason="engine away")
+        works.requests.next(timeout=5.0)
+        [found] = [each for each in said(bus_name).findings if each.kind == "worker_held"]
+        assert len(found.who) == 1 and found.who[0].startswith("away (pid ")
+        assert (found.cause, found.cost) == ("engine away", pytest.approx(0.4))
+        away.requests.next(timeout=5.0)
+        assert "worker_held" not in [each.kind for each in said(bus_name).findings]

@@ -255,3 +255,33 @@ def test_a_producer_and_a_consumer_end_with_an_async_block(bus_name: str) -> Non
     assert producer.closed
     with pytest.raises(shmbus.BusClosedError):
         consumer.take(timeout=0)
+
+
+def test_samples_given_back_are_counted_with_their_reason_until_the_worker_makes_one(
+    bus_name: str,
+) -> None:
+    def row() -> tuple[int, int, int, str]:
+        [each] = [p for p in read_status(bus_name).producers if p.state == "alive"]
+        return each.released, each.given_back, each.failed, each.unmade_reason
+
+    with Bus.create(bus_name, "1MiB", max_producers=1), Consumer(bus_name) as consumer:
+        consumer.request("q", group_size=4)
+        with Producer(bus_name) as producer:
+            for _ in range(2):
+                taken = producer.requests.next(timeout=30.0)
+                producer.requests.release(taken, reason="engine away: \u00e9" + "x" * 100)
+            assert row()[:3] == (2, 2, 0)
+            assert row()[3] == ("engine away: \u00e9" + "x" * 100)[:71]  # 72 bytes
+            assert read_status(bus_name).producers[0].rests_s > 0
+            partial = producer.requests.next(timeout=30.0)
+            producer.requests.release(partial, {"tokens": [1]})
+            assert row()[:3] == (2, 2, 0)  # a part is work done
+            producer.requests.fail(producer.requests.next(timeout=30.0), "broken")
+            assert row() == (2, 2, 1, "broken")
+            producer.requests.answer(producer.requests.next(timeout=30.0), tokens=[1])
+            assert row() == (2, 0, 0, "")
+            producer.requests.fail(producer.requests.next(timeout=30.0), "broken")
+        with Producer(bus_name) as after:
+            assert row() == (2, 0, 0, "")
+            with pytest.raises(TypeError, match=r"^reason: expected a str, got int"):
+                after.requests.release(after.requests.next(timeout=30.0), reason=1)  # type: ignore[arg-type]

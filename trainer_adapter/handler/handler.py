@@ -234,6 +234,10 @@ class OnlineDataHandler(IterableDataset[Batch]):
         self._awaited = "batch" if world_size == 1 else "step"
         self._consumer = shmbus.Consumer(bus, rank=rank, world_size=world_size, **consumer_options)
         try:
+            #: Version and waiting trajectories of the bus as found, until the first batch.
+            self._found = self._consumer.policy_version, 0
+            if self._found[0] and rank == 0:
+                self._found = self._found[0], self._consumer.stats().undelivered
             self._prompts = PromptOffers(
                 self._consumer,
                 self._planner,
@@ -421,6 +425,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
     ) -> Batch:
         """Wait for the next batch, and note what is handed out before it is."""
         began_s = time.monotonic()
+        self._warn_of_earlier_run()
         self._settle()
         left_s = timeout
         while True:
@@ -438,6 +443,18 @@ class OnlineDataHandler(IterableDataset[Batch]):
                     return self._hand_out(began_s)
             if timeout is not None:
                 left_s = max(0.0, began_s + timeout - time.monotonic())
+
+    def _warn_of_earlier_run(self) -> None:
+        """Warn once, before the first batch, of samples that another run may have left."""
+        (version, waiting), self._found = self._found, (0, 0)
+        if waiting and self._consumer.policy_version == version:
+            name = self._consumer.name
+            logger.warning(
+                "bus %r is at policy version %d and has %d trajectories from before this trainer, "
+                "which trains on them: if it is of an earlier run, `shmbus rm %s` before a new "
+                "one; else set_policy_version or load_state_dict before the first batch",
+                name, version, waiting, name,
+            )  # fmt: skip
 
     def _settle(self) -> None:
         """Finish what an exception of a signal's handler has cut short in the call before."""
@@ -863,6 +880,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             It is no int, negative, or goes back. `load_state_dict` may set it back.
         """
         self._consumer.policy_version = version
+        self._found = 0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, so that no trajectory is repeated or skipped.
@@ -913,6 +931,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             of another data set than `offer` was given, or of another rank.
         """
         saved = HandlerState.parse(state)
+        self._found = 0, 0
         self._prompts.restore_position(saved.offer)
         self._consumer.reset_policy_version(saved.policy_version)
         with self._locked():

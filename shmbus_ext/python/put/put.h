@@ -178,6 +178,9 @@ bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments);
 /* After a commit: wakes the reader where it sleeps, and lets it run first where that helps. */
 void py_writer_tell_reader(WriterObject *self);
 
+/* A method of Writer: samples that it took and did not make. */
+PyObject *py_writer_note_unmade(WriterObject *self, PyObject *args);
+
 /* ---- From lists, numbers and arrays of another dtype into an array of the field's. */
 /* Whether it is converted element by element: a list or a tuple. */
 static inline bool py_is_list(PyObject *value) {

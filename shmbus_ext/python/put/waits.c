@@ -1,6 +1,9 @@
-/* Waiting time of trainers; the table is in ring/observe.h. */
+/* Waiting time of trainers, and samples that workers do not make; see ring/observe.h. */
 #include "python/put/put.h"
 
+#include <string.h>
+
+#include "base/clock.h"
 #include "ring/observe.h"
 
 /* note_waited(segment, seconds): trainers waited for groups so much longer; for the collector. */
@@ -17,13 +20,34 @@ static PyObject *py_note_waited(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* _note_unmade(released, given_back, failed, rest_s, reason): zeros once a sample was made. */
+PyObject *py_writer_note_unmade(WriterObject *self, PyObject *args) {
+    unsigned int released;
+    struct unmade note = {0};
+    double rest_s;
+    const char *reason;
+    Py_ssize_t length;
+    if (!PyArg_ParseTuple(args, "IIIds#", &released, &note.given_back, &note.failed, &rest_s,
+                          &reason, &length) ||
+        !py_writer_usable(self)) {
+        return NULL;
+    }
+    if (rest_s > 0) {
+        note.rests_until_ns = clock_monotonic_ns() + (uint64_t)(rest_s * 1e9);
+    }
+    size_t most = sizeof note.reason;
+    memcpy(note.reason, reason, (size_t)length < most ? (size_t)length : most);
+    unmade_note(&self->segment->c, self->c.slot_index, released, &note);
+    Py_RETURN_NONE;
+}
+
 PyMethodDef py_waits_functions[] = {
     {"note_waited", py_note_waited, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 const struct named_value py_waits_constants[] = {
-    {"WAIT_ROW_BYTES", (long)sizeof(struct wait_row)},
+    {"UNMADE_REASON_BYTES", SHMBUS_UNMADE_WORDS * sizeof(uint64_t)},
     {NULL, 0},
 };
 

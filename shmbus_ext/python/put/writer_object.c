@@ -370,6 +370,7 @@ static PyMethodDef writer_methods[] = {
     METHOD("_want_space", py_writer_want_space, METH_NOARGS, NULL),
     METHOD("_await_space", py_writer_await_space, METH_VARARGS, NULL),
     METHOD("_watch_waits", py_writer_watch_waits, METH_VARARGS, NULL),
+    METHOD("_note_unmade", py_writer_note_unmade, METH_VARARGS, NULL),
     METHOD("_follow", py_writer_follow, METH_NOARGS, NULL),
     METHOD("_go_on", py_writer_go_on_call, METH_O, NULL),
     METHOD("_declare", py_writer_declare, METH_O, NULL),

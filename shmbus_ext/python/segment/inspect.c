@@ -429,6 +429,13 @@ static const struct field_note declared_entry_fields[] = {
 };
 #undef OF
 
+#define OF wait_row
+static const struct field_note wait_fields[] = {
+    BYTES(ns),     UINT(released), UINT(given_back), UINT(failed), UINT(rests_until_ns),
+    TEXT(reason),  {NULL, 0, 0, 0},
+};
+#undef OF
+
 #define OF lead_table
 static const struct field_note lead_fields[] = {
     UINT(limit), UINT(max_groups),   UINT(max_versions), INT(version),
@@ -490,6 +497,7 @@ static const struct {
     {"schema_entry", schema_fields, sizeof(struct schema_entry)},
     {"declared_part", declared_fields, sizeof(struct declared_part)},
     {"declared_entry", declared_entry_fields, sizeof(struct declared_entry)},
+    {"wait_row", wait_fields, sizeof(struct wait_row)},
     {"lead_table", lead_fields, sizeof(struct lead_table)},
     {"request_lane", lane_fields, sizeof(struct request_lane)},
     {"request_row", row_fields, sizeof(struct request_row)},
