@@ -30,7 +30,7 @@
 #endif
 
 #define SHMBUS_MAGIC UINT64_C(0x3153554253484D42) /* "BMHSBUS1" */
-#define SHMBUS_LAYOUT_VERSION 6u
+#define SHMBUS_LAYOUT_VERSION 7u
 
 /* Records start on cache lines, so that two records never share one. */
 #define SHMBUS_RECORD_ALIGN 64u

@@ -33,6 +33,7 @@ struct put_arguments {
     uint8_t field_ndim[SHMBUS_MAX_FIELDS];
     struct record_spec spec;
     struct request_claim answers; /* number 0 for none */
+    bool unwanted; /* `answers` is not held any more, and nothing was put */
 };
 
 void py_arguments_begin(struct put_arguments *self);

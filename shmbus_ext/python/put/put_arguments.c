@@ -43,6 +43,7 @@ void py_arguments_begin(struct put_arguments *self) {
     self->has_group_size = self->has_index = false;
     self->spec = (struct record_spec){.round = SHMBUS_NO_ROUND};
     self->answers.number = 0;
+    self->unwanted = false;
 }
 
 void py_arguments_end(struct put_arguments *self) {

@@ -413,5 +413,6 @@ const struct named_value py_request_constants[] = {
     {"REQUEST_MIN_BYTES", (long)SHMBUS_REQUEST_MIN_BYTES},
     {"REQUEST_MAX_BYTES", (long)SHMBUS_REQUEST_MAX_BYTES},
     {"LEAD_ROWS", SHMBUS_LEAD_ROWS},
+    {"REQUEST_IS_RETRY", (long)REQUEST_IS_RETRY},
     {NULL, 0},
 };
