@@ -39,6 +39,7 @@ from shmbus.errors import (
     ShmbusError,
     StallError,
     UnscoredError,
+    UnservedGroupError,
     WaitTimeoutError,
 )
 from shmbus_ext._core import Reservation, Trajectory
@@ -94,6 +95,7 @@ __all__ = [
     "Trajectory",
     "UnannotatedGroup",
     "UnscoredError",
+    "UnservedGroupError",
     "WaitTimeoutError",
     "__version__",
     "unlink",

@@ -322,6 +322,23 @@ bool request_give_back(struct segment *segment, const struct request_claim *clai
     return true;
 }
 
+uint32_t request_revoke(struct segment *segment, uint32_t index, uint64_t number) {
+    struct request_row row;
+    uint32_t revoked = 0;
+    if (request_copy_row(segment, index, number, &row)) {
+        for (uint32_t cell = row.first_cell; cell < row.first_cell + row.group_size; cell++) {
+            uint64_t word = atomic_load_explicit(claim_at(segment, cell), memory_order_acquire);
+            revoked += request_kind_of(word) == CELL_IS_CLAIMED &&
+                       request_producer_of(word) != REQUEST_NOBODY &&
+                       reopen(segment, index, cell, word, number);
+        }
+    }
+    if (revoked > 0) {
+        bell_ring(&segment->requests.lane->work, revoked);
+    }
+    return revoked;
+}
+
 /* The word of a claimed cell whose owner commits its answer. */
 static uint64_t answered_word(uint64_t claimed) {
     return request_claim_word(CELL_IS_DONE, request_producer_of(claimed), claimed);

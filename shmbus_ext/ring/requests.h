@@ -123,6 +123,9 @@ bool request_is_held(const struct segment *segment, const struct request_claim *
 /* Gives it back; false where it is not the claim's any more. */
 bool request_give_back(struct segment *segment, const struct request_claim *claim);
 
+/* Takes the samples of a row from their owners, whose answers are not wanted then; how many. */
+uint32_t request_revoke(struct segment *segment, uint32_t row, uint64_t number);
+
 /* Around the commit of an answer, by its writer: ends the claim; false, and nothing may be
  * committed, where it is not held. `count` is the lane's count with this commit. */
 bool request_answer(struct segment *segment, const struct request_claim *claim, uint64_t count);

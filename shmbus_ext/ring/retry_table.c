@@ -28,7 +28,7 @@ void retry_publish(struct segment *segment, uint32_t at, const struct retry_requ
     fresh.split = (uint16_t)request->split;
     fresh.index = request->index;
     fresh.attempt = request->attempt;
-    fresh.late = request->late;
+    fresh.late = request->late != 0;
     fresh.id_bytes = request->id_bytes;
     fresh.reason_bytes = request->reason_bytes;
     memcpy(fresh.id, request->id, request->id_bytes);

@@ -23,12 +23,12 @@ struct retry_request {
     int64_t round;
     uint64_t asked_ns;
     uint64_t claimant;   /* producer id + 1; 0 for none */
+    uint64_t late;       /* 1: the first try may still run */
     uint32_t group_size; /* 0 where it is unknown */
     uint32_t need;       /* the same */
     uint32_t split;
     uint32_t index;
     uint32_t attempt;
-    uint32_t late; /* the first try may still run */
     uint16_t id_bytes;
     uint16_t reason_bytes;
     char id[SHMBUS_RETRY_ID_BYTES];

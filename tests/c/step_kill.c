@@ -234,7 +234,6 @@ static void publish(uint32_t row, uint64_t number) {
 /* The number of the entry's request, which is whole; 0 where there is none. */
 static uint64_t asked(uint32_t row, uint64_t *claimant) {
     struct retry_request found, expected;
-    memset(&found, 0, sizeof found);
     if (!retry_read(&segment, row, &found)) {
         return 0;
     }

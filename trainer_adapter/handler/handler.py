@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import time
@@ -65,10 +66,10 @@ from trainer_adapter.handler.prompts import PromptOffers, PromptsEndedError
 from trainer_adapter.handler.take import (
     QUIET_NOTE_S,
     Take,
+    WorkedOn,
     take_groups,
     take_shard,
     take_until_due,
-    take_with,
 )
 from trainer_adapter.scored_group import ScoredGroup
 
@@ -156,7 +157,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         called with the leased `shmbus.Group`, it returns a number for each sample, of which those
         that have a score keep theirs; or None, and the group is dropped as "filtered" (with one
         rank only). A coroutine function scores all groups of a take at the same time. What it
-        raises is raised by `next_batch`, and the groups wait for the next call.
+        raises is raised by `next_batch`, and the groups wait for the next call; for an
+        `UnservedGroupError` the group is dropped as "filtered" (with one rank only).
     annotate_group : callable, or list of them, optional
         Adds arrays to each group before it goes into a batch, such as reference logprobs: called
         with the leased `shmbus.Group`, scored, it returns a dict of names and lists, of an array a
@@ -164,7 +166,13 @@ class OnlineDataHandler(IterableDataset[Batch]):
         "sequence" for one that has an array or a number a sample. A coroutine function annotates
         all groups of a take at the same time; `shmbus.Columns` is one, for annotators in processes
         of their own. Of a list, each one sees what those before it added, in `Group.columns`. What
-        it raises is raised by `next_batch`, and the groups wait for the next call.
+        it raises is raised as by `score_group`.
+    call_timeout : float, optional
+        Seconds that a call of `score_group` or `annotate_group` may take for a group; None for any
+        time. A coroutine is cancelled then, and called again, three times at the most; then, and
+        for a function at once, its group is dropped as "filtered", or with several ranks an
+        `UnservedGroupError` is raised. A function runs in a thread of its own under this limit, and
+        wherever a batch without `prefetch` is awaited with a timeout.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, stale_share,
         skip_zero_variance, duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout,
@@ -203,6 +211,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         pack_threads: int | None = None,
         score_group: ScoreGroup | None = None,
         annotate_group: AnnotateGroup | Sequence[AnnotateGroup] | None = None,
+        call_timeout: float | None = None,
         **consumer_options: Unpack[ConsumerOptions],
     ) -> None:
         tokens_per_batch = checked_budget(tokens_per_batch, groups_per_batch)
@@ -242,16 +251,23 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 split=consumer_options.get("split", "train"),
                 prompt_schema=consumer_options.get("prompt_schema"),
             )
+            drop = functools.partial(self._consumer.drop, reason="filtered")
+            limits: dict[str, Any] = {
+                "drop": drop if world_size == 1 else None,
+                "call_timeout_s": check_timeout(call_timeout, "call_timeout"),
+            }
             self._scoring = group_scoring(
-                score_group,
-                self._consumer,
-                world_size,
-                drop_equal=bool(consumer_options.get("skip_zero_variance")),
+                score_group, drop_equal=bool(consumer_options.get("skip_zero_variance")), **limits
             )
             self._annotation = (
                 None
                 if annotate_group is None
-                else GroupAnnotation(annotate_group, self._fields.tokens, options["extra_fields"])
+                else GroupAnnotation(
+                    annotate_group,
+                    tokens=self._fields.tokens,
+                    extra_fields=options["extra_fields"],
+                    **limits,
+                )
             )
             self._evaluation = Evaluation(self._consumer, self._fields, self._scoring)
             max_policy_lag = consumer_options.get("max_policy_lag")
@@ -294,11 +310,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         if self._world_size > 1:
             step = {**self._planner.step_options(), "field": self._fields.tokens}
             take = take_shard(self._consumer, step)
-        if self._scoring is not None:
-            take = take_with(take, self._scoring.score)
-        if self._annotation is not None:
-            take = take_with(take, self._annotation.annotate)
-        return take
+        works = [work for work in (self._scoring, self._annotation) if work is not None]
+        return WorkedOn(take, works, whole=self._world_size > 1) if works else take
 
     # -- batches --------------------------------------------------------------------------------
 
@@ -379,7 +392,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         ----------
         timeout : float, optional
             Seconds to wait for it; None waits for ever, with a note in the log every half minute
-            that names what is missing. What a prompt iterator or `score_group` takes comes on top.
+            that names what is missing. What a prompt iterator takes comes on top.
 
         Returns
         -------
@@ -456,6 +469,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         if not planner.ready:
             admission.return_stale()
             look = self._look
+            if isinstance(self._take, WorkedOn):
+                self._take.bounded = timeout is not None
             if not take_until_due(
                 planner, self._take, admission.admit, timeout, self._note_quiet, look
             ):

@@ -20,7 +20,7 @@ static bool take_entry(PyObject *args, const char *format, SegmentObject **segme
  * late=0): for the collector. */
 static PyObject *py_retry_publish(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
-    unsigned int entry;
+    unsigned int entry, late = 0;
     unsigned long long number;
     long long round;
     const char *id, *reason;
@@ -29,7 +29,7 @@ static PyObject *py_retry_publish(PyObject *Py_UNUSED(module), PyObject *args) {
     memset(&request, 0, sizeof request);
     if (!PyArg_ParseTuple(args, "O&IKs#LIIIIIy#|I", py_take_segment, &segment, &entry, &number, &id,
                           &id_bytes, &round, &request.split, &request.group_size, &request.need,
-                          &request.index, &request.attempt, &reason, &reason_bytes, &request.late)) {
+                          &request.index, &request.attempt, &reason, &reason_bytes, &late)) {
         return NULL;
     }
     if (entry >= SHMBUS_RETRY_ENTRIES || number == 0 || id_bytes < 1 ||
@@ -41,6 +41,7 @@ static PyObject *py_retry_publish(PyObject *Py_UNUSED(module), PyObject *args) {
     }
     request.number = number;
     request.round = round;
+    request.late = late;
     request.asked_ns = clock_monotonic_ns();
     request.id_bytes = (uint16_t)id_bytes;
     request.reason_bytes = (uint16_t)reason_bytes;
