@@ -24,6 +24,7 @@ from trainer_adapter.balance import balance, by_budget
 from trainer_adapter.batches.batch import Batch, Layout
 from trainer_adapter.batches.prefix_tree import PrefixTree, Segments
 from trainer_adapter.batches.tensors import TensorHolder, indexable
+from trainer_adapter.losses import samples_sum
 
 __all__ = ["MicroBatch", "micro_batches"]
 
@@ -49,6 +50,10 @@ class MicroBatch(TensorHolder):
         Tokens that the whole batch trains: the denominator of "token" normalisation.
     batch_sequences : Tensor []
         Sequences of the whole batch that train a token: that of "sequence" normalisation.
+    batch_samples : Tensor []
+        Samples of the whole batch that train a token: that of "sample" normalisation.
+    sample_tokens : Tensor [S]
+        Tokens that the whole batch trains of each sequence's sample.
     layout : "packed" | "padded" | "prefix"
     prefix_tree : PrefixTree or None
         As in the batch, of these sequences.
@@ -72,6 +77,8 @@ class MicroBatch(TensorHolder):
     sequence_indices: Tensor
     batch_loss_tokens: Tensor
     batch_sequences: Tensor
+    batch_samples: Tensor
+    sample_tokens: Tensor
     layout: Layout
     extra: dict[str, Any] = field(default_factory=dict)
     extra_offsets: dict[str, Tensor] = field(default_factory=dict)
@@ -157,9 +164,15 @@ def micro_batches(
     else:
         assert max_tokens is not None
         parts = by_budget(lengths, max_tokens)
-    loss_tokens = batch.loss_mask.sum()
-    trained = _trained_sequences(batch)
-    return [_take(batch, lengths, part, loss_tokens, trained) for part in parts]
+    counts = _trained_tokens(batch)
+    sample_tokens = samples_sum(counts, batch.sample_of)
+    whole = {
+        "batch_loss_tokens": batch.loss_mask.sum(),
+        "batch_sequences": (counts > 0).sum(),
+        # Each sequence counts by its share of its sample.
+        "batch_samples": (counts / sample_tokens.clamp(min=1)).sum().round(),
+    }
+    return [_take(batch, lengths, part, sample_tokens, whole) for part in parts]
 
 
 def _padded_parts(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -204,16 +217,20 @@ def _prefix_parts(
     return [sorted(at for item in part for at in items[item]) for part in shared]
 
 
-def _trained_sequences(batch: Batch) -> Tensor:
+def _trained_tokens(batch: Batch) -> Tensor:
     if batch.layout == "padded":
-        return batch.loss_mask.any(dim=1).sum()
+        return batch.loss_mask.sum(dim=1)
     # Counts at the borders; none of them waits for the device.
     ends = torch.cumsum(torch.nn.functional.pad(batch.loss_mask, (1, 0)), dim=0)
-    return (ends[batch.cu_seqlens.long()].diff() > 0).sum()
+    return ends[batch.cu_seqlens.long()].diff()
 
 
 def _take(
-    batch: Batch, lengths: list[int], part: list[int], loss_tokens: Tensor, trained: Tensor
+    batch: Batch,
+    lengths: list[int],
+    part: list[int],
+    sample_tokens: Tensor,
+    whole: dict[str, Tensor],
 ) -> MicroBatch:
     own = np.array([lengths[position] for position in part], np.int64)
     borders = np.zeros(len(part) + 1, np.int32)
@@ -252,8 +269,8 @@ def _take(
         sample_of=batch.sample_of.index_select(0, sequences),
         group_sizes=torch.from_numpy(own_sizes),
         sequence_indices=indices,
-        batch_loss_tokens=loss_tokens,
-        batch_sequences=trained,
+        sample_tokens=sample_tokens.index_select(0, sequences),
+        **whole,
         layout=batch.layout,
         extra=extra,
         extra_offsets=offsets,

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
+from shmbus.batch.equal_scores import are_equal
 from trainer_adapter.batches.columns import check_columns
 from trainer_adapter.batches.extra_fields import ExtraFields
 
@@ -346,7 +347,7 @@ class GroupScoring:
         for trajectory, score in zip(group.trajectories, scores.tolist(), strict=True):
             if not trajectory.scored:
                 trajectory.score = score
-        if self._drop_equal and trained and np.ptp(group.scores) == 0 and self._drop is not None:
+        if self._drop_equal and trained and self._drop is not None and _are_equal(group.scores):
             self._drop([group])
 
     def close(self) -> None:
@@ -365,6 +366,10 @@ def group_scoring(
     if score_group is None:
         return None
     return GroupScoring(score_group, drop, drop_equal=drop_equal, call_timeout_s=call_timeout_s)
+
+
+def _are_equal(scores: Any) -> bool:
+    return bool(are_equal(np.min(scores), np.max(scores)))
 
 
 def _checked(group: shmbus.Group, given: Any) -> NDArray[np.float64]:

@@ -47,9 +47,9 @@ from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.finite import SampleError, group_of_sample
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import FieldNames, HostPacker
-from trainer_adapter.batches.sample_flags import Truncated
+from trainer_adapter.batches.sample_flags import Stale, Truncated
 from trainer_adapter.gpu.packer import GpuPacker
-from trainer_adapter.handler.admission import Admission
+from trainer_adapter.handler.admission import Admission, SampleAge
 from trainer_adapter.handler.checkpoint import HandlerState
 from trainer_adapter.handler.evaluation import MOST_AT_ONCE, Evaluation
 from trainer_adapter.handler.group_calls import (
@@ -123,11 +123,16 @@ class OnlineDataHandler(IterableDataset[Batch]):
     malformed : "raise" | "drop"
         A group whose arrays do not fit together is dropped and counted in either case; "raise"
         also raises its ValueError, once, and iteration can continue.
-    truncated : "keep" | "mask" | "drop"
+    truncated : "keep" | "mask" | "exclude" | "drop"
         Treatment of truncated samples, whose ``meta["finish_reason"]`` is "length", "max_tokens" or
         "abort": train them as others; leave them out of the loss, while their scores still count
-        for their groups; or drop their whole group, since a batch holds whole groups only.
-        `truncated_groups` counts the groups dropped so; the ledger has them under "malformed".
+        for their groups; leave their scores out of the groups' baselines too; or drop their whole
+        group. `truncated_groups` counts the groups dropped so; the ledger has them under
+        "malformed".
+    stale_samples : "drop" | "mask" | "exclude"
+        Treatment of samples more than `max_policy_lag` versions behind, by `stale_share`: drop
+        their whole group, or leave those samples alone out of the loss when their batch is packed,
+        and under "exclude" out of the baseline.
     prefetch : int
         Batches that a thread keeps ready, on their device, while the step runs; 0, the default, for
         no thread. A batch is made ready when it is full or, while the trainer waits, when
@@ -203,6 +208,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         fields: FieldNames | None = None,
         malformed: Literal["raise", "drop"] = "raise",
         truncated: Truncated = "keep",
+        stale_samples: Stale = "drop",
         prefetch: int = 0,
         progress: bool | TextIO = False,
         extra_fields: GivenExtraFields | None = None,
@@ -215,7 +221,9 @@ class OnlineDataHandler(IterableDataset[Batch]):
         **consumer_options: Unpack[ConsumerOptions],
     ) -> None:
         tokens_per_batch = checked_budget(tokens_per_batch, groups_per_batch)
-        check_choices(layout=layout, malformed=malformed, truncated=truncated)
+        check_choices(
+            layout=layout, malformed=malformed, truncated=truncated, stale_samples=stale_samples
+        )
         check_consumer_options(consumer_options, OnlineDataHandler)
         on_metrics = checked_on_metrics(on_metrics)
         check_for_ranks(world_size, truncated, keep_group)
@@ -231,6 +239,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
             "layout": layout,
             "fields": fields,
             "truncated": truncated,
+            "stale": stale_samples,
+            "is_old": SampleAge.of(stale_samples, consumer_options),
             "extra_fields": ExtraFields.of(extra_fields),
             "pack_threads": checked_pack_threads(pack_threads, world_size),
         }
@@ -241,7 +251,11 @@ class OnlineDataHandler(IterableDataset[Batch]):
         )
         self._rank, self._world_size = rank, world_size
         self._awaited = "batch" if world_size == 1 else "step"
+        if options["is_old"] is not None:
+            consumer_options.pop("max_policy_lag")
         self._consumer = shmbus.Consumer(bus, rank=rank, world_size=world_size, **consumer_options)
+        if options["is_old"] is not None:
+            options["is_old"].consumer = self._consumer
         try:
             self._prompts = PromptOffers(
                 self._consumer,
