@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # each "as" exports the name to type checkers
     from shmbus.errors import ShmbusError as ShmbusError
     from shmbus.errors import StallError as StallError
     from shmbus.errors import UnscoredError as UnscoredError
+    from shmbus.errors import UnservedGroupError as UnservedGroupError
     from shmbus.errors import WaitTimeoutError as WaitTimeoutError
     from shmbus.feeder import Feeder as Feeder
     from shmbus.group import Group as Group
@@ -85,6 +86,7 @@ _HOMES = {
     "ShmbusError": "shmbus.errors",
     "StallError": "shmbus.errors",
     "UnscoredError": "shmbus.errors",
+    "UnservedGroupError": "shmbus.errors",
     "WaitTimeoutError": "shmbus.errors",
     "Feeder": "shmbus.feeder",
     "Group": "shmbus.group",

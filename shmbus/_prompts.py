@@ -32,7 +32,7 @@ _KNOWN_DTYPES: Final = {
     **_core.STANDARD_DTYPES, "prompt": np.dtype(np.int32), "token_versions": np.dtype(np.int64),
 }  # fmt: skip
 _LENGTH = struct.Struct("<I")
-#: A claim in the request lane: number, word, row, cell, index of the sample.
+#: A claim in the request lane or the retry table: number, word, row, cell, index of the sample.
 Claim = tuple[int, int, int, int, int]
 #: What a request says: id, round, split, group_size, need, priority, offered_ns, where its prompt
 #: begins in the bytes, and these.
@@ -253,7 +253,7 @@ class Request:
     """
 
     __slots__ = (
-        "_claim", "_found", "_offered_ns", "_partials", "_prompt", "_retry", "_salt", "attempt",
+        "_claim", "_found", "_offered_ns", "_partials", "_prompt", "_salt", "attempt",
         "group_size", "index", "instance_id", "need", "priority", "reason", "round", "split",
     )  # fmt: skip
 
@@ -266,9 +266,8 @@ class Request:
     priority: int
     attempt: int
     reason: str
-    _claim: Claim | None
+    _claim: Claim
     _prompt: Prompt
-    _retry: tuple[int, int, str] | None
     #: When its group was offered, and who knows what was sampled of it so far.
     _offered_ns: int
     _partials: Partials | None
@@ -286,8 +285,8 @@ class Request:
         prompt: Prompt,
         index: int,
         salt: Callable[[], str],
-        claim: Claim | None = None,
-        retry: tuple[int, int, str] | None = None,
+        claim: Claim,
+        retry: tuple[int, str] = (0, ""),
         partials: Partials | None = None,
     ) -> Request:
         self = cls.__new__(cls)
@@ -300,9 +299,8 @@ class Request:
         self._found = 0
         self.index = index
         self._claim = claim
-        self._retry = retry
         self._prompt = prompt
-        _, self.attempt, self.reason = retry or (0, 0, "")
+        self.attempt, self.reason = retry
         return self
 
     @property
@@ -392,9 +390,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     split: str
     group_size: int
     index: int
-    claim: Claim | None = None
-    #: Of a sample that failed before: its row of the retry table, its attempt, and who has it.
-    retry: tuple[int, int, int] | None = None
+    claim: Claim
 
 
 def check_request(value: object) -> Request:

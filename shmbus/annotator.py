@@ -10,7 +10,9 @@ Invariants:
 
 - A group is called by its bus's identity and its first sample's there. So what was written for it
   is never another's, and a trainer that starts again finds what was written for the one before.
-- A column is committed once, as a whole group's, with the dtype that both sides were told.
+- A column is committed once, as a whole group's, with dtype and shape as the bus declares them.
+- A group that one annotator keeps beyond `claim_timeout` is offered to the others, whose answer
+  counts; a group that no annotator can be sent or can write is dropped, and nothing waits for it.
 - What was written stays in the ring until its group has ended, so a trainer's death loses none; the
   next life ends what was left of groups that had ended.
 """
@@ -19,6 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -36,18 +40,24 @@ from shmbus.inspect.segment_file import SegmentFile
 from shmbus.producer import Producer
 from shmbus.segment.bus import Bus
 from shmbus.segment.names import COLUMNS_INFIX, check_name
+from shmbus_ext import _core
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
 
+logger = logging.getLogger(__name__)
+
 #: Where each sample's rows begin in a column, and in what an annotator is given.
 _BORDERS: Final = "borders"
 #: Seconds that one task waits for answers while the others wait for it.
 _SLICE_S: Final = 0.1
+#: Seconds between two looks whether a group is asked for still.
+_OPEN_S: Final = 1.0
 
 
-def _columns(writes: object) -> dict[str, np.dtype[Any]]:
+def _columns(writes: object) -> dict[str, tuple[np.dtype[Any], tuple[int, ...] | None]]:
+    """Return by name the dtype and the shape of a token's part; None for any shape."""
     if not isinstance(writes, Mapping) or not writes:
         raise TypeError(
             f"writes: expected a mapping of columns to dtypes, got {writes!r}; "
@@ -56,7 +66,21 @@ def _columns(writes: object) -> dict[str, np.dtype[Any]]:
     for name in writes:
         if not isinstance(name, str) or not name.isidentifier() or name == _BORDERS:
             raise ValueError(f"writes: expected names of columns, got {name!r}")
-    return {name: parse_dtype(f"writes: {name!r}", writes[name]) for name in sorted(writes)}
+    found = {}
+    for name in sorted(writes):
+        given: Any = writes[name]
+        shape: tuple[int, ...] | None = None
+        if isinstance(given, tuple) and len(given) == 2:
+            given, shape = given[0], np.empty(0, (np.int8, given[1])).shape[1:]
+        found[name] = parse_dtype(f"writes: {name!r}", given), shape
+    return found
+
+
+def _schema(columns: Mapping[str, tuple[np.dtype[Any], tuple[int, ...] | None]]) -> dict[str, Any]:
+    return {
+        name: (dtype, ... if shape is None else (None, *shape))
+        for name, (dtype, shape) in columns.items()
+    }
 
 
 def _bus_of(bus: str, columns: Mapping[str, object]) -> str:
@@ -144,8 +168,9 @@ class Annotator(ClosedByWith):
     ----------
     bus : str
         The bus of the groups.
-    writes : mapping of str to dtype
-        The columns that this one writes, as the trainer's `Columns` has them.
+    writes : mapping of str to dtype or (dtype, shape)
+        The columns that this one writes, as the trainer's `Columns` has them; the shape is that of
+        a token's part, () for a number.
     wait : float, optional
         Seconds to wait for the trainer's `Columns`: None waits for ever, 0 does not wait.
     label : str, optional
@@ -154,7 +179,8 @@ class Annotator(ClosedByWith):
     Raises
     ------
     TypeError, ValueError
-        `writes` is no mapping of names to dtypes.
+        `writes` is no mapping of names to dtypes, or the trainer's `Columns` has another dtype or
+        shape; the message names column and both.
     BusNotFoundError
         No trainer has asked for these columns, also after `wait` seconds.
 
@@ -177,7 +203,13 @@ class Annotator(ClosedByWith):
     ) -> None:
         self._columns = _columns(writes)
         self.name = _bus_of(bus, self._columns)
-        self._producer = Producer(self.name, wait=wait, label=label, attach="successor")
+        self._producer = Producer(
+            self.name,
+            wait=wait,
+            label=label,
+            attach="successor",
+            schema=_schema(self._columns),
+        )
 
     def take(self, timeout: float | None = None) -> UnannotatedGroup | None:
         """Take the next group to annotate.
@@ -234,7 +266,7 @@ class Annotator(ClosedByWith):
             )
         lengths = np.diff(group._borders).tolist()
         arrays: dict[str, Any] = {}
-        for name, dtype in self._columns.items():
+        for name, (dtype, shape) in self._columns.items():
             values = list(given[name])
             if len(values) != len(lengths):
                 raise ValueError(
@@ -248,7 +280,8 @@ class Annotator(ClosedByWith):
                         f"{what}, sample {sample}: column {name!r}: expected {dtype}, got "
                         f"{array.dtype}; convert it, or say so in writes="
                     )
-                if array.shape[:1] != (length,) or array.shape[1:] != values[0].shape[1:]:
+                expected = values[0].shape[1:] if shape is None else shape
+                if array.shape[:1] != (length,) or array.shape[1:] != expected:
                     raise ValueError(
                         f"{what}, sample {sample}: column {name!r}: expected {length} rows, one a "
                         f"token, as the others are, got shape {array.shape}"
@@ -259,6 +292,10 @@ class Annotator(ClosedByWith):
         group.written = True
         try:
             return self._producer.requests.answer(group._request, **arrays)
+        except errors.RecordTooLargeError as error:
+            # No other annotator can write it either.
+            self._producer.requests.fail(group._request, str(error))
+            raise
         except BaseException:
             group.written = self._producer.requests.is_wanted(group._request) is False
             raise
@@ -275,8 +312,8 @@ class Columns(ClosedByWith):
     ----------
     bus : str
         The bus of the groups.
-    writes : mapping of str to dtype
-        The columns, as the annotators write them.
+    writes : mapping of str to dtype or (dtype, shape)
+        The columns, as the annotators write them; the shape is that of a token's part.
     fields : tuple of str
         The fields of samples, and columns of earlier passes, that annotators are sent: arrays with
         a row a token.
@@ -284,6 +321,9 @@ class Columns(ClosedByWith):
         The field that says how many tokens a sample has.
     timeout : float, optional
         Seconds to wait for a group; None waits for ever.
+    claim_timeout : float, optional
+        Seconds that an annotator may keep a group, twice as many each time: then the group goes to
+        another annotator, and a late `write` of the first returns False. None waits for ever.
     capacity, request_capacity : int or str
         Of the bus of the columns: for what was written and not trained yet, and for the groups that
         wait for annotators. Of several ranks the daemon decides.
@@ -296,7 +336,8 @@ class Columns(ClosedByWith):
     TypeError, ValueError
         `writes` is no mapping of names to dtypes, or `rank` is none of `world_size`.
     BusExistsError, BusBusyError
-        The bus of the columns is another, or another process asks for them.
+        The bus of the columns is another, or has other dtypes or shapes, or another process asks
+        for them.
     BusNotFoundError, DaemonUnavailableError
         There is no such bus, or nobody serves that of the columns of several ranks.
     """
@@ -309,6 +350,7 @@ class Columns(ClosedByWith):
         fields: tuple[str, ...] = ("tokens",),
         tokens: str = "tokens",
         timeout: float | None = None,
+        claim_timeout: float | None = 600.0,
         capacity: int | str = "256MiB",
         request_capacity: int | str = "64MiB",
         rank: int = 0,
@@ -318,9 +360,15 @@ class Columns(ClosedByWith):
         self._columns = _columns(writes)
         self._fields, self._tokens = tuple(fields), tokens
         self._timeout = check_timeout(timeout)
+        self._claim_timeout = check_timeout(claim_timeout, "claim_timeout")
         self.name = _bus_of(bus, self._columns)
         if world_size == 1:
-            Bus.ensure(self.name, capacity, request_capacity=request_capacity).close()
+            Bus.ensure(
+                self.name,
+                capacity,
+                request_capacity=request_capacity,
+                schema=_schema(self._columns),
+            ).close()
         self._split = f"rank{rank}" if rank else TRAIN
         self._consumer = Consumer(
             self.name, daemon=world_size > 1 or None, split=self._split, on_stall=None
@@ -331,11 +379,13 @@ class Columns(ClosedByWith):
         self._used: list[tuple[Group, str, Group]] = []
         self._pulling = False
         self._came = asyncio.Event()
+        self._lane = Bus.open(self.name)
         try:
             with SegmentFile(bus) as file:
                 self._bus = file.header["identity"].tobytes().hex()
                 self._end_left(file)
         except BaseException:
+            self._lane.close()
             self._consumer.close()
             raise
 
@@ -371,25 +421,77 @@ class Columns(ClosedByWith):
         ------
         TimeoutError
             No annotator has written it in time. It is asked for still: the next call waits on.
+        UnservedGroupError
+            No annotator can have it: the group is larger than the lane of requests, or its columns
+            are larger than a record. A handler drops it, counted as "filtered".
         """
         self._end_used()
         first = group.trajectories[0]
         name = self._name(first.producer_id, first.sequence)
-        began_s = time.monotonic()
+        began_s = claimed_s = time.monotonic()
+        patience_s = math.inf if self._claim_timeout is None else self._claim_timeout
         offered = False
         while name not in self._written:
-            offered = offered or self._offer(name, group)
-            wait_s = None if offered else _SLICE_S
+            try:
+                offered = offered or self._offer(name, group)
+            except errors.RecordTooLargeError as error:
+                raise errors.UnservedGroupError(
+                    f"columns {', '.join(self._columns)}: {error}; give Columns a larger "
+                    "request_capacity, or send fewer fields="
+                ) from error
+            now_s = time.monotonic()
+            if offered and not self._is_open(name):
+                raise errors.UnservedGroupError(
+                    f"columns {', '.join(self._columns)}: an annotator could not write them, as "
+                    "its error says; give Columns a larger capacity"
+                )
+            if now_s >= claimed_s + patience_s:
+                self._revoke(name)
+                claimed_s, patience_s = now_s, 2 * patience_s
+            wait_s = min(_OPEN_S if offered else _SLICE_S, claimed_s + patience_s - now_s)
             if self._timeout is not None:
                 rest_s = began_s + self._timeout - time.monotonic()
                 if rest_s <= 0:
                     raise TimeoutError(self._overdue(group))
-                wait_s = min(rest_s, _SLICE_S)
+                wait_s = min(wait_s, rest_s)
             await self._news(wait_s)
         written = self._written.pop(name)
         self._used.append((group, name, written))
         borders = self._borders(group)[1:-1]
         return {column: np.split(written[0][column], borders) for column in self._columns}
+
+    def explain(self, group: Group) -> str:
+        """Return what a group waits for, for messages.
+
+        Parameters
+        ----------
+        group : Group
+            A group whose columns are missing.
+
+        Returns
+        -------
+        str
+        """
+        stats = self._consumer.stats()
+        return (
+            f"columns {', '.join(self._columns)}: {stats.producers} annotators are attached, "
+            f"{stats.requests.open} groups wait for one and {stats.requests.claimed} are in work: "
+            f"start shmbus.Annotator, or see `shmbus status {self.name}`"
+        )
+
+    def _place(self, name: str) -> tuple[_core.Segment, str, None, int]:
+        segment = self._lane._segment
+        return segment, name, None, _core.split_number(segment, self._split)
+
+    def _is_open(self, name: str) -> bool:
+        return _core.request_find(*self._place(name)) is not None
+
+    def _revoke(self, name: str) -> None:
+        if _core.request_revoke(*self._place(name)):
+            logger.warning(
+                "bus %r: an annotator has kept a group for %g s or longer; another one may take it",
+                self.name, self._claim_timeout,
+            )  # fmt: skip
 
     def _borders(self, group: Group) -> NDArray[np.int64]:
         lengths = [t.shape(self._tokens)[0] for t in group.trajectories]
@@ -438,13 +540,9 @@ class Columns(ClosedByWith):
         self._used = [one for one in self._used if one[0].state == "leased"]
 
     def _overdue(self, group: Group) -> str:
-        stats = self._consumer.stats()
-        waiting = stats.requests
         return (
-            f"group {group.instance_id!r}: columns {', '.join(self._columns)}: expected within "
-            f"{self._timeout:g} s, got none; {stats.producers} annotators are attached, "
-            f"{waiting.open} groups wait for one and {waiting.claimed} are in work: start "
-            f"shmbus.Annotator, or see `shmbus status {self.name}`"
+            f"group {group.instance_id!r}: expected within {self._timeout:g} s, got none; "
+            f"{self.explain(group)}"
         )
 
     def close(self) -> None:
@@ -452,3 +550,4 @@ class Columns(ClosedByWith):
         if not self._consumer.closed:
             self._end_used()
             self._consumer.close()
+            self._lane.close()

@@ -16,6 +16,7 @@
      +-- DaemonUnavailableError  the daemon that serves the bus does not answer
      +-- RecorderUnavailableError  no recorder takes a session
      +-- UnscoredError           a sample without a score is asked for it (also a ValueError)
+     +-- UnservedGroupError      no helper can score or annotate a group, which a handler drops
      +-- StallError              nothing moves on the bus; its report has leases and producers
      +-- PeerGoneError           the process at the other side has ended
      +-- WaitTimeoutError        a deadline passed; names who was waited for (also a TimeoutError)
@@ -87,6 +88,10 @@ class RecordTooLargeError(ShmbusError, ValueError):
 
 class UnscoredError(ShmbusError, ValueError):
     """The trajectory was put with ``score=None``, and nobody has set its score since."""
+
+
+class UnservedGroupError(ShmbusError):
+    """No helper can score or annotate a group; a handler of one rank drops the group for it."""
 
 
 class ProtocolError(ShmbusError):

@@ -74,7 +74,7 @@ class RequestState:
         self.failed = self.given_back = 0
         self.work = LoopWaits()
         self.next_recovery_s = 0.0
-        #: Failed samples that this producer has claimed, until they are answered.
+        #: Failed samples that this producer has claimed, for what it puts and fails by itself.
         self.taken: dict[tuple[Hashable, int], Request] = {}
         self.lock = _core.RecursiveLock()
         self.partials: PartialRollouts | None = None
@@ -109,9 +109,7 @@ class _Worker(Protocol):
     @property
     def _segment(self) -> _core.Segment: ...
     def _here(self) -> _core.Segment: ...
-    def put(self, *arguments: Any, **more: Any) -> None: ...
-    def fail(self, *arguments: Any, **more: Any) -> None: ...
-    def _answer(self, *arguments: Any, **more: Any) -> None: ...
+    def _answer(self, *arguments: Any, **more: Any) -> bool: ...
     def _go_on(self, *arguments: Any) -> object: ...
     def _recover_dead(self) -> object: ...
     def _take_requests(self, *arguments: Any) -> list[Any]: ...
@@ -307,7 +305,7 @@ class ProducerRequests:
             return []
         found = self._take_new(1) or self._take_failed(segment, rows, 1)
         if not found:
-            _core.retry_unclaim(segment, pause.row, mine)
+            _core.retry_unclaim(segment, pause.row, pause.number, mine)
         return found
 
     def _salt(self) -> Callable[[], str]:
@@ -349,6 +347,9 @@ class ProducerRequests:
         found: list[Request] = []
         mine = self._producer.producer_id
         with self._state.lock:
+            kept = {each.sample for each in rows if each.claimant == mine + 1}
+            for at in self._state.taken.keys() - kept:
+                del self._state.taken[at]  # answered, or asked of another
             for each in rows:
                 if len(found) == limit:
                     break
@@ -361,10 +362,10 @@ class ProducerRequests:
                     continue
                 prompt = Prompt(text[8], text[7]) if text is not None else Prompt(b"", 0)
                 text = text or _text_of(segment, each)
-                retry = (each.row, each.attempt, each.why)
+                claim = each.number, mine, each.row, _core.REQUEST_IS_RETRY, each.sample_index
                 sample = Request._of(
-                    text, prompt, each.sample_index, self._salt(), retry=retry,
-                    partials=self._partials,
+                    text, prompt, each.sample_index, self._salt(), claim,
+                    retry=(each.attempt, each.why), partials=self._partials,
                 )  # fmt: skip
                 found.append(sample)
                 self._state.taken[each.sample] = found[-1]
@@ -402,13 +403,8 @@ class ProducerRequests:
             limit = check_count("limit", limit, 1)
         segment = self._producer._here()
         rows = _retry_rows(segment)
-        mine = self._producer.producer_id + 1
-        with self._state.lock:
-            kept = {each.sample for each in rows if each.claimant == mine}
-            for at in self._state.taken.keys() - kept:
-                del self._state.taken[at]  # answered, or asked of another
-            most = len(rows) if limit is None else limit
-            return self._take_failed(segment, rows, most, without_prompt=True)
+        most = len(rows) if limit is None else limit
+        return self._take_failed(segment, rows, most, without_prompt=True)
 
     def _return_failed(self) -> None:
         """Have others make the failed samples that this producer has claimed; it closes."""
@@ -416,15 +412,10 @@ class ProducerRequests:
             mine = self._producer.producer_id
             for each in _retry_rows(self._producer._segment):
                 if each.claimant == mine + 1:
-                    _core.retry_unclaim(self._producer._segment, each.row, mine)
-
-    def _at(self, request: Request) -> tuple[Hashable, int]:
-        """Return what `taken` has a sample by."""
-        split = _core.split_number(self._producer._segment, request.split)
-        return make_key(request.instance_id, request.round, split), request.index
+                    _core.retry_unclaim(self._producer._segment, each.row, each.number, mine)
 
     def is_wanted(self, request: Request) -> bool:
-        """Whether the sample is still to be made: its group has neither ended nor been delivered.
+        """Whether the sample is this producer's to make: neither ended nor asked of another.
 
         A read of shared memory: a long rollout may ask now and then, and stop.
 
@@ -437,38 +428,25 @@ class ProducerRequests:
         -------
         bool
         """
-        if (claim := check_request(request)._claim) is not None:
-            return self._producer._holds_request(claim)
-        return self._at(request) in self._state.taken
+        return self._producer._holds_request(check_request(request)._claim)
 
     def _ticket(self, request: Request) -> Ticket:
         """Say which sample this worker has in hand."""
-        retry = check_request(request)._retry
         return Ticket(
             instance_id=request.instance_id,
             round=request.round,
             split=request.split,
             group_size=request.group_size,
             index=request.index,
-            claim=request._claim,
-            retry=None if retry is None else (retry[0], retry[1], self._producer.producer_id),
+            claim=check_request(request)._claim,
         )
 
     def _holds(self, ticket: Ticket) -> bool:
         """Whether the sample that another producer has in hand is still to be made."""
-        if ticket.claim is not None:
-            try:
-                return self._producer._holds_request(ticket.claim)
-            except IndexError:
-                return False
-        if ticket.retry is None:
+        try:
+            return self._producer._holds_request(ticket.claim)
+        except IndexError:
             return False
-        place, attempt, claimant = ticket.retry
-        return any(
-            (each.row, each.attempt, each.claimant) == (place, attempt, claimant + 1)
-            and (each.instance_id, each.sample_index) == (ticket.instance_id, ticket.index)
-            for each in _retry_rows(self._producer._here())
-        )
 
     def release(
         self,
@@ -522,7 +500,7 @@ class ProducerRequests:
         reason = checked_reason(reason)
         if so_far is not None and self.is_wanted(request):
             self._keep(request, so_far, state, max_releases, max_lag)
-        given_back = self._give_back(request)
+        given_back = self._producer._give_back_request(request._claim)
         if given_back and so_far is None:
             self._state.given_back += 1
             self._state.backoff.wait(time.monotonic())
@@ -582,14 +560,6 @@ class ProducerRequests:
         if found is None or found.segment is not segment:
             found = self._state.partials = PartialRollouts(self._producer.name, segment)
         return found
-
-    def _give_back(self, request: Request) -> bool:
-        if (claim := request._claim) is not None:
-            return self._producer._give_back_request(claim)
-        assert request._retry is not None
-        self._forget(request)
-        producer = self._producer
-        return _core.retry_unclaim(producer._segment, request._retry[0], producer.producer_id)
 
     def answer(
         self,
@@ -651,11 +621,8 @@ class ProducerRequests:
             "timeout": timeout,
             **arrays,
         }
-        if request._claim is None:
-            self._producer.put(request.instance_id, **given)
-            self._forget(request)
-        else:
-            self._producer._answer(request._claim, False, request.instance_id, **given)
+        if not self._producer._answer(request._claim, 0, request.instance_id, **given):
+            return False
         if continued is not None:
             self._partials.forget(request)
         if self._state.failed or self._state.given_back:
@@ -705,13 +672,13 @@ class ProducerRequests:
             return False
         report: dict[str, Any] = {"policy_version": policy_version, "timeout": timeout}
         report |= request._group()
-        if request._claim is None:
-            report["group_size"] = request.group_size or None
-            self._producer.fail(request.instance_id, request.index, reason, **report)
-            self._forget(request)
-        else:
-            report |= {"index": request.index, "score": 0.0, "meta": reason}
-            self._producer._answer(request._claim, True, request.instance_id, **report)
+        report |= {"index": request.index, "score": float(request.attempt), "meta": reason}
+        flags = _core.FLAG_FAILED
+        if not request.group_size:
+            report["group_size"] = request.index + 1
+            flags |= _core.FLAG_NO_SIZE
+        if not self._producer._answer(request._claim, flags, request.instance_id, **report):
+            return False
         if isinstance(request._found, tuple):
             self._partials.forget(request)  # it may be why
         self._state.failed += 1
@@ -719,10 +686,6 @@ class ProducerRequests:
             self._state.backoff.wait(time.monotonic())
         self._note_unmade(0, reason)
         return True
-
-    def _forget(self, request: Request) -> None:
-        with self._state.lock:
-            self._state.taken.pop(self._at(request), None)
 
     async def aanswer(
         self,

@@ -18,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 from urllib.parse import urlsplit
 
@@ -95,6 +96,13 @@ class _Answer(msgspec.Struct):
     error: _Refused
 
 
+class _Told(msgspec.Struct):
+    """A recorder's answer about an open session."""
+
+    #: Whether the last call was refused since no engine answered.
+    no_engine: bool = False
+
+
 #: Ends for which the sample is not to blame: it is asked for again without a retry.
 _NOT_ITS_FAULT: Final = frozenset({"engine", "recorder_ended", "unknown_session"})
 
@@ -104,7 +112,9 @@ class Session:
 
     Give `base_url` and `api_key` to the agent, as an OpenAI or an Anthropic client takes them, or
     `environ` to its process; then `finish` with a score. Leaving the block without one fails the
-    sample.
+    sample. An exception of the agent does so too and goes on to the caller; the sample is released
+    instead where the recorder does not answer, or has no engine that does. An exception ends in the
+    block only where the recorder says that the session is over.
 
     Attributes
     ----------
@@ -316,7 +326,7 @@ class Session:
             return msgspec.msgpack.decode(body, type=PackedSample)
         refused = _refusal(body)
         why = refused.reason or refused.message or f"the recorder answered {status}"
-        if refused.code in _NOT_ITS_FAULT:
+        if refused.code in _NOT_ITS_FAULT or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self._release(why)
         else:
             self._fail(why)
@@ -331,13 +341,19 @@ class Session:
         except OSError as error:
             logger.info("the recorder has gone: %s", error)
 
-    def _ended_there(self) -> bool:
-        """Whether the recorder has ended the session by itself, or has gone."""
+    def _blame(self) -> tuple[int, str]:
+        """Return the recorder's status for the session, and a reason to release the sample."""
         try:
-            status, _ = _ask(self._url, "/session", self.api_key, None)
-        except OSError:
-            return True
-        return status != 200
+            status, body = _ask(self._url, "/session", self.api_key, None)
+            no_engine = status == HTTPStatus.OK and msgspec.json.decode(body, type=_Told).no_engine
+        except OSError as error:
+            return 0, f"the recorder does not answer: {error}"
+        except msgspec.DecodeError as error:
+            return 0, f"the recorder's answer cannot be read: {error}"
+        if no_engine:
+            return status, "no engine answers"
+        said = {HTTPStatus.OK, HTTPStatus.NOT_FOUND}
+        return status, "" if status in said else f"the recorder answered {status}"
 
     # -- a block --------------------------------------------------------------------------------
 
@@ -353,11 +369,18 @@ class Session:
         if not isinstance(error, Exception):
             self.release()
             return False
-        if self._ended_there():
-            # What the agent raised is how it learned of that: `finish` knows the reason.
-            self.finish(0.0)
+        status, blame = self._blame()
+        if status == HTTPStatus.NOT_FOUND:
+            # The session is over, as the agent learned by its exception; the rows say why.
+            if self._take_rows() is not None:
+                self._fail(f"{type(error).__name__}: {error}")
             return True
-        self.fail(f"{type(error).__name__}: {error}")
+        if blame:
+            if status:
+                self._end_at_recorder(blame)
+            self._release(blame)
+        else:
+            self.fail(f"{type(error).__name__}: {error}")
         return False
 
     async def __aenter__(self) -> Session:

@@ -169,7 +169,8 @@ def check_choices(**given: object) -> None:
 _CHOICES: Final = {
     "layout": ("packed", "padded", "prefix"),
     "malformed": ("raise", "drop"),
-    "truncated": ("keep", "mask", "drop"),
+    "truncated": ("keep", "mask", "exclude", "drop"),
+    "stale_samples": ("drop", "mask", "exclude"),
 }
 
 
@@ -198,8 +199,8 @@ def check_for_ranks(world_size: int, truncated: str, keep_group: object = None) 
         )
     if world_size != 1 and truncated == "drop":
         raise ValueError(
-            "truncated: expected 'keep' or 'mask' with several ranks, got 'drop'; a rank whose "
-            "groups are all dropped would have no step"
+            "truncated: expected 'keep', 'mask' or 'exclude' with several ranks, got 'drop'; a "
+            "rank whose groups are all dropped would have no step"
         )
 
 

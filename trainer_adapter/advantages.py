@@ -3,14 +3,15 @@
 Invariants:
 
 - Float64 inside, for any dtype of the scores; one pass over all groups, no Python work a sample.
-- A group of one and a group whose scores are all equal give exactly 0 (kind "none" excepted, which
-  compares nothing). Finite scores never give nan or an infinity.
+- A group of one and a group whose scores are all equal, up to rounding, give exactly 0 (kind "none"
+  excepted, which compares nothing). Finite scores never give nan or an infinity.
 - Groups never touch: a group's advantages depend on its own scores only, unless the kind is named
   after the batch.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, overload
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shmbus._arguments import check_choice
+from shmbus.batch.equal_scores import are_equal
 from shmbus.batch.gather import MAX_SCORE
 from trainer_adapter.scored_group import ScoredGroup, sight_of
 
@@ -41,6 +43,8 @@ Kind = (
     | Callable[[FloatArray, ScoredGroup], Any]
 )
 Std = Literal["bessel", "biased"]
+#: Returns groups of these sizes, of the samples that a mask keeps; None for all.
+SeenGroups = Callable[[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None], Sequence[ScoredGroup]]
 _KINDS: Final = ("grpo", "dr_grpo", "rloo", "batch", "batch_std", "none")
 
 
@@ -123,9 +127,9 @@ def group_advantages(
 
     Notes
     -----
-    A group of one, and a group of equal scores, give 0: with nothing to compare there is nothing
-    to learn, and 0 / 0 must not reach the weights. Under "batch" it is the batch that is compared,
-    so there a group of one has an advantage too.
+    A group of one, and a group of scores that are equal up to 2**-20 of the largest, give 0: with
+    nothing to compare there is nothing to learn, and 0 / 0 must not reach the weights. Under
+    "batch" it is the batch that is compared, so there a group of one has an advantage too.
     """
     values, kept = _as_float64(scores)
     if sizes is not None and group_ids is not None:
@@ -153,14 +157,28 @@ def advantages_for_groups(
     *,
     std: Std = "bessel",
     eps: float = DEFAULT_EPS,
-    groups: Callable[[], Sequence[ScoredGroup]] | None = None,
+    excluded: npt.NDArray[np.bool_] | None = None,
+    groups: SeenGroups | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Turn the scores of a ragged batch into advantages, all groups at once."""
+    """Turn the scores of a ragged batch into advantages, all groups at once.
+
+    Samples that are excluded have 0, and their scores count for no other sample.
+    """
     values, _ = _as_float64(_as_array("scores", scores))
     if values.ndim != 1:
         raise ValueError(f"scores: expected [samples], got shape {values.shape}; flatten it")
     counts = _as_array("sizes", sizes)
-    return _by_sizes(values, counts, kind, std, eps, groups).astype(np.float32)
+    if excluded is None:
+        seen = None if groups is None else functools.partial(groups, counts, None)
+        return _by_sizes(values, counts, kind, std, eps, seen).astype(np.float32)
+    kept = ~excluded
+    group = np.repeat(np.arange(len(counts)), counts)[kept]
+    counts = np.bincount(group, minlength=len(counts))
+    counts = counts[counts > 0]
+    seen = None if groups is None else functools.partial(groups, counts, kept)
+    result = np.zeros(len(values), np.float32)
+    result[kept] = _by_sizes(values[kept], counts, kind, std, eps, seen)
+    return result
 
 
 def check_kind(name: str, kind: object) -> None:
@@ -299,8 +317,7 @@ def _centred(
     starts = np.cumsum(counts) - counts
     means = np.add.reduceat(values, starts) / counts
     lowest, highest = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-    # By comparison, since the mean of equal scores may differ from them by a rounding.
-    level = lowest == highest
+    level = are_equal(lowest, highest)
     largest = np.where(level, 0.0, np.maximum(highest - means, means - lowest))
     return np.where(np.repeat(level, counts), 0.0, values - np.repeat(means, counts)), largest
 

@@ -33,6 +33,7 @@ from trainer_adapter._masked import (
 from trainer_adapter.losses import (
     Normalisation,
     PolicyLoss,
+    Units,
     check_clip,
     checked_operands,
     clipped_loss,
@@ -231,6 +232,8 @@ def gspo_loss(
     weights: Tensor | None = None,
     normalisation: Normalisation = "sequence",
     denominator: float | Tensor | None = None,
+    sample_of: Tensor | None = None,
+    sample_tokens: Tensor | None = None,
 ) -> PolicyLoss:
     """Compute the policy loss of GSPO: one clipped ratio a sequence.
 
@@ -252,7 +255,7 @@ def gspo_loss(
         section 5.1.
     weights : Tensor, same shape, optional
         Factor of each token's loss, for instance from `importance_correction`.
-    normalisation, denominator
+    normalisation, denominator, sample_of, sample_tokens
         As for `aggregate_loss`; "sequence" is GSPO's.
 
     Returns
@@ -272,8 +275,8 @@ def gspo_loss(
         fixed = spread(ratios, present, cu_seqlens)
     # Its value is the sequence's ratio, its gradient that of the token's logprob times it.
     ratio = fixed * (present - present.detach()).exp()
-    rest = normalisation, cu_seqlens, denominator
-    return clipped_loss(ratio, advantages, loss_mask, (clip_low, clip_high), weights, *rest)
+    units = Units(normalisation, cu_seqlens, denominator, sample_of, sample_tokens)
+    return clipped_loss(ratio, advantages, loss_mask, (clip_low, clip_high), weights, units)
 
 
 def cispo_loss(
@@ -288,6 +291,8 @@ def cispo_loss(
     normalisation: Normalisation = "token",
     cu_seqlens: Tensor | None = None,
     denominator: float | Tensor | None = None,
+    sample_of: Tensor | None = None,
+    sample_tokens: Tensor | None = None,
 ) -> PolicyLoss:
     """Compute the policy loss of CISPO: clipped ratios weigh log probabilities.
 
@@ -307,7 +312,7 @@ def cispo_loss(
         upper one ``epsilon_high``.
     weights : Tensor, same shape, optional
         Factor of each token's loss.
-    normalisation, cu_seqlens, denominator
+    normalisation, cu_seqlens, denominator, sample_of, sample_tokens
         As for `aggregate_loss`; "token" is CISPO's.
 
     Returns
@@ -334,7 +339,8 @@ def cispo_loss(
             factor = factor * real(weights, loss_mask)
         cut = loss_mask & ((ratio < low) | (ratio > high))
     losses = -factor * real(logprobs, loss_mask)
-    return policy_mean(losses, cut, ratio, loss_mask, normalisation, cu_seqlens, denominator)
+    units = Units(normalisation, cu_seqlens, denominator, sample_of, sample_tokens)
+    return policy_mean(losses, cut, ratio, loss_mask, units)
 
 
 def overlong_penalty(lengths: Lengths, *, longest: int, buffer: int, scale: float = 1.0) -> Lengths:

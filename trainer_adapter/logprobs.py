@@ -86,6 +86,11 @@ def token_logprobs(
             f"{'the rows of the model' if rows is None else 'rows='}, got {tuple(logits.shape)}"
         )
     wanted = batch.loss_mask & (before >= 0)
+    if count == 0:
+        # Nothing is trained: no row has logits, and the graph goes through none of them.
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        none: Tensor = torch.zeros(len(before), dtype=wide, device=logits.device)
+        return none + logits.sum(dtype=wide)
     at = (
         before.clamp(min=0)
         if rows is None

@@ -35,8 +35,18 @@ __all__ = [
     "policy_loss",
 ]
 
-Normalisation = Literal["token", "sequence", "constant"]
+Normalisation = Literal["token", "sequence", "sample", "constant"]
 _NORMALISATIONS: Final = get_args(Normalisation)
+
+
+class Units(NamedTuple):
+    """What a loss is averaged over."""
+
+    normalisation: Normalisation
+    cu_seqlens: Tensor | None = None
+    denominator: float | Tensor | None = None
+    sample_of: Tensor | None = None
+    sample_tokens: Tensor | None = None
 
 
 class PolicyLoss(NamedTuple):
@@ -70,6 +80,8 @@ def policy_loss(
     normalisation: Normalisation = "token",
     cu_seqlens: Tensor | None = None,
     denominator: float | Tensor | None = None,
+    sample_of: Tensor | None = None,
+    sample_tokens: Tensor | None = None,
 ) -> PolicyLoss:
     """Compute the clipped policy-gradient loss.
 
@@ -88,7 +100,7 @@ def policy_loss(
         How far the ratio may fall below and rise above 1.
     weights : Tensor, same shape, optional
         Factor of each token's loss, for instance from `importance_correction`.
-    normalisation, cu_seqlens, denominator
+    normalisation, cu_seqlens, denominator, sample_of, sample_tokens
         As for `aggregate_loss`.
 
     Returns
@@ -103,8 +115,8 @@ def policy_loss(
     check_clip(clip_low, clip_high, "0.2 is usual")
     old_logprobs = checked_operands(logprobs, old_logprobs, advantages, loss_mask, weights)
     ratio = bounded_ratio(logprobs, old_logprobs.detach(), loss_mask)
-    rest = normalisation, cu_seqlens, denominator
-    return clipped_loss(ratio, advantages, loss_mask, (clip_low, clip_high), weights, *rest)
+    units = Units(normalisation, cu_seqlens, denominator, sample_of, sample_tokens)
+    return clipped_loss(ratio, advantages, loss_mask, (clip_low, clip_high), weights, units)
 
 
 def check_clip(clip_low: float, clip_high: float, usual: str) -> None:
@@ -140,9 +152,7 @@ def clipped_loss(
     loss_mask: Tensor,
     clip: tuple[float, float],
     weights: Tensor | None,
-    normalisation: Normalisation,
-    cu_seqlens: Tensor | None,
-    denominator: float | Tensor | None,
+    units: Units,
 ) -> PolicyLoss:
     """Compute the clipped loss of ratios, which have the graph."""
     gain = real(advantages.detach(), loss_mask)
@@ -152,7 +162,7 @@ def clipped_loss(
         losses = losses * real(weights.detach(), loss_mask)
     with torch.no_grad():
         cut = loss_mask & (clipped * gain < ratio * gain)
-    return policy_mean(losses, cut, ratio, loss_mask, normalisation, cu_seqlens, denominator)
+    return policy_mean(losses, cut, ratio, loss_mask, units)
 
 
 def policy_mean(
@@ -160,18 +170,10 @@ def policy_mean(
     cut: Tensor,
     ratio: Tensor,
     loss_mask: Tensor,
-    normalisation: Normalisation,
-    cu_seqlens: Tensor | None,
-    denominator: float | Tensor | None,
+    units: Units,
 ) -> PolicyLoss:
     """Bring losses of tokens down to one number, with the figures to monitor."""
-    loss = aggregate_loss(
-        losses,
-        loss_mask,
-        normalisation=normalisation,
-        cu_seqlens=cu_seqlens,
-        denominator=denominator,
-    )
+    loss = aggregate_loss(losses, loss_mask, **units._asdict())
     with torch.no_grad():
         count = loss_mask.sum().clamp(min=1)
         mean_ratio = torch.where(loss_mask, ratio, 0.0).sum() / count
@@ -228,6 +230,8 @@ def aggregate_loss(
     normalisation: Normalisation = "token",
     cu_seqlens: Tensor | None = None,
     denominator: float | Tensor | None = None,
+    sample_of: Tensor | None = None,
+    sample_tokens: Tensor | None = None,
 ) -> Tensor:
     """Bring losses of tokens down to one number.
 
@@ -235,18 +239,24 @@ def aggregate_loss(
     ----------
     losses : Tensor [T] or [S, L], floating
     loss_mask : Tensor, bool, same shape
-    normalisation : {"token", "sequence", "constant"}
+    normalisation : {"token", "sequence", "sample", "constant"}
         "token": the sum over the number of tokens, so that each token weighs the same (DAPO,
         arXiv:2503.14476). "sequence": the mean over sequences of the mean over their tokens
-        (GRPO, arXiv:2402.03300); a sequence without tokens counts for nothing. "constant": the
+        (GRPO, arXiv:2402.03300); a sequence without tokens counts for nothing. "sample": the same
+        over samples, each of which may have several sequences, as an agent's has. "constant": the
         sum over `denominator`, so that a length never matters (Dr. GRPO, arXiv:2503.20783).
     cu_seqlens : Tensor [S + 1], int32 or int64, optional
-        Borders of the sequences; "sequence" needs it for packed losses. Tokens from the last
-        border on belong to no sequence.
+        Borders of the sequences; "sequence" and "sample" need it for packed losses. Tokens from the
+        last border on belong to no sequence.
     denominator : float or Tensor [], optional
-        Divide by this instead of the tokens or sequences here: their number over all ranks and
-        micro-batches of a step, which makes gradient accumulation exact. 0 is fine where the mask
-        has no token.
+        Divide by this instead of the tokens, sequences or samples here: their number over all ranks
+        and micro-batches of a step, which makes gradient accumulation exact. 0 is fine where the
+        mask has no token.
+    sample_of : Tensor [S], integers, optional
+        The sample of each sequence, as `Batch.sample_of` has it; "sample" needs it, or the next.
+    sample_tokens : Tensor [S], optional
+        The trained tokens of each sequence's sample, where some of its sequences are elsewhere: as
+        `MicroBatch.sample_tokens` has them.
 
     Returns
     -------
@@ -266,6 +276,17 @@ def aggregate_loss(
     elif normalisation == "sequence":
         sums, counts = by_sequence(kept, loss_mask, cu_seqlens)
         total, count = (sums / counts.clamp(min=1)).sum(), (counts > 0).sum()
+    elif normalisation == "sample":
+        sums, counts = by_sequence(kept, loss_mask, cu_seqlens)
+        whole = _whole_samples(counts, sample_of) if sample_tokens is None else sample_tokens
+        if whole.shape != counts.shape:
+            raise ValueError(
+                f"sample_tokens: expected one number for each of {len(counts)} sequences, got "
+                f"shape {tuple(whole.shape)}; pass part.sample_tokens"
+            )
+        whole = whole.clamp(min=1)
+        # Of a sample whose sequences are not all here, its share counts.
+        total, count = (sums / whole).sum(), (counts / whole).sum()
     else:
         if denominator is None:
             raise ValueError(
@@ -274,12 +295,33 @@ def aggregate_loss(
             )
         total, count = kept.sum(), loss_mask.sum()
     if denominator is None:
-        return total / count.clamp(min=1)
+        return total / torch.where(count > 0, count, 1)
     if not isinstance(denominator, Tensor):
         _check_denominator(denominator)
         denominator = total.new_full((), denominator)
     # Where nothing is trained, the whole batch's number of tokens may be 0 too.
     return total / torch.where(count > 0, denominator, 1)
+
+
+def _whole_samples(counts: Tensor, sample_of: Tensor | None) -> Tensor:
+    """Return for each sequence the trained tokens of its sample."""
+    if sample_of is None or sample_of.shape != counts.shape:
+        got = "None" if sample_of is None else f"shape {tuple(sample_of.shape)}"
+        raise ValueError(
+            f"sample_of: expected the sample of each of {len(counts)} sequences with "
+            f"normalisation='sample', got {got}; pass batch.sample_of"
+        )
+    return samples_sum(counts, sample_of)
+
+
+def samples_sum(values: Tensor, sample_of: Tensor) -> Tensor:
+    """Return for each sequence the sum of a value over the sequences of its sample."""
+    ordered, order = torch.sort(sample_of)
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    number = torch.empty_like(order)
+    number[order] = first.cumsum(0) - 1
+    return values.new_zeros(len(values)).index_add(0, number, values)[number]
 
 
 def _check_denominator(denominator: float) -> None:

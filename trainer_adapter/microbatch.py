@@ -24,6 +24,7 @@ from trainer_adapter.balance import balance, by_budget
 from trainer_adapter.batches.batch import Batch, Layout
 from trainer_adapter.batches.prefix_tree import PrefixTree, Segments
 from trainer_adapter.batches.tensors import TensorHolder, indexable
+from trainer_adapter.losses import samples_sum
 
 __all__ = ["MicroBatch", "micro_batches"]
 
@@ -49,6 +50,10 @@ class MicroBatch(TensorHolder):
         Tokens that the whole batch trains: the denominator of "token" normalisation.
     batch_sequences : Tensor []
         Sequences of the whole batch that train a token: that of "sequence" normalisation.
+    batch_samples : Tensor []
+        Samples of the whole batch that train a token: that of "sample" normalisation.
+    sample_tokens : Tensor [S]
+        Tokens that the whole batch trains of each sequence's sample.
     layout : "packed" | "padded" | "prefix"
     prefix_tree : PrefixTree or None
         As in the batch, of these sequences.
@@ -72,6 +77,8 @@ class MicroBatch(TensorHolder):
     sequence_indices: Tensor
     batch_loss_tokens: Tensor
     batch_sequences: Tensor
+    batch_samples: Tensor
+    sample_tokens: Tensor
     layout: Layout
     extra: dict[str, Any] = field(default_factory=dict)
     extra_offsets: dict[str, Tensor] = field(default_factory=dict)
@@ -157,14 +164,20 @@ def micro_batches(
     else:
         assert max_tokens is not None
         parts = by_budget(lengths, max_tokens)
-    loss_tokens = batch.loss_mask.sum()
-    trained = _trained_sequences(batch)
-    counts = np.asarray(lengths, np.int64)
-    starts = np.cumsum(counts) - counts
+    counts = _trained_tokens(batch)
+    sample_tokens = samples_sum(counts, batch.sample_of)
+    whole = {
+        "batch_loss_tokens": batch.loss_mask.sum(),
+        "batch_sequences": (counts > 0).sum(),
+        # Each sequence counts by its share of its sample.
+        "batch_samples": (counts / sample_tokens.clamp(min=1)).sum().round(),
+    }
+    lengths_of = np.asarray(lengths, np.int64)
+    starts = np.cumsum(lengths_of) - lengths_of
     sizes = batch.group_sizes.cpu().numpy()
     group_of = np.repeat(np.arange(len(sizes)), sizes)
     return [
-        _take(batch, np.array(part), counts, starts, group_of, loss_tokens, trained)
+        _take(batch, np.array(part), lengths_of, starts, group_of, sample_tokens, whole)
         for part in parts
     ]
 
@@ -211,25 +224,25 @@ def _prefix_parts(
     return [sorted(at for item in part for at in items[item]) for part in shared]
 
 
-def _trained_sequences(batch: Batch) -> Tensor:
+def _trained_tokens(batch: Batch) -> Tensor:
     if batch.layout == "padded":
-        return batch.loss_mask.any(dim=1).sum()
+        return batch.loss_mask.sum(dim=1)
     # Counts at the borders; none of them waits for the device.
     ends = torch.cumsum(torch.nn.functional.pad(batch.loss_mask, (1, 0)), dim=0)
-    return (ends[batch.cu_seqlens.long()].diff() > 0).sum()
+    return ends[batch.cu_seqlens.long()].diff()
 
 
 def _take(
     batch: Batch,
     part: NDArray[np.int64],
-    counts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
     starts: NDArray[np.int64],
     group_of: NDArray[np.int64],
-    loss_tokens: Tensor,
-    trained: Tensor,
+    sample_tokens: Tensor,
+    whole: dict[str, Tensor],
 ) -> MicroBatch:
-    """Take some sequences of a batch; `counts`, `starts` and `group_of` are of all sequences."""
-    own = counts[part]
+    """Take some sequences; `lengths`, `starts` and `group_of` cover the whole batch."""
+    own = lengths[part]
     borders = np.zeros(len(part) + 1, np.int32)
     np.cumsum(own, out=borders[1:])
     longest = int(own.max())
@@ -265,8 +278,8 @@ def _take(
         sample_of=batch.sample_of.index_select(0, sequences),
         group_sizes=torch.from_numpy(own_sizes),
         sequence_indices=indices,
-        batch_loss_tokens=loss_tokens,
-        batch_sequences=trained,
+        sample_tokens=sample_tokens.index_select(0, sequences),
+        **whole,
         layout=batch.layout,
         extra=extra,
         extra_offsets=offsets,

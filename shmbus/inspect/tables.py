@@ -97,7 +97,7 @@ def read_wanted(file: SegmentFile) -> list[WantedStatus]:
     for entry, row in _rows(file):
         if int(row["attempt"]) == _core.RETRY_PAUSE:
             continue
-        claim = int(row["claim"])
+        claim = int(row["claim"]) & ~_core.RETRY_ANSWERED
         round = int(row["round"])
         wanted = WantedStatus(
             instance_id=_text(entry, 0, int(row["id_bytes"])),

@@ -155,6 +155,7 @@ class _Call:
             if number >= len(self._calls._engines.all):
                 await asyncio.sleep(limits.RETRY_S)
             engine = self._calls._engines.pick(self._session)
+            self._session.no_engine = False
             try:
                 return await self._ask(engine)
             except EngineGone as gone:
@@ -163,6 +164,7 @@ class _Call:
                 if number + 1 < tries and len(self._calls._engines.all) > 1:
                     engine.state = "down"
         assert error is not None
+        self._session.no_engine = True
         raise _no_engine(error)
 
     def _take_body(self) -> None:

@@ -252,6 +252,7 @@ class Server:
             "group_size": session.place.group_size,
             "calls": session.calls,
             "running": session.running,
+            "no_engine": session.no_engine,
             "turns": transcript.turns,
             "tokens": transcript.tokens,
             "sampled": transcript.sampled,

@@ -132,6 +132,8 @@ class Session:
         self.answers: list[Answer] = []
         #: The engine that it stays at.
         self.engine: Any = None
+        #: Whether no engine answered the last call.
+        self.no_engine = False
         self.calls = 0
         self.end: End | None = None
         #: No call may be made any more: its rows were given, or its score is being put.

@@ -14,6 +14,7 @@ Invariants
 - A failing group always has a deadline: that of its requests, or the time that it waits for its
   other samples. So a failure never makes a group wait for ever.
 - A failed sample is asked for again only once its backoff is over.
+- A request whose answer is being committed at its deadline is never asked of another producer.
 - A failure that comes while the request lane is paused for failures that are alike uses up none of
   its sample's attempts, however often it comes. Nor does one that may be the engine's: no sample
   has come since this one was asked for again, and as many prompts fail as pause the lane, or there
@@ -174,8 +175,8 @@ class Request:
     """A retry request for one sample."""
 
     __slots__ = (
-        "attempt", "deadline_s", "due_s", "group_size", "index", "key", "need", "reason",
-        "successes",
+        "answered", "attempt", "deadline_s", "due_s", "group_size", "index", "key", "late", "need",
+        "reason", "successes",
     )  # fmt: skip
 
     def __init__(
@@ -187,6 +188,8 @@ class Request:
         attempt: int,
         reason: str,
         due_s: float,
+        *,
+        late: bool = False,
     ) -> None:
         self.key = key
         self.group_size = group_size
@@ -200,8 +203,12 @@ class Request:
         self.due_s = due_s
         #: None until producers can take it.
         self.deadline_s: float | None = None
-        #: How many samples had come by then.
+        #: Whether an answer was committed by the last look at the deadline.
+        self.answered = False
+        #: How many samples had come when producers could take it.
         self.successes: int | None = None
+        #: Whether the sample missed its group's deadline, and its first try may still run.
+        self.late = late
 
 
 class FailedIndex(Generic[S]):
@@ -312,6 +319,9 @@ class Failures(Generic[S]):
         self.nbytes = 0
         #: Is told of each failed attempt: of which key and index.
         self.told: Callable[[Hashable, int, FailedIndex[S]], None] | None = None
+        #: Takes a request back from producers; False once it is answered, None while its answer
+        #: is being committed.
+        self.take_back: Callable[[Request], bool | None] = lambda request: True
         self._due: list[tuple[float, int, FailingGroup[S]]] = []
         self._asks: list[tuple[float, int, Request]] = []
         #: Unpublished requests after their backoff, longest due first: without and in the lane.
@@ -411,6 +421,7 @@ class Failures(Generic[S]):
         now_s: float,
         *,
         reported: bool = False,
+        late: bool = False,
     ) -> None:
         """Count a failed attempt, 0 for the first, and request the next one, if any is left."""
         failed = group.failed[index]
@@ -436,7 +447,7 @@ class Failures(Generic[S]):
         if excused or attempt <= self.retries:
             due_s = now_s + backoff_s(self._backoff, failed.failures, (*at, failed.failures))
             failed.request = self.requests[at] = Request(
-                group.key, group.size, group.need, index, attempt, reason, due_s
+                group.key, group.size, group.need, index, attempt, reason, due_s, late=late
             )
             self._ticket += 1
             heapq.heappush(self._asks, (due_s, self._ticket, failed.request))
@@ -574,6 +585,13 @@ class Failures(Generic[S]):
             request = failed.request
             if request is None or request.deadline_s is None or now_s < request.deadline_s:
                 continue
+            # A look before the ring was read to its end again; an answer that was committed by
+            # then, and is not here, has been discarded.
+            before, taken = request.answered, self.take_back(request)
+            if taken is None or (taken is False and not before):
+                request.answered = taken is False
+                request.deadline_s = now_s + self.retry_timeout_s
+                continue
             reason = f"not there {self.retry_timeout_s:g} s after it was asked for"
             self._fail(group, index, request.attempt, reason, now_s)
         return group.decided or (
@@ -583,16 +601,22 @@ class Failures(Generic[S]):
     def fail_missing(self, group: FailingGroup[S], reason: str, now_s: float) -> None:
         """Count missing samples as failed, since the group's time is over."""
         group.overdue = True
-        self.fail_samples(group, range(group.size), reason, now_s)
+        self.fail_samples(group, range(group.size), reason, now_s, late=True)
 
     def fail_samples(
-        self, group: FailingGroup[S], indexes: Iterable[int], reason: str, now_s: float
+        self,
+        group: FailingGroup[S],
+        indexes: Iterable[int],
+        reason: str,
+        now_s: float,
+        *,
+        late: bool = False,
     ) -> None:
         """Count those of these samples as failed that are not there."""
         for index in indexes:
             if index not in group.received and index not in group.failed:
                 group.failed[index] = FailedIndex()
-                self._fail(group, index, 0, reason, now_s)
+                self._fail(group, index, 0, reason, now_s, late=late)
         self._touch(group, now_s)
 
     # -- ending ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ Invariants
   poll of the ring.
 - A request is published once its backoff is over. While the lane is paused for failures that come
   alike, a worker takes a sample only with the row that says so, which is published anew for each.
+- A request is taken back at its deadline by one compare-and-swap with its claimant's answer.
 - A claim counts as a failed attempt only when its producer is dead and everything that it committed
   has been read. A producer that closes gives its claims back.
 - Requests of an earlier collector are taken over, with their attempts, when their failures are
@@ -51,6 +52,7 @@ class Retries:
         #: Producers that died with a claim, by row; these fail once the ring is read to its end.
         self._dead_claims: dict[int, int] = {}
         _, self._failed_before = _core.retry_noted(segment)
+        self._failures.take_back = self._take_back
         self._begin()
 
     def _begin(self) -> None:
@@ -73,6 +75,10 @@ class Retries:
                 _core.retry_withdraw(self._segment, row)
                 self._free.append(row)
         self._failures.dirty = bool(self._failures.earlier_attempts)
+
+    def _take_back(self, request: Request) -> bool | None:
+        row = self._row_of.get((request.key, request.index))
+        return row is None or _core.retry_take_back(self._segment, row)
 
     def check_claimants(self) -> None:
         """Note claims of dead producers, for a later update. Call it after a sweep."""
@@ -215,6 +221,7 @@ class Retries:
             request.index,
             request.attempt,
             _cut(request.reason),
+            request.late,
         )
 
     def _fail_dead_claims(self, now_s: float) -> None:

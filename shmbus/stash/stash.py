@@ -35,6 +35,7 @@ import msgspec
 
 from shmbus import errors, limits
 from shmbus._keys import has_round, split_of
+from shmbus.batch.equal_scores import are_equal
 from shmbus.batch.token_versions import is_stale
 from shmbus.stash.failures import FailingGroup, Failures, Reported, Request
 from shmbus_ext import _core
@@ -572,7 +573,7 @@ class Stash(Generic[S]):
 
 def _scores_equal(samples: Sequence[Sample]) -> bool:
     try:
-        first = samples[0].score
-        return all(sample.score == first for sample in samples)
+        scores = [sample.score for sample in samples]
+        return bool(are_equal(min(scores), max(scores)))
     except errors.UnscoredError:
         return False  # nobody knows yet

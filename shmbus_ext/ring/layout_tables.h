@@ -52,7 +52,7 @@ _Static_assert(offsetof(struct split_entry, acked) == 32, "layout");
 #define SHMBUS_RETRY_REASON_BYTES 192u
 
 /* A retry request. `claim` is FREE, BUSY while the collector changes the entry, or the id of the
- * producer that has claimed it, plus 1.
+ * producer that has claimed it, plus 1; with bit ANSWERED from just before the answer's commit on.
  *
  * Offset  Size  Field        Written by             Read by    Order
  *      0     8  claim        collector, producers   both       CAS; BUSY first, FREE last
@@ -62,6 +62,7 @@ _Static_assert(offsetof(struct split_entry, acked) == 32, "layout");
  */
 #define SHMBUS_RETRY_FREE UINT64_C(0)
 #define SHMBUS_RETRY_BUSY UINT64_MAX
+#define SHMBUS_RETRY_ANSWERED (UINT64_C(1) << 63)
 /* The `attempt` of the row that pauses the request lane, and asks for no sample. `reason` says why,
  * `round` since when (CLOCK_REALTIME, ns), `id` nothing. While there is one, a worker takes a sample
  * only once it has claimed that row; the collector publishes it anew for each. */
@@ -78,7 +79,8 @@ struct retry_entry {
     uint16_t reason_bytes;
     uint16_t need;
     uint16_t split;
-    uint32_t reserved0[2];
+    uint32_t late; /* 1: the sample missed its group's deadline; the first try may still run */
+    uint32_t reserved0;
     uint32_t crc;
     char id[SHMBUS_RETRY_ID_BYTES];
     char reason[SHMBUS_RETRY_REASON_BYTES];
@@ -86,6 +88,7 @@ struct retry_entry {
 _Static_assert(sizeof(struct retry_entry) == 512, "layout");
 _Static_assert(offsetof(struct retry_entry, number) == 8, "layout");
 _Static_assert(offsetof(struct retry_entry, need) == 48, "layout");
+_Static_assert(offsetof(struct retry_entry, late) == 52, "layout");
 _Static_assert(offsetof(struct retry_entry, crc) == 60, "layout");
 _Static_assert(offsetof(struct retry_entry, id) == 64, "layout");
 
@@ -225,9 +228,9 @@ _Static_assert(offsetof(struct request_row, next) == 72, "layout");
 _Static_assert(offsetof(struct request_row, ended_done) == 88, "layout");
 
 /* One sample of a group. claim: kind (2 bits, enum request_kind) | producer id (34, all ones of one
- * that another node makes) | number (28, of its row). commit: number (28) | the lane's count once
- * the answer is committed (36); stored before the commit, so that whoever reaps a dead worker knows
- * whether its answer is there. */
+ * that another node makes) | number (28, of its row). DONE with a producer: that producer commits
+ * the answer. commit: number (28) | the lane's count once the answer is committed (36); stored
+ * before the commit, so that whoever reaps a dead worker knows whether its answer is there. */
 enum request_kind { CELL_NONE = 0, CELL_IS_OPEN = 1, CELL_IS_CLAIMED = 2, CELL_IS_DONE = 3 };
 struct request_cell {
     _Atomic uint64_t claim;

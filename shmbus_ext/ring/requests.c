@@ -7,6 +7,7 @@
 #include "base/clock.h"
 #include "base/failpoints.h"
 #include "lead.h"
+#include "retry_table.h"
 
 /* Passes over the lane for totals of one instant, while feeders are at work. */
 #define TOTAL_TRIES 16
@@ -290,6 +291,9 @@ uint64_t request_find(const struct segment *segment, const char *id, uint32_t id
 /* ---- ending a claim ---- */
 
 bool request_is_held(const struct segment *segment, const struct request_claim *claim) {
+    if (claim->cell == REQUEST_IS_RETRY) {
+        return retry_is_held(segment, claim->row, claim->number, claim->word);
+    }
     /* SYNC: request-claimed. */
     return request_open_row(segment, claim->row) == claim->number &&
            atomic_load_explicit(claim_at(segment, claim->cell), memory_order_acquire) ==
@@ -308,6 +312,9 @@ static bool reopen(struct segment *segment, uint32_t row, uint32_t cell, uint64_
 }
 
 bool request_give_back(struct segment *segment, const struct request_claim *claim) {
+    if (claim->cell == REQUEST_IS_RETRY) {
+        return retry_unclaim(segment, claim->row, claim->number, claim->word);
+    }
     if (!reopen(segment, claim->row, claim->cell, claim->word, claim->number)) {
         return false;
     }
@@ -315,20 +322,89 @@ bool request_give_back(struct segment *segment, const struct request_claim *clai
     return true;
 }
 
-void request_intend(struct segment *segment, const struct request_claim *claim, uint64_t count) {
+uint32_t request_revoke(struct segment *segment, uint32_t index, uint64_t number) {
+    struct request_row row;
+    uint32_t revoked = 0;
+    if (request_copy_row(segment, index, number, &row)) {
+        for (uint32_t cell = row.first_cell; cell < row.first_cell + row.group_size; cell++) {
+            uint64_t word = atomic_load_explicit(claim_at(segment, cell), memory_order_acquire);
+            revoked += request_kind_of(word) == CELL_IS_CLAIMED &&
+                       request_producer_of(word) != REQUEST_NOBODY &&
+                       reopen(segment, index, cell, word, number);
+        }
+    }
+    if (revoked > 0) {
+        bell_ring(&segment->requests.lane->work, revoked);
+    }
+    return revoked;
+}
+
+/* The word of a claimed cell whose owner commits its answer. */
+static uint64_t answered_word(uint64_t claimed) {
+    return request_claim_word(CELL_IS_DONE, request_producer_of(claimed), claimed);
+}
+
+bool request_answer(struct segment *segment, const struct request_claim *claim, uint64_t count) {
+    if (claim->cell == REQUEST_IS_RETRY) {
+        return retry_answer(segment, claim->row, claim->number, claim->word);
+    }
     struct request_cell *cell = &segment->requests.cells[claim->cell];
-    if (atomic_load_explicit(&cell->claim, memory_order_relaxed) != claim->word) {
-        return; /* its row has ended */
+    if (!request_is_held(segment, claim)) {
+        return false;
     }
     uint64_t tag = (claim->number & REQUEST_NUMBER_MASK) << (64 - REQUEST_NUMBER_BITS);
     atomic_store_explicit(&cell->commit, tag | (count & REQUEST_COUNT_MASK), memory_order_relaxed);
     FAILPOINT("request-intended");
+    if (!swap(&cell->claim, claim->word, answered_word(claim->word))) {
+        return false;
+    }
+    FAILPOINT("request-committing");
+    return true;
 }
 
 void request_answered(struct segment *segment, const struct request_claim *claim) {
     FAILPOINT("request-answering");
-    swap(claim_at(segment, claim->cell), claim->word, request_claim_word(CELL_IS_DONE, 0, claim->number));
+    if (claim->cell != REQUEST_IS_RETRY) {
+        swap(claim_at(segment, claim->cell), answered_word(claim->word),
+             request_claim_word(CELL_IS_DONE, 0, claim->number));
+    }
     FAILPOINT("request-answered");
+}
+
+/* Whether a first try may be ended for good: false where it was answered. */
+static bool end_first_try(struct segment *segment, uint32_t index, uint64_t number,
+                          uint32_t sample) {
+    struct request_row row;
+    if (!request_copy_row(segment, index, number, &row) || sample >= row.group_size) {
+        return true; /* its group has ended, as the retry table will say */
+    }
+    _Atomic uint64_t *claim = claim_at(segment, row.first_cell + sample);
+    uint64_t over = request_claim_word(CELL_IS_DONE, REQUEST_NOBODY, number);
+    uint64_t word;
+    do {
+        word = atomic_load_explicit(claim, memory_order_acquire);
+        if (request_kind_of(word) == CELL_IS_DONE) {
+            return word == over;
+        }
+    } while (!swap(claim, word, over));
+    return true;
+}
+
+bool request_claim_retry(struct segment *segment, uint32_t at, uint64_t number,
+                         uint64_t producer_id) {
+    struct retry_request retry;
+    if (!retry_claim(segment, at, number, producer_id, &retry)) {
+        return false;
+    }
+    uint32_t row;
+    uint64_t first = retry.late == 0 ? 0
+                                     : request_find(segment, retry.id, retry.id_bytes, retry.round,
+                                                    retry.split, &row);
+    if (first == 0 || end_first_try(segment, row, first, retry.index)) {
+        return true;
+    }
+    retry_unclaim(segment, at, number, producer_id);
+    return false;
 }
 
 /* ---- after a death ---- */
@@ -343,7 +419,8 @@ static bool reap_cell(struct segment *segment, uint32_t row, uint64_t number, ui
                       const uint64_t owner_and_count[2]) {
     struct request_cell *at = &segment->requests.cells[cell];
     uint64_t word = atomic_load_explicit(&at->claim, memory_order_acquire);
-    if (word != request_claim_word(CELL_IS_CLAIMED, owner_and_count[0] + 1, number)) {
+    uint64_t claimed = request_claim_word(CELL_IS_CLAIMED, owner_and_count[0] + 1, number);
+    if (word != claimed && word != answered_word(claimed)) {
         return false;
     }
     uint64_t commit = atomic_load_explicit(&at->commit, memory_order_relaxed);

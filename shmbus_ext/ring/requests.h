@@ -8,9 +8,10 @@
  *  - A cell is handed to one producer at a time: its claim goes from open to claimed by
  *    compare-and-swap, and carries its row's number, so that no late word counts for a later row.
  *    Cells never become anything else, so a stale compare-and-swap harms nothing.
- *  - A claim ends with its answer's commit, by giving it back, or by its owner's death. The commit's
- *    count is stored before the commit; so whoever reaps the owner knows exactly whether the answer
- *    is in the ring, and gives the sample back if it is not.
+ *  - A claim ends just before its answer's commit, by giving it back, by a retry of its sample, or by
+ *    its owner's death: by compare-and-swap, so one of these happens. The commit's count is stored
+ *    before; so whoever reaps the owner knows exactly whether the answer is in the ring, and gives
+ *    the sample back if it is not.
  *  - A sample that is open is found: by `next` of its row, or, once that has passed it, by
  *    `returned` of its row and of the lane. Both are set again by every reaper.
  *  - Only the collector ends a row. A row's bytes are copied and checked, and the row is looked at
@@ -71,11 +72,13 @@ bool request_copy_row(const struct segment *segment, uint32_t index, uint64_t nu
                       struct request_row *copy);
 
 /* ---- The workers' and the collector's side. */
+/* The cell of a claim in the retry table. */
+#define REQUEST_IS_RETRY UINT32_MAX
 /* A sample that a producer has in hand; number 0 for none. */
 struct request_claim {
     uint64_t number; /* of its row */
-    uint64_t word;   /* of its cell */
-    uint32_t row;
+    uint64_t word;   /* of its cell; of a retry the producer's id */
+    uint32_t row;    /* of the lane, or of the retry table */
     uint32_t cell;
     uint32_t index; /* of the sample */
 };
@@ -120,9 +123,17 @@ bool request_is_held(const struct segment *segment, const struct request_claim *
 /* Gives it back; false where it is not the claim's any more. */
 bool request_give_back(struct segment *segment, const struct request_claim *claim);
 
-/* Around the commit of an answer, by its writer: `count` is the lane's count with this commit. */
-void request_intend(struct segment *segment, const struct request_claim *claim, uint64_t count);
+/* Takes the samples of a row from their owners, whose answers are not wanted then; how many. */
+uint32_t request_revoke(struct segment *segment, uint32_t row, uint64_t number);
+
+/* Around the commit of an answer, by its writer: ends the claim; false, and nothing may be
+ * committed, where it is not held. `count` is the lane's count with this commit. */
+bool request_answer(struct segment *segment, const struct request_claim *claim, uint64_t count);
 void request_answered(struct segment *segment, const struct request_claim *claim);
+/* Claims an entry of the retry table, and ends the claim of a late sample's first try; false too
+ * where that was answered. */
+bool request_claim_retry(struct segment *segment, uint32_t at, uint64_t number,
+                         uint64_t producer_id);
 
 /* Whoever has taken the slot of a producer that died, after its commits are counted. */
 void request_reap(struct segment *segment, uint64_t producer_id, uint64_t committed);

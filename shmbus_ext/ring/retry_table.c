@@ -28,6 +28,7 @@ void retry_publish(struct segment *segment, uint32_t at, const struct retry_requ
     fresh.split = (uint16_t)request->split;
     fresh.index = request->index;
     fresh.attempt = request->attempt;
+    fresh.late = request->late != 0;
     fresh.id_bytes = request->id_bytes;
     fresh.reason_bytes = request->reason_bytes;
     memcpy(fresh.id, request->id, request->id_bytes);
@@ -69,12 +70,13 @@ bool retry_read(const struct segment *segment, uint32_t at, struct retry_request
     copy->number = own.number;
     copy->round = own.round;
     copy->asked_ns = own.asked_ns;
-    copy->claimant = claim;
+    copy->claimant = claim & ~SHMBUS_RETRY_ANSWERED;
     copy->group_size = own.group_size;
     copy->need = own.need;
     copy->split = own.split;
     copy->index = own.index;
     copy->attempt = own.attempt;
+    copy->late = own.late;
     copy->id_bytes = own.id_bytes;
     copy->reason_bytes = own.reason_bytes;
     memcpy(copy->id, own.id, sizeof copy->id);
@@ -82,28 +84,72 @@ bool retry_read(const struct segment *segment, uint32_t at, struct retry_request
     return true;
 }
 
-bool retry_claim(struct segment *segment, uint32_t at, uint64_t number, uint64_t producer_id) {
-    struct retry_entry *entry = &segment->retries[at];
-    uint64_t expected = SHMBUS_RETRY_FREE;
+static bool swap(struct segment *segment, uint32_t at, uint64_t from, uint64_t to) {
     /* SYNC: retry-requested. */
-    if (!atomic_compare_exchange_strong_explicit(&entry->claim, &expected, producer_id + 1,
-                                                 memory_order_acq_rel, memory_order_relaxed)) {
-        return false;
+    return atomic_compare_exchange_strong_explicit(&segment->retries[at].claim, &from, to,
+                                                   memory_order_acq_rel, memory_order_relaxed);
+}
+
+/* Whether a producer is between the intent of a commit and its count. */
+static bool is_committing(const struct segment *segment, uint64_t producer_id) {
+    for (uint32_t i = 0; i < segment->max_producers; i++) {
+        const struct producer_slot *slot = &segment->slots[i];
+        if (atomic_load_explicit(&slot->producer_id, memory_order_acquire) == producer_id) {
+            uint64_t counted = atomic_load_explicit(&slot->committed, memory_order_acquire);
+            return atomic_load_explicit(&slot->state, memory_order_acquire) ==
+                       SHMBUS_SLOT_ACTIVE &&
+                   atomic_load_explicit(&slot->committing, memory_order_acquire) > counted;
+        }
     }
-    FAILPOINT("want-claimed");
-    struct retry_request now;
-    if (retry_read(segment, at, &now) && now.number == number) {
-        return true;
-    }
-    /* The entry has got another request since it was read. */
-    retry_unclaim(segment, at, producer_id);
     return false;
 }
 
-bool retry_unclaim(struct segment *segment, uint32_t at, uint64_t producer_id) {
-    uint64_t expected = producer_id + 1;
+enum retry_taken retry_take_back(struct segment *segment, uint32_t at) {
+    uint64_t claim;
+    do {
+        claim = atomic_load_explicit(&segment->retries[at].claim, memory_order_acquire);
+        if (claim != SHMBUS_RETRY_BUSY && (claim & SHMBUS_RETRY_ANSWERED) != 0) {
+            bool commits = is_committing(segment, (claim & ~SHMBUS_RETRY_ANSWERED) - 1);
+            return commits ? RETRY_COMMITTING : RETRY_ANSWERED;
+        }
+    } while (!swap(segment, at, claim, SHMBUS_RETRY_BUSY));
+    return RETRY_TAKEN_BACK;
+}
+
+bool retry_claim(struct segment *segment, uint32_t at, uint64_t number, uint64_t producer_id,
+                 struct retry_request *copy) {
+    if (!swap(segment, at, SHMBUS_RETRY_FREE, producer_id + 1)) {
+        return false;
+    }
+    FAILPOINT("want-claimed");
+    if (retry_read(segment, at, copy) && copy->number == number) {
+        return true;
+    }
+    /* The entry has got another request since it was read. */
+    swap(segment, at, producer_id + 1, SHMBUS_RETRY_FREE);
+    return false;
+}
+
+bool retry_is_held(const struct segment *segment, uint32_t at, uint64_t number,
+                   uint64_t producer_id) {
+    const struct retry_entry *entry = &segment->retries[at];
+    /* SYNC: retry-requested. Only this producer frees its claim, so the number is the claim's. */
+    return atomic_load_explicit(&entry->claim, memory_order_acquire) == producer_id + 1 &&
+           entry->number == number;
+}
+
+bool retry_unclaim(struct segment *segment, uint32_t at, uint64_t number, uint64_t producer_id) {
     FAILPOINT("want-leaving");
-    return atomic_compare_exchange_strong_explicit(&segment->retries[at].claim, &expected,
-                                                   SHMBUS_RETRY_FREE, memory_order_acq_rel,
-                                                   memory_order_relaxed);
+    return retry_is_held(segment, at, number, producer_id) &&
+           swap(segment, at, producer_id + 1, SHMBUS_RETRY_FREE);
+}
+
+bool retry_answer(struct segment *segment, uint32_t at, uint64_t number, uint64_t producer_id) {
+    FAILPOINT("want-answering");
+    if (!retry_is_held(segment, at, number, producer_id) ||
+        !swap(segment, at, producer_id + 1, SHMBUS_RETRY_ANSWERED | (producer_id + 1))) {
+        return false;
+    }
+    FAILPOINT("want-answered");
+    return true;
 }

@@ -210,9 +210,6 @@ enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct rese
  * records happened: by the first, since the others become visible with it. */
 static inline __attribute__((always_inline)) void
 intend(struct writer *self, const struct reservation *at, uint32_t n) {
-    if (at->answers.number != 0) {
-        request_intend(self->segment, &at->answers, self->committed + 1);
-    }
     atomic_store_explicit(&self->slot->commit_ref, place_pack(&at->place), memory_order_relaxed);
     atomic_store_explicit(&self->slot->commit_generation, at->place.generation,
                           memory_order_relaxed);
@@ -221,9 +218,16 @@ intend(struct writer *self, const struct reservation *at, uint32_t n) {
     FAILPOINT("commit-intended");
 }
 
-static void intend_commit(struct writer *self, const struct reservation *at) {
+/* False where the record answers a claim that is not held any more. */
+static bool intend_commit(struct writer *self, const struct reservation *at) {
     intend(self, at, 1);
+    if (at->answers.number != 0 &&
+        !request_answer(self->segment, &at->answers, self->committed + 1)) {
+        atomic_store_explicit(&self->slot->committing, 0, memory_order_release);
+        return false;
+    }
     record_close(at->record, at->bytes, self->sequence, self->committed);
+    return true;
 }
 
 static void count_commits(struct writer *self, const struct reservation *at, uint32_t n) {
@@ -248,13 +252,16 @@ static void make_visible(struct writer *self, const struct reservation *at) {
     FAILPOINT("record-exposed");
 }
 
-void writer_publish(struct writer *self, const struct reservation *at) {
-    intend_commit(self, at);
+bool writer_publish(struct writer *self, const struct reservation *at) {
+    if (!intend_commit(self, at)) {
+        return false;
+    }
     /* SYNC: record-published. */
     atomic_store_explicit(&at->record->state, SHMBUS_COMMITTED, memory_order_release);
     FAILPOINT("record-published");
     make_visible(self, at);
     count_commits(self, at, 1);
+    return true;
 }
 
 void writer_publish_all(struct writer *self, const struct reservation *at, uint32_t n) {
@@ -287,11 +294,14 @@ void writer_reserve(struct writer *self, const struct reservation *at) {
     make_visible(self, at);
 }
 
-void writer_commit(struct writer *self, const struct reservation *at) {
-    intend_commit(self, at);
+bool writer_commit(struct writer *self, const struct reservation *at) {
+    if (!intend_commit(self, at)) {
+        return false;
+    }
     /* SYNC: record-published. */
     atomic_store_explicit(&at->record->state, SHMBUS_COMMITTED, memory_order_release);
     count_commits(self, at, 1);
+    return true;
 }
 
 void writer_abort(struct writer *self, const struct reservation *at) {

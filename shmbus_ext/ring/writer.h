@@ -66,8 +66,9 @@ void writer_close(struct writer *self);
 /* Room for a record in the lane; what it begins or answers is for the caller to note. */
 enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct reservation *out);
 
-/* One step for a record that is filled already: expose it committed. */
-void writer_publish(struct writer *self, const struct reservation *at);
+/* One step for a record that is filled already: expose it committed. False, and nothing happens,
+ * where it answers a claim that is not held any more. */
+bool writer_publish(struct writer *self, const struct reservation *at);
 
 /* The same for n records that one claim has room for: all of them or none. */
 void writer_publish_all(struct writer *self, const struct reservation *at, uint32_t n);
@@ -75,9 +76,10 @@ void writer_publish_all(struct writer *self, const struct reservation *at, uint3
 /* The same for a record that was committed before, elsewhere: it keeps its numbers. */
 void writer_publish_moved(struct writer *self, const struct reservation *at, uint32_t state);
 
-/* Two steps for one that is filled later: expose it reserved, and then end it. */
+/* Two steps for one that is filled later: expose it reserved, and then end it; a commit that is
+ * false, as for a publish, is aborted. */
 void writer_reserve(struct writer *self, const struct reservation *at);
-void writer_commit(struct writer *self, const struct reservation *at);
+bool writer_commit(struct writer *self, const struct reservation *at);
 void writer_abort(struct writer *self, const struct reservation *at);
 
 /* For a writable view of a record: its run is kept until the view is gone too. */

@@ -259,22 +259,24 @@ static void ask(void) {
 /* Claims a request, gives it back, claims it for good. */
 static void take(void) {
     uint64_t claimant;
+    struct retry_request copy;
     for (uint32_t turn = 1; turn <= 2; turn++) {
         uint64_t number = asked(ASKED_ROW, &claimant);
         atomic_store(&witness->begun, turn);
-        CHECK(retry_claim(&segment, ASKED_ROW, number, TAKER));
+        CHECK(retry_claim(&segment, ASKED_ROW, number, TAKER, &copy));
         atomic_store(&witness->done, turn);
-        CHECK(turn == 2 || retry_unclaim(&segment, ASKED_ROW, TAKER));
+        CHECK(turn == 2 || retry_unclaim(&segment, ASKED_ROW, number, TAKER));
     }
 }
 
 /* Whatever was left there, the next collector publishes in this entry, and a producer claims it. */
 static void check_row_serves(uint32_t row, uint64_t number) {
     uint64_t claimant;
+    struct retry_request copy;
     publish(row, number);
     CHECK(asked(row, &claimant) == number && claimant == SHMBUS_RETRY_FREE);
-    CHECK(retry_claim(&segment, row, number, SUCCESSOR));
-    CHECK(!retry_claim(&segment, row, number, TAKER));
+    CHECK(retry_claim(&segment, row, number, SUCCESSOR, &copy));
+    CHECK(!retry_claim(&segment, row, number, TAKER, &copy));
     retry_withdraw(&segment, row);
 }
 

@@ -84,7 +84,8 @@ static void read_row(uint32_t at) {
 
 static void claim(uint32_t at, uint64_t producer) {
     struct row_state *row = &rows[at];
-    bool got = retry_claim(&segment, at, row->seen, producer);
+    struct retry_request copy;
+    bool got = retry_claim(&segment, at, row->seen, producer, &copy);
     if (row->sound) {
         CHECK(got == (row->holder == 0 && row->seen == row->asked.number));
     }
@@ -93,7 +94,7 @@ static void claim(uint32_t at, uint64_t producer) {
 
 static void unclaim(uint32_t at, uint64_t producer) {
     struct row_state *row = &rows[at];
-    bool had = retry_unclaim(&segment, at, producer);
+    bool had = retry_unclaim(&segment, at, row->asked.number, producer);
     if (row->sound) {
         CHECK(had == (row->holder == producer + 1));
     }

@@ -30,6 +30,7 @@ TREE = {
     "LayoutMismatchError": (), "PeerGoneError": (), "ProtocolError": (),
     "RecordTooLargeError": (ValueError,), "RecorderUnavailableError": (),
     "StallError": (), "UnscoredError": (ValueError,),
+    "UnservedGroupError": (),
     "WaitTimeoutError": (TimeoutError,),
 }  # fmt: skip
 

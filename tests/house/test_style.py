@@ -79,6 +79,7 @@ SHMBUS_ALL = [
     "Trajectory",
     "UnannotatedGroup",
     "UnscoredError",
+    "UnservedGroupError",
     "WaitTimeoutError",
     "__version__",
     "unlink",

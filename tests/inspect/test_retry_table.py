@@ -71,11 +71,12 @@ def test_a_claim_is_of_the_request_that_was_seen(bus_name: str) -> None:
         assert _core.retry_requests(segment)[0][2] == 0  # put back
         assert _core.retry_claim(segment, 0, 7, 1)
         assert not _core.retry_claim(segment, 0, 7, 2)
-        assert not _core.retry_unclaim(segment, 0, 2)
-        assert _core.retry_unclaim(segment, 0, 1)
+        assert not _core.retry_unclaim(segment, 0, 7, 2)
+        assert _core.retry_unclaim(segment, 0, 7, 1)
         assert _core.retry_claim(segment, 0, 7, 2)
+        assert not _core.retry_unclaim(segment, 0, 6, 2)
         want(segment, 0, 8)
-        assert not _core.retry_unclaim(segment, 0, 2)
+        assert not _core.retry_unclaim(segment, 0, 7, 2)
         _core.retry_withdraw(segment, 0)
         assert _core.retry_requests(segment) == [] and not _core.retry_claim(segment, 0, 8, 1)
         with pytest.raises(IndexError):

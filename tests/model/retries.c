@@ -149,7 +149,7 @@ static bool take(struct actor *self) {
     struct retry_request request;
     uint64_t me = (uint64_t)running;
     if (!read_request(self, &request) || request.claimant != SHMBUS_RETRY_FREE ||
-        !retry_claim(&self->segment, ROW, request.number, me)) {
+        !retry_claim(&self->segment, ROW, request.number, me, &request)) {
         return false;
     }
     ghost_handed(request.number);
@@ -178,7 +178,7 @@ void take_request(enum deed deed, uint8_t askers) {
     bool has = wait_for_one(self, askers);
     if (has && deed == GIVES_BACK) {
         ghost_gives_back(self->number);
-        retry_unclaim(&self->segment, ROW, (uint64_t)running);
+        retry_unclaim(&self->segment, ROW, self->number, (uint64_t)running);
         has = wait_for_one(self, askers);
     }
     if (has) {

@@ -79,6 +79,42 @@ def test_where_no_engine_answers_a_call_is_503_and_the_sample_is_not_to_blame(
     session.release()
 
 
+@pytest.mark.parametrize("client", ["openai", "urllib"])
+def test_an_outage_of_engines_releases_the_samples_of_agents_that_raise(
+    start_engine: Any, start_recorder: Any, producer: shmbus.Producer, feeder: shmbus.Feeder,
+    consumer: shmbus.Consumer, client: str,
+) -> None:  # fmt: skip
+    import openai
+
+    start_recorder("http://127.0.0.1:9")
+    (session,) = open_sessions(producer, feeder, 1)
+    with pytest.raises(openai.APIError if client == "openai" else LookupError), session:
+        if client == "openai":
+            made = openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+            made.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        body = {"model": "m", "messages": [user("hello")]}
+        assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 503
+        raise LookupError("an agent of another process")
+    assert "released" in repr(session) and "engine" in session.why
+    assert consumer.take(timeout=0.05) == [] and consumer.stats().committed == 0
+
+
+def test_an_agent_that_raises_after_an_outage_is_over_fails_its_sample(
+    start_engine: Any, start_recorder: Any, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    engine = start_engine()
+    start_recorder(engine.url)
+    (session,) = open_sessions(producer, feeder, 1)
+    body = {"model": "m", "messages": [user("hello")]}
+    with pytest.raises(LookupError), session:
+        engine.faults = ["unable"] * 9
+        assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 503
+        engine.faults = []
+        assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 200
+        raise LookupError("of the agent")
+    assert "failed" in repr(session)
+
+
 def test_an_engine_that_comes_back_is_used_again(
     start_engine: Any, start_recorder: Any, producer: shmbus.Producer, feeder: shmbus.Feeder
 ) -> None:

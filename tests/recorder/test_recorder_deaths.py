@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal as signals
 import subprocess
 import sys
 from pathlib import Path
@@ -58,14 +59,64 @@ def test_a_recorder_that_is_killed_gives_its_workers_samples_back(
         assert other.requests.next(30.0).attempt == 0
 
 
-def test_an_agent_whose_recorder_died_ends_and_its_worker_goes_on(
-    proxy: Any, bus: shmbus.Bus, producer: shmbus.Producer, feeder: shmbus.Feeder
-) -> None:
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
+def test_an_agents_exception_while_its_recorder_says_nothing_goes_on_and_releases_the_sample(
+    proxy: Any, bus: shmbus.Bus, producer: shmbus.Producer, feeder: shmbus.Feeder,
+    monkeypatch: pytest.MonkeyPatch, signal: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("shmbus.session._ANSWER_S", 0.3)
     feeder.request("q", group_size=1)
-    with producer.session(producer.requests.next(30.0)) as session:
-        proxy.kill()
+    with (
+        pytest.raises(LookupError, match="of the agent"),
+        producer.session(producer.requests.next(30.0)) as session,
+    ):
         chat(session, [user("hello")])
+        os.kill(proxy.pid, getattr(signals, signal))
+        raise LookupError("of the agent")
     assert "released" in repr(session)
+    with shmbus.Producer(bus.name) as other:
+        assert other.requests.next(30.0).attempt == 0
+    if signal == "SIGSTOP":
+        os.kill(proxy.pid, signals.SIGCONT)
+
+
+STATUS_ONLY = """
+import http.server, sys
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = sys.argv[2].encode()
+        self.send_response(int(sys.argv[1]))
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    do_POST = do_GET
+    def log_message(self, *_): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "end"),
+    [(500, "{}", "released"), (502, "<html>", "released"), (401, "{}", "released"),
+     (200, "not JSON", "released"), (200, "{}", "failed")],
+)  # fmt: skip
+def test_only_a_404_says_that_a_session_is_over(
+    proxy: Any, spawn: Spawner, producer: shmbus.Producer, feeder: shmbus.Feeder,
+    status: int, body: str, end: str,
+) -> None:  # fmt: skip
+    feeder.request("q", group_size=1)
+    server = spawn.script(STATUS_ONLY, status, body)
+    wait_until(lambda: server.output().strip())
+    with (
+        pytest.raises(LookupError),
+        producer.session(producer.requests.next(30.0)) as session,
+    ):
+        session._url = f"http://127.0.0.1:{server.output().strip()}"
+        raise LookupError
+    assert end in repr(session)
 
 
 def test_a_recorder_that_is_killed_gives_its_own_samples_back(

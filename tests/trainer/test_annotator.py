@@ -109,7 +109,7 @@ def test_one_that_never_writes_is_told_by_a_deadline_and_asked_still(bus: Bus) -
     ):
         with pytest.raises(
             TimeoutError,
-            match=r"group 'q0': columns ref_logprobs: expected within 0\.3 s, got none; 1 "
+            match=r"group 'q0': expected within 0\.3 s, got none; columns ref_logprobs: 1 "
             r"annotators are attached, 1 groups wait for one and 0 are in work",
         ):
             handler.next_batch(10)
@@ -383,3 +383,126 @@ def test_what_was_written_for_a_group_that_has_ended_ends_with_the_next_life(bus
             batch = handler.next_batch(30)
             assert torch.equal(batch.extra["ref_logprobs"], -batch.tokens.float())
             assert annotator.take(0) is None
+
+
+# --- helpers without an answer
+
+STOPPED = """
+import os, sys, time, shmbus
+with shmbus.Annotator(sys.argv[1], {"ref_logprobs": "float32"}) as annotator:
+    group = annotator.take(60)
+    print("took", flush=True)
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.01)
+    written = group.write(ref_logprobs=[-one["tokens"].astype("float32") for one in group])
+    print("written", written, flush=True)
+"""
+
+
+def test_a_group_of_a_stopped_annotator_goes_to_one_that_lives(
+    bus: Bus, spawn: Spawner, tmp_path: Path
+) -> None:
+    put(bus, 1)
+    with (
+        Columns(bus.name, REFERENCE, claim_timeout=0.3, **SMALL) as columns,
+        OnlineDataHandler(bus.name, groups_per_batch=1, annotate_group=columns) as handler,
+    ):
+        with pytest.raises(TimeoutError):
+            handler.next_batch(0)
+        stopped = spawn.script(STOPPED, bus.name, tmp_path / "writes")
+        stopped.expect("took")
+        stopped.send_signal(signal.SIGSTOP)
+        (tmp_path / "writes").touch()
+        with Annotator(bus.name, REFERENCE) as other:
+            waiting = in_thread(lambda: write_one(other))
+            batch = handler.next_batch(60)
+            waiting.join(60)
+        assert torch.equal(batch.extra["ref_logprobs"], -batch.tokens.float())
+        stopped.send_signal(signal.SIGCONT)
+        stopped.expect("written False")
+        handler.ack(batch)
+
+
+def late(handler: OnlineDataHandler) -> bool:
+    with pytest.raises(TimeoutError):
+        handler.next_batch(0.01)
+    return True
+
+
+def write_one(annotator: Annotator) -> None:
+    group = annotator.take(60)
+    assert group is not None and group.write(ref_logprobs=reference(group))
+
+
+@pytest.mark.parametrize("too_large", ["request", "column"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_group_that_no_annotator_can_serve_is_dropped_and_the_next_one_comes(
+    bus: Bus, too_large: str, prefetch: int
+) -> None:
+    many = 200_000 if too_large == "request" else 30_000
+    with Producer(bus.name) as producer:
+        producer.put_group("large", [{"tokens": np.zeros(many, np.int32)}])
+    put(bus, 1)
+    sizes = {"request_capacity": "256KiB" if too_large == "request" else "8MiB"}
+    with (
+        Columns(bus.name, REFERENCE, capacity="256KiB", **sizes) as columns,
+        OnlineDataHandler(
+            bus.name, groups_per_batch=1, annotate_group=columns, prefetch=prefetch
+        ) as handler,
+        Annotator(bus.name, REFERENCE) as annotator,
+    ):
+
+        def work() -> None:
+            for _ in range(1 + (too_large == "column")):
+                group = annotator.take(60)
+                assert group is not None
+                try:
+                    group.write(ref_logprobs=reference(group))
+                except shmbus.RecordTooLargeError:
+                    assert group.instance_id == "large"
+
+        waiting = in_thread(work)
+        batch = handler.next_batch(60)
+        waiting.join(60)
+        assert [group.instance_id for group in batch.groups] == ["q0"]
+        wait_until(lambda: handler.stats().dropped == {"filtered": 1} or not late(handler))
+
+
+@pytest.mark.parametrize(
+    ("trainers", "annotators"),
+    [
+        ("float32", "float64"),
+        (("float32", (8,)), ("float32", (16,))),
+        (("float32", (8,)), "float32"),
+        ("float32", ("float32", ())),
+    ],
+)
+def test_helpers_that_disagree_about_a_column_are_refused_when_they_attach(
+    bus: Bus, trainers: Any, annotators: Any
+) -> None:
+    with Columns(bus.name, {"ref_logprobs": trainers}, **SMALL) as columns:
+        with pytest.raises(ValueError, match="ref_logprobs") as refused:
+            Annotator(bus.name, {"ref_logprobs": annotators}, wait=0)
+        for one in (trainers, annotators):
+            assert (one if isinstance(one, str) else one[0]) in str(refused.value)
+        with pytest.raises(shmbus.BusExistsError, match="ref_logprobs"):
+            Columns(bus.name, {"ref_logprobs": annotators}, **SMALL)
+        Annotator(bus.name, {"ref_logprobs": trainers}, wait=0).close()
+        assert columns.name
+
+
+def test_a_columns_shape_is_checked_when_it_is_written(bus: Bus) -> None:
+    put(bus, 1)
+    wide = {"ref_logprobs": ("float32", (2,))}
+    with (
+        Columns(bus.name, wide, **SMALL) as columns,
+        OnlineDataHandler(bus.name, groups_per_batch=1, annotate_group=columns) as handler,
+        Annotator(bus.name, wide) as annotator,
+    ):
+        assert late(handler)
+        group = annotator.take(30)
+        assert group is not None
+        with pytest.raises(ValueError, match="sample 0: column 'ref_logprobs'"):
+            group.write(ref_logprobs=reference(group))
+        assert group.write(ref_logprobs=[np.stack([one, one], 1) for one in reference(group)])
+        assert handler.next_batch(30).extra["ref_logprobs"].shape == (12, 2)

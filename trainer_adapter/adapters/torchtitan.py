@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 import shmbus
 from shmbus._arguments import check_choice, check_flag, check_timeout
+from shmbus.batch.equal_scores import are_equal
 from trainer_adapter.adapters.ended_groups import still_leased
 from trainer_adapter.adapters.optional_imports import Stack
 from trainer_adapter.adapters.prompt_response import not_of_its_kind
@@ -79,7 +80,7 @@ def sample_group(
     found = types or _types()
     _check_kind(advantages)
     scores = np.array([t.score for t in group], np.float64)
-    if drop_equal and len(scores) > 1 and np.ptp(scores) == 0:
+    if drop_equal and len(scores) > 1 and are_equal(np.min(scores), np.max(scores)):
         return found.TrainingSampleGroup(group_id=group_id, training_samples=[], metrics=[])
     kind: Any = advantages
     of_group = np.asarray(group_advantages(scores, kind), np.float64)

@@ -38,7 +38,14 @@ from trainer_adapter.batches.extra_fields import (
 from trainer_adapter.batches.finite import require_finite
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.prefixes import share_in_batch
-from trainer_adapter.batches.sample_flags import Truncated, apply_flags, sample_flags
+from trainer_adapter.batches.sample_flags import (
+    IsOld,
+    Stale,
+    Truncated,
+    Withholding,
+    apply_flags,
+    sample_flags,
+)
 from trainer_adapter.batches.support import join_support
 from trainer_adapter.batches.tensors import indexable
 from trainer_adapter.scored_group import ScoredGroup, groups_of
@@ -59,6 +66,8 @@ class HostPacker:
         device: torch.device | str = "cpu",
         fields: FieldNames | None = None,
         truncated: Truncated = "keep",
+        stale: Stale = "drop",
+        is_old: IsOld | None = None,
         extra_fields: GivenExtraFields | ExtraFields | None = None,
         memory: BatchMemory | None = None,
         pack_threads: int = 1,
@@ -72,7 +81,7 @@ class HostPacker:
         self._kind = advantages
         self._layout: Layout = layout
         self._names = fields or FieldNames()
-        self._truncated: Truncated = truncated
+        self._withholding = Withholding(truncated, stale, is_old)
         self._extra_fields = ExtraFields.of(extra_fields)
         if layout == "padded" and self._extra_fields is not None and self._extra_fields.supports:
             raise ValueError(
@@ -88,14 +97,7 @@ class HostPacker:
         elif not isinstance(memory, BatchMemory):
             raise TypeError(f"memory: expected a BatchMemory, got {type(memory).__name__}")
         names = self._names
-        trajectories, sizes = bus_gather.members(groups)
-
-        def seen() -> list[ScoredGroup]:
-            lengths = bus_gather.measure(groups, names).lengths
-            return groups_of(trajectories, lengths, sizes.tolist())
-
-        scores = bus_gather.scores(trajectories)
-        compared = advantages_for_groups(scores, sizes, self._kind, groups=seen)
+        compared = compared_scores(groups, self._kind, names, self._withholding)
         extras = NO_EXTRAS
         extra: dict[str, Any] = {}
         if self._extra_fields is None:
@@ -109,8 +111,8 @@ class HostPacker:
         else:
             packed, extras, extra = self._gather_extras(groups, memory, compared)
         assert isinstance(packed, bus_gather.PackedBatch), "the block is large enough"
-        if packed.has_metas:
-            flags = sample_flags(packed.trajectories, self._truncated)
+        if packed.has_metas or self._withholding.is_old is not None:
+            flags = sample_flags(packed.trajectories, self._withholding)
             if flags is not None:
                 apply_flags(flags, packed)
         if not packed.finite:
@@ -172,6 +174,24 @@ class HostPacker:
             self._threads.close()
 
 
+def compared_scores(
+    groups: list[shmbus.Group], kind: Kind, names: FieldNames, withholding: Withholding
+) -> NDArray[np.float32]:
+    """Return the advantages of samples, 0 for those that are left out of the baseline."""
+    trajectories, sizes = bus_gather.members(groups)
+    excluded = withholding.excluded(trajectories) if withholding.excludes else None
+
+    def seen(sizes: NDArray[np.int64], kept: NDArray[np.bool_] | None) -> list[ScoredGroup]:
+        lengths = bus_gather.measure(groups, names).lengths
+        pairs = list(zip(trajectories, lengths, strict=True))
+        if kept is not None:
+            pairs = [pair for pair, keeps in zip(pairs, kept.tolist(), strict=True) if keeps]
+        return groups_of([t for t, _ in pairs], [n for _, n in pairs], sizes.tolist())
+
+    scores = bus_gather.scores(trajectories)
+    return advantages_for_groups(scores, sizes, kind, excluded=excluded, groups=seen)
+
+
 NO_EXTRAS: Final = MeasuredExtras([], {}, 0)
 
 
@@ -208,9 +228,9 @@ def pack(
         How producers call the arrays.
     memory : BatchMemory, optional
         The pool for the batch's memory; new memory without it.
-    truncated : "keep" | "mask"
+    truncated : "keep" | "mask" | "exclude"
         "mask" leaves truncated samples, by their ``meta["finish_reason"]``, out of the loss; their
-        scores still count for their groups.
+        scores still count for their groups. "exclude" leaves their scores out too.
     extra_fields : dict of str to kind or ExtraField, optional
         Further fields for `Batch.extra`: "token", "ragged", "sequence" or "meta", as `ExtraField`
         explains them.

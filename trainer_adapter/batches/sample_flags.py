@@ -1,16 +1,16 @@
-"""Requests of single samples, in their meta: an advantage of zero, or no part in the loss.
+"""Single samples without a part in the loss: by their meta, or since they are too old.
 
 Invariants:
 
-- A sample never leaves its group: its score counts for the others' baseline, and it is
-  acknowledged with them.
+- A sample never leaves its group: it is acknowledged with the others, and its score counts for
+  their baseline unless the option is "exclude".
 - Only meta that contains one of the words is decoded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,10 @@ from shmbus.batch.gather_plan import mentioning
 from trainer_adapter.scored_group import TRUNCATED_REASONS, meta_value
 
 __all__ = [
+    "IsOld",
+    "Stale",
     "Truncated",
+    "Withholding",
     "apply_flags",
     "count_truncated",
     "is_truncated",
@@ -29,8 +32,13 @@ __all__ = [
     "sample_flags",
 ]
 
-Truncated = Literal["keep", "mask", "drop"]
+Truncated = Literal["keep", "mask", "exclude", "drop"]
+Stale = Literal["drop", "mask", "exclude"]
+#: Whether a sample is too old now.
+IsOld = Callable[[shmbus.Trajectory], bool]
 
+#: What keeps a sample in its group and out of the loss.
+_WITHHELD: Final = ("mask", "exclude")
 #: Words in an encoded meta that may be a request.
 ZEROING_WORDS: Final = (b"set_advantage_to_zero",)
 TRUNCATED_WORDS: Final = tuple(reason.encode() for reason in sorted(TRUNCATED_REASONS))
@@ -38,6 +46,34 @@ TRUNCATED_WORDS: Final = tuple(reason.encode() for reason in sorted(TRUNCATED_RE
 #: Bits of a sample's flags: no token of it is trained; its advantages are 0.
 MASKED: Final = 1
 ZEROED: Final = 2
+
+
+class Withholding(NamedTuple):
+    """Which samples have no part in the loss, and which of these none in the baseline either."""
+
+    truncated: Truncated = "keep"
+    #: With `is_old`: "mask" or "exclude" for samples that are too old.
+    stale: Stale = "drop"
+    is_old: IsOld | None = None
+
+    @property
+    def excludes(self) -> bool:
+        """Whether samples may be left out of the baseline."""
+        return "exclude" in (self.truncated, self.stale)
+
+    def excluded(self, trajectories: list[shmbus.Trajectory]) -> NDArray[np.bool_] | None:
+        """Return which samples are left out of the baseline; None for none."""
+        found = np.zeros(len(trajectories), np.bool_)
+        if self.truncated == "exclude":
+            found[_truncated(trajectories)] = True
+        if self.stale == "exclude":
+            found[self.old(trajectories)] = True
+        return found if found.any() else None
+
+    def old(self, trajectories: list[shmbus.Trajectory]) -> list[int]:
+        """Return the positions of samples that are withheld since they are too old."""
+        is_old = self.is_old
+        return [] if is_old is None else [at for at, t in enumerate(trajectories) if is_old(t)]
 
 
 def is_truncated(group: shmbus.Group) -> bool:
@@ -60,20 +96,16 @@ def count_truncated(groups: list[shmbus.Group]) -> int:
 
 def request_words(truncated: Truncated) -> tuple[bytes, ...]:
     """Return the words of which each flagged sample's meta contains one."""
-    return ZEROING_WORDS + TRUNCATED_WORDS if truncated == "mask" else ZEROING_WORDS
+    return ZEROING_WORDS + TRUNCATED_WORDS if truncated in _WITHHELD else ZEROING_WORDS
 
 
 def sample_flags(
-    trajectories: list[shmbus.Trajectory], truncated: Truncated = "keep"
+    trajectories: list[shmbus.Trajectory], withholding: Withholding
 ) -> NDArray[np.uint8] | None:
-    """Collect the requests of samples."""
+    """Collect the flags of samples; None where no sample has any."""
     asked = _requesting(trajectories, ZEROING_WORDS, "set_advantage_to_zero", bool)
-    cut = []
-    if truncated == "mask":
-        # By the value: servers that set the key set it in every sample.
-        cut = _requesting(
-            trajectories, TRUNCATED_WORDS, "finish_reason", TRUNCATED_REASONS.__contains__
-        )
+    cut = _truncated(trajectories) if withholding.truncated in _WITHHELD else []
+    cut = cut + withholding.old(trajectories)
     if not asked and not cut:
         return None
     flags = np.zeros(len(trajectories), np.uint8)
@@ -92,6 +124,13 @@ def apply_flags(flags: NDArray[np.uint8], arrays: PackedBatch) -> None:
         if flags[position] & MASKED:
             arrays.loss_mask[tokens] = False
             arrays.logprobs[tokens] = 0
+
+
+def _truncated(trajectories: list[shmbus.Trajectory]) -> list[int]:
+    # By the value: servers that set the key set it in every sample.
+    return _requesting(
+        trajectories, TRUNCATED_WORDS, "finish_reason", TRUNCATED_REASONS.__contains__
+    )
 
 
 def _requesting(

@@ -25,9 +25,9 @@ from torch import Tensor
 
 import shmbus
 from shmbus.batch.extra_fields import COPY_WORDS, plan_extras
-from shmbus.batch.gather import FieldNames, measure, members, scores
+from shmbus.batch.gather import FieldNames, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
-from trainer_adapter.advantages import Kind, advantages_for_groups
+from trainer_adapter.advantages import Kind
 from trainer_adapter.batches.batch import PER_TOKEN, Batch, BatchFacts, Layout, pad_batch
 from trainer_adapter.batches.columns import add_columns, column_names
 from trainer_adapter.batches.extra_fields import (
@@ -37,9 +37,16 @@ from trainer_adapter.batches.extra_fields import (
     of_groups,
 )
 from trainer_adapter.batches.finite import not_finite
-from trainer_adapter.batches.sample_flags import Truncated, request_words, sample_flags
+from trainer_adapter.batches.pack import compared_scores
+from trainer_adapter.batches.sample_flags import (
+    IsOld,
+    Stale,
+    Truncated,
+    Withholding,
+    request_words,
+    sample_flags,
+)
 from trainer_adapter.gpu.memory import Staging, StagingBlock
-from trainer_adapter.scored_group import ScoredGroup, groups_of
 
 __all__ = ["Pending", "SeveralRowsError", "begin_gather", "copy_extras"]
 
@@ -121,15 +128,18 @@ def begin_gather(
     layout: Layout = "packed",
     fields: FieldNames | None = None,
     truncated: Truncated = "keep",
+    stale: Stale = "drop",
+    is_old: IsOld | None = None,
     extra_fields: GivenExtraFields | ExtraFields | None = None,
 ) -> Pending:
     """Pack leased groups by the kernel, on the current stream."""
     names = fields or FieldNames()
     staging = staging or Staging(device)
-    told = names, device_shift, _compared(groups, advantages, names)
+    withholding = Withholding(truncated, stale, is_old)
+    told = names, device_shift, compared_scores(groups, advantages, names, withholding)
     block, table = _plan(groups, staging, *told, request_words(truncated))
-    if table.mentions:
-        flags = sample_flags(members(groups)[0], truncated)
+    if table.mentions or is_old is not None:
+        flags = sample_flags(members(groups)[0], withholding)
         if flags is not None:
             staging.give_back(block)
             block, table = _plan(groups, staging, *told, flags=flags)
@@ -185,15 +195,6 @@ def _facts(table: GatherTable) -> BatchFacts:
     known = np.frombuffer(table.known, np.int64)
     of_samples = 4 * len(table.instance_ids)
     return BatchFacts(known[:of_samples].reshape(4, -1), known[of_samples:], table.tokens)
-
-
-def _compared(groups: list[shmbus.Group], kind: Kind, names: FieldNames) -> NDArray[np.float32]:
-    trajectories, sizes = members(groups)
-
-    def seen() -> list[ScoredGroup]:
-        return groups_of(trajectories, measure(groups, names).lengths, sizes.tolist())
-
-    return advantages_for_groups(scores(trajectories), sizes, kind, groups=seen)
 
 
 def _plan(

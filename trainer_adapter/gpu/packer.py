@@ -40,7 +40,7 @@ from trainer_adapter.batches.batch import Batch, Layout, pad_batch
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import HostPacker
-from trainer_adapter.batches.sample_flags import Truncated
+from trainer_adapter.batches.sample_flags import IsOld, Stale, Truncated
 from trainer_adapter.gpu.gather import Pending, SeveralRowsError, begin_gather
 from trainer_adapter.gpu.memory import PinnedMemory, RegisteredRing, Staging
 
@@ -64,6 +64,8 @@ class GpuPacker:
         layout: Layout = "packed",
         fields: FieldNames | None = None,
         truncated: Truncated = "keep",
+        stale: Stale = "drop",
+        is_old: IsOld | None = None,
         extra_fields: GivenExtraFields | ExtraFields | None = None,
         pack_threads: int = 1,
     ) -> None:
@@ -79,6 +81,8 @@ class GpuPacker:
             "advantages": advantages,
             "fields": fields,
             "truncated": truncated,
+            "stale": stale,
+            "is_old": is_old,
             "extra_fields": ExtraFields.of(extra_fields),
         }
         # What sequences share is found on the host; a batch is padded on the device.

@@ -24,21 +24,48 @@ from typing import Literal
 import numpy as np
 
 import shmbus
+from shmbus._arguments import check_count
 from shmbus.batch.field_presence import MixedLogprobsError
 from shmbus.batch.gather import FieldNames, measure
 from shmbus.batch.token_versions import is_stale
-from trainer_adapter._arguments import check_lengths, score_error
+from trainer_adapter._arguments import ConsumerOptions, check_lengths, score_error
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.batches.columns import column_names
 from trainer_adapter.batches.extra_fields import ExtraFields
-from trainer_adapter.batches.sample_flags import Truncated, is_truncated
+from trainer_adapter.batches.sample_flags import Stale, Truncated, is_truncated
 from trainer_adapter.handler.planner import BatchPlanner
 from trainer_adapter.handler.unread_fields import UnreadFields
 from trainer_adapter.scored_group import ScoredGroup
 
-__all__ = ["Admission"]
+__all__ = ["Admission", "SampleAge"]
 
 logger = logging.getLogger(__name__)
+
+
+class SampleAge:
+    """Whether single samples are too old now, where a stale one does not cost its group."""
+
+    def __init__(self, max_policy_lag: int, stale_share: float) -> None:
+        self.consumer: shmbus.Consumer | None = None
+        self._lag, self._share = max_policy_lag, stale_share
+
+    @classmethod
+    def of(cls, stale: Stale, options: ConsumerOptions) -> SampleAge | None:
+        """Return what judges samples; None where stale groups are dropped."""
+        if stale == "drop":
+            return None
+        lag = options.get("max_policy_lag")
+        if lag is None:
+            raise ValueError(
+                f"stale_samples: expected a max_policy_lag with {stale!r}, got None; say from how "
+                "many versions on a sample is stale"
+            )
+        return cls(check_count("max_policy_lag", lag, 0), options.get("stale_share", 0.0))
+
+    def __call__(self, sample: shmbus.Trajectory) -> bool:
+        """Whether this sample is."""
+        assert self.consumer is not None
+        return is_stale([sample], self.consumer.policy_version - self._lag, self._share)
 
 
 class Admission:

@@ -53,7 +53,8 @@ class Evaluation:
         if self._scoring is None:
             return groups
         try:
-            return self._scoring.score(groups, trained=False)
+            self._scoring.run(groups, trained=False)
+            return [group for group in groups if group.state == "leased"]
         except BaseException:
             for group in groups:
                 if group.state == "leased":

@@ -2,8 +2,9 @@
 
 Invariants:
 
-- What a group's call raises is raised once all calls of the take have ended, so that those that
-  succeeded are kept.
+- What a group's call raises is raised once the wait for all calls of the take is over, so that
+  those that succeeded are kept.
+- A wait that is over leaves the calls under way, and no group waits for that of another for longer.
 - A group leaves here with all of its samples scored, and with its columns; or it ends here, or it
   waits here, leased, for the next attempt.
 - What was done is not done again in this process. After a death the group is delivered again as its
@@ -17,19 +18,33 @@ import asyncio
 import concurrent.futures
 import functools
 import inspect
+import logging
+import math
 import threading
+import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
+from shmbus.batch.equal_scores import are_equal
 from trainer_adapter.batches.columns import check_columns
 from trainer_adapter.batches.extra_fields import ExtraFields
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["AnnotateGroup", "GroupAnnotation", "GroupScoring", "ScoreGroup", "group_scoring"]
+
+#: Calls of a coroutine function with one group before it is dropped: several helpers may answer.
+CALL_ATTEMPTS: Final = 3
+#: Seconds between two reports of a call that lasts.
+REPORT_S: Final = 60.0
+
+#: Drops groups that no helper can serve; with several ranks no rank may.
+Drop: TypeAlias = Callable[[list[shmbus.Group]], None]
 
 #: Scores a group: a number for each sample, or None to drop it. It may be a coroutine function.
 ScoreGroup: TypeAlias = Callable[[shmbus.Group], Any]
@@ -37,42 +52,189 @@ ScoreGroup: TypeAlias = Callable[[shmbus.Group], Any]
 AnnotateGroup: TypeAlias = Callable[[shmbus.Group], Any]
 
 
-class GroupCalls:
-    """Calls a function, or a coroutine function, with groups."""
+class _Call:
+    """A call under way with a group."""
 
-    def __init__(self, name: str, function: Callable[[shmbus.Group], Any]) -> None:
+    __slots__ = ("attempts", "began_s", "future", "group")
+
+    def __init__(
+        self, group: shmbus.Group, future: concurrent.futures.Future[Any], attempts: int
+    ) -> None:
+        self.group = group
+        self.future = future
+        self.attempts = attempts
+        self.began_s = time.monotonic()
+
+
+class GroupCalls:
+    """Calls a function, or a coroutine function, with groups; a call outlives the wait for it."""
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[[shmbus.Group], Any],
+        drop: Drop | None,
+        call_timeout_s: float | None,
+    ) -> None:
         if not callable(function):
             raise TypeError(f"{name}: expected a callable, got {type(function).__name__}")
+        self._name = name
         self._function = function
+        self._drop = drop
+        self._call_timeout_s = call_timeout_s
         called = getattr(function, "__call__", None)  # noqa: B004
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
         self._loop = _LoopThread() if is_async else None
+        self.is_async = is_async
+        self._under_way: dict[int, _Call] = {}
+        self._reported_s = time.monotonic()
 
     def run(
+        self,
+        groups: Sequence[shmbus.Group],
+        settle: Callable[[shmbus.Group, Any], None],
+        wait_s: float | None,
+    ) -> None:
+        """Call it with each group, wait so long, and settle what has been returned.
+
+        A group with a call under way is waited for again by the next run. Without `wait_s` and a
+        limit a function runs in the caller's thread.
+        """
+        if self._loop is None and wait_s is None and self._call_timeout_s is None:
+            for group in groups:
+                self._end(group, functools.partial(self._function, group), settle)
+            return
+        deadline_s = math.inf if wait_s is None else time.monotonic() + wait_s
+        if self._loop is not None:
+            for group in groups:
+                self._begin(group)
+            self._wait(groups, deadline_s)
+            self._settle(groups, settle)
+            return
+        for group in groups:  # one after the other
+            self._begin(group)
+            self._wait([group], deadline_s)
+            self._settle([group], settle)
+            if id(group) in self._under_way:
+                return
+
+    def _begin(self, group: shmbus.Group, attempts: int = 1) -> None:
+        if attempts == 1 and id(group) in self._under_way:
+            return
+        future = (
+            _in_thread(self._function, group)
+            if self._loop is None
+            else self._loop.begin(functools.partial(self._call, group))
+        )
+        self._under_way[id(group)] = _Call(group, future, attempts)
+
+    async def _call(self, group: shmbus.Group) -> Any:
+        return await self._function(group)
+
+    def _wait(self, groups: Sequence[shmbus.Group], deadline_s: float) -> None:
+        """Wait for the calls with these groups; one beyond its limit is cancelled and repeated."""
+        while True:
+            running = [
+                call for group in groups if not (call := self._under_way[id(group)]).future.done()
+            ]
+            now_s = time.monotonic()
+            if not running or now_s >= deadline_s:
+                return
+            first = min(running, key=lambda call: call.began_s)
+            self._report(first, now_s)
+            due_s = min(deadline_s, now_s + REPORT_S)
+            if self._call_timeout_s is not None:
+                due_s = min(due_s, first.began_s + self._call_timeout_s)
+                if now_s >= due_s:
+                    self._repeat(first)
+                    continue
+            concurrent.futures.wait([call.future for call in running], due_s - now_s)
+
+    def _repeat(self, call: _Call) -> None:
+        call.future.cancel()
+        if self._loop is None or call.attempts == CALL_ATTEMPTS:
+            # A thread cannot be ended, so a function is not called twice.
+            over: concurrent.futures.Future[Any] = concurrent.futures.Future()
+            over.set_exception(
+                shmbus.UnservedGroupError(
+                    f"expected an answer within {self._call_timeout_s:g} s, got none in "
+                    f"{call.attempts} calls"
+                )
+            )
+            call.future = over
+        else:
+            self._begin(call.group, call.attempts + 1)
+
+    def _report(self, call: _Call, now_s: float) -> None:
+        """Tell once a minute of the call that has lasted longest."""
+        if now_s < max(call.began_s, self._reported_s) + REPORT_S:
+            return
+        self._reported_s = now_s
+        explain = getattr(self._function, "explain", None)
+        why = f": {explain(call.group)}" if explain is not None else ""
+        logger.warning(
+            "%s: group %r has waited %.0f s%s",
+            self._name, call.group.instance_id, now_s - call.began_s, why,
+        )  # fmt: skip
+
+    def _settle(
         self, groups: Sequence[shmbus.Group], settle: Callable[[shmbus.Group, Any], None]
     ) -> None:
-        """Call it with each group, and settle what it returns."""
-        if self._loop is None:
-            for group in groups:
-                settle(group, self._function(group))
-            return
-        found = self._loop.run(lambda: self._together(groups))
-        for group, given in zip(groups, found, strict=True):
-            if not isinstance(given, BaseException):
-                settle(group, given)
-        for given in found:
-            if isinstance(given, BaseException):
-                raise given
+        """Settle the calls that have ended, and raise the first error."""
+        errors: list[BaseException] = []
+        for group in groups:
+            call = self._under_way[id(group)]
+            if not call.future.done():
+                continue
+            del self._under_way[id(group)]
+            if group.state != "leased":
+                continue
+            try:
+                self._end(group, call.future.result, settle)
+            except concurrent.futures.CancelledError:
+                errors.append(shmbus.BusClosedError("this handler is closed"))
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
-    async def _together(self, groups: Sequence[shmbus.Group]) -> list[Any]:
-        return await asyncio.gather(
-            *(self._function(group) for group in groups), return_exceptions=True
-        )
+    def _end(
+        self,
+        group: shmbus.Group,
+        result: Callable[[], Any],
+        settle: Callable[[shmbus.Group, Any], None],
+    ) -> None:
+        try:
+            settle(group, result())
+        except shmbus.UnservedGroupError as error:
+            if self._drop is None:
+                raise
+            logger.warning("%s: group %r is dropped: %s", self._name, group.instance_id, error)
+            self._drop([group])
 
     def close(self) -> None:
         """End what is under way, and the thread; who waits for it gets BusClosedError."""
         if self._loop is not None:
             self._loop.close()
+
+
+def _in_thread(
+    function: Callable[[shmbus.Group], Any], group: shmbus.Group
+) -> concurrent.futures.Future[Any]:
+    """Call a function in a thread of its own, which no exit of the process waits for."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            result = function(group)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=work, name="shmbus-group", daemon=True).start()
+    return future
 
 
 class _LoopThread:
@@ -85,28 +247,17 @@ class _LoopThread:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._under_way: set[concurrent.futures.Future[list[Any]]] = set()
+        self._under_way: set[concurrent.futures.Future[Any]] = set()
         self._closed = False
 
-    def run(self, begin: Callable[[], Awaitable[list[Any]]]) -> list[Any]:
-        async def work() -> list[Any]:
-            return await begin()
-
+    def begin(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> concurrent.futures.Future[Any]:
         with self._lock:
             if self._closed:
                 raise shmbus.BusClosedError("this handler is closed")
-            future = asyncio.run_coroutine_threadsafe(work(), self._started())
+            future = asyncio.run_coroutine_threadsafe(call(), self._started())
             self._under_way.add(future)
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise shmbus.BusClosedError("this handler is closed") from None
-        except BaseException:
-            # A signal's handler has raised.
-            future.cancel()
-            raise
-        finally:
-            self._under_way.discard(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -160,24 +311,34 @@ class GroupScoring:
     def __init__(
         self,
         score_group: ScoreGroup,
-        drop: Callable[[list[shmbus.Group]], None] | None,
+        drop: Drop | None,
         *,
         drop_equal: bool,
+        call_timeout_s: float | None,
     ) -> None:
-        self._calls = GroupCalls("score_group", score_group)
+        self._calls = GroupCalls("score_group", score_group, drop, call_timeout_s)
         self._drop = drop
         self._drop_equal = drop_equal and drop is not None
 
-    def score(self, groups: list[shmbus.Group], *, trained: bool = True) -> list[shmbus.Group]:
-        """Score the samples of groups that have no score yet."""
-        leased = [group for group in groups if group.state == "leased"]
-        unscored = [g for g in leased if not all([t.scored for t in g.trajectories])]
-        if not unscored:
-            return leased
-        self._calls.run(unscored, lambda group, given: self._settle(group, given, trained))
-        return [group for group in leased if group.state == "leased"]
+    @property
+    def is_async(self) -> bool:
+        """Whether the scores are made in another thread."""
+        return self._calls.is_async
 
-    def _settle(self, group: shmbus.Group, given: Any, trained: bool) -> None:
+    def run(
+        self, groups: list[shmbus.Group], wait_s: float | None = None, *, trained: bool = True
+    ) -> None:
+        """Score the samples of groups that have no score yet."""
+        unscored = [group for group in groups if not self.is_done(group)]
+        if unscored:
+            settle = functools.partial(self._settle, trained=trained)
+            self._calls.run(unscored, settle, wait_s)
+
+    def is_done(self, group: shmbus.Group) -> bool:
+        """Whether it has all scores, or has ended."""
+        return group.state != "leased" or all([t.scored for t in group.trajectories])
+
+    def _settle(self, group: shmbus.Group, given: Any, *, trained: bool) -> None:
         """Give a group its scores, or end it."""
         if given is None and self._drop is not None:
             self._drop([group])
@@ -186,7 +347,7 @@ class GroupScoring:
         for trajectory, score in zip(group.trajectories, scores.tolist(), strict=True):
             if not trajectory.scored:
                 trajectory.score = score
-        if self._drop_equal and trained and np.ptp(group.scores) == 0 and self._drop is not None:
+        if self._drop_equal and trained and self._drop is not None and _are_equal(group.scores):
             self._drop([group])
 
     def close(self) -> None:
@@ -195,13 +356,20 @@ class GroupScoring:
 
 
 def group_scoring(
-    score_group: ScoreGroup | None, consumer: shmbus.Consumer, world_size: int, *, drop_equal: bool
+    score_group: ScoreGroup | None,
+    drop: Drop | None,
+    *,
+    drop_equal: bool,
+    call_timeout_s: float | None,
 ) -> GroupScoring | None:
     """Return what scores groups by a callable; None for None, TypeError for what is neither."""
     if score_group is None:
         return None
-    drop = functools.partial(consumer.drop, reason="filtered")
-    return GroupScoring(score_group, drop if world_size == 1 else None, drop_equal=drop_equal)
+    return GroupScoring(score_group, drop, drop_equal=drop_equal, call_timeout_s=call_timeout_s)
+
+
+def _are_equal(scores: Any) -> bool:
+    return bool(are_equal(np.min(scores), np.max(scores)))
 
 
 def _checked(group: shmbus.Group, given: Any) -> NDArray[np.float64]:
@@ -229,26 +397,38 @@ class GroupAnnotation:
     def __init__(
         self,
         annotate_group: AnnotateGroup | Sequence[AnnotateGroup],
+        drop: Drop | None,
         tokens: str,
         extra_fields: ExtraFields | None,
+        call_timeout_s: float | None,
     ) -> None:
         given: Any = annotate_group
         passes = given if isinstance(given, Sequence) else [given]
-        self._passes = [GroupCalls("annotate_group", one) for one in passes]
+        self._passes = [GroupCalls("annotate_group", one, drop, call_timeout_s) for one in passes]
         #: Groups on their way, by identity, each with the passes that it has.
         self._begun: dict[int, tuple[shmbus.Group, int]] = {}
         self._tokens = tokens
         self._extra_fields = extra_fields
 
-    def annotate(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
+    @property
+    def is_async(self) -> bool:
+        """Whether all columns are made in another thread."""
+        return all(calls.is_async for calls in self._passes)
+
+    def run(self, groups: list[shmbus.Group], wait_s: float | None) -> None:
         """Add the columns of groups that have none yet."""
-        leased = [group for group in groups if group.state == "leased"]
+        deadline_s = None if wait_s is None else time.monotonic() + wait_s
         for number, calls in enumerate(self._passes):
-            due = [group for group in leased if self._count(group) == number]
-            calls.run(due, self._settle)
-        for group in leased:
-            self._begun.pop(id(group), None)
-        return leased
+            due = [g for g in groups if g.state == "leased" and self._count(g) == number]
+            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            calls.run(due, self._settle, left_s)
+
+    def is_done(self, group: shmbus.Group) -> bool:
+        """Whether it has all columns, or has ended."""
+        if group.state == "leased" and self._count(group) < len(self._passes):
+            return False
+        self._begun.pop(id(group), None)
+        return True
 
     def _count(self, group: shmbus.Group) -> int:
         """Return how many passes a group has had; all, where it has columns and none is due."""

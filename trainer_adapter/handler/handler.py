@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import time
@@ -46,9 +47,9 @@ from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.finite import SampleError, group_of_sample
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import FieldNames, HostPacker
-from trainer_adapter.batches.sample_flags import Truncated
+from trainer_adapter.batches.sample_flags import Stale, Truncated
 from trainer_adapter.gpu.packer import GpuPacker
-from trainer_adapter.handler.admission import Admission
+from trainer_adapter.handler.admission import Admission, SampleAge
 from trainer_adapter.handler.checkpoint import HandlerState
 from trainer_adapter.handler.evaluation import MOST_AT_ONCE, Evaluation
 from trainer_adapter.handler.group_calls import (
@@ -65,10 +66,10 @@ from trainer_adapter.handler.prompts import PromptOffers, PromptsEndedError
 from trainer_adapter.handler.take import (
     QUIET_NOTE_S,
     Take,
+    WorkedOn,
     take_groups,
     take_shard,
     take_until_due,
-    take_with,
 )
 from trainer_adapter.scored_group import ScoredGroup
 
@@ -122,11 +123,16 @@ class OnlineDataHandler(IterableDataset[Batch]):
     malformed : "raise" | "drop"
         A group whose arrays do not fit together is dropped and counted in either case; "raise"
         also raises its ValueError, once, and iteration can continue.
-    truncated : "keep" | "mask" | "drop"
+    truncated : "keep" | "mask" | "exclude" | "drop"
         Treatment of truncated samples, whose ``meta["finish_reason"]`` is "length", "max_tokens" or
         "abort": train them as others; leave them out of the loss, while their scores still count
-        for their groups; or drop their whole group, since a batch holds whole groups only.
-        `truncated_groups` counts the groups dropped so; the ledger has them under "malformed".
+        for their groups; leave their scores out of the groups' baselines too; or drop their whole
+        group. `truncated_groups` counts the groups dropped so; the ledger has them under
+        "malformed".
+    stale_samples : "drop" | "mask" | "exclude"
+        Treatment of samples more than `max_policy_lag` versions behind, by `stale_share`: drop
+        their whole group, or leave those samples alone out of the loss when their batch is packed,
+        and under "exclude" out of the baseline.
     prefetch : int
         Batches that a thread keeps ready, on their device, while the step runs; 0, the default, for
         no thread. A batch is made ready when it is full or, while the trainer waits, when
@@ -156,7 +162,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         called with the leased `shmbus.Group`, it returns a number for each sample, of which those
         that have a score keep theirs; or None, and the group is dropped as "filtered" (with one
         rank only). A coroutine function scores all groups of a take at the same time. What it
-        raises is raised by `next_batch`, and the groups wait for the next call.
+        raises is raised by `next_batch`, and the groups wait for the next call; for an
+        `UnservedGroupError` the group is dropped as "filtered" (with one rank only).
     annotate_group : callable, or list of them, optional
         Adds arrays to each group before it goes into a batch, such as reference logprobs: called
         with the leased `shmbus.Group`, scored, it returns a dict of names and lists, of an array a
@@ -164,7 +171,13 @@ class OnlineDataHandler(IterableDataset[Batch]):
         "sequence" for one that has an array or a number a sample. A coroutine function annotates
         all groups of a take at the same time; `shmbus.Columns` is one, for annotators in processes
         of their own. Of a list, each one sees what those before it added, in `Group.columns`. What
-        it raises is raised by `next_batch`, and the groups wait for the next call.
+        it raises is raised as by `score_group`.
+    call_timeout : float, optional
+        Seconds that a call of `score_group` or `annotate_group` may take for a group; None for any
+        time. A coroutine is cancelled then, and called again, three times at the most; then, and
+        for a function at once, its group is dropped as "filtered", or with several ranks an
+        `UnservedGroupError` is raised. A function runs in a thread of its own under this limit, and
+        wherever a batch without `prefetch` is awaited with a timeout.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, stale_share,
         skip_zero_variance, duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout,
@@ -195,6 +208,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         fields: FieldNames | None = None,
         malformed: Literal["raise", "drop"] = "raise",
         truncated: Truncated = "keep",
+        stale_samples: Stale = "drop",
         prefetch: int = 0,
         progress: bool | TextIO = False,
         extra_fields: GivenExtraFields | None = None,
@@ -203,10 +217,13 @@ class OnlineDataHandler(IterableDataset[Batch]):
         pack_threads: int | None = None,
         score_group: ScoreGroup | None = None,
         annotate_group: AnnotateGroup | Sequence[AnnotateGroup] | None = None,
+        call_timeout: float | None = None,
         **consumer_options: Unpack[ConsumerOptions],
     ) -> None:
         tokens_per_batch = checked_budget(tokens_per_batch, groups_per_batch)
-        check_choices(layout=layout, malformed=malformed, truncated=truncated)
+        check_choices(
+            layout=layout, malformed=malformed, truncated=truncated, stale_samples=stale_samples
+        )
         check_consumer_options(consumer_options, OnlineDataHandler)
         on_metrics = checked_on_metrics(on_metrics)
         check_for_ranks(world_size, truncated, keep_group)
@@ -222,6 +239,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
             "layout": layout,
             "fields": fields,
             "truncated": truncated,
+            "stale": stale_samples,
+            "is_old": SampleAge.of(stale_samples, consumer_options),
             "extra_fields": ExtraFields.of(extra_fields),
             "pack_threads": checked_pack_threads(pack_threads, world_size),
         }
@@ -232,7 +251,11 @@ class OnlineDataHandler(IterableDataset[Batch]):
         )
         self._rank, self._world_size = rank, world_size
         self._awaited = "batch" if world_size == 1 else "step"
+        if options["is_old"] is not None:
+            consumer_options.pop("max_policy_lag")
         self._consumer = shmbus.Consumer(bus, rank=rank, world_size=world_size, **consumer_options)
+        if options["is_old"] is not None:
+            options["is_old"].consumer = self._consumer
         try:
             #: Version and waiting trajectories of the bus as found, until the first batch.
             self._found = self._consumer.policy_version, 0
@@ -246,16 +269,23 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 split=consumer_options.get("split", "train"),
                 prompt_schema=consumer_options.get("prompt_schema"),
             )
+            drop = functools.partial(self._consumer.drop, reason="filtered")
+            limits: dict[str, Any] = {
+                "drop": drop if world_size == 1 else None,
+                "call_timeout_s": check_timeout(call_timeout, "call_timeout"),
+            }
             self._scoring = group_scoring(
-                score_group,
-                self._consumer,
-                world_size,
-                drop_equal=bool(consumer_options.get("skip_zero_variance")),
+                score_group, drop_equal=bool(consumer_options.get("skip_zero_variance")), **limits
             )
             self._annotation = (
                 None
                 if annotate_group is None
-                else GroupAnnotation(annotate_group, self._fields.tokens, options["extra_fields"])
+                else GroupAnnotation(
+                    annotate_group,
+                    tokens=self._fields.tokens,
+                    extra_fields=options["extra_fields"],
+                    **limits,
+                )
             )
             self._evaluation = Evaluation(self._consumer, self._fields, self._scoring)
             max_policy_lag = consumer_options.get("max_policy_lag")
@@ -298,11 +328,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         if self._world_size > 1:
             step = {**self._planner.step_options(), "field": self._fields.tokens}
             take = take_shard(self._consumer, step)
-        if self._scoring is not None:
-            take = take_with(take, self._scoring.score)
-        if self._annotation is not None:
-            take = take_with(take, self._annotation.annotate)
-        return take
+        works = [work for work in (self._scoring, self._annotation) if work is not None]
+        return WorkedOn(take, works, whole=self._world_size > 1) if works else take
 
     # -- batches --------------------------------------------------------------------------------
 
@@ -383,7 +410,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         ----------
         timeout : float, optional
             Seconds to wait for it; None waits for ever, with a note in the log every half minute
-            that names what is missing. What a prompt iterator or `score_group` takes comes on top.
+            that names what is missing. What a prompt iterator takes comes on top.
 
         Returns
         -------
@@ -473,6 +500,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         if not planner.ready:
             admission.return_stale()
             look = self._look
+            if isinstance(self._take, WorkedOn):
+                self._take.bounded = timeout is not None
             if not take_until_due(
                 planner, self._take, admission.admit, timeout, self._note_quiet, look
             ):

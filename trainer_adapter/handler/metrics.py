@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
+from shmbus.batch.equal_scores import are_equal
 from trainer_adapter.batches.batch import Batch, BatchFacts
 from trainer_adapter.batches.sample_flags import count_truncated
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
@@ -169,9 +170,9 @@ class BatchMeter:
         sizes = np.concatenate([one.group_sizes for one in facts])
         starts = np.cumsum(sizes) - sizes
         scores = rows[0]
-        spread = np.maximum.reduceat(scores, starts) > np.minimum.reduceat(scores, starts)
+        bounds = np.minimum.reduceat(scores, starts), np.maximum.reduceat(scores, starts)
         self._groups += len(sizes)
-        self._equal += len(sizes) - int(np.count_nonzero(spread))
+        self._equal += int(np.count_nonzero(are_equal(*bounds)))
         self._batches += len(pending)
         for one in pending:
             self._truncated += one.truncated

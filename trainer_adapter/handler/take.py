@@ -7,8 +7,8 @@ handler alive if that were part of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, TypeAlias
 
 import shmbus
 from trainer_adapter.batches.batch import Batch
@@ -18,14 +18,17 @@ __all__ = [
     "QUIET_NOTE_S",
     "Look",
     "Take",
+    "Work",
+    "WorkedOn",
     "take_groups",
     "take_shard",
     "take_until_due",
-    "take_with",
 ]
 
 #: Groups taken from the bus in one call.
 TAKE_GROUPS: Final = 64
+#: Seconds that groups which are done wait for those of their take that are not.
+WORK_SLICE_S: Final = 0.2
 #: Seconds between two notes in the log while no complete group is delivered.
 QUIET_NOTE_S: Final = 30.0
 
@@ -37,6 +40,20 @@ Take: TypeAlias = Callable[[float, bool], "list[shmbus.Group]"]
 #: until when the trainer waits. It offers prompts, raises where nothing can come any more, and
 #: returns the seconds until it wants to be called again; None for never.
 Look: TypeAlias = Callable[[bool, "float | None"], "float | None"]
+
+
+class Work(Protocol):
+    """Scores groups, or adds columns to them."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the work goes on while nobody waits for it."""
+
+    def run(self, groups: list[shmbus.Group], wait_s: float | None) -> None:
+        """Work on the groups that are not done, for so long."""
+
+    def is_done(self, group: shmbus.Group) -> bool:
+        """Whether nothing is left to do for a group."""
 
 
 def take_groups(consumer: shmbus.Consumer) -> Take:
@@ -57,18 +74,35 @@ def take_shard(consumer: shmbus.Consumer, options: dict[str, Any]) -> Take:
     return take
 
 
-def take_with(take: Take, work: Callable[[list[shmbus.Group]], list[shmbus.Group]]) -> Take:
-    """Return a `Take` whose groups are worked on; where that fails, they wait for the next call."""
-    waiting: list[shmbus.Group] = []
+class WorkedOn:
+    """A `Take` whose groups are worked on first; those that are not done wait for the next call."""
 
-    def take_worked_on(seconds: float, awaited: bool) -> list[shmbus.Group]:
-        nonlocal waiting
-        waiting = waiting or take(seconds, awaited)
-        done = work(waiting)
-        waiting = []
-        return done
+    def __init__(self, take: Take, works: Sequence[Work], *, whole: bool) -> None:
+        self._take = take
+        self._works = works
+        #: Whether the groups of a take stay together, as a shard of a step does.
+        self._whole = whole
+        self._waiting: list[shmbus.Group] = []
+        #: Whether the caller of a batch waits for a limited time.
+        self.bounded = False
 
-    return take_worked_on
+    def __call__(self, seconds: float, awaited: bool) -> list[shmbus.Group]:
+        """Take groups, and return those that are done by then."""
+        began_s = time.monotonic()
+        room = len(self._waiting) < TAKE_GROUPS and not (self._whole and self._waiting)
+        if room:
+            self._waiting += self._take(0.0 if self._waiting else seconds, awaited)
+        rest = self._waiting
+        for work in self._works:
+            left_s = max(0.0, began_s + seconds - time.monotonic())
+            left_s = left_s if self._whole else min(left_s, WORK_SLICE_S)
+            work.run(rest, left_s if self.bounded or work.is_async else None)
+            rest = [group for group in rest if work.is_done(group)]
+        if self._whole and len(rest) < len(self._waiting):
+            return []
+        done = {id(group) for group in rest}
+        self._waiting = [group for group in self._waiting if id(group) not in done]
+        return [group for group in rest if group.state == "leased"]
 
 
 def take_until_due(

@@ -42,8 +42,10 @@ struct wanted_room py_writer_wants(const WriterObject *self,
     const struct record_spec *spec = &arguments->spec;
     struct wanted_room wanted = {spec->record_bytes, 0, arguments->split_object};
     /* A failure's report waits for nobody; an answer's group was admitted with its request. */
+    bool admitted =
+        arguments->answers.number != 0 && arguments->answers.cell != REQUEST_IS_RETRY;
     if (lead_is_bounded(&self->segment->c) && (spec->flags & SHMBUS_FLAG_FAILED) == 0 &&
-        arguments->answers.number == 0) {
+        !admitted) {
         wanted.begins = lead_key(spec->id, spec->id_bytes, spec->round, SHMBUS_SPLIT_TRAIN);
     }
     return wanted;
@@ -326,14 +328,20 @@ bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments) {
     py_writer_write_head(self, arguments, &at);
     if (bytes < RELEASE_LOCK_BYTES) {
         py_writer_fill(self, arguments, &at);
-        writer_publish(&self->c, &at);
+        arguments->unwanted = !writer_publish(&self->c, &at);
+        if (arguments->unwanted) {
+            py_writer_leave_room(self, &at);
+        }
     } else {
         /* Reserved first, so that another thread's record can go behind it during the copy. */
         writer_reserve(&self->c, &at);
         copy_unlocked(self, arguments, &at);
-        writer_commit(&self->c, &at);
+        arguments->unwanted = !writer_commit(&self->c, &at);
+        if (arguments->unwanted) {
+            writer_abort(&self->c, &at);
+        }
     }
-    self->bytes += at.bytes;
+    self->bytes += arguments->unwanted ? 0 : at.bytes;
     return true;
 }
 
@@ -411,8 +419,11 @@ bool py_take_claim(const WriterObject *self, PyObject *object, struct request_cl
         return false;
     }
     const struct request_parts *parts = &self->segment->c.requests;
-    if (claim->row >= parts->row_count ||
-        claim->cell >= parts->block_count * SHMBUS_REQUEST_CELLS_A_BLOCK) {
+    bool fits = claim->cell == REQUEST_IS_RETRY
+                    ? claim->row < SHMBUS_RETRY_ENTRIES
+                    : claim->row < parts->row_count &&
+                          claim->cell < parts->block_count * SHMBUS_REQUEST_CELLS_A_BLOCK;
+    if (!fits) {
         return py_refuse(PyExc_IndexError, "claim: the request lane of this bus has no such cell");
     }
     claim->number = number;

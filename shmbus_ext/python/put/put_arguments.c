@@ -52,6 +52,7 @@ void py_arguments_begin(struct put_arguments *self, struct put_fields *fields) {
     self->has_group_size = self->has_index = false;
     self->spec = (struct record_spec){.round = SHMBUS_NO_ROUND};
     self->answers.number = 0;
+    self->unwanted = false;
 }
 
 bool py_arguments_keep(struct put_arguments *self) {

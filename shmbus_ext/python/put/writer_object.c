@@ -109,8 +109,10 @@ static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t 
     if (!done) {
         return NULL;
     }
-    py_writer_tell_reader(self);
-    Py_RETURN_NONE;
+    if (!arguments.unwanted) {
+        py_writer_tell_reader(self);
+    }
+    return answers == NULL ? Py_NewRef(Py_None) : PyBool_FromLong(!arguments.unwanted);
 }
 
 static PyObject *py_writer_put(WriterObject *self, PyObject *const *args, Py_ssize_t count,
@@ -130,19 +132,21 @@ static PyObject *py_writer_fail_unsized(WriterObject *self, PyObject *const *arg
     return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE, NULL);
 }
 
-/* _answer(claim, failed, instance_id, ...): put, or a failure's report; its commit ends a claim. */
+/* _answer(claim, flags, instance_id, ...) -> bool: put, or a failure's report, that ends a claim;
+ * False, and nothing is put, where the claim is not held. */
 static PyObject *py_writer_answer(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                   PyObject *kwnames) {
     struct request_claim claim;
     if (count < 2) {
         return PyErr_Format(PyExc_TypeError,
-                            "_answer: expected a claim, failed, and put's arguments");
+                            "_answer: expected a claim, flags, and put's arguments");
     }
-    if (!py_writer_usable(self) || !py_take_claim(self, args[0], &claim)) {
+    int64_t flags;
+    if (!py_writer_usable(self) || !py_take_claim(self, args[0], &claim) ||
+        !py_take_integer(args[1], "flags", 0, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE, &flags)) {
         return NULL;
     }
-    uint32_t flags = args[1] == Py_True ? SHMBUS_FLAG_FAILED : 0;
-    return put_call(self, args + 2, count - 2, kwnames, flags, &claim);
+    return put_call(self, args + 2, count - 2, kwnames, (uint32_t)flags, &claim);
 }
 
 /* Announces the wish for space; try again after it, and then await_space with the ticket. */

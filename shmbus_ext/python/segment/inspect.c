@@ -303,7 +303,9 @@ const struct named_value py_inspect_constants[] = {
 };
 
 bool py_inspect_add_objects(PyObject *module) {
-    return py_add_object(module, "RETRY_BUSY", PyLong_FromUnsignedLongLong(SHMBUS_RETRY_BUSY));
+    return py_add_object(module, "RETRY_BUSY", PyLong_FromUnsignedLongLong(SHMBUS_RETRY_BUSY)) &&
+           py_add_object(module, "RETRY_ANSWERED",
+                         PyLong_FromUnsignedLongLong(SHMBUS_RETRY_ANSWERED));
 }
 
 /* ---- The tables of layout_tables.h: each shared field by name, offset, size and kind.
@@ -397,7 +399,8 @@ static const struct field_note extent_fields[] = {
 static const struct field_note retry_fields[] = {
     UINT(claim), UINT(number),  INT(round),     UINT(asked_ns),     UINT(group_size),
     UINT(index), UINT(attempt), UINT(id_bytes), UINT(reason_bytes), UINT(need),
-    UINT(split), UINT(crc),     TEXT(id),       TEXT(reason),       {NULL, 0, 0, 0},
+    UINT(split), UINT(late),    UINT(crc),      TEXT(id),           TEXT(reason),
+    {NULL, 0, 0, 0},
 };
 #undef OF
 

@@ -223,20 +223,43 @@ SEGMENT_FUNCTION(py_request_rows, py_take_segment) {
     return found;
 }
 
-/* request_find(segment, id, round, split) -> request_text of the oldest open one, or None. */
-static PyObject *py_request_find(PyObject *Py_UNUSED(module), PyObject *args) {
-    SegmentObject *segment;
+/* The oldest open request of (segment, id, round, split): its number, 0 for none; false with an
+ * exception. */
+static bool find_row(PyObject *args, SegmentObject **segment, uint32_t *row, uint64_t *number) {
     const char *id;
     Py_ssize_t id_bytes;
     int64_t round;
     unsigned int split;
-    if (!PyArg_ParseTuple(args, "O&s#O&I", py_take_segment, &segment, &id, &id_bytes, py_take_round,
+    if (!PyArg_ParseTuple(args, "O&s#O&I", py_take_segment, segment, &id, &id_bytes, py_take_round,
                           &round, &split)) {
+        return false;
+    }
+    *number = request_find(&(*segment)->c, id, (uint32_t)id_bytes, round, split, row);
+    return true;
+}
+
+/* request_find(segment, id, round, split) -> request_text of the oldest open one, or None. */
+static PyObject *py_request_find(PyObject *Py_UNUSED(module), PyObject *args) {
+    SegmentObject *segment;
+    uint32_t row;
+    uint64_t number;
+    if (!find_row(args, &segment, &row, &number)) {
         return NULL;
     }
-    uint32_t row;
-    uint64_t number = request_find(&segment->c, id, (uint32_t)id_bytes, round, split, &row);
     return number == 0 ? Py_NewRef(Py_None) : py_describe_request(segment, row, number);
+}
+
+/* request_revoke(segment, id, round, split) -> int or None: how many samples of the oldest open
+ * request were taken from their owners; None where there is no such request. */
+static PyObject *py_request_revoke(PyObject *Py_UNUSED(module), PyObject *args) {
+    SegmentObject *segment;
+    uint32_t row;
+    uint64_t number;
+    if (!find_row(args, &segment, &row, &number)) {
+        return NULL;
+    }
+    return number == 0 ? Py_NewRef(Py_None)
+                       : PyLong_FromUnsignedLong(request_revoke(&segment->c, row, number));
 }
 
 /* request_since(segment, number) -> list of (row, number, id, round, label of the split) of open
@@ -421,6 +444,7 @@ PyMethodDef py_request_functions[] = {
     {"request_text", py_request_text, METH_VARARGS, NULL},
     {"request_rows", py_request_rows, METH_O, NULL},
     {"request_find", py_request_find, METH_VARARGS, NULL},
+    {"request_revoke", py_request_revoke, METH_VARARGS, NULL},
     {"request_since", py_request_since, METH_VARARGS, NULL},
     {"request_bytes", py_request_bytes, METH_O, NULL},
     {"request_row_count", py_request_row_count, METH_O, NULL},
@@ -446,5 +470,6 @@ const struct named_value py_request_constants[] = {
     {"REQUEST_MIN_BYTES", (long)SHMBUS_REQUEST_MIN_BYTES},
     {"REQUEST_MAX_BYTES", (long)SHMBUS_REQUEST_MAX_BYTES},
     {"LEAD_ROWS", SHMBUS_LEAD_ROWS},
+    {"REQUEST_IS_RETRY", (long)REQUEST_IS_RETRY},
     {NULL, 0},
 };

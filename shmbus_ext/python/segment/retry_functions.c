@@ -2,6 +2,7 @@
 #include "python/segment/segment.h"
 
 #include "base/clock.h"
+#include "ring/requests.h"
 #include "ring/retry_table.h"
 
 static bool take_entry(PyObject *args, const char *format, SegmentObject **segment,
@@ -15,20 +16,20 @@ static bool take_entry(PyObject *args, const char *format, SegmentObject **segme
     return true;
 }
 
-/* retry_publish(segment, entry, number, id, round, split, group_size, need, index, attempt, reason):
- * for the collector. */
+/* retry_publish(segment, entry, number, id, round, split, group_size, need, index, attempt, reason,
+ * late=0): for the collector. */
 static PyObject *py_retry_publish(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
-    unsigned int entry;
+    unsigned int entry, late = 0;
     unsigned long long number;
     long long round;
     const char *id, *reason;
     Py_ssize_t id_bytes, reason_bytes;
     struct retry_request request;
     memset(&request, 0, sizeof request);
-    if (!PyArg_ParseTuple(args, "O&IKs#LIIIIIy#", py_take_segment, &segment, &entry, &number, &id,
+    if (!PyArg_ParseTuple(args, "O&IKs#LIIIIIy#|I", py_take_segment, &segment, &entry, &number, &id,
                           &id_bytes, &round, &request.split, &request.group_size, &request.need,
-                          &request.index, &request.attempt, &reason, &reason_bytes)) {
+                          &request.index, &request.attempt, &reason, &reason_bytes, &late)) {
         return NULL;
     }
     if (entry >= SHMBUS_RETRY_ENTRIES || number == 0 || id_bytes < 1 ||
@@ -40,6 +41,7 @@ static PyObject *py_retry_publish(PyObject *Py_UNUSED(module), PyObject *args) {
     }
     request.number = number;
     request.round = round;
+    request.late = late;
     request.asked_ns = clock_monotonic_ns();
     request.id_bytes = (uint16_t)id_bytes;
     request.reason_bytes = (uint16_t)reason_bytes;
@@ -59,6 +61,19 @@ static PyObject *py_retry_withdraw(PyObject *Py_UNUSED(module), PyObject *args) 
     }
     retry_withdraw(&segment->c, entry);
     Py_RETURN_NONE;
+}
+
+/* retry_take_back(segment, entry) -> bool or None: the same at its deadline; False where it was
+ * answered, None where its claimant is about to commit the answer. */
+static PyObject *py_retry_take_back(PyObject *Py_UNUSED(module), PyObject *args) {
+    SegmentObject *segment;
+    unsigned int entry;
+    if (!take_entry(args, "O&I", &segment, &entry, NULL, NULL)) {
+        return NULL;
+    }
+    enum retry_taken taken = retry_take_back(&segment->c, entry);
+    return taken == RETRY_COMMITTING ? Py_NewRef(Py_None)
+                                     : PyBool_FromLong(taken == RETRY_TAKEN_BACK);
 }
 
 static PyObject *describe_request(uint32_t entry, const struct retry_request *request) {
@@ -91,17 +106,17 @@ static PyObject *py_retry_claim(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!take_entry(args, "O&IKK", &segment, &entry, &number, &producer_id)) {
         return NULL;
     }
-    return PyBool_FromLong(retry_claim(&segment->c, entry, number, producer_id));
+    return PyBool_FromLong(request_claim_retry(&segment->c, entry, number, producer_id));
 }
 
 static PyObject *py_retry_unclaim(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int entry;
-    unsigned long long producer_id;
-    if (!take_entry(args, "O&IK", &segment, &entry, &producer_id, NULL)) {
+    unsigned long long number, producer_id;
+    if (!take_entry(args, "O&IKK", &segment, &entry, &number, &producer_id)) {
         return NULL;
     }
-    return PyBool_FromLong(retry_unclaim(&segment->c, entry, producer_id));
+    return PyBool_FromLong(retry_unclaim(&segment->c, entry, number, producer_id));
 }
 
 /* retry_note(segment, open, groups_failed): for the collector; what others read first. */
@@ -126,6 +141,7 @@ SEGMENT_FUNCTION(py_retry_noted, py_take_segment) {
 PyMethodDef py_retry_functions[] = {
     {"retry_publish", py_retry_publish, METH_VARARGS, NULL},
     {"retry_withdraw", py_retry_withdraw, METH_VARARGS, NULL},
+    {"retry_take_back", py_retry_take_back, METH_VARARGS, NULL},
     {"retry_requests", py_retry_requests, METH_O, NULL},
     {"retry_claim", py_retry_claim, METH_VARARGS, NULL},
     {"retry_unclaim", py_retry_unclaim, METH_VARARGS, NULL},

@@ -1,0 +1,179 @@
+"""Judges and annotators that do not answer: each wait ends, each group ends, the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmbus
+from shmbus import Bus, Consumer, Producer
+from trainer_adapter import OnlineDataHandler
+from trainer_adapter.handler import group_calls
+
+SIZE = 2
+STUCK = "stuck"
+
+
+def put(producer: Producer, key: str) -> None:
+    for index in range(SIZE):
+        tokens = np.array([index + 1, 7], np.int32)
+        producer.put(key, group_size=SIZE, index=index, score=None, tokens=tokens)
+
+
+class Helper:
+    """Answers all groups but one, in one of four forms."""
+
+    def __init__(self, form: str) -> None:
+        self.calls: Counter[str] = Counter()
+        self.over = threading.Event()
+        self.answers_at = 10**9
+        if "async" in form:
+            given: Any = self.later
+        else:
+            given = self.now
+        kind = "annotate_group" if "annotate" in form else "score_group"
+        self._annotates = kind == "annotate_group"
+        self.options: dict[str, Any] = {kind: given}
+        if self._annotates:
+            self.options["score_group"] = lambda group: [1.0, 2.0]
+
+    def answer(self, group: shmbus.Group) -> Any:
+        if self._annotates:
+            return {"value": [np.ones(2, np.float32)] * SIZE}
+        return [1.0, 2.0]
+
+    def stuck(self, group: shmbus.Group) -> bool:
+        self.calls[group.instance_id] += 1
+        return group.instance_id == STUCK and self.calls[STUCK] < self.answers_at
+
+    def now(self, group: shmbus.Group) -> Any:
+        if self.stuck(group):
+            self.over.wait(60)
+        return self.answer(group)
+
+    async def later(self, group: shmbus.Group) -> Any:
+        if self.stuck(group):
+            await asyncio.sleep(3600)
+        return self.answer(group)
+
+
+FORMS = ["score", "async score", "annotate", "async annotate"]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_wait_for_a_batch_ends_in_time_and_the_group_is_called_once(
+    bus: Bus, producer: Producer, form: str, prefetch: int
+) -> None:
+    helper = Helper(form)
+    put(producer, STUCK)
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, prefetch=prefetch, **helper.options
+    ) as handler:
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                handler.next_batch(0.2)
+        assert helper.calls == {STUCK: 1}
+        helper.over.set()
+        if "async" not in form:
+            assert len(handler.next_batch(30).groups) == 1
+    with Consumer(bus.name) as consumer:
+        assert len(consumer.take(timeout=10)) == 1 and consumer.stats().balanced
+
+
+@pytest.mark.parametrize("form", ["async score", "async annotate"])
+def test_a_group_without_an_answer_keeps_no_other_from_its_batch(
+    bus: Bus, producer: Producer, form: str
+) -> None:
+    helper = Helper(form)
+    for key in ("a", STUCK, "b"):
+        put(producer, key)
+    with OnlineDataHandler(bus.name, groups_per_batch=2, **helper.options) as handler:
+        batch = handler.next_batch()
+        assert [group.instance_id for group in batch.groups] == ["a", "b"]
+        handler.ack(batch)
+        put(producer, "c")
+        put(producer, "d")
+        batch = handler.next_batch(30)
+        assert [group.instance_id for group in batch.groups] == ["c", "d"]
+        assert helper.calls[STUCK] == 1
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_group_beyond_the_limit_of_calls_is_dropped_and_counted(
+    bus: Bus, producer: Producer, form: str, prefetch: int
+) -> None:
+    helper = Helper(form)
+    put(producer, STUCK)
+    put(producer, "a")
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, prefetch=prefetch, call_timeout=0.1, **helper.options
+    ) as handler:
+        batch = handler.next_batch()
+        assert [group.instance_id for group in batch.groups] == ["a"]
+        handler.ack(batch)
+        while not handler.stats().dropped:
+            with pytest.raises(TimeoutError):
+                handler.next_batch(0.1)
+        assert handler.stats().dropped == {"filtered": SIZE}
+        assert helper.calls[STUCK] == (group_calls.CALL_ATTEMPTS if "async" in form else 1)
+    helper.over.set()
+
+
+def test_a_second_helper_may_answer_what_the_first_did_not(bus: Bus, producer: Producer) -> None:
+    helper = Helper("async score")
+    helper.answers_at = 2
+    put(producer, STUCK)
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, call_timeout=0.1, **helper.options
+    ) as handler:
+        assert len(handler.next_batch().groups) == 1
+        assert helper.calls[STUCK] == 2
+
+
+@pytest.mark.parametrize("form", ["score", "async score"])
+def test_a_judge_may_say_that_no_helper_serves_a_group(
+    bus: Bus, producer: Producer, form: str
+) -> None:
+    def refuses(group: shmbus.Group) -> list[float]:
+        if group.instance_id == STUCK:
+            raise shmbus.UnservedGroupError("too long for the reward model")
+        return [1.0, 2.0]
+
+    async def refuses_later(group: shmbus.Group) -> list[float]:
+        return refuses(group)
+
+    put(producer, STUCK)
+    put(producer, "a")
+    judge: Any = refuses_later if "async" in form else refuses
+    with OnlineDataHandler(bus.name, groups_per_batch=1, score_group=judge) as handler:
+        assert [group.instance_id for group in handler.next_batch(30).groups] == ["a"]
+        assert handler.stats().dropped == {"filtered": SIZE}
+
+
+def test_a_call_that_lasts_is_reported_once_a_minute(
+    bus: Bus, producer: Producer, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(group_calls, "REPORT_S", 60.0)
+    real = time.monotonic
+    began = real()
+    monkeypatch.setattr(
+        group_calls.time, "monotonic", lambda: now[0] + real() - began, raising=False
+    )
+    helper = Helper("async score")
+    put(producer, STUCK)
+    with OnlineDataHandler(bus.name, groups_per_batch=1, **helper.options) as handler:
+        for passed in (0, 61, 0, 0, 61):
+            now[0] += passed
+            with pytest.raises(TimeoutError):
+                handler.next_batch(0.05)
+    reports = [one for one in caplog.records if one.name == group_calls.logger.name]
+    assert len(reports) == 2 and all(STUCK in one.getMessage() for one in reports)
