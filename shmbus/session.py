@@ -61,7 +61,7 @@ class PackedArray(msgspec.Struct, frozen=True):
 
 
 class PackedRow(msgspec.Struct, frozen=True):
-    """A row without what it shares with another, on its way from a recorder."""
+    """A row of a tree on the way from a recorder."""
 
     parent: int | None
     prefix: int

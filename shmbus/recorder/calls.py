@@ -134,14 +134,14 @@ class _Call:
         self._reading: Reading
         self._begun: Span
         self._turns: list[Turn] = []
-        #: Answers that were sent before this call, and may be lost; whether this call says so.
+        #: Unconfirmed answers of earlier calls; whether the client marks this call as a retry.
         self._earlier = list(session.answers)
         self._is_retry = request.headers.get(_RETRIES, "0").strip() not in ("", "0")
         self._recorded = False
         self._answer: Answer | None = None
-        #: Whether the last token of the stream has left this process.
+        #: True once the last token of the stream has left this process.
         self._has_sent_end = False
-        #: Whether a whole answer is on its way to the client.
+        #: True during the transfer of a whole answer.
         self.delivers = False
         #: The client's stream, once its head has gone out.
         self._stream: web.StreamResponse | None = None
@@ -277,7 +277,10 @@ class _Call:
         parser = EventParser()
         done = False
         try:
-            async for data in answer.content.iter_any():
+            while data := await answer.content.read(limits.STREAM_PIECE):
+                if len(data) == limits.STREAM_PIECE:
+                    # An engine ahead of this process: other sessions have their turn.
+                    await asyncio.sleep(0)
                 out, broken = b"", None
                 for found in parser.feed(data):
                     if found == DONE:
@@ -325,7 +328,7 @@ class _Call:
         if gone:
             engine.failures += 1
         if self._recorded and gone:
-            # All tokens have come: the answer stands, and its client needs no other.
+            # All tokens have come, so the answer stays recorded.
             logger.info("%s: after a whole answer: %s", self._session.place, said)
             return await self._end_stream()
         if self._stream is None and gone:
@@ -339,7 +342,7 @@ class _Call:
     # -- both -----------------------------------------------------------------------------------
 
     def _take_turns(self, engine: Engine) -> None:
-        """Check the answers, with the versions that they met."""
+        """Check the answers and their weights versions."""
         said = self._reading.version
         if said is None:
             span = self._begun.join(self._calls._versions.of(engine.url, at_end=True))
@@ -369,7 +372,7 @@ class _Call:
             )
 
     def _settle(self, delivered: bool) -> None:
-        """Take the answer out of its session where it did not reach the client."""
+        """Confirm a delivered answer, undo a lost one."""
         if self._answer is None:
             return
         if delivered:
@@ -411,7 +414,7 @@ def as_chunk(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turned(turn: Callable[..., _T], *answer: Any) -> _T:
-    """Turn an engine's answer into the client's; BadAnswer where a field has another form."""
+    """Translate an engine's answer for the client; BadAnswer for a malformed field."""
     try:
         return turn(*answer)
     except (AttributeError, IndexError, KeyError, TypeError) as error:

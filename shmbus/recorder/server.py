@@ -232,7 +232,7 @@ class Server:
     async def _deliver(
         self, request: web.BaseRequest, session: Session, answer: object
     ) -> web.StreamResponse:
-        """Send the key of a session; end the session where the client does not get the key."""
+        """Send the key of a session; end the session if the key is lost."""
 
         def settle(delivered: bool) -> None:
             if not delivered and not session.calls:

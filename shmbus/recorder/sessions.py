@@ -5,8 +5,8 @@ Invariants:
 - A session ends once, by one word and one sentence, which its later callers are told.
 - From its end on it records nothing; its calls in flight are cancelled.
 - What all sessions keep is counted, and bounded with the bodies of calls.
-- An answer that did not reach its client is taken out again, unless a later call goes on from the
-  answer or the session's rows are given.
+- An undelivered answer is removed, unless a later call continues the answer or the worker has the
+  rows.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ def over(place: Place, end: End) -> CallRefusal:
 
 
 class Answer:
-    """A call's answer in the transcript, as long as the client may not have received it."""
+    """A call's answer in the transcript without confirmed delivery."""
 
     __slots__ = ("is_cut", "prompt", "recorded", "response_id")
 
     def __init__(self, turns: list[Turn], recorded: list[Recorded], response_id: str) -> None:
-        #: What a repeated call has in common with this one.
+        #: Prompt tokens and digest of the text, equal in a repeated call.
         self.prompt = turns[0].prompt.tobytes(), hash(turns[0].said)
         self.recorded = recorded
         self.response_id = response_id
-        #: The client cut the connection after the last token of a stream: it may have stopped
-        #: reading, or have lost the answer.
+        #: The client reset the connection after the last token of a stream: either the client
+        #: stopped reading, or the answer was lost.
         self.is_cut = False
 
 
@@ -79,7 +79,7 @@ class Conversations(dict[str, list[Any]]):
     def __init__(self, count: Callable[[int], object]) -> None:
         super().__init__()
         self._count = count
-        #: Of each item by identity: conversations that hold the item, and its bytes.
+        #: Number of conversations and bytes by the identity of an item.
         self._items: dict[int, tuple[int, int]] = {}
 
     def __setitem__(self, name: str, items: list[Any]) -> None:
@@ -110,7 +110,7 @@ class Conversations(dict[str, list[Any]]):
 
 
 def _bytes_of(item: Any) -> int:
-    """Return about how many bytes an item occupies."""
+    """Estimate the bytes of an item."""
     return _ITEM_BYTES + len(msgspec.json.encode(item))
 
 
@@ -128,7 +128,7 @@ class Session:
         self.transcript = Transcript()
         #: What calls of the responses API leave for later ones, by the response's id.
         self.history: dict[str, list[Any]] = {}
-        #: Answers that may not have reached the client.
+        #: Answers without confirmed delivery.
         self.answers: list[Answer] = []
         #: The engine that it stays at.
         self.engine: Any = None
@@ -188,7 +188,7 @@ class Session:
         self._running[call] = cancel
 
     def deliver(self, call: object) -> None:
-        """Note that a call only sends its answer: the end of the session does not cancel that."""
+        """Let a call finish the transfer of its answer, also after the end of the session."""
         self._running[call] = bool
 
     def finish_call(self, call: object, now_s: float) -> None:
@@ -267,8 +267,7 @@ class Sessions:
     ) -> tuple[Answer | None, bool]:
         """Record the answers of a call, in place of lost answers to the same prompt.
 
-        Returns the answer, None where the session takes none any more, and whether ids went on as
-        the text did.
+        Returns the answer, or None for a closed session; and False for drift.
         """
         self.turns += len(turns)
         self.sampled += sum(len(turn.output) for turn in turns)
@@ -289,12 +288,12 @@ class Sessions:
         return answer, went_on
 
     def delivered(self, session: Session, answer: Answer) -> None:
-        """Note that the client has an answer."""
+        """Confirm the delivery of an answer."""
         if answer in session.answers:
             session.answers.remove(answer)
 
     def undo(self, session: Session, answer: Answer) -> None:
-        """Take out an answer that did not reach its client."""
+        """Remove an answer that did not reach the client."""
         self.delivered(session, answer)
         if session.end is not None or session.sealed:
             return
