@@ -28,7 +28,7 @@ from shmbus_ext import _core
 PREFIX: Final = "prefix_length"
 #: What the name of a field begins with that the first sample has for its group.
 SHARED_PREFIX: Final = _core.SHARED_PREFIX
-#: Fields of sampled tokens: 0 in a prefix, which another row trains.
+#: Fields that say something of sampled tokens only: 0 in a prefix, which another row trains.
 _OF_SAMPLED: Final = frozenset({"loss_mask", "logprobs"})
 
 
@@ -85,7 +85,7 @@ class Branch(NamedTuple):
 
 
 def join_branches(branches: Sequence[Branch]) -> list[dict[str, Any]]:
-    """Return the whole rows of a tree; parents come first, prefixes are untrained."""
+    """Return the whole rows of a tree; parents come first, and nothing of a prefix is trained."""
     rows: list[dict[str, Any]] = []
     for parent, prefix, own in branches:
         row: dict[str, Any] = {PREFIX: prefix, **own}

@@ -195,6 +195,7 @@ class Connection(web.RequestHandler):
     def follow(self, on_end: Callable[[bool], None]) -> None:
         """Call `on_end` once: True after the delivery of all bytes written so far."""
         if not self.alive:
+            on_end(False)
             raise ConnectionResetError("the client has gone")
         self._answers.append(_Answer(on_end))
 

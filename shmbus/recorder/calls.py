@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -139,8 +140,6 @@ class _Call:
         self._is_retry = request.headers.get(_RETRIES, "0").strip() not in ("", "0")
         self._recorded = False
         self._answer: Answer | None = None
-        #: True once the last token of the stream has left this process.
-        self._has_sent_end = False
         #: True during the transfer of a whole answer.
         self.delivers = False
         #: The client's stream, once its head has gone out.
@@ -233,7 +232,7 @@ class _Call:
         assert task is not None
         self._session.deliver(task)
         connection = connection_of(self._request)
-        return await connection.deliver(self._request, response, self._settle, limits.DELIVER_S)
+        return await connection.deliver(self._request, response, self._settler(), limits.DELIVER_S)
 
     async def _as_stream(self, read: dict[str, Any]) -> web.StreamResponse:
         """Send a whole answer as a stream of one chunk, which a client has asked for."""
@@ -263,11 +262,13 @@ class _Call:
         except aiohttp.ClientError as error:
             # The library's writer raises what its client does.
             raise ConnectionResetError(str(error)) from error
-        self._has_sent_end = self._recorded
+        if self._answer is not None:
+            self._answer.is_sent = True
         return stream
 
-    async def _end_stream(self) -> web.StreamResponse:
-        stream = await self._send(self._dialect.done())
+    async def _end_stream(self, events: bytes | None = None) -> web.StreamResponse:
+        """Send the last events: by default those of a whole answer."""
+        stream = await self._send(self._dialect.done() if events is None else events)
         await connection_of(self._request).finish(stream)
         return stream
 
@@ -359,11 +360,7 @@ class _Call:
         )
         self._turns = []
         if self._stream is not None:
-            try:
-                connection_of(self._request).follow(self._settle)
-            except ConnectionResetError:
-                self._settle(False)
-                raise
+            connection_of(self._request).follow(self._settler())
         if not went_on:
             logger.info(
                 "%s: the conversation went on, and its tokens did not: a new row begins; the "
@@ -371,16 +368,11 @@ class _Call:
                 self._session.place,
             )
 
-    def _settle(self, delivered: bool) -> None:
-        """Confirm a delivered answer, undo a lost one."""
+    def _settler(self) -> Callable[[bool], None]:
+        """Return a function that settles the answer, and keeps nothing else of the call."""
         if self._answer is None:
-            return
-        if delivered:
-            self._calls._sessions.delivered(self._session, self._answer)
-        elif self._has_sent_end:
-            self._answer.is_cut = True
-        else:
-            self._calls._sessions.undo(self._session, self._answer)
+            return lambda delivered: None
+        return functools.partial(self._calls._sessions.settle, self._answer)
 
     def _unusable(self, error: BadAnswer) -> CallRefusal:
         """End the session for an answer that cannot be trained on."""
@@ -395,7 +387,7 @@ class _Call:
         if self._stream is None:
             self._session.require_open()
             raise CallRefusal(HTTPStatus.NOT_FOUND, code, message)
-        return await self._send(self._dialect.failed(message, code))
+        return await self._end_stream(self._dialect.failed(message, code))
 
 
 def as_chunk(answer: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -61,13 +62,17 @@ def over(place: Place, end: End) -> CallRefusal:
 class Answer:
     """A call's answer in the transcript without confirmed delivery."""
 
-    __slots__ = ("is_cut", "prompt", "recorded", "response_id")
+    __slots__ = ("is_cut", "is_sent", "prompt", "recorded", "response_id", "session")
 
-    def __init__(self, turns: list[Turn], recorded: list[Recorded], response_id: str) -> None:
-        #: Prompt tokens and digest of the text, equal in a repeated call.
-        self.prompt = turns[0].prompt.tobytes(), hash(turns[0].said)
-        self.recorded = recorded
+    def __init__(self, session: Session, turn: Turn, response_id: str) -> None:
+        #: None after the end of the session: a connection may keep the answer for longer.
+        self.session: Session | None = session
+        #: Digests of prompt tokens and text, equal in a repeated call.
+        self.prompt = hashlib.blake2b(turn.prompt.tobytes()).digest(), hash(turn.said)
+        self.recorded: list[Recorded] = []
         self.response_id = response_id
+        #: True once the last token of a stream has left this process.
+        self.is_sent = False
         #: The client reset the connection after the last token of a stream: either the client
         #: stopped reading, or the answer was lost.
         self.is_cut = False
@@ -189,7 +194,7 @@ class Session:
 
     def deliver(self, call: object) -> None:
         """Let a call finish the transfer of its answer, also after the end of the session."""
-        self._running[call] = bool
+        self._running[call] = lambda: None
 
     def finish_call(self, call: object, now_s: float) -> None:
         """Note that a call has ended."""
@@ -245,6 +250,10 @@ class Sessions:
         self.opened += 1
         return session
 
+    def find(self, key: str) -> Session | None:
+        """Return the open session of a key."""
+        return self._open.get(key)
+
     def of_key(self, key: str | None) -> Session:
         """Return the session of a key; refuse one that there is not, or that has ended."""
         session = self._open.get(key or "")
@@ -274,10 +283,10 @@ class Sessions:
         self.grammar += sum(len(turn.output) for turn in turns if turn.grammar)
         if session.end is not None or session.sealed:
             return None, True
-        answer = Answer(turns, [], response_id)
+        answer = Answer(session, turns[0], response_id)
         for old in replaced:
-            if old.prompt == answer.prompt:
-                self.undo(session, old)
+            if old.prompt == answer.prompt and old in session.answers:
+                self._undo(session, old)
         transcript = session.transcript
         before, drift = session.nbytes, transcript.drift
         went_on = all([transcript.add(turn) for turn in turns])
@@ -287,15 +296,22 @@ class Sessions:
         self.drift += transcript.drift - drift
         return answer, went_on
 
-    def delivered(self, session: Session, answer: Answer) -> None:
-        """Confirm the delivery of an answer."""
-        if answer in session.answers:
+    def settle(self, answer: Answer, delivered: bool) -> None:
+        """Confirm a delivered answer, undo a lost one."""
+        session = answer.session
+        if session is None or answer not in session.answers:
+            return
+        if delivered:
             session.answers.remove(answer)
+        elif answer.is_sent:
+            answer.is_cut = True
+        else:
+            self._undo(session, answer)
 
-    def undo(self, session: Session, answer: Answer) -> None:
+    def _undo(self, session: Session, answer: Answer) -> None:
         """Remove an answer that did not reach the client."""
-        self.delivered(session, answer)
-        if session.end is not None or session.sealed:
+        session.answers.remove(answer)
+        if session.sealed:
             return
         before = session.nbytes
         undone = [session.transcript.undo(each) for each in reversed(answer.recorded)]
@@ -321,5 +337,7 @@ class Sessions:
             self._over.popitem(last=False)
         self.ended[code] = self.ended.get(code, 0) + 1
         session.cancel_calls()
+        for answer in session.answers:
+            answer.session = None
         session.history, session.answers = {}, []
         return True

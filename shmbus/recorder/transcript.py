@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus.rows import Branch, join_branches
+from shmbus.session import Branch, join_branches
 
 _TOKEN: Final = np.dtype(np.int32)
 _LOGPROB: Final = np.dtype(np.float32)
