@@ -1,5 +1,8 @@
 """Added time of a call through the recorder, and its processor time: ``python -m bench.recorder``.
 
+``--lengths 8192,32768,131072`` measures long streams instead, one after the other: processor time
+of the recorder for each token, and the added time of another session's calls meanwhile.
+
 An engine that answers as vLLM does after a fixed time, and many callers at once, who ask it in turn
 directly and through `shmbus proxy`: at once, and as a stream, of which the first token counts. Each
 side is a process of its own. What a caller waits beside the engine's time is its own client's and
@@ -78,14 +81,18 @@ async def answer(request: web.Request) -> web.StreamResponse:
     await response.prepare(request)
     with_ids = body.get("return_token_ids")
     head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+    long = body.get("long_tokens")
+    if long:
+        output = [random.randrange(150_000) for _ in range(long)]
     for number, token in enumerate(output):
-        await asyncio.sleep(ENGINE_S / OUTPUT)
+        if not long or number % 16 == 0:
+            await asyncio.sleep(0 if long else ENGINE_S / OUTPUT)
         choice = {"index": 0, "delta": {"content": "x"}, "finish_reason": None, "logprobs": None}
         chunk: dict[str, Any] = {**head, "choices": [choice], "sent_s": time.monotonic()}
         if with_ids:
             choice |= {"token_ids": [token], "logprobs": {"content": [part(token)]}}
             chunk |= {"prompt_token_ids": ids} if not number else {}
-        if number == OUTPUT - 1:
+        if number == len(output) - 1:
             choice["finish_reason"] = "stop"
         await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
@@ -186,6 +193,45 @@ async def measure(
     return rows
 
 
+async def measure_lengths(
+    proxy: str, keys: list[str], lengths: list[int], pid: int
+) -> list[dict[str, Any]]:
+    """Measure streams of any length, beside short calls of another session."""
+    rows = []
+    async with aiohttp.ClientSession(read_bufsize=1 << 18) as client:
+        for length, key in zip(lengths, keys[1:], strict=False):
+            message = {"role": "user", "content": "x"}
+            body = {"model": "m", "messages": [message], "stream": True, "long_tokens": length}
+            waits: list[float] = []
+            over = asyncio.Event()
+
+            async def others(waits: list[float] = waits, over: asyncio.Event = over) -> None:
+                while not over.is_set():
+                    waits.append(await one(client, proxy, keys[0], False))
+
+            beside = [asyncio.ensure_future(others()) for _ in range(8)]
+            before = cpu_s(pid)
+            headers = {"Authorization": f"Bearer {key}"}
+            async with client.post(
+                f"{proxy}/v1/chat/completions", json=body, headers=headers, timeout=None
+            ) as found:
+                async for _ in found.content.iter_any():
+                    pass
+            used = cpu_s(pid) - before
+            over.set()
+            await asyncio.gather(*beside)
+            rows.append(
+                {
+                    "what": "a long stream",
+                    "tokens": length,
+                    "cpu_us_a_token": round(1e6 * used / length, 2),
+                    "other_calls": len(waits),
+                    "other_p99_ms": percentile(waits, 0.99),
+                }
+            )
+    return rows
+
+
 def opened(bus: str, count: int) -> tuple[list[str], ExitStack]:
     """Open sessions of a worker."""
     stack = ExitStack()
@@ -208,6 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sessions", type=int, default=200, help="callers at once (default 200)")
     parser.add_argument("--rounds", type=int, default=10, help="calls of each, each way")
+    parser.add_argument("--lengths", metavar="N,N", help="measure streams of so many tokens")
     parser.add_argument("--output", metavar="FILE", help="JSON")
     parser.add_argument("--engine-port", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -228,7 +275,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stack.callback(process.terminate)
         keys, sessions = opened(bus, given.sessions)
         stack.enter_context(sessions)
-        rows = asyncio.run(measure(engine, proxy, keys, given.rounds, process.pid))
+        if given.lengths:
+            lengths = [int(length) for length in given.lengths.split(",")]
+            rows = asyncio.run(measure_lengths(proxy, keys, lengths, process.pid))
+        else:
+            rows = asyncio.run(measure(engine, proxy, keys, given.rounds, process.pid))
     report = {"machine": machine.describe(), "rows": rows}
     text = json.dumps(report, indent=2, default=str)
     print(text)

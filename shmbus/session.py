@@ -17,18 +17,19 @@ import http.client
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from shmbus import errors
 from shmbus._arguments import check_timeout
 from shmbus.recorder_files import RecorderNote, read_recorders
-from shmbus.rows import Branch, join_branches
+from shmbus.rows import PREFIX
 
 if TYPE_CHECKING:
     from shmbus._prompts import Request
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 _ANSWER_S: Final = 60.0
 #: Seconds between two looks for a recorder that is not there yet.
 _LOOK_S: Final = 0.1
+#: Fields of sampled tokens: 0 in a prefix, which another row trains.
+_OF_SAMPLED: Final = frozenset({"loss_mask", "logprobs"})
 
 
 class _Worker(Protocol):
@@ -52,6 +55,29 @@ class _Worker(Protocol):
     def requests(self) -> ProducerRequests: ...
 
 
+class Branch(NamedTuple):
+    """A row of a tree: the parent's number, elements shared with the parent, fields of the rest."""
+
+    parent: int | None
+    prefix: int
+    fields: dict[str, NDArray[Any]]
+
+
+def join_branches(branches: Sequence[Branch]) -> list[dict[str, Any]]:
+    """Return the whole rows of a tree; parents come first, prefixes are untrained."""
+    rows: list[dict[str, Any]] = []
+    for parent, prefix, own in branches:
+        row: dict[str, Any] = {PREFIX: prefix, **own}
+        if parent is not None:
+            for name, values in own.items():
+                shared = rows[parent][name][:prefix]
+                if name in _OF_SAMPLED:
+                    shared = np.zeros_like(shared)
+                row[name] = np.concatenate((shared, values))
+        rows.append(row)
+    return rows
+
+
 class PackedArray(msgspec.Struct, frozen=True):
     """An array on its way from a recorder."""
 
@@ -61,7 +87,7 @@ class PackedArray(msgspec.Struct, frozen=True):
 
 
 class PackedRow(msgspec.Struct, frozen=True):
-    """A row without what it shares with another, on its way from a recorder."""
+    """A row of a tree on the way from a recorder."""
 
     parent: int | None
     prefix: int

@@ -10,7 +10,7 @@ Invariants:
   written, and the client then asked again or closed in order; it is lost when the connection ended
   before that, or was reset, as the kernel does for a client that dies without reading. Where the
   server ends first, neither is said; so a followed answer of `Connection: close` ends with a half
-  close, and the client closes the rest.
+  close by the server.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shmbus.http.access import Refusal
 
 #: Open files beside connections, of those that this process may have.
 _OTHER_FILES: Final = 64
-#: Seconds that a client has to close a connection, after the answer of its last request.
+#: Seconds for a client to close a connection after the last answer.
 _CLOSE_S: Final = 2.0
 #: What aiohttp says of bytes that are no HTTP.
 http_logger = logging.getLogger("shmbus.http")
@@ -183,23 +183,24 @@ class Connection(web.RequestHandler):
         return response
 
     async def prepare(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
-        """Send the head of an answer that is followed; ConnectionResetError without a client."""
+        """Send the head of a followed answer; ConnectionResetError without a client."""
         if not self.alive:
             raise ConnectionResetError("the client has gone")
         if not request.keep_alive and request.version >= HttpVersion11:
             response.headers["Connection"] = "close"
-            # The library would close first, and a reset would not be seen any more.
+            # An early close by the library would hide a reset.
             response._keep_alive = self._ends_after_answer = True
         await response.prepare(request)
 
     def follow(self, on_end: Callable[[bool], None]) -> None:
-        """Call `on_end` once with whether the client has had what is written until now."""
+        """Call `on_end` once: True after the delivery of all bytes written so far."""
         if not self.alive:
+            on_end(False)
             raise ConnectionResetError("the client has gone")
         self._answers.append(_Answer(on_end))
 
     async def finish(self, response: web.StreamResponse) -> None:
-        """Send the end of an answer that `prepare` began, and wait until it has left."""
+        """Send the end of a followed answer, and wait for the flush."""
         await response.write_eof()
         if self._ends_after_answer and self._wire is not None and self.alive:
             self._half_closed = True
@@ -208,7 +209,7 @@ class Connection(web.RequestHandler):
 
 
 def _unacknowledged(fd: int) -> int:
-    """Return how many bytes were sent that the client's kernel has not acknowledged."""
+    """Return the number of sent bytes without acknowledgement of the client's kernel."""
     found = fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4))
     return int.from_bytes(found, sys.byteorder)
 
@@ -339,7 +340,7 @@ def connection_of(request: web.BaseRequest) -> Connection:
 
 
 def answer_expectation(request: web.BaseRequest) -> None:
-    """Have a client send the body that it holds back until the server agrees."""
+    """Send 100 Continue to a client that waits with its body."""
     expected = request.headers.get("Expect", "")
     if not expected:
         return

@@ -17,12 +17,12 @@ from shmbus.recorder.refusals import CallRefusal, bad_request
 #: Encodings by zlib's number of window bits.
 _ENCODINGS: Final = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _RAW_DEFLATE: Final = -15
-#: Bytes that are inflated before other sessions have their turn.
+#: Bytes of one step of decompression; other sessions run between two steps.
 _PIECE: Final = 1 << 20
 
 
 async def read_body(request: web.BaseRequest, limit: int, take: Callable[[int], None]) -> bytearray:
-    """Return a body without its encoding; `take` counts bytes, and may refuse them."""
+    """Return a decoded body; `take` counts its bytes, and may refuse more."""
     inflate = _inflater_of(request)
     length = request.content_length
     if length is not None and length > limit:
@@ -58,11 +58,11 @@ class _Inflater:
 
     @property
     def ended(self) -> bool:
-        """Whether the stream is whole."""
+        """True at the end of a whole stream."""
         return self._stream is None or bool(self._stream.eof)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Return what bytes become, in pieces."""
+        """Return decoded bytes in pieces."""
         if self._stream is None:
             if self._bits == zlib.MAX_WBITS and not _is_zlib(data):
                 # Clients send deflate with and without zlib's head.

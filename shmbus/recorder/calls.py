@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -134,14 +135,12 @@ class _Call:
         self._reading: Reading
         self._begun: Span
         self._turns: list[Turn] = []
-        #: Answers that were sent before this call, and may be lost; whether this call says so.
+        #: Unconfirmed answers of earlier calls; whether the client marks this call as a retry.
         self._earlier = list(session.answers)
         self._is_retry = request.headers.get(_RETRIES, "0").strip() not in ("", "0")
         self._recorded = False
         self._answer: Answer | None = None
-        #: Whether the last token of the stream has left this process.
-        self._has_sent_end = False
-        #: Whether a whole answer is on its way to the client.
+        #: True during the transfer of a whole answer.
         self.delivers = False
         #: The client's stream, once its head has gone out.
         self._stream: web.StreamResponse | None = None
@@ -233,7 +232,7 @@ class _Call:
         assert task is not None
         self._session.deliver(task)
         connection = connection_of(self._request)
-        return await connection.deliver(self._request, response, self._settle, limits.DELIVER_S)
+        return await connection.deliver(self._request, response, self._settler(), limits.DELIVER_S)
 
     async def _as_stream(self, read: dict[str, Any]) -> web.StreamResponse:
         """Send a whole answer as a stream of one chunk, which a client has asked for."""
@@ -263,11 +262,13 @@ class _Call:
         except aiohttp.ClientError as error:
             # The library's writer raises what its client does.
             raise ConnectionResetError(str(error)) from error
-        self._has_sent_end = self._recorded
+        if self._answer is not None:
+            self._answer.is_sent = True
         return stream
 
-    async def _end_stream(self) -> web.StreamResponse:
-        stream = await self._send(self._dialect.done())
+    async def _end_stream(self, events: bytes | None = None) -> web.StreamResponse:
+        """Send the last events: by default those of a whole answer."""
+        stream = await self._send(self._dialect.done() if events is None else events)
         await connection_of(self._request).finish(stream)
         return stream
 
@@ -277,7 +278,10 @@ class _Call:
         parser = EventParser()
         done = False
         try:
-            async for data in answer.content.iter_any():
+            while data := await answer.content.read(limits.STREAM_PIECE):
+                if len(data) == limits.STREAM_PIECE:
+                    # An engine ahead of this process: other sessions have their turn.
+                    await asyncio.sleep(0)
                 out, broken = b"", None
                 for found in parser.feed(data):
                     if found == DONE:
@@ -325,7 +329,7 @@ class _Call:
         if gone:
             engine.failures += 1
         if self._recorded and gone:
-            # All tokens have come: the answer stands, and its client needs no other.
+            # All tokens have come, so the answer stays recorded.
             logger.info("%s: after a whole answer: %s", self._session.place, said)
             return await self._end_stream()
         if self._stream is None and gone:
@@ -339,7 +343,7 @@ class _Call:
     # -- both -----------------------------------------------------------------------------------
 
     def _take_turns(self, engine: Engine) -> None:
-        """Check the answers, with the versions that they met."""
+        """Check the answers and their weights versions."""
         said = self._reading.version
         if said is None:
             span = self._begun.join(self._calls._versions.of(engine.url, at_end=True))
@@ -356,11 +360,7 @@ class _Call:
         )
         self._turns = []
         if self._stream is not None:
-            try:
-                connection_of(self._request).follow(self._settle)
-            except ConnectionResetError:
-                self._settle(False)
-                raise
+            connection_of(self._request).follow(self._settler())
         if not went_on:
             logger.info(
                 "%s: the conversation went on, and its tokens did not: a new row begins; the "
@@ -368,16 +368,11 @@ class _Call:
                 self._session.place,
             )
 
-    def _settle(self, delivered: bool) -> None:
-        """Take the answer out of its session where it did not reach the client."""
+    def _settler(self) -> Callable[[bool], None]:
+        """Return a function that settles the answer, and keeps nothing else of the call."""
         if self._answer is None:
-            return
-        if delivered:
-            self._calls._sessions.delivered(self._session, self._answer)
-        elif self._has_sent_end:
-            self._answer.is_cut = True
-        else:
-            self._calls._sessions.undo(self._session, self._answer)
+            return lambda delivered: None
+        return functools.partial(self._calls._sessions.settle, self._answer)
 
     def _unusable(self, error: BadAnswer) -> CallRefusal:
         """End the session for an answer that cannot be trained on."""
@@ -392,7 +387,7 @@ class _Call:
         if self._stream is None:
             self._session.require_open()
             raise CallRefusal(HTTPStatus.NOT_FOUND, code, message)
-        return await self._send(self._dialect.failed(message, code))
+        return await self._end_stream(self._dialect.failed(message, code))
 
 
 def as_chunk(answer: dict[str, Any]) -> dict[str, Any]:
@@ -411,7 +406,7 @@ def as_chunk(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turned(turn: Callable[..., _T], *answer: Any) -> _T:
-    """Turn an engine's answer into the client's; BadAnswer where a field has another form."""
+    """Translate an engine's answer for the client; BadAnswer for a malformed field."""
     try:
         return turn(*answer)
     except (AttributeError, IndexError, KeyError, TypeError) as error:

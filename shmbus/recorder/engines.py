@@ -4,8 +4,8 @@ Invariants:
 
 - A session stays at its engine as long as that answers: its prefix cache knows the conversation.
 - A call goes to another engine only while nothing of an answer has gone out.
-- A reset of a pooled connection says nothing of its engine: the call is sent again, by a connection
-  of its own.
+- A reset of a pooled connection costs one retry on a fresh connection and leaves the engine's state
+  unchanged.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Engines:
     async def _request(
         self, method: str, url: str, body: bytes | bytearray | None, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
-        """Send a request; once more where the server had closed the pooled connection."""
+        """Send a request; retry on a fresh connection after the reset of a pooled connection."""
         assert self._client is not None and self._fresh is not None
         options: Any = {"data": body, "headers": headers, "allow_redirects": False}
         connection = _Connection()
@@ -208,7 +208,7 @@ class Engines:
 
 
 class _Connection:
-    """Whether the connection of a request had served another one before."""
+    """Marks a request on a reused connection."""
 
     reused = False
 

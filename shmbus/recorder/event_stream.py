@@ -22,10 +22,10 @@ class EventTooLarge(Exception):
 
 
 class EventParser:
-    """The data of events, from bytes in pieces of any size; each byte is looked at once."""
+    """Parser of events from byte pieces of any size, in time linear in the bytes."""
 
     def __init__(self) -> None:
-        #: Pieces of the line that has not ended, data of the event that has not ended.
+        #: Pieces of the open line, data lines of the open event.
         self._line: list[bytes] = []
         self._data: list[bytes] = []
         self._held = 0

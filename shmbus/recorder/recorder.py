@@ -339,7 +339,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def room(self) -> Iterator[Callable[[int], None]]:
-        """Have a body's bytes counted, by a call for each part, as long as the block lasts."""
+        """Yield a function that counts bytes of a body until the end of the block."""
         held = 0
 
         def take(nbytes: int) -> None:
@@ -364,7 +364,7 @@ class Recorder:
 
 
 def _status_of_score(score: object) -> HTTPStatus:
-    """Return 200 for a score that a record holds."""
+    """Return 200 for a finite score."""
     if isinstance(score, bool) or not isinstance(score, (int, float)):
         return HTTPStatus.UNPROCESSABLE_ENTITY
     try:

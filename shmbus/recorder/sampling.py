@@ -1,6 +1,6 @@
 """Sampling options of a call: values for the sample's meta, a recorder's own values, grammars.
 
-A grammar masks the engine's logits, so logprobs of such tokens are the grammar's, not the model's.
+A grammar masks the engine's logits, so the logprobs differ from the model's.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _GRAMMARS: Final = (
 
 
 def options_of(body: Mapping[str, Any]) -> dict[str, float]:
-    """Return the options that a call gives; the others are the engine's."""
+    """Return the sampling options of a call; the engine sets missing options."""
     found: dict[str, float] = {}
     for name in OPTIONS:
         value = body.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            # The engine refuses numbers that are too large or not finite.
+            # The engine refuses infinite and huge numbers.
             value = float(value) if abs(value) < 1e300 else math.inf
             if math.isfinite(value):
                 found[name] = value
@@ -31,7 +31,7 @@ def options_of(body: Mapping[str, Any]) -> dict[str, float]:
 
 
 def conflict_of(body: Mapping[str, Any], required: Mapping[str, float]) -> str | None:
-    """Return the option of a call that differs from what is required; None without any."""
+    """Return a sentence about an option that contradicts `required`, or None."""
     for name, value in required.items():
         if body.get(name) not in (None, value):
             return f"{name}: expected {value:g} or nothing, got {body[name]!r:.80}"
@@ -39,7 +39,7 @@ def conflict_of(body: Mapping[str, Any], required: Mapping[str, float]) -> str |
 
 
 def has_grammar(body: Mapping[str, Any], *, strict_tools: bool) -> bool:
-    """Whether a grammar limits the tokens; `strict_tools` of an engine that enforces schemas."""
+    """Check for a grammar; `strict_tools`: the engine enforces strict schemas of tools."""
     form = body.get("response_format")
     if isinstance(form, dict) and form.get("type") not in (None, "text"):
         return True

@@ -232,10 +232,12 @@ class Server:
     async def _deliver(
         self, request: web.BaseRequest, session: Session, answer: object
     ) -> web.StreamResponse:
-        """Send the key of a session; end the session where the client does not get the key."""
+        """Send the key of a session; end the session if the key is lost."""
+        key = session.key
 
         def settle(delivered: bool) -> None:
-            if not delivered and not session.calls:
+            session = self._recorder.sessions.find(key)
+            if not delivered and session is not None and not session.calls:
                 self._recorder.end(session, "undelivered", "its client did not get the key")
 
         response = web.Response(body=_encode(answer), headers=_JSON)

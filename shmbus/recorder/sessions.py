@@ -5,12 +5,13 @@ Invariants:
 - A session ends once, by one word and one sentence, which its later callers are told.
 - From its end on it records nothing; its calls in flight are cancelled.
 - What all sessions keep is counted, and bounded with the bodies of calls.
-- An answer that did not reach its client is taken out again, unless a later call goes on from the
-  answer or the session's rows are given.
+- An undelivered answer is removed, unless a later call continues the answer or the worker has the
+  rows.
 """
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -59,17 +60,21 @@ def over(place: Place, end: End) -> CallRefusal:
 
 
 class Answer:
-    """A call's answer in the transcript, as long as the client may not have received it."""
+    """A call's answer in the transcript without confirmed delivery."""
 
-    __slots__ = ("is_cut", "prompt", "recorded", "response_id")
+    __slots__ = ("is_cut", "is_sent", "prompt", "recorded", "response_id", "session")
 
-    def __init__(self, turns: list[Turn], recorded: list[Recorded], response_id: str) -> None:
-        #: What a repeated call has in common with this one.
-        self.prompt = turns[0].prompt.tobytes(), hash(turns[0].said)
-        self.recorded = recorded
+    def __init__(self, session: Session, turn: Turn, response_id: str) -> None:
+        #: None after the end of the session: a connection may keep the answer for longer.
+        self.session: Session | None = session
+        #: Digests of prompt tokens and text, equal in a repeated call.
+        self.prompt = hashlib.blake2b(turn.prompt.tobytes()).digest(), hash(turn.said)
+        self.recorded: list[Recorded] = []
         self.response_id = response_id
-        #: The client cut the connection after the last token of a stream: it may have stopped
-        #: reading, or have lost the answer.
+        #: True once the last token of a stream has left this process.
+        self.is_sent = False
+        #: The client reset the connection after the last token of a stream: either the client
+        #: stopped reading, or the answer was lost.
         self.is_cut = False
 
 
@@ -79,7 +84,7 @@ class Conversations(dict[str, list[Any]]):
     def __init__(self, count: Callable[[int], object]) -> None:
         super().__init__()
         self._count = count
-        #: Of each item by identity: conversations that hold the item, and its bytes.
+        #: Number of conversations and bytes by the identity of an item.
         self._items: dict[int, tuple[int, int]] = {}
 
     def __setitem__(self, name: str, items: list[Any]) -> None:
@@ -110,7 +115,7 @@ class Conversations(dict[str, list[Any]]):
 
 
 def _bytes_of(item: Any) -> int:
-    """Return about how many bytes an item occupies."""
+    """Estimate the bytes of an item."""
     return _ITEM_BYTES + len(msgspec.json.encode(item))
 
 
@@ -128,7 +133,7 @@ class Session:
         self.transcript = Transcript()
         #: What calls of the responses API leave for later ones, by the response's id.
         self.history: dict[str, list[Any]] = {}
-        #: Answers that may not have reached the client.
+        #: Answers without confirmed delivery.
         self.answers: list[Answer] = []
         #: The engine that it stays at.
         self.engine: Any = None
@@ -188,8 +193,8 @@ class Session:
         self._running[call] = cancel
 
     def deliver(self, call: object) -> None:
-        """Note that a call only sends its answer: the end of the session does not cancel that."""
-        self._running[call] = bool
+        """Let a call finish the transfer of its answer, also after the end of the session."""
+        self._running[call] = lambda: None
 
     def finish_call(self, call: object, now_s: float) -> None:
         """Note that a call has ended."""
@@ -245,6 +250,10 @@ class Sessions:
         self.opened += 1
         return session
 
+    def find(self, key: str) -> Session | None:
+        """Return the open session of a key."""
+        return self._open.get(key)
+
     def of_key(self, key: str | None) -> Session:
         """Return the session of a key; refuse one that there is not, or that has ended."""
         session = self._open.get(key or "")
@@ -267,18 +276,17 @@ class Sessions:
     ) -> tuple[Answer | None, bool]:
         """Record the answers of a call, in place of lost answers to the same prompt.
 
-        Returns the answer, None where the session takes none any more, and whether ids went on as
-        the text did.
+        Returns the answer, or None for a closed session; and False for drift.
         """
         self.turns += len(turns)
         self.sampled += sum(len(turn.output) for turn in turns)
         self.grammar += sum(len(turn.output) for turn in turns if turn.grammar)
         if session.end is not None or session.sealed:
             return None, True
-        answer = Answer(turns, [], response_id)
+        answer = Answer(session, turns[0], response_id)
         for old in replaced:
-            if old.prompt == answer.prompt:
-                self.undo(session, old)
+            if old.prompt == answer.prompt and old in session.answers:
+                self._undo(session, old)
         transcript = session.transcript
         before, drift = session.nbytes, transcript.drift
         went_on = all([transcript.add(turn) for turn in turns])
@@ -288,15 +296,22 @@ class Sessions:
         self.drift += transcript.drift - drift
         return answer, went_on
 
-    def delivered(self, session: Session, answer: Answer) -> None:
-        """Note that the client has an answer."""
-        if answer in session.answers:
+    def settle(self, answer: Answer, delivered: bool) -> None:
+        """Confirm a delivered answer, undo a lost one."""
+        session = answer.session
+        if session is None or answer not in session.answers:
+            return
+        if delivered:
             session.answers.remove(answer)
+        elif answer.is_sent:
+            answer.is_cut = True
+        else:
+            self._undo(session, answer)
 
-    def undo(self, session: Session, answer: Answer) -> None:
-        """Take out an answer that did not reach its client."""
-        self.delivered(session, answer)
-        if session.end is not None or session.sealed:
+    def _undo(self, session: Session, answer: Answer) -> None:
+        """Remove an answer that did not reach the client."""
+        session.answers.remove(answer)
+        if session.sealed:
             return
         before = session.nbytes
         undone = [session.transcript.undo(each) for each in reversed(answer.recorded)]
@@ -322,5 +337,7 @@ class Sessions:
             self._over.popitem(last=False)
         self.ended[code] = self.ended.get(code, 0) + 1
         session.cancel_calls()
+        for answer in session.answers:
+            answer.session = None
         session.history, session.answers = {}, []
         return True

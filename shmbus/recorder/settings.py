@@ -8,10 +8,10 @@ import msgspec
 
 #: Bytes of one call's body: a conversation of a million tokens, or some twenty images.
 BODY_LIMIT: Final = 32 << 20
-#: Seconds for a body, and for each so many bytes of the body one more.
+#: Seconds for a body, plus a second for each BODY_BYTES_PER_S bytes.
 BODY_S: Final = 20.0
 BODY_BYTES_PER_S: Final = 256 << 10
-#: Seconds in which a client has to read an answer.
+#: Seconds for a client to read an answer.
 DELIVER_S: Final = 300.0
 #: Bytes of all bodies that are read, and of what sessions keep.
 MEMORY: Final = 2 << 30
@@ -29,8 +29,10 @@ IDLE_S: Final = 600.0
 ENGINE_SILENCE_S: Final = 900.0
 #: Seconds for a connection to an engine; one that is full of connections takes none.
 CONNECT_S: Final = 15.0
-#: Seconds that a connection to an engine is kept without a call: uvicorn closes after 5.
+#: Idle seconds of a pooled connection to an engine: uvicorn closes connections after 5.
 POOLED_S: Final = 3.0
+#: Bytes of a stream between two turns of the event loop: less than a millisecond of work.
+STREAM_PIECE: Final = 16 << 10
 #: Seconds for what comes behind the last event of a stream: the end of its body, at once.
 DRAIN_S: Final = 0.1
 #: Engines that are asked for one answer, one after the other.
@@ -76,10 +78,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = IDLE_S
     #: Versions behind the trainer's from which a session ends.
     max_lag: int | None = None
-    #: Sampling options that calls get, whatever they say, and such that calls must not contradict.
+    #: Sampling options set in every call; sampling options that no call may contradict.
     force_sampling: dict[str, float] = {}
     require_sampling: dict[str, float] = {}
-    #: Whether tokens that were sampled under a grammar are trained.
+    #: Train tokens sampled under a grammar.
     train_grammar: bool = False
     #: Layers, and experts of a token.
     experts: tuple[int, int] | None = None

@@ -6,7 +6,7 @@ Invariants:
 - A call whose prompt begins with a whole row continues the longest such row; any other begins one.
 - Text is never made into tokens here: where the engine's ids differ, they are others.
 - Rows are a tree: a row holds the tokens behind its prefix, and its parent holds the prefix.
-- A call compares its prompt with each token of the tree once at most.
+- A call compares each token of the tree with the prompt once at most.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus.rows import Branch, join_branches
+from shmbus.session import Branch, join_branches
 
 _TOKEN: Final = np.dtype(np.int32)
 _LOGPROB: Final = np.dtype(np.float32)
 #: Bytes of a token in a row: id, logprob, mask.
 _TOKEN_BYTES: Final = _TOKEN.itemsize + _LOGPROB.itemsize + 1
-#: Tokens of the first comparison with a row; each further one is as long as all before.
+#: Tokens of the first comparison with a row; each further comparison doubles the total.
 _FIRST_LOOK: Final = 256
 
 
@@ -57,7 +57,7 @@ class Turn(NamedTuple):
     experts: NDArray[Any] | None = None
     #: Sampling options of the call, by name.
     sampling: Mapping[str, float] = {}
-    #: Whether a grammar limited the tokens, and whether the tokens are trained nevertheless.
+    #: True for tokens limited by a grammar; True for trained tokens.
     grammar: bool = False
     trained: bool = True
 
@@ -88,7 +88,7 @@ class _Row:
 
     def __init__(self, parent: _Row | None, prefix: int) -> None:
         self.parent = parent
-        #: Tokens at its begin that an earlier row has too.
+        #: Tokens shared with the parent.
         self.prefix = prefix
         self.tokens = bytearray()
         self.mask = bytearray()
@@ -97,7 +97,7 @@ class _Row:
         self.experts: list[NDArray[Any]] = []
         #: Length and digest of the conversation up to its last answer.
         self.heard = (0, b"")
-        #: Its last answer, as long as that can be taken out again.
+        #: The last answer, if an undo is possible.
         self.last: Recorded | None = None
 
     @property
@@ -107,7 +107,7 @@ class _Row:
 
     @property
     def routed(self) -> int:
-        """Own tokens whose routed experts are known."""
+        """Own tokens with known routed experts."""
         return sum(map(len, self.experts))
 
     def add(self, turn: Turn, recorded: Recorded) -> None:
@@ -132,7 +132,7 @@ class _Row:
         self.experts = known
 
     def adopt(self, child: _Row, begin: int) -> None:
-        """Continue with a row that branches off here, and whose prompt began at `begin`."""
+        """Append a branch at the end of this row; the branch's prompt begins at `begin`."""
         assert child.prefix == self.end
         if child.last is not None and child.last.begin == child.prefix:
             child.last.begin, child.last.heard = begin, self.heard
@@ -159,7 +159,7 @@ class _Row:
         return fields
 
     def shared_with(self, prompt: NDArray[np.int32]) -> int:
-        """Return how many tokens behind the prefix a prompt has too; work is as long as those."""
+        """Count the tokens behind the prefix shared with a prompt, in time linear in the count."""
         own, others = np.frombuffer(self.tokens, _TOKEN), prompt[self.prefix :]
         length = min(len(own), len(others))
         same = 0
@@ -207,7 +207,7 @@ class Transcript:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows; a prefix that rows share counts once."""
+        """Tokens of all rows; a shared prefix counts once."""
         return sum(len(row.mask) for row in self._rows)
 
     @property
@@ -239,7 +239,7 @@ class Transcript:
         return not recorded.drifts
 
     def _shared_with(self, prompt: NDArray[np.int32]) -> dict[_Row, int]:
-        """Return how many tokens each row begins with that a prompt begins with."""
+        """Return the length of the common prefix of each row and a prompt."""
         shared: dict[_Row, int] = {}
         for row in self._rows:
             of_parent = row.prefix if row.parent is None else shared[row.parent]
@@ -249,13 +249,13 @@ class Transcript:
         return shared
 
     def _goes_on(self, said: str) -> bool:
-        """Whether a conversation begins with the words of a row."""
+        """Check a conversation for the words of a row at its begin."""
         heard = [row.heard for row in self._rows if 0 < row.heard[0] <= len(said)]
         digests = _digests(said, (length for length, _ in heard))
         return any(digests[length] == digest for length, digest in heard)
 
     def undo(self, recorded: Recorded) -> bool:
-        """Take an answer out again; False where a later call has gone on from the answer."""
+        """Remove an answer; False if a later call continues the answer."""
         row = recorded.row
         if recorded not in self.recorded:
             return False
@@ -304,7 +304,7 @@ class Transcript:
         return join_branches(self.branches())
 
     def sampling(self) -> dict[str, list[float]]:
-        """Return the least and the largest value of each sampling option that calls gave."""
+        """Return [least, largest] value of each sampling option of the calls."""
         found: dict[str, list[float]] = {}
         for each in self.recorded:
             for name, value in each.sampling.items():
@@ -314,7 +314,7 @@ class Transcript:
 
     @property
     def grammar_tokens(self) -> int:
-        """Tokens that were sampled under a grammar."""
+        """Tokens sampled under a grammar."""
         return sum(each.sampled for each in self.recorded if each.grammar)
 
 

@@ -250,10 +250,16 @@ class StubEngine:
     ) -> web.StreamResponse:  # fmt: skip
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        #: Of a burst: all events, which go out at once.
+        pieces: list[bytes] = []
 
         async def send(data: Any) -> None:
             text = data if isinstance(data, str) else json.dumps(data)
-            await response.write(damaged(f"data: {text}\n\n".encode(), fault))
+            piece = damaged(f"data: {text}\n\n".encode(), fault)
+            if fault == "burst":
+                pieces.append(piece)
+            else:
+                await response.write(piece)
 
         try:
             async for chunk in self.chunks(body, choices, chat, fault):
@@ -275,8 +281,10 @@ class StubEngine:
         except (asyncio.CancelledError, ConnectionResetError):
             self.aborted += 1
             raise
+        if pieces:
+            await response.write(b"".join(pieces))
         if fault != "no_done":
-            await send("[DONE]")
+            await response.write(b"data: [DONE]\n\n")
         return response
 
     async def chunks(

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
+from recorders import sent
+from stub_engine import StubEngine
 
+import shmbus
 from shmbus.recorder import event_stream
+from shmbus.recorder.calls import _Call
 from shmbus.recorder.dialects import DIALECTS
 from shmbus.recorder.engine_api import CHAT, Reading
 from shmbus.recorder.event_stream import EventParser
+from shmbus.recorder.recorder import Recorder
 from shmbus.recorder.transcript import Span
+
+pytest_plugins = ["recorder_fixtures"]
 
 TOKENS = 2000
 ASK = {"model": "m", "messages": [], "stream": True}
@@ -85,6 +93,33 @@ def test_a_chunk_costs_as_much_after_a_thousand_others(
     assert turn.output.tolist() == list(range(TOKENS))
     if path == "/v1/responses":
         assert end.count(b"ab" * TOKENS) >= 2
+
+
+def test_a_stream_that_comes_at_once_lets_other_sessions_have_their_turns(
+    recorder: Recorder, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    turns = [0]
+    take = _Call._take_chunk
+
+    def counted(self: _Call, raw: bytes) -> bytes:
+        if turns[-1] == 0:
+            asyncio.get_running_loop().call_soon(turns.append, 0)
+        turns[-1] += 1
+        return take(self, raw)
+
+    monkeypatch.setattr(_Call, "_take_chunk", counted)
+    feeder.request("q", group_size=1)
+    session = producer.session(producer.requests.next(30.0))
+    engine.script, engine.faults = ["a" * 600], ["burst"]
+    body = {"model": "m", "messages": [], "stream": True, "max_tokens": 700}
+    with sent(f"{session.base_url}/chat/completions", body, session.api_key) as raw:
+        found = b""
+        while b"[DONE]" not in found[-100:]:
+            found += raw.recv(1 << 16)
+    assert sum(turns) > 600
+    assert max(turns) < 200
+    session.release()
 
 
 def test_an_event_in_many_pieces_is_copied_once() -> None:

@@ -41,7 +41,7 @@ class Dialect:
     """One call, in the endpoint's own form: passed on as it is; `history` is the session's."""
 
     endpoint: ClassVar[Endpoint] = CHAT
-    #: The name of the conversation that the call leaves in `history`; "" for none.
+    #: Key of the call's conversation in `history`, or "".
     response_id: str = ""
 
     def __init__(self, body: dict[str, Any], history: dict[str, list[Any]]) -> None:

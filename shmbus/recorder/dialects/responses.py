@@ -132,7 +132,7 @@ class Responses(Dialect):
         #: Items of the answer, in order; the last is open while a stream goes on.
         self._output: list[dict[str, Any]] = []
         self._is_open = False
-        #: Text of the open item, which the item has once it is closed.
+        #: Text of the open item.
         self._pieces: list[str] = []
         self._place = -1
         self._finish: str | None = None
