@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # each "as" exports the name to type checkers
     from shmbus.errors import StallError as StallError
     from shmbus.errors import UnscoredError as UnscoredError
     from shmbus.errors import UnservedGroupError as UnservedGroupError
+    from shmbus.errors import VersionUnknownError as VersionUnknownError
     from shmbus.errors import WaitTimeoutError as WaitTimeoutError
     from shmbus.feeder import Feeder as Feeder
     from shmbus.group import Group as Group
@@ -87,6 +88,7 @@ _HOMES = {
     "StallError": "shmbus.errors",
     "UnscoredError": "shmbus.errors",
     "UnservedGroupError": "shmbus.errors",
+    "VersionUnknownError": "shmbus.errors",
     "WaitTimeoutError": "shmbus.errors",
     "Feeder": "shmbus.feeder",
     "Group": "shmbus.group",

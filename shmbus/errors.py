@@ -15,6 +15,7 @@
      +-- ProtocolError           a producer broke the rules, as by a duplicate
      +-- DaemonUnavailableError  the daemon that serves the bus does not answer
      +-- RecorderUnavailableError  no recorder takes a session
+     +-- VersionUnknownError     the weights version of an inference server is unknown
      +-- UnscoredError           a sample without a score is asked for it (also a ValueError)
      +-- UnservedGroupError      no helper can score or annotate a group, which a handler drops
      +-- StallError              nothing moves on the bus; its report has leases and producers
@@ -104,6 +105,26 @@ class DaemonUnavailableError(ShmbusError):
 
 class RecorderUnavailableError(ShmbusError):
     """No recorder of the bus takes a session (`Producer.session`); the request was given back."""
+
+
+class VersionUnknownError(ShmbusError):
+    """The weights version of an inference server is unknown, so the server's samples have no label.
+
+    The server restarted and has loaded no version yet, or the rows of its ranks prove no published
+    version.
+
+    Attributes
+    ----------
+    servers : list of str
+        The addresses, as rows of the weights have them.
+    """
+
+    def __init__(self, message: str, servers: list[str]) -> None:
+        super().__init__(message)
+        self.servers = servers
+
+    def __reduce__(self) -> tuple[type[VersionUnknownError], tuple[str, list[str]]]:
+        return VersionUnknownError, (str(self), self.servers)
 
 
 class Report(Protocol):

@@ -53,6 +53,7 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+    from shmbus.pool.server_rows import ServerRows
     from shmbus.producer_requests import Request
     from shmbus.session import Session
     from shmbus_ext._core import FieldValue, SupportsItem
@@ -845,10 +846,48 @@ class Producer(_core.Writer, ClosedByAnyWith):
         pause = self._here().paused()
         return None if pause is None else pause[0]
 
+    @functools.cached_property
+    def _servers(self) -> ServerRows:
+        # A producer loads few modules; the room of pools comes with the first look.
+        from shmbus.pool.server_rows import ServerRows
+
+        return ServerRows(self.name)
+
     @property
     def policy_version(self) -> int:
-        """The trainer's current policy version; a read of shared memory, no call to anybody."""
-        return self._here().policy_version
+        """The weights version for samples that begin now; a read of shared memory.
+
+        The oldest version of the inference servers that read weights from this machine's pool
+        (`EngineFleet`), by the rows of their ranks; on a bus without servers, the trainer's
+        version. A server without known weights, such as a restarted server, raises
+        VersionUnknownError. While all servers lack known weights, `requests.next` hands out
+        nothing.
+        """
+        return self._servers.oldest(self._here().policy_version)
+
+    def version_of(self, server: str) -> int:
+        """Return the weights version of one inference server, by the rows of its ranks.
+
+        Parameters
+        ----------
+        server : str
+            The address that the fleet has, such as ``http://127.0.0.1:8000``.
+
+        Returns
+        -------
+        int
+            During an update the older version; 0 before the first version of server and trainer.
+
+        Raises
+        ------
+        VersionUnknownError
+            The server restarted, has loaded no version yet, or reads no weights here.
+        BusClosedError, TypeError
+            The Producer is closed or from before a fork; or the address is no str.
+        """
+        if not isinstance(server, str):
+            raise TypeError(f"server: expected an address, got {type(server).__name__}")
+        return self._servers.version_of(server, self._here().policy_version)
 
     @property
     def cache_salt(self) -> str:
@@ -857,7 +896,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
         vLLM takes it as ``cache_salt``, SGLang as ``extra_key``. While `EngineFleet` updates
         servers, no two are alike.
         """
-        return cache_salt(self.name, self.policy_version)
+        return cache_salt(self.name, self._here().policy_version)
 
     @property
     def record_limit(self) -> int:
@@ -879,6 +918,8 @@ class Producer(_core.Writer, ClosedByAnyWith):
         """Abort open reservations and leave the bus; what was committed stays."""
         if not self.closed:
             self.requests._return_failed()
+            if "_servers" in self.__dict__:
+                self._servers.close()
         super().close()
 
     def __del__(self) -> None:

@@ -29,6 +29,7 @@ from shmbus.partial_rollouts import PartialRollouts, check_continuation
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
+    from shmbus.pool.server_rows import ServerRows
     from shmbus.stall import Watch
     from shmbus_ext._core import FieldValue, SupportsItem
 
@@ -107,6 +108,8 @@ class _Worker(Protocol):
     @property
     def cache_salt(self) -> str: ...
     @property
+    def _servers(self) -> ServerRows: ...
+    @property
     def _segment(self) -> _core.Segment: ...
     def _here(self) -> _core.Segment: ...
     def _answer(self, *arguments: Any, **more: Any) -> bool: ...
@@ -149,9 +152,10 @@ class ProducerRequests:
 
         Failed samples that are asked for again come first (last, for a worker whose own last sample
         failed), then the highest priority, then what was offered first. A worker whose samples all
-        fail, or that gives them back, is given none for up to 30 s. While the bus is paused nothing
-        is handed out. Where the bus bounds how far producers are ahead (`max_lead`), a group is
-        begun here, and its samples never wait in `answer` for that bound.
+        fail, or that gives them back, is given none for up to 30 s. Nothing is handed out while the
+        bus is paused, nor while the weights of every inference server of the bus are unknown. Where
+        the bus bounds how far producers are ahead (`max_lead`), a group is begun here, and its
+        samples never wait in `answer` for that bound.
 
         What is taken is others' again when this producer closes or its process dies, or by
         `release`.
@@ -282,6 +286,8 @@ class ProducerRequests:
     def _find_requests(self, limit: int) -> list[Request]:
         segment = self._producer._here()
         if segment.paused() is not None:
+            return []
+        if self._producer._servers.all_unknown(segment.policy_version):
             return []
         rows = _retry_rows(segment) if _core.request_number(segment) else []
         for row in rows:

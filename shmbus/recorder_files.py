@@ -44,11 +44,14 @@ class SessionNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineNote(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine behind a recorder."""
+    """An engine behind a recorder; without a version, the reason of an unknown version."""
 
     url: str
     state: str
     calls: int
+    version: int | None = None
+    version_by: str = ""
+    why: str = ""
 
 
 class RecorderNote(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,8 +5,8 @@ Invariants:
 - Each scrape reads the bus; nothing is cached or counted here. Histograms are the collector's, with
   fixed buckets.
 - Cardinality is bounded: labels are states, kinds of reasons, splits (16 at most), ranks, producer
-  slots and readers of weights, up to `MAX_SLOTS_LABELLED` of each; no pid, process label, instance
-  id or text of a reason becomes a label.
+  slots, readers of weights and addresses of inference servers, up to `MAX_SLOTS_LABELLED` of each;
+  no pid, process label, instance id or text of a reason becomes a label.
 - No client keeps another from being answered: requests are answered by a loop in a thread of its
   own, a bus is read in others, and who is slow loses its connection (`shmbus.http.server`).
 """
@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -44,7 +44,7 @@ from shmbus.http.access import is_loopback
 from shmbus.http.server import AddressError, HttpServer
 from shmbus.inspect.failure_kinds import KINDS, kind_of
 from shmbus.inspect.status import read_status
-from shmbus.inspect.types import BusStatus
+from shmbus.inspect.types import BusStatus, EngineState
 from shmbus.ledger import REASONS
 from shmbus.pool.status import read_pools
 
@@ -94,6 +94,7 @@ class BusCollector(Collector):
         if status.daemon is not None:
             yield from _daemon(status)
         yield from _weights(status)
+        yield from _engines(status)
 
 
 def _metric(
@@ -354,6 +355,26 @@ def _weights(status: BusStatus) -> Iterator[Metric]:
     yield _gauge("shmbus_weights_readers", text, status, readers, "kind", "state")
     text = "Version that a subscriber or server runs, by its row."
     yield _gauge("shmbus_weights_reader_version", text, status, runs, "kind", "reader")
+
+
+def _engines(status: BusStatus) -> Iterator[Metric]:
+    """Yield state, version and calls of each inference server; no version if unknown."""
+    engines = status.engines[:MAX_SLOTS_LABELLED]
+    if not engines:
+        return
+    states = {
+        (engine.address, name): float(engine.state == name)
+        for engine in engines
+        for name in get_args(EngineState)
+    }
+    text = "Inference servers by what is known of their weights: 1 for the state of now."
+    yield _gauge("shmbus_engine_state", text, status, states, "engine", "state")
+    runs = {each.address: each.version for each in engines if each.version is not None}
+    text = "Version of the weights that an inference server runs, the oldest of its ranks."
+    yield _gauge("shmbus_engine_version", text, status, runs, "engine")
+    calls = {each.address: each.calls for each in engines if each.calls is not None}
+    text = "Calls of recorders that an inference server has in flight."
+    yield _gauge("shmbus_engine_calls", text, status, calls, "engine")
 
 
 def _label(number: int) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol
 from shmbus._arguments import check_int64, check_seconds
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.rows import POLL_S, Missing, RankRows, is_whole, say_version
+from shmbus.pool.server_rows import CLIENT_NAMES, drop_dead_rows
 
 #: Bytes of the random part of a name: no two trainers' rows are taken for one another.
 _NAME_BYTES: Final = 4
@@ -65,7 +66,7 @@ class ClientUpdates:
     def __init__(self, bus: str, client: WeightSyncClient, *, timeout: float) -> None:
         check_seconds("timeout", timeout)
         self.bus: Final = bus
-        self.address: Final = f"vllm.{secrets.token_hex(_NAME_BYTES)}"
+        self.address: Final = f"{CLIENT_NAMES}{secrets.token_hex(_NAME_BYTES)}"
         self._client = client
         self._timeout = timeout
         self._rows = RankRows(bus)
@@ -80,6 +81,8 @@ class ClientUpdates:
             )
         with newest:
             self._attach()
+            # The ranks of earlier trainers' clients are this client's ranks now.
+            drop_dead_rows(bus, lambda name: name.startswith(CLIENT_NAMES) and name != self.address)
             self.ranks: Final = len(self._rows.of(self))
             # None at all is one too few.
             self._rows.require_attached(self, max(1, self.ranks), newest.version)

@@ -55,6 +55,9 @@ from shmbus.weights.shared_model import SharedModel
 #: Of a policy version, which the bus says once servers have it.
 MOST_VERSION: Final = (1 << 63) - 1
 
+#: The kind of `ManagedServer`, which loads weights at its start.
+MANAGED: Final = "managed"
+
 Pairs: TypeAlias = list[tuple[EngineServer, ServerReport]]
 Step: TypeAlias = Callable[[EngineServer, ServerReport], Awaitable[None]]
 
@@ -183,6 +186,7 @@ class EngineFleet(ClosedByAsyncWith):
         ----------
         server : EngineServer or str
             It, or its address. It serves what it has; one that is paused stays so, and is nobody's.
+            After the end of its process an update, or another `remove`, drops its rows.
 
         Raises
         ------
@@ -203,9 +207,12 @@ class EngineFleet(ClosedByAsyncWith):
             with PauseNote(self.bus) as note:
                 note.clear({address})
             self.servers = left
+            self._rows.drop_others(left)
 
     async def catch_up(self) -> UpdateReport | None:
         """Bring the newest version to every server that does not run it, such as one started anew.
+
+        An ended `ManagedServer` starts with its last checkpoint.
 
         Returns
         -------
@@ -218,7 +225,24 @@ class EngineFleet(ClosedByAsyncWith):
             A server stays paused, since its model is not whole; or another process is updating.
         """
         async with self._busy:
-            return await to_the_end(self._join(self.servers, only_behind=True), shmbus.ShmbusError)
+            started = await to_the_end(self._start_ended(), shmbus.ShmbusError)
+            servers = [each for each in self.servers if each.kind != MANAGED]
+            report = await to_the_end(self._join(servers, only_behind=True), shmbus.ShmbusError)
+            if report is None and started:
+                report = UpdateReport(version=self._said(), previous=None, servers=[])
+            if report is not None:
+                report.servers += started
+            return report
+
+    async def _start_ended(self) -> list[ServerReport]:
+        """Start ended managed servers with their last checkpoint."""
+        pairs = [
+            (server, ServerReport(address=server.address, state="unknown", version=self._said()))
+            for server in self.servers
+            if server.kind == MANAGED and await server.paused(self.timeout)
+        ]
+        await self._each(pairs, self._resume)
+        return [report for _, report in pairs]
 
     async def update(self, publisher: Publisher, version: int) -> UpdateReport:
         """Publish a version, unless it is the newest already, and bring it to the servers.
@@ -379,6 +403,7 @@ class EngineFleet(ClosedByAsyncWith):
                     before = None
                 else:
                     before = version  # the servers may run an older one; nothing older is leased
+                self._rows.drop_others(self.servers)
                 report = self._begin(note, version, before, self.servers)
                 report.life = self._rows.life(version)
                 await self._bring(note, report, self.servers, self.quorum)
@@ -399,10 +424,7 @@ class EngineFleet(ClosedByAsyncWith):
         `strange`: servers filled caches before this fleet or its pool knew the servers. Without
         rows a salt holds the bus's identity and a number, and outlives a pool.
         """
-        bus, said = self._open_bus(), 0
-        if bus is not None:
-            with bus:
-                said = bus.policy_version
+        said = self._said()
         # The bus says less after a trainer has gone back, and 0 before anybody has said anything.
         rows = [row for server in self.servers for row in self._rows.of(server)]
         ran = [row.applied_version or 0 for row in rows if row.applied_sequence]
@@ -905,7 +927,7 @@ class EngineFleet(ClosedByAsyncWith):
         error = EngineError(
             address, failed.step, failed.status, failed.body, advice, gone=failed.gone
         )
-        error.__cause__ = failed
+        error.__cause__ = failed.__cause__  # the text repeats the step's error
         return error
 
     # -- the bus -----------------------------------------------------------------------------------
@@ -934,6 +956,14 @@ class EngineFleet(ClosedByAsyncWith):
             with bus:
                 if not _is_paused_by_others(bus):
                     bus.resume()
+
+    def _said(self) -> int:
+        """Return the bus's policy version; 0 for weights without a bus."""
+        bus = self._open_bus()
+        if bus is None:
+            return 0
+        with bus:
+            return bus.policy_version
 
     def _open_bus(self) -> shmbus.Bus | None:
         """Open the bus; None where weights are all that is shared under that name."""

@@ -39,8 +39,9 @@ class ManagedServer(HttpServer):
     url : str
         Where it answers then.
     checkpoint : path
-        What it starts with first. It has to have what the engine reads beside the weights, such as
-        ``config.json``, which `WeightPublisher` does not write.
+        The first checkpoint, such as ``/ckpt/run1/latest``, a publisher's newest. The engine finds
+        the files beside the weights there, such as ``config.json``, which `WeightPublisher` does
+        not write.
     health : str
         A path that it answers with 200 once it serves.
     environment : mapping of str to str, optional

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shmbus import Bus, BusNotFoundError
@@ -16,7 +17,7 @@ from shmbus.engines.errors import EngineError
 from shmbus.engines.report import ServerReport
 from shmbus.engines.server import Addressed
 from shmbus.pool.reader import PoolReader, VersionLease
-from shmbus.pool.server_rows import WEIGHTS, rows_of_server
+from shmbus.pool.server_rows import WEIGHTS, drop_dead_rows, row_name, rows_of_server, was_published
 from shmbus.pool.status import (
     ARRIVED_CODE,
     LOADING_CODE,
@@ -57,15 +58,6 @@ def _are_of_newest(rows: list[ReaderStatus], version: int, pool: PoolStatus | No
     """Tell whether ranks run the last publication of a number, rather than an older life's."""
     newest = _newest_of(pool, version)
     return newest == 0 or all(row.applied_sequence == newest for row in rows)
-
-
-def _was_published(row: ReaderStatus, pool: PoolStatus | None) -> bool:
-    """Whether a pool has published what a rank's row names; rows by relay may lack a sequence."""
-    if pool is None or row.applied_sequence is None:
-        return True
-    there = {slot.sequence: slot.version for slot in pool.slots if slot.state == "ready"}
-    version = there.get(row.applied_sequence, row.applied_version)
-    return row.applied_sequence <= max(there, default=0) and version == row.applied_version
 
 
 class Missing(NamedTuple):
@@ -134,6 +126,11 @@ class RankRows:
         reader.close()
         return None
 
+    def drop_others(self, servers: Sequence[Addressed]) -> None:
+        """Empty the rows of dead servers outside this list, to which no fleet brings weights."""
+        names = {row_name(server.address) for server in servers}
+        drop_dead_rows(self._bus, lambda name: name not in names)
+
     def are_attached(self, server: Addressed, ranks: int) -> bool:
         """Whether each rank reads these weights."""
         return len(self.of(server)) >= ranks
@@ -166,7 +163,7 @@ class RankRows:
         pool = self._pool()
         versions = {(row.applied_sequence, row.applied_version) for row in rows}
         whole = len(rows) >= ranks and all(
-            is_whole(row) and _was_published(row, pool) for row in rows
+            is_whole(row) and (pool is None or was_published(row, pool)) for row in rows
         )
         return versions.pop()[1] if whole and len(versions) == 1 else None
 
@@ -213,7 +210,7 @@ class RankRows:
         """Say what keeps a server's ranks from all running a version; None where they do."""
         rows = self.of(server)
         pool = self._pool()
-        true = [row for row in rows if _was_published(row, pool)]
+        true = [row for row in rows if pool is None or was_published(row, pool)]
         runs = [row for row in true if is_whole(row) and row.applied_version == version]
         if len(rows) >= ranks and len(runs) == len(rows) and _are_of_newest(runs, version, pool):
             return None

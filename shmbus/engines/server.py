@@ -190,7 +190,8 @@ class HttpServer(ClosedByAsyncWith):
             )
             advice = _NOBODY if gone else advice
             said = self._without_keys(str(error) or repr(error))
-            raise EngineError(self.address, step, None, said, advice, gone=gone) from error
+            cause = None if gone else error  # the text says all of a refusal
+            raise EngineError(self.address, step, None, said, advice, gone=gone) from cause
         text = raw.decode("utf-8", "replace")
         text = text if status == 200 else self._without_keys(text)
         if good and status not in good:

@@ -137,7 +137,9 @@ class Server:
             self._gateway.metrics.note_undelivered(route)
             connection_of(request).abort()
             raise asyncio.CancelledError(str(error)) from error
-        except (shmbus.BusRemovedError, shmbus.BusClosedError) as error:
+        except (
+            shmbus.BusRemovedError, shmbus.BusClosedError, shmbus.VersionUnknownError,
+        ) as error:  # fmt: skip
             response = refusal_answer(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, str(error)))
         except Exception:
             logger.exception("%s %s failed", request.method, request.path)

@@ -22,6 +22,7 @@ from shmbus import errors, limits
 from shmbus._format import label_text, printable
 from shmbus.control import messages
 from shmbus.control.ask import ask_status
+from shmbus.inspect.engines import read_engines
 from shmbus.inspect.groups import read_groups
 from shmbus.inspect.processes import ProducerChecks, is_stopped, servers_left, stopped_pids
 from shmbus.inspect.records import Run
@@ -181,6 +182,7 @@ def status_of(
         servers_left=servers_left(file.name),
         weights_version=_weights_version(file.name),
         splits=_splits(file, alive=collector.alive),
+        engines=read_engines(file.name, int(header["policy_version"])),
         producers=_producers(file, runs, notes, checks or ProducerChecks(), walk=walk),
         schema=schema,
         schema_problem=schema_problem,

@@ -55,6 +55,8 @@ def status_text(status: BusStatus, most: int | None = None) -> str:
     if status.daemon is not None:
         blocks.append(_daemon(status.daemon, most))
     blocks += [_waited(status), _producers(status, most)]
+    if status.engines:
+        blocks.append(_engines(status, most))
     schema = schema_text(status.schema, status.schema_problem)
     return "\n\n".join([*blocks, schema] if schema else blocks)
 
@@ -311,6 +313,25 @@ def _producers(status: BusStatus, most: int | None) -> str:
 def _suspicion(producer: ProducerStatus) -> tuple[bool, float]:
     healthy = producer.state in ("alive", "closed") and not producer.stopped
     return healthy, -(producer.idle_s or 0.0)
+
+
+def _engines(status: BusStatus, most: int | None) -> str:
+    ranked = sorted(status.engines, key=lambda engine: engine.state != "unknown")
+    rows = [
+        (
+            engine.address,
+            engine.answers or "-",
+            engine.state,
+            "-" if engine.version is None else str(engine.version),
+            "-" if engine.updated_s is None else show_duration(engine.updated_s),
+            "-" if engine.calls is None else show_count(engine.calls),
+            engine.why,
+        )
+        for engine in ranked[:most]
+    ]
+    head = ("server", "answers", "weights", "version>", "published>", "calls>", "")
+    lines = [f"engines  {several(len(ranked), 'inference server')}", table(head, rows)]
+    return "\n".join([*lines, *_more(len(ranked) - len(rows))])
 
 
 def schema_text(fields: list[SchemaField] | None, problem: str) -> str:

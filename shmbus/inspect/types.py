@@ -331,6 +331,36 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     failed_attempts: dict[str, int] = {}
 
 
+#: The weights of an inference server. behind: the pool has a newer version. loading: a load runs.
+#: unknown: no row proves a version, and samples of the server have no label. assumed: a recorder
+#: takes the trainer's version (`--assume-trainer-version`).
+EngineState: TypeAlias = Literal["serving", "behind", "loading", "unknown", "assumed"]
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An inference server: by the rows of its ranks in the pool of weights, and by recorders."""
+
+    #: The name in rows, which cut a long address.
+    address: str
+    state: EngineState
+    #: The oldest version of the ranks; None for unknown.
+    version: int | None = None
+    #: The publication that all ranks run, as in `Request.cache_salt`; "" for unknown.
+    life: str = ""
+    #: Reason of an unknown or refused version.
+    why: str = ""
+    #: Rows of ranks; 0 for a server known to recorders alone.
+    ranks: int = 0
+    #: Seconds since the publication of the server's version; for a server behind, seconds since the
+    #: publication of the newest version.
+    updated_s: float | None = None
+    behind_s: float | None = None
+    #: Calls of recorders in flight, and health by recorders' probes: "up", "slow", "down". None and
+    #: "" without a recorder.
+    calls: int | None = None
+    answers: str = ""
+
+
 class LeadStatus(msgspec.Struct, frozen=True):
     """How far producers are ahead."""
 
@@ -455,6 +485,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     weights_version: int | None = None
     #: Of each split that the bus knows, by number; "train" is the first.
     splits: list[SplitStatus] = []
+    #: Inference servers that read weights of this bus or serve recorders, by address.
+    engines: list[EngineStatus] = []
     daemon: DaemonStatus | None = None
     #: The fields that the bus declares; None where it declares none.
     schema: list[SchemaField] | None = None

@@ -20,6 +20,7 @@ from shmbus._format import several, show_count, show_duration
 from shmbus.inspect.types import (
     BusStatus,
     DaemonStatus,
+    EngineStatus,
     Finding,
     GroupCells,
     LeaseStatus,
@@ -58,6 +59,7 @@ _FIRST: Final = (
     "nobody_reads",
     "paused",
     "servers_left",
+    "engines_unknown",
     "trainer_stopped",
     "not_back",
     "no_trainer",
@@ -84,6 +86,7 @@ def judge(
         *_reader(status),
         *_pause(status),
         *_earlier_run(status),
+        *_engines(status),
         *_space(status),
         *_producers(status, groups),
         *_nobody_sends(status, groups, wants),
@@ -334,6 +337,49 @@ def _earlier_run(status: BusStatus) -> list[Finding]:
             "that returns to a checkpoint calls load_state_dict or reset_policy_version",
         )
     ]
+
+
+# -- inference servers --------------------------------------------------------------------------
+
+
+def _engines(status: BusStatus) -> list[Finding]:
+    """Name the servers of unknown version, and the servers behind the newest version."""
+    unknown = [each for each in status.engines if each.state == "unknown"]
+    behind = [each for each in status.engines if (each.behind_s or 0.0) >= STILL_S]
+    found = []
+    if unknown:
+        all_of_them = len(unknown) == len(status.engines)
+        found.append(
+            Finding(
+                kind="engines_unknown" if all_of_them else "engine_unknown",
+                cost=0.4 + 0.5 * len(unknown) / len(status.engines),
+                what=f"The weights version of {_servers(unknown)} is unknown, and so is the label "
+                "of each sample of it",
+                cause=unknown[0].why,
+                advice="`EngineFleet.catch_up()` or the next update brings the weights; "
+                "a fleet without the server drops the server",
+                who=[each.address for each in unknown],
+            )
+        )
+    if behind:
+        since = show_duration(max(each.behind_s or 0.0 for each in behind))
+        found.append(
+            Finding(
+                kind="engine_behind",
+                cost=0.1 + 0.2 * len(behind) / len(status.engines),
+                what=f"{_servers(behind)} {'runs' if len(behind) == 1 else 'run'} an older version "
+                f"than the newest, which was published {since} ago",
+                cause=behind[0].why,
+                advice="`EngineFleet.catch_up()` or the next update brings the newest version",
+                who=[each.address for each in behind],
+            )
+        )
+    return found
+
+
+def _servers(engines: Sequence[EngineStatus]) -> str:
+    named = ", ".join(each.address for each in engines[:_NAMED])
+    return named + f" and {len(engines) - _NAMED} more" * (len(engines) > _NAMED)
 
 
 def _stillness(status: BusStatus, still_s: float | None) -> list[Finding]:

@@ -22,7 +22,7 @@ from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError
 from shmbus.pool.attaching import identity_of
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.pool.patches import VersionPatch, find_patch
-from shmbus.pool.status import status_of_pool
+from shmbus.pool.status import RESTARTED_CODE, status_of_pool
 from shmbus.segment.names import leads_to
 from shmbus.segment.peer_wait import SLICE_S, wait_for
 from shmbus_ext import _core
@@ -34,7 +34,9 @@ _SLEEP_S: Final = 10 * SLICE_S
 class PoolReader(_core.ClosedByBlock):
     """Leases versions of a pool, and says in its row what it runs."""
 
-    def __init__(self, bus: str, kind: str, *, label: str = "", device: str = "") -> None:
+    def __init__(
+        self, bus: str, kind: str, *, label: str = "", device: str = "", keeps_row: bool = False
+    ) -> None:
         label = fit_text("label", label, _core.POOL_LABEL_BYTES) or f"reader of pid {os.getpid()}"
         device = fit_text("device", device, _core.POOL_DEVICE_BYTES)
         self.bus, self.kind = bus, kind
@@ -43,7 +45,8 @@ class PoolReader(_core.ClosedByBlock):
         self._identity = identity_of(self._path)
         self._said_refused = False
         try:
-            claimed = self._pool.claim_reader(label, device)
+            ran = self._ran_before(label) if keeps_row else None
+            claimed = self._pool.claim_reader(label, device, keeps_row)
         except BaseException:
             self._pool.close()
             raise
@@ -53,6 +56,18 @@ class PoolReader(_core.ClosedByBlock):
                 f"pool {kind!r} of bus {bus!r}: all {_core.POOL_MAX_READERS} rows of readers are "
                 "taken by living processes; share one reader among the threads of a process"
             )
+
+        if ran is not None:
+            self._said_refused = True
+            said = f"the server restarted and has loaded no version; before, it ran {ran}"
+            self._pool.refused(1, ran, RESTARTED_CODE, said)
+
+    def _ran_before(self, label: str) -> int | None:
+        """Return the version of a dead reader of that label; None without a reader."""
+        for row in status_of_pool(self.bus, self.kind, self._pool).readers:
+            if row.label == label and row.state == "dead":
+                return row.refused_version if row.applied_version is None else row.applied_version
+        return None
 
     @property
     def pool(self) -> _core.SlotPool:
@@ -156,7 +171,11 @@ class PoolReader(_core.ClosedByBlock):
         self._pool.refused(lease.sequence, lease.version, code, text)
 
     def close(self) -> None:
-        """Leave the pool; leases that are out keep what they need."""
+        """Leave the pool; leases that are out keep what they need.
+
+        With `keeps_row` the row stays behind as after a death, so that a server's next process is
+        known to lack weights.
+        """
         self._pool.close()
 
 

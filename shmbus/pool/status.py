@@ -24,6 +24,8 @@ _MAGIC: Final = b"SHBPOOL1"
 LOADING_CODE: Final = 4
 #: What a relay says in the row of a reader on another node: a version is there, and not loaded.
 ARRIVED_CODE: Final = 5
+#: Code of a restarted server's rank, until the rank has loaded a version.
+RESTARTED_CODE: Final = 6
 _LIVES: dict[int, Literal["alive", "dead"]] = {_core.ROW_ALIVE: "alive", _core.ROW_DEAD: "dead"}
 
 
@@ -76,7 +78,7 @@ class ReaderStatus(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_refused(self) -> bool:
         """Whether it could not take a version, rather than has not loaded it yet."""
-        waits = self.error_code in (LOADING_CODE, ARRIVED_CODE)
+        waits = self.error_code in (LOADING_CODE, ARRIVED_CODE, RESTARTED_CODE)
         return self.refused_version is not None and not waits
 
 

@@ -35,8 +35,8 @@ from shmbus.recorder.refusals import CallRefusal, bad_request
 from shmbus.recorder.sampling import conflict_of
 from shmbus.recorder.sessions import Answer, Session, Sessions
 from shmbus.recorder.settings import Settings
-from shmbus.recorder.transcript import Span, Turn
-from shmbus.recorder.versions import EngineVersions
+from shmbus.recorder.transcript import Turn
+from shmbus.recorder.versions import EngineVersion, EngineVersions
 from shmbus.segment.cache_salt import cache_salt
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class _Call:
         self._raw = raw
         self._dialect: Dialect
         self._reading: Reading
-        self._begun: Span
+        self._begun: EngineVersion
         self._turns: list[Turn] = []
         #: Unconfirmed answers of earlier calls; whether the client marks this call as a retry.
         self._earlier = list(session.answers)
@@ -153,7 +153,7 @@ class _Call:
         for number in range(tries):
             if number >= len(self._calls._engines.all):
                 await asyncio.sleep(limits.RETRY_S)
-            engine = self._calls._engines.pick(self._session)
+            engine = await self._known_engine()
             self._session.no_engine = False
             try:
                 return await self._ask(engine)
@@ -165,6 +165,27 @@ class _Call:
         assert error is not None
         self._session.no_engine = True
         raise _no_engine(error)
+
+    async def _known_engine(self) -> Engine:
+        """Return an engine of known version; wait `VERSION_WAIT_S` for weights, then refuse."""
+        calls = self._calls
+        deadline_s = time.monotonic() + limits.VERSION_WAIT_S
+        while True:
+            engine = calls._engines.pick(self._session, calls._versions.is_known)
+            self._begun = calls._versions.of(engine.url)
+            if self._begun.span is not None:
+                return engine
+            if time.monotonic() >= deadline_s:
+                self._session.no_engine = True
+                raise CallRefusal(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    "version_unknown",
+                    f"engine {engine.url}: its weights version is unknown: {self._begun.why}; "
+                    "bring weights by EngineFleet.catch_up() or update(), under the address of "
+                    "--engine, or start the recorder with --assume-trainer-version; ask again",
+                    retry_after_s=limits.VERSION_RETRY_S,
+                )
+            await asyncio.sleep(limits.RETRY_S)
 
     def _take_body(self) -> None:
         body = decoded(self._raw)
@@ -184,12 +205,12 @@ class _Call:
     async def _ask(self, engine: Engine) -> web.StreamResponse:
         """Ask one engine; EngineGone where nothing of an answer has gone out."""
         calls, dialect = self._calls, self._dialect
-        self._begun = calls._versions.of(engine.url)
+        assert self._begun.span is not None
         self._reading = Reading(
             dialect.call,
             dialect.endpoint,
             engine.kind,
-            cache_salt=cache_salt(calls._settings.bus, self._begun.newest),
+            cache_salt=cache_salt(calls._settings.bus, self._begun.span.newest),
             experts=calls._settings.experts,
             trains_grammar=calls._settings.train_grammar,
         )
@@ -344,12 +365,9 @@ class _Call:
 
     def _take_turns(self, engine: Engine) -> None:
         """Check the answers and their weights versions."""
-        said = self._reading.version
-        if said is None:
-            span = self._begun.join(self._calls._versions.of(engine.url, at_end=True))
-        else:
-            span = Span(min(said, self._begun.oldest), said)
+        span = self._calls._versions.met(engine.url, self._begun, self._reading.version)
         self._turns = self._reading.turns(span)
+        self._session.assumed |= self._calls._versions.is_assumed(engine.url, self._begun)
 
     def _record(self) -> None:
         """Record the answers, and follow them to their client."""

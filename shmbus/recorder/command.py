@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from shmbus.cli._options import Commands, bus_name, require_extra, seconds, whole
 from shmbus.http.options import add_server_options, allow_connections, read_token
+from shmbus.pool.server_rows import engine_address
 from shmbus.recorder.sampling import OPTIONS
 
 _EXAMPLES = """\
@@ -44,6 +45,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--max-lag", metavar="N", type=whole(0),
         help="versions behind the trainer's from which a session ends (default: any)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--assume-trainer-version", action="store_true",
+        help="label samples of engines that read no weights from this machine's pool with the "
+        "trainer's version, and mark these samples; without it such engines get no calls once the "
+        "trainer has another version than 0",
     )  # fmt: skip
     parser.add_argument(
         "--routed-experts", metavar="LAYERSxTOPK", type=_experts,
@@ -92,7 +99,7 @@ def _engine(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"expected an address such as http://127.0.0.1:8000, without a key, got {text!r}"
         )
-    return text.rstrip("/").removesuffix("/v1")
+    return engine_address(text)
 
 
 def _experts(text: str) -> tuple[int, int]:
@@ -142,6 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
         tokens=arguments.tokens,
         idle_s=arguments.idle,
         max_lag=arguments.max_lag,
+        assume_trainer_version=arguments.assume_trainer_version,
         experts=arguments.routed_experts,
         force_sampling=arguments.force_sampling,
         require_sampling=arguments.require_sampling,

@@ -14,12 +14,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final, Literal
 
 import aiohttp
 import msgspec
 
+from shmbus.pool.server_rows import engine_address
 from shmbus.recorder import settings as limits
 from shmbus.recorder.engine_api import Kind
 from shmbus.recorder.sessions import Session
@@ -46,7 +47,7 @@ class Engine:
     """One engine."""
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = engine_address(url)
         self.kind: Kind = "vllm"
         self.state: Literal["unknown", "up", "slow", "down"] = "unknown"
         self.why = ""
@@ -152,12 +153,18 @@ class Engines:
 
     # -- calls ----------------------------------------------------------------------------------
 
-    def pick(self, session: Session | None) -> Engine:
-        """Return the engine of a session; one with few calls where it has none that answers."""
-        if session is not None and session.engine is not None and session.engine.state != "down":
+    def pick(
+        self, session: Session | None, is_known: Callable[[str], bool] = lambda url: True
+    ) -> Engine:
+        """Return the engine of a session, or the engine with the fewest calls.
+
+        Engines of known version that answer come first.
+        """
+        known = [engine for engine in self.all if is_known(engine.url)] or self.all
+        if session is not None and session.engine in known and session.engine.state != "down":
             found: Engine = session.engine
             return found
-        usable = [engine for engine in self.all if engine.state != "down"] or self.all
+        usable = [engine for engine in known if engine.state != "down"] or known
         found = min(usable, key=lambda engine: engine.calls)
         if session is not None:
             session.engine = found

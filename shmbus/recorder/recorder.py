@@ -45,7 +45,7 @@ class Recorder:
         self.producer = shmbus.Producer(settings.bus, label="recorder")
         self.sessions = Sessions(settings)
         self.engines = Engines(settings.engines, settings.engine_key)
-        self.versions = EngineVersions(self.producer)
+        self.versions = EngineVersions(self.producer, settings.assume_trainer_version)
         self.calls = Calls(settings, self.sessions, self.engines, self.versions, self.fail)
         #: Bytes of bodies that are being handled.
         self.body_bytes = 0
@@ -77,6 +77,7 @@ class Recorder:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.engines.close()
+        self.versions.close()
         self.producer.close()
 
     def _later(self, work: Any) -> asyncio.Task[Any]:
@@ -128,8 +129,16 @@ class Recorder:
             for session in open_now[: limits.SHOWN_SESSIONS]
         ]
         engines = [
-            EngineNote(url=engine.url, state=engine.state, calls=engine.calls)
+            EngineNote(
+                url=engine.url,
+                state=engine.state,
+                calls=engine.calls,
+                version=None if version.span is None else version.span.oldest,
+                version_by=version.by,
+                why=version.why,
+            )
             for engine in self.engines.all
+            for version in (self.versions.of(engine.url),)
         ]
         self._file.write(
             RecorderNote(
@@ -164,7 +173,7 @@ class Recorder:
             return
         versions, lag = session.transcript.versions, self.settings.max_lag
         if lag is not None and versions is not None and not session.sealed:
-            newest = self.producer.policy_version
+            newest = self.versions.trainers
             if newest - versions.oldest > lag:
                 self.fail(
                     session,
@@ -255,6 +264,8 @@ class Recorder:
             meta["sampling"] = sampling
         if transcript.grammar_tokens:
             meta["grammar_tokens"] = transcript.grammar_tokens
+        if session.assumed:
+            meta["version_by"] = "trainer"
         return {
             "policy_version": tuple(transcript.versions),
             "meta": meta,

@@ -294,10 +294,12 @@ class Server:
                 "why": engine.why,
                 "calls": engine.calls,
                 "probe_ms": round(engine.probe_s * 1e3, 1),
-                "version": list(recorder.versions.of(engine.url)),
-                "version_by": "rows" if recorder.versions.by_rows(engine.url) else "trainer",
+                "version": version.span,
+                "version_by": version.by,
+                "version_why": version.why,
             }
             for engine in recorder.engines.all
+            for version in (recorder.versions.of(engine.url),)
         ]
         healthy = any(engine.state in ("up", "slow") for engine in recorder.engines.all)
         answer = {
@@ -331,6 +333,7 @@ class Server:
         for engine in recorder.engines.all:
             label = f'{{engine="{escaped(engine.url)}"}}'
             gauges[f"engine_up{label}"] = engine.state in ("up", "slow")
+            gauges[f"engine_version_known{label}"] = recorder.versions.is_known(engine.url)
             gauges[f"engine_slow{label}"] = engine.state == "slow"
             gauges[f"engine_calls{label}"] = engine.calls
             gauges[f"engine_probe_seconds{label}"] = engine.probe_s

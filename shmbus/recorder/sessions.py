@@ -139,6 +139,8 @@ class Session:
         self.engine: Any = None
         #: Whether no engine answered the last call.
         self.no_engine = False
+        #: Whether a call has the trainer's version by assumption.
+        self.assumed = False
         self.calls = 0
         self.end: End | None = None
         #: No call may be made any more: its rows were given, or its score is being put.

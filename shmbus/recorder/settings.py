@@ -39,6 +39,10 @@ DRAIN_S: Final = 0.1
 MAX_TRIES: Final = 3
 #: Seconds between two tries where all engines have been asked, such as while one is restarted.
 RETRY_S: Final = 0.5
+#: Seconds that a call waits for an engine of known weights, as `EngineFleet.catch_up` brings to a
+#: restarted engine; seconds until the next try of a refused client.
+VERSION_WAIT_S: Final = 30.0
+VERSION_RETRY_S: Final = 5
 #: Seconds between two looks at engines, and after which one that answers counts as slow.
 PROBE_S: Final = 2.0
 SLOW_S: Final = 1.0
@@ -83,6 +87,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     require_sampling: dict[str, float] = {}
     #: Train tokens sampled under a grammar.
     train_grammar: bool = False
+    #: Whether engines without rows of weights count as engines of the trainer's version.
+    assume_trainer_version: bool = False
     #: Layers, and experts of a token.
     experts: tuple[int, int] | None = None
     log_format: Literal["json", "text"] = "text"

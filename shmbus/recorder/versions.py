@@ -1,54 +1,91 @@
-"""Which version of the weights an engine runs.
+"""Weights versions of the engines before a call and after its answer.
 
-What ranks say in their rows of the bus's weights is believed first; without rows, the trainer's own
-version. Both are reads of shared memory.
+Invariants:
+
+- Rows of an engine's ranks say the version. An engine without rows counts as version 0 until the
+  trainer's version rises.
+- The trainer's version labels a sample only under `Settings.assume_trainer_version`, and never a
+  sample of an engine with rows.
+- An answer has a version only if the same processes had known versions at begin and end of a call.
 """
 
 from __future__ import annotations
 
-import time
-from typing import Final
+from typing import Literal, NamedTuple
 
 import shmbus
-from shmbus.pool.server_rows import LOADING_CODE, rows_of_server
+from shmbus.pool.server_rows import NO_ROW, ServerRows, row_name
+from shmbus.recorder.engine_api import BadAnswer
 from shmbus.recorder.transcript import Span
 
-#: Seconds for which the rows at a call's begin may be older than it: an older version is the
-#: careful one there. At its end they are read.
-_FRESH_S: Final = 0.05
-#: Seconds for which an engine without rows counts as one, at both ends: rows come with its first
-#: update, and until then the trainer's version is what is known.
-_ROWLESS_S: Final = 1.0
+
+class EngineVersion(NamedTuple):
+    """The version of one engine at one moment, with the source; no span for an unknown version."""
+
+    span: Span | None
+    by: Literal["rows", "start", "trainer", "unknown"]
+    why: str = ""
+    #: Row and pid of each rank of the engine.
+    processes: tuple[tuple[int, int], ...] = ()
 
 
 class EngineVersions:
     """The versions of the engines of one bus."""
 
-    def __init__(self, producer: shmbus.Producer) -> None:
+    def __init__(self, producer: shmbus.Producer, assume_trainer_version: bool) -> None:
         self._producer = producer
-        self._seen: dict[str, tuple[float, Span | None]] = {}
+        self._assumes = assume_trainer_version
+        self._rows = ServerRows(producer.name)
 
-    def by_rows(self, url: str, *, at_end: bool = False) -> Span | None:
-        """Return what the ranks of an engine run, or load; None where it has no rows."""
-        now = time.monotonic()
-        seen = self._seen.get(url)
-        if seen is not None:
-            at, span = seen
-            if now - at < (_ROWLESS_S if span is None else 0.0 if at_end else _FRESH_S):
-                return span
-        span = None
-        for row in rows_of_server(self._producer.name, url):
-            if row.applied_version is not None:
-                span = Span(row.applied_version, row.applied_version).join(span)
-            if row.error_code == LOADING_CODE and row.refused_version is not None:
-                span = Span(row.refused_version, row.refused_version).join(span)
-        self._seen[url] = (now, span)
-        return span
+    @property
+    def trainers(self) -> int:
+        """The trainer's policy version."""
+        return self._producer._segment.policy_version
 
-    def of(self, url: str, *, at_end: bool = False) -> Span:
-        """Return what an engine may run now."""
-        span = self.by_rows(url, at_end=at_end)
-        if span is not None:
-            return span
-        version = self._producer.policy_version
-        return Span(version, version)
+    def of(self, url: str, *, afresh: bool = False) -> EngineVersion:
+        """Return the version of an engine now."""
+        version = self.trainers
+        found = self._rows.read(version, afresh=afresh).get(row_name(url))
+        if found is not None:
+            if found.oldest is None or found.newest is None:
+                return EngineVersion(None, "unknown", found.why, found.processes)
+            return EngineVersion(Span(found.oldest, found.newest), "rows", "", found.processes)
+        if version == 0:
+            return EngineVersion(Span(0, 0), "start")
+        if self._assumes:
+            return EngineVersion(Span(version, version), "trainer")
+        return EngineVersion(None, "unknown", NO_ROW)
+
+    def is_known(self, url: str) -> bool:
+        """Return whether calls may go to an engine now."""
+        return self.of(url).span is not None
+
+    def is_assumed(self, url: str, begun: EngineVersion) -> bool:
+        """Return whether a call that ends now has the trainer's version by assumption."""
+        return "trainer" in (begun.by, self.of(url).by)
+
+    def met(self, url: str, begun: EngineVersion, said: int | None) -> Span:
+        """Return the versions that an answer met; `said` by the answer itself.
+
+        BadAnswer for an engine without known weights, so that the call goes to the next engine, and
+        for an answer that says an unpublished version.
+        """
+        now = self.of(url, afresh=True)
+        if begun.span is None or now.span is None:
+            raise BadAnswer(f"its weights are unknown: {now.why or begun.why}", engine_gone=True)
+        if begun.processes and now.processes != begun.processes:
+            raise BadAnswer("it was started again during the call", engine_gone=True)
+        met = begun.span.join(now.span)
+        if said is None:
+            return met
+        least = 0 if now.by == "trainer" else met.oldest
+        if not least <= said <= met.newest:
+            raise BadAnswer(
+                f"its answer says version {said}, {now.by} say {met.oldest} to {met.newest}; "
+                "expected a published version"
+            )
+        return Span(min(said, begun.span.oldest), said)
+
+    def close(self) -> None:
+        """Let go of the rows."""
+        self._rows.close()

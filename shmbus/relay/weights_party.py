@@ -19,7 +19,7 @@ import msgspec
 from shmbus import errors
 from shmbus.pool import PoolReader, VersionLease
 from shmbus.pool.patches import export_patch, patched_crc
-from shmbus.pool.status import ARRIVED_CODE
+from shmbus.pool.status import ARRIVED_CODE, RESTARTED_CODE
 from shmbus.relay.distribution import PIECE_BYTES, SILENT_S, Distribution, Hop, count_pieces
 from shmbus.relay.messages import (
     Envelope,
@@ -143,7 +143,8 @@ class RemoteRows:
             ours = state.pool == pool  # else its sequences are those of a pool before
             reader.pool.applied(row.sequence if ours else 0, row.version or 0)
             refused = (row.refuses if ours else 0, row.refused or 0, row.code, row.error)
-            if ours and not row.code and not row.holds and row.sequence != state.sequence:
+            lacks = row.code in (0, RESTARTED_CODE) and not row.holds
+            if ours and lacks and row.sequence != state.sequence:
                 said = "it has come to its node, and is not loaded"
                 refused = (state.sequence, state.version or 0, ARRIVED_CODE, said)
             reader.pool.refused(*refused)

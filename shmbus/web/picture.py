@@ -76,6 +76,7 @@ def picture(watcher: Watcher, now_s: float) -> Picture:
             "wall": _wall(watcher.groups, blamed, now_s - watcher.groups_age_s),
             "producers": _producers(watcher, waits, now_s),
             "agents": _agents(status.name, now_s),
+            "engines": _engines(status, now_s),
             "collector": _collector(status, now_s),
             "holders": _holders(status, now_s),
             "daemon": _daemon(status, now_s),
@@ -247,6 +248,23 @@ def _agents(name: str, now_s: float) -> Picture | None:
             for session in running[: settings.SESSIONS]
         },
     }
+
+
+def _engines(status: BusStatus, now_s: float) -> Picture | None:
+    """Show inference servers; None for a bus without servers."""
+    rows: Picture = {
+        engine.address: {
+            "state": engine.state,
+            "version": engine.version,
+            "life": engine.life or None,
+            "why": engine.why or None,
+            "published": _since(engine.updated_s, now_s),
+            "calls": engine.calls,
+            "answers": engine.answers or None,
+        }
+        for engine in status.engines[: settings.PRODUCERS]
+    }
+    return {"rows": rows, "omitted": len(status.engines) - len(rows)} if rows else None
 
 
 def _producer_state(producer: ProducerStatus, watcher: Watcher) -> str:

@@ -30,6 +30,7 @@ struct pool {
     struct reader_row *reader_rows;
     int32_t rank;                    /* that this process is; -1 for none */
     int32_t reader;                  /* its row; -1 for none */
+    bool keeps_row;                  /* a regular end leaves the row behind like a death */
     uint32_t leases[POOL_MAX_SLOTS]; /* of this process; the lock goes with the last */
     uint32_t own_writes;             /* slots that this publisher has taken, by bit */
 };
@@ -103,10 +104,11 @@ uint32_t digest_first_wrong(const void *data, uint64_t bytes, uint64_t block_byt
 /* Becomes a rank; rank 0 is the publisher. SHARED_HELD where a living process is it. */
 enum shared_status rows_claim_writer(struct pool *self, uint32_t rank, const char *label,
                                    uint32_t pid);
-/* Becomes a reader. SHARED_HELD where all rows are taken. */
+/* Becomes a reader, first in the row of a dead reader of that label. With `keeps_row` a regular end
+ * leaves the row behind like a death. SHARED_HELD where all rows are taken. */
 enum shared_status rows_claim_reader(struct pool *self, const char *label, const char *device,
-                                   uint32_t pid);
-/* A regular end: the row says so, and its lock is free. */
+                                   uint32_t pid, bool keeps_row);
+/* A regular end: the row says so, unless the reader keeps the row; its lock is free. */
 void rows_leave(struct pool *self);
 
 enum row_life {

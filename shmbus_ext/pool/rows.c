@@ -3,6 +3,7 @@
 #include "pool/pool.h"
 
 #include <stdio.h>
+#include <string.h>
 
 #include "base/failpoints.h"
 #include "base/file_lock.h"
@@ -32,24 +33,41 @@ static void clear_reader(struct reader_row *row) {
     row->error[0] = '\0';
 }
 
+/* Order of claims: the dead row of the same label, an empty row, the row of a further dead reader,
+ * maybe the last trace of an inference server. */
+enum claim_rank { CLAIM_OWN = 0, CLAIM_EMPTY, CLAIM_OTHER, CLAIM_RANKS };
+
+static enum claim_rank claim_rank_of(const struct reader_row *row, const char *label) {
+    if (atomic_load_explicit(&row->pid, memory_order_acquire) == 0) {
+        return CLAIM_EMPTY;
+    }
+    return strncmp(row->label, label, sizeof row->label) == 0 ? CLAIM_OWN : CLAIM_OTHER;
+}
+
 enum shared_status rows_claim_reader(struct pool *self, const char *label, const char *device,
-                                   uint32_t pid) {
-    for (uint32_t i = 0; i < POOL_MAX_READERS; i++) {
-        enum lock_status lock = file_lock_take(self->file.fd, pool_lock_reader(i));
-        if (lock == LOCK_ERROR) {
-            return SHARED_SYSTEM_ERROR;
+                                   uint32_t pid, bool keeps_row) {
+    for (int rank = CLAIM_OWN; rank < CLAIM_RANKS; rank++) {
+        for (uint32_t i = 0; i < POOL_MAX_READERS; i++) {
+            struct reader_row *row = &self->reader_rows[i];
+            if ((int)claim_rank_of(row, label) != rank) {
+                continue;
+            }
+            enum lock_status lock = file_lock_take(self->file.fd, pool_lock_reader(i));
+            if (lock == LOCK_ERROR) {
+                return SHARED_SYSTEM_ERROR;
+            }
+            if (lock == LOCK_HELD_ELSEWHERE) {
+                continue;
+            }
+            clear_reader(row);
+            FAILPOINT("pool-reader-claimed");
+            snprintf(row->label, sizeof row->label, "%s", label);
+            snprintf(row->device, sizeof row->device, "%s", device);
+            atomic_store_explicit(&row->pid, pid, memory_order_release);
+            self->reader = (int32_t)i;
+            self->keeps_row = keeps_row;
+            return SHARED_OK;
         }
-        if (lock == LOCK_HELD_ELSEWHERE) {
-            continue;
-        }
-        struct reader_row *row = &self->reader_rows[i];
-        clear_reader(row);
-        FAILPOINT("pool-reader-claimed");
-        snprintf(row->label, sizeof row->label, "%s", label);
-        snprintf(row->device, sizeof row->device, "%s", device);
-        atomic_store_explicit(&row->pid, pid, memory_order_release);
-        self->reader = (int32_t)i;
-        return SHARED_OK;
     }
     return SHARED_HELD;
 }
@@ -65,7 +83,9 @@ void rows_leave(struct pool *self) {
     if (self->reader >= 0) {
         struct reader_row *row = &self->reader_rows[self->reader];
         atomic_store_explicit(&row->holds, 0, memory_order_relaxed);
-        atomic_store_explicit(&row->pid, 0, memory_order_release);
+        if (!self->keeps_row) {
+            atomic_store_explicit(&row->pid, 0, memory_order_release);
+        }
         file_lock_drop(self->file.fd, pool_lock_reader((uint32_t)self->reader));
         self->reader = -1;
     }

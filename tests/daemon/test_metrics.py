@@ -409,7 +409,7 @@ def names_of_a_busy_bus(bus_name: str, server: MetricsServer, spawn: Spawner) ->
             shmbus.Feeder(bus_name) as feeder,
             shmbus.Consumer(bus_name),
             PoolPublisher(bus_name, "weights", spec=PoolSpec(slot_bytes=4096)) as publisher,
-            PoolReader(bus_name, "weights", label="replica") as reader,
+            PoolReader(bus_name, "weights", label="http://127.0.0.1:1 rank 0") as reader,
         ):
             feeder.request("b", group_size=2, prompt=[1])
             with publisher.begin(1, 4096) as write:  # type: ignore[union-attr]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from conftest import wait_until
 from trainers import TIMEOUT_S, Trainer
+from trainers import fleet_of as engine_fleet_of
 
-from shmbus import Bus
+from shmbus import Bus, Feeder, Producer, VersionUnknownError
 from shmbus.engines import EngineError, EngineFleet, VllmServer
 from shmbus.engines.pause_note import paused_by
 
@@ -87,6 +91,66 @@ async def test_a_server_that_was_started_anew_catches_up_and_no_other_is_paused(
         report = await fleet.catch_up()
         assert report is not None and [each.address for each in report.servers] == [second.url]
         assert [await token(each) for each in (first, second)] == [1.0, 1.0]
+
+
+def versions_of(producer: Producer, *running: Any) -> list[int | None]:
+    """Return what a worker may label samples with: of all servers, and of each."""
+
+    def asked(version: Callable[[], int]) -> int | None:
+        try:
+            return version()
+        except VersionUnknownError:
+            return None
+
+    own = [asked(lambda at=each.url: producer.version_of(at)) for each in running]  # type: ignore[misc]
+    return [asked(lambda: producer.policy_version), *own]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_server_that_was_started_anew_has_no_version_until_it_catches_up_or_leaves(
+    bus: Bus, trainer: Trainer, servers: Any, kind: str
+) -> None:
+    first, second = servers(1, kind), servers(2, kind)
+    with Producer(bus.name) as producer, Feeder(bus.name) as feeder:
+
+        async def known(*versions: int | None) -> None:
+            await asyncio.to_thread(
+                wait_until, lambda: versions_of(producer, first, second) == [*versions]
+            )
+
+        async with engine_fleet_of(bus.name, first, second) as fleet:
+            await fleet.update(trainer, 7)
+            await known(7, 7, 7)
+            second.kill()
+            await known(None, 7, None)
+            second.start_anew()
+            assert await token(second) == 0.0
+            assert versions_of(producer, first, second) == [None, 7, None]
+            await fleet.catch_up()
+            await known(7, 7, 7)
+            for each in (first, second):
+                each.kill()
+            await known(None, None, None)
+            feeder.request("q", group_size=1)
+            assert producer.requests.next(0.1) is None, "nobody could make a sample"
+            first.start_anew()
+            await fleet.remove(second.url)
+            await fleet.catch_up()
+            await known(7, 7, None)
+            assert producer.requests.next(5.0) is not None
+
+
+async def test_a_refused_connection_is_one_error_without_the_library_s_own(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    gone = servers(1)
+    gone.kill()
+    async with fleet_of(bus, gone) as fleet:
+        with pytest.raises(EngineError) as caught:
+            await fleet.update(trainer, 1)
+    told = "".join(traceback.format_exception(caught.value))
+    assert (told.count("Traceback"), caught.value.gone) == (1, True)
+    assert (caught.value.__cause__, caught.value.server) == (None, gone.url)
 
 
 async def test_a_server_leaves_and_the_last_one_stays(

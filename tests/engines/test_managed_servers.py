@@ -95,6 +95,22 @@ async def test_one_that_died_is_started_again_with_what_it_had(
         assert says(server.address)["value"] == 1.0
 
 
+async def test_one_that_died_catches_up_with_the_fleet_before_it_counts_as_up(
+    bus: Bus, trainer: Trainer, tmp_path: Path
+) -> None:
+    async with server_of(tmp_path / "latest") as server:
+        fleet = EngineFleet([server], bus=bus.name, mode="abort", timeout=TIMEOUT_S)
+        trainer.publish(2)
+        await fleet.reload(tmp_path)
+        assert await fleet.catch_up() is None
+        os.kill(says(server.address)["pid"], signal.SIGKILL)
+        await asyncio.to_thread(wait_until, lambda: not server.running)
+        report = await fleet.catch_up()
+        assert report is not None
+        assert [(each.version, each.state) for each in report.servers] == [(2, "serving")]
+        assert says(server.address)["value"] == 2.0
+
+
 async def test_one_that_cannot_start_with_a_checkpoint_goes_back_to_the_one_before(
     bus: Bus, trainer: Trainer, tmp_path: Path
 ) -> None:

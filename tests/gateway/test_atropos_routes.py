@@ -14,6 +14,8 @@ from gateways import REGISTRATION, Gateway
 from http_requests import request_bytes, reset, scored
 
 import shmbus
+from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
+from shmbus.pool.server_rows import drop_dead_rows
 
 EVERYTHING: dict[str, Any] = {
     "tokens": [[1, 2**63 - 1, -(2**63)], [4]],
@@ -46,6 +48,19 @@ def test_before_a_trainer_everything_says_so(gateway: Gateway) -> None:
     }).json()  # fmt: skip
     assert waiting == {"status": "wait for trainer to start"}
     assert gateway.post("/disconnect-env", {"env_id": 0}).json()["status"] == "failure"
+
+
+def test_a_group_without_a_known_version_is_refused_and_may_come_again(gateway: Gateway) -> None:
+    gateway.post("/register", REGISTRATION)
+    url = "http://127.0.0.1:1"
+    with PoolPublisher(gateway.name, "weights", spec=PoolSpec(slot_bytes=4096)) as publisher:
+        publisher.begin(1, 1).finish()  # type: ignore[union-attr]
+        PoolReader(gateway.name, "weights", label=f"{url} rank 0", keeps_row=True).close()
+        refused = gateway.post("/scored_data", scored([1, 2], [3, 4]))
+        assert refused.status == 503 and url in refused.json()["detail"]
+        drop_dead_rows(gateway.name, lambda name: name == url)
+        wait_until(lambda: gateway.post("/scored_data", scored([1, 2], [3, 4])).status == 200)
+        publisher.close(remove=True)
 
 
 def test_a_run_from_registration_to_reset(gateway: Gateway) -> None:

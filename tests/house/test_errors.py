@@ -31,6 +31,7 @@ TREE = {
     "RecordTooLargeError": (ValueError,), "RecorderUnavailableError": (),
     "StallError": (), "UnscoredError": (ValueError,),
     "UnservedGroupError": (),
+    "VersionUnknownError": (),
     "WaitTimeoutError": (TimeoutError,),
 }  # fmt: skip
 

@@ -80,6 +80,7 @@ SHMBUS_ALL = [
     "UnannotatedGroup",
     "UnscoredError",
     "UnservedGroupError",
+    "VersionUnknownError",
     "WaitTimeoutError",
     "__version__",
     "unlink",

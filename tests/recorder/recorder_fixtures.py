@@ -52,6 +52,7 @@ def engine(start_engine: StartEngine) -> StubEngine:
 def start_recorder(bus: shmbus.Bus, stack: ExitStack) -> StartRecorder:
     def start(*engines: StubEngine | str, **options: Any) -> Recorder:
         urls = tuple(each if isinstance(each, str) else each.url for each in engines)
+        options.setdefault("assume_trainer_version", True)  # stubs have no rows
         settings = Settings(bus=bus.name, engines=urls, port=0, **options)
         found: Recorder = stack.enter_context(in_thread(lambda: serving(settings)))
         return found

@@ -157,6 +157,17 @@ function Agents({ agents, now }) {
     </tbody></table></div>`}${hidden > 0 ? html`<p class="dim">and ${count(hidden)} more</p>` : ""}${agents.drift ? html`<p class="dim">${count(agents.drift)} calls went on in words and not in tokens, each of which began a row.</p>` : ""}</section>`;
 }
 
+const OF_WEIGHTS = { unknown: 0, behind: 1, loading: 2, assumed: 3, serving: 4 };
+
+function Engines({ engines, now }) {
+  const rows = Object.entries(engines.rows);
+  rows.sort(([a, x], [b, y]) => OF_WEIGHTS[x.state] - OF_WEIGHTS[y.state] || a.localeCompare(b));
+  return html`<section class="card" aria-label="engines"><h2>Engines <small>${several(rows.length + engines.omitted, "inference server")}</small></h2>
+    <div class="scroll"><table class="facts"><thead><tr><th>server</th><th>weights</th><th class="n">version</th><th class="n">published</th><th>answers</th><th class="n">calls</th></tr></thead><tbody>
+    ${rows.map(([at, row]) => html`<tr key=${at}><td class="who">${at}${row.why ? html` <span class="dim">${row.why}</span>` : ""}</td><td><span class=${`chip ${row.state}`}>${row.state}</span></td><td class="n" data-is="version">${count(row.version)}</td><td class="n" data-is="published">${row.published === undefined ? "–" : `${time(now - row.published)} ago`}</td><td data-is="answers">${row.answers || "–"}</td><td class=${`n ${row.calls ? "" : "nil"}`} data-is="calls">${count(row.calls)}</td></tr>`)}
+    </tbody></table></div>${engines.omitted > 0 ? html`<p class="dim">and ${count(engines.omitted)} more</p>` : ""}</section>`;
+}
+
 function Holders({ holders, collector, daemon, waited, now }) {
   const shown = holders.slice(0, 40), ranks = shown.some((row) => row.rank !== undefined);
   return html`<section class="card" aria-label="holders"><h2>Held by <small>${daemon && daemon.answers ? `a daemon, pid ${daemon.pid}, leases to` : ""}</small></h2>
@@ -216,6 +227,7 @@ function Bus({ picture, points, names: columns, open, told, onOpen, connected, h
     <div class="two"><div class="stack"><${Holders} holders=${picture.holders} collector=${picture.collector} daemon=${daemon} waited=${picture.waited} now=${now}/>
       <${Wall} wall=${picture.wall} names=${names} now=${now} open=${open} told=${told} onOpen=${onOpen} given=${picture.given_up}/>
       ${picture.agents ? html`<${Agents} agents=${picture.agents} now=${now}/>` : ""}
+      ${picture.engines ? html`<${Engines} engines=${picture.engines} now=${now}/>` : ""}
       <${Producers} producers=${picture.producers} now=${now}/>
       <${Events} events=${picture.events} daemon=${daemon} now=${now}/></div>
     <div class="stack curves">

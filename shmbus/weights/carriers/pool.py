@@ -25,7 +25,7 @@ from shmbus.pool import (
     has_patch,
     put_piece,
 )
-from shmbus.pool.server_rows import LOADING_CODE
+from shmbus.pool.status import LOADING_CODE
 from shmbus.tensors.copy_plan import CopyPlan, settle_devices
 from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.device.registration import RegisteredSlots

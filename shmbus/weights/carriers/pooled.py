@@ -17,6 +17,7 @@ import torch
 from shmbus import BusNotFoundError, BusRemovedError
 from shmbus.errors import DamagedError, WaitTimeoutError, WeightsError
 from shmbus.pool import PoolReader, VersionLease
+from shmbus.pool.server_rows import server_of_label
 from shmbus.segment.room import shortage, tightest
 from shmbus.tensors.device.arena import MemoryKind
 from shmbus.tensors.device.memory import refusals
@@ -126,7 +127,9 @@ class PooledReader:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
-                return PoolReader(bus, KIND, label=label, device=str(device))
+                # A rank's row outlives the process: the server's next process lacks weights.
+                keeps_row = bool(server_of_label(label))
+                return PoolReader(bus, KIND, label=label, device=str(device), keeps_row=keeps_row)
             except BusNotFoundError as error:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise WaitTimeoutError(

@@ -101,11 +101,13 @@ static PyObject *py_pool_claim_writer(PoolObject *self, PyObject *args) {
 
 static PyObject *py_pool_claim_reader(PoolObject *self, PyObject *args) {
     const char *label, *device;
-    if (!PyArg_ParseTuple(args, "ss", &label, &device) || !py_companion_usable(&self->base) ||
-        !has_no_role(self)) {
+    int keeps_row = 0;
+    if (!PyArg_ParseTuple(args, "ss|p", &label, &device, &keeps_row) ||
+        !py_companion_usable(&self->base) || !has_no_role(self)) {
         return NULL;
     }
-    enum shared_status status = rows_claim_reader(&self->c, label, device, (uint32_t)getpid());
+    enum shared_status status =
+        rows_claim_reader(&self->c, label, device, (uint32_t)getpid(), keeps_row);
     return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(&self->base)
                                        : PyBool_FromLong(status == SHARED_OK);
 }

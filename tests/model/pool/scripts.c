@@ -150,7 +150,7 @@ static void join(unsigned versions) {
 static void read_versions(unsigned reads) {
     uint64_t after = 0;
     struct slot_row row;
-    if (rows_claim_reader(mine(), "r", "", (uint32_t)running + 1) != SHARED_OK) {
+    if (rows_claim_reader(mine(), "r", "", (uint32_t)running + 1, false) != SHARED_OK) {
         engine_fail("a reader got no row");
     }
     for (unsigned i = 0; i < reads;) {
