@@ -486,35 +486,43 @@ class Collector:
         """Return the ledger: where every trajectory ever committed is now."""
         with self.lock:
             self._upkeep.sweep(time.monotonic())
-            committed, in_ring = self.reader.count_unread()
-            stash = self.stash
-            segment = self.segment
-            return Ledger.from_counts(
-                segment.released(),
-                committed=committed,
-                in_ring=in_ring,
-                leased=stash.leased_records,
-                stashed=stash.open_records + stash.ready_records,
-                ready=stash.ready_records,
-                groups_open=stash.open_groups,
-                groups_ready=stash.ready_groups,
-                groups_leased=stash.leased_groups,
-                groups_timed_out=stash.timeouts,
-                groups_given_up=stash.given_up,
-                groups_dropped=_core.groups_dropped(segment),
-                samples_wanted=len(stash.failures.requests),
-                lane_pause=self.lane_pause,
-                stash_overflows=stash.overflows,
-                moved=self.reader.moves,
-                policy_version=segment.policy_version,
-                producers=segment.tally()[0],
-                capacity=segment.capacity,
-                free=segment.free_extents() * segment.extent_bytes,
-                requests=RequestCounts(
-                    **dict(zip(_REQUEST_COUNTS, _core.request_totals(segment), strict=False))
-                ),
-                splits=self._splits(),
-            )
+            ledger = self._count()
+            if ledger.committed < ledger.accounted:
+                # A producer died between a record and its count, which a sweep makes up for.
+                self._upkeep.sweep_all()
+                ledger = self._count()
+            return ledger
+
+    def _count(self) -> Ledger:
+        committed, in_ring = self.reader.count_unread()
+        stash = self.stash
+        segment = self.segment
+        return Ledger.from_counts(
+            segment.released(),
+            committed=committed,
+            in_ring=in_ring,
+            leased=stash.leased_records,
+            stashed=stash.open_records + stash.ready_records,
+            ready=stash.ready_records,
+            groups_open=stash.open_groups,
+            groups_ready=stash.ready_groups,
+            groups_leased=stash.leased_groups,
+            groups_timed_out=stash.timeouts,
+            groups_given_up=stash.given_up,
+            groups_dropped=_core.groups_dropped(segment),
+            samples_wanted=len(stash.failures.requests),
+            lane_pause=self.lane_pause,
+            stash_overflows=stash.overflows,
+            moved=self.reader.moves,
+            policy_version=segment.policy_version,
+            producers=segment.tally()[0],
+            capacity=segment.capacity,
+            free=segment.free_extents() * segment.extent_bytes,
+            requests=RequestCounts(
+                **dict(zip(_REQUEST_COUNTS, _core.request_totals(segment), strict=False))
+            ),
+            splits=self._splits(),
+        )
 
     def _splits(self) -> dict[str, SplitCounts]:
         """Count what was read of each split."""

@@ -111,6 +111,10 @@ class Upkeep:
             self._swept_s = now
             self.deaths += self._reader.sweep()
 
+    def sweep_all(self) -> None:
+        """Reap all dead producers now."""
+        self.deaths += self._reader.sweep(self._segment.max_producers)
+
     def run(self, now: float, find: Find, leased_groups: int) -> bool:
         """Sweep, and make space by moving what waits, each at its interval; True if it swept."""
         sweeps = now >= self.next_sweep_s

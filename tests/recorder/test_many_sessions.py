@@ -22,6 +22,26 @@ pytest_plugins = ["recorder_fixtures"]
 SESSIONS = 1000
 
 
+def test_a_look_checks_a_bounded_number_of_sessions_and_the_next_look_the_others(
+    bus: shmbus.Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(Settings(bus=bus.name, engines=("http://127.0.0.1:9",)))
+    checked: list[Session] = []
+    monkeypatch.setattr(recorder, "_check", lambda session, now_s: checked.append(session))
+    place = Place("q", 0, 1)
+    count = 2 * SWEEP_SESSIONS + 1
+    opened = [recorder.sessions.open(place, None, True, 0.0) for _ in range(count)]
+    looks = []
+    while len(checked) < count:
+        recorder._check_some(1.0)
+        looks.append(len(checked))
+    assert looks == [SWEEP_SESSIONS, 2 * SWEEP_SESSIONS, count]
+    assert checked == opened
+    recorder._check_some(2.0)
+    assert checked[count:] == opened[:SWEEP_SESSIONS]
+    recorder.producer.close()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_thousand_sessions_at_once_are_put_each_with_its_own_tokens(
@@ -65,23 +85,3 @@ async def test_a_thousand_sessions_at_once_are_put_each_with_its_own_tokens(
         assert outputs, (instance_id, index)
     wait_until(lambda: not len(recorder.sessions))
     assert recorder.sessions.nbytes == 0
-
-
-def test_a_look_checks_a_bounded_number_of_sessions_and_the_next_look_the_others(
-    bus: shmbus.Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder = Recorder(Settings(bus=bus.name, engines=("http://127.0.0.1:9",)))
-    checked: list[Session] = []
-    monkeypatch.setattr(recorder, "_check", lambda session, now_s: checked.append(session))
-    place = Place("q", 0, 1)
-    count = 2 * SWEEP_SESSIONS + 1
-    opened = [recorder.sessions.open(place, None, True, 0.0) for _ in range(count)]
-    looks = []
-    while len(checked) < count:
-        recorder._check_some(1.0)
-        looks.append(len(checked))
-    assert looks == [SWEEP_SESSIONS, 2 * SWEEP_SESSIONS, count]
-    assert checked == opened
-    recorder._check_some(2.0)
-    assert checked[count:] == opened[:SWEEP_SESSIONS]
-    recorder.producer.close()
