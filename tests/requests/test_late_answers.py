@@ -52,7 +52,7 @@ def retried(collector: Collector, worker: Producer, now_s: float = 0.0) -> Reque
 def asked(collector: Collector, worker: Producer, now_s: float) -> Request:
     pump(collector, now_s)
     # A worker whose last sample failed waits; the claim does not.
-    worker._request_state.backoff.success()
+    worker._request_state.backoff.reset()
     (request,) = take_all(worker)
     return request
 
