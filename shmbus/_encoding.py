@@ -58,9 +58,18 @@ _decoder = msgspec.msgpack.Decoder()
 
 
 def encode_meta(meta: object) -> bytes:
-    """Encode meta as MessagePack; a TypeError says what msgspec cannot encode."""
+    """Encode meta as MessagePack; a TypeError says what is not encoded, or could not be read."""
     try:
-        return _encoder.encode(meta)
+        encoded = _encoder.encode(meta)
+        if not isinstance(meta, str):
+            _decoder.decode(encoded)
+        return encoded
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        # Such as a dataclass for a key, which becomes a map, or a Raw that is no MessagePack.
+        raise TypeError(
+            f"meta: expected what other processes can read, got {type(meta).__name__}: {error}; "
+            "use strings or numbers for keys, and put raw bytes as bytes"
+        ) from error
     except (TypeError, OverflowError, RuntimeError) as error:
         # RuntimeError: too deep, and what PyTorch says of tensors that have no numbers to read.
         raise TypeError(

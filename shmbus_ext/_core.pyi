@@ -60,6 +60,7 @@ FIGURE_BOUNDS: tuple[tuple[float, ...], ...]
 FIGURE_WORDS: int
 FIGURES_BYTES: int
 MAX_SCORE: float
+MAX_LOGPROB: float
 MAGIC: int
 HEADER_BYTES: int
 RELEASED_OFFSET: int

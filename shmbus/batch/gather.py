@@ -23,6 +23,8 @@ __all__ = ["FieldNames", "PackedBatch", "gather", "packed_bytes"]
 Array: TypeAlias = NDArray[Any]
 #: Of a score, by magnitude: the difference of two is still finite in float32.
 MAX_SCORE: Final[float] = _core.MAX_SCORE
+#: Rounding may bring a logprob above 0, though not this far.
+MAX_LOGPROB: Final[float] = _core.MAX_LOGPROB
 GatherThreads: TypeAlias = _core.GatherThreads
 """Helpers that copy batches together with the caller of `gather`; `close` ends them."""
 

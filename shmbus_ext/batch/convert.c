@@ -123,6 +123,13 @@ WIDEST void gather_fill_f32(float *dst, float value, uint64_t n) {
  * to five columns in turn leave memory more to do at once than column after column. */
 #define STRIP UINT64_C(64)
 
+/* Of the bits of a float: not finite, or above MAX_LOGPROB, whose bits these are. */
+#define MAX_LOGPROB_BITS 0x3a800000
+static inline __attribute__((always_inline)) uint32_t no_logprob(uint32_t bits) {
+    return (uint32_t)((bits & EXPONENT_F32) == EXPONENT_F32) |
+           (uint32_t)((int32_t)bits > MAX_LOGPROB_BITS);
+}
+
 static inline __attribute__((always_inline)) uint32_t
 gather_strip(const struct plain_tokens *of, uint64_t at, uint64_t n) {
     const uint8_t *restrict mask = of->mask + at;
@@ -149,7 +156,7 @@ gather_strip(const struct plain_tokens *of, uint64_t at, uint64_t n) {
         uint32_t bits;
         memcpy(&bits, logprobs + i * sizeof bits, sizeof bits);
         bits = mask[i] != 0 ? bits : 0;
-        not_finite |= (uint32_t)((bits & EXPONENT_F32) == EXPONENT_F32);
+        not_finite |= no_logprob(bits);
         memcpy(&to_logprobs[i], &bits, sizeof bits);
     }
     for (uint64_t i = 0; i < n; i++) {
@@ -208,19 +215,56 @@ WIDEST bool gather_any_not_finite(const float *values, uint64_t n) {
     }
 FIRST_OF(gather_find_not_finite, float, gather_any_not_finite)
 
-#define EXPONENT_F64 UINT64_C(0x7ff0000000000000)
+#define FLAGS_OF(name, type)                                                                     \
+    WIDEST static bool any_no_flag_##name(const type *values, uint64_t n) {                      \
+        uint32_t found = 0;                                                                      \
+        for (uint64_t i = 0; i < n; i++) {                                                       \
+            found |= (uint32_t)!(values[i] == (type)0 || values[i] == (type)1);                  \
+        }                                                                                        \
+        return found != 0;                                                                       \
+    }                                                                                            \
+    static FIRST_OF(find_no_flag_##name, type, any_no_flag_##name)
+FLAGS_OF(8, uint8_t)
+FLAGS_OF(16, uint16_t)
+FLAGS_OF(32, uint32_t)
+FLAGS_OF(64, uint64_t)
+FLAGS_OF(f32, float)
+FLAGS_OF(f64, double)
 
-WIDEST static bool any_not_finite_f64(const double *values, uint64_t n) {
-    uint64_t found = 0;
+uint64_t gather_find_no_flag(const void *values, enum element_kind kind, uint64_t n) {
+    switch (kind) {
+    case ELEMENT_BOOL:
+    case ELEMENT_I8:
+    case ELEMENT_U8:
+        return find_no_flag_8(values, n);
+    case ELEMENT_I16:
+    case ELEMENT_U16:
+        return find_no_flag_16(values, n);
+    case ELEMENT_I32:
+    case ELEMENT_U32:
+        return find_no_flag_32(values, n);
+    case ELEMENT_I64:
+    case ELEMENT_U64:
+        return find_no_flag_64(values, n);
+    case ELEMENT_F32:
+        return find_no_flag_f32(values, n);
+    case ELEMENT_F64:
+        return find_no_flag_f64(values, n);
+    case ELEMENT_OTHER:
+        break;
+    }
+    return n;
+}
+
+WIDEST bool gather_any_no_logprob(const float *values, uint64_t n) {
+    uint32_t found = 0;
     for (uint64_t i = 0; i < n; i++) {
-        uint64_t bits;
+        uint32_t bits;
         memcpy(&bits, &values[i], sizeof bits);
-        found |= (uint64_t)((bits & EXPONENT_F64) == EXPONENT_F64);
+        found |= no_logprob(bits);
     }
     return found != 0;
 }
-
-FIRST_OF(gather_find_not_finite_f64, double, any_not_finite_f64)
 
 WIDEST void gather_mask_f32(float *dst, const uint8_t *mask, uint64_t n) {
     for (uint64_t i = 0; i < n; i++) {

@@ -39,7 +39,7 @@ struct plain_tokens {
     int64_t first; /* position */
     float advantage;
 };
-/* Whether all logprobs that are left are finite. */
+/* Whether all logprobs that are left are finite, and within the bound. */
 bool gather_plain(const struct plain_tokens *these, uint64_t n);
 
 /* first, first + 1, ... */
@@ -54,6 +54,11 @@ uint64_t gather_find_beyond_i64(const uint64_t *values, uint64_t n);
 bool gather_any_not_finite(const float *values, uint64_t n);
 /* The position of the first nan or infinity; n where there is none. */
 uint64_t gather_find_not_finite(const float *values, uint64_t n);
-uint64_t gather_find_not_finite_f64(const double *values, uint64_t n);
+/* The position of the first that is neither 0 nor 1; n where there is none. */
+uint64_t gather_find_no_flag(const void *values, enum element_kind kind, uint64_t n);
+/* Rounding may bring a logprob above 0, though not this far. */
+#define MAX_LOGPROB 0x1p-10f
+/* Whether one is not finite, or above the bound. */
+bool gather_any_no_logprob(const float *values, uint64_t n);
 
 #endif

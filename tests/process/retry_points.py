@@ -142,7 +142,8 @@ def case(name: str, kind: str, failpoint: str, log: Path) -> dict[str, object]:
                 answer(producer)
             over[0] = set(groups_in(log, "begin")) >= set(range(GROUPS))
             # Another producer answers for a stopped one, unless the answer is being committed.
-            kept = failpoint.startswith("want-answered") and kind == "producer"
+            points = ("want-answered", "record-exposed", "commit-marked")
+            kept = failpoint.startswith(points) and kind == "producer"
             most = len(set(groups_in(log, "begin"))) == GROUPS - 1
             if child.stopped and (kind == "collector" or over[0] or (kept and most)):
                 child.go_on()

@@ -162,7 +162,7 @@ def test_truncated_samples_are_kept_masked_or_dropped_with_their_group(
 
 
 def test_an_unknown_way_with_truncated_samples_is_refused(bus: Bus) -> None:
-    with pytest.raises(ValueError, match="truncated: expected 'keep', 'mask' or 'drop'"):
+    with pytest.raises(ValueError, match="truncated: expected 'keep', 'mask', 'exclude' or 'drop'"):
         OnlineDataHandler(bus.name, truncated="cut")  # type: ignore[arg-type]
 
 
@@ -191,19 +191,40 @@ def test_what_is_not_finite_where_it_is_trained_drops_its_group_alone(
         assert (ledger.dropped, ledger.acknowledged, ledger.balanced) == ({"malformed": 2}, 4, True)
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
-def test_a_mask_that_is_no_number_drops_its_group_alone(
+@pytest.mark.parametrize(
+    ("wrong", "dtype"),
+    [(wrong, dtype) for wrong in (np.nan, np.inf, 0.5, -1, 2, 1e-30) for dtype in ("f4", "f8")]
+    + [(2, f"u{size}") for size in (1, 2, 4, 8)]
+    + [(-1, f"i{size}") for size in (1, 2, 4, 8)],
+)
+def test_a_mask_of_other_values_than_0_and_1_drops_its_group_alone(
     bus: Bus, producer: Producer, wrong: float, dtype: str
 ) -> None:
     put(producer, "bad", loss_mask=np.array([1, 0, wrong, 1], dtype))
-    put(producer, "good", loss_mask=np.array([1, 0, 0.5, -1], dtype))
+    put(producer, "good", loss_mask=np.array([1, 0, 0, 1], dtype))
     with OnlineDataHandler(bus.name, groups_per_batch=1, max_wait=0.05) as handler:
-        with pytest.raises(ValueError, match=r"'bad'\[0\].*'loss_mask'.*(nan|inf) at token 2"):
+        with pytest.raises(ValueError, match=r"'bad'\[0\].*'loss_mask'.* at token 2") as refused:
             handler.next_batch(10)
+        assert f"got {np.array(wrong, dtype).item()} at" in str(refused.value)
         batch = handler.next_batch(10)
         assert keys_of(batch) == ["good"]
-        assert batch.loss_mask.tolist()[:4] == [True, False, True, True]
+        assert batch.loss_mask.tolist()[:4] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("wrong", [0.01, 3.0, 1e30])
+def test_a_positive_logprob_drops_its_group_alone(
+    bus: Bus, producer: Producer, wrong: float, dtype: str
+) -> None:
+    put(producer, "bad", logprobs=np.array([-1, -1, wrong, -1], dtype))
+    mask = np.array([1, 1, 0, 1], np.uint8)
+    put(producer, "masked", logprobs=np.array([0, -0.0, wrong, -1], dtype), loss_mask=mask)
+    put(producer, "rounded", logprobs=np.array([1e-7, 0, 9e-4, -1], dtype))
+    with OnlineDataHandler(bus.name, groups_per_batch=1, max_wait=0.05) as handler:
+        with pytest.raises(ValueError, match=r"'bad'\[0\].*'logprobs'.* at token 2"):
+            handler.next_batch(10)
+        assert [keys_of(handler.next_batch(10)) for _ in range(2)] == [["masked"], ["rounded"]]
+        assert handler.stats().dropped == {"malformed": 2}
 
 
 def test_logprobs_outside_the_mask_may_be_anything(bus: Bus, producer: Producer) -> None:

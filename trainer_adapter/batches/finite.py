@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus.batch.gather import FieldNames, PackedBatch
+from shmbus.batch.gather import MAX_LOGPROB, FieldNames, PackedBatch
 from shmbus.batch.gather_plan import find_not_finite
 
-__all__ = ["NotFiniteError", "SampleError", "group_of_sample", "not_finite", "require_finite"]
+__all__ = [
+    "NotFiniteError", "SampleError", "group_of_sample", "is_logprob", "not_finite",
+    "require_finite",
+]  # fmt: skip
 
 
 class SampleError(ValueError):
@@ -28,17 +33,25 @@ class SampleError(ValueError):
 
 
 class NotFiniteError(SampleError):
-    """A sample has a nan or an infinity at a token that is trained."""
+    """A sample has a nan, an infinity or a positive logprob at a token that is trained."""
 
 
 def require_finite(
     arrays: PackedBatch, trajectories: list[shmbus.Trajectory], names: FieldNames
 ) -> None:
-    """Raise NotFiniteError for the first logprob or advantage that is not finite."""
-    for name, values in ((names.logprobs, arrays.logprobs), (names.advantages, arrays.advantages)):
-        token = find_not_finite(values)
-        if token >= 0:
-            raise not_finite(name, token, float(values[token]), arrays.cu_seqlens, trajectories)
+    """Raise NotFiniteError for the first logprob that is none, or advantage that is not finite."""
+    wrong = np.flatnonzero(~is_logprob(arrays.logprobs))
+    token = int(wrong[0]) if len(wrong) else find_not_finite(arrays.advantages)
+    name, values = (
+        (names.logprobs, arrays.logprobs) if len(wrong) else (names.advantages, arrays.advantages)
+    )
+    if token >= 0:
+        raise not_finite(name, token, float(values[token]), arrays.cu_seqlens, trajectories)
+
+
+def is_logprob(values: Any) -> Any:
+    """Whether numbers are finite and, but for rounding, at most 0; of an array or a tensor."""
+    return (values <= MAX_LOGPROB) & (values > -math.inf)
 
 
 def not_finite(
@@ -50,10 +63,11 @@ def not_finite(
 ) -> NotFiniteError:
     """Make the error for one token of the packed row."""
     sample = bisect.bisect_right(borders, token) - 1
+    expected = "logprobs of at most 0" if math.isfinite(value) else "finite numbers"
     trajectory = trajectories[sample]
     return NotFiniteError(
         f"trajectory {trajectory.instance_id!r}[{trajectory.index}] of producer "
-        f"{trajectory.producer_id}: field {name!r}: expected finite numbers, got {value} at token "
+        f"{trajectory.producer_id}: field {name!r}: expected {expected}, got {value} at token "
         f"{token - int(borders[sample])}; mask the token, or correct what computes it",
         sample,
     )

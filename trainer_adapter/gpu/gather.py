@@ -36,7 +36,7 @@ from trainer_adapter.batches.extra_fields import (
     MeasuredExtras,
     of_groups,
 )
-from trainer_adapter.batches.finite import not_finite
+from trainer_adapter.batches.finite import is_logprob, not_finite
 from trainer_adapter.batches.pack import compared_scores
 from trainer_adapter.batches.sample_flags import (
     IsOld,
@@ -296,7 +296,8 @@ def _raise_not_finite(
     for wrong, column, name in zip(found, PER_TOKEN[3:], names.as_tuple()[2:], strict=True):
         if wrong:
             values, borders = there.view(column), there.view("cu_seqlens")
-            token = int(torch.isfinite(values).logical_not().nonzero()[0])
+            good = is_logprob(values) if column == "logprobs" else torch.isfinite(values)
+            token = int(good.logical_not().nonzero()[0])
             found_in = members(groups)[0]
             raise not_finite(name, token, float(values[token]), borders.tolist(), found_in)
 

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shmbus.batch.extra_fields import COPY_WORDS
+from shmbus.batch.gather import MAX_LOGPROB
 from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS
 
 __all__ = ["CHUNK_TOKENS", "launch", "launch_copy"]
@@ -92,7 +93,7 @@ def _constants(kinds: tuple[int, int, int, int]) -> tuple[Any, ...]:
     """Return the kernel's constants for these fields; a missing field has any type."""
     types = [TYPES[KINDS[kind].str[1:]] if kind >= 0 else tl.int8 for kind in kinds]
     there = [kind >= 0 for kind in kinds[1:]]
-    return (*types, *there, CHUNK_WORDS, CHUNK_TOKENS)
+    return (*types, *there, CHUNK_WORDS, CHUNK_TOKENS, MAX_LOGPROB)
 
 
 #: Words that rows are copied in, by their bytes; and how many of them a program moves at a time.
@@ -166,6 +167,7 @@ def pack_records(
     HAS_ADVANTAGES: tl.constexpr,
     WORDS: tl.constexpr,
     CHUNK: tl.constexpr,
+    LARGEST_LOGPROB: tl.constexpr,
 ):
     """Pack one chunk; the upper-case dtypes are those of the records."""
     program = tl.program_id(0)
@@ -207,7 +209,8 @@ def pack_records(
         if HAS_LOGPROBS:
             values = tl.where(trained, read.to(tl.float32), 0.0)
             # x - x is not 0 for a nan and for an infinity only.
-            if tl.max((inside & ((values - values) != 0.0)).to(tl.int32)) != 0:
+            wrong = ((values - values) != 0.0) | (values > LARGEST_LOGPROB)
+            if tl.max((inside & wrong).to(tl.int32)) != 0:
                 tl.store(found, 1)
         tl.store(logprobs + at, values, mask=inside)
         gains = tl.zeros([CHUNK], dtype=tl.float32) + tl.where(zeroed, 0.0, gain)

@@ -37,7 +37,7 @@ static uint64_t block_of(uint64_t left) {
     return left < BLOCK_TOKENS ? left : BLOCK_TOKENS;
 }
 
-/* Whether all logprobs of the block are finite. */
+/* Whether all logprobs of the block are finite, and none is positive but for rounding. */
 static bool copy_logprobs(const struct copy_job *to, const struct source *source, uint64_t from,
                           uint64_t at, uint64_t n) {
     const uint8_t *logprobs = field_at(source, FIELD_LOGPROBS, from);
@@ -49,7 +49,7 @@ static bool copy_logprobs(const struct copy_job *to, const struct source *source
     if (source->data[FIELD_MASK] != NULL) {
         gather_mask_f32(to->logprobs + at, to->mask + at, n);
     }
-    return !gather_any_not_finite(to->logprobs + at, n);
+    return !gather_any_no_logprob(to->logprobs + at, n);
 }
 
 /* Whether all advantages of the block are finite. */

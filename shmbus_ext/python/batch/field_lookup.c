@@ -24,25 +24,43 @@ static bool check_range(const struct source *source, PyObject *name) {
                           PyUnicode_FromFormat("%llu at token %llu", U64(ids[at]), U64(at)));
 }
 
-/* A nan is not 0, so it would count as a token to be trained. */
+static PyObject *element_at(const void *values, enum element_kind kind, uint64_t at) {
+    switch (kind) {
+    case ELEMENT_I8:
+        return PyLong_FromLong(((const int8_t *)values)[at]);
+    case ELEMENT_I16:
+        return PyLong_FromLong(((const int16_t *)values)[at]);
+    case ELEMENT_U16:
+        return PyLong_FromLong(((const uint16_t *)values)[at]);
+    case ELEMENT_I32:
+        return PyLong_FromLong(((const int32_t *)values)[at]);
+    case ELEMENT_U32:
+        return PyLong_FromUnsignedLong(((const uint32_t *)values)[at]);
+    case ELEMENT_I64:
+        return PyLong_FromLongLong(((const int64_t *)values)[at]);
+    case ELEMENT_U64:
+        return PyLong_FromUnsignedLongLong(((const uint64_t *)values)[at]);
+    case ELEMENT_F32:
+        return PyFloat_FromDouble((double)((const float *)values)[at]);
+    case ELEMENT_F64:
+        return PyFloat_FromDouble(((const double *)values)[at]);
+    default:
+        return PyLong_FromLong(((const uint8_t *)values)[at]);
+    }
+}
+
+/* Of a mask any other value would count as a token to be trained, a nan too. */
 static bool check_mask(const struct source *source, PyObject *name) {
     const void *mask = source->data[FIELD_MASK];
-    uint64_t n = source->length, at = n;
-    double found = 0;
-    if (source->kinds[FIELD_MASK] == ELEMENT_F32) {
-        at = gather_find_not_finite(mask, n);
-        found = at < n ? (double)((const float *)mask)[at] : 0;
-    } else if (source->kinds[FIELD_MASK] == ELEMENT_F64) {
-        at = gather_find_not_finite_f64(mask, n);
-        found = at < n ? ((const double *)mask)[at] : 0;
-    }
+    enum element_kind kind = source->kinds[FIELD_MASK];
+    uint64_t n = source->length, at = gather_find_no_flag(mask, kind, n);
     if (at == n) {
         return true;
     }
-    PyObject *value = PyFloat_FromDouble(found);
+    PyObject *value = element_at(mask, kind, at);
     PyObject *got = value == NULL ? NULL : PyUnicode_FromFormat("%S at token %llu", value, U64(at));
     Py_XDECREF(value);
-    return py_field_error(source->trajectory, name, "finite numbers", got);
+    return py_field_error(source->trajectory, name, "0 or 1 for each token", got);
 }
 
 bool py_check_payload(const struct source *source, PyObject *const *names) {
@@ -103,8 +121,7 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
     }
     bool masked = lookup->shape_at[FIELD_MASK] != NO_FIELD;
     lookup->to_check = lookup->kinds[FIELD_TOKENS] == ELEMENT_U64 ||
-                       (masked && (lookup->kinds[FIELD_MASK] == ELEMENT_F32 ||
-                                   lookup->kinds[FIELD_MASK] == ELEMENT_F64));
+                       (masked && lookup->kinds[FIELD_MASK] != ELEMENT_BOOL);
     if (lookup->field_names != NULL &&
         PyList_Append(lookup->field_names, t->schema->names) < 0) {
         return false;

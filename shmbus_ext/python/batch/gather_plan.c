@@ -400,7 +400,8 @@ _Static_assert(ELEMENT_BOOL == 0 && ELEMENT_U64 == 8 && ELEMENT_F32 == 9 && ELEM
 
 bool py_gather_plan_add_objects(PyObject *module) {
     return py_add_object(module, "ELEMENT_KINDS", kind_names()) &&
-           py_add_object(module, "MAX_SCORE", PyFloat_FromDouble(MAX_SCORE));
+           py_add_object(module, "MAX_SCORE", PyFloat_FromDouble(MAX_SCORE)) &&
+           py_add_object(module, "MAX_LOGPROB", PyFloat_FromDouble((double)MAX_LOGPROB));
 }
 
 /* ---- What trajectories have, before a batch is made of them: checked, counted, described.
