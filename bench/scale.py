@@ -269,6 +269,7 @@ def sessions(size: int) -> float:
         found = least(lambda: recorder._check_some(time.monotonic()))
         if len(recorder.sessions) != size:
             raise MeasurementError(f"expected {size} sessions, {len(recorder.sessions)} are open")
+        recorder._file.close()
         recorder.producer.close()
     return found
 

@@ -39,6 +39,7 @@ def test_a_look_checks_a_bounded_number_of_sessions_and_the_next_look_the_others
     assert checked == opened
     recorder._check_some(2.0)
     assert checked[count:] == opened[:SWEEP_SESSIONS]
+    recorder._file.close()
     recorder.producer.close()
 
 
