@@ -40,7 +40,7 @@ static void count_entry(struct delivery_figures *figures, const GroupEntryObject
         figure_count(figures, SHMBUS_FIGURE_LAG,
                      (double)policy_version - (double)t->policy_version);
         figure_count(figures, SHMBUS_FIGURE_SCORE, t->score);
-        samples += isnan(t->score) ? 0 : 1; /* a sample without a score counts nowhere */
+        samples += isnan(t->score) ? 0 : 1; /* unscored: neither solved nor unsolved */
         solved += t->score >= SHMBUS_SOLVED_SCORE;
         if (word >= 0) {
             figure_count(figures, SHMBUS_FIGURE_LENGTH, (double)t->shape[word]);

@@ -1,4 +1,4 @@
-/* Waiting time of trainers, and samples that workers do not make; see ring/observe.h. */
+/* Waiting time of trainers, and samples never made by workers; see ring/observe.h. */
 #include "python/put/put.h"
 
 #include <string.h>
@@ -52,7 +52,7 @@ const struct named_value py_waits_constants[] = {
 };
 
 bool py_waits_add_objects(PyObject *module) {
-    /* WAITS: what is waited for, by number. */
+    /* WAITS: names of the wait kinds, by number. */
     return py_add_object(module, "WAITS",
                          Py_BuildValue("(ssss)", "space", "paused", "ahead", "groups"));
 }
