@@ -1,6 +1,6 @@
 /* Restorer: writes a snapshot's contents into a new segment, before the segment becomes known.
  *
- * Invariants: the segment is fresh, and this object is its collector. Records go into the
+ * Invariants: the segment must be fresh, and this object acts as the collector. Records go into the
  * collector's own lane as if moved there, so every record keeps its producer's number. The counters
  * come last and restore the ledger. Records follow in sequence or, if their runs are named, a run's
  * records fill a run of the same length and take no additional extents. */
