@@ -1,4 +1,4 @@
-/* Segment: one mapping of a bus, and what happens to it at fork and at close. */
+/* Segment: one mapping of a bus, and its treatment at fork and at close. */
 #include "python/segment/segment.h"
 
 #include <pthread.h>
@@ -13,7 +13,7 @@ static struct list_link all_segments = {&all_segments, &all_segments};
 
 /* ---- Fork ---- */
 
-/* Whether this thread has made copies for the fork that it is in. */
+/* Set while this thread forks with copies made. */
 static _Thread_local bool ready_to_fork;
 
 static void before_fork(void) {
@@ -39,8 +39,8 @@ static void after_fork_in_parent(void) {
     ready_to_fork = false;
 }
 
-/* In the child: a copy of a file description keeps its locks, and with them the parent's proof of
- * life, after the parent has died. So the child closes what it inherited. */
+/* In the child: a copied file description keeps its locks, and with them the parent's proof of
+ * life, even after the parent's death. The child therefore closes the inherited descriptor. */
 static void after_fork_in_child(void) {
     fork_generation++;
     for (struct list_link *l = all_segments.next; l != &all_segments; l = l->next) {
@@ -81,7 +81,7 @@ void py_segment_add_view(SegmentObject *self, struct view *view) {
     list_insert_before(&self->views, &view->link);
 }
 
-/* Copies the records under writable views, or under all others, and puts the copies in place. */
+/* Copy the records under writable, or under read-only, views and put the copies in place. */
 static bool detach_views(SegmentObject *self, bool writable) {
     struct segment_copies copies;
     return py_copies_make(&copies, &self->c, &self->views, writable) &&
@@ -103,7 +103,7 @@ void py_segment_release_handle(SegmentObject *self) {
         struct view *view = LIST_ENTRY(l, struct view, link);
         view->handle_closed(view, view->writable ? written : read);
     }
-    /* With no memory for copies its locks keep the space until the last view is gone. */
+    /* Without memory for copies the locks keep the space until the last view is gone. */
     if (written && read) {
         close(self->c.fd);
         self->c.fd = -1;
@@ -168,8 +168,8 @@ bool py_segment_map_views(SegmentObject *self) {
 }
 
 /* create(fd, name, capacity, max_producers, extent_bytes, request_bytes, max_lead, max_versions,
- * declared): takes the descriptor over on success. request_bytes 0 chooses; max_lead 0 and
- * max_versions 0 are no bound, and max_versions is one more than the bound in versions. */
+ * declared): takes over the descriptor on success. request_bytes 0 chooses a default; max_lead 0
+ * and max_versions 0 mean no bound, and max_versions is the bound in versions plus one. */
 static PyObject *py_segment_create(PyTypeObject *type, PyObject *args) {
     int fd;
     PyObject *name;
@@ -241,7 +241,7 @@ static PyObject *py_segment_close(SegmentObject *self, PyObject *Py_UNUSED(ignor
     Py_RETURN_NONE;
 }
 
-/* {slot: extents that it holds}; the collector's slot is max_producers. */
+/* {slot: number of extents held}; the collector's slot is max_producers. */
 static PyObject *py_segment_holders(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyDict_New();
     uint32_t *counts = PyMem_Calloc((size_t)self->c.max_producers + 1, sizeof *counts);
@@ -306,8 +306,8 @@ static PyObject *py_segment_tally(SegmentObject *self, PyObject *Py_UNUSED(ignor
     return Py_BuildValue("(IKK)", attached, U64(committed), U64(aborted));
 }
 
-/* tells_stall(trainer, period_s) -> bool: whether this process reports a stall, for all trainers or all
- * producers that wait; a handle that cannot write the segment always does. */
+/* tells_stall(trainer, period_s) -> bool: True if this process must report a stall, on behalf of
+ * every waiting trainer or producer; always True for a read-only handle. */
 static PyObject *py_segment_tells_stall(SegmentObject *self, PyObject *args) {
     int trainer;
     double period_s;
@@ -327,7 +327,7 @@ static PyObject *py_segment_tells_stall(SegmentObject *self, PyObject *args) {
                                           memory_order_relaxed));
 }
 
-/* Whether a process holds the collector's lock now. */
+/* True if a process currently holds the collector's lock. */
 static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_segment_usable(self, "handle")) {
         return NULL;
@@ -336,7 +336,7 @@ static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *Py_UNUS
                            LOCK_HELD_ELSEWHERE);
 }
 
-/* {"pid", "label", "leased_groups", ...}: what the collector last said of itself. */
+/* {"pid", "label", "leased_groups", ...}: the collector's latest notes. */
 static PyObject *py_segment_collector(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     struct bus_header *h = self->c.header;
     return Py_BuildValue(
@@ -347,7 +347,7 @@ static PyObject *py_segment_collector(SegmentObject *self, PyObject *Py_UNUSED(i
         U64(RELAXED(h->collector_stashed_records)), "seen_ns", U64(RELAXED(h->collector_seen_ns)));
 }
 
-/* pause(reason, policy_version): producers wait from now on, as where the bus is full. */
+/* pause(reason, policy_version): let producers wait from now on, like on a full bus. */
 static PyObject *py_segment_pause(SegmentObject *self, PyObject *args) {
     const char *reason;
     Py_ssize_t length;
@@ -426,12 +426,12 @@ void py_segment_raise_removed(SegmentObject *self) {
     py_raise_hook(hooks.removed_error, Py_BuildValue("(OK)", self, U64(removed_ns)));
 }
 
-/* note_removal() -> bool: whether the bus has lost its name; then whoever holds it is told. */
+/* note_removal() -> bool: True if the bus lost its name; its processes are then told. */
 static PyObject *py_segment_note_removal(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     return py_segment_usable(self, "handle") ? PyBool_FromLong(removal_note(&self->c)) : NULL;
 }
 
-/* require_name(): BusRemovedError where the bus has no name any more. A system call. */
+/* require_name(): raise BusRemovedError if the bus lost its name. A system call. */
 static PyObject *py_segment_require_name(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     if (removal_note(&self->c)) {
         py_segment_raise_removed(self);
@@ -454,8 +454,8 @@ static PyObject *py_segment_paused(SegmentObject *self, PyObject *Py_UNUSED(igno
         (long long)RELAXED(h->pause_policy_version), U64(RELAXED(h->pause_unix_ns)));
 }
 
-/* locks_held(kind) -> [(first, count)]: what others hold of the views' locks of
- * extents (kind 0), or of one client's leases (kind 1 + client). */
+/* locks_held(kind) -> [(first, count)]: extents under other processes' view locks (kind 0), or
+ * under one client's lease locks (kind 1 + client). */
 static PyObject *py_segment_locks_held(SegmentObject *self, PyObject *args) {
     unsigned int kind;
     if (!PyArg_ParseTuple(args, "I", &kind) || !py_segment_usable(self, "handle")) {
