@@ -1,5 +1,4 @@
-"""Types of the C core. Only ``shmbus`` calls the core; user-visible types are in ``_public*.pyi``.
-"""
+"""Types of the C core, called only by ``shmbus``; user-visible types are in ``_public*.pyi``."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypedDict, TypeVar, final
@@ -232,9 +231,7 @@ ROW_LENGTHS: str
 SHARED_PREFIX: str
 
 class ClosedByBlock:
-    """Base class: the end of a with block calls `close()`, again after an interruption by an
-    exception.
-    """
+    """The end of a with block calls `close()`, once more where an exception cut it short."""
 
     def close(self) -> None: ...  # the subclass's
     def __enter__(self) -> Self: ...
@@ -580,7 +577,7 @@ def import_block(
     /,
 ) -> int: ...
 
-# -- what `put` takes
+# -- arguments of `put`
 
 MAX_DIMENSION_NAMES: int
 MAX_DECLARED_BYTES: int

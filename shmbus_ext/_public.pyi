@@ -1,8 +1,7 @@
-"""User-visible classes of the C core for taking, with their docstrings, for type checkers and
-editors.
+"""User-visible C classes for taking, with their docstrings. For type checkers and editors.
 
-No module of this name exists at run time: the classes live in ``shmbus_ext._core``. The build
-takes their ``__doc__`` and signatures from here.
+No module of this name exists at run time: the classes live in ``shmbus_ext._core``. The build takes
+their ``__doc__`` and signatures from here.
 """
 
 from collections.abc import Iterator
@@ -34,8 +33,8 @@ class Trajectory:
     split : str
         The group's split: "train", or the producer's label.
     key : str or tuple
-        Key of its group: instance_id, or (instance_id, round); in a split other than
-        "train" (instance_id, round or None, the split's number).
+        Key of its group: instance_id, or (instance_id, round); in a split other than "train"
+        (instance_id, round or None, the split's number).
     round : int or None
         The producer's round, if given.
     score : float
@@ -249,15 +248,14 @@ class GroupBase:
 _G = TypeVar("_G", bound=GroupBase)
 
 class ConsumerBase(Generic[_G]):
-    """``take``; leaves unusual calls to ``_take`` of the subclass."""
+    """``take``; what it does not know it leaves to ``_take`` of the subclass."""
 
     _intake: Intake | None
     _split: int
     def take(
         self, max_groups: int = 64, timeout: float | None = 0.1, *, split: str | None = None
     ) -> list[_G]:
-        """Take complete groups of a split, in the order of completion, as soon as the first is
-        ready.
+        """Take complete groups of a split, in order of completion, as soon as one is ready.
 
         Parameters
         ----------

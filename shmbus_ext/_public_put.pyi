@@ -1,8 +1,7 @@
-"""User-visible classes of the C core for putting, with their docstrings, for type checkers and
-editors.
+"""User-visible C classes for putting, with their docstrings. For type checkers and editors.
 
-No module of this name exists at run time: the classes live in ``shmbus_ext._core``. The build
-takes their ``__doc__`` and signatures from here.
+No module of this name exists at run time: the classes live in ``shmbus_ext._core``. The build takes
+their ``__doc__`` and signatures from here.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,8 +34,8 @@ class Reservation:
 
     Notes
     -----
-    After its end, and after closing the producer, filling, setting and ending raise
-    BusClosedError. Several threads may fill one reservation; a single thread ends it.
+    After its end, and after closing the producer, filling, setting and ending raise BusClosedError.
+    Several threads may fill one reservation; a single thread ends it.
 
     Examples
     --------
@@ -61,8 +60,7 @@ class Reservation:
         """Cut the first dimension of a field to the length actually written.
 
         Afterwards ``slot[name]`` is the shorter view; views taken before become read-only. The
-        space
-        of the rest stays part of the record.
+        space of the rest stays part of the record.
 
         Parameters
         ----------
@@ -84,8 +82,7 @@ class Reservation:
         """Publish the record, like leaving the ``with`` block.
 
         Afterwards its views are read-only. A slice still held elsewhere stays writable; in this
-        case the
-        call commits a copy of the record instead, given room for a copy.
+        case the call commits a copy of the record instead, given room for a copy.
 
         Raises
         ------
@@ -143,8 +140,7 @@ class Writer:
         """Copy one trajectory into the ring and commit it.
 
         The consumer finds the whole record or nothing. After the return the caller may reuse the
-        arrays,
-        and the record outlives this process.
+        arrays, and the record outlives this process.
 
         Parameters
         ----------
@@ -155,57 +151,46 @@ class Writer:
             Samples of its group, 1 to 16384; the same for every sample of the group.
         index : int
             Position of the sample in its group, 0 to group_size - 1. The first sample of an index
-            is
-            kept, later samples are dropped as duplicates.
+            is kept, later samples are dropped as duplicates.
         score : float or None, default 0.0
             The reward; finite. An array or tensor with one element counts as a number. None for a
-            score
-            not yet known: the reader scores the group (`Trajectory.score`, or `score_group` of a
-            handler), and an unscored sample raises an error there, by name.
+            score not yet known: the reader scores the group (`Trajectory.score`, or `score_group`
+            of a handler), and an unscored sample raises an error there, by name.
         policy_version : int or tuple of (int, int), default 0
             Version of the sampling policy, 0 or more; or the oldest and the newest version, after a
             change during the rollout. A consumer's `max_policy_lag` compares the oldest with the
             trainer's current version, returned by `Producer.policy_version`.
         round : int, optional
             Round of the prompt, 0 or more; `next_round` returns a unique number for the samples of
-            a
-            round. With a round, (instance_id, round) is the group's key, and a sample of an already
-            complete group is dropped as surplus. Without a round, a late sample begins the prompt's
-            next group.
+            a round. With a round, (instance_id, round) is the group's key, and a sample of an
+            already complete group is dropped as surplus. Without a round, a late sample begins the
+            prompt's next group.
         split : str, optional
             Split of the group, 1 to 31 bytes of UTF-8; default "train". Groups of a different
-            split,
-            for example "eval", go only to consumers asking for the split, and never to training.
-            The
-            split is part of the group's key. A bus has at most 16 splits.
+            split, for example "eval", go only to consumers asking for the split, and never to
+            training. The split is part of the group's key. A bus has at most 16 splits.
         need : int, optional
             Number of samples to complete the group, in order of arrival: at most group_size, the
-            default. Late samples are dropped as surplus; `cancelled` tells their workers to stop.
-            A need below group_size requires a round.
+            default. Late samples are dropped as surplus; `cancelled` tells their workers to stop. A
+            need below group_size requires a round.
         meta : object, optional
             A value for msgspec to encode as MessagePack, for the trajectory's reader. NumPy
             scalars, arrays and tensors come back as numbers and nested lists, pydantic models and
             dataclasses as dicts, sets as lists, paths as str, enums as their values.
         rows : list of mapping, optional
             For a sample of several rows, for example branches of a conversation: the fields of
-            every
-            row, with equal names in every row, and a `prefix_length` for a row sharing a token
-            prefix
-            with an earlier row. The fields of a row have equal lengths; fields of the whole sample
-            go
-            beside rows. A trainer packs every row as a separate sequence, with the sample's single
-            advantage. Costs one more copy of the arrays.
+            every row, with equal names in every row, and a `prefix_length` for a row sharing a
+            token prefix with another row. The fields of a row have equal lengths; fields of the
+            whole sample go beside rows. A trainer packs every row as a separate sequence, with the
+            sample's single advantage. Costs one more copy of the arrays.
         timeout : float, optional
             Seconds to wait for space while the bus is full or paused: None waits for ever, 0 fails
-            at
-            once.
+            at once.
         **arrays : array
-            The payload, at most 64 fields; a keyword is a field's name, 1 to 255 bytes of UTF-8.
-            A value is a NumPy array, or exports an array: a CPU tensor, a memoryview, an
-            array.array.
+            The payload, at most 64 fields; a keyword is a field's name, 1 to 255 bytes of UTF-8. A
+            value is a NumPy array, or exports an array: a CPU tensor, a memoryview, an array.array.
             Shapes of at most 32 dimensions, dtypes of fixed size. An array out of C order is copied
-            into C order first.
-            Lists and tuples, nested too, become arrays of the schema's dtype;
+            into C order first. Lists and tuples, nested too, become arrays of the schema's dtype;
             without a schema, tokens become int32, loss_mask uint8, logprobs and advantages float32.
 
         Raises
@@ -218,11 +203,9 @@ class Writer:
         ValueError
             An argument is out of range, the score is not finite, the number of fields or dimensions
             exceeds its limit, a list is ragged, its dtype cannot hold an element, or a shape
-            violates
-            the schema; the message names field and index.
+            violates the schema; the message names field and index.
         RecordTooLargeError
-            The record exceeds `Producer.record_limit`, a quarter of the bus; also a
-            ValueError.
+            The record exceeds `Producer.record_limit`, a quarter of the bus; also a ValueError.
         BusFullError
             No space within the timeout; the message names the holders of the space.
         BusClosedError
@@ -235,16 +218,13 @@ class Writer:
         Notes
         -----
         The call blocks for space only: until a consumer acknowledges groups, or a process resumes
-        the
-        bus. Other threads run during the wait, and signals are handled: an exception of a handler,
-        for
-        example KeyboardInterrupt, ends the wait. `aput` does not block an event loop.
+        the bus. Other threads run during the wait, and signals are handled: an exception of a
+        handler, for example KeyboardInterrupt, ends the wait. `aput` does not block an event loop.
 
         After an exception the ring holds nothing of the trajectory, and a second put may follow.
 
         Several threads may call this method at the same time. During a copy of 256 KiB or more
-        other
-        threads run; the arrays must not change before the call returns.
+        other threads run; the arrays must not change before the call returns.
 
         Examples
         --------
@@ -279,8 +259,7 @@ class Writer:
         ------
         TypeError
             `items` is not iterable, an item is not a dict with str keys, or as for `put`; the
-            message
-            names the item.
+            message names the item.
         ValueError, RecordTooLargeError
             As for `put`; the message names the item.
         BusFullError
@@ -293,10 +272,8 @@ class Writer:
         -----
         With room for the whole list, no item becomes visible before every item is written, and an
         exception leaves the bus unchanged. On a full bus, every item is checked, then the written
-        items
-        are committed, and the remaining items follow as space is freed. Every exception after the
-        items
-        were listed carries `accepted`; 0 means an unchanged bus.
+        items are committed, and the remaining items follow as space is freed. Every exception after
+        the items were listed carries `accepted`; 0 means an unchanged bus.
 
         The call blocks like `put`, and several threads may call it at the same time.
 
@@ -319,10 +296,8 @@ class Writer:
         """Return True if a group ended without this sample, to stop work on the sample.
 
         A group ends early once enough samples came (``need=`` below group_size), after giving up on
-        a
-        failed sample, or after its deadline. The call reads shared memory in less than a
-        microsecond:
-        cheap enough to ask after every turn of a rollout.
+        a failed sample, or after its deadline. The call reads shared memory in less than a
+        microsecond: cheap enough to ask after every turn of a rollout.
 
         Parameters
         ----------

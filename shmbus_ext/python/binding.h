@@ -39,7 +39,7 @@ static inline bool py_intern_words(const struct word_note *words, size_t count) 
 }
 #define INTERN_WORDS(words) py_intern_words(words, sizeof(words) / sizeof *(words))
 
-/* What Python knows of the core's numbers; a table of them ends with a NULL. */
+/* Numbers of the core exported to Python; a NULL ends a table. */
 struct named_value {
     const char *name;
     long value;

@@ -86,7 +86,7 @@ CompanionObject *py_companion_alloc(PyTypeObject *type, const struct companion_k
 void py_companion_dealloc(PyObject *object) {
     CompanionObject *self = (CompanionObject *)object;
     list_unlink(&self->of_all);
-    shut(self); /* without a word to anybody: they see the locks */
+    shut(self); /* without a message: the peers see the dropped locks */
     Py_XDECREF(self->name);
     Py_TYPE(self)->tp_free(object);
 }

@@ -16,7 +16,8 @@ struct companion_kind {
     const char *noun;
     size_t file_at; /* offset of its struct shared_file in the object */
     enum shared_status (*open)(CompanionObject *self, int fd, bool read_only);
-    void (*shut)(CompanionObject *self);    /* gives up mapping and locks; the description follows */
+    void (*shut)(CompanionObject *self);    /* gives up mapping and locks; the caller closes the
+                                             * descriptor */
     void (*isolate)(CompanionObject *self); /* in a forked child */
 };
 
@@ -51,7 +52,7 @@ void py_companion_drop_user(CompanionObject *self);
 /* Wait for a ring, at most an hour; True if rung. */
 PyObject *py_companion_wait(CompanionObject *self, struct bell *bell, uint32_t ticket,
                             double timeout_s);
-/* OSError of errno, in the handle's name. Returns NULL. */
+/* Raise OSError of errno with the handle's name; return NULL. */
 PyObject *py_companion_system_error(CompanionObject *self);
 
 #endif

@@ -36,10 +36,10 @@ extern PyMethodDef py_hooks_functions[];
 extern PyMethodDef py_base64_functions[]; /* text into arrays */
 
 /* ---- Kernel errors as exceptions; the message names a missing requirement of shmbus. */
-/* Raises OSError of errno for an open "bus", "pool" or "channel". Returns NULL. */
+/* Raise OSError of errno for an open "bus", "pool" or "channel"; return NULL. */
 PyObject *py_raise_system(const char *kind, PyObject *name);
 
-/* ---- The watchdog of a wait: called with the seconds waited, at the end of every period of it. */
+/* ---- The watchdog of a wait: called with the seconds waited, at the end of every period. */
 struct watch {
     PyObject *call;  /* call(waited_s); may be NULL */
     double period_s;
@@ -55,7 +55,7 @@ bool py_watch_call(const struct watch *self, double waited_s, double *next_s);
  * helper thread and must not take a lock held by the caller. Steals no reference. */
 PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments);
 extern PyMethodDef py_uninterrupted_functions[];
-/* The end of a `with` block calls `close()`, and no signal's handler comes between. */
+/* Base class: the end of a `with` block calls `close()`, before a signal handler can run. */
 extern PyTypeObject ClosedByBlockType;
 bool py_closing_init(void);
 

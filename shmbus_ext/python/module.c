@@ -167,7 +167,7 @@ static bool add_objects(PyObject *module) {
     return true;
 }
 
-/* Types, interned words and the hooks into shmbus's errors exist once in a process. */
+/* Types, interned words and the hooks into shmbus's errors exist once per process. */
 static bool require_main_interpreter(void) {
     if (PyInterpreterState_Get() == PyInterpreterState_Main()) {
         return true;
@@ -201,7 +201,7 @@ static int execute(PyObject *module) {
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, execute},
 #if PY_VERSION_HEX >= 0x030C0000
-    /* Said by `execute`, in more words. */
+    /* `execute` refuses subinterpreters, with an explanation. */
     {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
 #endif
 #ifdef Py_GIL_DISABLED

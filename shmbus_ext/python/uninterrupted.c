@@ -64,7 +64,7 @@ static PyObject *run_errand(PyObject *capsule, PyObject *Py_UNUSED(ignored)) {
 
 static PyMethodDef run_errand_def = {"run_errand", run_errand, METH_NOARGS, NULL};
 
-/* Starts the errand's thread, with a state of the interpreter's; false with an exception. */
+/* Start the errand's thread with an interpreter state; false with an exception. */
 static bool start_thread(PyObject *capsule) {
     static PyObject *start; /* _thread.start_new_thread */
     if (start == NULL) {

@@ -9,7 +9,7 @@
 #include "batch/threads.h"
 #include "python/record/record.h"
 
-/* ---- Arrays of the caller's: checked before anything is read or written through them. */
+/* ---- Arrays of the caller, checked before the first access through them. */
 /* Elements of an array; 0 for a non-array, which py_check_array refuses. */
 uint64_t py_array_elements(PyObject *object);
 /* Check for a contiguous one-dimensional array and store its data pointer; false with an
@@ -23,7 +23,7 @@ bool py_check_array(PyObject *object, const char *name, int type, uint64_t lengt
  * - Every record's rows share one dtype and row shape: the caller's, or the first record's.
  * - Pointers filled in by py_extras_find stay in the segment while the trajectories are leased. */
 enum extra_kind {
-    EXTRA_TOKEN = 0,    /* a row a token */
+    EXTRA_TOKEN = 0,    /* one row per token */
     EXTRA_RAGGED = 1,   /* arbitrary row count */
     EXTRA_SEQUENCE = 2, /* one row: the whole array */
     EXTRA_KINDS
@@ -52,7 +52,7 @@ struct extra_source {
     uint64_t before; /* rows of the preceding trajectories */
 };
 
-/* The fields of a call; of trajectory i the next `count` from sources[i * count]. */
+/* The fields of a call; trajectory i uses the `count` sources from sources[i * count] on. */
 struct extras {
     struct extra *fields;
     struct extra_source *sources;
@@ -174,7 +174,7 @@ bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total)
 bool py_copy_job_run(struct copy_job *job, struct threads *helpers);
 void py_copy_job_clear(struct copy_job *job);
 
-/* ---- GatherThreads: the threads that copy batches, for Python. */
+/* ---- GatherThreads: threads for copying batches, for Python. */
 extern PyTypeObject GatherThreadsType;
 
 /* True for a GatherThreads or None; otherwise false with an exception. */

@@ -4,7 +4,7 @@
 #include <errno.h>
 
 
-/* Tokens of a piece at most: several threads have pieces enough to share. */
+/* Maximum tokens of a piece: small enough to share a batch among several threads. */
 #define PIECE_TOKENS 4096
 /* Tokens per block of a piece. The nearest cache holds a block's reads and writes while its
  * logprobs are masked and checked and the next block's reads are on their way. The hardware

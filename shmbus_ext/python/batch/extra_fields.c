@@ -1,4 +1,4 @@
-/* Further fields of a batch. */
+/* Extra fields of a batch. */
 #include "python/batch/batch.h"
 
 #include <string.h>
@@ -307,7 +307,7 @@ static PyObject *py_measure_extras(PyObject *Py_UNUSED(module), PyObject *args) 
     return result;
 }
 
-/* A chunk of a kernel's copy, in words of `width` bytes: address, place, words; and 0. */
+/* A chunk of a kernel's copy, in words of `width` bytes: address, place, number of words, 0. */
 enum { COPY_ADDRESS, COPY_AT, COPY_WORDS_THERE, COPY_RESERVED, COPY_WORDS };
 
 struct copy_plan {

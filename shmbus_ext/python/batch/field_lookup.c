@@ -267,7 +267,7 @@ static PyObject *py_mentioning(PyObject *Py_UNUSED(module), PyObject *args) {
     return found;
 }
 
-/* ---- Arrays of the caller's. */
+/* ---- Arrays of the caller. */
 uint64_t py_array_elements(PyObject *object) {
     return PyArray_Check(object) ? (uint64_t)PyArray_SIZE((PyArrayObject *)object) : 0;
 }

@@ -26,7 +26,7 @@
 enum {
     CHUNK_ADDRESSES = 0,  /* per field, at the chunk's first token; 0 if absent */
     CHUNK_START = FIELDS, /* in the batch */
-    CHUNK_SPAN,           /* int32 [2]: first token of the sequence, and how many */
+    CHUNK_SPAN,           /* int32 [2]: first token of the sequence, number of tokens */
     CHUNK_ORDERS,         /* int32 flags, float32 advantage */
     CHUNK_SIGNATURE,      /* kinds of the present fields; the sort key of chunks */
     CHUNK_WORDS,

@@ -62,7 +62,7 @@ static PyObject *choose_memory(PyObject *memory, uint64_t bytes) {
     return NULL;
 }
 
-/* Puts an array for each column into the first places of the tuple; they hold the memory. */
+/* Put an array per column into the first places of the tuple; the arrays keep the memory alive. */
 static bool lay_out(PyObject *arrays, PyObject *memory, const struct column *columns) {
     uint8_t *data = PyArray_DATA((PyArrayObject *)memory);
     for (int i = 0; i < COLUMNS; i++) {
@@ -97,7 +97,7 @@ struct batch {
     struct column columns[COLUMNS];
 };
 
-/* Rows of the samples' table. */
+/* Rows of the sample table. */
 enum { SAMPLE_SCORE, SAMPLE_VERSION, SAMPLE_NEWEST, SAMPLE_TOKENS, SAMPLE_FACTS };
 
 static bool begin_batch(struct batch *self, PyObject *groups, PyObject *specs) {
@@ -225,7 +225,7 @@ static bool hold_all(const struct source *sources, const struct record_ref *refs
     return true;
 }
 
-/* ---- One call ---- */
+/* ---- Packing ---- */
 
 /* Copy everything into the memory; 1 if logprobs and advantages are finite, else 0; -1 on error. */
 static int copy_all(struct batch *self, PyObject *memory, PyObject *threads) {

@@ -24,7 +24,8 @@ ChannelMemoryObject *py_channel_memory_new(uint8_t *at, size_t bytes, bool read_
 /* End the memory. True if views are left; the caller then hands over the mapping by
  * py_channel_memory_keep. */
 bool py_channel_memory_end(ChannelMemoryObject *self);
-/* Replaces the mapping by a private copy for the views' life; false with errno, unchanged. */
+/* Replace the mapping by a private copy for the views' life; on failure unchanged, false with
+ * errno. */
 bool py_channel_memory_keep(ChannelMemoryObject *self, size_t mapped);
 
 /* ---- Channel: one process's handle of a channel, and its treatment at fork and at close. */

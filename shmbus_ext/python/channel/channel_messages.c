@@ -103,7 +103,7 @@ static PyObject *py_channel_begin(PyObject *Py_UNUSED(module), PyObject *args) {
     return Py_XNewRef((PyObject *)self->memory);
 }
 
-/* channel_send(channel, kind, meta, reason): publishes what channel_begin gave memory for. */
+/* channel_send(channel, kind, meta, reason): publish the message begun by channel_begin. */
 static PyObject *py_channel_send(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     int kind;
@@ -228,7 +228,8 @@ static PyObject *py_channel_counts(PyObject *Py_UNUSED(module), PyObject *args) 
                          U64(growths));
 }
 
-/* channel_begin_at(channel, step): a status. */
+/* channel_begin_at(channel, step): number the next message `step`, withdrawing unacknowledged
+ * messages; a status. */
 static PyObject *py_channel_begin_at(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     long long step;

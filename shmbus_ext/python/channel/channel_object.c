@@ -177,7 +177,7 @@ static PyObject *py_channel_statement(ChannelObject *self, PyObject *args) {
     return result;
 }
 
-/* look(side): (life, pid, claims, label, reason) of a side. */
+/* look(side): (life, pid, claims, label, reason) of the side. */
 static PyObject *py_channel_look(ChannelObject *self, PyObject *args) {
     unsigned int side;
     if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_companion_usable(&self->base)) {

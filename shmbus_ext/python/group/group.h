@@ -1,4 +1,4 @@
-/* Groups for Python: how they come together, what a consumer gets, how a client ends them. */
+/* Groups for Python: assembly, delivery to a consumer, and their end by a client. */
 #ifndef SHMBUS_PYTHON_GROUP_GROUP_H
 #define SHMBUS_PYTHON_GROUP_GROUP_H
 
@@ -11,7 +11,7 @@
 /* ---- Entries of complete groups, and their two lists: ready and leased. */
 enum entry_place { ENTRY_NOWHERE = 0, ENTRY_READY, ENTRY_LEASED };
 
-/* A key's split stands beside the kind of its text (PyUnicode_KIND: 1, 2 or 4). */
+/* A key's split shares a byte with the kind of its text (PyUnicode_KIND: 1, 2 or 4). */
 #define KEY_KIND_BITS 4
 _Static_assert((SHMBUS_MAX_SPLITS - 1) << KEY_KIND_BITS <= UINT8_MAX, "a byte has room for both");
 
@@ -56,7 +56,8 @@ typedef struct group_lists {
     } leased_of[SHMBUS_MAX_SPLITS];
 } GroupListsObject;
 
-/* Leases at most `limit` of a split, the first ready first; NULL with an exception, none. */
+/* Lease at most `limit` entries of a split in order of readiness; NULL with an exception and no
+ * lease. */
 PyObject *py_group_lists_lease_ready(GroupListsObject *self, uint32_t split, Py_ssize_t limit,
                                      uint64_t now_ns);
 /* Return a leased entry to the front of the ready list. */
@@ -75,7 +76,7 @@ bool py_arrival_init(void);
 /* Replaces a reason while the lease lasts. */
 #define LEASE_HELD (-1)
 
-/* How a place travels from the daemon to a client: native numbers, one host. */
+/* Wire form of a place between daemon and client: native numbers, one host. */
 struct wire_place {
     uint32_t extent;
     uint32_t generation;
@@ -89,7 +90,7 @@ typedef struct {
     PyObject *key;     /* NULL, like `samples`, until read */
     PyObject *samples; /* list, by index */
     long long number;  /* assigned by the daemon; a claim by the next daemon changes it */
-    long long step;    /* of the ranks; -1 without */
+    long long step;    /* the ranks' step; -1 without ranks */
     unsigned int size; /* samples of a complete group */
     int reason;        /* reason of the local end; LEASE_HELD until then */
     bool lost;         /* unknown to the next daemon */
@@ -147,7 +148,7 @@ typedef struct {
     /* Failing groups by key, and the number of their samples; kept by the stash. */
     PyObject *failing;
     uint64_t failing_cells;
-    /* Leased groups that no client holds, and their samples; the daemon's, for messages. */
+    /* Leased groups held by no client, and their samples; set by the daemon, for messages. */
     uint64_t unheld_groups, unheld_cells;
     PyObject *cancelled; /* list: keys of groups ended with samples missing */
 } GroupTableObject;

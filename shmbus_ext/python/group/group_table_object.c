@@ -30,7 +30,7 @@ struct arrival {
     bool leased; /* by an earlier collector, in a group with samples missing */
 };
 
-/* Make an entry object from a table's group, its samples still missing. */
+/* Make an entry object for a group of a table, with room for its samples. */
 static GroupEntryObject *py_group_entry_new(const struct group_entry *entry, PyObject *key) {
     GroupEntryObject *made = PyObject_New(GroupEntryObject, &GroupEntryType);
     if (made == NULL) {
@@ -83,7 +83,8 @@ static void count_entry(GroupListsObject *self, const GroupEntryObject *entry, u
     }
 }
 
-/* Before a neighbour, or as the last. The list's reference is the caller's. */
+/* Insert before a neighbour, or at the end of the list; the caller provides the list's
+ * reference. */
 static void enter(GroupListsObject *self, enum entry_place place, struct list_link *at,
                   GroupEntryObject *entry) {
     list_insert_before(at, &entry->link);
@@ -451,7 +452,7 @@ static bool py_arrival_read(struct arrival *to, PyObject *sample, bool count_byt
     return true;
 }
 
-/* The ring bytes of a list of samples; false with an exception. */
+/* Sum the ring bytes of a list of samples; false with an exception. */
 static bool py_sum_bytes(PyObject *samples, uint64_t *total) {
     *total = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(samples); i++) {
@@ -755,7 +756,7 @@ static PyObject *py_group_table_gather(GroupTableObject *self, PyObject *args) {
     return (PyObject *)made;
 }
 
-/* find(key) -> GroupEntry or None: a copy of the entry of a key. */
+/* find(key) -> GroupEntry or None: a copy of the key's entry. */
 static PyObject *py_group_table_find(GroupTableObject *self, PyObject *key) {
     struct group_key at;
     if (!py_key_read(&at, key)) {
@@ -802,7 +803,7 @@ static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *Py_UNU
     return found;
 }
 
-/* counts(split) -> (open groups, their samples, and likewise of ready and of leased groups) */
+/* counts(split) -> (open groups, their samples, and likewise for ready and for leased groups) */
 static PyObject *py_group_table_counts(GroupTableObject *self, PyObject *argument) {
     unsigned long split = PyLong_AsUnsignedLong(argument);
     if (PyErr_Occurred()) {

@@ -1,4 +1,4 @@
-/* A slot pool for Python: the handle, leases of versions, writes of them. */
+/* A slot pool for Python: the handle, leases of versions, writes of versions. */
 #ifndef SHMBUS_PYTHON_POOL_POOL_H
 #define SHMBUS_PYTHON_POOL_POOL_H
 
@@ -15,7 +15,7 @@ typedef struct {
 
 extern PyTypeObject PoolType;
 
-/* ---- PoolLease: one version of a slot pool, readable for as long as the object lives. */
+/* ---- PoolLease: one version of a slot pool, readable during the object's life. */
 typedef struct {
     PyObject_HEAD
     PoolObject *pool;

@@ -52,7 +52,7 @@ static PyObject *py_pool_lease(PyObject *Py_UNUSED(module), PyObject *args) {
                : leased(self, pool, lease_latest(&pool->c, after, &self->slot, &self->row));
 }
 
-/* pool_lease_version(pool, version): a PoolLease of that version, or a status. */
+/* pool_lease_version(pool, version): a PoolLease of the version, or a status. */
 static PyObject *py_pool_lease_version(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *pool;
     long long version;

@@ -103,7 +103,7 @@ static PyObject *py_pool_begin(PyObject *Py_UNUSED(module), PyObject *args) {
     return (PyObject *)self;
 }
 
-/* pool_join(pool): a PoolWrite of the version that rank 0 writes, or a status. */
+/* pool_join(pool): a PoolWrite of the version under way at rank 0, or a status. */
 static PyObject *py_pool_join(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *pool;
     struct slot_row row;
@@ -359,7 +359,8 @@ static PyObject *describe_run(uint32_t rank, uint64_t place, const struct patch_
                          U64(run->bytes), U64(run->base_digest));
 }
 
-/* Adds the runs of a rank's patch; false with or without an error set. */
+/* Append the runs of a rank's patch; false with an exception, or without one for a damaged
+ * patch. */
 static bool add_runs(PyObject *list, const PoolLeaseObject *self, uint32_t rank) {
     struct patch_view view;
     struct patch_run run;

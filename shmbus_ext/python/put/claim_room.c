@@ -17,8 +17,8 @@
 
 /* Copies above this size let other threads run. */
 #define RELEASE_LOCK_BYTES (UINT64_C(256) << 10)
-/* Group size above which the next record's place has left every cache, since so many bytes were
- * written after it. At this distance ordinary and non-temporal stores are equally fast on a machine
+/* Group size above which the next record's place has left every cache, because so many bytes were
+ * written since. At this distance ordinary and non-temporal stores are equally fast on a machine
  * with a 480 MiB cache behind a core's own; farther out ordinary stores fall to half the speed. */
 #define FAR_GROUP_BYTES (UINT64_C(64) << 20)
 /* First retry interval of a waiting producer, in case a space notice was lost. Waits double up to
@@ -42,7 +42,7 @@ struct wanted_room py_writer_wants(const WriterObject *self,
                                    const struct put_arguments *arguments) {
     const struct record_spec *spec = &arguments->spec;
     struct wanted_room wanted = {spec->record_bytes, 0, arguments->split_object};
-    /* A failure report never waits; a request's admission covers its answers. */
+    /* A failure report needs no admission; a request's admission covers its answers. */
     bool admitted =
         arguments->answers.number != 0 && arguments->answers.cell != REQUEST_IS_RETRY;
     if (lead_is_bounded(&self->segment->c) && (spec->flags & SHMBUS_FLAG_FAILED) == 0 &&
@@ -71,7 +71,7 @@ enum writer_status py_writer_try_claim(WriterObject *self, const struct wanted_r
         }
         key = lead_key_of_split(key, split);
     }
-    /* Admit after claiming space: an invisible claim needs no return. */
+    /* Admit after claiming space: claimed space stays invisible and needs no return. */
     enum lead_verdict verdict = lead_admit(&self->segment->c, key, self->c.slot_index);
     self->too_far = verdict == LEAD_FULL;
     at->admitted = verdict == LEAD_CLAIMED ? key : 0;
@@ -314,7 +314,7 @@ static bool claim_converted(WriterObject *self, struct put_arguments *arguments,
         raise_too_large(self, wanted.bytes);
         return false;
     }
-    /* Code of the elements may run. */
+    /* Element code may run. */
     return py_arguments_convert_lists(arguments) && py_writer_usable(self) &&
            py_writer_claim_room(self, &wanted, arguments->timeout_s, at);
 }

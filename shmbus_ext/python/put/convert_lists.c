@@ -183,7 +183,8 @@ static bool kinds_fit(enum stored_kind from, enum stored_kind to) {
                                 : !stored_is_float(from) || stored_is_float(to));
 }
 
-/* Elements of a contiguous array of native byte order to `to`, from the dimension `depth` on. */
+/* Convert elements of a contiguous array of native byte order into `to`, from dimension `depth`
+ * on. */
 static bool convert_elements(struct conversion *self, int depth, PyArrayObject *array) {
     PyArray_Descr *dtype = PyArray_DESCR(array);
     enum stored_kind from = py_stored_kind(dtype);
@@ -237,7 +238,7 @@ static bool is_array_like(PyObject *value) {
            (!PyArray_IsScalar(value, Generic) && PyObject_HasAttrString(value, "__array__"));
 }
 
-/* An array among lists: a row, or more, of the whole. */
+/* Convert an array among lists: a row, or several rows, of the whole. */
 static bool convert_row(struct conversion *self, PyObject *value, int depth) {
     if (!is_array_like(value)) {
         return refuse(self, depth, PyExc_TypeError,
@@ -384,7 +385,7 @@ PyArrayObject *py_convert_array(PyObject *name, PyArrayObject *array, PyArray_De
     return made;
 }
 
-/* convert_field(name, value, dtype) -> array: of a list, a tuple, a number or an array. */
+/* convert_field(name, value, dtype) -> array: from a list, a tuple, a number or an array. */
 static PyObject *py_convert_field(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *name, *value, *given;
     uint64_t sizes[SHMBUS_MAX_NDIM];

@@ -50,7 +50,7 @@ static bool entries_hold(const SegmentObject *segment, const Py_buffer *packed, 
     return true;
 }
 
-/* Origins as the journal takes them, to be freed; NULL with an exception. */
+/* Unpack origins for the journal into a block to free; NULL with an exception. */
 static struct relay_origin *unpack_origins(const Py_buffer *packed) {
     const size_t n = (size_t)packed->len / RELAY_ORIGIN_BYTES;
     struct relay_origin *origins = PyMem_Calloc(n + 1, sizeof *origins);
@@ -141,7 +141,7 @@ static PyObject *py_relay_settle(PyObject *Py_UNUSED(module), PyObject *args) {
     return good ? Py_NewRef(Py_None) : NULL;
 }
 
-/* relay_forget(segment, entries): their sources hold them no more, or nobody will put them. */
+/* relay_forget(segment, entries): forget entries no longer held by a source, or never to be put. */
 static PyObject *py_relay_forget(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     Py_buffer entries;
@@ -236,7 +236,8 @@ SEGMENT_FUNCTION(py_relay_words, py_take_segment) {
                          U64(RELAXED(journal->seen_ns)), figures);
 }
 
-/* relay_note(segment, term, seen_ns, figures): for the sink's successor, and for messages. */
+/* relay_note(segment, term, seen_ns, figures): store notes for the sink's successor, and for
+ * messages. */
 static PyObject *py_relay_note(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *figures;
     SegmentObject *segment;

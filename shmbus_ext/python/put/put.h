@@ -26,14 +26,14 @@ struct put_fields {
 /* A producer's arguments, between Python and a record. */
 struct put_arguments {
     PyObject *id_object;
-    PyObject *meta_object; /* may be NULL */
+    PyObject *meta_object; /* NULL without meta */
     PyObject *split_object; /* a label; NULL for "train" */
     PyObject *rows_object; /* NULL for a single row */
     PyObject **values;
     PyObject **names;
     PyArrayObject **arrays;   /* owned, contiguous; NULL for a list not converted */
-    PyArray_Descr **dtypes;   /* of the array, of `declared`, or for ever */
-    uint8_t *kinds;           /* enum stored_kind; of lists only */
+    PyArray_Descr **dtypes;   /* of the array, of `declared`, or static */
+    uint8_t *kinds;           /* enum stored_kind; set for lists only */
     uint64_t *shape;
     uint64_t *field_bytes;
     uint8_t *field_ndim;
@@ -56,7 +56,7 @@ bool py_arguments_keep(struct put_arguments *self);
 void py_arguments_end(struct put_arguments *self);
 /* Take one keyword argument; `name` is a str. False with an exception. */
 bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *value);
-/* Every entry of a dict; false with an exception. */
+/* Take every entry of a dict; false with an exception. */
 bool py_arguments_take_mapping(struct put_arguments *self, PyObject *item);
 bool py_arguments_take_id(struct put_arguments *self, PyObject *value);
 /* A prompt's key as text, owned by the returned reference; NULL with an exception. */
@@ -87,7 +87,7 @@ bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim);
 bool py_arguments_convert_lists(struct put_arguments *self);
 
 bool py_plan_fields_init(void);
-/* What NumPy makes an array of, by the hook; NULL with an exception. */
+/* Convert a value by the hook, like NumPy; NULL with an exception. */
 PyObject *py_as_array(PyObject *name, PyObject *value, bool declared);
 /* Last planning step: schema and part offsets. A record above every limit raises with the text
  * `too_large`. False with an exception. */
@@ -116,7 +116,7 @@ struct batch;
 /* A record's claims on the bus before its write. */
 struct wanted_room {
     uint64_t bytes;
-    uint64_t begins; /* its group's key if in the training split; 0 without a lead bound */
+    uint64_t begins; /* its group's key as if in the training split; 0 without a lead bound */
     PyObject *split_object; /* borrowed from the arguments; NULL for training */
 };
 
@@ -152,7 +152,8 @@ enum writer_status py_writer_try_claim(WriterObject *self, const struct wanted_r
 /* Sleep, while other threads run, until this segment may have space; the caller holds the
  * segment. */
 void py_writer_sleep(WriterObject *self, SegmentObject *here, uint32_t ticket, int64_t longest_ns);
-/* Room for a record, awaited for timeout_s, for ever if negative; false with an exception. */
+/* Claim room for a record, waiting up to timeout_s, for ever if negative; false with an
+ * exception. */
 bool py_writer_claim_room(WriterObject *self, const struct wanted_room *wanted, double timeout_s,
                           struct reservation *at);
 /* Room required by a record of finished arguments. */
@@ -178,7 +179,8 @@ void py_writer_fill(const WriterObject *self, const struct put_arguments *argume
 /* Likewise for a reserved record: other threads run during a large copy. */
 void py_writer_fill_reserved(WriterObject *self, const struct put_arguments *arguments,
                              const struct reservation *at);
-/* Copies a record of finished arguments into the ring and commits it; false with an exception. */
+/* Copy a record of finished arguments into the ring and commit the record; false with an
+ * exception. */
 bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments);
 /* After a commit: wake a sleeping reader, and yield the processor if useful. */
 void py_writer_tell_reader(WriterObject *self);
@@ -186,7 +188,8 @@ void py_writer_tell_reader(WriterObject *self);
 /* A method of Writer: count samples taken but never made. */
 PyObject *py_writer_note_unmade(WriterObject *self, PyObject *args);
 
-/* ---- From lists, numbers and arrays of another dtype into an array of the field's. */
+/* ---- Conversion of lists, numbers and arrays of a different dtype into an array of the field's
+ * dtype. */
 /* True for a list or tuple, converted element by element. */
 static inline bool py_is_list(PyObject *value) {
     return PyList_Check(value) || PyTuple_Check(value);
@@ -245,10 +248,10 @@ typedef struct {
 } ReservationObject;
 extern PyTypeObject ReservationType;
 
-/* _reserve(head: dict of put's arguments but arrays, names: tuple[str], dtypes: tuple[dtype],
+/* _reserve(head: dict of put's arguments except arrays, names: tuple[str], dtypes: tuple[dtype],
  * shapes: tuple[tuple[int]], meta_room: int) -> Reservation */
 PyObject *py_writer_reserve(WriterObject *self, PyObject *args);
-/* Ends every open reservation without a commit. */
+/* End every open reservation without a commit. */
 void py_writer_abort_open(WriterObject *self);
 
 /* ---- Restorer: writes a snapshot's contents into a new segment. */

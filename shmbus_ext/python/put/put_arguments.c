@@ -700,7 +700,7 @@ static bool plan_declared_fields(struct put_arguments *self, DeclaredSchemaObjec
     if (!py_declared_match(declared, self->names, self->array_count, fields)) {
         return false;
     }
-    self->declared = Py_NewRef((PyObject *)declared); /* its dtypes are used to the end */
+    self->declared = Py_NewRef((PyObject *)declared); /* keeps its dtypes alive until the end */
     for (uint32_t i = 0; i < self->array_count; i++) {
         if (fields[i] == DECLARED_BY_THE_CORE) {
             if (!plan_field(self, i, at, NULL, 0)) {

@@ -15,7 +15,7 @@ struct field_list {
     PyObject *shapes; /* tuple of tuple of int */
 };
 
-/* Sizes of the fields into the arguments, as put takes them from arrays. */
+/* Fill in the fields' sizes, like put from arrays. */
 static bool take_shapes(struct put_arguments *arguments, const struct field_list *fields,
                         uint64_t limit) {
     uint32_t words = 0;

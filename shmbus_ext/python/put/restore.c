@@ -291,7 +291,7 @@ static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
             result = Py_NewRef(Py_False);
             break;
         default:
-            break; /* an exception says why */
+            break; /* an exception tells the reason */
         }
     }
     PyBuffer_Release(&id);
@@ -322,7 +322,8 @@ static bool restore_slot(struct segment *segment, PyObject *row) {
     return true;
 }
 
-/* finish(released, slots, next_producer_id, policy_version, next_round): the counters, and the end. */
+/* finish(released, slots, next_producer_id, policy_version, next_round): restore the counters and
+ * end. */
 static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
     PyObject *released, *slots;
     unsigned long long next_producer_id, next_round;

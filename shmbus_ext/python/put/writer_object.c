@@ -19,7 +19,7 @@ static void pause_us(useconds_t us) {
     Py_END_ALLOW_THREADS
 }
 
-/* Takes a lane of the segment; false with an exception. */
+/* Take a lane of the segment; false with an exception. */
 static bool attach(struct writer *writer, SegmentObject *segment, const char *label) {
     enum writer_status status;
     Py_BEGIN_ALLOW_THREADS
@@ -120,13 +120,13 @@ static PyObject *py_writer_put(WriterObject *self, PyObject *const *args, Py_ssi
     return put_call(self, args, count, kwnames, 0, NULL);
 }
 
-/* A report that a sample failed: put's arguments, with the reason as meta, and no arrays. */
+/* Report a failed sample: put's arguments, with the reason as meta, and no arrays. */
 static PyObject *py_writer_fail(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                 PyObject *kwnames) {
     return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED, NULL);
 }
 
-/* Likewise for an unknown group size: group_size is a number above the index. */
+/* Likewise for an unknown group size: group_size is an arbitrary number above the index. */
 static PyObject *py_writer_fail_unsized(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                         PyObject *kwnames) {
     return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE, NULL);

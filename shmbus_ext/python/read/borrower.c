@@ -27,15 +27,15 @@
 typedef struct {
     HOLDER_HEAD
     uint32_t client;
-    uint32_t *lease_counts; /* groups' records, by extent */
+    uint32_t *lease_counts; /* records of leases, by extent */
     uint32_t *view_counts;  /* pins and copies under way, by extent */
     uint32_t *changed;      /* extents to lock or unlock, within one call */
-    PyObject *ready;        /* list: received and not handed out, the next first */
+    PyObject *ready;        /* list: received but not handed out, the next first */
     Py_ssize_t unconfirmed; /* leases ended here but still locked */
     struct record_copy copy;
 } BorrowerObject;
 
-/* Check use in this process; false with an exception. */
+/* Refuse a closed or inherited borrower; false with an exception. */
 static bool py_borrower_usable(BorrowerObject *self) {
     if (!self->attached) {
         return py_refuse(hooks.closed_error, "this Consumer is closed; make a new one");
@@ -106,7 +106,7 @@ static size_t count_down(BorrowerObject *self, uint32_t *counts, const struct re
     return changed;
 }
 
-/* The view locks of records; hold and let_go of its holder_kind. */
+/* Take the view locks of records; hold and let_go of the holder_kind. */
 static bool py_borrower_hold_views(HolderObject *holder, const struct record_ref *refs,
                                    Py_ssize_t count) {
     BorrowerObject *self = (BorrowerObject *)holder;
@@ -213,7 +213,7 @@ static void py_borrower_take_back(HolderObject *holder, PyObject *item) {
     }
     PyObject *error = py_set_aside_error();
     if (PyList_Insert(self->ready, 0, (PyObject *)lease) < 0) {
-        PyErr_Clear(); /* the lease stays out, as if its group had been seen */
+        PyErr_Clear(); /* keep the lease, as if its group had been seen */
     }
     if (error != NULL) {
         py_restore_error(error);
@@ -319,7 +319,7 @@ static PyObject *leases_of(BorrowerObject *self, PyObject *granted, long long st
     return leases;
 }
 
-/* Takes out locked leases that hold no committed records; false with an exception. */
+/* Remove locked leases without committed records; false with an exception. */
 static bool read_leases(BorrowerObject *self, PyObject *leases, PyObject *refused) {
     PyObject *empty = PyList_New(0);
     bool good = empty != NULL;
@@ -641,7 +641,7 @@ static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *leases) {
     Py_RETURN_NONE;
 }
 
-/* (extents under a lease's lock, extents under a view's lock), for tests and messages. */
+/* locks() -> (extents under a lease lock, extents under a view lock), for tests and messages. */
 static PyObject *py_borrower_locks(BorrowerObject *self, PyObject *Py_UNUSED(ignored)) {
     unsigned int leases = 0, views = 0;
     for (uint32_t i = 0; self->attached && i < self->segment->c.extent_count; i++) {

@@ -1,4 +1,5 @@
-/* A consumer for Python: reading the ring, taking groups, ending leases, and what a daemon lends. */
+/* A consumer for Python: reading the ring, taking groups, ending leases, borrowing from a
+ * daemon. */
 #ifndef SHMBUS_PYTHON_READ_READ_H
 #define SHMBUS_PYTHON_READ_READ_H
 
@@ -26,7 +27,7 @@ extern PyTypeObject ReaderType;
 
 /* True if usable in this process; sets no exception. */
 bool py_reader_is_open(const ReaderObject *self);
-/* The same, with an exception. */
+/* Likewise, with an exception. */
 bool py_reader_usable(ReaderObject *self);
 /* Likewise, and also false after a loss between ring and stash. */
 bool py_reader_can_read(ReaderObject *self);
@@ -59,7 +60,7 @@ extern PyTypeObject RecursiveLockType, LockAttemptType;
 bool py_recursive_lock_acquire(RecursiveLockObject *self);
 void py_recursive_lock_release(RecursiveLockObject *self);
 
-/* ---- Intake, which takes from the ring to a list of groups under lease. */
+/* ---- Intake: from the ring to a list of groups under lease. */
 extern PyTypeObject IntakeType;
 
 /* Registered by module.c. */

@@ -384,7 +384,7 @@ static PyObject *name_record(const struct segment *segment, const struct record_
                          (Py_ssize_t)sizeof origin);
 }
 
-/* Adds the live records of a run to a list; how many records were visited. */
+/* Append the live records of a run to a list; return the number of records visited. */
 static uint64_t add_live(const struct reader *reader, uint32_t extent, PyObject **found) {
     const struct segment *segment = reader->segment;
     const struct run_state *run = &reader->runs[extent];
@@ -518,7 +518,7 @@ static void note_splits(ReaderObject *self, const GroupTableObject *table) {
     }
 }
 
-/* Tell producers about groups without need of further samples. */
+/* Announce to producers the groups without need of further samples. */
 static void tell_cancelled(ReaderObject *self, const GroupTableObject *table) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(table->cancelled); i++) {
         uint64_t hash;

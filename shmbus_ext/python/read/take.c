@@ -41,7 +41,7 @@ typedef struct {
     ReaderObject *reader;
     GroupTableObject *table;
     RecursiveLockObject *lock;
-    PyTypeObject *kind; /* of groups: made of GroupBase */
+    PyTypeObject *kind; /* of groups: a subtype of GroupBase */
     PyObject *on_due;   /* on_due(intake, left, groups, now_s) -> True if more may follow */
     PyObject *lease;    /* lease(groups, split) -> list of entries; NULL to lease ready entries */
     PyObject *left;     /* list: samples read but neither in the table nor ready */
@@ -88,7 +88,7 @@ static double group_deadline_s(IntakeObject *self) {
     return entry == NULL ? INFINITY : entry->born_s + self->group_timeout_s;
 }
 
-/* Moves a portion of the ring into the table. */
+/* Move a portion of the ring into the table. */
 static enum take_state read_portion(IntakeObject *self, Py_ssize_t groups, double now_s) {
     Py_ssize_t count =
         py_reader_poll_records(self->reader, self->table, self->portion, now_s, self->left);
@@ -125,7 +125,7 @@ static void give_back_all(PyObject *list, Py_ssize_t groups, PyObject *consumer)
     }
 }
 
-/* Makes groups of leased entries, in place; false with an exception, and none leased. */
+/* Make groups of leased entries, in place; on failure no lease, false with an exception. */
 static bool make_groups(IntakeObject *self, PyObject *consumer, PyObject *list) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
         PyObject *entry = PyList_GET_ITEM(list, i);
@@ -190,7 +190,7 @@ static PyObject *look(IntakeObject *self, const struct take_request *request, bo
     PyObject *groups = *state == TAKE_FAILED ? NULL : lease(self, request, now_ns);
     if (groups != NULL &&
         (self->reader->c.delivered != delivered || PyList_GET_SIZE(groups) > 0)) {
-        /* The caller may not come back before a producer asks who holds the space. */
+        /* A producer may ask for the holders of space before the caller comes back. */
         py_reader_note_table(self->reader, self->table);
     }
     return groups;
@@ -208,7 +208,7 @@ static PyObject *locked_look(IntakeObject *self, const struct take_request *requ
 
 enum wait_end { ENDED_FAILED, ENDED_WOKEN, ENDED_DUE, ENDED_TIME_OVER };
 
-/* Sleeps until records arrive, on_due must run, or the time is over. */
+/* Sleep until records arrive, on_due must run, or the time is over. */
 static enum wait_end wait_for_more(IntakeObject *self, const struct take_request *request,
                                    double began_s, double *next_watch_s) {
     double now_s = seconds(clock_monotonic_ns());
@@ -250,7 +250,7 @@ static bool let_others_run(void) {
     return PyErr_CheckSignals() == 0;
 }
 
-/* A list of groups, empty when the time is over; NULL with an exception. */
+/* Return a list of groups, empty after the timeout; NULL with an exception. */
 static PyObject *py_intake_take(PyObject *intake, const struct take_request *request) {
     IntakeObject *self = (IntakeObject *)intake;
     /* A poll lasts a few hundred nanoseconds, a good part of that for a clock read: skip the

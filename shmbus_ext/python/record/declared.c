@@ -106,7 +106,7 @@ int py_declared_complete(const DeclaredSchemaObject *self, uint32_t field, int n
     return ndim;
 }
 
-/* ---- the type ---- */
+/* ---- The type ---- */
 
 static bool take_names(DeclaredSchemaObject *self) {
     const struct declared_fields *parsed = &self->parsed;

@@ -45,7 +45,7 @@ static bool add_all(struct block_maker *maker, PyObject *items) {
     return true;
 }
 
-/* export_block(trajectories of one bus, into) -> int: how many bytes of `into` the block takes. */
+/* export_block(trajectories of one bus, into) -> int: bytes of `into` taken by the block. */
 static PyObject *py_export_block(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items;
     Py_buffer into;

@@ -156,7 +156,7 @@ static PyObject *py_origin_head_repr(OriginHeadObject *self) {
                                 (int)self->index, self->reason);
 }
 
-/* ---- many as bytes ---- */
+/* ---- Heads as bytes ---- */
 
 struct sink {
     PyObject *bytes;

@@ -40,7 +40,7 @@ typedef struct schema_object {
     uint8_t ndim[SHMBUS_MAX_FIELDS];
     uint16_t shape_at[SHMBUS_MAX_FIELDS]; /* word of the field's offset, followed by its sizes */
     PyObject *dtype_names[SHMBUS_MAX_FIELDS];
-    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS]; /* resolved when first asked for */
+    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS]; /* resolved at first use */
     uint8_t kinds[SHMBUS_MAX_FIELDS];         /* enum element_kind */
 } SchemaObject;
 extern PyTypeObject SchemaType;
@@ -59,7 +59,7 @@ bool py_same_dtype(PyArray_Descr *one, PyArray_Descr *other);
 PyObject *py_dtype_text(PyArray_Descr *dtype);
 
 /* ---- The makers of trajectories: a Reader, or the Borrower of a process served by a daemon. */
-/* Groups arrive together: a small table keyed by checksum finds the string of the one before. */
+/* Groups arrive together: a small table keyed by checksum finds the previous sample's string. */
 #define ID_TABLE 4096u
 
 struct holder_kind;
@@ -130,7 +130,7 @@ typedef struct {
     uint64_t *shape;
     uint32_t meta_offset;
     uint32_t meta_bytes;
-    bool held;     /* counts in its run's live */
+    bool held;     /* counts among the live records of its run */
     bool released; /* acknowledged or dropped */
     bool failed;   /* a failure report instead of a sample */
     bool unscored; /* put without a score; a reader may have set one since */
@@ -175,10 +175,10 @@ typedef struct {
     PyObject *encoded; /* bytes behind `parsed` */
     PyObject *names;   /* tuple of str, interned */
     PyObject *dimension_names; /* tuple of str */
-    uint64_t required;         /* a bit a field */
+    uint64_t required;         /* a bit per field */
     PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
     uint8_t kinds[SHMBUS_MAX_FIELDS]; /* enum stored_kind */
-    uint64_t any_shape;               /* a bit a field */
+    uint64_t any_shape;               /* a bit per field */
     uint8_t ndim[SHMBUS_MAX_FIELDS];
     int64_t *dimensions[SHMBUS_MAX_FIELDS]; /* as parsed, in `room` */
     int64_t *room;
@@ -199,7 +199,7 @@ static inline bool py_declared_match(const DeclaredSchemaObject *self, PyObject 
                                      uint32_t count, uint8_t *fields) {
     uint64_t given = 0;
     for (uint32_t i = 0; i < count; i++) {
-        /* Mostly in the order of the declaration. */
+        /* Usually in the order of the declaration. */
         bool in_place = i < self->parsed.count && PyTuple_GET_ITEM(self->names, i) == names[i];
         int field = in_place ? (int)i : py_declared_find(self, names[i]);
         if (field < 0) {
@@ -214,7 +214,7 @@ static inline bool py_declared_match(const DeclaredSchemaObject *self, PyObject 
 
 /* Sizes bound to dimension names in one record. */
 struct declared_bindings {
-    uint64_t bound; /* a bit a name */
+    uint64_t bound; /* a bit per name */
     uint64_t sizes[SHMBUS_MAX_DIMENSION_NAMES];
     uint8_t fields[SHMBUS_MAX_DIMENSION_NAMES]; /* the binding fields */
 };

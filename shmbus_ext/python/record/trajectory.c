@@ -45,7 +45,7 @@ static SchemaObject *shared_schema(HolderObject *holder, const struct record_cop
         Py_INCREF(known);
         Py_SETREF(fresh, known);
     } else {
-        /* Hostile producers could invent schemas without end. */
+        /* Hostile producers could invent new schemas for ever. */
         if (PyDict_GET_SIZE(holder->schemas) > 1024) {
             PyDict_Clear(holder->schemas);
         }
@@ -236,7 +236,7 @@ static PyObject *py_trajectory_keys(TrajectoryObject *self, PyObject *Py_UNUSED(
     return Py_NewRef(self->schema->names);
 }
 
-/* shape(name) -> tuple; known without touching the ring. */
+/* shape(name) -> tuple; needs no access to the ring. */
 static PyObject *py_trajectory_shape(TrajectoryObject *self, PyObject *name) {
     int field = require_field(self, name);
     if (field < 0) {

@@ -308,9 +308,9 @@ bool py_inspect_add_objects(PyObject *module) {
                          PyLong_FromUnsignedLongLong(SHMBUS_RETRY_ANSWERED));
 }
 
-/* ---- The tables of layout_tables.h: each shared field by name, offset, size and kind.
+/* ---- The tables of layout_tables.h: every shared field by name, offset, size and kind.
  *
- * Invariant: no number is written down here; the compiler fills them in from layout.h. */
+ * Invariant: the tables contain no literal numbers; the compiler fills them in from layout.h. */
 struct field_note {
     const char *name;
     size_t offset;

@@ -21,7 +21,7 @@ static uint8_t *mapping_of(const struct segment *segment, bool writable) {
 
 bool py_copies_make(struct segment_copies *self, const struct segment *segment,
                     const struct list_link *views, bool writable) {
-    /* From the first to behind the last byte of the records, and how many are theirs. */
+    /* The range of the records in the segment, and the sum of their sizes. */
     uint64_t first = UINT64_MAX, end = 0, bytes = 0;
     for (const struct list_link *l = views->next; l != views; l = l->next) {
         const struct view *view = LIST_ENTRY(l, struct view, link);

@@ -1,4 +1,4 @@
-/* The request lane for shmbus.feeder, and for shmbus.stash.requests, the collector's side. */
+/* The request lane for shmbus.feeder, and for shmbus.stash.requests on the collector's side. */
 #include "python/segment/segment.h"
 
 #include <errno.h>
@@ -85,7 +85,7 @@ static struct bell *bell_of(const SegmentObject *segment, int room) {
     return room ? &lane->room : &lane->work;
 }
 
-/* request_want(segment, room) -> ticket: announces a wait for room, or for a sample to make. */
+/* request_want(segment, room) -> ticket: announce a wait for room, or for a sample to make. */
 static PyObject *py_request_want(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     int room;
@@ -169,7 +169,8 @@ static PyObject *py_request_answered(PyObject *Py_UNUSED(module), PyObject *args
     return PyBool_FromLong(request_count(&segment->c, row, number, &counts) && counts.done > 0);
 }
 
-/* request_wanted(segment) -> bool: True if a worker asked for a sample since the last offer. */
+/* request_wanted(segment) -> bool: True if a worker asked for a sample after the last became
+ * available. */
 SEGMENT_FUNCTION(py_request_wanted, py_take_segment) {
     return PyBool_FromLong(RELAXED(segment->c.requests.lane->work.wanted) != 0);
 }
@@ -263,8 +264,8 @@ static PyObject *py_request_revoke(PyObject *Py_UNUSED(module), PyObject *args) 
                        : PyLong_FromUnsignedLong(request_revoke(&segment->c, row, number));
 }
 
-/* request_since(segment, number) -> list of (row, number, id, round, label of the split) of open
- * requests after that one, in the order of the rows. */
+/* request_since(segment, number) -> list of (row, number, id, round, split label) of open requests
+ * after `number`, in the order of the rows. */
 static PyObject *py_request_since(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned long long after;
@@ -338,7 +339,7 @@ SEGMENT_FUNCTION(py_lead_state, py_take_segment) {
                          (int)lead->max_versions - 1, U64(lead->a_version));
 }
 
-/* (segment, id, round, split): the number of the split. */
+/* Parse (segment, id, round, split number) into a key. */
 static bool take_key(PyObject *args, SegmentObject **segment, uint64_t *key) {
     const char *id;
     Py_ssize_t id_bytes;
@@ -377,7 +378,8 @@ static PyObject *py_lead_key(PyObject *Py_UNUSED(module), PyObject *args) {
     return take_key(args, &segment, &key) ? PyLong_FromUnsignedLongLong(key) : NULL;
 }
 
-/* lead_follow(segment, leased, ended): groups under lease, and ended since the last call. */
+/* lead_follow(segment, leased, ended): report groups under lease, and groups ended since the last
+ * call. */
 static PyObject *py_lead_follow(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned long long leased, ended;

@@ -1,4 +1,4 @@
-/* The retry table for shmbus.stash.retries, the collector's side, and for shmbus.Producer. */
+/* The retry table for shmbus.stash.retries on the collector's side, and for shmbus.Producer. */
 #include "python/segment/segment.h"
 
 #include "base/clock.h"

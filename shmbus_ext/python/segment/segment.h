@@ -8,11 +8,12 @@
 #include "ring/segment.h"
 
 /* ---- Other processes' locks on a segment's extents. */
-/* [(first, count)]: others' locks of extents: views' (kind 0), or a client's leases (1 + it). */
+/* [(first, count)] of other processes' locked extents: view locks (kind 0) or a client's lease
+ * locks (kind 1 + client). */
 PyObject *py_locks_held(const struct segment *segment, unsigned int kind);
 
-/* ---- Records under views, copied into memory of this process, which takes the place of the ring at the
- * views' addresses: views outlive their process's claim on the space, and a fork. */
+/* ---- Records under views, copied into private memory at the views' addresses in place of the
+ * ring: views outlive a fork, and their process's claim on the space. */
 /* A record under arrays. */
 struct view {
     struct list_link link;
@@ -26,7 +27,7 @@ struct view {
 /* Copy the writable, or the read-only, records of `views`; false without memory. */
 bool py_copies_make(struct segment_copies *self, const struct segment *segment,
                     const struct list_link *views, bool writable);
-/* Puts them in place of the ring, in the same mapping; false where the kernel cannot. */
+/* Put the copies in place of the ring, in the same mapping; false on a kernel error. */
 bool py_copies_replace(struct segment_copies *self, struct segment *segment, bool writable);
 /* Fallback without memory for copies: the views' locks keep the space, like a borrower's, and every
  * other lock of this reader or borrower is dropped. If a view lock fails, too, every lock stays. */
@@ -44,7 +45,7 @@ typedef struct {
     int pid;
     bool handle_closed;
     struct list_link views;  /* outstanding views */
-    struct segment_copies read_at_fork, written_at_fork; /* of their records, during a fork */
+    struct segment_copies read_at_fork, written_at_fork; /* of the views' records, during a fork */
     struct list_link of_all; /* this process's segments, for fork */
     PyObject *split_labels[SHMBUS_MAX_SPLITS]; /* labels seen so far; otherwise NULL */
 } SegmentObject;
@@ -70,21 +71,21 @@ int py_take_round(PyObject *object, void *round);
 PyObject *py_round(int64_t round);
 /* Raises BusRemovedError. */
 void py_segment_raise_removed(SegmentObject *self);
-/* Maps the segment for views; false with an exception. */
+/* Map the segment for views; false with an exception. */
 bool py_segment_map_views(SegmentObject *self);
-/* Gives views copies of their own and closes the file description: locks are dropped. */
+/* Give views private copies and close the file description, dropping its locks. */
 void py_segment_release_handle(SegmentObject *self);
 /* Call once, before making the first segment; false without memory. */
 bool py_segment_init_fork(void);
 
-/* ---- Splits by their labels, and the lists of a bus that producers ask: rounds, cancelled groups. */
+/* ---- Splits by their labels, and a bus's lists for producers: rounds, cancelled groups. */
 /* Check a split's label; false with an exception. */
 bool py_split_check(PyObject *label);
-/* The number of a checked label, new if need be; SHMBUS_MAX_SPLITS with an exception. */
+/* The number of a checked label, added if necessary; SHMBUS_MAX_SPLITS with an exception. */
 uint32_t py_split_number(SegmentObject *segment, PyObject *label);
 /* The label of a number, or "#" and the number without a label; NULL with an exception. */
 PyObject *py_split_label(SegmentObject *segment, uint32_t number);
-/* Of a key (str, round) or (str, round, split); false, without an exception, of another. */
+/* Hash a key (str, round) or (str, round, split); false without an exception for other keys. */
 bool py_key_hash(PyObject *key, uint64_t *hash);
 
 /* ---- The request lane: offers of feeders, for workers, collector and operators. */

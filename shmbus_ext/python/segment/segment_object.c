@@ -17,7 +17,8 @@ static struct list_link all_segments = {&all_segments, &all_segments};
 static _Thread_local bool ready_to_fork;
 
 static void before_fork(void) {
-    /* Without the interpreter lock the lists may change; nor can such a child run Python. */
+    /* Without the interpreter lock the lists may change; and a child forked without the lock cannot
+     * run Python. */
     ready_to_fork = PyGILState_Check() != 0;
     for (struct list_link *l = all_segments.next; ready_to_fork && l != &all_segments;
          l = l->next) {
@@ -273,7 +274,7 @@ static PyObject *label_text(const char *label) {
     return PyUnicode_DecodeUTF8(copy, (Py_ssize_t)strlen(copy), "replace");
 }
 
-/* [(slot, state, producer_id, pid, label, committed, aborted)] of every slot ever used. */
+/* [(slot, state, producer_id, pid, label, committed, aborted)] of slots used so far. */
 static PyObject *py_segment_producers(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyList_New(0);
     for (uint32_t i = 0; i < self->c.max_producers && result != NULL; i++) {
@@ -293,7 +294,8 @@ static PyObject *py_segment_producers(SegmentObject *self, PyObject *Py_UNUSED(i
     return result;
 }
 
-/* tally() -> (attached, committed, aborted): producers now, and the sums of all slots' counters. */
+/* tally() -> (attached, committed, aborted): current producers, and the sums over the slots'
+ * counters. */
 static PyObject *py_segment_tally(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     uint32_t attached = 0;
     uint64_t committed = 0, aborted = 0;
@@ -320,7 +322,7 @@ static PyObject *py_segment_tells_stall(SegmentObject *self, PyObject *args) {
     _Atomic uint64_t *told_ns = &self->c.header->stall_told_ns[trainer];
     uint64_t now = clock_monotonic_ns();
     uint64_t told = RELAXED(*told_ns);
-    /* A reporter comes back after its period, give or take the time of a call. */
+    /* A reporter comes back after its period, plus or minus the time of a call. */
     bool recent = told <= now && (double)(now - told) < period_s * 0.9e9;
     return PyBool_FromLong(!recent && atomic_compare_exchange_strong_explicit(
                                           told_ns, &told, now, memory_order_relaxed,
