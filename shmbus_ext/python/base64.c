@@ -32,8 +32,7 @@ static const char *decode(const char *at, size_t skipped, char *out, size_t byte
         }
         three = __builtin_bswap32(three << 8 << 8 * skipped);
         if (bytes > sizeof three) {
-            memcpy(out, &three, sizeof three); /* the next store overwrites the end of a 4-byte
-                                                * store */
+            memcpy(out, &three, sizeof three); /* the next store overwrites its end */
         } else {
             memcpy(out, &three, taken);
         }

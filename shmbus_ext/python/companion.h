@@ -16,8 +16,7 @@ struct companion_kind {
     const char *noun;
     size_t file_at; /* offset of its struct shared_file in the object */
     enum shared_status (*open)(CompanionObject *self, int fd, bool read_only);
-    void (*shut)(CompanionObject *self);    /* gives up mapping and locks; the caller closes the
-                                             * descriptor */
+    void (*shut)(CompanionObject *self);    /* drops mapping and locks, before the fd closes */
     void (*isolate)(CompanionObject *self); /* in a forked child */
 };
 

@@ -20,8 +20,7 @@ struct errand {
     PyObject *result;    /* NULL with `error` */
     PyObject *error;
     PyThread_type_lock done;
-    atomic_bool claimed; /* by the thread before running, or by the waiter, which must not wait
-                          * afterwards */
+    atomic_bool claimed; /* by the thread to run, or by the waiter to give up waiting */
 };
 
 static void free_errand(PyObject *capsule) {

@@ -72,7 +72,7 @@ static bool is_plain(const struct source *source) {
            kinds[FIELD_LOGPROBS] == ELEMENT_F32 && source->data[FIELD_ADVANTAGES] == NULL;
 }
 
-/* Copy a whole block; true if logprobs and advantages are finite. */
+/* Copy a whole block; true if its logprobs and advantages pass the same checks. */
 static bool copy_plain_block(const struct copy_job *to, uint32_t sequence, uint64_t from,
                              uint64_t at, uint64_t n) {
     const struct source *source = &to->sources[sequence];

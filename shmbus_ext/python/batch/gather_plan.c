@@ -17,8 +17,7 @@
  *   found     int32 [2]: written by the kernel; 0 here
  *   borders   int32 [S + 1]: first token of every sequence in the batch
  *   versions  int64 [S], sizes int64 [G], scores float32 [S]
- *   chunks    int64 [C, CHUNK_WORDS], a line per chunk: chunk_tokens tokens of a sequence, or its
- *   rest
+ *   chunks    int64 [C, CHUNK_WORDS], a line per chunk: up to chunk_tokens tokens of a sequence
  *
  * A chunk tells a kernel everything about its move, since a further read would cost another trip to
  * the host. Chunks of sequences with the same fields and dtypes are adjacent. The parts between

@@ -46,7 +46,7 @@ struct put_arguments {
     bool has_group_size, has_index;
     struct record_spec spec;
     struct request_claim answers; /* number 0 without a request */
-    bool unwanted; /* `answers` expired and nothing was put */
+    bool unwanted; /* the claim `answers` was lost, and nothing was put */
 };
 
 void py_arguments_begin(struct put_arguments *self, struct put_fields *fields);

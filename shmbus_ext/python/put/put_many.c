@@ -20,7 +20,7 @@ static void note_accepted(Py_ssize_t done) {
 
 struct batch {
     struct reservation *at; /* items reserved and filled but not committed */
-    Py_ssize_t open;        /* number of entries in `at` */
+    Py_ssize_t open;        /* number of open entries in `at` */
     Py_ssize_t committed;
     struct batch *next; /* of the same writer, in a second thread or a signal handler */
 };

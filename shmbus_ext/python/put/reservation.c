@@ -95,8 +95,7 @@ static bool py_plan_reservation(WriterObject *self, struct put_arguments *argume
                          SHMBUS_MAX_FIELDS, count);
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        arguments->names[i] = PyTuple_GET_ITEM(fields->names, i); /* borrowed: without arrays
-                                                                   * nothing releases them */
+        arguments->names[i] = PyTuple_GET_ITEM(fields->names, i); /* borrowed: no arrays yet */
         arguments->dtypes[i] = (PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i);
     }
     if (!take_shapes(arguments, fields, self->segment->c.record_limit)) {

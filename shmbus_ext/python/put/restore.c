@@ -22,8 +22,7 @@ typedef struct {
     PyObject_HEAD
     SegmentObject *segment;
     struct writer lane;
-    struct open_run *runs; /* by the run's first extent in the snapshot; NULL while no run was
-                            * named */
+    struct open_run *runs; /* by the run's first extent in the snapshot; NULL at first */
     bool attached;
 } RestorerObject;
 

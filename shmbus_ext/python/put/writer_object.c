@@ -133,7 +133,7 @@ static PyObject *py_writer_fail_unsized(WriterObject *self, PyObject *const *arg
 }
 
 /* _answer(claim, flags, instance_id, ...) -> bool: end a claim by a put or a failure report; False,
- * without a put, if the claim expired. */
+ * without a put, if the claim was lost. */
 static PyObject *py_writer_answer(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                   PyObject *kwnames) {
     struct request_claim claim;
