@@ -1,4 +1,4 @@
-"""Types of the C core. Only ``shmbus`` calls it; what users meet is in ``_public*.pyi``."""
+"""Types of the C core, called only by ``shmbus``; user-visible types are in ``_public*.pyi``."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypedDict, TypeVar, final
@@ -176,7 +176,7 @@ _G = TypeVar("_G", bound="GroupBase")
 _R = TypeVar("_R")
 
 class GroupEntry(Generic[_S]):
-    """A group that left its table, or a copy of one that is in it."""
+    """A group taken from its table, or a copy of a group still in the table."""
 
     key: Hashable
     samples: list[_S]
@@ -188,7 +188,7 @@ class GroupEntry(Generic[_S]):
     nbytes: int
 
 class GroupTable(Generic[_S]):
-    """Samples in cells by key, and the groups that are complete: ready, then leased."""
+    """Samples in cells by key, and complete groups: ready, then leased."""
 
     cells: int
     accepted: int
@@ -245,13 +245,13 @@ class RecursiveLock:
     def attempt(self) -> LockAttempt: ...
 
 class LockAttempt:
-    """Has the lock for a block, where no other thread has it; says whether."""
+    """Context manager: holds a free lock for a block and returns True, otherwise False."""
 
     def __enter__(self) -> bool: ...
     def __exit__(self, *error: object) -> None: ...
 
 class Intake:
-    """Complete groups from the ring to a lease, in one call where nothing is unusual."""
+    """Complete groups from the ring to a lease, in one call on the fast path."""
 
     due_s: float
     wake_s: float
@@ -497,7 +497,7 @@ def mapping_of(trajectory: Trajectory, /) -> tuple[int, int, object]: ...
 def find_not_finite(values: NDArray[np.float32], /) -> int: ...
 def mentioning(trajectories: list[Trajectory], words: tuple[bytes, ...], /) -> list[int]: ...
 
-# -- why records were dropped
+# -- reasons of drops
 
 DROP_DUPLICATE: int
 DROP_MALFORMED: int
@@ -577,7 +577,7 @@ def import_block(
     /,
 ) -> int: ...
 
-# -- what `put` takes
+# -- arguments of `put`
 
 MAX_DIMENSION_NAMES: int
 MAX_DECLARED_BYTES: int
@@ -588,16 +588,16 @@ DIMENSION_NAMED: int
 STANDARD_DTYPES: dict[str, np.dtype[Any]]
 
 class SupportsArray(Protocol):
-    """What NumPy makes an array of: its own arrays and scalars, tensors."""
+    """Value convertible by NumPy: an array, a scalar or a tensor."""
 
     def __array__(self) -> Any: ...
 
 class SupportsItem(Protocol):
-    """One number, as an array or a tensor has it."""
+    """One number in an array or a tensor."""
 
     def item(self) -> Any: ...
 
-#: The value of a field: no number, which is probably meant for an argument of another name.
+#: The value of a field; excludes plain numbers, probably meant for an argument of a different name.
 FieldValue: TypeAlias = SupportsArray | Buffer | list[Any] | tuple[Any, ...]
 
 def convert_field(name: str, value: object, dtype: np.dtype[Any], /) -> np.ndarray[Any, Any]: ...
@@ -611,7 +611,7 @@ class DeclaredSchema:
     ) -> list[tuple[str, np.dtype[Any], tuple[int | str | None, ...] | None, bool]]: ...
     def dtype(self, name: str, /) -> np.dtype[Any] | None: ...
 
-# -- admission, requests, and what is noted of work
+# -- admission, requests, and notes about work
 
 LEAD_ROWS: int
 UNMADE_REASON_BYTES: int
@@ -798,9 +798,9 @@ def relay_next_source(segment: Segment, /) -> int: ...
 
 # -- the slot pool; only ``shmbus.pool`` calls it
 
-_Bytes: TypeAlias = bytes  # where a field is called like the type
+_Bytes: TypeAlias = bytes  # in classes with a field named like the type
 #: rank, place in its patch; offset, rows, row_bytes, stride, width of the piece; changes, bytes,
-#: digest of what was there before
+#: digest of the old contents
 _PatchRun: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int]
 
 POOL_LAYOUT_VERSION: int

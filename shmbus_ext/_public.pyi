@@ -1,7 +1,7 @@
-"""What users meet of the C core when they take, with its docstrings. For type checkers and editors.
+"""User-visible C classes for taking, with their docstrings. For type checkers and editors.
 
-There is no module of this name at run time: these are classes of ``shmbus_ext._core``. The build
-takes their ``__doc__`` and signatures from here.
+No module of this name exists at run time: the classes live in ``shmbus_ext._core``. The build takes
+their ``__doc__`` and signatures from here.
 """
 
 from collections.abc import Iterator
@@ -17,52 +17,52 @@ from shmbus_ext._core import Intake
 class Trajectory:
     """One trajectory, read from the ring; ``trajectory[name]`` is a read-only view of a field.
 
-    A view keeps the record's space for as long as the view lives, also after the acknowledgement
-    and after the end of the consumer. Views cannot be taken after the acknowledgement.
+    A view keeps the record's space allocated during the view's life, also after the acknowledgement
+    and after the end of the consumer. Views must be taken before the acknowledgement.
 
     Attributes
     ----------
     instance_id : str
         The prompt's key.
     index : int
-        Which sample of its group, from 0.
+        Position in its group, from 0.
     group_size : int
         Samples in its group.
     need : int
-        Samples that complete its group: group_size, unless its producer asked for fewer.
+        Samples of a complete group: group_size, unless its producer asked for fewer.
     split : str
-        Who it is for: "train", or what its producer said.
+        The group's split: "train", or the producer's label.
     key : str or tuple
-        What tells its group: instance_id, or (instance_id, round); of another split than
-        "train" (instance_id, round or None, the split's number).
+        Key of its group: instance_id, or (instance_id, round); in a split other than "train"
+        (instance_id, round or None, the split's number).
     round : int or None
-        The producer's round, where it gave one.
+        The producer's round, if given.
     score : float
-        The reward. Of one that was put with ``score=None`` whoever reads it sets this, in this
-        process; before that, reading it raises UnscoredError.
+        The reward. The reader sets the score of a sample put with ``score=None``, in this process;
+        until then, reading raises UnscoredError.
     scored : bool
-        Whether it has a score.
+        True with a score.
     policy_version : int
-        Version of the policy that sampled it; the oldest, where there were several.
+        Version of the sampling policy; the oldest of several versions.
     newest_policy_version : int
-        The newest policy that sampled a part of it.
+        Newest policy version in the sample.
     sequence : int
-        Its number among its producer's commits, from 0.
+        Position among its producer's commits, from 0.
     producer_id : int
         Its producer's number, unique on the bus.
     committed_ns : int
-        When it was committed: CLOCK_MONOTONIC, nanoseconds.
+        Time of the commit: CLOCK_MONOTONIC, nanoseconds.
     nbytes : int
-        Bytes that it takes in the ring, header and padding included.
+        Bytes taken in the ring, header and padding included.
     released : bool
-        Whether it was acknowledged or dropped.
+        True after acknowledgement or drop.
     failed : bool
-        Whether it reports that its sample failed; False for all that is delivered.
+        True for a failure report; False for every delivered sample.
     meta : object
-        What the producer gave as meta, decoded when it is first read; None where it gave none.
+        The producer's meta, decoded at first access; None without meta.
     rows : list of Row
-        Its rows, each a mapping of names to views, with its `prefix_length`; one, unless it was
-        put with rows=.
+        Its rows, mappings of names to views with a `prefix_length`; a single row, unless put with
+        rows=.
     """
 
     instance_id: str
@@ -97,14 +97,14 @@ class Trajectory:
             In the producer's order.
         """
     def get(self, name: str, default: Any = None, /) -> Any:
-        """Return a field's read-only view, or the default where there is no such field.
+        """Return a field's read-only view, or the default for a missing field.
 
         Parameters
         ----------
         name : str
             The field.
         default : object, optional
-            What to return where the trajectory has no such field.
+            Result for a missing field.
 
         Returns
         -------
@@ -114,9 +114,9 @@ class Trajectory:
         Raises
         ------
         BusClosedError
-            The trajectory was acknowledged or dropped, or its consumer is closed.
+            The trajectory was acknowledged or dropped, or its consumer closed.
         TypeError
-            This process does not know the field's dtype.
+            The field's dtype is unknown to this process.
         """
     def shape(self, name: str, /) -> tuple[int, ...]:
         """Return a field's shape without making a view; also after the acknowledgement.
@@ -134,16 +134,16 @@ class Trajectory:
         Raises
         ------
         KeyError
-            The trajectory has no such field.
+            The trajectory lacks the field.
         """
 
     def items(self) -> tuple[tuple[str, NDArray[Any]], ...]:
-        """Return the names of the array fields, each with its read-only view.
+        """Return the array fields as pairs of name and read-only view.
 
         Returns
         -------
         tuple of (str, numpy.ndarray)
-            In the producer's order; ``dict(trajectory.items())`` has all fields.
+            In the producer's order; ``dict(trajectory.items())`` maps names to views.
 
         Raises
         ------
@@ -164,12 +164,12 @@ class Trajectory:
             As for `get`.
         """
     def copy(self) -> TrajectoryCopy:
-        """Copy it out of the ring.
+        """Copy the trajectory out of the ring.
 
         Returns
         -------
         TrajectoryCopy
-            It is read in the same way, owns its arrays, and can be pickled.
+            Same read access, owned arrays, picklable.
 
         Raises
         ------
@@ -177,13 +177,13 @@ class Trajectory:
             As for `get`.
         """
     def to_dict(self) -> dict[str, Any]:
-        """Return the keywords of `Producer.put` that put it again, with owned arrays.
+        """Return keywords of `Producer.put` to put the trajectory again, with owned arrays.
 
         Returns
         -------
         dict
             "instance_id", "group_size", "index", "score", "policy_version", "round", "split",
-            "need", "meta", and each array field by its name.
+            "need", "meta", and every array field by its name.
 
         Raises
         ------
@@ -192,22 +192,22 @@ class Trajectory:
         """
 
 class GroupBase:
-    """The samples of one lease, for reading: what `shmbus.Group` is made of.
+    """The samples of one lease, for reading: base class of `shmbus.Group`.
 
-    ``len(group)``, ``group[i]`` and iteration are those of `trajectories`.
+    ``len(group)``, ``group[i]`` and iteration act on `trajectories`.
 
     Attributes
     ----------
     instance_id : str
         The prompt's key.
     round : int or None
-        The producers' round, where they gave one.
+        The producers' round, if given.
     size : int
         Samples in a complete group.
     state : str
-        Where the lease stands.
+        State of the lease.
     trajectories : list of Trajectory
-        The samples, ordered by index: a list of the caller's own, which it may change.
+        The samples, ordered by index; the caller owns the list and may change it.
     """
 
     instance_id: str
@@ -219,24 +219,24 @@ class GroupBase:
     _lease: Any
     @classmethod
     def make(cls, consumer: object, leases: list[Any], /) -> list[Self]:
-        """Make a group of each lease; what a consumer calls.
+        """Make a group per lease; for consumers.
 
         Parameters
         ----------
         consumer : object
-            Who is asked to end the leases.
+            The consumer for ending the leases.
         leases : list
-            What is under lease: entries of a group table, or leases of a daemon's client.
+            Leases: entries of a group table, or leases of a daemon's client.
 
         Returns
         -------
         list
-            A group of this type for each, in their order.
+            Groups of this type, in the order of the leases.
 
         Raises
         ------
         TypeError
-            The samples of a lease are no list.
+            The samples of a lease are not a list.
         """
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Trajectory]: ...
@@ -255,34 +255,35 @@ class ConsumerBase(Generic[_G]):
     def take(
         self, max_groups: int = 64, timeout: float | None = 0.1, *, split: str | None = None
     ) -> list[_G]:
-        """Take complete groups of a split, in the order of completion, as soon as there is one.
+        """Take complete groups of a split, in order of completion, as soon as one is ready.
 
         Parameters
         ----------
         max_groups : int
-            How many at the most. With ranks, how many each rank gets at the most of the next step;
-            this rank's shard of it is taken, and all ranks have to ask for the same number.
+            Maximum number of groups. With ranks, the maximum per rank from the next step: the call
+            takes this rank's shard of the step, and every rank must ask for the same number.
         timeout : float, optional
-            Seconds to wait for the first: None waits for ever, 0 does not wait.
+            Seconds to wait for the first group: None waits for ever, 0 returns at once.
         split : str, optional
-            The split, such as "eval"; None for the Consumer's own. With a daemon no other than
-            that can be taken: a Consumer is made for each split.
+            The split, for example "eval"; None for the Consumer's own. With a daemon only the
+            Consumer's own split can be taken: make a Consumer per split.
 
         Returns
         -------
         list[Group]
-            Maybe empty. Each is leased to the caller until it is acknowledged or given back.
+            Possibly empty. The caller holds a lease on every group until acknowledging the group or
+            giving it back.
 
         Raises
         ------
         ProtocolError
-            A duplicate came, under ``duplicate="error"``; once for each, with nothing lost.
+            A duplicate came, under ``duplicate="error"``; raised once per duplicate, without loss.
         TypeError, ValueError
-            `split` is no label, or, with a daemon, not this Consumer's.
+            `split` is an invalid label or, with a daemon, not this Consumer's.
         StallError
-            Nothing has moved for too long, under ``on_stall="raise"``.
+            The bus stalled for too long, under ``on_stall="raise"``.
         BusBusyError
             This Consumer has no rank, and ranks came back to a restarted daemon.
         BusClosedError
-            The consumer is closed, or was made before a fork.
+            The consumer was closed, or made before a fork.
         """

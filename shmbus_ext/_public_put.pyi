@@ -1,7 +1,7 @@
-"""What users meet of the C core when they put, with its docstrings. For type checkers and editors.
+"""User-visible C classes for putting, with their docstrings. For type checkers and editors.
 
-There is no module of this name at run time: these are classes of ``shmbus_ext._core``. The build
-takes their ``__doc__`` and signatures from here.
+No module of this name exists at run time: the classes live in ``shmbus_ext._core``. The build takes
+their ``__doc__`` and signatures from here.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from shmbus_ext._core import DeclaredSchema, FieldValue, Segment, SupportsItem
 
 class Reservation:
-    """A record whose arrays are filled in the ring itself; `Producer.reserve` makes it.
+    """A record whose arrays are filled in the ring, in place; made by `Producer.reserve`.
 
-    ``slot[name]`` is a writable view of the ring until commit or abort. As a context manager it
-    commits, or aborts on an exception. It aborts when it is collected, too.
+    ``slot[name]`` is a writable view of the ring until commit or abort. The context manager commits
+    at the end of its block and aborts on an exception. Garbage collection aborts, too.
 
     Attributes
     ----------
@@ -26,16 +26,16 @@ class Reservation:
     score : float or None
         The reward; can be set until the end.
     policy_version : int or tuple of (int, int)
-        The policy that sampled it, or the oldest and the newest; can be set until the end.
+        Version of the sampling policy, or the oldest and the newest; can be set until the end.
     meta : object
-        Whatever msgspec can encode, within the `meta_room` of `reserve`; can be set, not read.
+        A value for msgspec to encode, within the `meta_room` of `reserve`; can be set, not read.
     ended : bool
-        Whether it was committed or aborted.
+        True after commit or abort.
 
     Notes
     -----
-    After its end, and when the producer is closed, filling, setting and ending raise
-    BusClosedError. Several threads may fill one reservation; one of them ends it.
+    After its end, and after closing the producer, filling, setting and ending raise BusClosedError.
+    Several threads may fill one reservation; a single thread ends it.
 
     Examples
     --------
@@ -57,50 +57,50 @@ class Reservation:
     ended: bool
     def __getitem__(self, name: str, /) -> NDArray[Any]: ...
     def resize(self, name: str, length: int, /) -> None:
-        """Cut the first dimension of a field to what was really written.
+        """Cut the first dimension of a field to the length actually written.
 
-        ``slot[name]`` is the shorter view from then on; views taken before are read-only. The space
-        of the rest stays part of the record.
+        Afterwards ``slot[name]`` is the shorter view; views taken before become read-only. The
+        space of the rest stays part of the record.
 
         Parameters
         ----------
         name : str
             A field.
         length : int
-            Its new length, 0 to the present one.
+            Its new length, from 0 to the present length.
 
         Raises
         ------
         KeyError
-            The reservation has no such field.
+            The reservation lacks the field.
         ValueError
             The length is out of range, or the field has no dimension.
         BusClosedError
-            The reservation has ended, or the producer is closed.
+            The reservation ended, or the producer closed.
         """
     def commit(self) -> None:
-        """Publish the record, as leaving the ``with`` block does.
+        """Publish the record, like leaving the ``with`` block.
 
-        Its views are read-only from then on. Where a slice of one is still held, which stays
-        writable, a copy of the record is committed in its place if there is room for one.
+        Afterwards its views are read-only. A slice still held elsewhere stays writable; in this
+        case the call commits a copy of the record instead, given room for a copy.
 
         Raises
         ------
         ValueError
-            What `resize` left is not what the schema declares. The reservation stays open; at the
-            end of a ``with`` block it is aborted.
+            The sizes after `resize` violate the schema. The reservation stays open; the end of a
+            ``with`` block aborts.
         BusClosedError
-            The reservation has ended, or the producer is closed.
+            The reservation ended, or the producer closed.
         """
     def abort(self) -> None:
-        """Give the space back; nobody ever sees the record.
+        """Give the space back; the record never becomes visible.
 
-        An exception in the ``with`` block does the same.
+        An exception in the ``with`` block aborts, too.
 
         Raises
         ------
         BusClosedError
-            The reservation has ended, or the producer is closed.
+            The reservation ended, or the producer closed.
         """
     def __enter__(self) -> Reservation: ...
     def __exit__(
@@ -139,94 +139,92 @@ class Writer:
     ) -> None:
         """Copy one trajectory into the ring and commit it.
 
-        The consumer finds all of a record or nothing of it. When this returns, the arrays are the
-        caller's again, and the record outlives this process.
+        The consumer finds the whole record or nothing. After the return the caller may reuse the
+        arrays, and the record outlives this process.
 
         Parameters
         ----------
         instance_id : str or int
-            The prompt's key, 1 to 255 bytes of UTF-8. The samples of one key form a group, whoever
-            puts them. An int is its decimal text: 17 and "17" are one prompt.
+            The prompt's key, 1 to 255 bytes of UTF-8. The samples of one key form a group, across
+            producers. An int counts as its decimal text: 17 and "17" are one prompt.
         group_size : int
-            Samples of its group, 1 to 16384; the same for every sample of it.
+            Samples of its group, 1 to 16384; the same for every sample of the group.
         index : int
-            Which sample of its group this is, 0 to group_size - 1. Of several with one index the
-            first is kept, the others are dropped as duplicates.
+            Position of the sample in its group, 0 to group_size - 1. The first sample of an index
+            is kept, later samples are dropped as duplicates.
         score : float or None, default 0.0
-            The reward; finite. An array or tensor with one element is that number. None where it is
-            not known yet: whoever reads the group scores it (`Trajectory.score`, or
-            `score_group` of a handler), and a sample that nobody scored is an error there, by name.
+            The reward; finite. An array or tensor with one element counts as a number. None for a
+            score not yet known: the reader scores the group (`Trajectory.score`, or `score_group`
+            of a handler), and an unscored sample raises an error there, by name.
         policy_version : int or tuple of (int, int), default 0
-            Version of the policy that sampled it, 0 or more; or the oldest and the newest, where it
-            changed meanwhile. A consumer's `max_policy_lag` compares the oldest with the
-            trainer's current version, which `Producer.policy_version` reads.
+            Version of the sampling policy, 0 or more; or the oldest and the newest version, after a
+            change during the rollout. A consumer's `max_policy_lag` compares the oldest with the
+            trainer's current version, returned by `Producer.policy_version`.
         round : int, optional
-            Which round of the prompt this is, 0 or more; `next_round` gives one that nobody else
-            has, for all samples of a round. With a round, (instance_id, round) is the group's key,
-            and a sample of a group that was complete before is dropped as surplus. Without one,
-            such a sample begins the prompt's next group.
+            Round of the prompt, 0 or more; `next_round` returns a unique number for the samples of
+            a round. With a round, (instance_id, round) is the group's key, and a sample of an
+            already complete group is dropped as surplus. Without a round, a late sample begins the
+            prompt's next group.
         split : str, optional
-            Who the group is for, 1 to 31 bytes of UTF-8; "train" where none is given. Groups of
-            another split, such as "eval", are delivered to who asks for that one, and never trained
-            on. It is a part of the group's key. A bus has at most 16.
+            Split of the group, 1 to 31 bytes of UTF-8; default "train". Groups of a different
+            split, for example "eval", go only to consumers asking for the split, and never to
+            training. The split is part of the group's key. A bus has at most 16 splits.
         need : int, optional
-            Samples that complete the group, the first that come: at most group_size, which is the
-            default. Late ones are dropped as surplus; `cancelled` tells their workers to stop.
-            Fewer than group_size need a round.
+            Number of samples to complete the group, in order of arrival: at most group_size, the
+            default. Late samples are dropped as surplus; `cancelled` tells their workers to stop. A
+            need below group_size requires a round.
         meta : object, optional
-            Whatever msgspec can encode as MessagePack, for the reader of the trajectory. NumPy
+            A value for msgspec to encode as MessagePack, for the trajectory's reader. NumPy
             scalars, arrays and tensors come back as numbers and nested lists, pydantic models and
             dataclasses as dicts, sets as lists, paths as str, enums as their values.
         rows : list of mapping, optional
-            Of a sample of several rows, such as branches of a conversation: the fields of each row,
-            the same in all, and its `prefix_length` where it shares that many tokens with another.
-            All fields of a row have one length; what the whole sample has is given beside rows. A
-            trainer packs each row as a sequence of its own, with the sample's one advantage. Costs
-            one more copy of the arrays.
+            For a sample of several rows, for example branches of a conversation: the fields of
+            every row, with equal names in every row, and a `prefix_length` for a row sharing a
+            token prefix with another row. The fields of a row have equal lengths; fields of the
+            whole sample go beside rows. A trainer packs every row as a separate sequence, with the
+            sample's single advantage. Costs one more copy of the arrays.
         timeout : float, optional
-            Seconds to wait for space while the bus is full or paused: None waits for ever, 0 does
-            not wait.
+            Seconds to wait for space while the bus is full or paused: None waits for ever, 0 fails
+            at once.
         **arrays : array
-            The payload, at most 64 fields; each keyword is a field's name, 1 to 255 bytes of UTF-8.
-            A value is a NumPy array, or exports one: a CPU tensor, a memoryview, an array.array.
-            Any shape of at most 32 dimensions, any dtype of fixed size. One that is not
-            C-contiguous is copied into that order first.
-            Lists and tuples, nested too, become arrays of the dtype that the schema declares;
+            The payload, at most 64 fields; a keyword is a field's name, 1 to 255 bytes of UTF-8. A
+            value is a NumPy array, or exports an array: a CPU tensor, a memoryview, an array.array.
+            Shapes of at most 32 dimensions, dtypes of fixed size. An array out of C order is copied
+            into C order first. Lists and tuples, nested too, become arrays of the schema's dtype;
             without a schema, tokens become int32, loss_mask uint8, logprobs and advantages float32.
 
         Raises
         ------
         TypeError
-            An argument is missing or has the wrong type, a value is no array, a list has no
-            declared dtype, an element is no number (a bool is none, but in masks), a dtype holds
-            Python objects, msgspec cannot encode meta, or the schema has no such field, another
-            dtype for it, or requires one that is missing.
+            An argument is missing or of the wrong type, a value is not an array, a list has no
+            declared dtype, an element is not a number (a bool counts only in masks), a dtype holds
+            Python objects, msgspec cannot encode meta, or the schema lacks a field, declares a
+            different dtype, or requires a missing field.
         ValueError
-            An argument is out of range, the score is not finite, there are too many fields or
-            dimensions, a list is ragged, its dtype cannot hold a number of it, or a shape is not
-            what the schema declares; the message names field and index.
+            An argument is out of range, the score is not finite, the number of fields or dimensions
+            exceeds its limit, a list is ragged, its dtype cannot hold an element, or a shape
+            violates the schema; the message names field and index.
         RecordTooLargeError
-            The record is larger than `Producer.record_limit`, a quarter of the bus; also a
-            ValueError.
+            The record exceeds `Producer.record_limit`, a quarter of the bus; also a ValueError.
         BusFullError
-            There was no space within the timeout; the message names who holds it.
+            No space within the timeout; the message names the holders of the space.
         BusClosedError
-            The producer is closed, was made before a fork, or was closed during the wait.
+            The producer was closed, before or during the wait, or made before a fork.
         BusRemovedError
-            The bus was removed, and under ``attach="successor"`` there was no new one in time.
+            The bus was removed and, under ``attach="successor"``, no new bus came in time.
         StallError
-            Nothing moved on the bus for `stall_timeout` seconds, under ``on_stall="raise"``.
+            The bus stalled for `stall_timeout` seconds, under ``on_stall="raise"``.
 
         Notes
         -----
-        This blocks for space only: until a consumer acknowledges groups, or somebody resumes the
-        bus. Other threads run during the wait, and signals are handled: what a handler raises, such
-        as KeyboardInterrupt, ends it. `aput` does not block an event loop.
+        The call blocks for space only: until a consumer acknowledges groups, or a process resumes
+        the bus. Other threads run during the wait, and signals are handled: an exception of a
+        handler, for example KeyboardInterrupt, ends the wait. `aput` does not block an event loop.
 
-        After an exception nothing of the trajectory is in the ring, and it can be put again.
+        After an exception the ring holds nothing of the trajectory, and a second put may follow.
 
-        Several threads may call this at the same time. While 256 KiB or more are copied other
-        threads run; the arrays must not change before the call returns.
+        Several threads may call this method at the same time. During a copy of 256 KiB or more
+        other threads run; the arrays must not change before the call returns.
 
         Examples
         --------
@@ -242,43 +240,42 @@ class Writer:
         [0 1 2 3 4] 1.0 {'env': 'gsm8k'}
         """
     def put_many(self, items: Iterable[dict[str, Any]], *, timeout: float | None = None) -> int:
-        """Put a list of trajectories, committed together where the bus has room for all of them.
+        """Put a list of trajectories, committed together if the bus has room for the whole list.
 
         Parameters
         ----------
         items : iterable of dict
-            Each has the arguments of `put` by name, instance_id and arrays too. A "timeout" among
-            them is checked and otherwise ignored.
+            Dicts of `put`'s arguments by name, including instance_id and arrays. A "timeout" entry
+            is checked and otherwise ignored.
         timeout : float, optional
-            Seconds to wait for space, for all of them together: None waits for ever, 0 does not
-            wait.
+            Seconds to wait for space, for the whole list: None waits for ever, 0 fails at once.
 
         Returns
         -------
         int
-            How many were put: all of them.
+            The number of items put: the length of the list.
 
         Raises
         ------
         TypeError
-            There is no iterable, an item is no dict with str keys, or as for `put`; the message
-            says which item it was.
+            `items` is not iterable, an item is not a dict with str keys, or as for `put`; the
+            message names the item.
         ValueError, RecordTooLargeError
-            As for `put`; the message says which item it was.
+            As for `put`; the message names the item.
         BusFullError
-            There was no space for all within the timeout. Its `accepted` says how many items were
-            committed, from the first on; the others can be put again.
+            No space for the whole list within the timeout. Its `accepted` is the number of items
+            committed, from the first on; the remaining items can be put again.
         BusClosedError, BusRemovedError, StallError
             As for `put`.
 
         Notes
         -----
-        With room for all, no item can be seen before every item is written, and an exception leaves
-        the bus as it was. On a full bus, all items are checked, then what is written is committed,
-        and the others follow as space is freed. Any exception after the items were listed has
-        `accepted`; it is 0 where the bus is as it was.
+        With room for the whole list, no item becomes visible before every item is written, and an
+        exception leaves the bus unchanged. On a full bus, every item is checked, then the written
+        items are committed, and the remaining items follow as space is freed. Every exception after
+        the items were listed carries `accepted`; 0 means an unchanged bus.
 
-        It blocks as `put` does, and several threads may call it at the same time.
+        The call blocks like `put`, and several threads may call it at the same time.
 
         Examples
         --------
@@ -296,38 +293,38 @@ class Writer:
     def cancelled(
         self, instance_id: str | int, *, round: int | None, split: str | None = None
     ) -> bool:
-        """Whether a group has ended without this sample, so that work on it can stop.
+        """Return True if a group ended without this sample, to stop work on the sample.
 
-        That is so once a group has the samples that it needs (``need=`` below group_size), was
-        given up for a failed sample, or has passed its deadline. A read of shared memory, of less
-        than a microsecond: cheap enough to ask after each turn of a rollout.
+        A group ends early once enough samples came (``need=`` below group_size), after giving up on
+        a failed sample, or after its deadline. The call reads shared memory in less than a
+        microsecond: cheap enough to ask after every turn of a rollout.
 
         Parameters
         ----------
         instance_id : str or int
             The prompt's key, as for `put`.
         round : int or None
-            The group's round. A group without one is never cancelled: its key may begin again.
+            The group's round. A group without a round is never cancelled: its key may begin again.
         split : str, optional
-            Who the group is for, as for `put`.
+            The group's split, as for `put`.
 
         Returns
         -------
         bool
-            True for the last 1,024 groups of the bus that ended so.
+            True for the bus's last 1,024 groups ended early.
 
         Raises
         ------
         TypeError, ValueError
             As for `put`.
         BusClosedError
-            The producer is closed, or was made before a fork.
+            The producer was closed, or made before a fork.
         """
     def _put_group(self, items: list[dict[str, Any]], timeout: float | None, /) -> None: ...
     def close(self) -> None:
-        """Abort open reservations and leave the bus; what was committed stays.
+        """Abort open reservations and leave the bus; committed records stay.
 
-        Copies that other threads have under way end first. A second call does nothing.
+        Copies in other threads end first. A second call has no effect.
         """
     def _reserve(
         self,

@@ -1,12 +1,11 @@
 /* Base64 of inference engines' answers, straight into arrays, without the interpreter lock.
  *
- * Invariant: whatever the text is, nothing outside it is read and nothing outside the array is
- * written. */
+ * Invariant: whatever the text, reads stay inside the text and writes inside the array. */
 #include "python/hooks.h"
 
 #include <string.h>
 
-/* What a character is in each of the four places of its quantum, as bits of three bytes. */
+/* Value of a character at every place of its quantum, as bits of three bytes. */
 static uint32_t places[4][256];
 #define NOT_BASE64 UINT32_C(0xFF000000)
 
@@ -18,14 +17,14 @@ __attribute__((constructor)) static void prepare_places(void) {
     }
 }
 
-/* Decodes what follows `skipped` bytes; returns where it ends, or the first wrong quantum. */
+/* Decode from byte `skipped` on; return the end of the input used, or the first wrong quantum. */
 static const char *decode(const char *at, size_t skipped, char *out, size_t bytes) {
     for (at += skipped / 3 * 4, skipped %= 3; bytes > 0; at += 4, skipped = 0) {
         unsigned char c[4];
         memcpy(c, at, sizeof c);
         size_t taken = bytes < 3 - skipped ? bytes : 3 - skipped;
         for (size_t i = 3; i > skipped + taken && c[i] == '='; i--) {
-            c[i] = 'A'; /* padding, of which nothing is asked */
+            c[i] = 'A'; /* padding: its value never reaches the output */
         }
         uint32_t three = places[0][c[0]] | places[1][c[1]] | places[2][c[2]] | places[3][c[3]];
         if (three & NOT_BASE64) {
@@ -33,7 +32,7 @@ static const char *decode(const char *at, size_t skipped, char *out, size_t byte
         }
         three = __builtin_bswap32(three << 8 << 8 * skipped);
         if (bytes > sizeof three) {
-            memcpy(out, &three, sizeof three); /* in one store, over whose end the next one goes */
+            memcpy(out, &three, sizeof three); /* the next store overwrites its end */
         } else {
             memcpy(out, &three, taken);
         }

@@ -1,8 +1,8 @@
-/* The one door to Python and numpy: only the files of this folder come through it.
+/* The only entry to Python and numpy, used only by files of this folder.
  *
- * Invariants: every object that points into a segment holds a reference to its SegmentObject, and
- * the mapping goes away with the last of them, whatever was closed before. Every entry point looks
- * at fork_generation first: a child never uses its parent's slot, lock or cursor. */
+ * Invariants: every object pointing into a segment holds a reference to its SegmentObject, and the
+ * mapping goes away with the last object, whatever was closed before. Every entry point checks
+ * fork_generation first: a child never uses its parent's slot, lock or cursor. */
 #ifndef SHMBUS_PYTHON_BINDING_H
 #define SHMBUS_PYTHON_BINDING_H
 
@@ -23,7 +23,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* A text that Python code looks up again and again, and where it is kept. */
+/* An attribute name to intern, and the variable for the interned string. */
 struct word_note {
     PyObject **at;
     const char *text;
@@ -39,35 +39,35 @@ static inline bool py_intern_words(const struct word_note *words, size_t count) 
 }
 #define INTERN_WORDS(words) py_intern_words(words, sizeof(words) / sizeof *(words))
 
-/* What Python knows of the core's numbers; a table of them ends with a NULL. */
+/* Numbers of the core exported to Python; a NULL ends a table. */
 struct named_value {
     const char *name;
     long value;
 };
 
-/* Adds an object, which it takes; false with an exception, as for none. */
+/* Add an object; steals the reference. False with an exception, also for NULL. */
 static inline bool py_add_object(PyObject *module, const char *name, PyObject *object) {
     bool added = object != NULL && PyModule_AddObjectRef(module, name, object) == 0;
     Py_XDECREF(object);
     return added;
 }
 
-/* A row of a method table; the function is of the kind that the flags say. */
+/* A row of a method table; the function's type must match the flags. */
 #define METHOD(name, function, flags, doc) \
     {name, (PyCFunction)(void (*)(void))(function), flags, doc}
 
-/* What each type of the core says first; `flags` beside the default ones. */
+/* First fields of every type of the core; `flags` extend the default flags. */
 #define TYPE_BASICS(name, object, dealloc, flags)                           \
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core." name,      \
     .tp_basicsize = sizeof(object), .tp_dealloc = (destructor)(dealloc),    \
     .tp_flags = Py_TPFLAGS_DEFAULT | (flags)
 
-/* What Py_BuildValue takes by K. */
+/* For format K of Py_BuildValue. */
 #define U64(value) ((unsigned long long)(value))
-/* A word of the segment for tables and messages, which order nothing by it. */
+/* Read a segment word for tables and messages, without ordering. */
 #define RELAXED(field) atomic_load_explicit(&(field), memory_order_relaxed)
 
-/* PyErr_Format for a function that answers false with an exception. */
+/* PyErr_Format with the result false. */
 static inline bool py_refuse(PyObject *type, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
@@ -76,21 +76,21 @@ static inline bool py_refuse(PyObject *type, const char *format, ...) {
     return false;
 }
 
-/* Puts an item, which it takes, behind those of a list; false with an exception, as for no item. */
+/* Append an item to a list; steals the item. False with an exception, also for NULL. */
 static inline bool py_append(PyObject *list, PyObject *item) {
     bool added = item != NULL && PyList_Append(list, item) == 0;
     Py_XDECREF(item);
     return added;
 }
 
-/* The same, which clears the list after an exception. */
+/* Likewise, and clear the list on error. */
 static inline void py_list_add(PyObject **list, PyObject *item) {
     if (!py_append(*list, item)) {
         Py_CLEAR(*list);
     }
 }
 
-/* Puts an item, which it takes, into a new list or tuple; that is cleared where there is none. */
+/* Store an item in a new list or tuple, stealing the item; a NULL item clears the container. */
 static inline void py_list_set(PyObject **list, Py_ssize_t at, PyObject *item) {
     if (item == NULL) {
         Py_CLEAR(*list);
@@ -106,7 +106,8 @@ static inline void py_tuple_set(PyObject **tuple, Py_ssize_t at, PyObject *item)
     }
 }
 
-/* Puts a key and its value, which it takes, into a dictionary; that is cleared after an exception. */
+/* Put a key and its value into a dictionary, stealing both references; clear the dictionary on
+ * error. */
 static inline void py_dict_put(PyObject **dictionary, PyObject *key, PyObject *value) {
     if (key == NULL || value == NULL || PyDict_SetItem(*dictionary, key, value) < 0) {
         Py_CLEAR(*dictionary);
@@ -115,11 +116,11 @@ static inline void py_dict_put(PyObject **dictionary, PyObject *key, PyObject *v
     Py_XDECREF(value);
 }
 
-/* The words in a fixed field of a row that this process has copied: others may write a shared one. */
+/* Text of a fixed field in a private copy of a row: other processes may write a shared row. */
 #define FIELD_TEXT(field) \
     PyUnicode_DecodeUTF8((field), (Py_ssize_t)strnlen((field), sizeof(field)), "replace")
 
-/* In a setter: false with a TypeError where the attribute was to be deleted. */
+/* In a setter: false with a TypeError for a deletion. */
 static inline bool py_is_given(const PyObject *value, const char *name) {
     if (value == NULL) {
         PyErr_Format(PyExc_TypeError, "%s cannot be deleted", name);

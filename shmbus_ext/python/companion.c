@@ -86,7 +86,7 @@ CompanionObject *py_companion_alloc(PyTypeObject *type, const struct companion_k
 void py_companion_dealloc(PyObject *object) {
     CompanionObject *self = (CompanionObject *)object;
     list_unlink(&self->of_all);
-    shut(self); /* without a word to anybody: they see the locks */
+    shut(self); /* without a message: the peers see the dropped locks */
     Py_XDECREF(self->name);
     Py_TYPE(self)->tp_free(object);
 }
@@ -136,7 +136,7 @@ PyObject *py_companion_wait(CompanionObject *self, struct bell *bell, uint32_t t
                             double timeout_s) {
     timeout_s = timeout_s > 0 ? timeout_s < 3600 ? timeout_s : 3600 : 0;
     enum bell_wait result;
-    py_companion_add_user(self); /* another thread may close the handle meanwhile */
+    py_companion_add_user(self); /* a second thread may close the handle meanwhile */
     Py_BEGIN_ALLOW_THREADS
     result = bell_wait(bell, ticket, (int64_t)(timeout_s * 1e9));
     Py_END_ALLOW_THREADS
@@ -147,7 +147,7 @@ PyObject *py_companion_wait(CompanionObject *self, struct bell *bell, uint32_t t
     return PyBool_FromLong(result == BELL_RUNG);
 }
 
-/* What opening, or asking for a place, has found. */
+/* Results of opening a segment, or of claiming a place. */
 const struct named_value py_companion_constants[] = {
     {"SHARED_NO_SPACE", SHARED_NO_SPACE},         {"SHARED_UNFINISHED", SHARED_UNFINISHED},
     {"SHARED_BAD_MAGIC", SHARED_BAD_MAGIC},       {"SHARED_BAD_VERSION", SHARED_BAD_VERSION},

@@ -1,8 +1,8 @@
-/* What a handle of a segment beside a bus is, whichever it is: a pool or a channel.
+/* Base of handles for segments beside a bus: pools and channels.
  *
- * Invariant: what runs without the interpreter lock, and what lies in the segment and outlives the
- * handle, is a user; the last of them ends a handle that was closed meanwhile. A forked child has no
- * mapping and no lock: a copy of a description keeps its locks, the parent's proof of life. */
+ * Invariant: a call without the interpreter lock, and an object in the segment outliving the
+ * handle, counts as a user; the last user ends a handle closed meanwhile. A forked child has no
+ * mapping and no lock: a copied description keeps its locks, the parent's proof of life. */
 #ifndef SHMBUS_PYTHON_COMPANION_H
 #define SHMBUS_PYTHON_COMPANION_H
 
@@ -14,9 +14,9 @@ typedef struct companion CompanionObject;
 
 struct companion_kind {
     const char *noun;
-    size_t file_at; /* of its struct shared_file in the object */
+    size_t file_at; /* offset of its struct shared_file in the object */
     enum shared_status (*open)(CompanionObject *self, int fd, bool read_only);
-    void (*shut)(CompanionObject *self);    /* gives up mapping and locks; the description follows */
+    void (*shut)(CompanionObject *self);    /* drops mapping and locks, before the fd closes */
     void (*isolate)(CompanionObject *self); /* in a forked child */
 };
 
@@ -36,22 +36,22 @@ bool py_companion_init_fork(void);
 CompanionObject *py_companion_alloc(PyTypeObject *type, const struct companion_kind *kind,
                                     PyObject *name);
 void py_companion_dealloc(PyObject *self);
-/* open(fd, name, read_only=False), of a type whose kind is known. */
+/* open(fd, name, read_only=False) for a type of the given kind. */
 PyObject *py_companion_open(PyTypeObject *type, const struct companion_kind *kind, PyObject *args);
-/* The handle, or (status, what was found) where there is none; the descriptor is the caller's then. */
+/* The handle, or on failure (status, found value); the descriptor then belongs to the caller. */
 PyObject *py_companion_result(CompanionObject *self, enum shared_status status);
 PyObject *py_companion_close(CompanionObject *self, PyObject *ignored);
 
-/* False with BusClosedError where the handle is closed or from before a fork. */
+/* False with BusClosedError for a handle closed or made before a fork. */
 bool py_companion_usable(CompanionObject *self);
-/* Whether locks and shared memory are still this process's. */
+/* True if locks and shared memory still belong to this process. */
 bool py_companion_is_own(const CompanionObject *self);
 void py_companion_add_user(CompanionObject *self);
 void py_companion_drop_user(CompanionObject *self);
-/* Whether it was rung within at most an hour. */
+/* Wait for a ring, at most an hour; True if rung. */
 PyObject *py_companion_wait(CompanionObject *self, struct bell *bell, uint32_t ticket,
                             double timeout_s);
-/* OSError of errno, in the handle's name. Returns NULL. */
+/* Raise OSError of errno with the handle's name; return NULL. */
 PyObject *py_companion_system_error(CompanionObject *self);
 
 #endif

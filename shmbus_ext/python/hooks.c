@@ -1,6 +1,6 @@
-/* What Python gives the core once, at import (see hooks.h).
+/* Python objects given to the core once, at import (see hooks.h).
  *
- * Invariant: all hooks are set, by importing `shmbus`, before any other function is called. */
+ * Invariant: importing `shmbus` sets every hook before the first call of another function. */
 #include "python/hooks.h"
 
 #include <errno.h>
@@ -22,7 +22,7 @@ void py_raise_hook(PyObject *hook, PyObject *arguments) {
     }
 }
 
-/* The struct is taken for an array of its members. */
+/* The code treats the struct as an array of its members. */
 _Static_assert(sizeof(struct hooks) == 18 * sizeof(PyObject *), "hooks are pointers alone");
 
 static PyObject *py_install(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
@@ -77,10 +77,10 @@ PyMethodDef py_hooks_functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* ---- What the kernel refused. */
+/* ---- Kernel errors. */
 PyObject *py_raise_system(const char *kind, PyObject *name) {
     int why = errno;
-    /* The file is open already: what is missing is the way to open it a second time. */
+    /* The file is already open: only the way to open the file a second time is missing. */
     if (why == ENOENT && access("/proc/self/fd", F_OK) != 0) {
         return PyErr_Format(PyExc_OSError,
                             "%s '%U': this process needs /proc/self/fd, to map a %s apart from its "
@@ -102,7 +102,7 @@ bool py_watch_call(const struct watch *self, double waited_s, double *next_s) {
         return true;
     }
     *next_s = waited_s + self->period_s;
-    /* It may replace itself. */
+    /* The call may replace itself. */
     PyObject *call = Py_NewRef(self->call);
     PyObject *result = PyObject_CallFunction(call, "d", waited_s);
     Py_DECREF(call);

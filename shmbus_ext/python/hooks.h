@@ -1,4 +1,4 @@
-/* What Python gives the core once, at import: exceptions, codecs, messages. */
+/* Python objects given to the core once, at import: exceptions, codecs, messages. */
 #ifndef SHMBUS_PYTHON_HOOKS_H
 #define SHMBUS_PYTHON_HOOKS_H
 
@@ -19,43 +19,43 @@ struct hooks {
     PyObject *encode_dtype;      /* numpy.dtype -> bytes */
     PyObject *decode_dtype;      /* bytes -> numpy.dtype */
     PyObject *as_array;          /* (name, object, declared) -> numpy.ndarray */
-    PyObject *copy_trajectory;   /* tuple: all of it, meta encoded -> TrajectoryCopy */
+    PyObject *copy_trajectory;   /* tuple: the whole record, meta encoded -> TrajectoryCopy */
     PyObject *unknown_field;     /* (name, declared names) -> exception */
-    PyObject *join_rows;         /* (rows, names of other fields) -> [(name, value)] */
-    PyObject *rows_of;           /* trajectory -> list of its rows */
+    PyObject *join_rows;         /* (rows, names of the remaining fields) -> [(name, value)] */
+    PyObject *rows_of;           /* trajectory -> list of rows */
 };
 extern struct hooks hooks;
-/* Raises what a hook that makes exceptions returns. */
+/* Raise the exception returned by a hook. */
 void py_raise_hook(PyObject *hook, PyObject *arguments);
 
-/* Takes the exception that is set, and sets it again. */
+/* Take the current exception; restore an exception. */
 PyObject *py_set_aside_error(void);
 void py_restore_error(PyObject *error);
 
 extern PyMethodDef py_hooks_functions[];
 extern PyMethodDef py_base64_functions[]; /* text into arrays */
 
-/* ---- What the kernel refused, as an exception; named where all of shmbus needs what is missing. */
-/* Raises OSError of errno for an open "bus", "pool" or "channel". Returns NULL. */
+/* ---- Kernel errors as exceptions; the message names a missing requirement of shmbus. */
+/* Raise OSError of errno for an open "bus", "pool" or "channel"; return NULL. */
 PyObject *py_raise_system(const char *kind, PyObject *name);
 
-/* ---- The watchdog of a wait: called with the seconds waited, at the end of every period of it. */
+/* ---- The watchdog of a wait: called with the seconds waited, at the end of every period. */
 struct watch {
-    PyObject *call;  /* call(waited_s); NULL for none */
+    PyObject *call;  /* call(waited_s); may be NULL */
     double period_s;
 };
 
-/* When it is to be called first, in seconds of the wait; never where there is none. */
+/* Time of the first call, in seconds of the wait; never without a watchdog. */
 double py_watch_first_s(const struct watch *self);
-/* Calls it, and says when next; false with an exception, which ends the wait. */
+/* Call the watchdog and set the time of the next call; false with an exception, ending the wait. */
 bool py_watch_call(const struct watch *self, double waited_s, double *next_s);
 
-/* ---- Python code that no signal's handler can interrupt. */
-/* What callable(*arguments) returns, or raises. In the main thread it runs in another one, so it must
- * not ask for a lock that the caller holds. Steals nothing. */
+/* ---- Python code without interruption by signal handlers. */
+/* Return the result of callable(*arguments), or raise. From the main thread the call runs in a
+ * helper thread and must not take a lock held by the caller. Steals no reference. */
 PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments);
 extern PyMethodDef py_uninterrupted_functions[];
-/* The end of a `with` block calls `close()`, and no signal's handler comes between. */
+/* Base class: the end of a `with` block calls `close()`, before a signal handler can run. */
 extern PyTypeObject ClosedByBlockType;
 bool py_closing_init(void);
 

@@ -1,6 +1,6 @@
-/* An intrusive, doubly linked list: a ring through its head, which is the list itself.
+/* An intrusive, doubly linked list: a ring through its head.
  *
- * Invariant: a link is in at most one list; one that is in none has no neighbours. */
+ * Invariant: a link is in at most one list; an unlisted link has no neighbours. */
 #ifndef SHMBUS_PYTHON_LIST_H
 #define SHMBUS_PYTHON_LIST_H
 
@@ -10,7 +10,7 @@ struct list_link {
     struct list_link *previous, *next;
 };
 
-/* Of a link that is in a list, or of a list's head, which is empty then. */
+/* Initialise a list's head as an empty list. */
 static inline void list_init(struct list_link *head) {
     head->previous = head->next = head;
 }
@@ -26,7 +26,7 @@ static inline void list_insert_before(struct list_link *at, struct list_link *li
     at->previous = link;
 }
 
-/* What is in no list stays so. */
+/* No effect on an unlisted link. */
 static inline void list_unlink(struct list_link *link) {
     if (link->next != NULL) {
         link->previous->next = link->next;
@@ -35,7 +35,7 @@ static inline void list_unlink(struct list_link *link) {
     }
 }
 
-/* What a link is a member of. */
+/* The structure containing a link. */
 #define LIST_ENTRY(link, type, member) ((type *)(void *)((char *)(link) - offsetof(type, member)))
 
 #endif

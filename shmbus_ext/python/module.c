@@ -1,4 +1,4 @@
-/* The extension module: its types, its functions, and the constants that Python shares with C. */
+/* The extension module: types, functions and constants shared by Python and C. */
 #define SHMBUS_IMPORTS_NUMPY
 
 #include "base/checksum.h"
@@ -87,7 +87,7 @@ static const struct named_value constants[] = {
     {"DECLARED_ANY_SHAPE", SHMBUS_DECLARED_ANY_SHAPE},
     {"DIMENSION_FREE", (long)SHMBUS_DIMENSION_FREE},
     {"DIMENSION_NAMED", (long)SHMBUS_DIMENSION_NAMED},
-    {"LABEL_BYTES", SHMBUS_LABEL_BYTES - 1},               /* less the byte that ends it */
+    {"LABEL_BYTES", SHMBUS_LABEL_BYTES - 1},               /* less the terminating byte */
     {"PAUSE_REASON_BYTES", SHMBUS_PAUSE_REASON_BYTES - 1}, /* likewise */
     {"MAX_EXTENTS", SHMBUS_MAX_EXTENTS},
     {"MAX_CLIENTS", SHMBUS_MAX_CLIENTS},
@@ -167,7 +167,7 @@ static bool add_objects(PyObject *module) {
     return true;
 }
 
-/* Types, interned words and the hooks into shmbus's errors exist once in a process. */
+/* Types, interned words and the hooks into shmbus's errors exist once per process. */
 static bool require_main_interpreter(void) {
     if (PyInterpreterState_Get() == PyInterpreterState_Main()) {
         return true;
@@ -180,7 +180,7 @@ static bool require_main_interpreter(void) {
 }
 
 static int execute(PyObject *module) {
-    /* What a process needs once, though this is imported again. */
+    /* Prepare once per process, even after a repeated import. */
     static bool prepared;
     if (!require_main_interpreter()) {
         return -1;
@@ -201,11 +201,11 @@ static int execute(PyObject *module) {
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, execute},
 #if PY_VERSION_HEX >= 0x030C0000
-    /* Said by `execute`, in more words. */
+    /* `execute` refuses subinterpreters, with an explanation. */
     {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
 #endif
 #ifdef Py_GIL_DISABLED
-    /* RecursiveLock, and all that "the interpreter lock serialises", rely on it. */
+    /* RecursiveLock and every structure under "the interpreter lock" depend on the GIL. */
     {Py_mod_gil, Py_MOD_GIL_USED},
 #endif
     {0, NULL},

@@ -1,26 +1,26 @@
-/* Calls Python code that no signal's handler can interrupt.
+/* Calls of Python code without interruption by signal handlers.
  *
- * The interpreter runs the handlers of signals in its main thread, between any two steps of the code
- * there, and a handler may raise: KeyboardInterrupt does. So a change of several steps may stop in
- * the middle. In any other thread it cannot. Here such a change runs in a thread of its own while
- * the main thread waits for it, outside the interpreter and deaf to signals; the handlers run when
- * this returns.
+ * The interpreter runs signal handlers in its main thread, between two steps of the code, and a
+ * handler may raise, for example KeyboardInterrupt. A change of several steps may therefore stop in
+ * the middle, but only in the main thread. Here such a change runs in a helper thread while the
+ * main thread waits outside the interpreter and deaf to signals; the handlers run after the return.
  *
- * Invariant: the main thread waits only for code of ours that neither waits nor calls the user's. */
+ * Invariant: the main thread waits only for code of shmbus, never for a wait or for the user's
+ * code. */
 #include "python/hooks.h"
 
 #include <stdatomic.h>
 
 #define ERRAND "shmbus_ext._core.errand"
 
-/* Owned by a capsule, which the waiter and the thread both have. */
+/* Owned by a capsule, shared by the waiter and the thread. */
 struct errand {
     PyObject *callable;
     PyObject *arguments; /* a tuple */
     PyObject *result;    /* NULL with `error` */
     PyObject *error;
     PyThread_type_lock done;
-    atomic_bool claimed; /* by the thread, which runs it, or by the waiter, which then must not wait */
+    atomic_bool claimed; /* by the thread to run, or by the waiter to give up waiting */
 };
 
 static void free_errand(PyObject *capsule) {
@@ -63,7 +63,7 @@ static PyObject *run_errand(PyObject *capsule, PyObject *Py_UNUSED(ignored)) {
 
 static PyMethodDef run_errand_def = {"run_errand", run_errand, METH_NOARGS, NULL};
 
-/* Starts the errand's thread, with a state of the interpreter's; false with an exception. */
+/* Start the errand's thread with an interpreter state; false with an exception. */
 static bool start_thread(PyObject *capsule) {
     static PyObject *start; /* _thread.start_new_thread */
     if (start == NULL) {
@@ -92,9 +92,9 @@ static bool is_finalizing(void) {
 #endif
 }
 
-/* Whether signals' handlers may run in this thread; -1 with an exception. */
+/* 1 if signal handlers may run in this thread; -1 with an exception. */
 static int is_main_thread(void) {
-    static PyObject *main_thread; /* threading.main_thread, which knows of forks */
+    static PyObject *main_thread; /* threading.main_thread, correct after forks */
     if (main_thread == NULL) {
         PyObject *threading = PyImport_ImportModule("threading");
         main_thread = threading == NULL ? NULL : PyObject_GetAttrString(threading, "main_thread");
@@ -115,7 +115,7 @@ static int is_main_thread(void) {
 }
 
 PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments) {
-    /* Where the interpreter ends, no other thread enters it any more. */
+    /* During finalization no other thread can enter the interpreter. */
     int is_main = is_finalizing() ? 0 : is_main_thread();
     if (is_main <= 0) {
         return is_main < 0 ? NULL : PyObject_Call(callable, arguments, NULL);
@@ -125,13 +125,14 @@ PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments) {
         return NULL;
     }
     struct errand *errand = PyCapsule_GetPointer(capsule, ERRAND);
-    /* Without memory for the thread's number, it has begun and an exception says that it has not. */
+    /* Without memory for the thread's number, start_thread raises although the thread began. */
     if (!start_thread(capsule) && !atomic_exchange(&errand->claimed, true)) {
         Py_DECREF(capsule);
         if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
             return NULL;
         }
-        /* Without a thread the change is made here: it is needed more than an interrupt is likely. */
+        /* Without a thread run the change here: skipping the change would be worse than a possible
+         * interrupt. */
         PyErr_Clear();
         return PyObject_Call(callable, arguments, NULL);
     }
@@ -148,7 +149,7 @@ PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments) {
     return result;
 }
 
-/* uninterrupted(callable, *arguments): what it returns; no signal's handler runs meanwhile. */
+/* uninterrupted(callable, *arguments): the call's result; no signal handler runs meanwhile. */
 static PyObject *py_uninterrupted(PyObject *Py_UNUSED(module), PyObject *args) {
     if (PyTuple_GET_SIZE(args) == 0) {
         return PyErr_Format(PyExc_TypeError, "uninterrupted: expected a callable");
@@ -165,12 +166,13 @@ PyMethodDef py_uninterrupted_functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* ---- What a `with` block closes, also where a signal's handler raises at its end.
+/* ---- Closing at the end of a `with` block, even if a signal handler raises at its end.
  *
- * A handler may raise as soon as a function of Python begins, so an `__exit__` in Python may end
- * before its first step. This one is none, and where `close()` was cut short it is called again.
+ * A handler may raise as soon as a Python function begins, so an `__exit__` in Python may end
+ * before its first step. This `__exit__` in C avoids the gap, and calls an interrupted `close()`
+ * again.
  *
- * Invariant: the exception that comes out is the first one. */
+ * Invariant: the first exception propagates. */
 static PyObject *close_word;
 
 static PyObject *enter(PyObject *self, PyObject *Py_UNUSED(ignored)) {
@@ -183,7 +185,7 @@ static PyObject *leave(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     if (closed == NULL) {
         PyObject *error = py_set_aside_error();
         Py_XDECREF(PyObject_CallMethodNoArgs(self, close_word));
-        PyErr_Clear(); /* where it fails again, the first says why */
+        PyErr_Clear(); /* if the retry fails, too, the first error tells the reason */
         py_restore_error(error);
         return NULL;
     }

@@ -1,14 +1,14 @@
-/* The loops that copy what a plan says, alone or with helpers. */
+/* The copy loops that execute a plan, alone or with helpers. */
 #include "python/batch/batch.h"
 
 #include <errno.h>
 
 
-/* Tokens of a piece at most: several threads have pieces enough to share. */
+/* Maximum tokens of a piece: small enough to share a batch among several threads. */
 #define PIECE_TOKENS 4096
-/* Tokens of a block of a piece: all that is read and written for it is in the nearest cache, where
- * its logprobs are masked and checked, while what the next one reads is on its way there. The
- * hardware's look-ahead ends with a page, of which a sequence has several a field. */
+/* Tokens per block of a piece. The nearest cache holds a block's reads and writes while its
+ * logprobs are masked and checked and the next block's reads are on their way. The hardware
+ * prefetcher stops at a page boundary, and a sequence spans several pages per field. */
 #define BLOCK_TOKENS 256
 
 static const uint8_t element_bytes[] = {
@@ -22,7 +22,7 @@ static const uint8_t *field_at(const struct source *source, int field, uint64_t 
                : source->data[field] + from * element_bytes[source->kinds[field]];
 }
 
-/* Asks for what a block reads, which is no nearer than the ring's memory. */
+/* Prefetch a block's fields, which are no nearer than the ring's memory. */
 static void look_ahead(const struct source *source, uint64_t from, uint64_t n) {
     for (int f = 0; f < FIELDS; f++) {
         const uint8_t *data = field_at(source, f, from);
@@ -37,7 +37,7 @@ static uint64_t block_of(uint64_t left) {
     return left < BLOCK_TOKENS ? left : BLOCK_TOKENS;
 }
 
-/* Whether all logprobs of the block are finite, and none is positive but for rounding. */
+/* Copy a block's logprobs; true if finite and, up to rounding, not positive. */
 static bool copy_logprobs(const struct copy_job *to, const struct source *source, uint64_t from,
                           uint64_t at, uint64_t n) {
     const uint8_t *logprobs = field_at(source, FIELD_LOGPROBS, from);
@@ -52,7 +52,7 @@ static bool copy_logprobs(const struct copy_job *to, const struct source *source
     return !gather_any_no_logprob(to->logprobs + at, n);
 }
 
-/* Whether all advantages of the block are finite. */
+/* Copy a block's advantages; true if finite. */
 static bool copy_advantages(const struct copy_job *to, uint32_t sequence, uint64_t from,
                             uint64_t at, uint64_t n) {
     const struct source *source = &to->sources[sequence];
@@ -72,7 +72,7 @@ static bool is_plain(const struct source *source) {
            kinds[FIELD_LOGPROBS] == ELEMENT_F32 && source->data[FIELD_ADVANTAGES] == NULL;
 }
 
-/* Whether all logprobs and advantages of the block are finite. */
+/* Copy a whole block; true if its logprobs and advantages pass the same checks. */
 static bool copy_plain_block(const struct copy_job *to, uint32_t sequence, uint64_t from,
                              uint64_t at, uint64_t n) {
     const struct source *source = &to->sources[sequence];
@@ -130,7 +130,7 @@ static void copy_piece(void *job, uint32_t number) {
     py_extras_copy(to->extras, piece->sequence, piece->from, piece->tokens);
 }
 
-/* A sequence without tokens is a piece, since it may have extra fields. */
+/* A sequence without tokens still makes a piece, for its extra fields. */
 bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total) {
     job->pieces = PyMem_Malloc((total / PIECE_TOKENS + (size_t)sequences + 1) *
                                sizeof *job->pieces);
@@ -160,17 +160,17 @@ void py_copy_job_clear(struct copy_job *job) {
     job->pieces = NULL;
 }
 
-/* ---- batch/threads.c for Python: helpers that start when they are first used, and end with their object.
+/* ---- Python binding of batch/threads.c. Helpers start at first use and end with their object.
  *
  * Invariants:
- * - Helpers never call Python, so they need no lock of its.
- * - They end when no call copies by them any more: `users` counts these. */
-/* More would only wait for memory; a count above is a mistake. */
+ * - Helpers never call Python, so they need no interpreter lock.
+ * - They end when the last call copying with them returns: `users` counts these calls. */
+/* More threads would only wait for memory; a larger count is a mistake. */
 #define MOST_THREADS 64
 
 typedef struct {
     PyObject_HEAD
-    struct threads *threads; /* NULL with one thread, before the first use, and once closed */
+    struct threads *threads; /* NULL for one thread, before first use, and after close */
     unsigned int count;
     unsigned int users;
     bool closed;
@@ -241,7 +241,7 @@ static PyObject *py_gather_threads_new(PyTypeObject *type, PyObject *args,
     return (PyObject *)self;
 }
 
-/* close(): ends the threads; whoever packs by them afterwards does so alone. */
+/* close(): end the threads; later packs run on the caller alone. */
 static PyObject *py_gather_threads_close(GatherThreadsObject *self, PyObject *Py_UNUSED(ignored)) {
     self->closed = true;
     end_if_unused(self);

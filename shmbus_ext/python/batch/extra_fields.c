@@ -1,10 +1,10 @@
-/* Further fields of a batch. */
+/* Extra fields of a batch. */
 #include "python/batch/batch.h"
 
 #include <string.h>
 
 
-/* ---- What the caller asks for ---- */
+/* ---- Specs of the caller ---- */
 
 static bool read_sizes(struct extra *extra, PyObject *sizes) {
     extra->ndim = (int)PyTuple_GET_SIZE(sizes);
@@ -22,7 +22,7 @@ static bool read_sizes(struct extra *extra, PyObject *sizes) {
     return true;
 }
 
-/* A row that no memory could have is as large as can be said: no array is large enough for it. */
+/* A row too large for memory saturates at UINT64_MAX: no array is large enough. */
 static void count_row_bytes(struct extra *extra) {
     unsigned long long bytes = U64(PyDataType_ELSIZE(extra->dtype));
     for (int d = 0; d < extra->ndim; d++) {
@@ -107,14 +107,14 @@ bool py_extras_read_destination(struct extras *self, PyObject *specs) {
     return true;
 }
 
-/* ---- What a record has ---- */
+/* ---- Fields of a record ---- */
 
 static bool extra_error(const TrajectoryObject *t, const struct extra *extra, const char *expected,
                         PyObject *got) {
     return py_field_error(t, extra->name, expected, got);
 }
 
-/* The rows' sizes within the record's shape: all but the first, which counts the rows. */
+/* Index of the first row size in the record's shape: 1 skips the row count. */
 static int row_from(const struct extra *extra) {
     return extra->kind == EXTRA_SEQUENCE ? 0 : 1;
 }
@@ -149,7 +149,7 @@ static bool rows_differ(const TrajectoryObject *t, const struct extra *extra, Py
     return false;
 }
 
-/* What holds for all records of a schema; the row's sizes may still differ. */
+/* Cache facts common to every record of a schema; the row sizes may still differ. */
 static bool look_up(struct extras *self, struct extra *extra, const TrajectoryObject *t) {
     SchemaObject *schema = t->schema;
     extra->schema = NULL;
@@ -245,7 +245,7 @@ void py_extras_copy(const struct extras *self, Py_ssize_t i, uint64_t from, uint
 
 /* ---- Functions ---- */
 
-/* Finds all fields of all trajectories, whose tokens the list of lengths counts. */
+/* Find every field of every trajectory; `lengths` lists the tokens per trajectory. */
 static bool find_all(struct extras *self, PyObject *items, PyObject *lengths) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
         PyObject *item = PyList_GET_ITEM(items, i);
@@ -256,7 +256,7 @@ static bool find_all(struct extras *self, PyObject *items, PyObject *lengths) {
         if (PyErr_Occurred() != NULL) {
             return false;
         }
-        /* A dtype that is met for the first time is made by Python code, which may drop anything. */
+        /* Python code makes a dtype at its first use and may drop references. */
         TrajectoryObject *t = (TrajectoryObject *)Py_NewRef(item);
         const bool found = py_trajectory_readable(t) && py_extras_find(self, i, t, tokens) &&
                            py_trajectory_readable(t);
@@ -268,7 +268,7 @@ static bool find_all(struct extras *self, PyObject *items, PyObject *lengths) {
     return true;
 }
 
-/* (dtype or None, row sizes, rows of each trajectory, -1 where it lacks the field). */
+/* (dtype or None, row sizes, rows per trajectory with -1 for a missing field). */
 static PyObject *describe_extra(const struct extras *self, Py_ssize_t e, npy_intp trajectories) {
     const struct extra *extra = &self->fields[e];
     PyObject *rows = PyArray_SimpleNew(1, &trajectories, NPY_INT64);
@@ -307,11 +307,11 @@ static PyObject *py_measure_extras(PyObject *Py_UNUSED(module), PyObject *args) 
     return result;
 }
 
-/* A chunk of a kernel's copy, in words of `width` bytes: address, place, words; and 0. */
+/* A chunk of a kernel's copy, in words of `width` bytes: address, place, number of words, 0. */
 enum { COPY_ADDRESS, COPY_AT, COPY_WORDS_THERE, COPY_RESERVED, COPY_WORDS };
 
 struct copy_plan {
-    int64_t *chunks; /* room for so many; those that find none are counted */
+    int64_t *chunks; /* room for `room` chunks; chunks beyond are counted only */
     uint64_t room, done;
     int64_t shift;
     uint64_t chunk_bytes;
@@ -334,7 +334,7 @@ static void plan_copy(struct copy_plan *plan, const struct extra *extra,
     }
 }
 
-/* The chunks of one field, whose memory begins at `place`. */
+/* Plan the chunks of one field, whose memory begins at `place`. */
 static PyObject *plan_field(struct copy_plan *plan, const struct extras *extras, Py_ssize_t e,
                             Py_ssize_t count, uint64_t place, uint64_t width) {
     const struct extra *extra = &extras->fields[e];
@@ -352,8 +352,8 @@ static PyObject *plan_field(struct copy_plan *plan, const struct extras *extras,
 }
 
 /* plan_extras(trajectories, lengths, specs, places, memory int64 [n], shift, chunk_bytes) ->
- * (chunks, [(first chunk, chunks) of each field]): how a kernel copies each field to its place;
- * places: (byte where it begins, bytes of a word). */
+ * (chunks, [(first chunk, chunks) per field]): a kernel's copy of every field to its place; places:
+ * (first byte, bytes per word). */
 static PyObject *py_plan_extras(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *lengths, *specs, *places, *memory, *launches = NULL;
     long long shift;

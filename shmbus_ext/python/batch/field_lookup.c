@@ -1,4 +1,4 @@
-/* Where the fields of trajectories lie. */
+/* Field addresses of trajectories. */
 #define _GNU_SOURCE /* memmem */
 #include "python/batch/batch.h"
 
@@ -49,7 +49,7 @@ static PyObject *element_at(const void *values, enum element_kind kind, uint64_t
     }
 }
 
-/* Of a mask any other value would count as a token to be trained, a nan too. */
+/* A mask value other than 0 and 1, or a nan, would count as a token to train on. */
 static bool check_mask(const struct source *source, PyObject *name) {
     const void *mask = source->data[FIELD_MASK];
     enum element_kind kind = source->kinds[FIELD_MASK];
@@ -79,7 +79,7 @@ static bool has_row_lengths(const SchemaObject *schema) {
     return false;
 }
 
-/* Where the names stand in a schema, and whether its dtypes can be packed. */
+/* Find the names in a schema and check its dtypes for packing. */
 static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const *names) {
     lookup->schema = NULL;
     lookup->signature = 0;
@@ -142,7 +142,7 @@ bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *name
                          Py_TYPE(item)->tp_name);
     }
     TrajectoryObject *t = (TrajectoryObject *)item;
-    /* A dtype that is met for the first time is made by Python code, which may drop anything. */
+    /* Python code makes a dtype at its first use and may drop references. */
     Py_INCREF(t);
     bool good = py_trajectory_readable(t) &&
                 (lookup->schema == t->schema ||
@@ -155,7 +155,7 @@ bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *name
     return good;
 }
 
-/* Thousands of trajectories are in no near cache, and each is read for a moment only. */
+/* Thousands of trajectories exceed the near caches, and every trajectory is read only briefly. */
 #define AHEAD 6
 
 void py_prefetch_trajectory(const PyObject *item) {
@@ -188,7 +188,7 @@ bool py_batch_fits(uint64_t tokens) {
     return tokens <= INT32_MAX;
 }
 
-/* mapping_of(trajectory) -> (address, bytes, segment that keeps it) of the mapping it lies in. */
+/* mapping_of(trajectory) -> (address, bytes, owning segment) of the trajectory's mapping. */
 static PyObject *py_mapping_of(PyObject *Py_UNUSED(module), PyObject *item) {
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
         return PyErr_Format(PyExc_TypeError, "expected a trajectory, got %.100s",
@@ -199,10 +199,10 @@ static PyObject *py_mapping_of(PyObject *Py_UNUSED(module), PyObject *item) {
                          (PyObject *)segment);
 }
 
-/* ---- Which trajectories mention a word in their encoded meta, without decoding it: apart from the
- * lookup of fields, since it reads bytes that no schema describes.
+/* ---- Search for words in the encoded meta of trajectories, without decoding. Separate from the
+ * field lookup because no schema describes the meta's bytes.
  *
- * Invariant: only trajectories that are readable are looked into; nothing is copied or held. */
+ * Invariant: only readable trajectories are searched; nothing copied or held. */
 
 bool py_meta_mentions(const TrajectoryObject *t, PyObject *words) {
     const uint8_t *meta = NULL;
@@ -244,7 +244,8 @@ static bool append_if_mentioned(PyObject *found, Py_ssize_t position, PyObject *
            py_append_number(found, position);
 }
 
-/* mentioning(trajectories, words) -> positions of those whose encoded meta contains one of them. */
+/* mentioning(trajectories, words) -> positions of the trajectories whose encoded meta contains a
+ * word. */
 static PyObject *py_mentioning(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *words;
     if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &items, &words) || !py_check_words(words)) {
@@ -266,7 +267,7 @@ static PyObject *py_mentioning(PyObject *Py_UNUSED(module), PyObject *args) {
     return found;
 }
 
-/* ---- Arrays of the caller's. */
+/* ---- Arrays of the caller. */
 uint64_t py_array_elements(PyObject *object) {
     return PyArray_Check(object) ? (uint64_t)PyArray_SIZE((PyArrayObject *)object) : 0;
 }

@@ -1,10 +1,10 @@
-/* The table that a kernel gathers a batch by, in one pass over the trajectories of its groups: they
- * lie in no near cache, and the way to them is most of what planning costs.
+/* The gather table of a kernel, built in one pass over the trajectories of a batch's groups. The
+ * trajectories lie outside the near caches, and reaching them dominates the cost of planning.
  *
  * Invariants:
- * - Nothing here copies a payload or holds space: addresses are good for as long as the
- *   trajectories are leased, which the caller sees to.
- * - Nothing is written behind the end of the caller's memory. */
+ * - Planning copies no payload and holds no space: addresses stay valid while the caller keeps the
+ *   trajectories leased.
+ * - No write goes past the end of the caller's memory. */
 #include "python/batch/batch.h"
 
 #include <math.h>
@@ -12,61 +12,61 @@
 
 #include "python/group/group.h"
 
-/* The table, in one block of bytes; each part begins on a cache line:
+/* The table, in one block of bytes; every part begins on a cache line:
  *
- *   found     int32 [2]: what the kernel tells; 0 here
- *   borders   int32 [S + 1]: where each sequence begins in the batch
+ *   found     int32 [2]: written by the kernel; 0 here
+ *   borders   int32 [S + 1]: first token of every sequence in the batch
  *   versions  int64 [S], sizes int64 [G], scores float32 [S]
- *   chunks    int64 [C, CHUNK_WORDS], a line each: chunk_tokens tokens of a sequence, or its rest
+ *   chunks    int64 [C, CHUNK_WORDS], a line per chunk: up to chunk_tokens tokens of a sequence
  *
- * A chunk says all that a kernel needs to move it, since each further read would be another way to
- * the host and back. Chunks of sequences that have the same fields, of the same dtypes, lie behind
- * each other. What lies between `found` and the chunks goes to the batch as it is. */
+ * A chunk tells a kernel everything about its move, since a further read would cost another trip to
+ * the host. Chunks of sequences with the same fields and dtypes are adjacent. The parts between
+ * `found` and the chunks go to the batch unchanged. */
 enum {
-    CHUNK_ADDRESSES = 0,  /* of each field, at the chunk's first token; 0 where there is none */
+    CHUNK_ADDRESSES = 0,  /* per field, at the chunk's first token; 0 if absent */
     CHUNK_START = FIELDS, /* in the batch */
-    CHUNK_SPAN,           /* int32 [2]: first token of the sequence, and how many */
+    CHUNK_SPAN,           /* int32 [2]: first token of the sequence, number of tokens */
     CHUNK_ORDERS,         /* int32 flags, float32 advantage */
-    CHUNK_SIGNATURE,      /* which fields, of which kinds: by which chunks are ordered */
+    CHUNK_SIGNATURE,      /* kinds of the present fields; the sort key of chunks */
     CHUNK_WORDS,
 };
 #define CHUNK_BYTES (CHUNK_WORDS * sizeof(int64_t))
 _Static_assert(CHUNK_BYTES == SHMBUS_RECORD_ALIGN, "a chunk is a cache line");
 
 #define KNOWN_WORDS 4
-/* Of a score: the difference of two such is still finite in float32. */
+/* Limit of a score: the difference of two scores stays finite in float32. */
 #define MAX_SCORE 1e38
 
 struct table {
     uint64_t found_at, borders_at, versions_at, sizes_at, scores_at, chunks_at;
 };
 
-/* What a group has, borrowed from it, and how many when it was counted. */
+/* A group's samples, borrowed, and their number when counted. */
 struct members {
     PyObject *samples;
     int64_t size;
 };
 
 struct plan {
-    /* What was asked for. */
+    /* The request. */
     PyObject *names[FIELDS], *words;
     uint8_t *memory;
     uint64_t room, chunk_tokens;
     int64_t shift;
     const float *advantages;
-    const uint8_t *flags; /* NULL where all are 0 */
-    /* Where it stands. */
+    const uint8_t *flags; /* NULL for zeros */
+    /* Progress. */
     struct lookup lookup;
-    uint32_t spans; /* not 0 where a sample is of several policy versions */
+    uint32_t spans; /* nonzero if a sample spans several policy versions */
     const SegmentObject *segment;
     struct table table;
-    struct members *members; /* of each group */
-    uint64_t groups, sequences, done; /* sequences: of all groups; done: those that were met */
+    struct members *members; /* per group */
+    uint64_t groups, sequences, done; /* sequences: over the groups; done: seen so far */
     uint64_t tokens, longest, chunks;
     uint32_t signature; /* of the first trajectory */
     bool mixed;
     PyObject *ids, *mentions, *launches;
-    PyObject *known; /* bytes: what stays known on the host, see write_known */
+    PyObject *known; /* bytes: facts kept on the host, see write_known */
 };
 
 static uint64_t after(uint64_t at, uint64_t count, size_t size) {
@@ -100,8 +100,8 @@ static void write_facts(const struct plan *self, const TrajectoryObject *t) {
     }
 }
 
-/* Of each sample its score, the bits of a double, its policy version, the newest one, and its
- * tokens: int64 [4, S]; and then how many each group has: int64 [G]. */
+/* Facts per sample: int64 [4, S] of score (the bits of a double), policy version, newest version,
+ * tokens; then the group sizes: int64 [G]. */
 static void write_known(const struct plan *self, const TrajectoryObject *t, uint64_t length) {
     int64_t words[KNOWN_WORDS] = {0, t->policy_version,
                                   t->policy_version + (int64_t)t->version_span, (int64_t)length};
@@ -122,13 +122,13 @@ static int64_t *chunks_of(const struct plan *self) {
     return (int64_t *)(self->memory + self->table.chunks_at);
 }
 
-/* One by one: as a whole, two halves that were just written would have to be waited for. */
+/* Two separate stores: a full-word load would stall on two halves just written. */
 static void put_halves(int64_t *word, const void *first, const void *second) {
     memcpy(word, first, sizeof(int32_t));
     memcpy((uint8_t *)word + sizeof(int32_t), second, sizeof(int32_t));
 }
 
-/* Cut one sequence into chunks; those that find no room are counted. */
+/* Cut one sequence into chunks; chunks without room are only counted. */
 static void cut(struct plan *self, const struct source *source, float advantage) {
     int64_t address[FIELDS], step[FIELDS];
     for (int f = 0; f < FIELDS; f++) {
@@ -159,7 +159,7 @@ static void cut(struct plan *self, const struct source *source, float advantage)
     self->mixed |= self->lookup.signature != self->signature;
 }
 
-/* Whether all lie in one mapping; the device reads no other. */
+/* The device reads one mapping only. */
 static bool in_one_mapping(struct plan *self, const TrajectoryObject *t) {
     const SegmentObject *segment = t->holder->segment;
     self->segment = self->segment == NULL ? segment : self->segment;
@@ -193,7 +193,7 @@ static bool plan_sample(struct plan *self, PyObject *item) {
     return true;
 }
 
-/* Only Python code that finding a field runs could have done that. */
+/* Only Python code run by the field lookup could have changed the groups. */
 static bool still(bool unchanged) {
     if (!unchanged) {
         PyErr_SetString(PyExc_RuntimeError, "plan_gather: groups changed while they were read");
@@ -201,7 +201,7 @@ static bool still(bool unchanged) {
     return unchanged;
 }
 
-/* What the group after the next is made of, and the trajectories of the next. */
+/* Prefetch the sample list of the group after next, and the trajectories of the next. */
 static void look_ahead(const struct plan *self, uint64_t from) {
     if (from + 2 < self->groups) {
         __builtin_prefetch(((PyListObject *)self->members[from + 2].samples)->ob_item);
@@ -248,7 +248,7 @@ static bool plan_groups(struct plan *self) {
     return true;
 }
 
-/* (first chunk, chunks, (kind of each field, -1 where there is none)), one for each signature. */
+/* Append one launch per signature: (first chunk, chunks, (kind per field, -1 if absent)). */
 static bool add_launch(PyObject *launches, uint64_t first, uint64_t chunks, uint64_t word) {
     int kinds[FIELDS];
     for (int f = FIELDS - 1; f >= 0; f--, word >>= 8) {
@@ -261,7 +261,7 @@ static bool add_launch(PyObject *launches, uint64_t first, uint64_t chunks, uint
     return added;
 }
 
-/* Chunks of the first signature, then of the next one that was met, ...; each in its order. */
+/* Stable sort of chunks by signature, in order of first appearance. */
 static bool put_in_order(struct plan *self) {
     int64_t *chunks = chunks_of(self), *rest = PyMem_Malloc(self->chunks * CHUNK_BYTES);
     if (rest == NULL) {
@@ -298,7 +298,7 @@ static bool make_launches(struct plan *self) {
                                     (uint64_t)chunks_of(self)[CHUNK_SIGNATURE]);
 }
 
-/* What the groups have; false with an exception. */
+/* Count the samples per group; false with an exception. */
 static bool count_sequences(struct plan *self, PyObject *groups) {
     self->members = PyMem_Malloc((self->groups + 1) * sizeof *self->members);
     for (uint64_t i = 0; self->members != NULL && i < self->groups; i++) {
@@ -331,7 +331,7 @@ static PyObject *make_result(const struct plan *self) {
                          self->spans ? Py_True : Py_False, self->lookup.has, self->lookup.lacks);
 }
 
-/* All that was asked for is in self, but for what goes by sequence. */
+/* `self` already holds the request except the arguments per sequence. */
 static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advantages,
                           PyObject *flags) {
     PyObject *result = NULL;
@@ -360,10 +360,10 @@ static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advanta
 }
 
 /* plan_gather(groups, names, memory uint8 [n], shift, chunk_tokens, advantages float32 [S], flags
- * uint8 [S] or None, words) -> (bytes, tokens, longest, found_at, borders_at, versions_at, sizes_at,
- * scores_at, chunks_at, launches, instance_ids, known, mentions, has_rows, has_spans, fields that a
- * trajectory has, fields that one lacks): the table, with all addresses shifted; memory of less than
- * bytes gets no launches, and anything in it. */
+ * uint8 [S] or None, words) -> (bytes, tokens, longest, found_at, borders_at, versions_at,
+ * sizes_at, scores_at, chunks_at, launches, instance_ids, known, mentions, has_rows, has_spans,
+ * fields present in a trajectory, fields missing from a trajectory): the table, with shifted
+ * addresses. Memory smaller than `bytes` yields no launches and undefined contents. */
 static PyObject *py_plan_gather(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *groups, *memory, *advantages, *flags;
     long long shift;
@@ -390,7 +390,7 @@ static PyObject *py_plan_gather(PyObject *Py_UNUSED(module), PyObject *args) {
     return plan_all(&self, groups, advantages, flags);
 }
 
-/* What a kind in the table is to numpy, by its number. */
+/* Map every kind number of the table to its numpy name. */
 static PyObject *kind_names(void) {
     return Py_BuildValue("(sssssssssss)", "?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4",
                          "f8");
@@ -404,11 +404,12 @@ bool py_gather_plan_add_objects(PyObject *module) {
            py_add_object(module, "MAX_LOGPROB", PyFloat_FromDouble((double)MAX_LOGPROB));
 }
 
-/* ---- What trajectories have, before a batch is made of them: checked, counted, described.
+/* ---- Facts of trajectories before a batch is made: checked, counted, described.
  *
- * Invariant: nothing here copies payload, nor holds it. */
-/* measure(trajectories, names) -> (tokens of each, fields that one has, that one lacks, all names
- * of each schema, whether all scores can be compared), after the checks that pack makes. */
+ * Invariant: no payload is copied or held. */
+/* measure(trajectories, names) -> (tokens per trajectory, fields present in a trajectory, fields
+ * missing from a trajectory, names of every schema, True if the scores are comparable), after the
+ * checks of pack. */
 static PyObject *py_measure(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *names[FIELDS];
     if (!PyArg_ParseTuple(args, "O!(OOOO)", &PyList_Type, &items, &names[0], &names[1], &names[2],
@@ -427,7 +428,7 @@ static PyObject *py_measure(PyObject *Py_UNUSED(module), PyObject *args) {
                             : NULL;
     bool scores_fit = true;
     for (Py_ssize_t i = 0; lengths != NULL && i < count; i++) {
-        scores_fit &= fabs(sources[i].trajectory->score) <= MAX_SCORE; /* a nan is not */
+        scores_fit &= fabs(sources[i].trajectory->score) <= MAX_SCORE; /* false for a nan */
         py_list_set(&lengths, i, PyLong_FromUnsignedLongLong(sources[i].length));
     }
     PyMem_Free(sources);
@@ -440,7 +441,7 @@ static PyObject *py_measure(PyObject *Py_UNUSED(module), PyObject *args) {
     return result;
 }
 
-/* scores(trajectories) -> float64 [S]: of each its score, which it has to have. */
+/* scores(trajectories) -> float64 [S]; every trajectory must have a score. */
 static PyObject *py_scores(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
         return PyErr_Format(PyExc_TypeError, "scores: expected a list of trajectories");

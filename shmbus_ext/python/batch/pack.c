@@ -1,14 +1,14 @@
 /* Batches: the trajectories of many groups gathered into one block of memory.
  *
- * Invariant: every length, dtype and bound is checked before the first byte is copied; while bytes
- * are copied the trajectories' space is held, whatever another thread acknowledges. */
+ * Invariant: every length, dtype and bound is checked before the first byte is copied. The copy
+ * holds the trajectories' space, whatever another thread acknowledges. */
 #include "python/batch/batch.h"
 
 #include "python/group/group.h"
 
-/* ---- Where a batch goes ---- */
+/* ---- Destination of a batch ---- */
 
-/* The arrays of a packed batch within one block, each on a cache line; both ends of a column. */
+/* The arrays of a packed batch within one block; both ends of a column lie on a cache line. */
 enum { TOKENS, POSITIONS, MASK, LOGPROBS, ADVANTAGES, BORDERS, COLUMNS };
 struct column {
     int type;
@@ -29,7 +29,7 @@ static uint64_t plan_columns(struct column *columns, uint64_t total, uint64_t se
     return at;
 }
 
-/* packed_bytes(total, sequences) -> int: what pack needs for so many tokens. */
+/* packed_bytes(total, sequences) -> int: bytes that pack needs for `total` tokens. */
 static PyObject *py_packed_bytes(PyObject *Py_UNUSED(module), PyObject *args) {
     struct column columns[COLUMNS];
     unsigned int total, sequences;
@@ -39,8 +39,8 @@ static PyObject *py_packed_bytes(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyLong_FromUnsignedLongLong(plan_columns(columns, total, sequences));
 }
 
-/* The memory itself, or of a list of blocks one that is large enough and has no other reference:
- * borrowed. NULL without an exception where the list has none. */
+/* The memory, or the first block of a list with enough room and no other reference: borrowed. NULL
+ * without an exception if the list lacks such a block. */
 static PyObject *choose_memory(PyObject *memory, uint64_t bytes) {
     if (!PyList_Check(memory)) {
         uint8_t *data;
@@ -62,7 +62,7 @@ static PyObject *choose_memory(PyObject *memory, uint64_t bytes) {
     return NULL;
 }
 
-/* Puts an array for each column into the first places of the tuple; they hold the memory. */
+/* Put an array per column into the first places of the tuple; the arrays keep the memory alive. */
 static bool lay_out(PyObject *arrays, PyObject *memory, const struct column *columns) {
     uint8_t *data = PyArray_DATA((PyArrayObject *)memory);
     for (int i = 0; i < COLUMNS; i++) {
@@ -80,10 +80,10 @@ static bool lay_out(PyObject *arrays, PyObject *memory, const struct column *col
     return true;
 }
 
-/* ---- What a batch is made of ---- */
+/* ---- Contents of a batch ---- */
 
 struct batch {
-    PyObject *items, *sizes; /* the trajectories of all groups, and how many are of each */
+    PyObject *items, *sizes; /* trajectories of every group, and their number per group */
     PyObject *samples, *ids;
     struct source *sources;
     struct record_ref *refs;
@@ -91,13 +91,13 @@ struct batch {
     struct extras extras;
     Py_ssize_t count;
     uint64_t total, longest;
-    uint8_t has;  /* a bit for each field that one has */
-    bool mixed;   /* a group or the batch has a field in a part only, in which it must not */
+    uint8_t has;  /* a bit per field present in a sample */
+    bool mixed;   /* only a part of a group or of the batch has a field required of every sample */
     bool rows, metas;
     struct column columns[COLUMNS];
 };
 
-/* Rows of the samples' table. */
+/* Rows of the sample table. */
 enum { SAMPLE_SCORE, SAMPLE_VERSION, SAMPLE_NEWEST, SAMPLE_TOKENS, SAMPLE_FACTS };
 
 static bool begin_batch(struct batch *self, PyObject *groups, PyObject *specs) {
@@ -155,7 +155,7 @@ static void describe(struct batch *self, Py_ssize_t i) {
     PyList_SET_ITEM(self->ids, i, Py_NewRef(t->instance_id));
 }
 
-/* Where all that is packed lies, of trajectories that are good for it, and what they are. */
+/* Find and describe the sources of a batch; refuse trajectories unfit for packing. */
 static bool find_all(struct batch *self, PyObject *const *names) {
     struct lookup lookup = {.schema = NULL};
     if (!py_find_sources(&lookup, self->items, names, self->sources)) {
@@ -190,9 +190,9 @@ static bool find_all(struct batch *self, PyObject *const *names) {
     return py_batch_fits(self->total);
 }
 
-/* ---- Holding the space that is read ---- */
+/* ---- Holding the space during the copy ---- */
 
-/* Where the trajectories of another holder begin: almost always all are of one. */
+/* First trajectory of the next holder: almost always the end, since batches have one holder. */
 static Py_ssize_t end_of_holder(const struct source *sources, Py_ssize_t from, Py_ssize_t count) {
     Py_ssize_t to = from + 1;
     while (to < count && sources[to].trajectory->holder == sources[from].trajectory->holder) {
@@ -225,9 +225,9 @@ static bool hold_all(const struct source *sources, const struct record_ref *refs
     return true;
 }
 
-/* ---- One call ---- */
+/* ---- Packing ---- */
 
-/* Copies everything into the memory; whether all logprobs and advantages are finite, or -1. */
+/* Copy everything into the memory; 1 if logprobs and advantages are finite, else 0; -1 on error. */
 static int copy_all(struct batch *self, PyObject *memory, PyObject *threads) {
     uint8_t *data = PyArray_DATA((PyArrayObject *)memory);
     const struct column *columns = self->columns;
@@ -265,7 +265,7 @@ end:
     return finite;
 }
 
-/* What `shmbus.batch.gather.PackedBatch` has, in its order. */
+/* The parts of `shmbus.batch.gather.PackedBatch`, in its order. */
 static PyObject *make_result(struct batch *self, PyObject *memory, bool finite) {
     enum { SAMPLES = COLUMNS, SIZES, IDS, TRAJECTORIES, TOTAL, LONGEST, HAS_LOGPROBS, HAS_ROWS,
            HAS_METAS, FINITE, PARTS };
@@ -304,7 +304,7 @@ static PyObject *gather(struct batch *self, PyObject *const *names, PyObject *me
     if (block == NULL) {
         return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(bytes);
     }
-    /* The list may lose it to another thread while this one copies. */
+    /* Another thread may take the block out of the list during the copy. */
     Py_INCREF(block);
     int finite = py_extras_read_destination(&self->extras, specs)
                      ? copy_all(self, block, threads)
@@ -314,9 +314,9 @@ static PyObject *gather(struct batch *self, PyObject *const *names, PyObject *me
     return result;
 }
 
-/* pack(groups, names, memory, advantages, extras, threads) -> PackedBatch's parts; or the bytes that are
- * needed, where memory is a list of blocks without one that is free and large enough; or None where
- * samples lack what their siblings have. */
+/* pack(groups, names, memory, advantages, extras, threads) -> PackedBatch's parts; the number of
+ * bytes needed if `memory` is a list without a large enough free block; None if samples lack fields
+ * of their siblings. */
 static PyObject *py_pack(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *groups, *names[FIELDS], *memory, *advantages, *specs, *threads;
     if (!PyArg_ParseTuple(args, "O!(OOOO)OOO!O", &PyList_Type, &groups, &names[0], &names[1],

@@ -11,9 +11,9 @@ typedef struct {
     PyObject_HEAD
     uint8_t *at;       /* NULL for an empty payload */
     size_t bytes;      /* of payload */
-    size_t mapped;     /* bytes of the mapping that begins at `at`, where this object owns one */
+    size_t mapped;     /* bytes of the mapping at `at`, if owned by this object */
     bool read_only;
-    bool ended;        /* its message is no longer this process's: no new view */
+    bool ended;        /* the message left this process: no new view */
     Py_ssize_t exports;
     uint32_t generation;
 } ChannelMemoryObject;
@@ -21,12 +21,14 @@ typedef struct {
 extern PyTypeObject ChannelMemoryType;
 
 ChannelMemoryObject *py_channel_memory_new(uint8_t *at, size_t bytes, bool read_only);
-/* Ends it. Whether views are left: the mapping must then be given to it by py_channel_memory_keep. */
+/* End the memory. True if views are left; the caller then hands over the mapping by
+ * py_channel_memory_keep. */
 bool py_channel_memory_end(ChannelMemoryObject *self);
-/* Replaces the mapping by a private copy for the views' life; false with errno, unchanged. */
+/* Replace the mapping by a private copy for the views' life; on failure unchanged, false with
+ * errno. */
 bool py_channel_memory_keep(ChannelMemoryObject *self, size_t mapped);
 
-/* ---- Channel: one process's handle of a channel, and what happens to it at fork and at close. */
+/* ---- Channel: one process's handle of a channel, and its treatment at fork and at close. */
 typedef struct {
     CompanionObject base;
     struct channel c;
@@ -34,16 +36,16 @@ typedef struct {
         uint8_t *at;
         size_t mapped;
     } slots[CHANNEL_MAX_SLOTS];
-    ChannelMemoryObject *memory; /* of the message that is being written or read, or NULL */
+    ChannelMemoryObject *memory; /* of the message being written or read, or NULL */
     uint32_t memory_slot;
 } ChannelObject;
 
 extern PyTypeObject ChannelType;
 
-/* False with an exception where this handle is not that side. */
+/* True if this handle is the given side; otherwise false with an exception. */
 bool py_channel_has_side(ChannelObject *self, enum channel_side_name side);
 
-/* What module.c adds. */
+/* Registered by module.c. */
 extern const struct named_value py_channel_constants[];
 extern PyMethodDef py_channel_messages_functions[];
 

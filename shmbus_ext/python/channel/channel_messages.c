@@ -1,6 +1,7 @@
-/* Sending, receiving and acknowledging for Python: where slots are mapped, and when views end.
+/* Sending, receiving and acknowledging for Python: mapping of slots, lifetime of views.
  *
- * Invariant: a handle has at most one current ChannelMemory; it ends before its slot changes hands. */
+ * Invariant: a handle has at most one current ChannelMemory; its memory ends before its slot
+ * changes hands. */
 #define _GNU_SOURCE
 #include "python/channel/channel.h"
 
@@ -10,7 +11,7 @@
 #include "python/hooks.h"
 #include "python/segment/segment.h"
 
-/* NULL where no byte of the slot is needed; -1 with an exception. */
+/* Map a slot; NULL in *at for an empty range. -1 with an exception. */
 static int map_slot(ChannelObject *self, uint32_t slot, uint64_t bytes, uint8_t **at) {
     uint64_t needed = channel_align_up(bytes, CHANNEL_PAGE);
     *at = NULL;
@@ -36,7 +37,7 @@ static int map_slot(ChannelObject *self, uint32_t slot, uint64_t bytes, uint8_t 
     return 0;
 }
 
-/* Ends the message's memory; views that are left keep a copy. False with an exception. */
+/* End the message's memory; remaining views keep a copy. False with an exception. */
 static bool py_channel_end_memory(ChannelObject *self) {
     ChannelMemoryObject *memory = self->memory;
     if (memory == NULL) {
@@ -56,8 +57,8 @@ static bool py_channel_end_memory(ChannelObject *self) {
     return true;
 }
 
-/* channel_begin(channel, bytes, meta_bytes): memory for the next message's payload; None while no
- * slot is free; a status where there is no memory, or the segment is damaged. */
+/* channel_begin(channel, bytes, meta_bytes): memory for the next message's payload; None while
+ * every slot is taken; a status if memory ran out or the segment is damaged. */
 static PyObject *py_channel_begin(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     unsigned long long bytes, meta_bytes;
@@ -102,7 +103,7 @@ static PyObject *py_channel_begin(PyObject *Py_UNUSED(module), PyObject *args) {
     return Py_XNewRef((PyObject *)self->memory);
 }
 
-/* channel_send(channel, kind, meta, reason): publishes what channel_begin gave memory for. */
+/* channel_send(channel, kind, meta, reason): publish the message begun by channel_begin. */
 static PyObject *py_channel_send(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     int kind;
@@ -136,8 +137,8 @@ done:
     return result;
 }
 
-/* channel_receive(channel): (kind, step, memory, meta, reason) of the oldest message; None where
- * there is none; a status where what is there is damaged. */
+/* channel_receive(channel): (kind, step, memory, meta, reason) of the oldest message; None if the
+ * channel is empty; a status if the message is damaged. */
 static PyObject *py_channel_receive(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     struct channel_row row;
@@ -182,7 +183,7 @@ static PyObject *py_channel_receive(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_BuildValue("(iLONN)", (int)row.kind, (long long)row.step, self->memory, meta, reason);
 }
 
-/* channel_ack(channel): the message that channel_receive gave; its views keep a copy. */
+/* channel_ack(channel): acknowledge the message from channel_receive; its views keep a copy. */
 static PyObject *py_channel_ack(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_companion_usable(&self->base) ||
@@ -199,7 +200,7 @@ static PyObject *py_channel_ack(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* channel_drop(channel): ends the current memory; a message that was received stays the oldest. */
+/* channel_drop(channel): end the current memory; a received message stays the oldest. */
 static PyObject *py_channel_drop(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self)) {
@@ -227,7 +228,8 @@ static PyObject *py_channel_counts(PyObject *Py_UNUSED(module), PyObject *args) 
                          U64(growths));
 }
 
-/* channel_begin_at(channel, step): a status. */
+/* channel_begin_at(channel, step): number the next message `step`, withdrawing unacknowledged
+ * messages; a status. */
 static PyObject *py_channel_begin_at(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     long long step;

@@ -1,7 +1,7 @@
 /* Channel: mapping, sides, statements and bells.
  *
- * Invariants: a handle is one side for as long as it lives. What runs without the interpreter lock
- * keeps the mapping, whoever closes the handle meanwhile. A forked child has no mapping and no lock. */
+ * Invariants: a handle keeps one side for life. Calls without the interpreter lock hold the
+ * mapping, even if another thread closes the handle. A forked child has no mapping and no lock. */
 #define _GNU_SOURCE
 #include "python/channel/channel.h"
 
@@ -13,7 +13,7 @@
 
 bool py_channel_has_side(ChannelObject *self, enum channel_side_name side) {
     if (self->c.side < 0) {
-        /* By a close() that was interrupted, as a rule. */
+        /* Usually by an interrupted close(). */
         return py_refuse(
             hooks.closed_error,
             "channel '%U': this handle is no side, or has left; open the channel again",
@@ -52,7 +52,7 @@ static void shut(CompanionObject *base) {
 
 static void isolate(CompanionObject *base) {
     ChannelObject *self = (ChannelObject *)base;
-    self->c.file.control = NULL; /* nothing that was mapped was inherited */
+    self->c.file.control = NULL; /* a child inherits no mapping */
     for (size_t i = 0; i < CHANNEL_MAX_SLOTS; i++) {
         self->slots[i].at = NULL;
         self->slots[i].mapped = 0;
@@ -101,7 +101,7 @@ static bool is_side(unsigned int side) {
     return true;
 }
 
-/* claim(side, label): False where another process is that side. */
+/* claim(side, label): False if another process holds the side. */
 static PyObject *py_channel_claim(ChannelObject *self, PyObject *args) {
     unsigned int side;
     const char *label;
@@ -119,7 +119,7 @@ static PyObject *py_channel_claim(ChannelObject *self, PyObject *args) {
                : PyBool_FromLong(status == SHARED_OK);
 }
 
-/* leave(reason): tells the other side that this one ends by its own will. */
+/* leave(reason): tell the peer about a voluntary end. */
 static PyObject *py_channel_leave(ChannelObject *self, PyObject *args) {
     const char *reason;
     if (!PyArg_ParseTuple(args, "s", &reason) || !py_companion_usable(&self->base)) {
@@ -147,7 +147,7 @@ static PyObject *py_channel_state(ChannelObject *self, PyObject *args) {
     return may ? Py_NewRef(Py_None) : NULL;
 }
 
-/* stated(side): the version of its statement, 0 for none; cheap. */
+/* stated(side): the version of its statement, 0 before the first; cheap. */
 static PyObject *py_channel_stated(ChannelObject *self, PyObject *args) {
     unsigned int side;
     if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_companion_usable(&self->base)) {
@@ -177,7 +177,7 @@ static PyObject *py_channel_statement(ChannelObject *self, PyObject *args) {
     return result;
 }
 
-/* look(side): (life, pid, claims, label, reason) of a side. */
+/* look(side): (life, pid, claims, label, reason) of the side. */
 static PyObject *py_channel_look(ChannelObject *self, PyObject *args) {
     unsigned int side;
     if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_companion_usable(&self->base)) {
@@ -190,7 +190,7 @@ static PyObject *py_channel_look(ChannelObject *self, PyObject *args) {
                          FIELD_TEXT(row.label), FIELD_TEXT(row.reason));
 }
 
-/* announce(side): a ticket for waiting until that side does something. */
+/* announce(side): a ticket to wait for the side's next action. */
 static PyObject *py_channel_announce(ChannelObject *self, PyObject *args) {
     unsigned int side;
     if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_companion_usable(&self->base)) {
@@ -200,7 +200,7 @@ static PyObject *py_channel_announce(ChannelObject *self, PyObject *args) {
         bell_announce(channel_bell(self->c.header, (enum channel_side_name)side)));
 }
 
-/* wait(side, ticket, timeout_s): whether it was rung. */
+/* wait(side, ticket, timeout_s): True if the bell rang. */
 static PyObject *py_channel_wait(ChannelObject *self, PyObject *args) {
     unsigned int side, ticket;
     double timeout_s;
@@ -246,7 +246,7 @@ PyTypeObject ChannelType = {
 const struct named_value py_channel_constants[] = {
     {"CHANNEL_LAYOUT_VERSION", CHANNEL_LAYOUT_VERSION},
     {"CHANNEL_META_ALIGN", CHANNEL_META_ALIGN},
-    {"CHANNEL_REASON_BYTES", CHANNEL_REASON_BYTES - 1}, /* less the byte that ends it */
+    {"CHANNEL_REASON_BYTES", CHANNEL_REASON_BYTES - 1}, /* less the terminating byte */
     {"CHANNEL_LABEL_BYTES", CHANNEL_LABEL_BYTES - 1},   /* likewise */
     {"CHANNEL_SENDER", CHANNEL_SENDER},
     {"CHANNEL_RECEIVER", CHANNEL_RECEIVER},
@@ -262,9 +262,9 @@ const struct named_value py_channel_constants[] = {
 
 /* ---- ChannelMemory: a message's payload as a buffer, in place.
  *
- * Invariants: a view that was made of a receiver's memory never changes: where views outlive the
- * acknowledgement, their pages are replaced by a copy at the same address before the sender may
- * write. Without such views no byte is copied. */
+ * Invariants: a view of a receiver's memory never changes. If views outlive the acknowledgement, a
+ * copy at the same address replaces their pages before the sender may write. Without such views no
+ * byte is copied. */
 ChannelMemoryObject *py_channel_memory_new(uint8_t *at, size_t bytes, bool read_only) {
     ChannelMemoryObject *self = PyObject_New(ChannelMemoryObject, &ChannelMemoryType);
     if (self != NULL) {

@@ -1,14 +1,15 @@
-/* ClientLease: one group that a daemon leased to this process. Places and identities: how
- * trajectories are named between the two, without Python work for each.
+/* ClientLease: one group leased by a daemon to this process. Places and identities name
+ * trajectories between the two processes without Python work per trajectory.
  *
- * Invariant: the refs of a lease lie in its borrower's segment; what is there is another matter. */
+ * Invariant: a lease's refs lie within its borrower's segment; their contents remain unchecked
+ * here. */
 #include "python/group/group.h"
 
 static struct {
     PyObject *number, *size, *places;
 } word;
 
-/* False for what does not lie in the segment. */
+/* Parse one place; false if it lies outside the segment. */
 static bool parse_place(const struct segment *segment, const char *bytes, struct record_ref *ref) {
     struct wire_place place;
     memcpy(&place, bytes, sizeof place);
@@ -125,12 +126,12 @@ static void pack_identity(const TrajectoryObject *t, char *to) {
     memcpy(to, identity, sizeof identity);
 }
 
-/* places(trajectories) -> bytes, PLACE_BYTES each. */
+/* places(trajectories) -> bytes, PLACE_BYTES per trajectory. */
 static PyObject *py_places(PyObject *Py_UNUSED(module), PyObject *items) {
     return pack_each(items, sizeof(struct wire_place), pack_place);
 }
 
-/* identities(trajectories) -> bytes: producer_id and sequence, two native u64 each. */
+/* identities(trajectories) -> bytes: producer_id and sequence, two native u64 per trajectory. */
 static PyObject *py_identities(PyObject *Py_UNUSED(module), PyObject *items) {
     return pack_each(items, 2 * sizeof(uint64_t), pack_identity);
 }

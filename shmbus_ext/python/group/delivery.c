@@ -1,16 +1,18 @@
-/* What the segment says of deliveries.
+/* Delivery figures of the segment.
  *
- * Invariant: a group is counted once in the life of its entry, however often it is given back. */
+ * Invariant: a group counts once in the life of its entry, however often a consumer gives it
+ * back. */
 #include "python/group/group.h"
 
 #include "ring/observe.h"
 
-/* Tokens are the rows of this field; of a record without it, the rows of its first. */
+/* Name of the field whose rows count as tokens; without the field, the record's first field with
+ * rows. */
 #define TOKENS_FIELD "tokens"
 
 static PyObject *tokens_field;
 
-/* The word of the shape that counts tokens; -1 where no field has rows. */
+/* Index of the shape word with the token count; -1 if no field has rows. */
 static int length_word(const SchemaObject *schema) {
     int at = py_schema_find(schema, tokens_field);
     for (int i = 0; at < 0 && i < (int)schema->count; i++) {
@@ -38,7 +40,7 @@ static void count_entry(struct delivery_figures *figures, const GroupEntryObject
         figure_count(figures, SHMBUS_FIGURE_LAG,
                      (double)policy_version - (double)t->policy_version);
         figure_count(figures, SHMBUS_FIGURE_SCORE, t->score);
-        samples += isnan(t->score) ? 0 : 1; /* what has no score yet is neither */
+        samples += isnan(t->score) ? 0 : 1; /* unscored: neither solved nor unsolved */
         solved += t->score >= SHMBUS_SOLVED_SCORE;
         if (word >= 0) {
             figure_count(figures, SHMBUS_FIGURE_LENGTH, (double)t->shape[word]);
@@ -59,7 +61,7 @@ void py_delivery_count(SegmentObject *segment, PyObject *entries) {
     }
 }
 
-/* count_delivered(segment, entries): for the collector; each entry is under lease. */
+/* count_delivered(segment, entries): for the collector; every entry must be under lease. */
 static PyObject *py_count_delivered(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *entries;
     SegmentObject *segment;
@@ -70,7 +72,7 @@ static PyObject *py_count_delivered(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* note_useless(segment, groups): so many more, for the collector. */
+/* note_useless(segment, groups): add `groups` to the dropped groups, for the collector. */
 static PyObject *py_note_useless(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned long long groups;
@@ -81,7 +83,7 @@ static PyObject *py_note_useless(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* groups_dropped(segment) -> int: since the bus was created. */
+/* groups_dropped(segment) -> int: since the bus's creation. */
 static PyObject *py_groups_dropped(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     return !py_take_segment(object, &segment)
@@ -96,7 +98,7 @@ PyMethodDef py_delivery_functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* FIGURE_BOUNDS: of each figure, the upper bounds of its buckets. */
+/* FIGURE_BOUNDS: upper bounds of the buckets, per figure. */
 static PyObject *bounds_tuple(void) {
     PyObject *all = PyTuple_New(SHMBUS_FIGURES);
     for (int f = 0; all != NULL && f < SHMBUS_FIGURES; f++) {

@@ -1,9 +1,9 @@
-/* GroupBase: what shmbus.Group is made of: the samples of one lease, for reading.
+/* GroupBase: the base of shmbus.Group: read access to the samples of one lease.
  *
- * It is in C since a trainer makes one a group and reads it a sample at a time.
+ * Written in C because a trainer makes one object per group and reads it sample by sample.
  *
- * Invariant: `samples` is the lease's own list, which is never changed: what the caller does to
- * `trajectories`, a copy made when it is first asked for, never changes what is acknowledged. */
+ * Invariant: `samples` is the lease's own list and never changes. `trajectories` is a copy made at
+ * first access, so the caller's changes never affect the acknowledged samples. */
 #include "python/group/group.h"
 #include "public_docs.h"
 
@@ -14,17 +14,18 @@ typedef struct {
     PyObject *lease;
     PyObject *key;
     PyObject *samples;
-    PyObject *trajectories; /* NULL until it is asked for */
+    PyObject *trajectories; /* NULL until first access */
     PyObject *state;
     unsigned int size;
-    bool seen; /* the caller has looked at it */
+    bool seen; /* set by the caller's first access */
 } GroupObject;
 
 static struct {
     PyObject *key, *samples, *size, *leased;
 } word;
 
-/* What the group says of its lease: a GroupEntry, or any object with the same attributes. */
+/* Read key, samples and size from the lease: a GroupEntry, or an object with the same
+ * attributes. */
 static bool read_lease(GroupObject *self, PyObject *lease) {
     if (Py_IS_TYPE(lease, &GroupEntryType)) {
         const GroupEntryObject *entry = (const GroupEntryObject *)lease;
@@ -70,7 +71,7 @@ PyObject *py_group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease) 
     return (PyObject *)self;
 }
 
-/* make(consumer, leases) -> list: a group of this type for each lease. */
+/* make(consumer, leases) -> list: a group of this type per lease. */
 static PyObject *py_group_make(PyObject *type, PyObject *args) {
     PyObject *consumer, *leases;
     if (!PyArg_ParseTuple(args, "OO!", &consumer, &PyList_Type, &leases)) {
@@ -96,9 +97,9 @@ void py_group_set_state(PyObject *group, PyObject *state) {
     Py_XSETREF(((GroupObject *)group)->state, Py_NewRef(state));
 }
 
-/* A group that dies while an exception passes, and that nobody has looked at, never reached who took
- * it: a signal's handler raised on the way. Its lease goes back, as if it had not been taken. In any
- * other case a lease outlives its group, until it is ended. */
+/* A group destroyed unseen during an exception never reached its taker: a signal handler raised on
+ * the way. Its lease goes back as if never taken. Otherwise a lease outlives its group until ended
+ * explicitly. */
 static void give_back_unseen(GroupObject *self) {
     if (!self->seen && self->state == word.leased && self->lease != NULL && PyErr_Occurred()) {
         GroupEntryObject *entry = (GroupEntryObject *)self->lease;
@@ -220,7 +221,7 @@ PyObject *py_group_samples(PyObject *group) {
     return visible((const GroupObject *)group);
 }
 
-/* How many trajectories groups have in all; -1 with an exception. */
+/* Total trajectories of the groups; -1 with an exception. */
 static Py_ssize_t count_members(PyObject *groups, int64_t *sizes) {
     Py_ssize_t total = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups); i++) {
@@ -249,7 +250,7 @@ PyObject *py_group_members(PyObject *groups, PyObject **sizes) {
     return all;
 }
 
-/* members(groups) -> (trajectories, sizes int64 [G]): those of all groups, one behind the other. */
+/* members(groups) -> (trajectories, sizes int64 [G]): the groups' trajectories in order. */
 static PyObject *py_members(PyObject *Py_UNUSED(module), PyObject *groups) {
     if (!PyList_Check(groups)) {
         return PyErr_Format(PyExc_TypeError, "groups: expected a list, got %.100s",

@@ -1,23 +1,23 @@
 /* GroupTable: samples in cells by key, for shmbus.stash, until their group is complete.
  *
- * It knows a sample by `key`, `group_size`, `need`, `index` and `nbytes` only, and decides nothing: what a
- * taken cell or another width mean is the stash's, and a full entry's fate too where it is
- * `judged`.
+ * The table reads only `key`, `group_size`, `need`, `index` and `nbytes` of a sample and decides
+ * nothing. The stash handles a taken cell, a different group size and, if `judged`, a full entry.
  *
- * Invariant: a cell that is not NULL owns a reference, and is emptied before the pool has it. */
+ * Invariant: a non-NULL cell owns a reference, and the table empties the cell before returning it
+ * to the pool. */
 #include "python/group/group.h"
 
 #include "base/clock.h"
 #include "base/failpoints.h"
 #include "ring/reader.h"
 
-/* ---- Entries of complete groups, and the two lists that they are in.
+/* ---- Entries of complete groups, and their two lists: ready and leased.
  *
  * Invariants:
- * - An entry is in at most one list, which owns a reference to it; so a lease outlives its holder's
- *   object, and a lease that was not ended stays one.
- * - Entries are leased in the order in which they became ready; one given back is the next. */
-/* What one sample says of itself; the strings are borrowed from it. */
+ * - An entry is in at most one list, and the list owns a reference: a lease outlives its holder's
+ *   object until ended.
+ * - Entries are leased in order of completion; an entry given back goes first. */
+/* Facts of one sample; the strings are borrowed from the sample. */
 struct arrival {
     PyObject *sample;
     PyObject *key; /* owned */
@@ -27,10 +27,10 @@ struct arrival {
     uint32_t cell;
     uint64_t nbytes;
     bool failed;
-    bool leased; /* by an earlier collector, in a group without all of its samples */
+    bool leased; /* by an earlier collector, in a group with samples missing */
 };
 
-/* A group of a table as an object, without its samples yet. */
+/* Make an entry object for a group of a table, with room for its samples. */
 static GroupEntryObject *py_group_entry_new(const struct group_entry *entry, PyObject *key) {
     GroupEntryObject *made = PyObject_New(GroupEntryObject, &GroupEntryType);
     if (made == NULL) {
@@ -68,7 +68,7 @@ static struct entry_list *list_of(GroupListsObject *self, enum entry_place place
     return place == ENTRY_READY ? &self->ready[entry->split] : &self->leased;
 }
 
-/* Counts it in its list and its split; with -1, out of them. */
+/* Count the entry into its list and its split; sign -1 counts out. */
 static void count_entry(GroupListsObject *self, const GroupEntryObject *entry, uint64_t sign) {
     const uint64_t samples = sign * samples_of(entry);
     struct entry_list *list = list_of(self, entry->place, entry);
@@ -83,7 +83,8 @@ static void count_entry(GroupListsObject *self, const GroupEntryObject *entry, u
     }
 }
 
-/* Before a neighbour, or as the last. The list's reference is the caller's. */
+/* Insert before a neighbour, or at the end of the list; the caller provides the list's
+ * reference. */
 static void enter(GroupListsObject *self, enum entry_place place, struct list_link *at,
                   GroupEntryObject *entry) {
     list_insert_before(at, &entry->link);
@@ -92,7 +93,7 @@ static void enter(GroupListsObject *self, enum entry_place place, struct list_li
     count_entry(self, entry, 1);
 }
 
-/* Out of its list; the list's reference becomes the caller's. */
+/* Remove the entry from its list; the list's reference becomes the caller's. */
 static void leave(GroupEntryObject *entry) {
     list_unlink(&entry->link);
     count_entry(entry->lists, entry, UINT64_MAX);
@@ -122,13 +123,14 @@ static void py_group_lists_clear(GroupListsObject *self) {
     clear(&self->leased);
 }
 
-/* One that is in no list becomes the last that is ready. */
+/* Append an unlisted entry to the ready list. */
 static void py_group_lists_push_ready(GroupListsObject *self, GroupEntryObject *entry) {
     Py_INCREF(entry);
     enter(self, ENTRY_READY, &self->ready[entry->split].entries, entry);
 }
 
-/* Of a group that lacks samples: its members say so in the ring, for the next collector. */
+/* Mark the members of a group with samples missing as leased in the ring, for the next
+ * collector. */
 static void mark_members(const GroupEntryObject *entry) {
     uint32_t state = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entry->samples); i++) {
@@ -180,7 +182,7 @@ void py_group_entry_end(GroupEntryObject *entry) {
 }
 
 uint64_t py_group_lists_leased_since(const GroupListsObject *self) {
-    /* Leases are in the order in which they were given. */
+    /* The list keeps leases in order of time. */
     struct list_link *first = self->leased.entries.next;
     return first == &self->leased.entries ? 0 : entry_at(first)->leased_ns;
 }
@@ -199,7 +201,7 @@ static GroupEntryObject *require_leased(const GroupListsObject *self, PyObject *
     return (GroupEntryObject *)object;
 }
 
-/* push(entry): one that is in no list becomes the last that is ready. */
+/* push(entry): append an unlisted entry to the ready list. */
 static PyObject *py_group_lists_push(GroupListsObject *self, PyObject *object) {
     if (!Py_IS_TYPE(object, &GroupEntryType) ||
         ((GroupEntryObject *)object)->place != ENTRY_NOWHERE) {
@@ -218,7 +220,7 @@ static bool is_split(unsigned int split) {
     return true;
 }
 
-/* lease(limit, split=0) -> list[GroupEntry]: what has been ready longest. */
+/* lease(limit, split=0) -> list[GroupEntry]: the entries ready longest. */
 static PyObject *py_group_lists_lease(GroupListsObject *self, PyObject *args) {
     Py_ssize_t limit;
     unsigned int split = SHMBUS_SPLIT_TRAIN;
@@ -228,7 +230,7 @@ static PyObject *py_group_lists_lease(GroupListsObject *self, PyObject *args) {
     return py_group_lists_lease_ready(self, split, limit, clock_monotonic_ns());
 }
 
-/* count_ready(split) -> int: groups of that split that are ready. */
+/* count_ready(split) -> int: ready groups of the split. */
 static PyObject *py_group_lists_count_ready(GroupListsObject *self, PyObject *argument) {
     unsigned long split = PyLong_AsUnsignedLong(argument);
     if (PyErr_Occurred() || !is_split(split > UINT_MAX ? UINT_MAX : (unsigned int)split)) {
@@ -237,7 +239,7 @@ static PyObject *py_group_lists_count_ready(GroupListsObject *self, PyObject *ar
     return PyLong_FromUnsignedLongLong(self->ready[split].groups);
 }
 
-/* end_lease(entry): it is in no list any more. */
+/* end_lease(entry): remove a leased entry from its list. */
 static PyObject *py_group_lists_end_lease(GroupListsObject *self, PyObject *object) {
     GroupEntryObject *entry = require_leased(self, object);
     if (entry == NULL) {
@@ -247,7 +249,7 @@ static PyObject *py_group_lists_end_lease(GroupListsObject *self, PyObject *obje
     Py_RETURN_NONE;
 }
 
-/* give_back(entry): a leased one is the next to be leased. */
+/* give_back(entry): return a leased entry to the front of the ready list. */
 static PyObject *py_group_lists_give_back(GroupListsObject *self, PyObject *object) {
     GroupEntryObject *entry = require_leased(self, object);
     if (entry == NULL) {
@@ -257,7 +259,7 @@ static PyObject *py_group_lists_give_back(GroupListsObject *self, PyObject *obje
     Py_RETURN_NONE;
 }
 
-/* withdraw(entry): a ready one is in no list any more. */
+/* withdraw(entry): remove a ready entry from its list. */
 static PyObject *py_group_lists_withdraw(GroupListsObject *self, PyObject *object) {
     GroupEntryObject *entry = (GroupEntryObject *)object;
     if (!Py_IS_TYPE(object, &GroupEntryType) || entry->lists != self ||
@@ -269,12 +271,12 @@ static PyObject *py_group_lists_withdraw(GroupListsObject *self, PyObject *objec
     Py_RETURN_NONE;
 }
 
-/* is_leased(entry) -> bool: whether this leased it, and the lease has not ended. */
+/* is_leased(entry) -> bool: True while the entry is under lease here. */
 static PyObject *py_group_lists_is_leased(GroupListsObject *self, PyObject *object) {
     return PyBool_FromLong(py_group_lists_have_leased(self, object));
 }
 
-/* ready_samples() -> list: those of ready groups, in their order. */
+/* ready_samples() -> list: samples of ready groups, in order. */
 static PyObject *py_group_lists_ready_samples(GroupListsObject *self,
                                               PyObject *Py_UNUSED(ignored)) {
     PyObject *found = PyList_New((Py_ssize_t)self->ready_samples);
@@ -294,7 +296,7 @@ static PyObject *py_group_lists_ready_samples(GroupListsObject *self,
     return found;
 }
 
-/* full(key) -> list[GroupEntry]: those of that key that are ready or leased. */
+/* full(key) -> list[GroupEntry]: ready and leased entries of the key. */
 static PyObject *py_group_lists_full(GroupListsObject *self, PyObject *key) {
     PyObject *found = PyList_New(0);
     for (uint32_t i = 0; i <= SHMBUS_MAX_SPLITS; i++) {
@@ -334,9 +336,9 @@ PyTypeObject GroupEntryType = {
     .tp_members = group_entry_members,
 };
 
-/* ---- A sample's key and place, from a Trajectory, or the attributes of another object.
+/* ---- A sample's key and place, from a Trajectory, or the attributes of a foreign object.
  *
- * Invariant: equal keys have equal hashes, whatever object they were read from. */
+ * Invariant: equal keys have equal hashes, whatever their source object. */
 static struct {
     PyObject *key, *group_size, *need, *index, *nbytes, *failed;
 } attribute;
@@ -352,13 +354,14 @@ static bool hash_key(struct group_key *key, PyObject *id, long long round, uint3
     key->length = (uint16_t)length;
     key->kind = (uint8_t)((uint32_t)PyUnicode_KIND(id) | split << KEY_KIND_BITS);
     key->tag = round;
-    /* An odd multiplier spreads rounds over all bits; the string's hash is keyed and well mixed. */
+    /* An odd multiplier spreads rounds over the 64 bits; the string's hash comes keyed and well
+     * mixed. */
     key->hash = (uint64_t)hash ^ ((uint64_t)round * UINT64_C(0x9E3779B97F4A7C15)) ^
                 ((uint64_t)split * UINT64_C(0xD1B54A32D192ED03));
     return true;
 }
 
-/* A key is a str, or (str, int), or (str, int or None, number of the split). */
+/* A key: a str, (str, int), or (str, int or None, split number). */
 static bool py_key_read(struct group_key *at, PyObject *key) {
     PyObject *id = key, *number = Py_None;
     long long round = SHMBUS_NO_ROUND;
@@ -409,7 +412,7 @@ static PyObject *py_key_of(PyObject *sample) {
     return PyObject_GetAttr(sample, attribute.key);
 }
 
-/* False with an exception; then there is no key to let go. */
+/* Read a sample's facts; false with an exception and no key to release. */
 static bool py_arrival_read(struct arrival *to, PyObject *sample, bool count_bytes) {
     to->sample = sample;
     to->leased = false;
@@ -449,7 +452,7 @@ static bool py_arrival_read(struct arrival *to, PyObject *sample, bool count_byt
     return true;
 }
 
-/* The ring bytes of a list of samples; false with an exception. */
+/* Sum the ring bytes of a list of samples; false with an exception. */
 static bool py_sum_bytes(PyObject *samples, uint64_t *total) {
     *total = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(samples); i++) {
@@ -503,7 +506,7 @@ static GroupEntryObject *copy_entry(const GroupTableObject *self, struct group_e
     return copy;
 }
 
-/* Samples that came into cells, or left them, and entries. */
+/* Adjust the counts of filled cells and of open entries. */
 static void count_cells(GroupTableObject *self, uint32_t split, int64_t cells, int64_t entries) {
     struct open_count *open = &self->open[split];
     self->cells += (uint64_t)cells;
@@ -511,7 +514,7 @@ static void count_cells(GroupTableObject *self, uint32_t split, int64_t cells, i
     open->groups += (uint64_t)entries;
 }
 
-/* Takes an entry out as an object that has its references; samples are in no cache by now. */
+/* Move an entry with its references into an object; by now its samples have left the caches. */
 static GroupEntryObject *take_entry(GroupTableObject *self, struct group_entry *entry,
                                     uint64_t hash, PyObject *key) {
     GroupEntryObject *taken = py_group_entry_new(entry, key);
@@ -548,7 +551,7 @@ enum {
     REFUSED_LEASED
 };
 
-/* Whether the sample's group fails, now or from this on; -1 with an exception. */
+/* 1 if the sample's group fails, already or by this sample; -1 with an exception. */
 static int is_failing(const GroupTableObject *self, const struct arrival *from) {
     if (from->failed) {
         return PyDict_SetDefault(self->failing, from->key, Py_None) == NULL ? -1 : 1;
@@ -556,7 +559,7 @@ static int is_failing(const GroupTableObject *self, const struct arrival *from) 
     return PyDict_GET_SIZE(self->failing) == 0 ? 0 : PyDict_Contains(self->failing, from->key);
 }
 
-/* Puts one sample into its cell; returns what became of it. */
+/* Put one sample into its cell; return the outcome. */
 static int arrive(GroupTableObject *self, const struct arrival *from, double now_s,
                   struct group_entry **at) {
     if (from->leased) {
@@ -597,7 +600,7 @@ static int arrive(GroupTableObject *self, const struct arrival *from, double now
     return entry->missing == 0 ? COMPLETED : TAKEN;
 }
 
-/* A full entry is ready to be leased, or, where it is to be judged, left to the caller. */
+/* Queue a full entry as ready or, if judged, hand it to the caller. */
 static bool complete(GroupTableObject *self, struct group_entry *entry, const struct arrival *last,
                      PyObject *left) {
     GroupEntryObject *taken = take_entry(self, entry, last->at.hash, last->key);
@@ -620,7 +623,7 @@ static bool complete(GroupTableObject *self, struct group_entry *entry, const st
     return true;
 }
 
-/* First the misses of all of them, then the work. */
+/* Prefetch for the whole batch first, then work. */
 static bool put_batch(GroupTableObject *self, struct arrival *arrivals, Py_ssize_t count,
                       double now_s, PyObject *left) {
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -668,12 +671,12 @@ bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples
     return good;
 }
 
-/* put(samples, now_s) -> list: each sample into its cell. What it returns is what is not in the
- * table, nor ready, in order: (why, sample) for one that was refused, and, where they are judged,
- * a GroupEntry that this filled. The keys of full entries that have a round go into the dict
- * `recent`, and an entry whose key is there is not begun again. A failure's key goes into the dict
- * `failing`, and all that has such a key is refused: so an entry that `take` finds holds the
- * samples before the failure, and none after it. */
+/* put(samples, now_s) -> list: put every sample into its cell. The result lists, in order, samples
+ * and groups neither in the table nor ready: (reason, sample) for a refused sample and, if
+ * `judged`, a GroupEntry per newly filled group. Keys of full entries with a round go into the dict
+ * `recent`, and a key in `recent` never begins a new entry. A failure's key goes into the dict
+ * `failing`, and later samples of the key are refused: an entry found by `take` holds exactly the
+ * samples before the failure. */
 static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
     PyObject *samples;
     double now_s;
@@ -694,7 +697,7 @@ static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
     return left;
 }
 
-/* take_oldest() -> GroupEntry: the entry that was born first leaves as it is. */
+/* take_oldest() -> GroupEntry: remove the oldest entry, complete or not. */
 static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *Py_UNUSED(ignored)) {
     struct group_entry *entry = group_table_oldest(&self->c);
     if (entry == NULL) {
@@ -710,7 +713,7 @@ static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *Py
     return taken;
 }
 
-/* take(key) -> GroupEntry | None: the entry of that key leaves as it is. */
+/* take(key) -> GroupEntry | None: remove the entry of the key, complete or not. */
 static PyObject *py_group_table_take(GroupTableObject *self, PyObject *key) {
     struct group_key at;
     if (!py_key_read(&at, key)) {
@@ -720,7 +723,7 @@ static PyObject *py_group_table_take(GroupTableObject *self, PyObject *key) {
     return entry == NULL ? Py_NewRef(Py_None) : (PyObject *)take_entry(self, entry, at.hash, key);
 }
 
-/* gather(samples, now_s) -> GroupEntry: of samples by index that were never in the table. */
+/* gather(samples, now_s) -> GroupEntry: of samples by index, never put into the table. */
 static PyObject *py_group_table_gather(GroupTableObject *self, PyObject *args) {
     PyObject *samples;
     struct arrival first = {.key = NULL};
@@ -753,7 +756,7 @@ static PyObject *py_group_table_gather(GroupTableObject *self, PyObject *args) {
     return (PyObject *)made;
 }
 
-/* find(key) -> GroupEntry or None: a copy of the entry of a key. */
+/* find(key) -> GroupEntry or None: a copy of the key's entry. */
 static PyObject *py_group_table_find(GroupTableObject *self, PyObject *key) {
     struct group_key at;
     if (!py_key_read(&at, key)) {
@@ -763,7 +766,7 @@ static PyObject *py_group_table_find(GroupTableObject *self, PyObject *key) {
     return entry == NULL ? Py_NewRef(Py_None) : (PyObject *)copy_entry(self, entry);
 }
 
-/* oldest(count) -> list[GroupEntry]: copies of the entries that were born first, oldest first. */
+/* oldest(count) -> list[GroupEntry]: copies of the oldest entries, oldest first. */
 static PyObject *py_group_table_oldest(GroupTableObject *self, PyObject *argument) {
     Py_ssize_t limit = PyLong_AsSsize_t(argument);
     if (limit == -1 && PyErr_Occurred()) {
@@ -783,7 +786,7 @@ static PyObject *py_group_table_oldest(GroupTableObject *self, PyObject *argumen
     return found;
 }
 
-/* samples() -> list: all that are in cells, by the age of their entries. */
+/* samples() -> list: samples in cells, by the age of their entries. */
 static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *found = PyList_New((Py_ssize_t)self->cells);
     Py_ssize_t to = 0;
@@ -800,7 +803,7 @@ static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *Py_UNU
     return found;
 }
 
-/* counts(split) -> (open groups, their samples, and likewise of ready and of leased groups) */
+/* counts(split) -> (open groups, their samples, and likewise for ready and for leased groups) */
 static PyObject *py_group_table_counts(GroupTableObject *self, PyObject *argument) {
     unsigned long split = PyLong_AsUnsignedLong(argument);
     if (PyErr_Occurred()) {

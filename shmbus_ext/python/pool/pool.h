@@ -1,4 +1,4 @@
-/* A slot pool for Python: the handle, leases of versions, writes of them. */
+/* A slot pool for Python: the handle, leases of versions, writes of versions. */
 #ifndef SHMBUS_PYTHON_POOL_POOL_H
 #define SHMBUS_PYTHON_POOL_POOL_H
 
@@ -7,7 +7,7 @@
 #include "pool/pool.h"
 #include "python/companion.h"
 
-/* ---- SlotPool: one mapping of a slot pool, and what happens to it at fork and at close. */
+/* ---- SlotPool: one mapping of a slot pool, and its treatment at fork and at close. */
 typedef struct {
     CompanionObject base;
     struct pool c;
@@ -15,38 +15,38 @@ typedef struct {
 
 extern PyTypeObject PoolType;
 
-/* ---- PoolLease: one version of a slot pool, readable for as long as the object lives. */
+/* ---- PoolLease: one version of a slot pool, readable during the object's life. */
 typedef struct {
     PyObject_HEAD
     PoolObject *pool;
     uint32_t slot;
-    struct slot_row row; /* a private copy, which was checked */
+    struct slot_row row; /* a private, checked copy */
 } PoolLeaseObject;
 
-/* False with BufferError in a forked child, which has no memory of it. */
+/* False with BufferError in a forked child, where the memory is unmapped. */
 bool py_pool_lease_is_readable(const PoolLeaseObject *self);
 
 extern PyTypeObject PoolLeaseType;
 
-/* ---- PoolWrite: a version of a slot pool while it is being written. */
+/* ---- PoolWrite: a version of a slot pool during its write. */
 typedef struct {
     PyObject_HEAD
     PoolObject *pool;
     uint32_t slot;
-    bool is_piece; /* another rank is the publisher */
+    bool is_piece; /* the publisher is a different rank */
     bool ended;
     bool given_up;
-    Py_ssize_t buffers; /* out, and calls that write without one */
+    Py_ssize_t buffers; /* buffers out, plus calls writing without a buffer */
     unsigned long long sequence, bytes;
     long long version;
     PyObject *meta;
     struct patch_maker patch;
-    bool patch_in_use; /* by a thread that runs without the interpreter's lock */
+    bool patch_in_use; /* by a thread without the interpreter lock */
 } PoolWriteObject;
 
 extern PyTypeObject PoolWriteType;
 
-/* What module.c adds. */
+/* Registered by module.c. */
 extern const struct named_value py_pool_constants[];
 extern PyMethodDef py_pool_lease_functions[];
 extern PyMethodDef py_pool_patch_functions[];

@@ -1,7 +1,7 @@
 /* PoolLease: a read-only buffer over a slot's payload.
  *
- * Invariant: the slot is leased until the object is gone; arrays and tensors that were made of its
- * buffer keep the object. There is no earlier end, since a view cannot be taken back. */
+ * Invariant: the slot stays leased for the object's life; arrays and tensors over its buffer keep
+ * the object alive. An earlier end is impossible because Python cannot revoke a view. */
 #include "python/pool/pool.h"
 
 #include "base/checksum.h"
@@ -17,7 +17,7 @@ static bool is_reader(PoolObject *pool) {
     return true;
 }
 
-/* Made before the slot is leased, so that no lease is without an owner. */
+/* Allocate before leasing the slot: every lease then has an owner. */
 static PoolLeaseObject *new_lease(void) {
     PoolLeaseObject *self = PyObject_New(PoolLeaseObject, &PoolLeaseType);
     if (self != NULL) {
@@ -26,7 +26,7 @@ static PoolLeaseObject *new_lease(void) {
     return self;
 }
 
-/* The lease, or what became of it. */
+/* Return the lease, or the status on failure. */
 static PyObject *leased(PoolLeaseObject *self, PoolObject *pool, enum shared_status status) {
     if (status != SHARED_OK) {
         Py_DECREF(self);
@@ -52,7 +52,7 @@ static PyObject *py_pool_lease(PyObject *Py_UNUSED(module), PyObject *args) {
                : leased(self, pool, lease_latest(&pool->c, after, &self->slot, &self->row));
 }
 
-/* pool_lease_version(pool, version): a PoolLease of that version, or a status. */
+/* pool_lease_version(pool, version): a PoolLease of the version, or a status. */
 static PyObject *py_pool_lease_version(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *pool;
     long long version;
@@ -93,7 +93,7 @@ static int py_pool_lease_buffer(PoolLeaseObject *self, Py_buffer *view, int flag
                              (Py_ssize_t)self->row.bytes, 1, flags);
 }
 
-/* meta(): a copy of it; None where it does not match its checksum. */
+/* meta(): a copy of the meta; None on a checksum mismatch. */
 static PyObject *py_pool_lease_meta(PoolLeaseObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_pool_lease_is_readable(self)) {
         return NULL;
@@ -107,7 +107,7 @@ static PyObject *py_pool_lease_meta(PoolLeaseObject *self, PyObject *Py_UNUSED(i
     return copy;
 }
 
-/* check(first, count): the first block in that range that is not what was published, or None. */
+/* check(first, count): the first block of the range with a wrong digest, or None. */
 static PyObject *py_pool_lease_check(PoolLeaseObject *self, PyObject *args) {
     unsigned int first, count;
     if (!PyArg_ParseTuple(args, "II", &first, &count) || !py_pool_lease_is_readable(self)) {

@@ -1,8 +1,8 @@
-/* SlotPool: mapping, roles, bells, and what this process says in its row.
+/* SlotPool: mapping, roles, bells, and this process's row.
  *
- * Invariants: a handle is a writer or a reader, never both, since a lock that it took as the one
- * would replace that of the other. Leases and writes keep the mapping and its locks until the last
- * of them is gone, whatever was closed before. */
+ * Invariants: a handle is a writer or a reader, never both, because a file lock taken for the
+ * second role would replace the first role's lock. Leases and writes keep the mapping and its locks
+ * until the last lease or write ends, even after close. */
 #include "python/pool/pool.h"
 
 #include <unistd.h>
@@ -112,7 +112,7 @@ static PyObject *py_pool_claim_reader(PoolObject *self, PyObject *args) {
                                        : PyBool_FromLong(status == SHARED_OK);
 }
 
-/* True; False where all slots have their memory; raises where there is no memory. */
+/* True after adding a slot; False if every slot already has memory; raises without memory. */
 static PyObject *py_pool_grow(PoolObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_companion_usable(&self->base)) {
         return NULL;
@@ -149,7 +149,7 @@ static PyObject *py_pool_announce(PoolObject *self, PyObject *args) {
     return PyLong_FromUnsignedLong(bell_announce(pool_bell(&self->c, (enum pool_bell)which)));
 }
 
-/* wait(bell, ticket, timeout_s): whether it was rung. */
+/* wait(bell, ticket, timeout_s): True if the bell rang. */
 static PyObject *py_pool_wait(PoolObject *self, PyObject *args) {
     unsigned int which, ticket;
     double timeout_s;
@@ -197,7 +197,8 @@ static PyObject *py_pool_count_skipped(PoolObject *self, PyObject *Py_UNUSED(ign
     Py_RETURN_NONE;
 }
 
-/* outcome(sequence): True when it became whole, False when it was given up, None for not yet. */
+/* outcome(sequence): True for a whole version, False for an abandoned version, None while
+ * pending. */
 static PyObject *py_pool_outcome(PoolObject *self, PyObject *args) {
     unsigned long long sequence;
     if (!PyArg_ParseTuple(args, "K", &sequence) || !py_companion_usable(&self->base)) {
@@ -268,7 +269,7 @@ const struct named_value py_pool_constants[] = {
     {"POOL_MAX_SLOTS", POOL_MAX_SLOTS},
     {"POOL_MAX_RANKS", POOL_MAX_RANKS},
     {"POOL_MAX_READERS", POOL_MAX_READERS},
-    {"POOL_LABEL_BYTES", POOL_LABEL_BYTES - 1}, /* less the byte that ends it */
+    {"POOL_LABEL_BYTES", POOL_LABEL_BYTES - 1}, /* less the terminating byte */
     {"POOL_DEVICE_BYTES", POOL_DEVICE_BYTES - 1},
     {"POOL_TEXT_BYTES", POOL_TEXT_BYTES - 1},
     {"POOL_ERROR_BYTES", POOL_ERROR_BYTES - 1},
@@ -284,7 +285,7 @@ const struct named_value py_pool_constants[] = {
     {NULL, 0},
 };
 
-/* ---- The tables of a pool as dictionaries. Nothing here is a bound for anything. */
+/* ---- The tables of a pool as dictionaries, for display only: no value here bounds an access. */
 static PyObject *text_of(const char *text, size_t room) {
     char copy[POOL_ERROR_BYTES];
     memcpy(copy, text, room);
@@ -354,7 +355,7 @@ static bool fill(const struct pool *pool, PyObject *slots, PyObject *ranks, PyOb
     return true;
 }
 
-/* pool_rows(pool): the tables; rows of nobody are left out. */
+/* pool_rows(pool): the tables, without unowned rows. */
 static PyObject *py_pool_rows(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *self;
     if (!PyArg_ParseTuple(args, "O!", &PoolType, &self) || !py_companion_usable(&self->base)) {
@@ -395,8 +396,8 @@ static PyObject *runs_of(const struct reader_row *rows, long long version, uint6
                                                     PyBool_FromLong(any));
 }
 
-/* pool_runs(fd, version): life, sequences of the version that rows of readers name, and whether any
- * row names a version at all; None for no pool of this layout. Nothing is mapped. */
+/* pool_runs(fd, version): life, sequences of `version` named in reader rows, and True if a row
+ * names a version; None for a pool of a different layout. Maps nothing. */
 static PyObject *py_pool_runs(PyObject *Py_UNUSED(module), PyObject *args) {
     int fd;
     long long version;

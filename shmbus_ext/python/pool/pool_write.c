@@ -1,12 +1,12 @@
 /* PoolWrite: a writable buffer over a slot's payload, by the publisher or by a rank.
  *
- * Invariants: a version is not finished while a buffer of it is out. One that is given up keeps its
- * slot until the last buffer is gone, so that no late store lands in another version. */
+ * Invariants: a version is not finished while a buffer of it is out. An abandoned version keeps its
+ * slot until its last buffer is gone, so no late store lands in a newer version. */
 #include "python/pool/pool.h"
 
 #include "base/copy.h"
 
-/* Says that the version will not be whole, at once: others wait for it. */
+/* Report an abandoned version at once: ranks and readers wait for it. */
 static void give_up(PoolWriteObject *self, const char *error) {
     self->given_up = true;
     if (!py_companion_is_own(&self->pool->base)) {
@@ -103,7 +103,7 @@ static PyObject *py_pool_begin(PyObject *Py_UNUSED(module), PyObject *args) {
     return (PyObject *)self;
 }
 
-/* pool_join(pool): a PoolWrite of the version that rank 0 writes, or a status. */
+/* pool_join(pool): a PoolWrite of the version under way at rank 0, or a status. */
 static PyObject *py_pool_join(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *pool;
     struct slot_row row;
@@ -149,7 +149,7 @@ static void py_pool_write_dealloc(PoolWriteObject *self) {
     PyObject_Free(self);
 }
 
-/* False with BufferError where the version is not being written any more. */
+/* False with BufferError after the end of the write. */
 static bool py_pool_write_is_open(const PoolWriteObject *self) {
     if (self->ended || self->given_up || !py_companion_is_own(&self->pool->base)) {
         return py_refuse(PyExc_BufferError, "this version is not being written any more");
@@ -157,7 +157,7 @@ static bool py_pool_write_is_open(const PoolWriteObject *self) {
     return true;
 }
 
-/* A writer came, or went: a slot is not let go while there is one. */
+/* Count a writer in; a slot is kept while writers remain. */
 static void py_pool_write_enter(PoolWriteObject *self) {
     self->buffers++;
 }
@@ -197,7 +197,7 @@ static bool has_no_buffers(const PoolWriteObject *self) {
     return true;
 }
 
-/* finish(digests): readers get the version; digests: whether its blocks get theirs. */
+/* finish(digests): publish the version to readers, with digests per block if `digests`. */
 static PyObject *py_pool_write_finish(PoolWriteObject *self, PyObject *args) {
     int with_digests;
     if (!PyArg_ParseTuple(args, "p", &with_digests) || !py_pool_write_is_open(self) || !has_no_buffers(self)) {
@@ -216,7 +216,7 @@ static PyObject *py_pool_write_finish(PoolWriteObject *self, PyObject *args) {
         digests = digest_blocks(pool_payload(pool, self->slot), self->bytes, pool->block_bytes,
                                 pool_digests(pool, self->slot));
         Py_END_ALLOW_THREADS
-        if (!py_pool_write_is_open(self)) { /* another thread ended it meanwhile */
+        if (!py_pool_write_is_open(self)) { /* ended meanwhile by a second thread */
             return NULL;
         }
     }
@@ -228,7 +228,8 @@ static PyObject *py_pool_write_finish(PoolWriteObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* give_up(error): what was newest stays so; others learn it at once. */
+/* give_up(error): abandon the version and tell ranks and readers at once; the newest version
+ * stays. */
 static PyObject *py_pool_write_give_up(PoolWriteObject *self, PyObject *args) {
     const char *error;
     if (!PyArg_ParseTuple(args, "s", &error)) {
@@ -269,9 +270,9 @@ PyTypeObject PoolWriteType = {
     .tp_as_buffer = &write_buffer,
 };
 
-/* ---- A set of weights is far larger than any cache: by ordinary stores each line that is written would
- * be fetched first, which is a third of the traffic. */
-/* pool_copy(target, source): two buffers of the same length that do not overlap. */
+/* ---- Weights exceed every cache: ordinary stores would fetch every written line first, a third of
+ * the traffic. */
+/* pool_copy(target, source): copy between two disjoint buffers of equal length. */
 static PyObject *py_pool_copy(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer target, source;
     if (!PyArg_ParseTuple(args, "w*y*", &target, &source)) {
@@ -295,12 +296,12 @@ static PyObject *py_pool_copy(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* ---- Functions over patches. They run without the interpreter's lock; the slot is kept meanwhile by
- * the write or the lease that they are given.
+/* ---- Functions over patches. They run without the interpreter lock; the write or lease argument
+ * holds the slot meanwhile.
  *
- * Invariant: a place in a patch that Python hands back is checked like one that was never seen. */
-/* pool_patch_put(write, offset, rows, row_bytes, stride, width, source): how many elements of the
- * piece changed; None where it was written without a patch. */
+ * Invariant: a patch place from Python is checked like an unknown number. */
+/* pool_patch_put(write, offset, rows, row_bytes, stride, width, source): number of changed elements
+ * of the piece; None for a write without a patch. */
 static PyObject *py_pool_patch_put(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolWriteObject *self;
     unsigned long long offset, rows, row_bytes, stride;
@@ -343,7 +344,7 @@ done:
     return result;
 }
 
-/* pool_patch_is_made(write): whether a patch is being made, or was. */
+/* pool_patch_is_made(write): True if the write has, or had, a patch. */
 static PyObject *py_pool_patch_is_made(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolWriteObject *self;
     if (!PyArg_ParseTuple(args, "O!", &PoolWriteType, &self)) {
@@ -358,7 +359,8 @@ static PyObject *describe_run(uint32_t rank, uint64_t place, const struct patch_
                          U64(run->bytes), U64(run->base_digest));
 }
 
-/* Adds the runs of a rank's patch; false with or without an error set. */
+/* Append the runs of a rank's patch; false with an exception, or without one for a damaged
+ * patch. */
 static bool add_runs(PyObject *list, const PoolLeaseObject *self, uint32_t rank) {
     struct patch_view view;
     struct patch_run run;
@@ -392,8 +394,8 @@ static bool add_runs(PyObject *list, const PoolLeaseObject *self, uint32_t rank)
     return at == view.end && count == view.count;
 }
 
-/* pool_patch_runs(lease): (base sequence, base version, runs), all of which were checked; None where
- * the version has no patch, False where it has one that is not what was made. */
+/* pool_patch_runs(lease): (base sequence, base version, runs), fully checked; None for a version
+ * without a patch, False for a damaged patch. */
 static PyObject *py_pool_patch_runs(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolLeaseObject *self;
     if (!PyArg_ParseTuple(args, "O!", &PoolLeaseType, &self) || !py_pool_lease_is_readable(self)) {
@@ -416,7 +418,7 @@ static PyObject *py_pool_patch_runs(PyObject *Py_UNUSED(module), PyObject *args)
                          list);
 }
 
-/* The run at a place of a rank's patch, once more from the slot: memory that others share. */
+/* Reread the run at a place of a rank's patch from the slot: shared memory may change. */
 static bool run_at(const PoolLeaseObject *self, uint32_t rank, uint64_t place,
                    struct patch_run *run, const uint8_t **stream) {
     const struct pool *pool = &self->pool->c;
@@ -438,8 +440,9 @@ static bool run_at(const PoolLeaseObject *self, uint32_t rank, uint64_t place,
     return patch_fits(run->offset, &shape, self->row.bytes);
 }
 
-/* pool_patch_apply(lease, rank, place, target, offset): applies a run to a buffer that stands for
- * the version's bytes from `offset` on. Whether those were the base's; else some may be changed. */
+/* pool_patch_apply(lease, rank, place, target, offset): apply a run to a buffer of the version's
+ * bytes from `offset` on. True if the buffer held the base's bytes; on False some bytes may already
+ * differ. */
 static PyObject *py_pool_patch_apply(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolLeaseObject *self;
     unsigned int rank;
@@ -478,8 +481,8 @@ done:
     return result;
 }
 
-/* pool_patch_list(lease, rank, place, elements_at, values): lists what a run writes, in buffers of
- * uint32 and of elements. How many; None where the run is damaged, or has more. */
+/* pool_patch_list(lease, rank, place, elements_at, values): list a run's writes in buffers of
+ * uint32 and of elements. Return their number; None for a damaged run or too small buffers. */
 static PyObject *py_pool_patch_list(PyObject *module, PyObject *args) {
     (void)module;
     PoolLeaseObject *self;
@@ -516,9 +519,10 @@ done:
     return result;
 }
 
-/* ---- A patch as bytes, which take a version from one pool to another that has its base: the runs of
- * all ranks, one after the other, each with its stream. */
-/* The next run of such bytes, inside a version of so many; false at their end, or at no run. */
+/* ---- A patch as bytes, to carry a version to a second pool with the same base: the runs of every
+ * rank in order, with their streams. */
+/* The next run of a patch's bytes, checked against a version of `bytes` bytes; false at the end or
+ * for a damaged run. */
 static bool next_run(const struct patch_view *view, const uint8_t **at, uint64_t bytes,
                      struct patch_run *run, const uint8_t **stream) {
     if (!patch_next(view, at, run, stream)) {
@@ -533,8 +537,8 @@ static struct patch_view view_of_bytes(const Py_buffer *runs) {
     return (struct patch_view){.runs = start, .end = start + runs->len};
 }
 
-/* pool_patch_bytes(lease): (base sequence, bytes) of a version's patch, whose checksums were compared;
- * None where the version has none, or one that is not what was made. */
+/* pool_patch_bytes(lease): (base sequence, bytes) of a version's patch, checksums compared; None
+ * for a missing or damaged patch. */
 static PyObject *py_pool_patch_bytes(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolLeaseObject *self;
     if (!PyArg_ParseTuple(args, "O!", &PoolLeaseType, &self) || !py_pool_lease_is_readable(self)) {
@@ -566,8 +570,8 @@ static PyObject *py_pool_patch_bytes(PyObject *Py_UNUSED(module), PyObject *args
     return Py_BuildValue("(KN)", U64(self->row.base_sequence), copy);
 }
 
-/* pool_patch_take(write, runs): writes a version by such bytes, and makes them its patch; whether
- * what they replace is in this pool's newest version. If not, the version is neither. */
+/* pool_patch_take(write, runs): write a version by patch bytes and adopt them as its patch. True if
+ * this pool's newest version matches their base; on False the contents are invalid. */
 static PyObject *py_pool_patch_take(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolWriteObject *self;
     Py_buffer runs;
@@ -602,8 +606,8 @@ done:
     return result;
 }
 
-/* pool_patch_crc(runs, payload): a checksum over the pieces that such bytes are about, as they are in
- * the payload; None where they are no runs of so many bytes. */
+/* pool_patch_crc(runs, payload): checksum over the payload's pieces named by the runs; None for
+ * damaged runs or runs beyond the payload. */
 static PyObject *py_pool_patch_crc(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer runs, payload;
     if (!PyArg_ParseTuple(args, "y*y*", &runs, &payload)) {
@@ -625,7 +629,7 @@ static PyObject *py_pool_patch_crc(PyObject *Py_UNUSED(module), PyObject *args) 
     return good ? PyLong_FromUnsignedLong(crc) : Py_NewRef(Py_None);
 }
 
-/* pool_same(one, other): whether two buffers have the same bytes. */
+/* pool_same(one, other): True if two buffers hold equal bytes. */
 static PyObject *py_pool_same(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer one, other;
     if (!PyArg_ParseTuple(args, "y*y*", &one, &other)) {

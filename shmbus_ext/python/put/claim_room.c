@@ -1,8 +1,9 @@
-/* Room for a record in a producer's lane, and what fills it: what put, put_many and reserve share.
+/* Room for a record in a producer's lane, and the record's contents: shared by put, put_many and
+ * reserve.
  *
- * Invariant: the interpreter lock serialises all calls on a lane; it is released only while waiting
- * for space, while bytes are copied into a record that is already reserved, and when a call has
- * nothing left to do but to let the reader run. */
+ * Invariant: the interpreter lock serialises calls on a lane. It is released only during a wait for
+ * space, during a copy into a record already reserved, and at the end of a call, to let the reader
+ * run. */
 #define _GNU_SOURCE
 #include "python/put/put.h"
 
@@ -14,16 +15,16 @@
 #include "ring/recovery.h"
 #include "ring/observe.h"
 
-/* Copies above this are worth letting other threads run. */
+/* Copies above this size let other threads run. */
 #define RELEASE_LOCK_BYTES (UINT64_C(256) << 10)
-/* Of a group: so many bytes are alive at once that the place of the next record was written too long
- * ago for a cache to hold it. At this distance both kinds of stores are equally fast where a cache
- * of 480 MiB lies behind a core's own; beyond it ordinary ones fall to half. */
+/* Group size above which the next record's place has left every cache, because so many bytes were
+ * written since. At this distance ordinary and non-temporal stores are equally fast on a machine
+ * with a 480 MiB cache behind a core's own; farther out ordinary stores fall to half the speed. */
 #define FAR_GROUP_BYTES (UINT64_C(64) << 20)
-/* A waiting producer tries again after this at first, in case it was not told of space. Each wait
- * is twice as long as the one before, up to SPACE_SLICE_NS. */
+/* First retry interval of a waiting producer, in case a space notice was lost. Waits double up to
+ * SPACE_SLICE_NS. */
 #define FIRST_SLICE_NS INT64_C(2000000)
-/* Since the reader last looked: so long that handing it the processor costs little beside it. */
+/* Reader silence after which handing over the processor costs little in comparison. */
 #define LONG_SILENCE_NS UINT64_C(100000)
 
 bool py_writer_usable(WriterObject *self) {
@@ -41,7 +42,7 @@ struct wanted_room py_writer_wants(const WriterObject *self,
                                    const struct put_arguments *arguments) {
     const struct record_spec *spec = &arguments->spec;
     struct wanted_room wanted = {spec->record_bytes, 0, arguments->split_object};
-    /* A failure's report waits for nobody; an answer's group was admitted with its request. */
+    /* A failure report needs no admission; a request's admission covers its answers. */
     bool admitted =
         arguments->answers.number != 0 && arguments->answers.cell != REQUEST_IS_RETRY;
     if (lead_is_bounded(&self->segment->c) && (spec->flags & SHMBUS_FLAG_FAILED) == 0 &&
@@ -65,12 +66,12 @@ enum writer_status py_writer_try_claim(WriterObject *self, const struct wanted_r
     if (wanted->split_object != NULL) {
         uint32_t split = py_split_number(self->segment, wanted->split_object);
         if (split == SHMBUS_MAX_SPLITS) {
-            PyErr_Clear(); /* py_writer_find_split raises it, and no group begins */
+            PyErr_Clear(); /* py_writer_find_split raises the error; no group begins */
             return WRITER_OK;
         }
         key = lead_key_of_split(key, split);
     }
-    /* After the space, which need not be given back: nobody sees it yet. */
+    /* Admit after claiming space: claimed space stays invisible and needs no return. */
     enum lead_verdict verdict = lead_admit(&self->segment->c, key, self->c.slot_index);
     self->too_far = verdict == LEAD_FULL;
     at->admitted = verdict == LEAD_CLAIMED ? key : 0;
@@ -85,7 +86,7 @@ bool py_writer_go_on(WriterObject *self, double timeout_s) {
     return self->follow(self, timeout_s);
 }
 
-/* A call's wait for space, in whatever bus it goes on. */
+/* A call's wait for space, across bus successors. */
 struct wait {
     uint64_t start_ns;
     double timeout_s; /* negative: for ever */
@@ -122,7 +123,7 @@ void py_writer_sleep(WriterObject *self, SegmentObject *here, uint32_t ticket, i
     Py_END_ALLOW_THREADS
 }
 
-/* Sleeps until this segment may have space; false with an exception. */
+/* Sleep until this segment may have space; false with an exception. */
 static bool sleep_for_space(WriterObject *self, SegmentObject *here, uint32_t ticket,
                             struct wait *wait) {
     int64_t slice_ns = wait->longest_ns;
@@ -132,7 +133,8 @@ static bool sleep_for_space(WriterObject *self, SegmentObject *here, uint32_t ti
     if (left >= 0 && left * 1e9 < (double)slice_ns) {
         slice_ns = (int64_t)(left * 1e9) + 1;
     }
-    /* During the wait the writer may be closed, by a signal handler too, or go to another bus. */
+    /* During the wait a thread or a signal handler may close the writer, or move it to a successor
+     * bus. */
     py_writer_sleep(self, here, ticket, slice_ns);
     if (PyErr_CheckSignals() < 0) {
         return false;
@@ -143,12 +145,12 @@ static bool sleep_for_space(WriterObject *self, SegmentObject *here, uint32_t ti
            py_writer_usable(self);
 }
 
-/* Waits for room in this segment. 1 where it has it, 0 where the bus was removed or the writer is
- * in another by now, -1 with an exception. */
+/* Wait for room in this segment. Return 1 with room; 0 if the bus was removed or the writer moved
+ * to a successor; -1 with an exception. */
 static int await_room(WriterObject *self, SegmentObject *here, const struct wanted_room *wanted,
                       struct wait *wait, struct reservation *at) {
     for (;;) {
-        /* A sealed run can be freed; the reader is woken to do so. */
+        /* The reader can free a sealed run; wake it. */
         writer_seal(&self->c);
         uint32_t ticket = bell_announce(&here->c.header->space_bell);
         doorbell_ring(here->c.header);
@@ -204,11 +206,11 @@ bool py_writer_claim_room(WriterObject *self, const struct wanted_room *wanted, 
     return found > 0;
 }
 
-/* A processor that several processes share goes on with the one that it has: a reader that was just
- * woken, or has fallen behind, may wait there until the producers' time slices are over. So the
- * producer steps aside: at a wake-up after a long silence, and at the end of a run where the reader
- * has not looked for a while. Where nobody else wants the processor this is one short system call.
- * Not at every wake-up: the two on one processor would hand it to and fro for every record. */
+/* On a shared processor a woken or lagging reader may wait until the producers' time slices end.
+ * The producer therefore yields: at a wake-up after a long silence, and at the end of a run if the
+ * reader has not looked for a while. On an uncontended processor the yield costs one short system
+ * call. Yielding at every wake-up would bounce a shared processor between the two for every
+ * record. */
 void py_writer_tell_reader(WriterObject *self) {
     struct bus_header *header = self->segment->c.header;
     bool woken = doorbell_ring(header);
@@ -224,7 +226,7 @@ void py_writer_tell_reader(WriterObject *self) {
     }
 }
 
-/* Whether ordinary stores would be the slower ones; not where a checksum reads it all again. */
+/* True if ordinary stores would be slower; false with a checksum, because it rereads every byte. */
 static bool copies_non_temporally(const WriterObject *self, const struct record_spec *spec) {
     if ((self->flags & SHMBUS_FLAG_PAYLOAD_CRC) != 0) {
         return false;
@@ -277,7 +279,7 @@ void py_writer_write_head(WriterObject *self, const struct put_arguments *argume
     record_write_body(at->record, &arguments->spec);
 }
 
-/* Lets other threads run; the writer is not closed before this is done. */
+/* Copy while other threads run; `busy` keeps the writer open until the end. */
 static void copy_unlocked(WriterObject *self, const struct put_arguments *arguments,
                           const struct reservation *at) {
     self->busy++;
@@ -302,17 +304,17 @@ void py_writer_leave_room(WriterObject *self, const struct reservation *at) {
     }
 }
 
-/* Room for a record whose arguments are finished, its lists converted. */
+/* Claim room for finished arguments, after converting their lists. */
 static bool claim_converted(WriterObject *self, struct put_arguments *arguments,
                             struct reservation *at) {
     struct wanted_room wanted = py_writer_wants(self, arguments);
     struct segment *segment = &self->segment->c;
-    /* Before there is an array of it. */
+    /* Refuse before building an array. */
     if (wanted.bytes > segment->record_limit && !removal_happened(segment)) {
         raise_too_large(self, wanted.bytes);
         return false;
     }
-    /* Code of the elements may run. */
+    /* Element code may run. */
     return py_arguments_convert_lists(arguments) && py_writer_usable(self) &&
            py_writer_claim_room(self, &wanted, arguments->timeout_s, at);
 }
@@ -333,7 +335,7 @@ bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments) {
             py_writer_leave_room(self, &at);
         }
     } else {
-        /* Reserved first, so that another thread's record can go behind it during the copy. */
+        /* Reserve first: another thread's record can then follow during the copy. */
         writer_reserve(&self->c, &at);
         copy_unlocked(self, arguments, &at);
         arguments->unwanted = !writer_commit(&self->c, &at);
@@ -345,11 +347,13 @@ bool py_writer_put_one(WriterObject *self, struct put_arguments *arguments) {
     return true;
 }
 
-/* ---- A worker's side of the request lane: taking a sample, and ending its claim without an answer.
+/* ---- A worker's side of the request lane: taking a sample, and ending its claim without an
+ * answer.
  *
- * Invariant: a claim of which no Python object tells is given back before the call returns. */
-/* Claim and text of a sample that was just taken, as _take_requests has them; None if its row has
- * ended or is damaged, so that it is nobody's. `known`: the request whose text the caller has. */
+ * Invariant: before returning, a call gives back every claim not held by a Python object. */
+/* Claim and text of a sample just taken, in the form of _take_requests; None if its row ended or is
+ * damaged, leaving the sample unowned. `known`: request number whose text the caller already
+ * holds. */
 static PyObject *describe(WriterObject *self, const struct request_claim *claim, uint64_t known) {
     struct segment *segment = &self->segment->c;
     bool again = claim->number == known && request_open_row(segment, claim->row) == claim->number;
@@ -362,7 +366,7 @@ static PyObject *describe(WriterObject *self, const struct request_claim *claim,
                          claim->cell, claim->index, text);
 }
 
-/* Gives back what the items of a list say; an exception that is set stays. */
+/* Give back every claim of a list; keep the current exception. */
 static void give_back_all(WriterObject *self, PyObject *found) {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
@@ -375,9 +379,9 @@ static void give_back_all(WriterObject *self, PyObject *found) {
     PyErr_Restore(type, value, trace);
 }
 
-/* _take_requests(known, limit) -> list of (claim, text), up to `limit` of what may be taken now.
- * `text` is None for a sample of the request before it, and of the request of the number `known`,
- * whose text the caller has. `claim` is (number, word, row, cell, index). */
+/* _take_requests(known, limit) -> list of (claim, text), up to `limit` samples available now.
+ * `text` is None for a sample of the same request as the item before, or of the request `known`,
+ * whose text the caller holds. `claim` is (number, word, row, cell, index). */
 PyObject *py_writer_take_requests(WriterObject *self, PyObject *args) {
     unsigned long long known;
     Py_ssize_t limit;
@@ -439,7 +443,7 @@ PyObject *py_writer_give_back_request(WriterObject *self, PyObject *object) {
     return PyBool_FromLong(request_give_back(&self->segment->c, &claim));
 }
 
-/* _holds_request(claim) -> bool: whether its answer is still wanted of this producer. */
+/* _holds_request(claim) -> bool: True while the request still expects this producer's answer. */
 PyObject *py_writer_holds_request(WriterObject *self, PyObject *object) {
     struct request_claim claim;
     if (!py_writer_usable(self) || !py_take_claim(self, object, &claim)) {
@@ -448,8 +452,8 @@ PyObject *py_writer_holds_request(WriterObject *self, PyObject *object) {
     return PyBool_FromLong(request_is_held(&self->segment->c, &claim));
 }
 
-/* _recover_dead() -> bool: whether this worker was the one to look for dead workers, and give back what
- * they had in hand. */
+/* _recover_dead() -> bool: True if this worker was elected to find dead workers and give back their
+ * claims. */
 PyObject *py_writer_recover_dead(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_writer_usable(self)) {
         return NULL;

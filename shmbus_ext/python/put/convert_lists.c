@@ -1,10 +1,10 @@
-/* From lists, numbers and arrays of another dtype into an array of the field's.
+/* Conversion of lists, numbers and arrays of a different dtype into an array of the field's dtype.
  *
- * Invariant: code of elements runs, and may change any list under way. So each list is asked for
- * its size again before each of its elements, and nothing is written but to an array of our own. */
+ * Invariant: the elements' own code runs and may change a list under way. The list's size is
+ * checked again after every element, and writes go only to an array owned here. */
 #include "python/put/put.h"
 
-/* A conversion under way: where it is, and where its elements go. */
+/* State of a conversion: position and destination. */
 struct conversion {
     PyObject *name;
     PyArray_Descr *dtype;
@@ -26,7 +26,7 @@ static PyObject *place_text(const struct conversion *self, int depth) {
     return text;
 }
 
-/* Raises "PLACE: expected ..., got ..."; `expected` is a new reference, or NULL. */
+/* Raise "PLACE: expected ..., got ..."; steals `expected`, which may be NULL. */
 static bool refuse(const struct conversion *self, int depth, PyObject *type, PyObject *expected) {
     PyObject *place = expected == NULL ? NULL : place_text(self, depth);
     if (place != NULL) {
@@ -67,7 +67,7 @@ static bool refuse_range(const struct conversion *self, PyObject *value) {
     return refuse(self, self->ndim, PyExc_ValueError, expected);
 }
 
-/* Whatever float() or int() said of an element, unless it has nothing to do with it. */
+/* Replace an error of float() or int(); pass unrelated exceptions through. */
 static bool refuse_failed(const struct conversion *self, PyObject *value) {
     if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError) &&
         !PyErr_ExceptionMatches(PyExc_OverflowError)) {
@@ -80,7 +80,7 @@ static bool refuse_failed(const struct conversion *self, PyObject *value) {
 
 static bool convert_int(struct conversion *self, PyObject *value) {
     int overflow;
-    if (PyLong_CheckExact(value)) { /* what nearly all are */
+    if (PyLong_CheckExact(value)) { /* nearly every element */
         int64_t plain = PyLong_AsLongLongAndOverflow(value, &overflow);
         if (overflow == 0) {
             return store_int(self->to, self->kind, plain) || refuse_range(self, value);
@@ -146,7 +146,7 @@ static bool convert_element(struct conversion *self, PyObject *value) {
 
 /* ---- arrays ---- */
 
-/* Where an element that was refused lies, as the last of the indices. */
+/* Write the position of a refused element into the path's last indices. */
 static void locate(struct conversion *self, int depth, npy_intp at) {
     for (int d = self->ndim - 1; d >= depth; d--) {
         self->path[d] = (Py_ssize_t)((uint64_t)at % self->sizes[d]);
@@ -176,14 +176,15 @@ static bool refuse_array(const struct conversion *self, int depth, PyArrayObject
     return refuse(self, depth, PyExc_TypeError, expected);
 }
 
-/* Whether each number of one kind may stand for one of another. */
+/* True if every number of kind `from` may convert to kind `to`. */
 static bool kinds_fit(enum stored_kind from, enum stored_kind to) {
     return from != STORED_OTHER && to != STORED_OTHER &&
            (from == STORED_BOOL ? stored_takes_bool(to)
                                 : !stored_is_float(from) || stored_is_float(to));
 }
 
-/* Elements of a contiguous array of native byte order to `to`, from the dimension `depth` on. */
+/* Convert elements of a contiguous array of native byte order into `to`, from dimension `depth`
+ * on. */
 static bool convert_elements(struct conversion *self, int depth, PyArrayObject *array) {
     PyArray_Descr *dtype = PyArray_DESCR(array);
     enum stored_kind from = py_stored_kind(dtype);
@@ -216,7 +217,7 @@ static bool convert_elements(struct conversion *self, int depth, PyArrayObject *
     return true;
 }
 
-/* A new reference to an array that is C-contiguous, aligned, and of this machine's byte order. */
+/* A new reference to a C-contiguous, aligned array in native byte order. */
 static PyArrayObject *plain_array(PyArrayObject *array) {
     return (PyArrayObject *)PyArray_CheckFromAny((PyObject *)array, NULL, 0, 0,
                                                  NPY_ARRAY_CARRAY_RO | NPY_ARRAY_NOTSWAPPED, NULL);
@@ -237,7 +238,7 @@ static bool is_array_like(PyObject *value) {
            (!PyArray_IsScalar(value, Generic) && PyObject_HasAttrString(value, "__array__"));
 }
 
-/* An array among lists: a row, or more, of the whole. */
+/* Convert an array among lists: a row, or several rows, of the whole. */
 static bool convert_row(struct conversion *self, PyObject *value, int depth) {
     if (!is_array_like(value)) {
         return refuse(self, depth, PyExc_TypeError,
@@ -384,7 +385,7 @@ PyArrayObject *py_convert_array(PyObject *name, PyArrayObject *array, PyArray_De
     return made;
 }
 
-/* convert_field(name, value, dtype) -> array: of a list, a tuple, a number or an array. */
+/* convert_field(name, value, dtype) -> array: from a list, a tuple, a number or an array. */
 static PyObject *py_convert_field(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *name, *value, *given;
     uint64_t sizes[SHMBUS_MAX_NDIM];

@@ -1,8 +1,8 @@
 /* check_block and import_block: a block's records into a producer's lane.
  *
- * Invariants: a block is checked as a whole before any record of it is committed, and the head of
- * each record again as it is written, since a buffer may be another process's memory. Records are
- * committed in their order, so how many the lane has gained says which. */
+ * Invariants: the whole block is checked before its first commit, and every record's head again at
+ * its write, since another process may own the buffer. Records are committed in order, so the
+ * lane's gain identifies the committed records. */
 #include "python/put/put.h"
 
 #include "ring/block.h"
@@ -36,7 +36,7 @@ static void raise_fault(const struct block_report *report) {
                  "block refused: %s%s; nothing of it was taken, export it again", which, text);
 }
 
-/* Whether text and dtypes are ones that a producer can write; false with an exception. */
+/* True if a producer could have written the text and dtypes; false with an exception. */
 static bool schema_holds(const struct record_copy *copy, PyObject **last) {
     const char *encoded = (const char *)copy->schema;
     if (*last != NULL && PyBytes_GET_SIZE(*last) == (Py_ssize_t)copy->header.schema_bytes &&
@@ -62,7 +62,7 @@ static bool id_holds(const struct record_copy *copy) {
     return id != NULL;
 }
 
-/* Replaces the exception that is set by one that says which record it is. */
+/* Replace the current exception by a message with the record's number. */
 static void name_record(uint32_t record) {
     PyObject *why = py_set_aside_error();
     PyErr_Format(PyExc_ValueError,
@@ -71,7 +71,7 @@ static void name_record(uint32_t record) {
     Py_XDECREF(why);
 }
 
-/* (origins, checks) of all records; NULL with an exception. */
+/* (origins, checks) of every record; NULL with an exception. */
 static PyObject *check_records(const struct block_header *header, struct block_cursor *cursor) {
     PyObject *origins =
         PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(cursor->count * RELAY_ORIGIN_BYTES));
@@ -112,9 +112,9 @@ static PyObject *check_records(const struct block_header *header, struct block_c
     return both;
 }
 
-/* check_block(buffer, splits=b"\0") -> (origins, checks): the records' origins one behind the other,
- * and for each the check of its head, a u32. `splits`: a byte for each of its bus's splits, with the
- * number here. ValueError for a block with anything wrong in it. */
+/* check_block(buffer, splits=b"\0") -> (origins, checks): the records' origins, packed, and the
+ * checks of their heads, a u32 per record. `splits`: a byte per split of the source bus, with its
+ * number here. ValueError for a faulty block. */
 static PyObject *py_check_block(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer block, splits = {.buf = "", .len = 1};
     if (!PyArg_ParseTuple(args, "y*|y*", &block, &splits)) {
@@ -140,7 +140,7 @@ static PyObject *py_check_block(PyObject *Py_UNUSED(module), PyObject *args) {
     return found;
 }
 
-/* Room for a record: 1, 0 where there is none and `waits` is false, or -1 with an exception. */
+/* Claim room for a record: 1 on success, 0 if full and `waits` is false, -1 with an exception. */
 static int claim(WriterObject *self, const struct record_copy *copy, bool waits, double timeout_s,
                  struct reservation *at) {
     const struct record_header *head = &copy->header;
@@ -154,8 +154,8 @@ static int claim(WriterObject *self, const struct record_copy *copy, bool waits,
     return py_writer_try_claim(self, &wanted, at) == WRITER_OK;
 }
 
-/* How many were committed, from the first on; -1 with an exception, and then none. `entries` has
- * each one's number in the relay's journal, or is NULL. */
+/* Commit records in order; return their number, or -1 with an exception and no commit. `entries`:
+ * relay journal entry per record, or NULL. */
 static Py_ssize_t import_records(WriterObject *self, struct block_cursor *cursor, Py_ssize_t limit,
                                  double timeout_s, const uint8_t *entries) {
     struct record_copy *copy = PyMem_Malloc(sizeof *copy);
@@ -193,7 +193,7 @@ static Py_ssize_t import_records(WriterObject *self, struct block_cursor *cursor
         if (requests_are_used(&self->segment->c)) {
             const struct record_header *head = &copy->header;
             uint64_t key = lead_key(copy->id, head->id_bytes, head->round, head->split);
-            if (key != group) { /* samples of one group lie behind each other */
+            if (key != group) { /* a group's samples are adjacent */
                 group = key;
                 request = request_find(&self->segment->c, copy->id, head->id_bytes, head->round,
                                        head->split, &row);
@@ -207,10 +207,10 @@ static Py_ssize_t import_records(WriterObject *self, struct block_cursor *cursor
     return done;
 }
 
-/* import_block(writer, buffer, first, limit, timeout_s, entries=b"", splits=b"\0") -> int: how many
- * records were committed, from number `first` of the block on, at most `limit`. Waits for space for
- * the first one only. The block was checked before, with these `splits`. `entries`: of
- * relay_intend, for the ends of these records. */
+/* import_block(writer, buffer, first, limit, timeout_s, entries=b"", splits=b"\0") -> int: number
+ * of records committed, from record `first` of the block on, at most `limit`. Only the first record
+ * waits for space. The block must have passed check_block with the same `splits`. `entries`: from
+ * relay_intend, to report the records' ends. */
 static PyObject *py_import_block(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object, *timeout;
     Py_buffer block, entries = {0}, splits = {.buf = "", .len = 1};

@@ -1,12 +1,12 @@
-/* The relay's journal for shmbus.relay: entries and origins come and go as packed bytes.
+/* The relay's journal for shmbus.relay: entries and origins travel as packed bytes.
  *
- * Invariant: an entry's number from Python is bounded before it is used. */
+ * Invariant: an entry number from Python is range-checked before use. */
 #include "python/put/put.h"
 
 #include "ring/recovery.h"
 #include "ring/relay_journal.h"
 
-/* relay_begin(segment) -> int | None: the incarnation of this sink; None where there is another. */
+/* relay_begin(segment) -> int | None: this sink's incarnation; None while a different sink runs. */
 SEGMENT_FUNCTION(py_relay_begin, py_take_writable) {
     enum relay_begun begun;
     Py_BEGIN_ALLOW_THREADS
@@ -21,7 +21,7 @@ SEGMENT_FUNCTION(py_relay_begin, py_take_writable) {
     return PyLong_FromUnsignedLongLong(RELAXED(segment->c.relay->incarnation));
 }
 
-/* relay_bind(writer): its lane is the one that the sink puts into. */
+/* relay_bind(writer): register the writer's lane as the sink's. */
 static PyObject *py_relay_bind(PyObject *Py_UNUSED(module), PyObject *object) {
     if (!PyObject_TypeCheck(object, &WriterType)) {
         return PyErr_Format(PyExc_TypeError, "expected a Writer");
@@ -34,7 +34,7 @@ static PyObject *py_relay_bind(PyObject *Py_UNUSED(module), PyObject *object) {
     Py_RETURN_NONE;
 }
 
-/* Whether the packed entries are numbers of this journal, or RELAY_NEW where that may be. */
+/* Check packed entries against the journal's size; `new_too` permits RELAY_NEW. */
 static bool entries_hold(const SegmentObject *segment, const Py_buffer *packed, bool new_too) {
     if (packed->len % (Py_ssize_t)sizeof(uint32_t) != 0) {
         return py_refuse(PyExc_ValueError, "entries: expected 4 bytes each");
@@ -50,7 +50,7 @@ static bool entries_hold(const SegmentObject *segment, const Py_buffer *packed, 
     return true;
 }
 
-/* Origins as the journal takes them, to be freed; NULL with an exception. */
+/* Unpack origins for the journal into a block to free; NULL with an exception. */
 static struct relay_origin *unpack_origins(const Py_buffer *packed) {
     const size_t n = (size_t)packed->len / RELAY_ORIGIN_BYTES;
     struct relay_origin *origins = PyMem_Calloc(n + 1, sizeof *origins);
@@ -67,8 +67,8 @@ static struct relay_origin *unpack_origins(const Py_buffer *packed) {
     return origins;
 }
 
-/* relay_intend(writer, origins, entries) -> bytes | None: the entries' numbers. Origins are one
- * behind the other (ring/segment.h). None where the journal has no room for them. */
+/* relay_intend(writer, origins, entries) -> bytes | None: the entries' numbers; None without room
+ * in the journal. Origins are packed (ring/segment.h). */
 static PyObject *py_relay_intend(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     Py_buffer origins, entries;
@@ -96,7 +96,8 @@ static PyObject *py_relay_intend(PyObject *Py_UNUSED(module), PyObject *args) {
     return result;
 }
 
-/* relay_drop(segment, origins, reason) -> bytes | None: entries of records that are not put. */
+/* relay_drop(segment, origins, reason) -> bytes | None: entries of records dropped instead of
+ * put. */
 static PyObject *py_relay_drop(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     Py_buffer origins;
@@ -123,7 +124,7 @@ static PyObject *py_relay_drop(PyObject *Py_UNUSED(module), PyObject *args) {
     return result;
 }
 
-/* relay_settle(writer, entries): those that were committed are settled. */
+/* relay_settle(writer, entries): settle the committed entries. */
 static PyObject *py_relay_settle(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     Py_buffer entries;
@@ -140,7 +141,7 @@ static PyObject *py_relay_settle(PyObject *Py_UNUSED(module), PyObject *args) {
     return good ? Py_NewRef(Py_None) : NULL;
 }
 
-/* relay_forget(segment, entries): their sources hold them no more, or nobody will put them. */
+/* relay_forget(segment, entries): forget entries no longer held by a source, or never to be put. */
 static PyObject *py_relay_forget(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     Py_buffer entries;
@@ -155,7 +156,7 @@ static PyObject *py_relay_forget(PyObject *Py_UNUSED(module), PyObject *args) {
     return good ? Py_NewRef(Py_None) : NULL;
 }
 
-/* relay_notes(segment) -> [(entry, origin, state, reason that it ended or -1)]: all in force. */
+/* relay_notes(segment) -> [(entry, origin, state, end reason or -1)]: every entry in force. */
 SEGMENT_FUNCTION(py_relay_notes, py_take_writable) {
     PyObject *notes = PyList_New(0);
     for (uint32_t i = 0; notes != NULL && i < segment->c.relay_entry_count; i++) {
@@ -172,7 +173,7 @@ SEGMENT_FUNCTION(py_relay_notes, py_take_writable) {
     return notes;
 }
 
-/* Those of n pairs of entry and reason that have this reason, packed; NULL with an exception. */
+/* Pack the entries of n (entry, reason) pairs with the given reason; NULL with an exception. */
 static PyObject *pack_ends(const uint32_t (*pairs)[2], uint32_t n, uint32_t reason,
                            uint32_t count) {
     PyObject *packed = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(uint32_t)));
@@ -186,7 +187,7 @@ static PyObject *pack_ends(const uint32_t (*pairs)[2], uint32_t n, uint32_t reas
     return packed;
 }
 
-/* relay_ends(segment) -> dict[reason, entries]: settled entries whose records have ended, packed. */
+/* relay_ends(segment) -> dict[reason, entries]: settled entries of ended records, packed. */
 SEGMENT_FUNCTION(py_relay_ends, py_take_writable) {
     uint32_t n = 0, counts[SHMBUS_REASONS] = {0};
     uint32_t(*pairs)[2] = PyMem_Calloc(segment->c.relay_entry_count + 1u, sizeof *pairs);
@@ -216,7 +217,7 @@ SEGMENT_FUNCTION(py_relay_ends, py_take_writable) {
 }
 
 /* relay_words(segment) -> (entries, writer, incarnation, source_incarnation, term, ended, seen_ns,
- * figures): what the journal says beside its entries. */
+ * figures): the journal's header. */
 SEGMENT_FUNCTION(py_relay_words, py_take_segment) {
     struct relay_journal *journal = segment->c.relay;
     PyObject *figures = PyTuple_New(SHMBUS_RELAY_FIGURES);
@@ -235,7 +236,8 @@ SEGMENT_FUNCTION(py_relay_words, py_take_segment) {
                          U64(RELAXED(journal->seen_ns)), figures);
 }
 
-/* relay_note(segment, term, seen_ns, figures): for the sink's successor, and for messages. */
+/* relay_note(segment, term, seen_ns, figures): store notes for the sink's successor, and for
+ * messages. */
 static PyObject *py_relay_note(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *figures;
     SegmentObject *segment;
@@ -261,14 +263,14 @@ static PyObject *py_relay_note(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* relay_next_source(segment) -> int: greater than that of any earlier relay that read this bus. */
+/* relay_next_source(segment) -> int: above every earlier relay's number on this bus. */
 SEGMENT_FUNCTION(py_relay_next_source, py_take_writable) {
     return PyLong_FromUnsignedLongLong(
         atomic_fetch_add_explicit(&segment->c.relay->source_incarnation, 1, memory_order_relaxed) +
         1);
 }
 
-/* relay_journal_bytes(capacity) -> int: what the journal of a bus of so many bytes takes. */
+/* relay_journal_bytes(capacity) -> int: journal size of a bus of `capacity` bytes. */
 static PyObject *py_relay_journal_bytes(PyObject *Py_UNUSED(module), PyObject *argument) {
     unsigned long long capacity = PyLong_AsUnsignedLongLong(argument);
     if (capacity == (unsigned long long)-1 && PyErr_Occurred()) {

@@ -1,6 +1,6 @@
 /* A producer's keywords and arrays, checked and planned as a record.
  *
- * Invariant: nothing is written to the segment before every argument has been found good. */
+ * Invariant: every argument passes its checks before the first write to the segment. */
 #include "python/put/put.h"
 
 #include <math.h>
@@ -108,7 +108,7 @@ bool py_take_integer(PyObject *value, const char *name, int64_t low, int64_t hig
     bool is_int = PyIndex_Check(value) && !PyBool_Check(value);
     PyObject *integer = is_int ? PyNumber_Index(value) : NULL;
     if (integer == NULL) {
-        /* Of an array of several numbers; what else __index__ raises is its own affair. */
+        /* Raised for an array of several numbers; other exceptions of __index__ pass through. */
         if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Clear();
             PyErr_Format(PyExc_TypeError, "%s: expected an int, got %.100s", name,
@@ -129,7 +129,7 @@ bool py_take_integer(PyObject *value, const char *name, int64_t low, int64_t hig
     return true;
 }
 
-/* In place of what float() said: it does not know which argument it was about. */
+/* Replace the error of float(), whose text lacks the argument's name. */
 static void number_error(const char *name, const char *expected, PyObject *value) {
     bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError);
     PyErr_Clear();
@@ -153,7 +153,7 @@ bool py_parse_policy_versions(PyObject *value, int64_t *oldest, uint32_t *span) 
             PyExc_ValueError,
             "policy_version: expected an int, or two: the oldest and the newest, got %R", value);
     }
-    /* Converting runs code of the caller's, which may empty the list. */
+    /* Conversion runs the caller's code, which may empty the list. */
     PyObject *pair = PySequence_Tuple(value);
     bool taken =
         pair != NULL &&
@@ -171,7 +171,7 @@ bool py_parse_policy_versions(PyObject *value, int64_t *oldest, uint32_t *span) 
     return taken;
 }
 
-/* One number as tensors and arrays give theirs; NULL with an exception. */
+/* The item() of a tensor or array; NULL with an exception. */
 static PyObject *score_item(PyObject *value) {
     PyObject *item = PyObject_CallMethod(value, "item", NULL);
     if (item != NULL && !PyFloat_Check(item) && !PyLong_Check(item)) {
@@ -203,7 +203,7 @@ static bool score_of_number(PyObject *value, double *number) {
     return true;
 }
 
-/* Whether it is asked by item(): what is no number of Python or NumPy and has one, as a tensor. */
+/* True for a tensor or the like: an item() method, but no number of Python or NumPy. */
 static bool has_item(PyObject *value) {
     return !PyLong_Check(value) && !PyFloat_Check(value) && !PyArray_IsScalar(value, Generic) &&
            PyObject_HasAttrString(value, "item");
@@ -262,7 +262,7 @@ bool py_parse_timeout(PyObject *value, double *timeout_s) {
     return true;
 }
 
-/* A new reference to the decimal text of an id that is no text; NULL with an exception. */
+/* A new reference to the decimal text of an int id; NULL with an exception. */
 static PyObject *id_text(PyObject *value) {
     if (!PyBool_Check(value) && !PyArray_IsScalar(value, Bool) && !PyArray_Check(value) &&
         PyIndex_Check(value)) {
@@ -308,12 +308,13 @@ bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
     if (id == NULL) {
         return false;
     }
-    /* Owned, as all is: converting runs the caller's code, which may change the mapping. */
+    /* Owned, like every argument: conversion runs the caller's code, which may change the
+     * mapping. */
     Py_XSETREF(self->id_object, id);
     return true;
 }
 
-/* A field, whatever its name; false with an exception. */
+/* Take a field under an arbitrary name; false with an exception. */
 static bool py_arguments_take_field(struct put_arguments *self, PyObject *name, PyObject *value) {
     if (self->array_count == SHMBUS_MAX_FIELDS) {
         return py_refuse(PyExc_ValueError,
@@ -351,7 +352,7 @@ static bool take_need(struct put_arguments *self, PyObject *value) {
     return taken;
 }
 
-/* The reserved words, by identity: names in a call are interned. */
+/* Compare reserved words by identity: call keywords come interned. */
 bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *value) {
     int64_t number;
     if (name == word_group_size) {
@@ -407,7 +408,7 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
         return py_arguments_take_id(self, value);
     }
     if (PyUnicode_CheckExact(name) && !PyUnicode_CHECK_INTERNED(name)) {
-        /* A key that was computed: intern it, and compare again by identity. */
+        /* Intern a computed key and compare again by identity. */
         PyObject *interned = Py_NewRef(name);
         PyUnicode_InternInPlace(&interned);
         bool taken = py_arguments_take(self, interned, value);
@@ -441,7 +442,8 @@ bool py_arguments_take_mapping(struct put_arguments *arguments, PyObject *item) 
     return true;
 }
 
-/* How many samples complete the group; if not all, a late one is told from the next group's. */
+/* Check the number of samples to complete the group. Below group_size a round must tell a late
+ * sample from the next group's. */
 static bool check_need(const struct record_spec *spec) {
     if (spec->need > spec->group_size) {
         return py_refuse(PyExc_ValueError, "need: expected 1 to %u for group_size=%u, got %u",
@@ -484,14 +486,15 @@ bool py_arguments_finish_head(struct put_arguments *self) {
     return true;
 }
 
-/* ---- The fields of a put: matched with the declared schema, taken as arrays or lists, and planned.
+/* ---- The fields of a put: matched with the declared schema, taken as arrays or lists, and
+ * planned.
  *
- * Invariants: a list keeps its place in `values` until it is converted. Its sizes were read once;
- * whoever reads its elements checks that they still are its sizes. */
-/* Above what a record can hold: record_plan refuses it. */
+ * Invariants: a list keeps its place in `values` until conversion. Its sizes were read once; the
+ * conversion checks them again while reading the elements. */
+/* Above a record's capacity: record_plan refuses it. */
 #define BEYOND_A_RECORD ((UINT64_C(1) << 48) + 1)
 
-/* The fields that every trainer reads have a dtype without a declaration. */
+/* Fields read by every trainer have a dtype without a declaration. */
 static struct {
     PyObject *name;
     PyArray_Descr *dtype;
@@ -522,7 +525,7 @@ bool py_plan_fields_add_constants(PyObject *module) {
     return py_add_object(module, "STANDARD_DTYPES", dtypes);
 }
 
-/* What the elements of a list become; false with an exception where nothing says so. */
+/* Choose the dtype for a list's elements; false with an exception if undefined. */
 static bool choose_dtype(struct put_arguments *self, uint32_t i,
                          const DeclaredSchemaObject *declared, uint8_t field) {
     PyObject *name = self->names[i];
@@ -549,7 +552,7 @@ static bool choose_dtype(struct put_arguments *self, uint32_t i,
             return true;
         }
     }
-    Py_XDECREF(py_as_array(name, self->values[i], false)); /* which says how to declare it */
+    Py_XDECREF(py_as_array(name, self->values[i], false)); /* raises with advice on a declaration */
     return false;
 }
 
@@ -563,7 +566,7 @@ static uint64_t bytes_of(const uint64_t *sizes, int ndim, uint64_t itemsize) {
     return estimate >= (double)BEYOND_A_RECORD ? BEYOND_A_RECORD : bytes;
 }
 
-/* A list, or a number for a field that has no dimension: its place is planned by its sizes. */
+/* Plan the place of a list, or of a number for a field without dimensions, from its sizes. */
 static bool plan_list(struct put_arguments *self, uint32_t i, uint32_t words,
                       const DeclaredSchemaObject *declared, uint8_t field) {
     uint64_t sizes[SHMBUS_MAX_NDIM];
@@ -586,7 +589,7 @@ static bool plan_list(struct put_arguments *self, uint32_t i, uint32_t words,
     return true;
 }
 
-/* The dtype that is declared, where the array has another; false with an exception. */
+/* Convert an array to the declared dtype if different; false with an exception. */
 static bool convert_dtype(struct put_arguments *self, uint32_t i,
                           const DeclaredSchemaObject *declared, uint8_t field) {
     PyArrayObject *array = self->arrays[i];
@@ -602,12 +605,12 @@ static bool convert_dtype(struct put_arguments *self, uint32_t i,
     return true;
 }
 
-/* An array as it is to be copied: made of the value, of the declared dtype, C-contiguous. */
+/* Prepare an array for the copy: from the value, in the declared dtype, C-contiguous. */
 static bool take_array(struct put_arguments *self, uint32_t i,
                        const DeclaredSchemaObject *declared, uint8_t field) {
     PyObject *value = self->values[i];
     PyObject *array;
-    /* The hook refuses one number under a name that is nearly an argument's, and masked arrays. */
+    /* The hook refuses a single number under a name close to an argument's, and masked arrays. */
     if (PyArray_CheckExact(value) && PyArray_NDIM((PyArrayObject *)value) > 0) {
         array = Py_NewRef(value);
     } else {
@@ -632,7 +635,7 @@ static bool take_array(struct put_arguments *self, uint32_t i,
     return true;
 }
 
-/* Whether it is copied as it is: what most fields are. */
+/* True if copied unchanged, like most fields. */
 static inline bool is_plain(PyObject *value, const DeclaredSchemaObject *declared, uint8_t field) {
     return PyArray_CheckExact(value) && PyArray_NDIM((PyArrayObject *)value) > 0 &&
            PyArray_IS_C_CONTIGUOUS((PyArrayObject *)value) &&
@@ -640,7 +643,7 @@ static inline bool is_plain(PyObject *value, const DeclaredSchemaObject *declare
             PyArray_DESCR((PyArrayObject *)value) == declared->dtypes[field]);
 }
 
-/* The place of an array that is taken. */
+/* Plan the place of a taken array. */
 static inline bool plan_array(struct put_arguments *self, uint32_t i, uint32_t words) {
     PyArrayObject *taken = self->arrays[i];
     int ndim = PyArray_NDIM(taken);
@@ -675,7 +678,7 @@ static inline bool plan_field(struct put_arguments *self, uint32_t i, uint32_t w
     return take_array(self, i, declared, field) && plan_array(self, i, words);
 }
 
-/* All fields of it, and the number of words that their shapes take. */
+/* Plan every field, and count the shape words. */
 static bool plan_fields(struct put_arguments *self, uint32_t *words) {
     uint32_t at = 0;
     for (uint32_t i = 0; i < self->array_count; i++) {
@@ -697,7 +700,7 @@ static bool plan_declared_fields(struct put_arguments *self, DeclaredSchemaObjec
     if (!py_declared_match(declared, self->names, self->array_count, fields)) {
         return false;
     }
-    self->declared = Py_NewRef((PyObject *)declared); /* its dtypes are used to the end */
+    self->declared = Py_NewRef((PyObject *)declared); /* keeps its dtypes alive until the end */
     for (uint32_t i = 0; i < self->array_count; i++) {
         if (fields[i] == DECLARED_BY_THE_CORE) {
             if (!plan_field(self, i, at, NULL, 0)) {
@@ -730,7 +733,7 @@ bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim) {
     return true;
 }
 
-/* What the hook gave, whose items another thread may not change: a list of its own. */
+/* Take the hook's result into a private list, safe from other threads' changes. */
 static bool take_joined(struct put_arguments *self, PyObject *joined) {
     bool taken = PyList_Check(joined);
     for (Py_ssize_t i = 0; taken && i < PyList_GET_SIZE(joined); i++) {
@@ -741,7 +744,7 @@ static bool take_joined(struct put_arguments *self, PyObject *joined) {
     return taken;
 }
 
-/* Makes fields of the rows, behind all others. */
+/* Turn the rows into fields, after the other fields. */
 static bool join_rows(struct put_arguments *self) {
     PyObject *others = PyTuple_New(self->array_count);
     for (uint32_t i = 0; others != NULL && i < self->array_count; i++) {
@@ -761,7 +764,7 @@ static bool join_rows(struct put_arguments *self) {
 bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache,
                          DeclaredSchemaObject *declared) {
     uint32_t words;
-    /* A report of a failure has no fields. */
+    /* A failure report has no fields. */
     bool checked = declared != NULL && (self->spec.flags & SHMBUS_FLAG_FAILED) == 0;
     if (!py_arguments_finish_head(self) ||
         (self->rows_object != NULL && !join_rows(self)) ||

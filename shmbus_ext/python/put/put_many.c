@@ -1,13 +1,13 @@
-/* Producer.put_many: a list of records, committed together where the bus has room for all of them.
+/* Producer.put_many: a list of records, committed together if the bus has room for the whole list.
  *
- * Invariant: until the first commit, an exception leaves the bus as it was. What is reserved and
- * not committed is in `batches` of its writer, which closing aborts. */
+ * Invariant: until the first commit, an exception leaves the bus unchanged. Uncommitted
+ * reservations are in the writer's `batches`, and closing the writer aborts them. */
 #include "python/put/put.h"
 
 #include "base/clock.h"
 #include "ring/observe.h"
 
-/* Sets `accepted` of the exception that is set: how many items were committed. */
+/* Set `accepted` of the current exception: the number of committed items. */
 static void note_accepted(Py_ssize_t done) {
     PyObject *error = py_set_aside_error();
     PyObject *accepted = PyLong_FromSsize_t(done);
@@ -19,10 +19,10 @@ static void note_accepted(Py_ssize_t done) {
 }
 
 struct batch {
-    struct reservation *at; /* of the items that are reserved and filled, and not committed */
-    Py_ssize_t open;        /* how many those are */
+    struct reservation *at; /* items reserved and filled but not committed */
+    Py_ssize_t open;        /* number of open entries in `at` */
     Py_ssize_t committed;
-    struct batch *next; /* of the same writer, in another thread or a signal's handler */
+    struct batch *next; /* of the same writer, in a second thread or a signal handler */
 };
 
 static void batch_commit(WriterObject *self, struct batch *batch) {
@@ -41,7 +41,7 @@ static void batch_abort(WriterObject *self, struct batch *batch) {
     batch->open = 0;
 }
 
-/* Names the item or sample in the exception that is set, where the message is one of ours. */
+/* Name the item or sample in the current exception, if its message comes from shmbus. */
 static void name_place(const char *what, Py_ssize_t at) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -92,12 +92,12 @@ static double seconds_until(double deadline_s) {
     return left_s < 0 ? 0 : left_s;
 }
 
-/* The bus is full: what is reserved must be committed before anybody can make room. A bad item must
- * leave the bus as it was, so the items after `at` are checked before the first commit. */
+/* With a full bus, space can appear only after committing the reserved items. A bad item must leave
+ * the bus unchanged, so check the items after `at` before the first commit. */
 static bool commit_and_wait(WriterObject *self, struct batch *batch, PyObject *items, Py_ssize_t at,
                             const struct wanted_room *wanted, double deadline_s) {
     if (removal_happened(&self->segment->c)) {
-        /* Nobody reads it any more: these items begin again, in the bus that takes its place. */
+        /* The removed bus lost its reader: start these items again in the successor. */
         batch_abort(self, batch);
     } else if (batch->committed == 0) {
         if (!check_items(self, items, at + 1)) {
@@ -115,7 +115,7 @@ static bool batch_add(WriterObject *self, struct batch *batch, PyObject *items, 
     struct put_fields fields;
     struct put_arguments arguments;
     bool added = parse_item(self, &arguments, &fields, items, at);
-    /* Where the writer went to another bus meanwhile, its items begin again. */
+    /* If the writer moved to a successor meanwhile, restart its items. */
     if (added && batch->committed + batch->open == at) {
         struct wanted_room wanted = py_writer_wants(self, &arguments);
         added = py_writer_try_claim(self, &wanted, &batch->at[batch->open]) == WRITER_OK ||
@@ -178,7 +178,7 @@ PyObject *py_writer_put_many(WriterObject *self, PyObject *args, PyObject *kwarg
         PyErr_NoMemory();
     }
     self->batches = &batch;
-    /* Items that were reserved in a bus that was removed are open no more, and come again. */
+    /* Items reserved in a removed bus leave `open` and come again. */
     while (good && batch.committed + batch.open < count) {
         good = batch_add(self, &batch, items, batch.committed + batch.open, deadline_s);
     }
@@ -201,15 +201,16 @@ PyObject *py_writer_put_many(WriterObject *self, PyObject *args, PyObject *kwarg
     return PyLong_FromSsize_t(batch.committed);
 }
 
-/* ---- Producer.put_group: all records of a group, in one piece of the lane and committed by one store.
+/* ---- Producer.put_group: every record of a group, in one piece of the lane and committed by one
+ * store.
  *
  * Invariants:
- *  - Every argument of every sample is checked before room is claimed.
- *  - From the claim to the commit no code of Python's runs, and the interpreter lock is held: the
- *    records lie above the lane's `used`, where nobody sees them, until all are whole. */
+ *  - Every argument of every sample is checked before the claim of room.
+ *  - From claim to commit no Python code runs and the interpreter lock is held: the records lie
+ *    above the lane's `used`, invisible until complete. */
 struct whole_group {
     Py_ssize_t count;
-    Py_ssize_t begun; /* arguments that have to be ended */
+    Py_ssize_t begun; /* number of arguments to end */
     struct put_arguments *samples;
     struct reservation *at;
     uint64_t bytes;
@@ -253,7 +254,7 @@ static bool claim(WriterObject *self, struct whole_group *group, double timeout_
         group->at[i] = next;
         next.place.offset += next.bytes;
         next.record = (struct record_header *)(void *)((uint8_t *)next.record + next.bytes);
-        next.admitted = 0; /* which the first says for all */
+        next.admitted = 0; /* held by the first record for the group */
         if (!py_writer_find_split(self, &group->samples[i], &group->at[0])) {
             return false;
         }
@@ -289,7 +290,7 @@ PyObject *py_writer_put_group(WriterObject *self, PyObject *args) {
         PyErr_NoMemory();
     }
     done = done && read_samples(self, &group, items) &&
-           py_writer_usable(self) && /* encoding may have let another thread close it */
+           py_writer_usable(self) && /* a second thread may close the writer during encoding */
            claim(self, &group, timeout_s);
     if (done) {
         publish(self, &group);

@@ -1,22 +1,21 @@
-/* Reservation: a record whose arrays are filled in the ring itself.
+/* Reservation: a record whose arrays are filled in the ring, in place.
  *
- * Invariants: a reservation ends once, by commit or abort, at the latest when it is collected.
- * After that nothing is written through its arrays: they are read-only, and where somebody holds
- * views of them the record's space is kept until those are gone. */
+ * Invariants: a reservation ends once, by commit or abort, at the latest at its collection.
+ * Afterwards its arrays are read-only, and outstanding views keep the record's space allocated. */
 #include "python/put/put.h"
 
 #include "public_docs.h"
 
-/* ---- What a reservation is to have room for.
+/* ---- The room of a reservation.
  *
- * Invariant: nothing is taken from the ring here. */
+ * Invariant: planning takes nothing from the ring. */
 struct field_list {
     PyObject *names;  /* tuple of str */
     PyObject *dtypes; /* tuple of dtype */
     PyObject *shapes; /* tuple of tuple of int */
 };
 
-/* Sizes of the fields into the arguments, as put takes them from arrays. */
+/* Fill in the fields' sizes, like put from arrays. */
 static bool take_shapes(struct put_arguments *arguments, const struct field_list *fields,
                         uint64_t limit) {
     uint32_t words = 0;
@@ -41,14 +40,15 @@ static bool take_shapes(struct put_arguments *arguments, const struct field_list
             bytes *= size;
             arguments->shape[words++] = size;
         }
-        /* A product that overflows is above any limit, and must stay so. */
+        /* An overflowed product exceeds every limit and must stay above. */
         arguments->field_bytes[i] = estimate > (double)limit ? limit + 1 : bytes;
     }
     arguments->spec.shape_words = words;
     return true;
 }
 
-/* Whether the schema has fields so; false with an exception. `shape`: a word and sizes for each. */
+/* Check the fields against the schema; false with an exception. `shape`: a word plus the sizes per
+ * field. */
 static bool py_check_declared(const DeclaredSchemaObject *declared, PyObject *const *names,
                               PyArray_Descr *const *dtypes, uint32_t count, const uint8_t *ndim,
                               const uint64_t *shape) {
@@ -82,7 +82,7 @@ static bool py_check_declared(const DeclaredSchemaObject *declared, PyObject *co
     return true;
 }
 
-/* All that can be refused before anything is taken from the ring; false with an exception. */
+/* Check everything refusable before taking room in the ring; false with an exception. */
 static bool py_plan_reservation(WriterObject *self, struct put_arguments *arguments, PyObject *head,
                                 const struct field_list *fields, uint64_t meta_room) {
     Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
@@ -95,7 +95,7 @@ static bool py_plan_reservation(WriterObject *self, struct put_arguments *argume
                          SHMBUS_MAX_FIELDS, count);
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        arguments->names[i] = PyTuple_GET_ITEM(fields->names, i); /* borrowed: they are no arrays */
+        arguments->names[i] = PyTuple_GET_ITEM(fields->names, i); /* borrowed: no arrays yet */
         arguments->dtypes[i] = (PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i);
     }
     if (!take_shapes(arguments, fields, self->segment->c.record_limit)) {
@@ -113,8 +113,8 @@ static bool py_plan_reservation(WriterObject *self, struct put_arguments *argume
 }
 
 /* ---- The reservation. */
-/* Takes the arrays back. One that somebody still holds can no longer be written through, and its
- * record's space is kept until it is gone, for views of it that we don't know of. */
+/* Take the arrays back. An array still held elsewhere becomes read-only, and its record's space is
+ * kept until it is gone, for views unknown to shmbus. */
 static void py_reservation_take_arrays(ReservationObject *self) {
     for (uint32_t i = 0; i < self->count; i++) {
         if (self->arrays[i] != NULL) {
@@ -128,9 +128,9 @@ static void py_reservation_take_arrays(ReservationObject *self) {
     }
 }
 
-/* What is committed must not change: where a view may still write into the reserved place,
- * through a slice or a memoryview, the record is committed as a copy and the place is given up.
- * With no room for a copy it is committed where it is, and kept apart from other records. */
+/* A committed record must not change. If a slice or memoryview may still write into the reserved
+ * place, commit a copy and give up the place. Without room for a copy, commit in place and keep the
+ * record apart from other records. */
 static void move_from_views(ReservationObject *self) {
     struct writer *writer = &self->writer->c;
     struct reservation copy;
@@ -143,7 +143,7 @@ static void move_from_views(ReservationObject *self) {
                        from->flags);
     writer_reserve(writer, &copy);
     copy.admitted = self->at.admitted;
-    self->at.admitted = 0; /* the copy's group is not given up */
+    self->at.admitted = 0; /* the copy keeps its group's admission */
     writer_abort(writer, &self->at);
     self->at = copy;
 }
@@ -174,7 +174,7 @@ static bool py_reservation_usable(ReservationObject *self) {
     return py_writer_usable(self->writer);
 }
 
-/* Whether the schema has the sizes that its fields have in the end; false with an exception. */
+/* Check the final sizes of the fields against the schema; false with an exception. */
 static bool check_sizes(ReservationObject *self) {
     PyObject *names[SHMBUS_MAX_FIELDS];
     PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
@@ -211,7 +211,7 @@ static PyObject *field_view(ReservationObject *self, PyArray_Descr *dtype, int n
     return array;
 }
 
-/* The Python side of a reservation; its arrays come afterwards. */
+/* Make the Python side of a reservation, without arrays. */
 static ReservationObject *py_reservation_new(WriterObject *writer, const struct reservation *at,
                                              PyObject *names) {
     ReservationObject *made = (ReservationObject *)ReservationType.tp_alloc(&ReservationType, 0);
@@ -284,7 +284,7 @@ PyObject *py_writer_reserve(WriterObject *self, PyObject *args) {
     ReservationObject *made = NULL;
     py_arguments_begin(&arguments, &put_fields);
     if (!py_plan_reservation(self, &arguments, head, &fields, meta_room) ||
-        !py_writer_usable(self)) { /* encoding may have let another thread close it */
+        !py_writer_usable(self)) { /* a second thread may close the writer during encoding */
         goto end;
     }
     struct wanted_room wanted = py_writer_wants(self, &arguments);
@@ -300,7 +300,7 @@ PyObject *py_writer_reserve(WriterObject *self, PyObject *args) {
     PyObject *meta = arguments.meta_encoded;
     py_reservation_open(made, &arguments, meta == NULL ? 0 : (uint64_t)PyBytes_GET_SIZE(meta));
     if (!py_reservation_make_views(made, &arguments, fields.dtypes)) {
-        Py_CLEAR(made); /* its end aborts */
+        Py_CLEAR(made); /* the deallocation aborts */
     }
 end:
     py_arguments_end(&arguments);
@@ -315,7 +315,7 @@ static int py_reservation_index_of(ReservationObject *self, PyObject *name) {
     return field;
 }
 
-/* Not an assignment of one's own array: what is to be committed is in the ring already. */
+/* Refuse assignment: the field's array lies in the ring already. */
 static int py_reservation_assign(ReservationObject *Py_UNUSED(self), PyObject *name,
                                  PyObject *Py_UNUSED(value)) {
     PyErr_Format(PyExc_TypeError,
@@ -333,7 +333,7 @@ static PyObject *py_reservation_get(ReservationObject *self, PyObject *name) {
     return field < 0 ? NULL : Py_NewRef((PyObject *)self->arrays[field]);
 }
 
-/* -1 for what no field is as long as; false with a TypeError. */
+/* Convert a length, -1 if out of range; false with a TypeError. */
 static bool take_length(PyObject *value, int64_t *length) {
     if (py_take_integer(value, "length", 0, INT64_MAX, length)) {
         return true;
@@ -346,7 +346,7 @@ static bool take_length(PyObject *value, int64_t *length) {
     return true;
 }
 
-/* resize(name, n): the first dimension ends up shorter than reserved. */
+/* resize(name, n): shorten the first dimension below the reserved size. */
 static PyObject *py_reservation_resize(ReservationObject *self, PyObject *args) {
     PyObject *name, *given;
     int64_t length;
@@ -374,7 +374,7 @@ static PyObject *py_reservation_resize(ReservationObject *self, PyObject *args) 
         shape[1] = before;
         return NULL;
     }
-    /* What was handed out before is no longer the field: it is not written through any more. */
+    /* The earlier array no longer backs the field: make it read-only. */
     PyArray_CLEARFLAGS(array, NPY_ARRAY_WRITEABLE);
     Py_SETREF(self->arrays[field], (PyArrayObject *)shorter);
     Py_RETURN_NONE;
@@ -402,13 +402,13 @@ static PyObject *py_reservation_exit(ReservationObject *self, PyObject *args) {
     if (!self->ended) {
         PyObject *result = py_reservation_end(self, type == Py_None);
         if (result == NULL && type != Py_None && PyErr_ExceptionMatches(hooks.closed_error)) {
-            /* A forked child has no part in it. That must not take the place of what ended the
-             * block, such as the SystemExit of that child. */
+            /* A forked child owns no part of the reservation. Keep the exception that ended the
+             * block, like the child's SystemExit. */
             PyErr_Clear();
             Py_RETURN_NONE;
         }
         if (result == NULL && !self->ended && self->resized) {
-            /* Its sizes are not those of the schema, and nobody will mend them any more. */
+            /* The sizes violate the schema, and the block's end leaves no chance to repair them. */
             PyObject *error = py_set_aside_error();
             Py_XDECREF(py_reservation_end(self, false));
             PyErr_Clear();
@@ -466,7 +466,8 @@ static int py_reservation_set_meta(ReservationObject *self, PyObject *value,
     if (encoded == NULL) {
         return -1;
     }
-    /* Encoding runs code of others, which may have ended this, and lets other threads do so. */
+    /* Encoding runs foreign code, which may end this reservation, and lets other threads do the
+     * same. */
     if (!py_reservation_usable(self)) {
         Py_DECREF(encoded);
         return -1;

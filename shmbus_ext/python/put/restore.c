@@ -1,20 +1,20 @@
-/* Restorer: writes what a snapshot holds into a new segment, before anybody else knows of it.
+/* Restorer: writes a snapshot's contents into a new segment, before the segment becomes known.
  *
- * Invariants: the segment is fresh, and this is its collector. Records go into the collector's own
- * lane as if they had been moved there, so each keeps the number that its producer gave it; the
- * counters come last, and with them the ledger is what it was. Records go one behind the other; or,
- * where their runs are named, those of a run into one of its length: they take no more extents. */
+ * Invariants: the segment must be fresh, and this object acts as the collector. Records go into the
+ * collector's own lane as if moved there, so every record keeps its producer's number. The counters
+ * come last and restore the ledger. Records follow in sequence or, if their runs are named, a run's
+ * records fill a run of the same length and take no additional extents. */
 #include "python/put/put.h"
 
 #include <string.h>
 
 #include "base/file_lock.h"
 
-/* Where the lane goes on in a run that it has left. */
+/* Saved position of the lane in a run left earlier. */
 struct open_run {
     uint64_t used;
     uint64_t bytes;
-    uint32_t extent; /* NO_EXTENT for none */
+    uint32_t extent; /* may be NO_EXTENT */
     uint32_t generation;
 };
 
@@ -22,7 +22,7 @@ typedef struct {
     PyObject_HEAD
     SegmentObject *segment;
     struct writer lane;
-    struct open_run *runs; /* by the extent that each began at before; NULL while none is named */
+    struct open_run *runs; /* by the run's first extent in the snapshot; NULL at first */
     bool attached;
 } RestorerObject;
 
@@ -73,7 +73,7 @@ static bool py_restorer_usable(RestorerObject *self) {
     return py_segment_usable(self->segment, "restorer");
 }
 
-/* Sizes are the snapshot's; offsets within the record are planned here. */
+/* Sizes come from the snapshot; offsets within the record are planned here. */
 static bool read_shape(struct put_arguments *a, const Py_buffer *schema, const Py_buffer *shape,
                        PyObject *fields) {
     const uint8_t *at = schema->buf;
@@ -137,7 +137,7 @@ static bool copy_fields(const struct put_arguments *a, struct record_header *rec
     return true;
 }
 
-/* The lane goes on in the run at `from`, which is begun with `span` extents. */
+/* Continue the lane in the run `from`, beginning it with `span` extents if new. */
 static enum writer_status enter_run(RestorerObject *self, uint32_t from, uint64_t span) {
     struct segment *segment = &self->segment->c;
     struct writer *lane = &self->lane;
@@ -162,7 +162,7 @@ static enum writer_status enter_run(RestorerObject *self, uint32_t from, uint64_
     struct reservation whole;
     enum writer_status status = writer_claim(lane, span * segment->extent_bytes, &whole);
     if (status == WRITER_FULL && lane->spare != NO_EXTENT) {
-        /* Every extent was in use: then there was none to spare. */
+        /* Every extent was in use, so the snapshot's lane held no spare. */
         extent_unlease(segment, lane->spare,
                        link_make(lane->spare_generation, lane->slot_index + 1));
         lane->spare = NO_EXTENT;
@@ -205,14 +205,15 @@ static enum writer_status write_record(RestorerObject *self, struct put_argument
         memcpy((uint8_t *)to.record + a->spec.meta_offset, meta->buf, (size_t)meta->len);
     }
     if (!copy_fields(a, to.record, fields)) {
-        return WRITER_SYSTEM_ERROR; /* not exposed: the next record takes its place */
+        return WRITER_SYSTEM_ERROR; /* not exposed: the next record overwrites the place */
     }
     record_close(to.record, to.bytes, sequence, 0);
     writer_publish_moved(&self->lane, &to, SHMBUS_COMMITTED);
     return WRITER_OK;
 }
 
-/* Into the run that it lay in, `span << 32 | its first extent + 1`; or, with 0, behind the last. */
+/* Write into the record's former run, `span << 32 | its first extent + 1`; with 0, behind the last
+ * record. */
 static enum writer_status place_record(RestorerObject *self, struct put_arguments *a,
                                        unsigned long long producer_id, unsigned long long sequence,
                                        const Py_buffer *meta, PyObject *fields,
@@ -241,8 +242,8 @@ static enum writer_status place_record(RestorerObject *self, struct put_argument
 }
 
 /* put(producer_id, sequence, policy_version, version_span, score, group_size, need, index, split,
- *     round, flags, id, schema, shape, meta, fields, run) -> bool: False where the bus is full. All
- *     with a run, or none. */
+ *     round, flags, id, schema, shape, meta, fields, run) -> bool: False if the bus is full. Name
+ *     a run for every record or for no record. */
 static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
     unsigned long long producer_id, sequence, run;
     long long policy_version, round;
@@ -289,7 +290,7 @@ static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
             result = Py_NewRef(Py_False);
             break;
         default:
-            break; /* an exception says why */
+            break; /* an exception tells the reason */
         }
     }
     PyBuffer_Release(&id);
@@ -320,7 +321,8 @@ static bool restore_slot(struct segment *segment, PyObject *row) {
     return true;
 }
 
-/* finish(released, slots, next_producer_id, policy_version, next_round): the counters, and the end. */
+/* finish(released, slots, next_producer_id, policy_version, next_round): restore the counters and
+ * end. */
 static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
     PyObject *released, *slots;
     unsigned long long next_producer_id, next_round;
@@ -357,8 +359,8 @@ static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* ancestors(rows): (identity, producers) of the buses that the records are of, the oldest first; of
- * more than there is room for, the newest. */
+/* ancestors(rows): (identity, producers) of the records' buses, oldest first; beyond capacity only
+ * the newest. */
 static PyObject *py_restorer_ancestors(RestorerObject *self, PyObject *rows) {
     if (!py_restorer_usable(self)) {
         return NULL;
@@ -386,7 +388,7 @@ static PyObject *py_restorer_ancestors(RestorerObject *self, PyObject *rows) {
     Py_RETURN_NONE;
 }
 
-/* split(number, acknowledged, dropped): its counters. */
+/* split(number, acknowledged, dropped): restore the split's counters. */
 static PyObject *py_restorer_split(RestorerObject *self, PyObject *args) {
     unsigned int number;
     unsigned long long acked, dropped;

@@ -1,4 +1,4 @@
-/* Waiting time of trainers, and samples that workers do not make; see ring/observe.h. */
+/* Waiting time of trainers, and samples never made by workers; see ring/observe.h. */
 #include "python/put/put.h"
 
 #include <string.h>
@@ -6,7 +6,8 @@
 #include "base/clock.h"
 #include "ring/observe.h"
 
-/* note_waited(segment, seconds): trainers waited for groups so much longer; for the collector. */
+/* note_waited(segment, seconds): add to the trainers' waiting time for groups; for the
+ * collector. */
 static PyObject *py_note_waited(PyObject *Py_UNUSED(module), PyObject *args) {
     double seconds;
     SegmentObject *segment;
@@ -20,7 +21,7 @@ static PyObject *py_note_waited(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* _note_unmade(released, given_back, failed, rest_s, reason): zeros once a sample was made. */
+/* _note_unmade(released, given_back, failed, rest_s, reason): zeros after a sample was made. */
 PyObject *py_writer_note_unmade(WriterObject *self, PyObject *args) {
     unsigned int released;
     struct unmade note = {0};
@@ -52,7 +53,7 @@ const struct named_value py_waits_constants[] = {
 };
 
 bool py_waits_add_objects(PyObject *module) {
-    /* WAITS: what is waited for, by number. */
+    /* WAITS: names of the wait kinds, by number. */
     return py_add_object(module, "WAITS",
                          Py_BuildValue("(ssss)", "space", "paused", "ahead", "groups"));
 }

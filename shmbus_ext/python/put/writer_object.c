@@ -1,7 +1,7 @@
-/* Writer: what shmbus.Producer is made of.
+/* Writer: the base of shmbus.Producer.
  *
- * Invariant: a writer is closed only after all copies into its lane have ended. Then its open
- * reservations and batches are aborted, and only then is the lane given up. */
+ * Invariant: closing waits until every copy into the lane ended, then aborts open reservations and
+ * batches, and only then gives up the lane. */
 #define _GNU_SOURCE
 #include "python/put/put.h"
 
@@ -10,7 +10,7 @@
 #include "base/clock.h"
 #include "public_docs.h"
 
-/* Closing waits in steps of this for copies that other threads have under way. */
+/* Poll interval of a close, waiting for other threads' copies. */
 #define CLOSE_POLL_US 50
 
 static void pause_us(useconds_t us) {
@@ -19,7 +19,7 @@ static void pause_us(useconds_t us) {
     Py_END_ALLOW_THREADS
 }
 
-/* Takes a lane of the segment; false with an exception. */
+/* Take a lane of the segment; false with an exception. */
 static bool attach(struct writer *writer, SegmentObject *segment, const char *label) {
     enum writer_status status;
     Py_BEGIN_ALLOW_THREADS
@@ -33,7 +33,7 @@ static bool attach(struct writer *writer, SegmentObject *segment, const char *la
     return status == WRITER_OK;
 }
 
-/* Gives the lane up, and what is open in it. */
+/* Give up the lane and everything open in the lane. */
 static void leave_bus(WriterObject *self) {
     py_writer_abort_batches(self);
     py_writer_abort_open(self);
@@ -103,7 +103,7 @@ static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t 
     }
     bool done = take_call(&arguments, args, count, kwnames) &&
                 py_arguments_finish(&arguments, &self->schemas, self->declared) &&
-                py_writer_usable(self) && /* encoding may have let another thread close it */
+                py_writer_usable(self) && /* a second thread may close the writer during encoding */
                 py_writer_put_one(self, &arguments);
     py_arguments_end(&arguments);
     if (!done) {
@@ -120,20 +120,20 @@ static PyObject *py_writer_put(WriterObject *self, PyObject *const *args, Py_ssi
     return put_call(self, args, count, kwnames, 0, NULL);
 }
 
-/* A report that a sample failed: put's arguments, with the reason as meta, and no arrays. */
+/* Report a failed sample: put's arguments, with the reason as meta, and no arrays. */
 static PyObject *py_writer_fail(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                 PyObject *kwnames) {
     return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED, NULL);
 }
 
-/* The same where the group's size is unknown: group_size is any above the index. */
+/* Likewise for an unknown group size: group_size is an arbitrary number above the index. */
 static PyObject *py_writer_fail_unsized(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                         PyObject *kwnames) {
     return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE, NULL);
 }
 
-/* _answer(claim, flags, instance_id, ...) -> bool: put, or a failure's report, that ends a claim;
- * False, and nothing is put, where the claim is not held. */
+/* _answer(claim, flags, instance_id, ...) -> bool: end a claim by a put or a failure report; False,
+ * without a put, if the claim was lost. */
 static PyObject *py_writer_answer(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                   PyObject *kwnames) {
     struct request_claim claim;
@@ -149,7 +149,7 @@ static PyObject *py_writer_answer(WriterObject *self, PyObject *const *args, Py_
     return put_call(self, args + 2, count - 2, kwnames, (uint32_t)flags, &claim);
 }
 
-/* Announces the wish for space; try again after it, and then await_space with the ticket. */
+/* Announce the wish for space; then try again and, on failure, call await_space with the ticket. */
 static PyObject *py_writer_want_space(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_writer_usable(self)) {
         return NULL;
@@ -160,7 +160,8 @@ static PyObject *py_writer_want_space(WriterObject *self, PyObject *Py_UNUSED(ig
     return PyLong_FromUnsignedLong(ticket);
 }
 
-/* await_space(ticket, timeout_s): sleeps until the reader has freed some since; takes none. */
+/* await_space(ticket, timeout_s): sleep until the reader frees space after the ticket; takes no
+ * space. */
 static PyObject *py_writer_await_space(WriterObject *self, PyObject *args) {
     double timeout_s;
     unsigned int ticket;
@@ -184,7 +185,7 @@ static void py_writer_detach(WriterObject *self) {
         self->attached = false;
         return;
     }
-    /* Another thread's copy ends in its own record: the space is given up only afterwards. */
+    /* A second thread's copy ends in its own record: give up the space only afterwards. */
     self->closing = true;
     while (self->busy > 0) {
         pause_us(CLOSE_POLL_US);
@@ -211,7 +212,7 @@ static void py_writer_dealloc(WriterObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* _watch_waits(call, seconds): `call` hears of a wait for space every so many seconds of it. */
+/* _watch_waits(call, seconds): run `call` every `seconds` seconds of a wait for space. */
 static PyObject *py_writer_watch_waits(WriterObject *self, PyObject *args) {
     PyObject *call;
     double seconds;
@@ -223,7 +224,7 @@ static PyObject *py_writer_watch_waits(WriterObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* _declare(schema or None): what is put from now on is checked by it. */
+/* _declare(schema or None): check later puts against the schema. */
 static PyObject *py_writer_declare(WriterObject *self, PyObject *schema) {
     if (schema != Py_None && !PyObject_TypeCheck(schema, &DeclaredSchemaType)) {
         return PyErr_Format(PyExc_TypeError, "expected a DeclaredSchema or None");
@@ -244,25 +245,26 @@ static PyObject *py_writer_get_closed(WriterObject *self, void *Py_UNUSED(ignore
                            self->segment->generation != fork_generation);
 }
 
-/* ---- Going on in the successor of a removed bus.
+/* ---- Moving to the successor of a removed bus.
  *
  * Invariants:
- *  - The writer moves under the interpreter lock, in one piece: before it, its lane and segment are
- *    the old ones, after it the new ones. Nobody copies into the old lane then; nothing of it is open.
- *  - A thread that waits on the segment without the interpreter lock holds a reference to it, and
- *    checks again whether it is the writer's.
- *  - What was counted before goes on being counted. */
-/* Between two polls for a successor; and what other threads wait for the one that moves. */
+ *  - The move is atomic under the interpreter lock: lane and segment are the old pair before and
+ *    the new pair after. At the move no thread copies into the old lane, and nothing in the old
+ *    lane is open.
+ *  - A thread waiting on the segment without the interpreter lock holds a reference and afterwards
+ *    checks again for the writer's current segment.
+ *  - Counts continue across buses. */
+/* Poll interval for a successor; and, below, for threads waiting for the moving thread. */
 #define POLL_US 20000
 #define MOVE_POLL_US 500
 
-/* Attaches to the next segment, and moves there; false with an exception. */
+/* Attach to the next segment and move there; false with an exception. */
 static bool move_to(WriterObject *self, SegmentObject *next) {
     struct writer fresh;
     if (!attach(&fresh, next, self->label)) {
         return false;
     }
-    /* Another thread's copy ends in its own record: nothing new is claimed in a removed bus. */
+    /* A second thread's copy ends in its own record: a removed bus grants no new claims. */
     while (self->busy > 0 && !self->closing) {
         pause_us(MOVE_POLL_US);
     }
@@ -278,7 +280,7 @@ static bool move_to(WriterObject *self, SegmentObject *next) {
     return true;
 }
 
-/* Whether it has moved, by any thread; 0 where there is no successor yet, -1 with an exception. */
+/* 1 after a move, by whatever thread; 0 without a successor yet; -1 with an exception. */
 static int try_to_move(WriterObject *self) {
     SegmentObject *before = self->segment;
     PyObject *next = PyObject_CallMethod((PyObject *)self, "_successor", NULL);
@@ -339,13 +341,13 @@ static bool follow(WriterObject *self, double timeout_s) {
     return moved > 0;
 }
 
-/* _follow(): it goes on in the bus that `_successor` of its subclass opens. */
+/* _follow(): enable moving to the bus opened by the subclass's `_successor`. */
 static PyObject *py_writer_follow(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
     self->follow = follow;
     Py_RETURN_NONE;
 }
 
-/* _go_on(timeout_s): py_writer_go_on, where the bus was removed. */
+/* _go_on(timeout_s): py_writer_go_on, if the bus was removed. */
 static PyObject *py_writer_go_on_call(WriterObject *self, PyObject *timeout) {
     double timeout_s;
     if (!py_parse_timeout(timeout, &timeout_s) || !py_writer_usable(self)) {

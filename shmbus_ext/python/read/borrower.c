@@ -1,11 +1,11 @@
-/* Borrower: the groups that a daemon leased to this process: received, handed out, ended.
+/* Borrower: the groups leased by a daemon to this process: received, handed out, ended.
  *
  * Invariants:
- *  - The segment is mapped read-only; nothing that a message or the segment says is used before it
- *    is bounded and its frame's checksum, which is salted with its place, has been found right.
- *  - A lease that was received is in `ready` until it is handed out. Each call changes the locks,
- *    the dictionary of all leases and `ready` together: no signal's handler runs in between.
- *  - The locks come first: what is read behind them cannot be delivered to another any more. */
+ *  - The segment is mapped read-only. Contents of a message or of the segment are used only after a
+ *    bounds check and the frame's checksum, salted with the frame's place.
+ *  - A received lease is in `ready` until handed out. A call changes the locks, the dictionary of
+ *    leases and `ready` together: no signal handler runs in between.
+ *  - Locks come first: a record read under its lock can no longer be delivered elsewhere. */
 #include "python/read/read.h"
 
 #include <errno.h>
@@ -14,26 +14,28 @@
 #include "base/file_lock.h"
 #include "python/hooks.h"
 
-/* ---- What a Borrower keeps.
+/* ---- State of a Borrower.
  *
  * Invariants:
- *  - Each extent of a lease has this client's lease lock until the lease has ended for good, and
- *    each extent that an array looks into has a view lock. The kernel drops both when the process
- *    dies, and a daemon that dies does not take them with it: they are what the next one believes.
- *  - A view lock is taken while its record is leased, and found by the reader before it frees.
- *  - Locks are counted by extent; the kernel hears of the first and last, of neighbours at once. */
+ *  - Every extent of a lease carries this client's lease lock until the lease has ended for good,
+ *    and every extent under an array carries a view lock. The kernel drops both locks when this
+ *    process dies, but not when the daemon dies: the next daemon trusts the locks.
+ *  - A view lock is taken while its record is leased, and the reader looks for view locks before
+ *    freeing.
+ *  - Locks are counted by extent; a system call happens only for the first and the last lock of an
+ *    extent, and once for neighbouring extents. */
 typedef struct {
     HOLDER_HEAD
     uint32_t client;
-    uint32_t *lease_counts; /* groups' records, by extent */
+    uint32_t *lease_counts; /* records of leases, by extent */
     uint32_t *view_counts;  /* pins and copies under way, by extent */
-    uint32_t *changed;      /* extents that the kernel is to hear of, within one call */
-    PyObject *ready;        /* list: received and not handed out, the next first */
-    Py_ssize_t unconfirmed; /* leases that have ended here, and are locked still */
+    uint32_t *changed;      /* extents to lock or unlock, within one call */
+    PyObject *ready;        /* list: received but not handed out, the next first */
+    Py_ssize_t unconfirmed; /* leases ended here but still locked */
     struct record_copy copy;
 } BorrowerObject;
 
-/* Whether it can be used in this process; false with an exception. */
+/* Refuse a closed or inherited borrower; false with an exception. */
 static bool py_borrower_usable(BorrowerObject *self) {
     if (!self->attached) {
         return py_refuse(hooks.closed_error, "this Consumer is closed; make a new one");
@@ -45,7 +47,7 @@ static int64_t lease_bytes(uint32_t client) {
     return SHMBUS_LOCK_LEASE + (int64_t)client * SHMBUS_MAX_EXTENTS;
 }
 
-/* Behind the last of extents[from..count), which are in order, that follow each other. */
+/* End of the run of consecutive extents starting at `from`; extents are sorted. */
 static size_t end_of_range(const uint32_t *extents, size_t from, size_t count) {
     size_t to = from + 1;
     while (to < count && extents[to] == extents[to - 1] + 1) {
@@ -63,7 +65,7 @@ static void unlock_changed(BorrowerObject *self, size_t count, int64_t base) {
     }
 }
 
-/* All, or none and false with an exception. */
+/* Lock every changed extent, or no extent and false with an exception. */
 static bool lock_changed(BorrowerObject *self, size_t count, int64_t base) {
     extents_sort(self->changed, count);
     for (size_t i = 0, end; i < count; i = end) {
@@ -80,7 +82,7 @@ static bool lock_changed(BorrowerObject *self, size_t count, int64_t base) {
     return true;
 }
 
-/* How many extents have changed, with those that did before: theirs are the first records now. */
+/* Count records in; append extents at their first record to `changed` and return its new length. */
 static size_t count_up(BorrowerObject *self, uint32_t *counts, const struct record_ref *refs,
                        Py_ssize_t records, size_t changed) {
     for (Py_ssize_t i = 0; i < records; i++) {
@@ -92,7 +94,7 @@ static size_t count_up(BorrowerObject *self, uint32_t *counts, const struct reco
     return changed;
 }
 
-/* The same for extents that have none any more. */
+/* Likewise count out, for extents at their last record. */
 static size_t count_down(BorrowerObject *self, uint32_t *counts, const struct record_ref *refs,
                          Py_ssize_t records, size_t changed) {
     for (Py_ssize_t i = 0; i < records; i++) {
@@ -104,7 +106,7 @@ static size_t count_down(BorrowerObject *self, uint32_t *counts, const struct re
     return changed;
 }
 
-/* The view locks of records; hold and let_go of its holder_kind. */
+/* Take the view locks of records; hold and let_go of the holder_kind. */
 static bool py_borrower_hold_views(HolderObject *holder, const struct record_ref *refs,
                                    Py_ssize_t count) {
     BorrowerObject *self = (BorrowerObject *)holder;
@@ -122,7 +124,8 @@ static void py_borrower_let_go_of_views(HolderObject *holder, const struct recor
     unlock_changed(self, count_down(self, self->view_counts, refs, count, 0), SHMBUS_LOCK_VIEW);
 }
 
-/* Moves all lease locks to another client's number; false with an exception, and as before. */
+/* Move every lease lock to a different client number; on failure unchanged, false with an
+ * exception. */
 static bool py_borrower_move_locks(BorrowerObject *self, uint32_t client) {
     size_t changed = 0;
     for (uint32_t i = 0; client != self->client && i < self->segment->c.extent_count; i++) {
@@ -130,7 +133,7 @@ static bool py_borrower_move_locks(BorrowerObject *self, uint32_t client) {
             self->changed[changed++] = i;
         }
     }
-    /* The new ones first: at no moment does a lease look like that of a dead client. */
+    /* Take the new locks first: a lease must never look like a dead client's. */
     if (!lock_changed(self, changed, lease_bytes(client))) {
         return false;
     }
@@ -139,7 +142,7 @@ static bool py_borrower_move_locks(BorrowerObject *self, uint32_t client) {
     return true;
 }
 
-/* Takes the locks of all leases of a list; false with an exception, and none. */
+/* Lock every lease of a list, or no lease and false with an exception. */
 static bool py_borrower_lock(BorrowerObject *self, PyObject *leases) {
     size_t changed = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
@@ -159,7 +162,7 @@ static bool py_borrower_lock(BorrowerObject *self, PyObject *leases) {
     return false;
 }
 
-/* Drops the locks of leases that have ended for good, or that were not delivered. */
+/* Unlock leases ended for good or never delivered. */
 static void py_borrower_unlock(BorrowerObject *self, PyObject *leases) {
     size_t changed = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
@@ -174,7 +177,7 @@ static void py_borrower_unlock(BorrowerObject *self, PyObject *leases) {
     unlock_changed(self, changed, lease_bytes(self->client));
 }
 
-/* Puts a lease into the dictionary of all, which is by number, or takes it out. */
+/* Add a lease to the dictionary by number, or remove the lease. */
 static bool py_borrower_note(PyObject *all, ClientLeaseObject *lease, bool known) {
     PyObject *number = PyLong_FromLongLong(lease->number);
     bool good =
@@ -185,7 +188,7 @@ static bool py_borrower_note(PyObject *all, ClientLeaseObject *lease, bool known
     return good && !PyErr_Occurred();
 }
 
-/* The next that is ready, out of the list; NULL, without an exception, if none is. */
+/* Pop the next ready lease; NULL without an exception if the list is empty. */
 static ClientLeaseObject *py_borrower_pop_ready(BorrowerObject *self) {
     while (PyList_GET_SIZE(self->ready) > 0) {
         PyObject *lease = Py_NewRef(PyList_GET_ITEM(self->ready, 0));
@@ -201,7 +204,7 @@ static ClientLeaseObject *py_borrower_pop_ready(BorrowerObject *self) {
     return NULL;
 }
 
-/* Makes a lease that did not reach its caller ready again; an exception that is set stays. */
+/* Make an undelivered lease ready again; keep the current exception. */
 static void py_borrower_take_back(HolderObject *holder, PyObject *item) {
     BorrowerObject *self = (BorrowerObject *)holder;
     ClientLeaseObject *lease = (ClientLeaseObject *)item;
@@ -210,7 +213,7 @@ static void py_borrower_take_back(HolderObject *holder, PyObject *item) {
     }
     PyObject *error = py_set_aside_error();
     if (PyList_Insert(self->ready, 0, (PyObject *)lease) < 0) {
-        PyErr_Clear(); /* it stays leased, as if its group had been seen */
+        PyErr_Clear(); /* keep the lease, as if its group had been seen */
     }
     if (error != NULL) {
         py_restore_error(error);
@@ -250,7 +253,7 @@ static int py_borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwar
     return 0;
 }
 
-/* set_client(number): the leases' locks are under this number from now on. */
+/* set_client(number): keep the leases' locks under this number from now on. */
 static PyObject *py_borrower_set_client(BorrowerObject *self, PyObject *argument) {
     unsigned long client = PyLong_AsUnsignedLong(argument);
     if (PyErr_Occurred() || !py_borrower_usable(self)) {
@@ -266,7 +269,7 @@ static PyObject *py_borrower_set_client(BorrowerObject *self, PyObject *argument
     Py_RETURN_NONE;
 }
 
-/* NULL without an exception where the place holds no committed record. */
+/* NULL without an exception if the place holds no committed record. */
 static TrajectoryObject *borrow_one(BorrowerObject *self, const struct record_ref *ref) {
     const struct record_header *shared =
         (const void *)(segment_extent(&self->segment->c, ref->place.extent) + ref->place.offset);
@@ -280,7 +283,7 @@ static TrajectoryObject *borrow_one(BorrowerObject *self, const struct record_re
     return py_trajectory_new((HolderObject *)self, copy, ref);
 }
 
-/* Reads a lease's trajectories; false with an exception, or without one as borrow_one. */
+/* Read a lease's trajectories; false with an exception, or without one like borrow_one. */
 static bool read_lease(BorrowerObject *self, ClientLeaseObject *lease) {
     PyObject *samples = PyList_New(py_client_lease_records(lease));
     for (Py_ssize_t i = 0; samples != NULL && i < py_client_lease_records(lease); i++) {
@@ -294,7 +297,8 @@ static bool read_lease(BorrowerObject *self, ClientLeaseObject *lease) {
     return true;
 }
 
-/* A lease for each grant whose places lie in this segment; the numbers of others are refused. */
+/* Make a lease per grant with places inside this segment; append the numbers of the remaining
+ * grants to `refused`. */
 static PyObject *leases_of(BorrowerObject *self, PyObject *granted, long long step,
                           PyObject *refused) {
     PyObject *leases = PyList_New(0);
@@ -315,7 +319,7 @@ static PyObject *leases_of(BorrowerObject *self, PyObject *granted, long long st
     return leases;
 }
 
-/* Takes out locked leases that hold no committed records; false with an exception. */
+/* Remove locked leases without committed records; false with an exception. */
 static bool read_leases(BorrowerObject *self, PyObject *leases, PyObject *refused) {
     PyObject *empty = PyList_New(0);
     bool good = empty != NULL;
@@ -345,24 +349,25 @@ static bool read_leases(BorrowerObject *self, PyObject *leases, PyObject *refuse
     return good;
 }
 
-/* Locks and reads what a message grants; numbers of what holds no records are appended. */
+/* Lock and read the grants of a message; append the numbers of grants without records to
+ * `refused`. */
 static PyObject *borrow(BorrowerObject *self, PyObject *granted, long long step,
                         PyObject *refused) {
     PyObject *leases = leases_of(self, granted, step, refused);
-    /* The locks first: what is read behind them cannot be delivered to another any more. */
+    /* Lock before reading: a locked record can no longer be delivered elsewhere. */
     if (leases != NULL && !(py_borrower_lock(self, leases) && read_leases(self, leases, refused))) {
         Py_CLEAR(leases);
     }
     return leases;
 }
 
-/* Whether an end of the connection is closed. */
+/* True if an end of the connection closed. */
 static bool is_over(int fd) {
     struct pollfd ends = {fd, 0, 0};
     return poll(&ends, 1, 0) > 0;
 }
 
-/* Locked leases become known and ready, all or none. */
+/* Make locked leases known and ready, all or nothing. */
 static bool keep_leases(BorrowerObject *self, PyObject *leases, PyObject *all) {
     Py_ssize_t before = PyList_GET_SIZE(self->ready);
     bool good = PyList_SetSlice(self->ready, before, before, leases) == 0;
@@ -383,8 +388,9 @@ static bool keep_leases(BorrowerObject *self, PyObject *leases, PyObject *all) {
     return good;
 }
 
-/* receive(granted, step, all, fd) -> (leases, refused): locked, read, in the dictionary `all`, and
- * ready; none where the connection `fd` is over: the next daemon may have read the locks before. */
+/* receive(granted, step, all, fd) -> (leases, refused): lock, read, enter into the dictionary `all`
+ * and make ready. Empty lists if the connection `fd` closed: the next daemon may have read the
+ * locks before. */
 static PyObject *py_borrower_receive(BorrowerObject *self, PyObject *args) {
     PyObject *granted, *all;
     long long step;
@@ -409,7 +415,7 @@ static PyObject *py_borrower_receive(BorrowerObject *self, PyObject *args) {
     return result;
 }
 
-/* Makes a group of a lease that was ready, and appends it. */
+/* Make a group from a ready lease and append the group. */
 static bool append_group(PyObject *groups, PyTypeObject *kind, PyObject *consumer,
                          ClientLeaseObject *lease) {
     PyObject *group = py_group_new(kind, consumer, (PyObject *)lease);
@@ -417,13 +423,14 @@ static bool append_group(PyObject *groups, PyTypeObject *kind, PyObject *consume
         py_borrower_take_back(lease->borrower, (PyObject *)lease);
         return false;
     }
-    /* A group that cannot be appended returns its lease by dying here. */
+    /* A group without a place in the list returns its lease in its deallocation. */
     bool good = PyList_Append(groups, group) == 0;
     Py_DECREF(group);
     return good;
 }
 
-/* hand_out(kind, consumer, limit) -> groups, ready longest first; for -1 all of one step. */
+/* hand_out(kind, consumer, limit) -> groups, ready longest first; for -1 every group of one
+ * step. */
 static PyObject *py_borrower_hand_out(BorrowerObject *self, PyObject *args) {
     PyObject *kind, *consumer;
     Py_ssize_t limit;
@@ -473,7 +480,7 @@ static bool require_lease(const BorrowerObject *self, PyObject *item) {
     return true;
 }
 
-/* Its trajectories cannot be read any more; arrays made of them before stay valid. */
+/* Close the lease's trajectories for reading; arrays made before stay valid. */
 static void close_lease(ClientLeaseObject *lease, int reason) {
     if (lease->locked) {
         BorrowerObject *borrower = (BorrowerObject *)lease->borrower;
@@ -487,7 +494,7 @@ static void close_lease(ClientLeaseObject *lease, int reason) {
     }
 }
 
-/* end(lease, reason): ends one that is held, or with LEASE_HELD for a reason gives it back. */
+/* end(lease, reason): end a held lease; reason LEASE_HELD gives the lease back. */
 static PyObject *py_borrower_end(BorrowerObject *self, PyObject *args) {
     PyObject *lease;
     int reason;
@@ -498,8 +505,8 @@ static PyObject *py_borrower_end(BorrowerObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* end_groups(consumer, groups, reason, state, numbers) -> int: ends the leases of groups from the
- * first on, until one is not this consumer's, or not held. How many; their numbers are appended. */
+/* end_groups(consumer, groups, reason, state, numbers) -> int: end the groups' leases in order, up
+ * to the first group not held by this consumer. Return their count; append their numbers. */
 static PyObject *py_borrower_end_groups(BorrowerObject *self, PyObject *args) {
     PyObject *consumer, *groups, *state, *numbers;
     int reason;
@@ -531,7 +538,7 @@ static PyObject *py_borrower_end_groups(BorrowerObject *self, PyObject *args) {
     return PyLong_FromSsize_t(done);
 }
 
-/* Of one that is held by its own account: it goes back to the daemon. Its number, or NULL. */
+/* Give a held lease back to the daemon; return its number, or NULL. */
 static PyObject *give_back(BorrowerObject *self, ClientLeaseObject *lease, PyObject *all) {
     PyObject *number = PyLong_FromLongLong(lease->number);
     PyObject *alone = number == NULL ? NULL : PyList_New(1);
@@ -542,14 +549,14 @@ static PyObject *give_back(BorrowerObject *self, ClientLeaseObject *lease, PyObj
     }
     PyList_SET_ITEM(alone, 0, Py_NewRef((PyObject *)lease));
     close_lease(lease, LEASE_HELD);
-    /* Without locks it is also delivered by a daemon that starts before it was told. */
+    /* Without locks a daemon starting before the message also delivers the group. */
     py_borrower_unlock(self, alone);
     Py_DECREF(alone);
     return number;
 }
 
-/* give_back_group(consumer, group, state, all) -> int or None: forgets the lease of a group, which
- * goes back to the daemon. Its number; None where the group is not this consumer's, or not held. */
+/* give_back_group(consumer, group, state, all) -> int or None: forget a group's lease and return
+ * the group to the daemon. The lease's number; None if not held by this consumer. */
 static PyObject *py_borrower_give_back_group(BorrowerObject *self, PyObject *args) {
     PyObject *consumer, *group, *state, *all;
     if (!PyArg_ParseTuple(args, "OOUO!", &consumer, &group, &state, &PyDict_Type, &all) ||
@@ -571,7 +578,7 @@ static PyObject *py_borrower_give_back_group(BorrowerObject *self, PyObject *arg
     return number;
 }
 
-/* give_back_ready(all) -> list of int: the same for all that are ready. */
+/* give_back_ready(all) -> list of int: likewise for every ready lease. */
 static PyObject *py_borrower_give_back_ready(BorrowerObject *self, PyObject *all) {
     if (!PyDict_Check(all)) {
         return PyErr_Format(PyExc_TypeError, "give_back_ready: expected a dict of leases");
@@ -588,8 +595,8 @@ static PyObject *py_borrower_give_back_ready(BorrowerObject *self, PyObject *all
     return numbers;
 }
 
-/* confirm(all, numbers): the daemon has released these: those that have ended are forgotten. A
- * group that was given back is confirmed, too, and is not known any more. */
+/* confirm(all, numbers): forget the ended leases among those released by the daemon. The daemon
+ * also confirms returned groups, already unknown here. */
 static PyObject *py_borrower_confirm(BorrowerObject *self, PyObject *args) {
     PyObject *all, *numbers;
     if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &all, &PyList_Type, &numbers) ||
@@ -618,7 +625,7 @@ static PyObject *py_borrower_confirm(BorrowerObject *self, PyObject *args) {
     return good ? Py_NewRef(Py_None) : NULL;
 }
 
-/* forget(leases): the daemon has confirmed their end, or they are lost, or given back. */
+/* forget(leases): unlock leases confirmed by the daemon, lost, or given back. */
 static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *leases) {
     if (!PyList_Check(leases)) {
         return PyErr_Format(PyExc_TypeError, "forget: expected a list of leases");
@@ -634,7 +641,7 @@ static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *leases) {
     Py_RETURN_NONE;
 }
 
-/* (extents under a lease's lock, extents under a view's lock), for tests and messages. */
+/* locks() -> (extents under a lease lock, extents under a view lock), for tests and messages. */
 static PyObject *py_borrower_locks(BorrowerObject *self, PyObject *Py_UNUSED(ignored)) {
     unsigned int leases = 0, views = 0;
     for (uint32_t i = 0; self->attached && i < self->segment->c.extent_count; i++) {
@@ -647,9 +654,9 @@ static PyObject *py_borrower_locks(BorrowerObject *self, PyObject *Py_UNUSED(ign
 static void py_borrower_detach(BorrowerObject *self) {
     if (self->attached) {
         self->attached = false;
-        /* Each refers to this. */
+        /* Every lease refers to this object. */
         Py_CLEAR(self->ready);
-        /* Views get copies of their own; with the description, all locks go. */
+        /* Views get private copies; closing the file description drops the locks. */
         py_segment_release_handle(self->segment);
     }
 }

@@ -1,7 +1,7 @@
-/* Reader: what shmbus.Consumer reads the ring with.
+/* Reader: the ring access of shmbus.Consumer.
  *
- * Invariant: one Reader a segment, proved by the collector's file lock. The interpreter lock
- * serialises its calls; it is released only while the reader sleeps. */
+ * Invariant: one Reader per segment, proved by the collector's file lock. The interpreter lock
+ * serialises its calls; it is released only during the reader's sleep. */
 #define _GNU_SOURCE
 #include "python/read/read.h"
 
@@ -14,9 +14,9 @@
 #include "base/file_lock.h"
 #include "ring/intent_log.h"
 
-/* A sleeping reader wakes this often for signals only. */
+/* Interval of wake-ups for signals during a sleep. */
 #define SLEEP_SLICE_NS INT64_C(1000000000)
-/* A shorter sleep costs more than it saves: falling asleep and being woken take about as long. */
+/* A shorter sleep costs more than polling: falling asleep and waking take about as long. */
 #define WAKES_OFTEN_NS UINT64_C(50000)
 
 static bool hold_records(HolderObject *self, const struct record_ref *refs, Py_ssize_t count) {
@@ -51,8 +51,8 @@ void py_reader_note_failure(ReaderObject *self) {
     self->cut_short = self->cut_short || PyErr_ExceptionMatches(PyExc_MemoryError);
 }
 
-/* What was lost may be known to the stash already, as of a group that is full: read again it would
- * be taken for a duplicate, and dropped. Only the next reader gets it as it is. */
+/* The stash may already know a lost sample, for example of a full group: a second read would count
+ * as a duplicate and be dropped. Only the next reader sees the sample correctly. */
 bool py_reader_can_read(ReaderObject *self) {
     if (!py_reader_usable(self)) {
         return false;
@@ -121,7 +121,7 @@ void py_reader_note_seen(ReaderObject *self, uint64_t now_ns) {
                           memory_order_relaxed);
 }
 
-/* The next trajectory; NULL where there is none, or with an exception. */
+/* The next trajectory; NULL without an exception at the end, NULL with an exception on error. */
 static PyObject *next_trajectory(ReaderObject *self) {
     struct record_ref ref;
     int status = reader_next(&self->c, &ref);
@@ -136,7 +136,7 @@ static PyObject *next_trajectory(ReaderObject *self) {
     return (PyObject *)t;
 }
 
-/* poll(limit) -> list[Trajectory]: what is committed and was not handed out yet. */
+/* poll(limit) -> list[Trajectory]: committed records not yet handed out. */
 static PyObject *py_reader_poll(ReaderObject *self, PyObject *argument) {
     Py_ssize_t limit = PyLong_AsSsize_t(argument);
     if ((limit == -1 && PyErr_Occurred()) || !py_reader_can_read(self)) {
@@ -181,8 +181,8 @@ Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *table, P
     return good ? total : -1;
 }
 
-/* poll_into(table, limit, now_s, left) -> int: poll and GroupTable.put in one, without a list
- * between them. How many were read; what put returns is appended to `left`. */
+/* poll_into(table, limit, now_s, left) -> int: poll and GroupTable.put in one, without an
+ * intermediate list. Return the number of records read; the result of put goes to `left`. */
 static PyObject *py_reader_poll_into(ReaderObject *self, PyObject *args) {
     PyObject *table, *left;
     Py_ssize_t limit;
@@ -197,16 +197,16 @@ static PyObject *py_reader_poll_into(ReaderObject *self, PyObject *args) {
     return count < 0 ? NULL : PyLong_FromSsize_t(count);
 }
 
-/* A reader that sleeps on the processor of a producer is woken by its next record, takes that one,
- * and sleeps again: two switches a record. Awake, and behind that producer in the kernel's queue,
- * it finds all that was committed until the producer stepped aside. Where nobody else wants the
- * processor this is one short system call, and one more while awake. WAIT_OVER: it is to sleep. */
+/* A reader sleeping on a producer's processor wakes at the next record, takes the record and sleeps
+ * again: two context switches per record. An awake reader queued behind the producer finds every
+ * record committed until the producer yields. On an uncontended processor the yield costs one short
+ * system call, and one more per poll. WAIT_OVER: go to sleep. */
 static enum wait_result let_producers_run(ReaderObject *self, uint64_t until_ns) {
     do {
         Py_BEGIN_ALLOW_THREADS
         sched_yield();
         Py_END_ALLOW_THREADS
-        /* Here too: of a reader that records keep awake, nobody else asks for signals. */
+        /* Check signals here too: records can keep the reader awake without a sleep. */
         if (PyErr_CheckSignals() < 0 || !py_reader_usable(self)) {
             return WAIT_FAILED;
         }
@@ -220,7 +220,7 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s,
     struct bus_header *header = self->segment->c.header;
     reader_tidy_in_a_pause(&self->c);
     if (reader_has_events(&self->c)) {
-        /* Of a reader whose records come faster than it looks, nobody else asks for signals. */
+        /* Check signals here: with records faster than the reader's looks no other check runs. */
         return PyErr_CheckSignals() < 0 || !py_reader_usable(self) ? WAIT_FAILED : WAIT_WOKEN;
     }
     if (timeout_s == 0) {
@@ -256,13 +256,14 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s,
         }
     }
     Py_DECREF(segment);
-    /* From the start: what comes later than it stays awake for is not worth staying awake for. */
+    /* Measured from the start: a record arriving later than the awake time would not justify
+     * staying awake. */
     const uint64_t often_ns = awake_ns > WAKES_OFTEN_NS ? awake_ns : WAKES_OFTEN_NS;
     self->wakes_often = woken == BELL_RUNG && clock_monotonic_ns() - start < often_ns;
     return woken == BELL_RUNG ? WAIT_WOKEN : WAIT_OVER;
 }
 
-/* wait(timeout_s | None) -> bool: sleeps until something may have come. */
+/* wait(timeout_s | None) -> bool: sleep until events may have come. */
 static PyObject *py_reader_wait(ReaderObject *self, PyObject *argument) {
     double timeout_s;
     if (!py_parse_timeout(argument, &timeout_s) || !py_reader_usable(self)) {
@@ -272,7 +273,7 @@ static PyObject *py_reader_wait(ReaderObject *self, PyObject *argument) {
     return result == WAIT_FAILED ? NULL : PyBool_FromLong(result == WAIT_WOKEN);
 }
 
-/* Wakes a thread of this process that sleeps in wait(). */
+/* Wake a thread of this process sleeping in wait(). */
 static PyObject *py_reader_wake(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (self->segment != NULL && self->segment->generation == fork_generation) {
         doorbell_ring(self->segment->c.header);
@@ -298,7 +299,7 @@ static bool is_reason(int reason) {
     return true;
 }
 
-/* Whether all of them are this reader's and not released; false with an exception. */
+/* True for unreleased trajectories of this reader; false with an exception. */
 static bool can_release(ReaderObject *self, PyObject *items) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
         TrajectoryObject *t = own_trajectory(self, PyList_GET_ITEM(items, i));
@@ -313,7 +314,7 @@ static bool can_release(ReaderObject *self, PyObject *items) {
     return true;
 }
 
-/* Releases trajectories of this reader in the ring, all of them or, with an exception, none. */
+/* Release trajectories of this reader in the ring, all or, with an exception, nothing. */
 static bool py_reader_release_all(ReaderObject *self, PyObject *items, int reason) {
     Py_ssize_t count = PyList_GET_SIZE(items);
     if (!is_reason(reason) || !can_release(self, items)) {
@@ -350,7 +351,8 @@ static bool py_reader_release_all(ReaderObject *self, PyObject *items, int reaso
     return true;
 }
 
-/* release(trajectories, reason): ends them atomically; their space is free once no view is left. */
+/* release(trajectories, reason): end trajectories atomically; the last view's end frees their
+ * space. */
 static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
     PyObject *items;
     int reason;
@@ -367,7 +369,7 @@ static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* (id, round, split, origin) of a committed record; NULL where its header is no longer whole. */
+/* (id, round, split, origin) of a committed record; NULL for a damaged header. */
 static PyObject *name_record(const struct segment *segment, const struct record_header *shared,
                              const struct record_header *head) {
     uint64_t at = sizeof *head + (uint64_t)head->shape_words * 8;
@@ -382,7 +384,7 @@ static PyObject *name_record(const struct segment *segment, const struct record_
                          (Py_ssize_t)sizeof origin);
 }
 
-/* Adds the live records of a run to a list; how many records were visited. */
+/* Append the live records of a run to a list; return the number of records visited. */
 static uint64_t add_live(const struct reader *reader, uint32_t extent, PyObject **found) {
     const struct segment *segment = reader->segment;
     const struct run_state *run = &reader->runs[extent];
@@ -411,8 +413,8 @@ static uint64_t add_live(const struct reader *reader, uint32_t extent, PyObject 
     return visited;
 }
 
-/* stragglers(most) -> [(id, round, split, origin)]: what is alive in runs that hold little else. It goes
- * on from run to run, from where the last call ended, until it has visited so many records. */
+/* stragglers(most) -> [(id, round, split, origin)]: live records of nearly empty runs. Continues
+ * from the run after the last call's, until `most` records were visited. */
 static PyObject *py_reader_stragglers(ReaderObject *self, PyObject *argument) {
     unsigned long most = PyLong_AsUnsignedLong(argument);
     if (PyErr_Occurred() || !py_reader_usable(self)) {
@@ -431,8 +433,8 @@ static PyObject *py_reader_stragglers(ReaderObject *self, PyObject *argument) {
     return found;
 }
 
-/* evacuate(trajectories) -> runs freed. Moves those whose run holds little else but them: at most
- * half a run alive, all of it in this list, none of it under a view. */
+/* evacuate(trajectories) -> runs freed. Move the listed records of sparse runs: at most half of the
+ * run alive, every live record in this list, no view out. */
 static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     if (!PyList_Check(items)) {
         return PyErr_Format(PyExc_TypeError, "evacuate: expected a list of trajectories");
@@ -474,7 +476,7 @@ static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     return PyLong_FromUnsignedLongLong(reader->runs_freed - freed);
 }
 
-/* sweep(most=RECOVERY_SHARE) -> int: producers found dead, until so many living ones were met. */
+/* sweep(most=RECOVERY_SHARE) -> int: dead producers found; stops after `most` living producers. */
 static PyObject *py_reader_sweep(ReaderObject *self, PyObject *args) {
     unsigned int most = RECOVERY_SHARE;
     if (!PyArg_ParseTuple(args, "|I", &most) || !py_reader_usable(self)) {
@@ -493,7 +495,7 @@ static PyObject *py_reader_tidy(ReaderObject *self, PyObject *Py_UNUSED(ignored)
     Py_RETURN_NONE;
 }
 
-/* count_unread() -> (committed, unread), both as of one instant. */
+/* count_unread() -> (committed, unread), at the same instant. */
 static PyObject *py_reader_count_unread(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
@@ -503,7 +505,7 @@ static PyObject *py_reader_count_unread(ReaderObject *self, PyObject *Py_UNUSED(
     return Py_BuildValue("(KK)", U64(committed), U64(unread));
 }
 
-/* What waits of each split that this reader has met. */
+/* Publish the waiting samples per split seen by this reader. */
 static void note_splits(ReaderObject *self, const GroupTableObject *table) {
     for (uint32_t split = 0; table->splits_met >> split != 0; split++) {
         struct split_entry *entry = &self->segment->c.splits[split];
@@ -516,7 +518,7 @@ static void note_splits(ReaderObject *self, const GroupTableObject *table) {
     }
 }
 
-/* Tells producers which groups need no more samples. */
+/* Announce to producers the groups without need of further samples. */
 static void tell_cancelled(ReaderObject *self, const GroupTableObject *table) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(table->cancelled); i++) {
         uint64_t hash;
@@ -531,7 +533,7 @@ static void tell_cancelled(ReaderObject *self, const GroupTableObject *table) {
 
 void py_reader_note_table(ReaderObject *self, const GroupTableObject *table) {
     struct bus_header *h = self->segment->c.header;
-    /* A lease may have ended since the daemon has counted. */
+    /* Leases may have ended since the daemon's count. */
     uint64_t leased_groups = table->lists.leased.groups;
     uint64_t leased_samples = table->lists.leased.samples;
     uint64_t unheld_groups = Py_MIN(table->unheld_groups, leased_groups);
@@ -554,7 +556,7 @@ void py_reader_note_table(ReaderObject *self, const GroupTableObject *table) {
     tell_cancelled(self, table);
 }
 
-/* note(table): what others can read of this consumer. */
+/* note(table): publish this consumer's counts for other processes. */
 static PyObject *py_reader_note(ReaderObject *self, PyObject *argument) {
     if (!Py_IS_TYPE(argument, &GroupTableType)) {
         return PyErr_Format(PyExc_TypeError, "note: expected GroupTable, got %.100s",
@@ -567,7 +569,7 @@ static PyObject *py_reader_note(ReaderObject *self, PyObject *argument) {
     Py_RETURN_NONE;
 }
 
-/* Says that other processes may borrow what this reader reads, for as long as the bus exists. */
+/* Allow other processes to borrow this reader's records, for the bus's life. */
 static PyObject *py_reader_lend(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
@@ -576,7 +578,8 @@ static PyObject *py_reader_lend(ReaderObject *self, PyObject *Py_UNUSED(ignored)
     Py_RETURN_NONE;
 }
 
-/* Says that payload is packed, here or by a borrower: producers write it past their caches now. */
+/* Announce packing of payload, here or by a borrower: producers then write payload past their
+ * caches. */
 static PyObject *py_reader_note_packing(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
@@ -597,7 +600,7 @@ static void py_reader_detach(ReaderObject *self) {
         atomic_store_explicit(&header->collector_leased_records, 0, memory_order_relaxed);
         atomic_store_explicit(&header->collector_pid, 0, memory_order_relaxed);
     }
-    /* Views get copies of their own before the lock says that the space is the next reader's. */
+    /* Views get private copies before the lock passes the space to the next reader. */
     py_segment_release_handle(self->segment);
     reader_detach(&self->c);
 }
@@ -651,12 +654,13 @@ PyTypeObject ReaderType = {
     .tp_new = PyType_GenericNew,
 };
 
-/* ---- What ends a lease: records are released in the ring, entries leave their table, and groups get
- * their new state, all of it in one call.
+/* ---- The end of a lease: one call releases records in the ring, removes entries from their table
+ * and sets the groups' new state.
  *
- * Invariant: between the first and the last of these steps no code of Python's runs, so no signal's
- * handler does, and a lease that ends has ended for all three. */
-/* The entry, borrowed, of a group that this consumer leases by this table; else NULL, no error. */
+ * Invariant: between the first and the last of these steps no Python code and hence no signal
+ * handler runs; a lease ends for the ring, the table and the group together. */
+/* The entry, borrowed, of a group leased by this consumer from this table; otherwise NULL without
+ * an exception. */
 static GroupEntryObject *entry_of(PyObject *group, PyObject *consumer,
                                   const GroupTableObject *table) {
     PyObject *lease = py_group_lease(group, consumer);
@@ -665,9 +669,9 @@ static GroupEntryObject *entry_of(PyObject *group, PyObject *consumer,
                : NULL;
 }
 
-/* end_groups(reader, table, consumer, groups, reason, state) -> int: ends the leases of groups from the first
- * on, until one is not this consumer's, or not held. How many. Each is ended in the ring, in the
- * table and by its own account in one step, which nothing can interrupt. */
+/* end_groups(reader, table, consumer, groups, reason, state) -> int: end the groups' leases in
+ * order, up to the first group not held by this consumer; return their count. A lease ends in the
+ * ring, in the table and in its group in one uninterruptible step. */
 static PyObject *py_end_groups(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *reader, *table, *consumer, *groups, *state;
     int reason;
@@ -692,8 +696,8 @@ static PyObject *py_end_groups(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyLong_FromSsize_t(done);
 }
 
-/* give_back_group(reader, table, consumer, group, state) -> bool: makes it the next to be leased, as
- * end_groups ends it; False of one that is not this consumer's, or not held. */
+/* give_back_group(reader, table, consumer, group, state) -> bool: return the group to the front of
+ * the ready list, in one step like end_groups; False if not held by this consumer. */
 static PyObject *py_give_back_group(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *reader, *table, *consumer, *group, *state;
     if (!PyArg_ParseTuple(args, "O!O!OOU", &ReaderType, &reader, &GroupTableType, &table, &consumer,
@@ -707,7 +711,7 @@ static PyObject *py_give_back_group(PyObject *Py_UNUSED(module), PyObject *args)
     }
     py_group_entry_give_back(entry);
     py_group_set_state(group, state);
-    /* Also to who sleeps in take. */
+    /* Also wakes a thread sleeping in take. */
     doorbell_ring(((ReaderObject *)reader)->segment->c.header);
     Py_RETURN_TRUE;
 }

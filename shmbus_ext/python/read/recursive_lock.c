@@ -1,13 +1,13 @@
-/* RecursiveLock: a recursive lock that C takes without a call where it is free.
+/* RecursiveLock: a recursive lock; C takes a free lock without a call.
  *
- * Invariant: `depth`, `owner` and `waiting` change under the interpreter lock alone: a thread that
- * finds the lock free has it before any other can look. The gate, which is closed but for the
- * moment in which somebody is let through, is where others wait. A module of a free-threaded
- * Python must say that it needs that lock. A forked child holds nothing of its parent's threads. */
+ * Invariant: `depth`, `owner` and `waiting` change only under the interpreter lock: a thread
+ * finding the lock free owns the lock before a second thread can look. Waiting threads block at the
+ * gate, closed except while letting a thread through. A free-threaded module must declare its need
+ * of the interpreter lock. A forked child holds no lock of the parent's threads. */
 #include "python/read/read.h"
 
-/* In a forked child: threads other than the one that forked are not there to release it. The old
- * gate may be in any state, and is left alone. */
+/* Reset in a forked child: only the forking thread survives to release the lock. Leave the old gate
+ * alone, whatever its state. */
 static bool make_new(RecursiveLockObject *self, unsigned long me) {
     PyThread_type_lock gate = PyThread_allocate_lock();
     if (gate == NULL) {
@@ -48,7 +48,7 @@ bool py_recursive_lock_acquire(RecursiveLockObject *self) {
 void py_recursive_lock_release(RecursiveLockObject *self) {
     self->depth--;
     if (self->depth == 0 && self->waiting > 0) {
-        /* Of several releases before the first waiter runs, one is enough. */
+        /* Several releases before the first waiter runs need only one opening. */
         PyThread_acquire_lock(self->gate, NOWAIT_LOCK);
         PyThread_release_lock(self->gate);
     }
@@ -94,7 +94,8 @@ static void py_recursive_lock_dealloc(RecursiveLockObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* What `with lock.attempt() as mine` manages: it has the lock for the block, where that was free. */
+/* Context manager of `with lock.attempt() as mine`: holds the lock for the block if free at
+ * entry. */
 typedef struct {
     PyObject_HEAD
     RecursiveLockObject *lock;
@@ -115,7 +116,7 @@ static PyObject *py_attempt_enter(AttemptObject *self, PyObject *Py_UNUSED(ignor
     const RecursiveLockObject *lock = self->lock;
     if (lock->generation != fork_generation || lock->depth == 0 ||
         lock->owner == PyThread_get_thread_ident()) {
-        /* It is free, or this thread's: there is nothing to wait for. */
+        /* Free, or held by this thread: acquire without waiting. */
         self->mine = py_recursive_lock_acquire(self->lock);
     }
     return PyErr_Occurred() ? NULL : PyBool_FromLong(self->mine);

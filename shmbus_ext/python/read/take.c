@@ -1,13 +1,14 @@
 /* Take: from the ring to a list of groups under lease, in one call.
  *
- * Intake reads the ring and sleeps, for as long as nothing needs a decision. Decisions and periodic
- * work are those of `on_due`, which is Python's.
+ * Intake reads the ring and sleeps until a decision is due. Decisions and periodic work belong to
+ * Python's `on_due`.
  *
  * Invariants:
- * - All but sleeping happens under the lock, and `on_due` too. Nobody sleeps with it.
- * - An exception comes before a lease, or gives back what was leased: otherwise it would have no
+ * - Everything but sleep happens under the lock, including `on_due`. No thread sleeps with the
+ *   lock.
+ * - An exception comes before a lease, or gives the lease back: otherwise the lease would lack an
  *   owner.
- * - A group is under lease in its table before an object is made of it.
+ * - A group is under lease in its table before its object is made.
  * - After a wake-up, deliver first; run maintenance on the next pass. */
 #include "python/read/read.h"
 
@@ -18,11 +19,11 @@
 #include "python/hooks.h"
 #include "ring/observe.h"
 
-/* A wait is never shorter: work that is due in less may as well run at its end. */
+/* Minimum wait: work due earlier may as well run at its end. */
 #define SHORTEST_WAIT_S 1e-4
-/* Records that come faster are awaited without sleeping. Woken for each of them a reader runs on
- * the processor of the producer that woke it, and that producer waits: a record of a megabyte, in
- * the ring after 60 us, took 77. Who has not looked for as long counts as one that sleeps. */
+/* Record interval below which the reader stays awake. Woken per record, a reader runs on the waking
+ * producer's processor and delays the producer: a 1 MB record, in the ring after 60 us, took 77 us.
+ * After as long without a look, a reader counts as asleep. */
 #define STAYS_AWAKE_NS UINT64_C(100000)
 
 struct take_request {
@@ -32,7 +33,7 @@ struct take_request {
     uint32_t split;
 };
 
-/* Whether another look at the ring may find records at once; TAKE_FAILED with an exception. */
+/* TAKE_MORE: a second look may find records at once; TAKE_FAILED with an exception. */
 enum take_state { TAKE_FAILED = -1, TAKE_IDLE = 0, TAKE_MORE = 1 };
 
 typedef struct {
@@ -40,17 +41,17 @@ typedef struct {
     ReaderObject *reader;
     GroupTableObject *table;
     RecursiveLockObject *lock;
-    PyTypeObject *kind; /* of groups: made of GroupBase */
-    PyObject *on_due;   /* on_due(intake, left, groups, now_s) -> whether there may be more */
-    PyObject *lease;    /* lease(groups, split) -> list of entries; NULL to lease what is ready */
-    PyObject *left;     /* list: what was read, and is neither in the table nor ready */
+    PyTypeObject *kind; /* of groups: a subtype of GroupBase */
+    PyObject *on_due;   /* on_due(intake, left, groups, now_s) -> True if more may follow */
+    PyObject *lease;    /* lease(groups, split) -> list of entries; NULL to lease ready entries */
+    PyObject *left;     /* list: samples read but neither in the table nor ready */
     struct watch watch;     /* over a wait */
-    double group_timeout_s; /* the oldest incomplete group has so long; or infinite */
-    double due_s;           /* on_due must run then, if the caller is awake; CLOCK_MONOTONIC */
-    double wake_s;          /* the same, even if it must be woken */
-    Py_ssize_t portion;     /* records between two checks of what is ready */
-    Py_ssize_t portions;    /* in one look at most, so that a flood ends */
-    char delegate_all;      /* on_due reads each portion itself */
+    double group_timeout_s; /* age limit of the oldest incomplete group; or infinite */
+    double due_s;           /* next on_due if the caller is awake; CLOCK_MONOTONIC */
+    double wake_s;          /* likewise, waking the caller if necessary */
+    Py_ssize_t portion;     /* records between two checks of the ready list */
+    Py_ssize_t portions;    /* maximum per look, to end a flood */
+    char delegate_all;      /* on_due reads every portion itself */
 } IntakeObject;
 
 static double seconds(uint64_t ns) {
@@ -58,7 +59,7 @@ static double seconds(uint64_t ns) {
 }
 
 static enum take_state run_due(IntakeObject *self, Py_ssize_t groups, double now_s) {
-    /* A list of its own, since a signal's handler may take, too, while this goes on. */
+    /* A separate list, because a signal handler may also take meanwhile. */
     PyObject *fresh = PyList_New(0);
     if (fresh == NULL) {
         return TAKE_FAILED;
@@ -72,13 +73,13 @@ static enum take_state run_due(IntakeObject *self, Py_ssize_t groups, double now
     Py_XDECREF(said);
     if (more < 0) {
         py_reader_note_failure(self->reader);
-        self->due_s = 0; /* for what it did not get to */
+        self->due_s = 0; /* to retry the remaining work */
         return TAKE_FAILED;
     }
     return more > 0 ? TAKE_MORE : TAKE_IDLE;
 }
 
-/* When the oldest incomplete group's time is over, where there is one. */
+/* Deadline of the oldest incomplete group, or infinity. */
 static double group_deadline_s(IntakeObject *self) {
     if (isinf(self->group_timeout_s)) {
         return INFINITY;
@@ -87,7 +88,7 @@ static double group_deadline_s(IntakeObject *self) {
     return entry == NULL ? INFINITY : entry->born_s + self->group_timeout_s;
 }
 
-/* Moves a portion of the ring into the table. */
+/* Move a portion of the ring into the table. */
 static enum take_state read_portion(IntakeObject *self, Py_ssize_t groups, double now_s) {
     Py_ssize_t count =
         py_reader_poll_records(self->reader, self->table, self->portion, now_s, self->left);
@@ -98,7 +99,7 @@ static enum take_state read_portion(IntakeObject *self, Py_ssize_t groups, doubl
     return count < self->portion ? TAKE_IDLE : TAKE_MORE;
 }
 
-/* Moves what the ring has into the table, until enough is ready. */
+/* Move records from the ring into the table until enough groups are ready. */
 static enum take_state pump(IntakeObject *self, const struct take_request *request,
                             double now_s) {
     Py_ssize_t groups = request->groups;
@@ -115,7 +116,7 @@ static enum take_state pump(IntakeObject *self, const struct take_request *reque
     return TAKE_MORE;
 }
 
-/* These leases were not delivered: ready again, in their old order. */
+/* Give back undelivered leases, keeping their order. */
 static void give_back_all(PyObject *list, Py_ssize_t groups, PyObject *consumer) {
     for (Py_ssize_t i = PyList_GET_SIZE(list) - 1; i >= 0; i--) {
         PyObject *item = PyList_GET_ITEM(list, i);
@@ -124,7 +125,7 @@ static void give_back_all(PyObject *list, Py_ssize_t groups, PyObject *consumer)
     }
 }
 
-/* Makes groups of leased entries, in place; false with an exception, and none leased. */
+/* Make groups of leased entries, in place; on failure no lease, false with an exception. */
 static bool make_groups(IntakeObject *self, PyObject *consumer, PyObject *list) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
         PyObject *entry = PyList_GET_ITEM(list, i);
@@ -150,7 +151,7 @@ static PyObject *call_lease(IntakeObject *self, const struct take_request *reque
     return list;
 }
 
-/* A list of groups, each under lease; NULL with an exception. */
+/* A list of groups under lease; NULL with an exception. */
 static PyObject *lease(IntakeObject *self, const struct take_request *request, uint64_t now_ns) {
     if (self->table->lists.ready[request->split].groups == 0) {
         return PyList_New(0);
@@ -168,10 +169,10 @@ static PyObject *lease(IntakeObject *self, const struct take_request *request, u
     return list;
 }
 
-/* One look at the ring, under the lock. */
+/* Look at the ring once, under the lock. */
 static PyObject *look(IntakeObject *self, const struct take_request *request, bool just_woken,
                       enum take_state *state) {
-    /* Another thread may have closed it before the lock was free. */
+    /* A second thread may have closed the reader before the lock was free. */
     if (!py_reader_can_read(self->reader)) {
         return NULL;
     }
@@ -189,7 +190,7 @@ static PyObject *look(IntakeObject *self, const struct take_request *request, bo
     PyObject *groups = *state == TAKE_FAILED ? NULL : lease(self, request, now_ns);
     if (groups != NULL &&
         (self->reader->c.delivered != delivered || PyList_GET_SIZE(groups) > 0)) {
-        /* The caller may not come back before a producer asks who holds the space. */
+        /* A producer may ask for the holders of space before the caller comes back. */
         py_reader_note_table(self->reader, self->table);
     }
     return groups;
@@ -207,7 +208,7 @@ static PyObject *locked_look(IntakeObject *self, const struct take_request *requ
 
 enum wait_end { ENDED_FAILED, ENDED_WOKEN, ENDED_DUE, ENDED_TIME_OVER };
 
-/* Sleeps until records arrive, on_due must run, or the time is over. */
+/* Sleep until records arrive, on_due must run, or the time is over. */
 static enum wait_end wait_for_more(IntakeObject *self, const struct take_request *request,
                                    double began_s, double *next_watch_s) {
     double now_s = seconds(clock_monotonic_ns());
@@ -217,7 +218,7 @@ static enum wait_end wait_for_more(IntakeObject *self, const struct take_request
         !py_watch_call(&self->watch, waited_s, next_watch_s)) {
         return ENDED_FAILED;
     }
-    /* What is in the ring of a removed bus is delivered; nothing will come of waiting for more. */
+    /* A removed bus still delivers its ring's records, but waiting for more is pointless. */
     if (removal_happened(&self->reader->segment->c)) {
         py_segment_raise_removed(self->reader->segment);
         return ENDED_FAILED;
@@ -225,7 +226,7 @@ static enum wait_end wait_for_more(IntakeObject *self, const struct take_request
     if (over) {
         return ENDED_TIME_OVER;
     }
-    /* The watchdog's report may have led to a close. */
+    /* The watchdog's report may have closed the reader. */
     if (!py_reader_usable(self->reader)) {
         return ENDED_FAILED;
     }
@@ -242,17 +243,18 @@ static enum wait_end wait_for_more(IntakeObject *self, const struct take_request
     return result == WAIT_FAILED ? ENDED_FAILED : result == WAIT_WOKEN ? ENDED_WOKEN : ENDED_DUE;
 }
 
-/* A flood of incomplete groups stops neither other threads nor signals. */
+/* Let other threads and signals run during a flood of incomplete groups. */
 static bool let_others_run(void) {
     Py_BEGIN_ALLOW_THREADS
     Py_END_ALLOW_THREADS
     return PyErr_CheckSignals() == 0;
 }
 
-/* A list of groups, empty when the time is over; NULL with an exception. */
+/* Return a list of groups, empty after the timeout; NULL with an exception. */
 static PyObject *py_intake_take(PyObject *intake, const struct take_request *request) {
     IntakeObject *self = (IntakeObject *)intake;
-    /* Who polls never waits, and is here for some hundred nanoseconds: a clock is a part of that. */
+    /* A poll lasts a few hundred nanoseconds, a good part of that for a clock read: skip the
+     * clock. */
     double began_s = request->timeout_s == 0 ? 0.0 : seconds(clock_monotonic_ns());
     double next_watch_s = py_watch_first_s(&self->watch);
     bool just_woken = false;
@@ -276,7 +278,7 @@ static PyObject *py_intake_take(PyObject *intake, const struct take_request *req
         if (end == ENDED_TIME_OVER) {
             return PyList_New(0);
         }
-        /* Where a wake-up brought nothing to deliver, maintenance runs before the next sleep. */
+        /* After a fruitless wake-up, run maintenance before the next sleep. */
         just_woken = end == ENDED_WOKEN;
     }
 }
@@ -314,7 +316,7 @@ static int py_intake_init(IntakeObject *self, PyObject *args, PyObject *kwargs) 
     return 0;
 }
 
-/* A report of a stall may lead back to its Consumer. */
+/* A stall report may lead back to its Consumer. */
 static int py_intake_traverse(IntakeObject *self, visitproc visit, void *arg) {
     Py_VISIT(self->kind);
     Py_VISIT(self->on_due);
@@ -350,7 +352,7 @@ static PyMemberDef intake_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-/* The bus of an Intake, borrowed; NULL, without an exception, once it is closed. */
+/* The bus of an Intake, borrowed; NULL without an exception after close. */
 static SegmentObject *py_intake_segment(PyObject *intake) {
     ReaderObject *reader = ((IntakeObject *)intake)->reader;
     return py_reader_is_open(reader) ? reader->segment : NULL;
@@ -365,17 +367,18 @@ PyTypeObject IntakeType = {
     .tp_new = PyType_GenericNew,
 };
 
-/* ---- ConsumerBase.take is what users call: in C, since a consumer that polls calls little else, and
- * one that was just woken pays for each line of Python.
+/* ---- ConsumerBase.take, called by users. Written in C because a polling consumer calls little
+ * else, and a freshly woken consumer pays for every line of Python.
  *
- * Invariant: it knows numbers, labels, an Intake; other calls go to the subclass's `_take`. */
-/* What take asks for where its caller does not say. */
+ * Invariant: handles only numbers, labels and an Intake; the remaining calls go to the subclass's
+ * `_take`. */
+/* Defaults of take. */
 #define DEFAULT_GROUPS 64
 #define DEFAULT_TIMEOUT_S 0.1
 
 typedef struct {
-    PyObject_HEAD PyObject *intake; /* None until there is one */
-    unsigned int split;             /* the number of what is taken where the call does not say */
+    PyObject_HEAD PyObject *intake; /* initially None */
+    unsigned int split;             /* number of the default split */
 } ConsumerObject;
 
 static struct {
@@ -410,11 +413,11 @@ static bool read_split(PyObject *value, struct take_request *request, SegmentObj
         return true;
     }
     request->split = py_split_check(value) ? py_split_number(segment, value) : SHMBUS_MAX_SPLITS;
-    PyErr_Clear(); /* `_take` raises it again */
+    PyErr_Clear(); /* `_take` raises the error again */
     return request->split < SHMBUS_MAX_SPLITS;
 }
 
-/* False for a call that is left to `_take`. */
+/* Parse the call; false to leave the call to `_take`. */
 static bool read_call(struct take_request *request, PyObject *const *args, Py_ssize_t count,
                       PyObject *kwnames, SegmentObject *segment) {
     if (count > 2 || (count > 0 && !read_groups(args[0], request)) ||
@@ -425,7 +428,7 @@ static bool read_call(struct take_request *request, PyObject *const *args, Py_ss
     for (Py_ssize_t i = 0; i < named; i++) {
         PyObject *name = PyTuple_GET_ITEM(kwnames, i);
         PyObject *value = args[count + i];
-        /* Names in a call are interned. */
+        /* Call keywords are interned. */
         if (!(name == word.timeout && count < 2 && read_timeout(value, request)) &&
             !(name == word.max_groups && count < 1 && read_groups(value, request)) &&
             !(name == word.split && read_split(value, request, segment))) {

@@ -1,7 +1,7 @@
-/* A declared schema, as what is put is checked against it.
+/* A declared schema, used to check every put.
  *
- * Invariants: the schema was bounded when it was parsed, once. A check allocates nothing unless it
- * fails; its messages name the field, what was declared, and what came. */
+ * Invariants: the schema was bounds-checked once, at parsing. A check allocates only on failure;
+ * its message names the field, the declaration and the actual value. */
 #include "python/record/record.h"
 
 #include "python/hooks.h"
@@ -50,7 +50,8 @@ static PyObject *shape_text(const DeclaredSchemaObject *self, uint32_t field) {
     return shape;
 }
 
-/* The name of a dimension whose size another field, or another dimension, has said; -1 for none. */
+/* Name of a dimension whose size contradicts an earlier field or dimension; -1 without a
+ * conflict. */
 static int64_t find_disagreement(const DeclaredSchemaObject *self,
                                  const struct declared_bindings *bindings, uint32_t field, int ndim,
                                  const uint64_t *sizes) {
@@ -105,7 +106,7 @@ int py_declared_complete(const DeclaredSchemaObject *self, uint32_t field, int n
     return ndim;
 }
 
-/* ---- the type ---- */
+/* ---- The type ---- */
 
 static bool take_names(DeclaredSchemaObject *self) {
     const struct declared_fields *parsed = &self->parsed;
@@ -134,7 +135,7 @@ static bool take_names(DeclaredSchemaObject *self) {
     return true;
 }
 
-/* The dimensions of all fields, where each check finds them. */
+/* Lay out the dimensions of every field for fast checks. */
 static bool take_dimensions(DeclaredSchemaObject *self) {
     const struct declared_fields *parsed = &self->parsed;
     self->room = PyMem_Calloc((size_t)parsed->count * SHMBUS_MAX_NDIM, sizeof *self->room);
@@ -213,7 +214,7 @@ static void py_declared_dealloc(DeclaredSchemaObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* fields() -> [(name, dtype, shape or None for any, required)] */
+/* fields() -> [(name, dtype, shape or None if free, required)] */
 static PyObject *py_declared_list(DeclaredSchemaObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *found = PyList_New(0);
     for (uint32_t i = 0; found != NULL && i < self->parsed.count; i++) {
@@ -229,7 +230,7 @@ static PyObject *py_declared_list(DeclaredSchemaObject *self, PyObject *Py_UNUSE
     return found;
 }
 
-/* dtype(name) -> numpy.dtype, or None where there is no such field. */
+/* dtype(name) -> numpy.dtype, or None for an unknown field. */
 static PyObject *py_declared_dtype(DeclaredSchemaObject *self, PyObject *name) {
     int field = py_find_name(self->names, self->parsed.count, name);
     return Py_NewRef(field < 0 ? Py_None : (PyObject *)self->dtypes[field]);
@@ -254,8 +255,8 @@ PyTypeObject DeclaredSchemaType = {
     .tp_new = py_declared_new,
 };
 
-/* declared_bytes(part) -> bytes or None; ValueError where it is damaged. Of a Segment, or of the
- * part's bytes as they were read from its file. */
+/* declared_bytes(part) -> bytes or None, from a Segment or from the bytes of the part read from its
+ * file; ValueError for a damaged part. */
 static PyObject *py_declared_bytes(PyObject *Py_UNUSED(module), PyObject *source) {
     struct declared_part *part = NULL, *copy = NULL;
     if (PyObject_TypeCheck(source, &SegmentType)) {

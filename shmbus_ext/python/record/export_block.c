@@ -1,13 +1,13 @@
-/* export_block, record_origins and lasting_origins: records of a reader as a block, and what tells
- * them among all buses, and through restores and relays.
+/* export_block, record_origins and lasting_origins: a reader's records as a block, and identities
+ * of records across buses, restores and relays.
  *
- * Invariant: each is leased while its bytes are read, under the interpreter lock. */
+ * Invariant: a record stays leased while its bytes are read, under the interpreter lock. */
 #include "python/record/record.h"
 
 #include "ring/block.h"
 #include "ring/relay_journal.h"
 
-/* A trajectory that can be read; NULL with an exception. */
+/* A readable trajectory; NULL with an exception. */
 static TrajectoryObject *readable(PyObject *item) {
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
         return (TrajectoryObject *)PyErr_Format(
@@ -45,7 +45,7 @@ static bool add_all(struct block_maker *maker, PyObject *items) {
     return true;
 }
 
-/* export_block(trajectories of one bus, into) -> int: how many bytes of `into` the block takes. */
+/* export_block(trajectories of one bus, into) -> int: bytes of `into` taken by the block. */
 static PyObject *py_export_block(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items;
     Py_buffer into;
@@ -78,7 +78,7 @@ static PyObject *pack_origin(const uint8_t *identity, uint64_t producer_id, uint
     return origin;
 }
 
-/* record_origins(trajectories) -> list[bytes]: what each is known by among all buses. */
+/* record_origins(trajectories) -> list[bytes]: identity per record, unique across buses. */
 static PyObject *py_record_origins(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
         return PyErr_Format(PyExc_TypeError, "record_origins: expected a list of trajectories");
@@ -94,7 +94,7 @@ static PyObject *py_record_origins(PyObject *Py_UNUSED(module), PyObject *items)
     return origins;
 }
 
-/* What one sample is known by for good: on its bus, and at its source if a relay has put it. */
+/* Lasting names of one sample: on its bus, and at its source if put by a relay. */
 static PyObject *lasting_of(const TrajectoryObject *t) {
     const struct segment *segment = &t->holder->segment->c;
     struct record_header head;
@@ -135,7 +135,8 @@ static PyObject *py_lasting_origins(PyObject *Py_UNUSED(module), PyObject *items
     return origins;
 }
 
-/* lineage(segment) -> list[bytes]: its identity, and those of the buses that it was restored from. */
+/* lineage(segment) -> list[bytes]: the bus's identity, and the identities of its restored
+ * ancestors. */
 SEGMENT_FUNCTION(py_lineage, py_take_segment) {
     const struct bus_header *header = segment->c.header;
     PyObject *found = PyList_New(0);
@@ -151,26 +152,26 @@ SEGMENT_FUNCTION(py_lineage, py_take_segment) {
     return found;
 }
 
-/* leased_in_part(segment) -> bool: whether a group was ever leased without all of its samples. */
+/* leased_in_part(segment) -> bool: True if a group was ever leased with samples missing. */
 SEGMENT_FUNCTION(py_leased_in_part, py_take_segment) {
     const struct bus_header *header = segment->c.header;
     return PyBool_FromLong((long)RELAXED(header->leased_in_part));
 }
 
-/* leased_state(sample) -> int: what it says of an earlier collector's lease; 0 for nothing. */
+/* leased_state(sample) -> int: mark of an earlier collector's lease; 0 if unmarked. */
 static PyObject *py_leased_state(PyObject *Py_UNUSED(module), PyObject *item) {
     return PyLong_FromUnsignedLong(
         Py_IS_TYPE(item, &TrajectoryType) ? ((TrajectoryObject *)item)->leased : 0);
 }
 
-/* leased_members(state) -> int: the members of that lease. */
+/* leased_members(state) -> int: the lease's number of members. */
 static PyObject *py_leased_members(PyObject *Py_UNUSED(module), PyObject *argument) {
     unsigned long state = PyLong_AsUnsignedLong(argument);
     return PyErr_Occurred() ? NULL
                             : PyLong_FromUnsignedLong(shmbus_leased_members((uint32_t)state));
 }
 
-/* forget_leased(samples): they are samples as any other from here on. */
+/* forget_leased(samples): treat marked samples like unmarked samples from now on. */
 static PyObject *py_forget_leased(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
         return PyErr_Format(PyExc_TypeError, "forget_leased: expected a list of samples");

@@ -1,32 +1,33 @@
-/* OriginHead: a head of a record on any bus, and many of them as bytes, for a relay's announcements.
+/* OriginHead: a head of a record on an arbitrary bus, and heads as bytes, for a relay's
+ * announcements.
  *
  * Invariants:
- *  - A head that was unpacked holds what a group table may be given: bytes from elsewhere that say
- *    anything else are refused as a whole.
- *  - It refers to text and numbers only, so no circle can go through it. */
+ *  - An unpacked head holds only values acceptable to a group table: other bytes are refused as a
+ *    whole.
+ *  - A head refers to text and numbers only and takes part in no reference cycle. */
 #include "python/record/record.h"
 
 #include <structmember.h>
 
 #include "ring/block.h"
 
-/* A head as bytes; its id and its reason follow, as UTF-8. Numbers as this machine has them: both
- * ends have one layout version, which says so.
+/* A head as bytes, followed by id and reason in UTF-8. Numbers are in native byte order: both ends
+ * share one layout version, which determines the order.
  *
  * Offset  Size  Field
  *      0    32  origin
- *     32     8  round           SHMBUS_NO_ROUND for none
+ *     32     8  round           SHMBUS_NO_ROUND without a round
  *     40     8  policy_version
  *     48     8  made_ns
  *     56     8  nbytes
  *     64     8  score
  *     72     4  check
- *     76     2  group_size      0 of a failure that does not know
+ *     76     2  group_size      0 for a failure without a known size
  *     78     2  need
  *     80     2  index
  *     82     1  id_bytes
- *     83     1  split           as the bus of the origin has its number
- *     84     4  reason_bytes    NO_REASON of a sample */
+ *     83     1  split           number on the origin's bus
+ *     84     4  reason_bytes    NO_REASON for a sample */
 struct head_row {
     uint8_t origin[RELAY_ORIGIN_BYTES];
     int64_t round;
@@ -44,9 +45,9 @@ _Static_assert(offsetof(struct head_row, reason_bytes) == 84, "layout");
 _Static_assert(SHMBUS_MAX_ID_BYTES <= UINT8_MAX, "a byte says how long an id is");
 #define NO_REASON UINT32_MAX
 
-/* ---- one of them ---- */
+/* ---- A single head ---- */
 
-/* Takes the references of origin, id and reason, which may be NULL with an exception. */
+/* Steal the references of origin, id and reason, which may be NULL with an exception. */
 static PyObject *make_head(const struct head_row *row, PyObject *origin, PyObject *instance_id,
                            PyObject *reason) {
     OriginHeadObject *self = origin != NULL && instance_id != NULL && reason != NULL
@@ -88,7 +89,7 @@ static void py_origin_head_dealloc(OriginHeadObject *self) {
     PyObject_Free(self);
 }
 
-/* Whether a group table may be given it. */
+/* True if acceptable to a group table. */
 static bool row_holds(const struct head_row *row) {
     const bool failed = row->reason_bytes != NO_REASON;
     return row->group_size <= SHMBUS_MAX_GROUP_SIZE && row->need <= row->group_size &&
@@ -155,14 +156,14 @@ static PyObject *py_origin_head_repr(OriginHeadObject *self) {
                                 (int)self->index, self->reason);
 }
 
-/* ---- many as bytes ---- */
+/* ---- Heads as bytes ---- */
 
 struct sink {
     PyObject *bytes;
     Py_ssize_t used;
 };
 
-/* Room for so many bytes more; NULL with an exception. */
+/* Append room for `more` bytes; NULL with an exception. */
 static char *extend(struct sink *to, size_t more) {
     Py_ssize_t size = PyBytes_GET_SIZE(to->bytes), wanted = to->used + (Py_ssize_t)more;
     if (wanted > size && _PyBytes_Resize(&to->bytes, wanted + size) < 0) {
@@ -256,10 +257,10 @@ static bool append_record(struct sink *to, PyObject *item, PyObject *reason_of) 
     return good;
 }
 
-/* What most heads take, and their ids. */
+/* Size of a typical head with its id. */
 #define USUAL_BYTES (sizeof(struct head_row) + 24)
 
-/* Heads, or with reason_of records that lie in the ring, one behind the other. */
+/* Pack heads or, with reason_of, records in the ring. */
 static PyObject *pack_all(PyObject *items, PyObject *reason_of) {
     PyObject *list = PySequence_Fast(items, "expected heads, or records");
     if (list == NULL) {
@@ -281,13 +282,13 @@ static PyObject *pack_all(PyObject *items, PyObject *reason_of) {
     return to.bytes;
 }
 
-/* pack_heads(heads) -> bytes: to be unpacked elsewhere. */
+/* pack_heads(heads) -> bytes: for unpack_heads on a different node. */
 static PyObject *py_pack_heads(PyObject *Py_UNUSED(module), PyObject *heads) {
     return pack_all(heads, NULL);
 }
 
-/* read_heads(trajectories, reason_of) -> bytes: the heads of records that lie in the ring; of a
- * report that its sample failed, reason_of(trajectory) says why. */
+/* read_heads(trajectories, reason_of) -> bytes: the heads of records in the ring; for a failure
+ * report, reason_of(trajectory) returns the reason. */
 static PyObject *py_read_heads(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *reason_of;
     if (!PyArg_ParseTuple(args, "OO", &items, &reason_of)) {
@@ -296,7 +297,8 @@ static PyObject *py_read_heads(PyObject *Py_UNUSED(module), PyObject *args) {
     return pack_all(items, reason_of);
 }
 
-/* Adds the head at `at`, where its split has a number here; clears the list with an exception. */
+/* Add the head at `at` if its split maps to a number here; on error clear the list, with an
+ * exception. */
 static void unpack_one(PyObject **heads, const char **at, const char *end,
                        const Py_buffer *splits) {
     struct head_row row;
@@ -331,8 +333,8 @@ static void unpack_one(PyObject **heads, const char **at, const char *end,
     Py_CLEAR(*heads);
 }
 
-/* unpack_heads(bytes, splits=b"\0") -> list[OriginHead]: those whose split has a number here; a
- * byte says which, of each number there. ValueError for bytes that are none. */
+/* unpack_heads(bytes, splits=b"\0") -> list[OriginHead]: the heads whose split maps to a number
+ * here; `splits` holds a byte per split number there. ValueError for malformed bytes. */
 static PyObject *py_unpack_heads(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer packed, splits = {.buf = "", .len = 1};
     if (!PyArg_ParseTuple(args, "y*|y*", &packed, &splits)) {
@@ -348,7 +350,7 @@ static PyObject *py_unpack_heads(PyObject *Py_UNUSED(module), PyObject *args) {
     return heads;
 }
 
-/* Equal where all that they say is, whoever reads them. */
+/* Equal if every field is equal, whoever reads the heads. */
 static PyObject *py_origin_head_compare(PyObject *self, PyObject *other, int how) {
     if (!Py_IS_TYPE(other, &OriginHeadType) || (how != Py_EQ && how != Py_NE)) {
         Py_RETURN_NOTIMPLEMENTED;

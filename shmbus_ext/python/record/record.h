@@ -1,4 +1,4 @@
-/* Records for Python: schemas, trajectories and the views that they lend. */
+/* Records for Python: schemas, trajectories and their views. */
 #ifndef SHMBUS_PYTHON_RECORD_RECORD_H
 #define SHMBUS_PYTHON_RECORD_RECORD_H
 
@@ -10,8 +10,8 @@
 #include "ring/record.h"
 #include "ring/writer.h"
 
-/* ---- Schemas: which fields a record has, encoded once by a producer, parsed once by a consumer. */
-/* Encoded schemas of what this process puts, by identity of names and dtypes. */
+/* ---- Schemas: the fields of a record, encoded once by a producer, parsed once by a consumer. */
+/* Cache of encoded schemas of this process's puts, by identity of names and dtypes. */
 struct schema_cache_entry {
     uint32_t count;
     PyObject *names[SHMBUS_MAX_FIELDS];
@@ -25,97 +25,100 @@ struct schema_cache {
     unsigned next;
 };
 void py_schema_cache_clear(struct schema_cache *cache);
-/* A new reference to the bytes that spec.schema then points into: the entry may go any time. */
+/* Return a new reference to the bytes behind spec.schema: the cache may drop its entry at every
+ * time. */
 PyObject *py_schema_cache_find(struct schema_cache *cache, struct record_spec *spec,
                                PyObject *const *names, PyArray_Descr *const *dtypes,
                                const uint8_t *ndim);
 
-/* The fields of a record: parsed once for all records that look alike. */
+/* The fields of a record: parsed once for records of equal layout. */
 typedef struct schema_object {
     PyObject_HEAD
     PyObject *encoded;
     PyObject *names; /* tuple of str */
     uint32_t count;
     uint8_t ndim[SHMBUS_MAX_FIELDS];
-    uint16_t shape_at[SHMBUS_MAX_FIELDS]; /* word of the field's offset; its sizes follow */
+    uint16_t shape_at[SHMBUS_MAX_FIELDS]; /* word of the field's offset, followed by its sizes */
     PyObject *dtype_names[SHMBUS_MAX_FIELDS];
-    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS]; /* resolved when first asked for */
+    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS]; /* resolved at first use */
     uint8_t kinds[SHMBUS_MAX_FIELDS];         /* enum element_kind */
 } SchemaObject;
 extern PyTypeObject SchemaType;
 SchemaObject *py_schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t count);
-/* -1 where there is no such field. */
+/* -1 for an unknown field. */
 int py_schema_find(const SchemaObject *self, PyObject *name);
-/* The place of a name among the first of a tuple's, by identity and then by value; -1 for none. */
+/* Index of a name among the first `count` of a tuple, by identity and then by value; -1 if
+ * missing. */
 int py_find_name(PyObject *names, uint32_t count, PyObject *name);
-/* The dtype that these bytes describe, of elements of so many bytes; NULL with an exception. */
+/* Decode a dtype and check its itemsize; NULL with an exception. */
 PyArray_Descr *py_decode_dtype(PyObject *name, PyObject *encoded, uint32_t itemsize);
 PyArray_Descr *py_schema_dtype(SchemaObject *self, int field);
-/* Whether they are one dtype; those that stand in for what NumPy lacks are so by their names. */
+/* True for equal dtypes; substitutes for types unknown to NumPy compare by name. */
 bool py_same_dtype(PyArray_Descr *one, PyArray_Descr *other);
-/* As people read it, so that what stands in for bfloat16 is called that; NULL with an exception. */
+/* Readable name of a dtype, "bfloat16" for its substitute; NULL with an exception. */
 PyObject *py_dtype_text(PyArray_Descr *dtype);
 
-/* ---- What trajectories are made by: a Reader, or the Borrower of a process that a daemon serves. */
-/* Groups arrive together: a small table keyed by checksum finds the string of the one before. */
+/* ---- The makers of trajectories: a Reader, or the Borrower of a process served by a daemon. */
+/* Groups arrive together: a small table keyed by checksum finds the previous sample's string. */
 #define ID_TABLE 4096u
 
 struct holder_kind;
 #define HOLDER_HEAD                                                                              \
     PyObject_HEAD SegmentObject *segment;                                                        \
     const struct holder_kind *kind;                                                              \
-    PyObject **ids;    /* recently read instance ids, so that a group shares one string */       \
+    PyObject **ids;    /* recently read instance ids, shared by a group */       \
     PyObject *schemas; /* bytes -> Schema */                                                     \
     struct schema_object *last_schema;                                                           \
-    uint64_t orphans; /* records read and neither released nor in anybody's hands */             \
-    bool packs; /* has packed a batch of what it read */                                         \
+    uint64_t orphans; /* records read but neither released nor held by an object */             \
+    bool packs; /* packed a batch of its records before */                                         \
     bool attached;
 
 typedef struct {
     HOLDER_HEAD
 } HolderObject;
 
-/* How either keeps a record's space, beyond what a trajectory holds from its birth. */
+/* Keeping a record's space, beyond a trajectory's initial hold. */
 struct holder_kind {
-    bool counts; /* a trajectory holds its record's space from its birth */
-    /* All of them, or false with an exception. */
+    bool counts; /* a trajectory holds its record's space from creation */
+    /* Hold every record, or false with an exception. */
     bool (*hold)(HolderObject *self, const struct record_ref *refs, Py_ssize_t count);
     void (*let_go)(HolderObject *self, const struct record_ref *refs, Py_ssize_t count);
-    /* A ClientLease whose group died on its way to the caller; NULL where there are none. */
+    /* Take back a ClientLease whose group died on its way to the caller; may be NULL. */
     void (*take_back)(HolderObject *self, PyObject *lease);
 };
 bool py_holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind);
 void py_holder_clear(HolderObject *self);
-/* Notes in the segment that batches are packed, where it may write there. */
+/* Announce packing in the segment, if writable. */
 void py_holder_note_packing(HolderObject *self);
 
-/* ---- What stands behind arrays of the ring: a Keeper where they are written, a Pin where read. */
+/* ---- Base objects of arrays in the ring: a Keeper for writable arrays, a Pin for read-only
+ * arrays. */
 /* The exporter behind the writable views of one reservation. */
 typedef struct {
     PyObject_HEAD
     SegmentObject *segment;
     struct reservation at;
     struct view view;
-    bool pinned; /* kept out of everybody's way until the last view is gone */
+    bool pinned; /* kept apart until the last view is gone */
 } KeeperObject;
 extern PyTypeObject KeeperType;
 KeeperObject *py_keeper_new(SegmentObject *segment, const struct reservation *at);
 
-/* What holds a record's space while arrays look at it. */
+/* Holds a record's space during the life of its arrays. */
 typedef struct {
     PyObject_HEAD
     SegmentObject *segment;
-    HolderObject *holder; /* NULL once that is closed */
+    HolderObject *holder; /* NULL after the holder's close */
     struct view view;
 } PinObject;
 extern PyTypeObject PinType;
-/* Where a trajectory holds its space from its birth, the pin takes that over. */
+/* Takes over the space of a trajectory holding its space from creation. */
 PinObject *py_pin_new(HolderObject *holder, const struct record_ref *ref);
 
-/* ---- Trajectory: one record as the consumer sees it. */
+/* ---- Trajectory: one record, on the consumer's side. */
 #define INLINE_SHAPE_WORDS 8
 
-/* What packing reads comes first, in as few cache lines as it takes. */
+/* The fields read by packing come first, in the fewest cache lines. */
 typedef struct {
     PyObject_HEAD
     HolderObject *holder;
@@ -127,11 +130,11 @@ typedef struct {
     uint64_t *shape;
     uint32_t meta_offset;
     uint32_t meta_bytes;
-    bool held;     /* counts in its run's live */
+    bool held;     /* counts among the live records of its run */
     bool released; /* acknowledged or dropped */
-    bool failed;   /* a report that its sample failed, not a sample */
-    bool unscored; /* its producer gave no score; a reader may have set one since */
-    uint16_t need;  /* samples that complete its group */
+    bool failed;   /* a failure report instead of a sample */
+    bool unscored; /* put without a score; a reader may have set one since */
+    uint16_t need;  /* samples of a complete group */
     uint16_t split; /* its number */
     uint32_t version_span;
     uint64_t inline_shape[INLINE_SHAPE_WORDS];
@@ -145,16 +148,16 @@ typedef struct {
     uint64_t producer_id;
     uint64_t committed_ns;
     uint64_t payload_bytes;
-    uint32_t leased; /* its state where an earlier collector had leased its group; or 0 */
+    uint32_t leased; /* state of a lease by an earlier collector; or 0 */
 } TrajectoryObject;
 extern PyTypeObject TrajectoryType;
 TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_copy *copy,
                                     const struct record_ref *ref);
-/* False with an exception once the space may belong to another record. */
+/* False with an exception once the space may belong to a newer record. */
 bool py_trajectory_readable(const TrajectoryObject *self);
-/* ValueError: its record is not what it was when it was read. */
+/* Raise ValueError: the record changed after reading. */
 void py_trajectory_raise_changed(const TrajectoryObject *t);
-/* Whether its producer gave a score, or its reader has set one. */
+/* True if the producer gave, or the reader set, a score. */
 static inline bool py_trajectory_has_score(const TrajectoryObject *self) {
     return !self->unscored || !isnan(self->score);
 }
@@ -163,19 +166,19 @@ static inline const uint8_t *py_trajectory_bytes(const TrajectoryObject *self) {
            self->ref.place.offset;
 }
 
-/* ---- A declared schema, as what is put is checked against it. */
-/* What numbers are stored as in arrays of a dtype. */
+/* ---- A declared schema, used to check every put. */
+/* Storage kind of numbers in arrays of a dtype. */
 enum stored_kind py_stored_kind(PyArray_Descr *dtype);
 
 typedef struct {
     PyObject_HEAD
-    PyObject *encoded; /* bytes: what `parsed` points into */
+    PyObject *encoded; /* bytes behind `parsed` */
     PyObject *names;   /* tuple of str, interned */
     PyObject *dimension_names; /* tuple of str */
-    uint64_t required;         /* a bit a field */
+    uint64_t required;         /* a bit per field */
     PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
     uint8_t kinds[SHMBUS_MAX_FIELDS]; /* enum stored_kind */
-    uint64_t any_shape;               /* a bit a field */
+    uint64_t any_shape;               /* a bit per field */
     uint8_t ndim[SHMBUS_MAX_FIELDS];
     int64_t *dimensions[SHMBUS_MAX_FIELDS]; /* as parsed, in `room` */
     int64_t *room;
@@ -183,20 +186,20 @@ typedef struct {
 } DeclaredSchemaObject;
 extern PyTypeObject DeclaredSchemaType;
 
-/* For a name that is not at its own place: its field, -1 with an exception. */
+/* Find the field of a name out of order; -1 with an exception. */
 int py_declared_find(const DeclaredSchemaObject *self, PyObject *name);
 bool py_declared_refuse_missing(const DeclaredSchemaObject *self, uint64_t missing);
 
-/* In place of a declared field: the row lengths, which every schema has room for. */
+/* Marks the row lengths, accepted by every schema, in place of a declared field. */
 #define DECLARED_BY_THE_CORE 0xff
 _Static_assert(SHMBUS_MAX_FIELDS <= DECLARED_BY_THE_CORE, "it is no field's number");
 
-/* Which declared field each name is; false with an exception for one unknown or missing. */
+/* Match names to declared fields; false with an exception for an unknown or missing field. */
 static inline bool py_declared_match(const DeclaredSchemaObject *self, PyObject *const *names,
                                      uint32_t count, uint8_t *fields) {
     uint64_t given = 0;
     for (uint32_t i = 0; i < count; i++) {
-        /* Mostly in the order of the declaration. */
+        /* Usually in the order of the declaration. */
         bool in_place = i < self->parsed.count && PyTuple_GET_ITEM(self->names, i) == names[i];
         int field = in_place ? (int)i : py_declared_find(self, names[i]);
         if (field < 0) {
@@ -209,16 +212,16 @@ static inline bool py_declared_match(const DeclaredSchemaObject *self, PyObject 
     return missing == 0 || py_declared_refuse_missing(self, missing);
 }
 
-/* The sizes that names of dimensions have in one record. */
+/* Sizes bound to dimension names in one record. */
 struct declared_bindings {
-    uint64_t bound; /* a bit a name */
+    uint64_t bound; /* a bit per name */
     uint64_t sizes[SHMBUS_MAX_DIMENSION_NAMES];
-    uint8_t fields[SHMBUS_MAX_DIMENSION_NAMES]; /* that said so */
+    uint8_t fields[SHMBUS_MAX_DIMENSION_NAMES]; /* the binding fields */
 };
 bool py_declared_refuse_shape(const DeclaredSchemaObject *self,
                               const struct declared_bindings *bindings, uint32_t field, int ndim,
                               const uint64_t *sizes);
-/* Whether a field may have these sizes beside those before it; false with an exception. */
+/* Check a field's sizes together with the fields before; false with an exception. */
 static inline bool py_declared_fits(const DeclaredSchemaObject *self,
                                     struct declared_bindings *bindings, uint32_t field, int ndim,
                                     const uint64_t *sizes) {
@@ -243,20 +246,20 @@ static inline bool py_declared_fits(const DeclaredSchemaObject *self,
     }
     return fits || py_declared_refuse_shape(self, bindings, field, ndim, sizes);
 }
-/* The sizes of an empty list, of which its first is known: of the others what is declared. */
+/* Sizes of an empty list: the first known from the list, the others from the declaration. */
 int py_declared_complete(const DeclaredSchemaObject *self, uint32_t field, int ndim,
                          uint64_t sizes[SHMBUS_MAX_NDIM]);
 
 /* The key of a group; NULL with an exception. */
 PyObject *py_make_key(PyObject *instance_id, int64_t round, uint32_t split);
 
-/* ---- OriginHead: what a relay knows of a record that lies elsewhere, and heads as bytes. */
+/* ---- OriginHead: a relay's knowledge of a record on a different bus, and heads as bytes. */
 typedef struct {
     PyObject_HEAD
-    PyObject *origin; /* bytes, as ring/segment.h has them */
+    PyObject *origin; /* bytes, in the form of ring/segment.h */
     PyObject *instance_id;
     PyObject *key;
-    PyObject *reason; /* why its sample failed: str; None of a sample */
+    PyObject *reason; /* failure reason: str; None for a sample */
     int64_t round;
     int64_t policy_version;
     int64_t made_ns;
@@ -268,14 +271,14 @@ typedef struct {
 } OriginHeadObject;
 extern PyTypeObject OriginHeadType;
 
-/* ---- The score of a trajectory: what its producer gave, or, where that left it open, what its reader sets.
+/* ---- The score of a trajectory: given by its producer or, if left open, set by its reader.
  *
- * Invariant: what is set is of one object in one process. The record keeps what its producer said,
- * so whoever reads it after a death scores it anew. */
-/* False with an exception for a sample that was put without a score, and has none since. */
+ * Invariant: a set score belongs to one object in one process. The record keeps the producer's
+ * value, so after a death the next reader scores the sample anew. */
+/* False with an exception for a sample still unscored. */
 bool py_trajectory_require_score(const TrajectoryObject *self);
 
-/* What module.c adds. */
+/* Registered by module.c. */
 extern PyMethodDef py_declared_functions[];
 extern PyMethodDef py_export_functions[];
 extern const struct named_value py_export_constants[];

@@ -1,12 +1,13 @@
-/* Schemas: which fields a record has, their dtypes and dimensions. Encoded once for all records of
- * one producer that look alike, parsed once for all that a consumer reads.
+/* Schemas: names, dtypes and dimensions of a record's fields. Encoded once for a producer's records
+ * of equal layout, parsed once for a consumer's records.
  *
- * Invariant: a dtype is used for a field only if its itemsize is the one of the proved bounds. */
+ * Invariant: a dtype serves a field only if its itemsize matches the itemsize of the bounds
+ * check. */
 #include "python/record/record.h"
 
 #include "python/hooks.h"
 
-/* ---- Schemas that this process writes ---- */
+/* ---- Schemas written by this process ---- */
 
 static void entry_clear(struct schema_cache_entry *entry) {
     for (uint32_t i = 0; i < entry->count; i++) {
@@ -128,7 +129,8 @@ PyObject *py_schema_cache_find(struct schema_cache *cache, struct record_spec *s
 
 /* ---- Dtypes ---- */
 
-/* As it travels; NULL without an exception for a dtype that cannot, and so is like no other. */
+/* Encoded form of a dtype; NULL without an exception for an unencodable dtype, equal to no
+ * other. */
 static PyObject *described(PyArray_Descr *dtype) {
     PyObject *text = PyObject_CallFunction(hooks.encode_dtype, "sO", "dtype", (PyObject *)dtype);
     if (text == NULL || !PyBytes_Check(text)) {
@@ -138,7 +140,7 @@ static PyObject *described(PyArray_Descr *dtype) {
     return text;
 }
 
-/* Of a dtype that NumPy itself has no name for, or that stands in for such a one. */
+/* Call for a dtype without a name in NumPy, or for a substitute of such a dtype. */
 static bool is_bfloat16(PyArray_Descr *dtype) {
     PyObject *text = described(dtype);
     bool found = text != NULL && strcmp(PyBytes_AS_STRING(text), "bfloat16") == 0;
@@ -198,7 +200,7 @@ bool py_same_dtype(PyArray_Descr *one, PyArray_Descr *other) {
     return same;
 }
 
-/* ---- Schemas that this process reads ---- */
+/* ---- Schemas read by this process ---- */
 
 static enum element_kind kind_of_dtype(PyArray_Descr *dtype) {
     enum stored_kind kind = py_stored_kind(dtype);
@@ -218,7 +220,7 @@ SchemaObject *py_schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t c
         Py_DECREF(self);
         return NULL;
     }
-    /* record_read_body has proved these bounds. */
+    /* record_read_body proved these bounds. */
     const uint8_t *at = encoded;
     uint32_t words = 0;
     for (uint32_t i = 0; i < count; i++) {
@@ -286,7 +288,7 @@ PyArray_Descr *py_schema_dtype(SchemaObject *self, int field) {
             }
             at += sizeof entry + entry.name_bytes + entry.dtype_bytes;
         }
-        /* The bounds were proved for the itemsize that the record states, not for the dtype's. */
+        /* The bounds were proved for the itemsize of the record, not of the dtype. */
         self->dtypes[field] = py_decode_dtype(PyTuple_GET_ITEM(self->names, field),
                                               self->dtype_names[field], entry.itemsize);
         if (self->dtypes[field] != NULL) {

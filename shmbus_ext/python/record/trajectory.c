@@ -1,11 +1,11 @@
-/* Trajectory: one record as the consumer sees it.
+/* Trajectory: one record, on the consumer's side.
  *
- * Invariants: a trajectory holds its record's space until it is released; each array that it hands
- * out holds the pin, so the space outlives the release until the last such array is gone. Only what
- * is released gives space back: the record of a trajectory that dies before is committed still, and
- * its Reader holds it for the next one. Arrays are read-only, and cannot be made writable: the pin
- * exports no buffer, and the memory that they point into is mapped read-only. Methods that read all
- * fields at once are in the last part of this file. */
+ * Invariants: a trajectory holds its record's space until released; every array handed out holds
+ * the pin, so the space outlives the release until the last array is gone. Only a release gives
+ * space back: the record of a trajectory destroyed earlier stays committed, and its Reader holds
+ * the record for the next reader. Arrays are permanently read-only: the pin exports no buffer, and
+ * their memory is mapped read-only. The last part of this file contains the methods over whole
+ * records. */
 #include "python/record/record.h"
 
 #include "base/checksum.h"
@@ -45,7 +45,7 @@ static SchemaObject *shared_schema(HolderObject *holder, const struct record_cop
         Py_INCREF(known);
         Py_SETREF(fresh, known);
     } else {
-        /* Hostile producers could invent schemas without end. */
+        /* Hostile producers could invent new schemas for ever. */
         if (PyDict_GET_SIZE(holder->schemas) > 1024) {
             PyDict_Clear(holder->schemas);
         }
@@ -127,7 +127,7 @@ static void py_trajectory_dealloc(TrajectoryObject *self) {
     }
     if (self->pin != NULL) {
         if (self->held) {
-            /* Its views must not free the space either. */
+            /* Keep its views from freeing the space, too. */
             self->pin->holder = NULL;
         }
         Py_DECREF(self->pin);
@@ -163,7 +163,7 @@ bool py_trajectory_readable(const TrajectoryObject *self) {
     return py_segment_usable(self->holder->segment, "Consumer");
 }
 
-/* A read-only array of one field, of a trajectory that is readable. */
+/* A read-only array of one field of a readable trajectory. */
 static PyObject *py_trajectory_view(TrajectoryObject *self, int field) {
     PyArray_Descr *dtype = py_schema_dtype(self->schema, field);
     if (dtype == NULL) {
@@ -193,7 +193,7 @@ static PyObject *py_trajectory_view(TrajectoryObject *self, int field) {
     return array;
 }
 
-/* -1 with an exception where there is no such field. */
+/* -1 with an exception for an unknown field. */
 static int require_field(const TrajectoryObject *self, PyObject *name) {
     int field = py_schema_find(self->schema, name);
     if (field < 0) {
@@ -236,7 +236,7 @@ static PyObject *py_trajectory_keys(TrajectoryObject *self, PyObject *Py_UNUSED(
     return Py_NewRef(self->schema->names);
 }
 
-/* shape(name) -> tuple; known without touching the ring. */
+/* shape(name) -> tuple; needs no access to the ring. */
 static PyObject *py_trajectory_shape(TrajectoryObject *self, PyObject *name) {
     int field = require_field(self, name);
     if (field < 0) {
@@ -324,7 +324,7 @@ static PyObject *py_trajectory_get_score(TrajectoryObject *self, void *Py_UNUSED
     return py_trajectory_require_score(self) ? PyFloat_FromDouble(self->score) : NULL;
 }
 
-/* Of this object alone: the record keeps what its producer said, for whoever reads it next. */
+/* Affects this object only: the record keeps its producer's value for the next reader. */
 static int py_trajectory_set_score(TrajectoryObject *self, PyObject *value,
                                    void *Py_UNUSED(ignored)) {
     if (!self->unscored) {
@@ -357,11 +357,11 @@ static int py_trajectory_set_score(TrajectoryObject *self, PyObject *value,
     return 0;
 }
 
-/* ---- Methods of Trajectory that read all of its fields at once, and copy them out of the ring.
+/* ---- Methods of Trajectory over every field, and copies out of the ring.
  *
- * Invariants: an array that is copied here is a view with a pin until its copy is made, so another
- * thread may acknowledge the group in between. A copy holds nothing of the ring, nor of a consumer. */
-/* A tuple with what `make` gives for each field, in the producer's order. */
+ * Invariants: an array to copy is a view with a pin until its copy is made, because another thread
+ * may acknowledge the group in between. A copy refers to neither ring nor consumer. */
+/* A tuple of `make` applied to every field, in the producer's order. */
 static PyObject *each_field(TrajectoryObject *self,
                             PyObject *(*make)(TrajectoryObject *self, int field)) {
     if (!py_trajectory_readable(self)) {
@@ -408,12 +408,12 @@ static PyObject *owned_fields(TrajectoryObject *self) {
     return fields;
 }
 
-/* The hook gets the arguments of TrajectoryCopy, its meta still encoded. */
+/* The hook takes the arguments of TrajectoryCopy, its meta still encoded. */
 static PyObject *py_trajectory_copy(TrajectoryObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_trajectory_readable(self)) {
         return NULL;
     }
-    /* Before the fields: other threads may run while those are copied. */
+    /* Copy before the fields: other threads may run during their copy. */
     PyObject *meta = PyBytes_FromStringAndSize(
         (const char *)py_trajectory_bytes(self) + self->meta_offset, self->meta_bytes);
     PyObject *round = py_round(self->round);
@@ -478,7 +478,7 @@ static PyGetSetDef trajectory_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-/* An attribute that has the name of its field. */
+/* An attribute named like its struct member. */
 #define MEMBER(kind, field) \
     {#field, kind, offsetof(TrajectoryObject, field), READONLY, DOC_Trajectory_##field}
 

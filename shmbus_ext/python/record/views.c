@@ -1,8 +1,8 @@
-/* What stands behind arrays of the ring.
+/* Base objects of arrays in the ring.
  *
- * Invariants: a record's space is kept while a view of it is out. When the segment's handle is
- * closed each view gets a private copy, and nothing is asked of a holder or a lane any more. A view
- * that is read lies in the segment's mapping for views. */
+ * Invariants: a record's space is kept while a view of the record is out. At the close of the
+ * segment's handle every view gets a private copy, and afterwards no view calls its holder or lane.
+ * A read-only view lies in the segment's mapping for views. */
 #include "python/record/record.h"
 
 
@@ -43,9 +43,9 @@ PyTypeObject KeeperType = {
     TYPE_BASICS("Keeper", KeeperObject, py_keeper_dealloc, 0),
 };
 
-/* ---- Pin: behind views that are read ---- */
+/* ---- Pin: behind read-only views ---- */
 
-/* The holder closes the handle before it is gone. */
+/* The holder closes the handle before its own end. */
 static void pin_handle_closed(struct view *view, bool Py_UNUSED(detached)) {
     LIST_ENTRY(view, PinObject, view)->holder = NULL;
 }
@@ -84,7 +84,7 @@ PyTypeObject PinType = {
     TYPE_BASICS("Pin", PinObject, py_pin_dealloc, 0),
 };
 
-/* ---- What trajectories are made by: its strings, its schemas, and what it says of itself. */
+/* ---- Holder base: strings, schemas and flags shared by Reader and Borrower. */
 bool py_holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind) {
     self->segment = (SegmentObject *)Py_NewRef((PyObject *)segment);
     self->kind = kind;

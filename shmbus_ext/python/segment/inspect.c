@@ -1,9 +1,9 @@
-/* Looking at a segment from outside: its locks, and the records of one run.
+/* A segment seen from outside: its locks, and the records of one run.
  *
- * Invariants: nothing here maps or writes the file. All is read by pread, so that a truncated or
- * sparse file gives a short read and never a signal, and is checked in this process's own copy; a
- * live bus does not notice. What changes while it is read shows as a bad checksum: the caller looks
- * at the run's word again before it calls that damage. */
+ * Invariants: inspection neither maps nor writes the file. Reads go through pread, so a truncated
+ * or sparse file yields a short read and never a signal, and checks run on this process's own copy,
+ * invisible to a live bus. A change during the read shows as a bad checksum: the caller rereads the
+ * run's word before reporting damage. */
 #include "python/segment/segment.h"
 
 #include <errno.h>
@@ -19,7 +19,7 @@ static PyObject *lock_answer(enum lock_status status) {
                                 : PyBool_FromLong(status == LOCK_HELD_ELSEWHERE);
 }
 
-/* lock_held(fd, byte) -> bool: whether a living process holds it. Works on a read-only fd. */
+/* lock_held(fd, byte) -> bool: True if a living process holds the lock. Works on a read-only fd. */
 static PyObject *py_lock_held(PyObject *Py_UNUSED(module), PyObject *args) {
     int fd;
     long long byte;
@@ -29,7 +29,7 @@ static PyObject *py_lock_held(PyObject *Py_UNUSED(module), PyObject *args) {
     return lock_answer(file_lock_probe(fd, byte));
 }
 
-/* any_lock_held(fd) -> bool: the same for every byte there is. */
+/* any_lock_held(fd) -> bool: likewise for every byte. */
 static PyObject *py_any_lock_held(PyObject *Py_UNUSED(module), PyObject *args) {
     int fd;
     if (!PyArg_ParseTuple(args, "i", &fd)) {
@@ -38,7 +38,7 @@ static PyObject *py_any_lock_held(PyObject *Py_UNUSED(module), PyObject *args) {
     return lock_answer(file_lock_probe_all(fd));
 }
 
-/* lock_all(fd) -> bool: whether this description now holds every lock there is. */
+/* lock_all(fd) -> bool: True if this description now holds every lock. */
 static PyObject *py_lock_all(PyObject *Py_UNUSED(module), PyObject *args) {
     int fd;
     if (!PyArg_ParseTuple(args, "i", &fd)) {
@@ -58,7 +58,7 @@ struct run_at {
     struct record_place place;
 };
 
-/* Up to `bytes`; what the file does not have stays as it was, and fails its checksum. */
+/* Read up to `bytes`; bytes beyond the file's end keep their old value and fail the checksum. */
 static void read_some(int fd, void *to, uint64_t bytes, long long position) {
     uint8_t *at = to;
     while (bytes > 0) {
@@ -91,8 +91,8 @@ struct scan {
     uint64_t count, room;
     uint64_t reserved, committed, aborted, released, other;
     uint64_t bytes; /* of committed records */
-    uint64_t newest_ns; /* when the newest was committed, released ones too */
-    uint64_t at;    /* where the walk ended */
+    uint64_t newest_ns; /* latest commit, including released records */
+    uint64_t at;    /* end of the walk */
     bool cut;
     bool no_memory;
 };
@@ -120,7 +120,7 @@ static void count_record(struct scan *scan, const struct record_header *header, 
         }
     }
     if (header->lane_number >= below && !(header->flags & SHMBUS_FLAG_MOVED)) {
-        return; /* its owner has not counted it yet */
+        return; /* not yet counted by its owner */
     }
     if (scan->count == scan->room) {
         uint64_t room = scan->room ? scan->room * 2 : 1024;
@@ -154,9 +154,9 @@ static void scan_all(const struct run_at *start, uint64_t below, struct scan *sc
 /* scan_run(fd, position, used, extent, generation, below) -> (keys, counts, bytes, newest, end,
  * cut)
  *
- * keys: u64 pairs (producer, sequence) of the committed records that are numbered below; counts:
- * (reserved, committed, aborted, released, other). newest: when the last commit was, in ns. cut:
- * the walk met no record at end. */
+ * keys: u64 pairs (producer, sequence) of the committed records numbered below `below`; counts:
+ * (reserved, committed, aborted, released, other). newest: time of the last commit, in ns. cut: the
+ * walk met no record at `end`. */
 static PyObject *py_scan_run(PyObject *Py_UNUSED(module), PyObject *args) {
     struct run_at run = {0};
     unsigned long long below;
@@ -166,7 +166,7 @@ static PyObject *py_scan_run(PyObject *Py_UNUSED(module), PyObject *args) {
     }
     struct scan scan = {0};
     Py_BEGIN_ALLOW_THREADS
-    /* SYNC: record-exposed. The caller has read `used` before this. */
+    /* SYNC: record-exposed. The caller read `used` before. */
     atomic_thread_fence(memory_order_acquire);
     scan_all(&run, below, &scan);
     Py_END_ALLOW_THREADS PyObject *result =
@@ -194,7 +194,7 @@ static const char *state_name(uint32_t state) {
     }
 }
 
-/* The whole record, or its head where the payload need not be checked, in memory of our own. */
+/* Read the whole record, or only its head if the payload needs no check, into private memory. */
 static enum record_verdict read_body(const struct run_at *run, struct record_copy *copy,
                                      bool payload, PyObject **image) {
     const struct record_header *header = &copy->header;
@@ -260,7 +260,7 @@ static PyObject *py_read_run(PyObject *Py_UNUSED(module), PyObject *args) {
                           &run.place.generation, &start, &limit, &payload)) {
         return NULL;
     }
-    /* SYNC: record-exposed. The caller has read `used` before this. */
+    /* SYNC: record-exposed. The caller read `used` before. */
     atomic_thread_fence(memory_order_acquire);
     struct record_copy *copy = PyMem_Malloc(sizeof *copy);
     PyObject *rows = PyList_New(0);
@@ -308,17 +308,17 @@ bool py_inspect_add_objects(PyObject *module) {
                          PyLong_FromUnsignedLongLong(SHMBUS_RETRY_ANSWERED));
 }
 
-/* ---- The tables of layout_tables.h: each shared field by name, offset, size and kind.
+/* ---- The tables of layout_tables.h: every shared field by name, offset, size and kind.
  *
- * Invariant: no number is written down here; the compiler fills them in from layout.h. */
+ * Invariant: the tables contain no literal numbers; the compiler fills them in from layout.h. */
 struct field_note {
     const char *name;
     size_t offset;
     size_t bytes;
-    char kind; /* as numpy has it: u, i, f, S, V */
+    char kind; /* numpy's code: u, i, f, S, V */
 };
 
-/* Of the struct OF, which is defined before each table. */
+/* Field of the struct OF, defined before every table. */
 #define NAMED(name, field, kind) \
     {name, offsetof(struct OF, field), sizeof(((struct OF *)0)->field), kind}
 #define UINT(field) NAMED(#field, field, 'u')
@@ -517,7 +517,7 @@ static bool add_field(PyObject *names, PyObject *formats, PyObject *offsets,
            py_append(offsets, PyLong_FromSize_t(field->offset));
 }
 
-/* layout() -> {struct: {"names", "formats", "offsets", "itemsize"}}: what numpy.dtype takes. */
+/* layout() -> {struct: {"names", "formats", "offsets", "itemsize"}}: arguments of numpy.dtype. */
 static PyObject *py_layout(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyDict_New();
     for (size_t i = 0; i < sizeof structs / sizeof *structs && result != NULL; i++) {
@@ -541,9 +541,9 @@ static PyObject *py_layout(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(igno
     return result;
 }
 
-/* ---- The sizes of a segment that is not made yet, for whoever decides whether to make it. */
-/* segment_plan(capacity, max_producers, extent_bytes) -> (segment bytes, extent's bytes, extents,
- * producers that get one each), or None where no segment can be laid out. */
+/* ---- Sizes of a planned segment, before its creation. */
+/* segment_plan(capacity, max_producers, extent_bytes) -> (segment bytes, extent bytes, extents,
+ * producers with an extent of their own), or None for an impossible layout. */
 static PyObject *py_segment_plan(PyObject *Py_UNUSED(module), PyObject *args) {
     unsigned long long capacity, extent_bytes;
     unsigned int max_producers;
@@ -560,7 +560,7 @@ static PyObject *py_segment_plan(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 /* ---- next_round, for shmbus.Producer. */
-/* next_round(segment): a number that this bus has handed out to nobody else. */
+/* next_round(segment): a number never handed out before on this bus. */
 SEGMENT_FUNCTION(py_next_round, py_take_writable) {
     return PyLong_FromLongLong(shmbus_next_round(segment->c.header));
 }

@@ -1,11 +1,12 @@
 /* Copies of records under views.
  *
  * Invariants:
- *  - Read-only views point into the segment's mapping for views, and nothing else does. Writable
- *    views point into the mapping that all else uses, at records that only their reservation uses.
- *  - At a close, the copies are in place before any lock is dropped that keeps the space.
- *  - At a fork, the copies are made before it, while the parent holds the space. They take their
- *    place in the child before anything runs there: it sees nothing of what the parent does then. */
+ *  - The segment's mapping for views serves read-only views only. Writable views point into the
+ *    common mapping, at records used only by their reservation.
+ *  - At a close, the copies are in place before the locks keeping the space are dropped.
+ *  - At a fork, the copies are made before the fork, while the parent holds the space. They take
+ *    their place in the child before its first Python code, and hide the parent's later changes
+ *    from the child. */
 #include "python/segment/segment.h"
 
 #include "base/file_lock.h"
@@ -20,7 +21,7 @@ static uint8_t *mapping_of(const struct segment *segment, bool writable) {
 
 bool py_copies_make(struct segment_copies *self, const struct segment *segment,
                     const struct list_link *views, bool writable) {
-    /* From the first to behind the last byte of the records, and how many are theirs. */
+    /* The range of the records in the segment, and the sum of their sizes. */
     uint64_t first = UINT64_MAX, end = 0, bytes = 0;
     for (const struct list_link *l = views->next; l != views; l = l->next) {
         const struct view *view = LIST_ENTRY(l, struct view, link);
@@ -72,9 +73,9 @@ void py_copies_lock_instead(const struct segment *segment, const struct list_lin
                          (int64_t)SHMBUS_MAX_CLIENTS * SHMBUS_MAX_EXTENTS);
 }
 
-/* ---- Who holds which locks: one question to the kernel for each lock that it finds.
+/* ---- Holders of locks: one kernel query per lock found.
  *
- * Invariant: it takes no lock, so whoever holds one is not disturbed. */
+ * Invariant: the search takes no lock and disturbs no holder. */
 PyObject *py_locks_held(const struct segment *segment, unsigned int kind) {
     if (kind > SHMBUS_MAX_CLIENTS) {
         return PyErr_Format(PyExc_ValueError, "locks_held: kind %u out of range", kind);
@@ -83,7 +84,7 @@ PyObject *py_locks_held(const struct segment *segment, unsigned int kind) {
                              : SHMBUS_LOCK_LEASE + (int64_t)(kind - 1) * SHMBUS_MAX_EXTENTS;
     int64_t end = base + SHMBUS_MAX_EXTENTS;
     PyObject *found = PyList_New(0);
-    /* Ranges that are still to be searched: each lock that is found splits one into two. */
+    /* Ranges left to search: every lock found splits a range into two. */
     int64_t(*todo)[2] = PyMem_Malloc(sizeof *todo * (SHMBUS_MAX_EXTENTS + 2));
     if (found == NULL || todo == NULL) {
         PyMem_Free(todo);

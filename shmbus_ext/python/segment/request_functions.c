@@ -1,4 +1,4 @@
-/* The request lane for shmbus.feeder, and for shmbus.stash.requests, the collector's side. */
+/* The request lane for shmbus.feeder, and for shmbus.stash.requests on the collector's side. */
 #include "python/segment/segment.h"
 
 #include <errno.h>
@@ -6,7 +6,7 @@
 #include "ring/lead.h"
 #include "ring/requests.h"
 
-/* More than any lane has, and with an id still less than 32 bits count. */
+/* Above every lane's capacity, yet still countable in 32 bits together with an id. */
 #define MOST_PROMPT_BYTES ((Py_ssize_t)UINT32_MAX - 1024)
 
 static bool parse_offer(PyObject *item, struct request_offer *offer) {
@@ -34,16 +34,16 @@ static bool parse_offer(PyObject *item, struct request_offer *offer) {
     return true;
 }
 
-/* One that this call does not offer: what never fits is refused before anything is offered. */
+/* Check a later offer: an impossible offer is refused before the first offer is made. */
 static bool later_fits(const SegmentObject *segment, PyObject *item) {
     struct request_offer offer;
     return parse_offer(item, &offer) && request_can_fit(&segment->c, &offer);
 }
 
-/* request_offer(segment, offers, start) -> (done, number): offers those from `start` on, tuples
+/* request_offer(segment, offers, start) -> (done, number): offer the items from `start` on, tuples
  * (id, round, split, group_size, need, level, prompt) of bytes and ints, up to
- * REQUEST_OFFERS_AT_ONCE of them. `number` is that of the last one. Where `done` is 0: 0 where the
- * lane is full, -1 where another feeder is at work, -2 where one of them never fits. */
+ * REQUEST_OFFERS_AT_ONCE items. `number` belongs to the last request offered. If `done` is 0,
+ * `number` is 0 for a full lane, -1 while a second feeder works, -2 if an offer can never fit. */
 static PyObject *py_request_offer(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *list;
     Py_ssize_t start;
@@ -68,7 +68,7 @@ static PyObject *py_request_offer(PyObject *Py_UNUSED(module), PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "expected offers, and a segment that can be written");
     }
     uint64_t number = 0;
-    /* Under the interpreter lock: two threads of one handle share its file lock. */
+    /* Keep the interpreter lock: two threads of one handle share its file lock. */
     enum request_feed status = request_offer(&segment->c, offers, count, &done, &number);
     if (status == FEED_ERROR) {
         return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, segment->name);
@@ -85,7 +85,7 @@ static struct bell *bell_of(const SegmentObject *segment, int room) {
     return room ? &lane->room : &lane->work;
 }
 
-/* request_want(segment, room) -> ticket: announces a wait for room, or for a sample to make. */
+/* request_want(segment, room) -> ticket: announce a wait for room, or for a sample to make. */
 static PyObject *py_request_want(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     int room;
@@ -95,7 +95,7 @@ static PyObject *py_request_want(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyLong_FromUnsignedLong(bell_announce(bell_of(segment, room)));
 }
 
-/* request_await(segment, room, ticket, timeout_s): sleeps until the bell is rung after it. */
+/* request_await(segment, room, ticket, timeout_s): sleep until the bell rings after the ticket. */
 static PyObject *py_request_await(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     int room;
@@ -104,7 +104,7 @@ static PyObject *py_request_await(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&pId", py_take_segment, &segment, &room, &ticket, &timeout_s)) {
         return NULL;
     }
-    Py_INCREF(segment); /* it may be closed during the wait; its mapping stays */
+    Py_INCREF(segment); /* a close during the wait must not unmap the segment */
     Py_BEGIN_ALLOW_THREADS
     bell_wait(bell_of(segment, room), ticket, (int64_t)(timeout_s * 1e9));
     Py_END_ALLOW_THREADS Py_DECREF(segment);
@@ -136,17 +136,18 @@ static PyObject *change_row(PyObject *args, void (*change)(struct segment *, uin
     Py_RETURN_NONE;
 }
 
-/* request_close(segment, row, number): no more of its samples are handed out; for the collector. */
+/* request_close(segment, row, number): hand out no more of its samples; for the collector. */
 static PyObject *py_request_close(PyObject *Py_UNUSED(module), PyObject *args) {
     return change_row(args, request_close);
 }
 
-/* request_end(segment, row, number): its group has ended; for the collector. */
+/* request_end(segment, row, number): mark the group as ended; for the collector. */
 static PyObject *py_request_end(PyObject *Py_UNUSED(module), PyObject *args) {
     return change_row(args, request_end);
 }
 
-/* request_send(segment, row, number) -> int: how many samples of it other nodes have from now on. */
+/* request_send(segment, row, number) -> int: pass the row's open samples to other nodes and return
+ * their number. */
 static PyObject *py_request_send(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int row;
@@ -156,7 +157,7 @@ static PyObject *py_request_send(PyObject *Py_UNUSED(module), PyObject *args) {
                : NULL;
 }
 
-/* request_answered(segment, row, number) -> bool: whether it is open, with a sample that was made. */
+/* request_answered(segment, row, number) -> bool: True if open, with a sample already made. */
 static PyObject *py_request_answered(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int row;
@@ -168,7 +169,8 @@ static PyObject *py_request_answered(PyObject *Py_UNUSED(module), PyObject *args
     return PyBool_FromLong(request_count(&segment->c, row, number, &counts) && counts.done > 0);
 }
 
-/* request_wanted(segment) -> bool: whether somebody asked for a sample since there was one. */
+/* request_wanted(segment) -> bool: True if a worker asked for a sample after the last became
+ * available. */
 SEGMENT_FUNCTION(py_request_wanted, py_take_segment) {
     return PyBool_FromLong(RELAXED(segment->c.requests.lane->work.wanted) != 0);
 }
@@ -195,7 +197,7 @@ PyObject *py_describe_request(SegmentObject *segment, uint32_t row, uint64_t num
 }
 
 /* request_text(segment, row, number) -> (id, round, split, group_size, need, level, offered_ns,
- * prompt_at, data) or None where it has ended; the prompt is data[prompt_at:]. */
+ * prompt_at, data), or None for an ended request; the prompt is data[prompt_at:]. */
 static PyObject *py_request_text(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int row;
@@ -223,8 +225,8 @@ SEGMENT_FUNCTION(py_request_rows, py_take_segment) {
     return found;
 }
 
-/* The oldest open request of (segment, id, round, split): its number, 0 for none; false with an
- * exception. */
+/* Find the oldest open request of (segment, id, round, split) and store its number, 0 if missing;
+ * false with an exception. */
 static bool find_row(PyObject *args, SegmentObject **segment, uint32_t *row, uint64_t *number) {
     const char *id;
     Py_ssize_t id_bytes;
@@ -238,7 +240,7 @@ static bool find_row(PyObject *args, SegmentObject **segment, uint32_t *row, uin
     return true;
 }
 
-/* request_find(segment, id, round, split) -> request_text of the oldest open one, or None. */
+/* request_find(segment, id, round, split) -> request_text of the oldest open request, or None. */
 static PyObject *py_request_find(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     uint32_t row;
@@ -249,8 +251,8 @@ static PyObject *py_request_find(PyObject *Py_UNUSED(module), PyObject *args) {
     return number == 0 ? Py_NewRef(Py_None) : py_describe_request(segment, row, number);
 }
 
-/* request_revoke(segment, id, round, split) -> int or None: how many samples of the oldest open
- * request were taken from their owners; None where there is no such request. */
+/* request_revoke(segment, id, round, split) -> int or None: number of samples of the oldest open
+ * request taken from their owners; None without an open request. */
 static PyObject *py_request_revoke(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     uint32_t row;
@@ -262,8 +264,8 @@ static PyObject *py_request_revoke(PyObject *Py_UNUSED(module), PyObject *args) 
                        : PyLong_FromUnsignedLong(request_revoke(&segment->c, row, number));
 }
 
-/* request_since(segment, number) -> list of (row, number, id, round, label of the split) of open
- * requests after that one, in the order of the rows. */
+/* request_since(segment, number) -> list of (row, number, id, round, split label) of open requests
+ * after `number`, in the order of the rows. */
 static PyObject *py_request_since(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned long long after;
@@ -289,13 +291,13 @@ static PyObject *py_request_since(PyObject *Py_UNUSED(module), PyObject *args) {
     return found;
 }
 
-/* request_number(segment) -> int: of the last request; 0 where the lane was never used. */
+/* request_number(segment) -> int: number of the last request; 0 for an unused lane. */
 SEGMENT_FUNCTION(py_request_number, py_take_segment) {
     return PyLong_FromUnsignedLongLong(
         atomic_load_explicit(&segment->c.requests.lane->number, memory_order_acquire));
 }
 
-/* request_numbers(segment) -> bytes: a u64 for each row, the number of its open request or 0. */
+/* request_numbers(segment) -> bytes: a u64 per row, the number of its open request or 0. */
 SEGMENT_FUNCTION(py_request_numbers, py_take_segment) {
     uint32_t rows = segment->c.requests.row_count;
     PyObject *found = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(rows * sizeof(uint64_t)));
@@ -307,7 +309,7 @@ SEGMENT_FUNCTION(py_request_numbers, py_take_segment) {
 }
 
 /* request_totals(segment) -> (offered, open, claimed, done, given_up, groups, taken_ns, free_bytes,
- * bytes): samples, groups that have not ended, and room for prompts. */
+ * bytes): samples, unfinished groups, and room for prompts. */
 SEGMENT_FUNCTION(py_request_totals, py_take_segment) {
     struct request_totals totals;
     request_total(&segment->c, &totals);
@@ -318,26 +320,26 @@ SEGMENT_FUNCTION(py_request_totals, py_take_segment) {
                          U64(parts->unit_count) * SHMBUS_REQUEST_UNIT);
 }
 
-/* request_bytes(segment) -> int: all that the lane takes of the segment. */
+/* request_bytes(segment) -> int: the lane's size in the segment. */
 SEGMENT_FUNCTION(py_request_bytes, py_take_segment) {
     return PyLong_FromSsize_t(segment->c.data - (const uint8_t *)segment->c.requests.lane);
 }
 
-/* request_row_count(segment) -> int: groups that the lane holds at most. */
+/* request_row_count(segment) -> int: the lane's capacity in groups. */
 SEGMENT_FUNCTION(py_request_row_count, py_take_segment) {
     return PyLong_FromUnsignedLong(segment->c.requests.row_count);
 }
 
-/* ---- The admission table for shmbus.stash.upkeep, the collector's side, and for what others say of it. */
-/* lead_state(segment) -> (limit, held, max_groups, max_versions, a_version): limit 0 for no bound,
- * max_groups 0 and max_versions -1 for none of that kind. */
+/* ---- The admission table for shmbus.stash.upkeep, on the collector's side, and for messages. */
+/* lead_state(segment) -> (limit, held, max_groups, max_versions, a_version): limit 0 means no
+ * bound; max_groups 0 and max_versions -1 mean no bound of the respective kind. */
 SEGMENT_FUNCTION(py_lead_state, py_take_segment) {
     const struct lead_table *lead = segment->c.lead;
     return Py_BuildValue("(IIIiK)", RELAXED(lead->limit), lead_held(&segment->c), lead->max_groups,
                          (int)lead->max_versions - 1, U64(lead->a_version));
 }
 
-/* (segment, id, round, split): the number of the split. */
+/* Parse (segment, id, round, split number) into a key. */
 static bool take_key(PyObject *args, SegmentObject **segment, uint64_t *key) {
     const char *id;
     Py_ssize_t id_bytes;
@@ -351,7 +353,8 @@ static bool take_key(PyObject *args, SegmentObject **segment, uint64_t *key) {
     return true;
 }
 
-/* lead_leave(segment, id, round, split) -> bool: the group was delivered, or has ended otherwise. */
+/* lead_leave(segment, id, round, split) -> bool: remove a delivered or otherwise ended group; True
+ * if the group had a row. */
 static PyObject *py_lead_leave(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     uint64_t key;
@@ -359,7 +362,8 @@ static PyObject *py_lead_leave(PyObject *Py_UNUSED(module), PyObject *args) {
                                                   : NULL;
 }
 
-/* lead_knows(segment, id, round, split) -> bool: whether a sample of that group waits for no other. */
+/* lead_knows(segment, id, round, split) -> bool: True if the group has a row, so its samples need
+ * not wait for admission. */
 static PyObject *py_lead_knows(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     uint64_t key;
@@ -367,14 +371,15 @@ static PyObject *py_lead_knows(PyObject *Py_UNUSED(module), PyObject *args) {
                                                   : NULL;
 }
 
-/* lead_key(segment, id, round, split) -> int: the word of that group's row once it is settled. */
+/* lead_key(segment, id, round, split) -> int: the word of the group's row once settled. */
 static PyObject *py_lead_key(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     uint64_t key;
     return take_key(args, &segment, &key) ? PyLong_FromUnsignedLongLong(key) : NULL;
 }
 
-/* lead_follow(segment, leased, ended): groups under lease, and ended since the last call. */
+/* lead_follow(segment, leased, ended): report groups under lease, and groups ended since the last
+ * call. */
 static PyObject *py_lead_follow(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned long long leased, ended;
@@ -385,7 +390,8 @@ static PyObject *py_lead_follow(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* lead_settled(segment) -> {row: word} of groups whose first record is committed, or never will be. */
+/* lead_settled(segment) -> {row: word} of groups whose first record is committed or will never
+ * come. */
 SEGMENT_FUNCTION(py_lead_settled, py_take_segment) {
     PyObject *found = PyDict_New();
     for (uint32_t row = 0; found != NULL && row < SHMBUS_LEAD_ROWS; row++) {
@@ -398,7 +404,7 @@ SEGMENT_FUNCTION(py_lead_settled, py_take_segment) {
     return found;
 }
 
-/* lead_free(segment, row, word): for the collector, of a row whose group is not on the bus. */
+/* lead_free(segment, row, word): free the row of a group absent from the bus; for the collector. */
 static PyObject *py_lead_free(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int row;
@@ -414,14 +420,14 @@ static PyObject *py_lead_free(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 /* request_divide(bytes) -> {"rows", "row_count", "cells", "units", "unit_count"}: offsets from the
- * lane's beginning, and counts; None where the bytes are too few. */
+ * lane's beginning, and counts; None for too few bytes. */
 static PyObject *py_request_divide(PyObject *Py_UNUSED(module), PyObject *argument) {
     unsigned long long bytes = PyLong_AsUnsignedLongLong(argument);
     if (bytes == (unsigned long long)-1 && PyErr_Occurred()) {
         return NULL;
     }
     struct request_parts parts;
-    static uint8_t at[1]; /* never dereferenced: offsets from it are all that is used */
+    static uint8_t at[1]; /* base for offsets, never dereferenced */
     if (bytes > SHMBUS_REQUEST_MAX_BYTES + SHMBUS_PAGE || !request_divide(&parts, at, bytes)) {
         Py_RETURN_NONE;
     }

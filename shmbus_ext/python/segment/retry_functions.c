@@ -1,4 +1,4 @@
-/* The retry table for shmbus.stash.retries, the collector's side, and for shmbus.Producer. */
+/* The retry table for shmbus.stash.retries on the collector's side, and for shmbus.Producer. */
 #include "python/segment/segment.h"
 
 #include "base/clock.h"
@@ -52,7 +52,7 @@ static PyObject *py_retry_publish(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* retry_withdraw(segment, entry): for the collector; the request has ended. */
+/* retry_withdraw(segment, entry): end the request; for the collector. */
 static PyObject *py_retry_withdraw(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int entry;
@@ -63,8 +63,8 @@ static PyObject *py_retry_withdraw(PyObject *Py_UNUSED(module), PyObject *args) 
     Py_RETURN_NONE;
 }
 
-/* retry_take_back(segment, entry) -> bool or None: the same at its deadline; False where it was
- * answered, None where its claimant is about to commit the answer. */
+/* retry_take_back(segment, entry) -> bool or None: end the request at its deadline; False if
+ * answered, None while its claimant commits the answer. */
 static PyObject *py_retry_take_back(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int entry;
@@ -119,7 +119,8 @@ static PyObject *py_retry_unclaim(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyBool_FromLong(retry_unclaim(&segment->c, entry, number, producer_id));
 }
 
-/* retry_note(segment, open, groups_failed): for the collector; what others read first. */
+/* retry_note(segment, open, groups_failed): publish the counts read first by other processes; for
+ * the collector. */
 static PyObject *py_retry_note(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int open;

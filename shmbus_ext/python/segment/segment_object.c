@@ -1,4 +1,4 @@
-/* Segment: one mapping of a bus, and what happens to it at fork and at close. */
+/* Segment: one mapping of a bus, and its treatment at fork and at close. */
 #include "python/segment/segment.h"
 
 #include <pthread.h>
@@ -13,11 +13,12 @@ static struct list_link all_segments = {&all_segments, &all_segments};
 
 /* ---- Fork ---- */
 
-/* Whether this thread has made copies for the fork that it is in. */
+/* Set while this thread forks with copies made. */
 static _Thread_local bool ready_to_fork;
 
 static void before_fork(void) {
-    /* Without the interpreter lock the lists may change; nor can such a child run Python. */
+    /* Without the interpreter lock the lists may change; and a child forked without the lock cannot
+     * run Python. */
     ready_to_fork = PyGILState_Check() != 0;
     for (struct list_link *l = all_segments.next; ready_to_fork && l != &all_segments;
          l = l->next) {
@@ -39,8 +40,8 @@ static void after_fork_in_parent(void) {
     ready_to_fork = false;
 }
 
-/* In the child: a copy of a file description keeps its locks, and with them the parent's proof of
- * life, after the parent has died. So the child closes what it inherited. */
+/* In the child: a copied file description keeps its locks, and with them the parent's proof of
+ * life, even after the parent's death. The child therefore closes the inherited descriptor. */
 static void after_fork_in_child(void) {
     fork_generation++;
     for (struct list_link *l = all_segments.next; l != &all_segments; l = l->next) {
@@ -81,7 +82,7 @@ void py_segment_add_view(SegmentObject *self, struct view *view) {
     list_insert_before(&self->views, &view->link);
 }
 
-/* Copies the records under writable views, or under all others, and puts the copies in place. */
+/* Copy the records under writable, or under read-only, views and put the copies in place. */
 static bool detach_views(SegmentObject *self, bool writable) {
     struct segment_copies copies;
     return py_copies_make(&copies, &self->c, &self->views, writable) &&
@@ -103,7 +104,7 @@ void py_segment_release_handle(SegmentObject *self) {
         struct view *view = LIST_ENTRY(l, struct view, link);
         view->handle_closed(view, view->writable ? written : read);
     }
-    /* With no memory for copies its locks keep the space until the last view is gone. */
+    /* Without memory for copies the locks keep the space until the last view is gone. */
     if (written && read) {
         close(self->c.fd);
         self->c.fd = -1;
@@ -168,8 +169,8 @@ bool py_segment_map_views(SegmentObject *self) {
 }
 
 /* create(fd, name, capacity, max_producers, extent_bytes, request_bytes, max_lead, max_versions,
- * declared): takes the descriptor over on success. request_bytes 0 chooses; max_lead 0 and
- * max_versions 0 are no bound, and max_versions is one more than the bound in versions. */
+ * declared): takes over the descriptor on success. request_bytes 0 chooses a default; max_lead 0
+ * and max_versions 0 mean no bound, and max_versions is the bound in versions plus one. */
 static PyObject *py_segment_create(PyTypeObject *type, PyObject *args) {
     int fd;
     PyObject *name;
@@ -241,7 +242,7 @@ static PyObject *py_segment_close(SegmentObject *self, PyObject *Py_UNUSED(ignor
     Py_RETURN_NONE;
 }
 
-/* {slot: extents that it holds}; the collector's slot is max_producers. */
+/* {slot: number of extents held}; the collector's slot is max_producers. */
 static PyObject *py_segment_holders(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyDict_New();
     uint32_t *counts = PyMem_Calloc((size_t)self->c.max_producers + 1, sizeof *counts);
@@ -273,7 +274,7 @@ static PyObject *label_text(const char *label) {
     return PyUnicode_DecodeUTF8(copy, (Py_ssize_t)strlen(copy), "replace");
 }
 
-/* [(slot, state, producer_id, pid, label, committed, aborted)] of every slot ever used. */
+/* [(slot, state, producer_id, pid, label, committed, aborted)] of slots used so far. */
 static PyObject *py_segment_producers(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyList_New(0);
     for (uint32_t i = 0; i < self->c.max_producers && result != NULL; i++) {
@@ -293,7 +294,8 @@ static PyObject *py_segment_producers(SegmentObject *self, PyObject *Py_UNUSED(i
     return result;
 }
 
-/* tally() -> (attached, committed, aborted): producers now, and the sums of all slots' counters. */
+/* tally() -> (attached, committed, aborted): current producers, and the sums over the slots'
+ * counters. */
 static PyObject *py_segment_tally(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     uint32_t attached = 0;
     uint64_t committed = 0, aborted = 0;
@@ -306,8 +308,8 @@ static PyObject *py_segment_tally(SegmentObject *self, PyObject *Py_UNUSED(ignor
     return Py_BuildValue("(IKK)", attached, U64(committed), U64(aborted));
 }
 
-/* tells_stall(trainer, period_s) -> bool: whether this process reports a stall, for all trainers or all
- * producers that wait; a handle that cannot write the segment always does. */
+/* tells_stall(trainer, period_s) -> bool: True if this process must report a stall, on behalf of
+ * every waiting trainer or producer; always True for a read-only handle. */
 static PyObject *py_segment_tells_stall(SegmentObject *self, PyObject *args) {
     int trainer;
     double period_s;
@@ -320,14 +322,14 @@ static PyObject *py_segment_tells_stall(SegmentObject *self, PyObject *args) {
     _Atomic uint64_t *told_ns = &self->c.header->stall_told_ns[trainer];
     uint64_t now = clock_monotonic_ns();
     uint64_t told = RELAXED(*told_ns);
-    /* A reporter comes back after its period, give or take the time of a call. */
+    /* A reporter comes back after its period, plus or minus the time of a call. */
     bool recent = told <= now && (double)(now - told) < period_s * 0.9e9;
     return PyBool_FromLong(!recent && atomic_compare_exchange_strong_explicit(
                                           told_ns, &told, now, memory_order_relaxed,
                                           memory_order_relaxed));
 }
 
-/* Whether a process holds the collector's lock now. */
+/* True if a process currently holds the collector's lock. */
 static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_segment_usable(self, "handle")) {
         return NULL;
@@ -336,7 +338,7 @@ static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *Py_UNUS
                            LOCK_HELD_ELSEWHERE);
 }
 
-/* {"pid", "label", "leased_groups", ...}: what the collector last said of itself. */
+/* {"pid", "label", "leased_groups", ...}: the collector's latest notes. */
 static PyObject *py_segment_collector(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     struct bus_header *h = self->c.header;
     return Py_BuildValue(
@@ -347,7 +349,7 @@ static PyObject *py_segment_collector(SegmentObject *self, PyObject *Py_UNUSED(i
         U64(RELAXED(h->collector_stashed_records)), "seen_ns", U64(RELAXED(h->collector_seen_ns)));
 }
 
-/* pause(reason, policy_version): producers wait from now on, as where the bus is full. */
+/* pause(reason, policy_version): let producers wait from now on, like on a full bus. */
 static PyObject *py_segment_pause(SegmentObject *self, PyObject *args) {
     const char *reason;
     Py_ssize_t length;
@@ -426,12 +428,12 @@ void py_segment_raise_removed(SegmentObject *self) {
     py_raise_hook(hooks.removed_error, Py_BuildValue("(OK)", self, U64(removed_ns)));
 }
 
-/* note_removal() -> bool: whether the bus has lost its name; then whoever holds it is told. */
+/* note_removal() -> bool: True if the bus lost its name; its processes are then told. */
 static PyObject *py_segment_note_removal(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     return py_segment_usable(self, "handle") ? PyBool_FromLong(removal_note(&self->c)) : NULL;
 }
 
-/* require_name(): BusRemovedError where the bus has no name any more. A system call. */
+/* require_name(): raise BusRemovedError if the bus lost its name. A system call. */
 static PyObject *py_segment_require_name(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     if (removal_note(&self->c)) {
         py_segment_raise_removed(self);
@@ -454,8 +456,8 @@ static PyObject *py_segment_paused(SegmentObject *self, PyObject *Py_UNUSED(igno
         (long long)RELAXED(h->pause_policy_version), U64(RELAXED(h->pause_unix_ns)));
 }
 
-/* locks_held(kind) -> [(first, count)]: what others hold of the views' locks of
- * extents (kind 0), or of one client's leases (kind 1 + client). */
+/* locks_held(kind) -> [(first, count)]: extents under other processes' view locks (kind 0), or
+ * under one client's lease locks (kind 1 + client). */
 static PyObject *py_segment_locks_held(SegmentObject *self, PyObject *args) {
     unsigned int kind;
     if (!PyArg_ParseTuple(args, "I", &kind) || !py_segment_usable(self, "handle")) {

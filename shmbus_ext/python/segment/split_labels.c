@@ -1,6 +1,6 @@
 /* Splits by their labels, for producers, consumers and shmbus.inspect.
  *
- * Invariant: a label is kept once it was read whole; it never changes. */
+ * Invariant: a label never changes and is cached after its first complete read. */
 #include "python/segment/segment.h"
 
 #include "ring/observe.h"
@@ -44,7 +44,7 @@ PyObject *py_split_label(SegmentObject *segment, uint32_t number) {
     return label;
 }
 
-/* Among those met here, mostly by identity; "train" has its number in any case. */
+/* Search the labels seen here, mostly by identity; "train" has a fixed number. */
 static uint32_t known_number(const SegmentObject *segment, PyObject *label) {
     if (PyUnicode_CompareWithASCIIString(label, SHMBUS_SPLIT_TRAIN_LABEL) == 0) {
         return SHMBUS_SPLIT_TRAIN;
@@ -118,7 +118,8 @@ bool py_key_hash(PyObject *key, uint64_t *hash) {
     return true;
 }
 
-/* split_number(segment, label) -> int: a new one if need be; KeyError where mapped read-only. */
+/* split_number(segment, label) -> int: adds a new split if necessary; KeyError if mapped
+ * read-only. */
 static PyObject *py_split_number_call(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     PyObject *label;
@@ -161,7 +162,7 @@ static PyObject *py_split_label_call(PyObject *Py_UNUSED(module), PyObject *args
                : NULL;
 }
 
-/* check_split(label): TypeError or ValueError of one that no split can have. */
+/* check_split(label): raise TypeError or ValueError for an invalid label. */
 static PyObject *py_check_split(PyObject *Py_UNUSED(module), PyObject *label) {
     if (!py_split_check(label)) {
         return NULL;
