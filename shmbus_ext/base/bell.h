@@ -19,7 +19,7 @@ enum bell_wait { BELL_RUNG = 0, BELL_TIMEOUT, BELL_INTERRUPTED };
 
 /* Announces a wait; the caller then looks again, and gives the ticket to bell_wait. */
 uint32_t bell_announce(struct bell *self);
-/* A negative timeout means no timeout. */
+/* A negative timeout means no limit. */
 enum bell_wait bell_wait(struct bell *self, uint32_t ticket, int64_t timeout_ns);
 #define BELL_ALL UINT32_MAX
 /* Wakes at most `most` waiters. */

@@ -34,7 +34,7 @@ static uint32_t crc_by_table(uint32_t crc, const void *data, size_t bytes) {
  * as fast as one, as long as the memory keeps up. */
 #define LANE_BYTES ((size_t)4096)
 
-/* The register after a lane of zeros, for each value of its four bytes. */
+/* The register after a lane of zeros, by byte and byte value. */
 static uint32_t over_lane[4][256];
 
 static uint32_t skip_lane(uint32_t crc) {

@@ -238,7 +238,7 @@ enum shmbus_slot_state { SHMBUS_SLOT_FREE = 0, SHMBUS_SLOT_ACTIVE = 1, SHMBUS_SL
  * generation << 32 | index + 1. Low half 0: no link yet; LINK_END: never a link. */
 #define SHMBUS_LINK_END 0xFFFFFFFFu
 
-/* The intent of a commit occupies its own lines: a polling reader takes the line of the counters from
+/* The intent of a commit occupies its own lines: a polling reader takes the counters' line from
  * its owner again and again, and only the last store of a commit waits for the counters' line.
  *
  * Offset  Size  Field        Written by  Read by  Order
