@@ -123,7 +123,7 @@ WIDEST void gather_fill_f32(float *dst, float value, uint64_t n) {
  * Interleaved stores to five columns let memory work in parallel, unlike column after column. */
 #define STRIP UINT64_C(64)
 
-/* Tests a float's bits for a value infinite, NaN or above MAX_LOGPROB, whose bits follow. */
+/* The bits of MAX_LOGPROB. no_logprob returns 1 for infinity, NaN and values above the bound. */
 #define MAX_LOGPROB_BITS 0x3a800000
 static inline __attribute__((always_inline)) uint32_t no_logprob(uint32_t bits) {
     return (uint32_t)((bits & EXPONENT_F32) == EXPONENT_F32) |

@@ -131,7 +131,7 @@ INLINE uint64_t differ_some(const uint8_t *now, const uint8_t *base, uint32_t el
     return bits;
 }
 
-/* The index of the lowest bit; arbitrary without a bit. */
+/* The index of the lowest bit; arbitrary for 0. */
 INLINE uint32_t lowest(uint64_t bits) {
     return (uint32_t)__builtin_ctzll(bits | UINT64_C(1) << (WORD_BITS - 1));
 }

@@ -76,8 +76,7 @@ bool reader_attach(struct reader *self, struct segment *segment) {
     memset(self, 0, sizeof *self);
     self->segment = segment;
     intent_log_replay(segment);
-    /* The word of the last consumer expired with the consumer; a packing consumer stores 1
-     * again. */
+    /* Reset the last consumer's word; a consumer that packs stores 1 again. */
     atomic_store_explicit(&segment->header->consumer_packs, 0, memory_order_relaxed);
     self->lanes = calloc((size_t)segment->max_producers + 1, sizeof *self->lanes);
     self->runs = calloc(segment->extent_count, sizeof *self->runs);

@@ -126,7 +126,7 @@ enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
  */
 struct bus_ancestor {
     uint8_t identity[SHMBUS_IDENTITY_BYTES]; /* of a bus restored from its snapshot into this bus */
-    uint64_t producers; /* owns ids below this bound, from the previous on; 0: unused */
+    uint64_t producers; /* exclusive bound of its ids, from the previous bound on; 0: unused */
 };
 
 struct bus_header {
@@ -354,7 +354,7 @@ static inline uint32_t shmbus_leased_state(uint32_t members, uint64_t producer_i
 #define SHMBUS_FLAG_FAILED 4u
 /* For a failure in a group of unknown size: group_size merely exceeds index. */
 #define SHMBUS_FLAG_NO_SIZE 8u
-/* The score of a record unscored by its producer: the reader supplies the score. */
+/* The score of a record without a score from its producer: the reader supplies the score. */
 #define SHMBUS_UNSCORED ((double)NAN)
 /* Flags kept in a snapshot, and back into a bus. */
 #define SHMBUS_FLAGS_KEPT (SHMBUS_FLAG_PAYLOAD_CRC | SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE)

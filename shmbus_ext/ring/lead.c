@@ -176,10 +176,10 @@ static uint64_t bound_in_versions(const struct lead_table *lead, uint64_t leased
     return bound > 0 ? bound : 1;
 }
 
-/* A trainer announces its new version before the acknowledgement of the batch behind the version.
- * Hence of the groups leased now, one version's worth was trained. The rest counts as taken ahead,
- * not towards the size of a version: otherwise a trainer that takes every ready group would raise
- * its own bound with every version. */
+/* A trainer announces its new version before it acknowledges the batch that produced the version.
+ * Hence, of the groups leased at this moment, as many as one version takes were trained. The rest
+ * counts as taken ahead, not towards the size of a version: otherwise a trainer that takes every
+ * ready group would raise its own bound with every version. */
 static void begin_version(struct lead_table *lead, int64_t version, uint64_t leased) {
     uint64_t trained = lead->a_version == 0 || leased < lead->a_version ? leased : lead->a_version;
     uint64_t until = lead->ended + trained;

@@ -25,7 +25,7 @@ enum lead_verdict {
     LEAD_FULL,
 };
 
-/* Tests for a bound in force: the only branch in a put on an unbounded bus. */
+/* Returns true if a bound is in force: the only branch in a put on an unbounded bus. */
 static inline bool lead_is_bounded(const struct segment *segment) {
     return atomic_load_explicit(&segment->lead->limit, memory_order_relaxed) != 0;
 }
@@ -37,7 +37,7 @@ uint64_t lead_key_of_split(uint64_t key, uint32_t split);
 
 /* For a producer, in its own slot. */
 enum lead_verdict lead_admit(struct segment *segment, uint64_t key, uint32_t slot);
-/* Tests for a row of the group without a claim. */
+/* Returns true if the group has a row. Claims no row. */
 bool lead_knows(const struct segment *segment, uint64_t key);
 void lead_settle(struct segment *segment, uint64_t key, uint32_t slot);
 void lead_withdraw(struct segment *segment, uint64_t key, uint32_t slot);

@@ -91,7 +91,7 @@ static void quarantine(struct reader *self, const struct record_ref *ref) {
 }
 
 /* Checks a committed record, under the cursor or pending. Returns 1 with the record in self->copy,
- * 0 for a skipped record, -1 without memory. */
+ * 0 for a skipped record, -1 if out of memory. */
 static int deliver(struct reader *self, const struct record_place *place,
                    struct record_ref *ref) {
     const struct record_header *shared = record_of(self->segment, place);
@@ -246,7 +246,7 @@ static enum walk walk_lane(struct reader *self, struct lane *lane, struct record
 
 /* Delivers the next committed pending reservation in the lane's order, to hand out a half-seen
  * batch in its order. Returns 1 with the record in self->copy, 0 if no such reservation remains, -1
- * without memory. */
+ * if out of memory. */
 static int take_ended(struct reader *self, struct lane *lane, struct record_ref *ref) {
     while (lane->pending_at < lane->pending_count) {
         struct pending *entry = &lane->pending[lane->pending_at];
@@ -410,8 +410,7 @@ int reader_next(struct reader *self, struct record_ref *ref) {
     }
     count_lost(self);
     if (!self->read_once) {
-        /* Many lanes needed only the first visit after the attach, and their producers have
-         * left. */
+        /* Most lanes needed only the first visit after the attach: their producers have left. */
         self->read_once = true;
         self->active_outdated = true;
     }

@@ -45,7 +45,7 @@ struct moved_set {
     uint64_t count;
 };
 
-/* False without memory. */
+/* False if out of memory. */
 bool moved_set_insert(struct moved_set *self, uint64_t producer_id, uint64_t sequence);
 bool moved_set_contains(const struct moved_set *self, uint64_t producer_id, uint64_t sequence);
 /* Frees the set's memory and leaves the set empty. */
@@ -54,8 +54,7 @@ void moved_set_clear(struct moved_set *self);
 /* ---- The collector's knowledge of its bus: private memory shared by the files of the collector.
  *
  * Invariant: values from shared memory enter only after a bounds check. */
-/* A run stays unknown until a lane's cursor enters the run, and becomes unknown again after its
- * free. */
+/* A run is unknown until a lane's cursor enters the run, and again after the run is freed. */
 enum run_phase { RUN_UNKNOWN = 0, RUN_WALKING, RUN_WALKED };
 
 /* State of one run, under the index of its first extent. */
@@ -137,8 +136,8 @@ struct reader {
     uint32_t parked_new;        /* parked extents not checked by reader_tidy yet */
     uint32_t freed_unannounced; /* freed extents not yet announced to waiting producers */
 
-    /* The proof of no loss. Each lane counts its commits (promised). A commit was released before
-     * the attach of this reader, or is met by this reader. With every lane read to its end,
+    /* Proof that no record is lost. Each lane counts its commits (promised). A commit was released
+     * before this reader attached, or is met by this reader. Once every lane is read to its end,
      *
      *     promised == released_before + met
      *
@@ -170,8 +169,8 @@ static inline bool lane_owner_gone(const struct segment *segment, uint32_t slot,
 }
 
 /* ---- The walk. */
-/* Reads the next committed record into self->copy. Returns 1, 0 without a record for now, -1
- * without memory. */
+/* Reads the next committed record into self->copy. Returns 1, 0 without a record for now, -1 if out
+ * of memory. */
 int reader_next(struct reader *self, struct record_ref *ref);
 
 /* Returns true if a lane has news since its last visit. Makes no system call. */
@@ -183,7 +182,7 @@ bool reader_has_events(struct reader *self);
  *  - A run is freed once sealed and walked to its end, without open reservation, without record in
  *    use (live), without writable view of a living producer (writer_pins), and without a view of a
  *    living borrower (SHMBUS_LOCK_VIEW).
- *  - Before the free of a run, its link is taken or ended: the owner never links to a freed run. */
+ *  - Before a run is freed, its link is taken or ended: the owner never links to a freed run. */
 /* Holds a record's space, and releases the hold. */
 void reader_hold(struct reader *self, const struct record_ref *ref);
 void reader_let_go(struct reader *self, const struct record_ref *ref);
@@ -213,9 +212,9 @@ bool lane_enter_run(struct reader *self, struct lane *lane, uint64_t link);
 
 /* ---- Start and end of a collector, and its search for dead producers.
  *
- * Invariant: first the intents of an earlier collector are completed, then the remains of dead
- * producers, and only then does this reader count or read. */
-/* The caller holds the collector's lock. False without memory. */
+ * Invariant: the collector first completes the intents of its predecessor, then the work of dead
+ * producers, and only then counts or reads. */
+/* The caller holds the collector's lock. False if out of memory. */
 bool reader_attach(struct reader *self, struct segment *segment);
 void reader_detach(struct reader *self);
 
@@ -223,7 +222,7 @@ void reader_detach(struct reader *self);
  * producers. */
 uint32_t reader_sweep(struct reader *self, uint32_t most);
 
-/* ---- The number of unread records, by a walk; for the proof of no loss. */
+/* ---- The number of unread records, from a walk; for the proof that no record is lost. */
 /* Committed records not handed out; `committed` receives the commits of every lane at the same
  * instant. */
 uint64_t reader_count_unread(struct reader *self, uint64_t *committed);

@@ -83,7 +83,7 @@ struct request_claim {
     uint32_t index; /* of the sample */
 };
 
-/* A copy of a row's values, separate from `data`: id, prompt. */
+/* A copy of a row's values; a separate buffer takes id and prompt. */
 struct request_text {
     uint64_t number;
     int64_t round;

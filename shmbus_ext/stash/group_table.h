@@ -94,7 +94,7 @@ void group_table_expect_bucket(const struct group_table *self, uint64_t hash);
 void group_table_expect_entry(const struct group_table *self, uint64_t hash, uint32_t cell);
 
 struct group_entry *group_table_find(const struct group_table *self, const struct group_key *key);
-/* Inserts a new key; NULL without memory. Cells start as NULL. */
+/* Inserts a new key; NULL if out of memory. Cells start as NULL. */
 struct group_entry *group_table_insert(struct group_table *self, const struct group_key *key,
                                        uint32_t width, uint32_t need, double born_s);
 /* Removes an entry; the caller reads its cells before. */
