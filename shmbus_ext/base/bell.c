@@ -27,7 +27,7 @@ long futex_wake(_Atomic uint32_t *word, uint32_t most) {
 
 uint32_t bell_announce(struct bell *self) {
     uint32_t ticket = atomic_load_explicit(&self->count, memory_order_acquire);
-    /* SYNC: waiters. The flag comes before the last look at what may have changed. */
+    /* SYNC: waiters. The flag precedes the last look for a change. */
     atomic_store_explicit(&self->wanted, 1, memory_order_seq_cst);
     bell_fence(&self->wanted);
     return ticket;
@@ -38,16 +38,16 @@ enum bell_wait bell_wait(struct bell *self, uint32_t ticket, int64_t timeout_ns)
 }
 
 void bell_ring(struct bell *self, uint32_t most) {
-    /* SYNC: waiters. What was changed comes before the look at the flag. */
+    /* SYNC: waiters. The change precedes the look at the flag. */
     bell_fence(&self->wanted);
     if (atomic_load_explicit(&self->wanted, memory_order_relaxed) == 0) {
         return;
     }
     atomic_store_explicit(&self->wanted, 0, memory_order_relaxed);
-    /* Behind the flag: whose flag was cleared here and who does not sleep yet must not sleep. */
+    /* After the flag: a waiter cleared here and not yet asleep must not fall asleep. */
     atomic_fetch_add_explicit(&self->count, 1, memory_order_seq_cst);
     if (futex_wake(&self->count, most) >= (long)(most < INT_MAX ? most : INT_MAX)) {
-        /* There may be others, for the next time. */
+        /* More waiters may remain for the next ring. */
         atomic_store_explicit(&self->wanted, 1, memory_order_seq_cst);
     }
 }

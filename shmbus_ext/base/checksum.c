@@ -1,5 +1,5 @@
-/* CRC-32C by the CPU's own instruction, by table where it has none. Both give the same value; the
- * choice is made once, when the library is loaded. */
+/* CRC-32C by CPU instruction, or by table on a CPU without the instruction. Both give the same
+ * value; the library chooses once, on load. */
 #include "base/checksum.h"
 
 #include <string.h>
@@ -30,11 +30,11 @@ static uint32_t crc_by_table(uint32_t crc, const void *data, size_t bytes) {
 }
 
 #if defined(__x86_64__) || defined(__aarch64__)
-/* The instruction takes three cycles and starts one a cycle: three lanes side by side run three
- * times as fast as one, as long as the memory does. */
+/* The instruction takes three cycles and starts one a cycle: three parallel lanes run three times
+ * as fast as one, as long as the memory keeps up. */
 #define LANE_BYTES ((size_t)4096)
 
-/* What a register becomes over a lane of zeros, for each value of each of its bytes. */
+/* The register after a lane of zeros, by byte and byte value. */
 static uint32_t over_lane[4][256];
 
 static uint32_t skip_lane(uint32_t crc) {
@@ -42,7 +42,7 @@ static uint32_t skip_lane(uint32_t crc) {
            over_lane[2][crc >> 16 & 0xFFu] ^ over_lane[3][crc >> 24];
 }
 
-/* The register is linear: a byte's value is the sum of its bits'. */
+/* The register is linear: a byte's value equals the sum of its bits' values. */
 static void prepare_lanes(void) {
     for (unsigned bit = 0; bit < 32; bit++) {
         uint32_t crc = UINT32_C(1) << bit;

@@ -1,5 +1,5 @@
-/* CRC-32C (Castagnoli, as in iSCSI, RFC 3720): finds torn and scribbled headers. Not a defence
- * against an attacker, who can compute it too: every bound is checked besides. */
+/* CRC-32C (Castagnoli, as in iSCSI, RFC 3720): finds torn and scribbled headers. No defence against
+ * an attacker, who can compute the checksum too: bounds are checked as well. */
 #ifndef SHMBUS_BASE_CHECKSUM_H
 #define SHMBUS_BASE_CHECKSUM_H
 
@@ -8,7 +8,7 @@
 
 uint32_t shmbus_crc32c(uint32_t crc, const void *data, size_t bytes);
 
-/* Bit by bit, slow: what the fast ones are tested against. */
+/* Bit by bit, slow: the reference for tests of the fast versions. */
 uint32_t shmbus_crc32c_reference(uint32_t crc, const void *data, size_t bytes);
 
 #endif

@@ -1,13 +1,13 @@
-/* The two clocks, in nanoseconds: one to measure with, one to show people. */
+/* Two clocks in nanoseconds: monotonic for measurements, real time for display. */
 #ifndef SHMBUS_BASE_CLOCK_H
 #define SHMBUS_BASE_CLOCK_H
 
 #include <stdint.h>
 
-/* CLOCK_MONOTONIC: the same for every process of this boot, so it may stand in the segment. */
+/* CLOCK_MONOTONIC: shared by the processes of a boot, and thus valid in the segment. */
 uint64_t clock_monotonic_ns(void);
 
-/* CLOCK_REALTIME since 1970: for messages only, since it can be set. */
+/* CLOCK_REALTIME since 1970: only for messages, because the clock can be set. */
 uint64_t clock_realtime_ns(void);
 
 #endif

@@ -8,14 +8,14 @@
 #include <emmintrin.h>
 
 #define LINE ((size_t)64)
-/* A smaller copy reaches the reader's cache soon enough, with lines that are not whole. */
+/* A smaller copy reaches the reader's cache soon enough, and fills few whole lines. */
 #define WORTH_STREAMING_BYTES ((size_t)2048)
 
-/* Pages that are copied side by side: memory banks and the hardware's look-ahead, which ends with a
- * page, are used better than by one after the other. */
+/* Pages copied in parallel: better use of memory banks and of the hardware prefetcher, which stops
+ * at a page's end, compared with one page after another. */
 #define PAGE ((size_t)4096)
 #define PAGES_AT_ONCE ((size_t)4)
-/* How far ahead in its page each of them is asked for. */
+/* Prefetch distance within a page. */
 #define AHEAD (4 * LINE)
 
 static void stream_line(uint8_t *to, const uint8_t *from) {
@@ -57,7 +57,7 @@ void copy_non_temporal(void *to, const void *from, size_t bytes) {
 }
 
 void copy_fence(void) {
-    /* SYNC: record-published. A release store does not order non-temporal stores without this. */
+    /* SYNC: record-published. A release store alone does not order non-temporal stores. */
     _mm_sfence();
 }
 

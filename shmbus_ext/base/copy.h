@@ -1,21 +1,21 @@
 /* Copying payload into the ring.
  *
- * What a producer writes is read next by another processor. Ordinary stores leave the lines
- * modified in the producer's cache: the reader fetches each of them from there, and the producer
- * fetches each again for its next record. Between processors that share no cache, that runs at a
- * sixth of the speed of memory. A consumer that packs batches is fast enough to meet those lines,
- * so for one that says so (bus_header.consumer_packs) large payload is written by non-temporal
- * stores. For others ordinary stores are up to twice as fast, unless what is alive at once is more
- * than the caches hold: then the lines that they write over come from memory first. */
+ * The next reader of a producer's bytes runs on another processor. Ordinary stores leave modified
+ * lines in the producer's cache: the reader fetches every line from the producer's cache, and the
+ * producer fetches the lines again for its next record. Between processors without a shared cache,
+ * these fetches run at a sixth of memory speed. A consumer that packs batches
+ * (bus_header.consumer_packs) is fast enough to meet those lines, and gets large payload by
+ * non-temporal stores. For slower consumers ordinary stores are up to twice as fast, unless the
+ * live data exceeds the caches: then the overwritten lines come from memory first. */
 #ifndef SHMBUS_BASE_COPY_H
 #define SHMBUS_BASE_COPY_H
 
 #include <stddef.h>
 
-/* By non-temporal stores, where they are worth it. */
+/* Copies by non-temporal stores if large enough. */
 void copy_non_temporal(void *to, const void *from, size_t bytes);
 
-/* After the last such copy and before the release store that publishes it, in the same thread. */
+/* Call between the last non-temporal copy and the publishing release store, in the same thread. */
 void copy_fence(void);
 
 #endif

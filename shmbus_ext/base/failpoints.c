@@ -1,8 +1,8 @@
-/* What a failpoint does in a build that has them (see failpoints.h); else an empty file. */
+/* Failpoints of a test build (see failpoints.h); an empty file otherwise. */
 #define _GNU_SOURCE
 #include "base/failpoints.h"
 
-/* ISO C has no empty translation unit. */
+/* ISO C forbids an empty translation unit. */
 typedef int failpoints_are_for_tests;
 
 #ifdef SHMBUS_FAILPOINTS
@@ -16,7 +16,7 @@ static char target[64];
 static long target_hit;
 static int target_signal;
 static atomic_long hits;
-static atomic_int parsed_in; /* the process; a child of it has a variable of its own */
+static atomic_int parsed_in; /* process id; a child parses the variable anew */
 
 static void parse(void) {
     const char *text = getenv("SHMBUS_FAILPOINT");

@@ -1,9 +1,9 @@
-/* Named points at which a test can end or stop the process that passes there.
+/* Named points at which a test can kill or stop the process.
  *
  * In a build with SHMBUS_FAILPOINTS=1 (setup.py), the environment variable SHMBUS_FAILPOINT holds
- * NAME:HIT:kill or NAME:HIT:stop. On that pass through the point, counted from 1, the process sends
- * itself SIGKILL or SIGSTOP. The variable is read at the first point that a process passes. In any
- * other build a point is nothing. */
+ * NAME:HIT:kill or NAME:HIT:stop. On pass HIT through point NAME, counted from 1, the process sends
+ * itself SIGKILL or SIGSTOP. The first point passed reads the variable. Other builds compile points
+ * to nothing. */
 #ifndef SHMBUS_BASE_FAILPOINTS_H
 #define SHMBUS_BASE_FAILPOINTS_H
 

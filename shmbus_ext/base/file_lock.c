@@ -68,7 +68,7 @@ enum lock_status file_lock_find(int fd, int64_t *start, int64_t *bytes) {
     return LOCK_HELD_ELSEWHERE;
 }
 
-/* A length of 0 reaches to the last byte that a file can have. */
+/* Length 0 reaches to the last possible byte of a file. */
 enum lock_status file_lock_take_all(int fd) {
     return take_lock(fd, lock_range(0, 0, F_WRLCK));
 }

@@ -1,4 +1,4 @@
-/* The system calls by which a segment is made, mapped and checked (see shared_file.h). */
+/* System calls to make, map and check a segment (see shared_file.h). */
 #define _GNU_SOURCE
 #include "base/shared_file.h"
 
@@ -24,7 +24,7 @@ void shared_publish(const struct shared_kind *kind, void *header) {
     shared->layout_version = kind->layout_version;
     uint32_t crc = crc_of(kind, header);
     memcpy((uint8_t *)header + kind->crc_at, &crc, sizeof crc);
-    /* SYNC: segment-ready. Everything above is in place before the magic says so. */
+    /* SYNC: segment-ready. The magic follows every store above. */
     atomic_store_explicit(&shared->magic, kind->magic, memory_order_release);
 }
 
@@ -36,7 +36,7 @@ enum shared_status shared_look(const struct shared_kind *kind, const void *heade
     if (magic != kind->magic) {
         return magic == 0 ? SHARED_UNFINISHED : SHARED_BAD_MAGIC;
     }
-    /* The copy is checked, not the shared original, which may change between two looks. */
+    /* Check the copy; the shared original may change between two looks. */
     memcpy(copy, header, kind->header_bytes);
     *found_version = ((const struct shared_header *)copy)->layout_version;
     return *found_version == kind->layout_version ? SHARED_OK : SHARED_BAD_VERSION;
@@ -86,7 +86,7 @@ uint8_t *shared_map(int fd, uint64_t from, uint64_t bytes, int protection, bool 
     return at == MAP_FAILED ? NULL : at;
 }
 
-/* A file in use: whoever removes an abandoned one finds this lock. */
+/* Marks a file in use: a remover of abandoned files finds this lock. */
 static enum shared_status use(int fd) {
     if (flock(fd, LOCK_SH | LOCK_NB) == 0) {
         return SHARED_OK;
@@ -103,7 +103,7 @@ static enum shared_status map_control(struct shared_file *self, const struct sha
 enum shared_status shared_create(struct shared_file *self, const struct shared_kind *kind, int fd,
                                  uint64_t file_bytes, uint64_t allocated) {
     *self = (struct shared_file){.fd = fd};
-    /* First of all, so that no cleanup takes an unfinished file for an abandoned one. */
+    /* First step: no cleanup then takes an unfinished file for an abandoned file. */
     enum shared_status status = use(fd);
     if (status == SHARED_OK && ftruncate(fd, (off_t)file_bytes) != 0) {
         status = SHARED_SYSTEM_ERROR;
@@ -117,7 +117,7 @@ enum shared_status shared_create(struct shared_file *self, const struct shared_k
 enum shared_status shared_open(struct shared_file *self, const struct shared_kind *kind, int fd,
                                bool read_only, void *copy) {
     *self = (struct shared_file){.fd = fd, .read_only = read_only};
-    /* Who only looks keeps nothing alive. */
+    /* A read-only process keeps no file alive. */
     enum shared_status status = read_only ? SHARED_OK : use(fd);
     if (status == SHARED_OK) {
         status = shared_size(fd, kind->tables_bytes, &self->found_bytes);

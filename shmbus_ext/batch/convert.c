@@ -1,9 +1,9 @@
-/* The loops of batch/convert.h, written so that the compiler makes vector code of them. */
+/* The loops of batch/convert.h, in a form that compilers vectorise. */
 #include "convert.h"
 
 #include <string.h>
 
-/* Wheels run on any x86-64: the loader picks the widest vectors that this machine has. */
+/* Wheels run on any x86-64: the loader picks the widest vectors of the machine. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) &&       \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define WIDEST __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
@@ -119,11 +119,11 @@ WIDEST void gather_fill_f32(float *dst, float value, uint64_t n) {
 /* Bits and not comparisons: they vectorise, and no compiler flag can argue them away. */
 #define EXPONENT_F32 UINT32_C(0x7f800000)
 
-/* Tokens of which all columns are written before those of the next ones: a line of the mask. Stores
- * to five columns in turn leave memory more to do at once than column after column. */
+/* Tokens per strip, whose columns are written before the next strip: a cache line of the mask.
+ * Interleaved stores to five columns let memory work in parallel, unlike column after column. */
 #define STRIP UINT64_C(64)
 
-/* Of the bits of a float: not finite, or above MAX_LOGPROB, whose bits these are. */
+/* The bits of MAX_LOGPROB. no_logprob returns 1 for infinity, NaN and values above the bound. */
 #define MAX_LOGPROB_BITS 0x3a800000
 static inline __attribute__((always_inline)) uint32_t no_logprob(uint32_t bits) {
     return (uint32_t)((bits & EXPONENT_F32) == EXPONENT_F32) |
@@ -166,7 +166,7 @@ gather_strip(const struct plain_tokens *of, uint64_t at, uint64_t n) {
 }
 
 WIDEST bool gather_plain(const struct plain_tokens *these, uint64_t n) {
-    const struct plain_tokens of = *these; /* no store to a column changes it */
+    const struct plain_tokens of = *these; /* local copy: no store to a column changes the struct */
     uint32_t not_finite = 0;
     uint64_t at = 0;
     for (; at + STRIP <= n; at += STRIP) {
@@ -204,7 +204,7 @@ WIDEST bool gather_any_not_finite(const float *values, uint64_t n) {
     return found != 0;
 }
 
-/* The place of the first element of which `any` says so; n for none. */
+/* The index of the first element that fails the check; n if no element fails. */
 #define FIRST_OF(name, type, any)                                                                \
     uint64_t name(const type *values, uint64_t n) {                                              \
         uint64_t at = any(values, n) ? 0 : n;                                                    \

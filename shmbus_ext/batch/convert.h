@@ -1,7 +1,7 @@
-/* From records into contiguous batch memory: the conversions that a trainer needs, one pass each.
+/* From records into contiguous batch memory: a trainer's conversions, in one pass.
  *
- * Invariant: no function here allocates, checks bounds or reads shared control data; the caller has
- * proved that src has n elements and dst room for them. */
+ * Invariant: these functions never allocate, check bounds or read shared control data; the caller
+ * has proved n elements in src and room for them in dst. */
 #ifndef SHMBUS_BATCH_CONVERT_H
 #define SHMBUS_BATCH_CONVERT_H
 
@@ -23,14 +23,14 @@ enum element_kind {
     ELEMENT_OTHER,
 };
 
-/* False for a kind that has no such conversion. */
+/* False for a kind without a conversion. */
 bool gather_i64(int64_t *dst, const void *src, enum element_kind kind, uint64_t n);
 bool gather_f32(float *dst, const void *src, enum element_kind kind, uint64_t n);
 bool gather_bool(uint8_t *dst, const void *src, enum element_kind kind, uint64_t n);
 
-/* All columns of some tokens of the kinds that almost every record has: tokens of ELEMENT_I32, a
- * mask of ELEMENT_BOOL, _I8 or _U8, and logprobs of ELEMENT_F32 that are 0 where the mask is. Each
- * value is what the functions below make of it. */
+/* The columns of some tokens in the usual kinds: tokens of ELEMENT_I32, a mask of ELEMENT_BOOL, _I8
+ * or _U8, and logprobs of ELEMENT_F32, with 0 for masked positions. Values equal the results of the
+ * functions below. */
 struct plain_tokens {
     const uint8_t *tokens, *mask, *logprobs;
     int64_t *to_tokens, *to_positions;
@@ -39,26 +39,26 @@ struct plain_tokens {
     int64_t first; /* position */
     float advantage;
 };
-/* Whether all logprobs that are left are finite, and within the bound. */
+/* Returns true if every logprob after the mask is finite and within the bound. */
 bool gather_plain(const struct plain_tokens *these, uint64_t n);
 
 /* first, first + 1, ... */
 void gather_positions(int64_t *dst, int64_t first, uint64_t n);
 void gather_fill_f32(float *dst, float value, uint64_t n);
-/* 0 where the mask is 0, by selection: any value that stood there, a NaN too, is gone. */
+/* Selects 0 for a mask of 0, to remove any value, including NaN. */
 void gather_mask_f32(float *dst, const uint8_t *mask, uint64_t n);
 
-/* The position of the first that an int64 cannot hold; n where there is none. */
+/* The index of the first value above the range of int64; n if every value fits. */
 uint64_t gather_find_beyond_i64(const uint64_t *values, uint64_t n);
 
 bool gather_any_not_finite(const float *values, uint64_t n);
-/* The position of the first nan or infinity; n where there is none. */
+/* The index of the first NaN or infinity; n if every value is finite. */
 uint64_t gather_find_not_finite(const float *values, uint64_t n);
-/* The position of the first that is neither 0 nor 1; n where there is none. */
+/* The index of the first value other than 0 and 1; n without such a value. */
 uint64_t gather_find_no_flag(const void *values, enum element_kind kind, uint64_t n);
-/* Rounding may bring a logprob above 0, though not this far. */
+/* Rounding may lift a logprob above 0, though not this far. */
 #define MAX_LOGPROB 0x1p-10f
-/* Whether one is not finite, or above the bound. */
+/* Returns true if a value is infinite, NaN or above the bound. */
 bool gather_any_no_logprob(const float *values, uint64_t n);
 
 #endif

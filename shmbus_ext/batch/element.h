@@ -1,6 +1,6 @@
-/* One element of a declared dtype: numbers into its bytes, and back.
+/* One element of a declared dtype: conversion of numbers to bytes, and back.
  *
- * Invariant: no number is changed but by rounding. One that the dtype cannot hold is refused. */
+ * Invariant: only rounding changes a number. Numbers outside of the dtype's range are refused. */
 #ifndef SHMBUS_BATCH_ELEMENT_H
 #define SHMBUS_BATCH_ELEMENT_H
 
@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* The dtypes that numbers are converted into. */
+/* The target dtypes of conversions. */
 enum stored_kind {
     STORED_BOOL = 0,
     STORED_I8,
@@ -24,14 +24,14 @@ enum stored_kind {
     STORED_F64,
     STORED_F16,
     STORED_BF16,
-    STORED_OTHER, /* no number: text, structs, the other byte order */
+    STORED_OTHER, /* not a number: text, structs, foreign byte order */
 };
 
 static inline bool stored_is_float(enum stored_kind kind) {
     return kind >= STORED_F32 && kind <= STORED_BF16;
 }
 
-/* Masks are written with bools; elsewhere a bool is a mistake. */
+/* Masks accept bools; for other fields a bool is a mistake. */
 static inline bool stored_takes_bool(enum stored_kind kind) {
     return kind == STORED_BOOL || kind == STORED_U8;
 }
@@ -63,7 +63,7 @@ static inline double double_of_half(uint16_t half) {
     return half & 0x8000 ? -size : size;
 }
 
-/* bfloat16 is the upper half of a float; rounded to nearest, ties to even, as PyTorch rounds it. */
+/* bfloat16: the upper half of a float, rounded to nearest, ties to even, like PyTorch. */
 static inline uint16_t bfloat16_of_double(double value) {
     float single = (float)value;
     uint32_t bits;
@@ -81,7 +81,7 @@ static inline double double_of_bfloat16(uint16_t half) {
     return single;
 }
 
-/* False where the dtype, one of integers or bool, has no such number. */
+/* Stores into an integer or bool dtype; false if the number is out of range. */
 static inline bool store_int(void *to, enum stored_kind kind, int64_t value) {
 #define STORE(type, low, high)                                                                   \
     do {                                                                                         \
@@ -114,7 +114,7 @@ static inline bool store_int(void *to, enum stored_kind kind, int64_t value) {
 #undef STORE
 }
 
-/* False where a finite number would become infinite. */
+/* False if a finite number would become infinite. */
 static inline bool store_double(void *to, enum stored_kind kind, double value) {
     bool finite = isfinite(value);
     if (kind == STORED_F64) {
@@ -135,7 +135,7 @@ static inline bool store_double(void *to, enum stored_kind kind, double value) {
     return !finite || (narrow & infinite) != infinite;
 }
 
-/* A float of whatever width. */
+/* Loads a float of any width. */
 static inline double load_double(const void *from, enum stored_kind kind) {
     double wide = 0;
     float single;
@@ -153,7 +153,7 @@ static inline double load_double(const void *from, enum stored_kind kind) {
     }
 }
 
-/* An integer or bool of whatever width; false for one above INT64_MAX. */
+/* Loads an integer or bool of any width; false above INT64_MAX. */
 static inline bool load_int(const void *from, enum stored_kind kind, int64_t *value) {
 #define LOAD(type)                                                                               \
     do {                                                                                         \

@@ -1,7 +1,7 @@
 /* The helpers behind batch/threads.h, parked on a futex between jobs.
  *
- * Invariant: who claims a piece does so by a change of `claim` that has the job's own number in it,
- * so a helper that wakes late finds nothing to claim, and reads no field that is being written. */
+ * Invariant: a claim of a piece changes `claim`, which contains the job's number: a helper that
+ * wakes late finds no piece to claim, and reads no field during a write. */
 #define _GNU_SOURCE
 #include "threads.h"
 
@@ -16,19 +16,20 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Looks at the last pieces of others before the futex: they take a few microseconds each. */
+/* Looks at the last pieces of other threads before the futex: a piece takes a few microseconds. */
 #define LOOKS_BEFORE_SLEEP 20000
 
 struct threads {
-    _Atomic uint64_t claim;    /* the job's number, and in the low 32 bits its pieces that are left */
-    _Atomic uint32_t undone;   /* pieces that are not done; futex of who has the job */
-    _Atomic uint32_t bell;     /* bumped with each job, and at the end; futex of the helpers */
+    _Atomic uint64_t claim;    /* the job's number, and in the low 32 bits its number of pieces
+                                * left */
+    _Atomic uint32_t undone;   /* unfinished pieces; futex of the job's owner */
+    _Atomic uint32_t bell;     /* bumped for every job, and at the end; futex of the helpers */
     _Atomic bool ending;
-    atomic_flag taken;         /* by the thread that has a job */
+    atomic_flag taken;         /* by the owner of a job */
     uint32_t pieces;           /* of the job, as the next two: stable while a piece is undone */
     threads_work *work;
     void *job;
-    pid_t pid;                 /* the process that has the helpers */
+    pid_t pid;                 /* the process that owns the helpers */
     unsigned int helpers;
     pthread_t ids[];
 };
@@ -41,7 +42,8 @@ static void wake(_Atomic uint32_t *word, int count) {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
 }
 
-/* Does what is left of the present job; whether this thread did its last piece. */
+/* Runs the remaining pieces of the present job; returns true if this thread finished the last
+ * piece. */
 static bool do_pieces(struct threads *self) {
     bool last = false;
     /* SYNC: piece. Reads the job's fields after the store that offers its pieces. */
@@ -50,7 +52,7 @@ static bool do_pieces(struct threads *self) {
         if (atomic_compare_exchange_weak_explicit(&self->claim, &claim, claim - 1,
                                                   memory_order_acquire, memory_order_acquire)) {
             self->work(self->job, self->pieces - (uint32_t)claim);
-            /* SYNC: piece-done. What the piece wrote is visible to who has the job. */
+            /* SYNC: piece-done. Makes the piece's output visible to the job's owner. */
             last = atomic_fetch_sub_explicit(&self->undone, 1, memory_order_acq_rel) == 1;
             claim = atomic_load_explicit(&self->claim, memory_order_acquire);
         }
@@ -61,7 +63,7 @@ static bool do_pieces(struct threads *self) {
 static void *help(void *argument) {
     struct threads *self = argument;
     for (;;) {
-        /* Before the look at the pieces: a job that comes after it has changed the bell. */
+        /* Before the look at the pieces: a later job changes the bell. */
         uint32_t heard = atomic_load_explicit(&self->bell, memory_order_acquire);
         if (atomic_load_explicit(&self->ending, memory_order_acquire)) {
             return NULL;
@@ -137,7 +139,7 @@ void threads_run(struct threads *self, uint32_t pieces, threads_work *work, void
     self->job = job;
     atomic_store_explicit(&self->undone, pieces, memory_order_relaxed);
     uint64_t number = (atomic_load_explicit(&self->claim, memory_order_relaxed) >> 32) + 1;
-    /* SYNC: piece. The job's fields are written before its pieces can be claimed. */
+    /* SYNC: piece. The job's fields precede the claims of its pieces. */
     atomic_store_explicit(&self->claim, number << 32 | pieces, memory_order_release);
     ring(self);
     do_pieces(self);

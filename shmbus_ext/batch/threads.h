@@ -1,9 +1,10 @@
-/* Threads that share the pieces of one job, such as the copy of a batch, with the thread that has it.
+/* Helper threads that share the pieces of one job with the calling thread, for example the copy of
+ * a batch.
  *
  * Invariants:
- * - A job has ended when threads_run returns: each piece was done once, by one thread.
- * - Who has the job waits only for pieces that were begun, never for a helper to wake.
- * - Helpers run no handler of a signal. In a child of a fork there are none, and none is waited for. */
+ * - A job has ended on return of threads_run: every piece ran once, in one thread.
+ * - The caller waits only for pieces already begun, never for a helper to wake.
+ * - Helpers run no signal handlers. A forked child owns no helpers, and waits for no helper. */
 #ifndef SHMBUS_BATCH_THREADS_H
 #define SHMBUS_BATCH_THREADS_H
 
@@ -11,16 +12,16 @@
 
 struct threads;
 
-/* Does one piece; it may run at the same time as others, in any order. */
+/* Runs one piece, in parallel to other pieces, in any order. */
 typedef void threads_work(void *job, uint32_t piece);
 
-/* So many helpers, parked; NULL with errno where one cannot be started. */
+/* Starts `helpers` parked helpers; NULL with errno if a thread cannot start. */
 struct threads *threads_start(unsigned int helpers);
 
-/* Does pieces 0 to n - 1; alone where there are no helpers, or another thread uses them. */
+/* Runs pieces 0 to n - 1; alone without helpers, or while another thread uses them. */
 void threads_run(struct threads *self, uint32_t pieces, threads_work *work, void *job);
 
-/* Joins the helpers, of which none has a job, and frees them; NULL is fine. */
+/* Joins the idle helpers and frees them; accepts NULL. */
 void threads_end(struct threads *self);
 
 #endif

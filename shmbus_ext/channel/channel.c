@@ -1,4 +1,4 @@
-/* Allocating, opening and mapping a channel: all its system calls but futexes and file locks. */
+/* Allocating, opening and mapping a channel: every system call except futexes and file locks. */
 #define _GNU_SOURCE
 #include "channel/channel.h"
 
@@ -33,7 +33,7 @@ static void begin_empty(struct channel *self) {
     self->side = -1;
 }
 
-/* A forked child gets no mapping: it has no part in the channel. */
+/* A forked child gets no mapping and no part in the channel. */
 static void take_control(struct channel *self) {
     (void)madvise(self->file.control, CHANNEL_TABLES_BYTES, MADV_DONTFORK);
     self->header = (struct channel_header *)self->file.control;

@@ -1,8 +1,8 @@
-/* A channel as one process sees it: mapped, checked, and with its own copy of the geometry.
+/* A channel in one process: mapped, checked, with a private copy of the geometry.
  *
- * Invariants: after channel_open has said SHARED_OK, no bound is ever read from shared memory
- * again. Slots are mapped one by one, as long as they are; a receiver maps them read-only. Locks
- * live on a description that nothing maps, so that they end with the process. */
+ * Invariants: after SHARED_OK from channel_open, bounds never come from shared memory again. Slots
+ * are mapped one by one, in their present length; a receiver maps them read-only. Locks live on an
+ * unmapped description, and end with the process. */
 #ifndef SHMBUS_CHANNEL_CHANNEL_H
 #define SHMBUS_CHANNEL_CHANNEL_H
 
@@ -24,73 +24,77 @@ struct channel {
     struct channel_side *sides;
     struct channel_row *rows;
     struct channel_statement *statements;
-    int32_t side; /* that this process is; -1 for none */
+    int32_t side; /* side of this process; -1: no side */
 };
 
-/* What a side rings when it has done something. */
+/* The bell rung by a side after a change. */
 static inline struct bell *channel_bell(struct channel_header *header, enum channel_side_name by) {
     return by == CHANNEL_SENDER ? &header->sent_bell : &header->acked_bell;
 }
 
-/* Whether the numbers can make a channel. */
+/* Returns true if the numbers can make a channel. */
 bool channel_fits(uint32_t slots, uint64_t max_bytes);
 /* Makes a channel of a new, empty file; slots get memory later. Takes fd over on success. */
 enum shared_status channel_create(struct channel *self, int fd, uint32_t slots, uint64_t max_bytes);
-/* Maps a channel and checks it; nothing is written if read_only. Takes fd over on success. */
+/* Maps a channel and checks it; read_only never writes. Takes ownership of fd on success. */
 enum shared_status channel_open(struct channel *self, int fd, bool read_only);
 void channel_unmap(struct channel *self);
-/* The first `bytes` of a slot, which are at most slot_stride; NULL with errno. */
+/* Maps the first `bytes` bytes of a slot, at most slot_stride; NULL with errno. */
 uint8_t *channel_map_slot(const struct channel *self, uint32_t slot, uint64_t bytes, bool writable);
-/* Memory for the first `bytes` of a slot, so that no store into them can fail later. */
+/* Allocates the first `bytes` bytes of a slot: later stores cannot fail. */
 enum shared_status channel_give_memory(const struct channel *self, uint32_t slot, uint64_t from,
                                         uint64_t bytes);
 
-/* ---- The two sides: who is one, whether it lives, what it states.
+/* ---- The two sides: owner, life and statement.
  *
- * Invariant: a side's row and statement are written by whoever holds its lock byte. A side that is
- * OPEN and whose byte nobody holds has died. */
+ * Invariant: the holder of a side's lock byte writes its row and statement. An OPEN side with a
+ * free lock byte has died. */
 enum channel_life { CHANNEL_ABSENT = 0, CHANNEL_ALIVE, CHANNEL_DEAD, CHANNEL_LEFT };
 
-/* SHARED_HELD where another process is that side. */
+/* SHARED_HELD if another process owns the side. */
 enum shared_status sides_claim(struct channel *self, enum channel_side_name side,
                                 const char *label, uint32_t pid);
-/* Says that this side ends by its own will, and gives the lock back. */
+/* Marks a voluntary end of this side, and releases the lock. */
 void sides_leave(struct channel *self, const char *reason);
 enum channel_life sides_life(const struct channel *self, enum channel_side_name side);
 
 /* At most CHANNEL_STATEMENT_BYTES. */
 void sides_state(struct channel *self, const uint8_t *data, uint32_t bytes);
 uint64_t sides_stated(const struct channel *self, enum channel_side_name side);
-/* A copy of a whole statement and its version; SHARED_NOTHING where there is none. */
+/* Copies a complete statement and its version; SHARED_NOTHING without a statement. */
 enum shared_status sides_statement(const struct channel *self, enum channel_side_name side,
                                     uint8_t *data, uint32_t *bytes, uint64_t *version);
 
 /* ---- Sending, receiving and acknowledging: the queue of a channel.
  *
  * Invariants: acked <= sent <= acked + slots. Only the sender stores `sent`, only the receiver
- * `acked`; each is one store, so a death at any instruction leaves a message either sent or not, and
- * either acknowledged or not. A slot is written only while no message in [acked, sent) lies in it. */
+ * `acked`, by one store each: after a death at any instruction a message is either sent or not, and
+ * either acknowledged or not. Writes to a slot happen only while no message in [acked, sent)
+ * occupies the slot. */
 struct channel_counts {
     uint64_t sent;
     uint64_t acked;
     int64_t step_base;
 };
 
-/* SHARED_DAMAGED where they contradict each other. */
+/* SHARED_DAMAGED if the counts contradict each other. */
 enum shared_status messages_counts(const struct channel *self, struct channel_counts *counts);
 
-/* Sender: the slot of the next message, with memory for it; SHARED_NOTHING while none is free. */
+/* For the sender: the slot of the next message, with memory; SHARED_NOTHING without a free slot. */
 enum shared_status messages_begin(struct channel *self, uint64_t bytes, uint64_t meta_bytes,
                                    uint32_t *slot);
-/* Sender: publishes what lies in the slot. `slot_at` is its mapping, NULL without bytes and meta. */
+/* For the sender: publishes the slot's contents. `slot_at`: the slot's mapping, NULL without bytes
+ * and meta. */
 enum shared_status messages_send(struct channel *self, enum channel_kind kind, uint64_t bytes,
                                   uint8_t *slot_at, const uint8_t *meta, uint64_t meta_bytes,
                                   const char *reason);
-/* Receiver: a checked copy of the row of the oldest message; SHARED_NOTHING where there is none. */
+/* For the receiver: a checked copy of the oldest message's row; SHARED_NOTHING without a
+ * message. */
 enum shared_status messages_peek(const struct channel *self, struct channel_row *row);
-/* Receiver: the slot of that message may be written again. */
+/* For the receiver: frees the message's slot for writes. */
 void messages_ack(struct channel *self);
-/* Sender: the next is `step`, what is on its way withdrawn; SHARED_HELD by a receiver. */
+/* For the sender: withdraws messages under way and continues with `step`; SHARED_HELD by a
+ * receiver. */
 enum shared_status messages_begin_at(struct channel *self, int64_t step);
 
 #endif

@@ -1,13 +1,13 @@
-/* Every byte of a channel that its two processes share: structs, lock bytes, and the assertions that
- * pin them. LAYOUT.md of this folder says the same in prose, with the ordering argument.
+/* The bytes shared by the two processes of a channel: structs, lock bytes, and the assertions that
+ * pin them. LAYOUT.md of this folder explains them in prose, with the ordering argument.
  *
  * A channel is a queue of at most `slots` steps from one sender to one receiver, in order and
- * acknowledged. Message m lies in slot m % slots and is step `step_base + m`.
+ * acknowledged. Message m occupies slot m % slots and carries step `step_base + m`.
  *
  * File:  | channel_header | channel_side[2] | channel_row[CHANNEL_MAX_SLOTS] | pad
  *        | channel_statement[2] | pad | slot 0 | slot 1 | ... |
  * Slot:  | payload | pad to 64 | meta |, with as much memory as its largest message took so far
- * Rules: fixed-width types only, no pointers; a field that two processes touch concurrently is
+ * Rules: fixed-width types only, no pointers; a field touched concurrently by two processes is
  * _Atomic; an offset or a size that moves needs a new CHANNEL_LAYOUT_VERSION. */
 #ifndef SHMBUS_CHANNEL_LAYOUT_H
 #define SHMBUS_CHANNEL_LAYOUT_H
@@ -26,16 +26,16 @@
 #define CHANNEL_MAGIC UINT64_C(0x314E484350424853) /* "SHBPCHN1" */
 #define CHANNEL_LAYOUT_VERSION 1u
 #define CHANNEL_PAGE 4096u
-/* More steps in flight than eight only hide a receiver that is too slow. */
+/* More than eight steps in flight merely hide a slow receiver. */
 #define CHANNEL_MAX_SLOTS 8u
 #define CHANNEL_MAX_BYTES (UINT64_C(1) << 44)
-/* What a message says of itself: a table of tensors, and what the user adds. */
+/* A message's metadata: a table of tensors, and the user's additions. */
 #define CHANNEL_MAX_META_BYTES (UINT64_C(16) << 20)
 #define CHANNEL_META_ALIGN 64u
 #define CHANNEL_LABEL_BYTES 48u
 #define CHANNEL_REASON_BYTES 160u
 /* A side's statement: names, dtypes and shapes of some hundred tensors. */
-#ifndef CHANNEL_STATEMENT_BYTES /* the explorer's segments are small */
+#ifndef CHANNEL_STATEMENT_BYTES /* small segments in the explorer */
 #define CHANNEL_STATEMENT_BYTES 65520u
 #endif
 
@@ -89,14 +89,13 @@ _Static_assert(offsetof(struct channel_header, acked_bell) == 384, "layout");
 enum channel_side_name { CHANNEL_SENDER = 0, CHANNEL_RECEIVER = 1, CHANNEL_SIDES = 2 };
 enum channel_side_state { CHANNEL_NEVER = 0, CHANNEL_OPEN = 1, CHANNEL_CLOSED = 2 };
 
-/* Who a side is. It belongs to whoever holds the lock byte CHANNEL_LOCK_SIDE + side.
+/* The owner of a side: the holder of lock byte CHANNEL_LOCK_SIDE + side.
  *
  * Offset  Size  Field   Order
  *      0     4  state   release / acquire: after pid and texts
  *      4     4  pid     for messages
- *      8     8  claims  relaxed: processes that have been this side
- *     16   208  texts   before state, for messages
- */
+ *      8     8  claims  relaxed: number of owners so far
+ *     16   208  texts   before state, for messages */
 struct channel_side {
     alignas(256) _Atomic uint32_t state;
     _Atomic uint32_t pid;
@@ -111,13 +110,12 @@ _Static_assert(offsetof(struct channel_side, reason) == 64, "layout");
 
 enum channel_kind { CHANNEL_STEP = 1, CHANNEL_SKIP = 2, CHANNEL_FAIL = 3, CHANNEL_KINDS = 4 };
 
-/* One message: written by the sender before `sent` covers it, constant until `acked` does.
+/* One message: written by the sender before `sent` covers the row, constant until `acked` does.
  *
  * Offset  Size  Field     Order
- *      0     8  room      sender only, relaxed: bytes of memory that the slot has
+ *      0     8  room      sender only, relaxed: the slot's bytes of memory
  *      8     4  crc       over 12..256
- *     12   244  the rest  before sent
- */
+ *     12   244  the rest  before sent */
 struct channel_row {
     alignas(256) _Atomic uint64_t room;
     uint32_t crc;
@@ -138,15 +136,14 @@ _Static_assert(offsetof(struct channel_row, kind) == CHANNEL_ROW_CRC_FROM, "layo
 _Static_assert(offsetof(struct channel_row, sequence) == 16, "layout");
 _Static_assert(offsetof(struct channel_row, reason) == 64, "layout");
 
-/* What a side says of the tensors, in bytes that only the layer above reads. The version is odd
- * while the side writes, and after it died in doing so.
+/* A side's statement about the tensors, in bytes read only by the layer above. The version is odd
+ * during a write, and after a death in the middle.
  *
  * Offset  Size  Field    Order
  *      0     8  version  release / acquire at both ends of a write; 0 before the first
  *      8     4  bytes    between
  *     12     4  crc      between
- *     16       data     between
- */
+ *     16       data     between */
 struct channel_statement {
     alignas(64) _Atomic uint64_t version;
     uint32_t bytes;
@@ -166,13 +163,13 @@ _Static_assert(CHANNEL_ROWS_OFFSET + CHANNEL_MAX_SLOTS * sizeof(struct channel_r
                "the rows have their place");
 _Static_assert(CHANNEL_TABLES_BYTES % CHANNEL_PAGE == 0, "slots begin at a page");
 
-/* The byte of the file that a living side has locked; no content is there. */
+/* The byte of the file locked by a living side; it holds no content. */
 #define CHANNEL_LOCK_SIDE (INT64_C(1) << 61)
 
 static inline uint64_t channel_align_up(uint64_t value, uint64_t to) {
     return (value + to - 1) / to * to;
 }
-/* Where meta begins, after so many bytes of payload. */
+/* Offset of meta after `bytes` bytes of payload. */
 static inline uint64_t channel_meta_at(uint64_t bytes) {
     return channel_align_up(bytes, CHANNEL_META_ALIGN);
 }

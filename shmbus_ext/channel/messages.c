@@ -21,8 +21,8 @@ static enum shared_status check_counts(const struct channel *self,
 }
 
 enum shared_status messages_counts(const struct channel *self, struct channel_counts *counts) {
-    /* The lower one first: what moves between the two looks makes the difference larger, by at most
-     * what the sender sends meanwhile; the receiver's own look cannot be overtaken. */
+    /* The lower count first: a change between the two looks increases the difference, by at most
+     * the messages sent meanwhile; the receiver's own look cannot be overtaken. */
     if (self->side == CHANNEL_RECEIVER) {
         counts->acked = atomic_load_explicit(&self->header->acked, memory_order_relaxed);
         /* SYNC: channel-sent. */
@@ -107,7 +107,7 @@ enum shared_status messages_peek(const struct channel *self, struct channel_row 
         return SHARED_NOTHING;
     }
     FAILPOINT("channel-seen");
-    /* The copy is checked and used, never the shared original. */
+    /* Check and use the copy, never the shared original. */
     memcpy(row, &self->rows[counts.acked % self->slots], sizeof *row);
     bool whole = row->crc == row_crc(row) && row->sequence == counts.acked &&
                  row->step == counts.step_base + (int64_t)counts.acked &&
@@ -120,7 +120,7 @@ enum shared_status messages_peek(const struct channel *self, struct channel_row 
 void messages_ack(struct channel *self) {
     uint64_t acked = atomic_load_explicit(&self->header->acked, memory_order_relaxed);
     FAILPOINT("channel-acking");
-    /* SYNC: channel-acked. Whatever was read of the slot comes before the count that frees it. */
+    /* SYNC: channel-acked. Reads of the slot precede the count that frees the slot. */
     atomic_store_explicit(&self->header->acked, acked + 1, memory_order_release);
     FAILPOINT("channel-acked");
     bell_ring(channel_bell(self->header, CHANNEL_RECEIVER), BELL_ALL);
@@ -133,14 +133,14 @@ enum shared_status messages_begin_at(struct channel *self, int64_t step) {
     if (status != SHARED_OK) {
         return status;
     }
-    /* Only with a message on its way does a receiver look at what depends on the base. */
+    /* A receiver reads base-dependent values only with a message under way. */
     bool withdraw = counts.sent != counts.acked;
     if (withdraw) {
         enum lock_status lock = file_lock_take(self->file.fd, receiver);
         if (lock != LOCK_TAKEN) {
             return lock == LOCK_ERROR ? SHARED_SYSTEM_ERROR : SHARED_HELD;
         }
-        /* Again: it may have acknowledged some before it left. */
+        /* Load again: the receiver may have acknowledged messages before it left. */
         counts.acked = atomic_load_explicit(&self->header->acked, memory_order_acquire);
         atomic_store_explicit(&self->header->sent, counts.acked, memory_order_release);
         counts.sent = counts.acked;

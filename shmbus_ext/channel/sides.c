@@ -1,4 +1,4 @@
-/* How a side is taken, left and described (see channel.h). */
+/* Taking, leaving and describing a side (see channel.h). */
 #define _GNU_SOURCE
 #include "channel/channel.h"
 
@@ -30,7 +30,7 @@ enum shared_status sides_claim(struct channel *self, enum channel_side_name side
     memset(row->reason, 0, sizeof row->reason);
     atomic_store_explicit(&row->pid, pid, memory_order_relaxed);
     atomic_fetch_add_explicit(&row->claims, 1, memory_order_relaxed);
-    /* SYNC: channel-side. SYNC: channel-claim. The count of this claim comes before its state. */
+    /* SYNC: channel-side. SYNC: channel-claim. The count of this claim precedes its state. */
     atomic_store_explicit(&row->state, CHANNEL_OPEN, memory_order_release);
     FAILPOINT("channel-claimed");
     bell_ring(channel_bell(self->header, side), BELL_ALL);
@@ -58,12 +58,14 @@ enum channel_life sides_life(const struct channel *self, enum channel_side_name 
         return CHANNEL_ALIVE; /* a description does not find its own locks */
     }
     for (;;) {
-        /* SYNC: channel-claim. Without the count, who came between both looks would seem dead. */
+        /* SYNC: channel-claim. Without the count, a new owner between both looks would seem
+         * dead. */
         uint64_t claims = atomic_load_explicit(&row->claims, memory_order_acquire);
         if (file_lock_probe(self->file.fd, CHANNEL_LOCK_SIDE + side) == LOCK_HELD_ELSEWHERE) {
             return CHANNEL_ALIVE;
         }
-        /* SYNC: channel-side. After the lock: who left stored its state before it unlocked. */
+        /* SYNC: channel-side. After the lock: a leaving owner stores its state before the
+         * unlock. */
         uint32_t state = atomic_load_explicit(&row->state, memory_order_acquire);
         if (atomic_load_explicit(&row->claims, memory_order_relaxed) == claims) {
             return state == CHANNEL_NEVER    ? CHANNEL_ABSENT
@@ -100,7 +102,7 @@ enum shared_status sides_statement(const struct channel *self, enum channel_side
         /* SYNC: channel-statement. */
         uint64_t before = sides_stated(self, side);
         if (before == 0 || (before & 1) != 0) {
-            return SHARED_NOTHING; /* its writer rings when it is whole */
+            return SHARED_NOTHING; /* the writer rings after the complete statement */
         }
         uint32_t length = at->bytes;
         uint32_t crc = at->crc;

@@ -1,13 +1,14 @@
-/* Every byte of a slot pool that processes share: structs, lock bytes, and the assertions that pin
- * them. LAYOUT.md of this folder says the same in prose, with the ordering argument.
+/* The bytes of a slot pool shared by processes: structs, lock bytes, and the assertions that pin
+ * them. LAYOUT.md of this folder explains them in prose, with the ordering argument.
  *
- * A pool is n slots of bytes with one publisher, or one a rank, many readers, and versions. It is a
- * segment of its own beside a bus, for what is larger than a record: weights, activations.
+ * A pool consists of n slots of bytes with one publisher, or one for every rank, many readers, and
+ * versions. It forms a separate segment beside a bus, for data larger than a record: weights,
+ * activations.
  *
  * File:  | pool_header | slot_row[POOL_MAX_SLOTS] | rank_row[POOL_MAX_RANKS]
  *        | reader_row[POOL_MAX_READERS] | pad | slot 0 | slot 1 | ... |
  * Slot:  | payload | meta | digests (u32 a block) | patches, one a rank | pad |
- * Rules: fixed-width types only, no pointers; a field that two processes touch concurrently is
+ * Rules: fixed-width types only, no pointers; a field touched concurrently by two processes is
  * _Atomic; an offset or a size that moves needs a new POOL_LAYOUT_VERSION. */
 #ifndef SHMBUS_POOL_LAYOUT_H
 #define SHMBUS_POOL_LAYOUT_H
@@ -26,36 +27,36 @@
 #define POOL_MAGIC UINT64_C(0x314C4F4F50424853) /* "SHBPOOL1" */
 #define POOL_LAYOUT_VERSION 2u
 #define POOL_PAGE 4096u
-/* Slots of a huge page or more begin at a multiple of one: so they can be of large pages. */
+/* Slots of a huge page or more begin at a multiple of a huge page, to allow large pages. */
 #define POOL_HUGE_PAGE (UINT64_C(2) << 20)
 
-/* A slot more is memory of a whole set; eight of them are more than any pipeline needs. */
+/* Every slot costs memory for a whole set; eight exceed the needs of every pipeline. */
 #define POOL_MAX_SLOTS 8u
-/* Ranks that write one version together: those of one host. */
+/* Ranks on one host that write a version together. */
 #define POOL_MAX_RANKS 64u
 #define POOL_MAX_READERS 128u
 #define POOL_LABEL_BYTES 48u
 #define POOL_DEVICE_BYTES 40u /* the text of a UUID, and more */
 #define POOL_TEXT_BYTES 64u   /* of a version's name */
 #define POOL_ERROR_BYTES 120u
-/* What a version says of itself beside its bytes, such as a manifest. */
+/* A version's metadata beside its bytes, for example a manifest. */
 #define POOL_MAX_META_BYTES (UINT64_C(64) << 20)
 #define POOL_MIN_BLOCK (UINT64_C(1) << 20)
 #define POOL_MAX_BLOCK (UINT64_C(64) << 20)
 #define POOL_MAX_SLOT_BYTES (UINT64_C(1) << 44)
-/* Of each rank's share of a slot's patch bytes. */
+/* Alignment of a rank's share of a slot's patch bytes. */
 #define POOL_PATCH_ALIGNMENT 64u
 
-/* Where a version lies, in one word that nobody reads in halves: sequence << 8 | slot + 1; 0 for
- * none. Sequences grow by one a version and begin at 1. */
+/* The location of a version in one atomic word: sequence << 8 | slot + 1; 0: no version. Sequences
+ * grow by one a version and begin at 1. */
 #define POOL_NO_VERSION UINT64_C(0)
 
 /* Offset  Size  Field            Written by      Read by    Order
- *      0     8  magic            creator         all        release / acquire, stored last
- *      8     4  layout_version   creator         all        before magic
- *     12    68  geometry         creator         all        before magic; geometry_crc covers 8..80
- *     80     4  geometry_crc     creator         all        before magic
- *     88     8  life             creator         all        before magic: random
+ *      0     8  magic            creator         anyone     release / acquire, stored last
+ *      8     4  layout_version   creator         anyone     before magic
+ *     12    68  geometry         creator         anyone     before magic; geometry_crc covers 8..80
+ *     80     4  geometry_crc     creator         anyone     before magic
+ *     88     8  life             creator         anyone     before magic: random
  *    128     8  latest           publisher       readers    release / acquire: newest whole version
  *    136     8  writing          publisher       ranks      seq_cst: version that ranks may write
  *    144     8  next_sequence    publisher       publisher  relaxed
@@ -66,8 +67,8 @@
  *    320     4  ranks_bell       ranks           ranks      futex word, rung by each change
  *    324     4  ranks_wanted     ranks           ranks      seq_cst
  *    384     4  slots_open       publisher       publisher  release / acquire: slots with memory
- *    392     8  published        publisher       all        relaxed, for messages
- *    400     8  skipped          publisher       all        relaxed, for messages
+ *    392     8  published        publisher       anyone     relaxed, for messages
+ *    400     8  skipped          publisher       anyone     relaxed, for messages
  */
 struct pool_header {
     _Atomic uint64_t magic;
@@ -78,12 +79,12 @@ struct pool_header {
     uint64_t slot_stride;
     uint64_t slot_bytes; /* of payload */
     uint64_t meta_bytes;
-    uint64_t block_bytes; /* of one digest */
+    uint64_t block_bytes; /* bytes covered by a digest */
     uint64_t created_unix_ns;
-    uint64_t patch_bytes; /* of all ranks' patches; 0 for none */
+    uint64_t patch_bytes; /* of every rank's patches; 0: no patches */
     uint32_t geometry_crc;
     uint32_t reserved1;
-    uint64_t life; /* random: with a sequence, the name of one publication among all pools */
+    uint64_t life; /* random: with a sequence, the unique name of a publication across pools */
 
     alignas(128) _Atomic uint64_t latest;
     _Atomic uint64_t writing;
@@ -111,21 +112,20 @@ _Static_assert(offsetof(struct pool_header, ranks_bell) == 320, "layout");
 _Static_assert(offsetof(struct pool_header, slots_open) == 384, "layout");
 _Static_assert(offsetof(struct pool_header, skipped) == 400, "layout");
 
-/* States are spread over the word, so that a scribble is seldom one of them. */
+/* State values are spread over the word: scribbled bytes seldom form a valid state. */
 enum pool_slot_state {
     POOL_EMPTY = 0,
     POOL_WRITING = 0x54495257, /* "WRIT" */
     POOL_READY = 0x59444552,   /* "REDY" */
 };
 
-/* What a slot holds. Written under the slot's exclusive lock, read under a shared one; without a
- * lock, for messages only and after the checksum.
+/* The contents of a slot. Written under the slot's exclusive lock, read under a shared lock;
+ * without a lock, only for messages and after the checksum.
  *
  * Offset  Size  Field            Order
  *      0     4  state            release / acquire, stored last
  *      4     4  crc              over 8..256
- *      8     8  sequence         .. and all that follows: before state
- */
+ *      8     8  sequence         .. and every later field: before state */
 struct slot_row {
     alignas(256) _Atomic uint32_t state;
     uint32_t crc;
@@ -134,14 +134,14 @@ struct slot_row {
     uint64_t bytes;  /* of payload in use */
     uint64_t meta_bytes;
     uint32_t meta_crc;
-    uint32_t digests; /* blocks that have one; 0 for none */
-    uint32_t ranks;   /* that write it */
+    uint32_t digests; /* number of blocks with a digest; 0: no digests */
+    uint32_t ranks;   /* number of writing ranks */
     uint32_t reserved0;
     uint64_t published_unix_ns;
     char text[POOL_TEXT_BYTES]; /* the version's name */
-    /* While it is written: the version that its patches are made against, and the one that the
-     * slot's bytes are still equal to; 0 for none. Of a whole version: what its patches turn into
-     * it; 0 where a patch is missing. */
+    /* During a write: base_sequence names the base of its patches, kept_sequence the version still
+     * in the slot's bytes; 0: no such version. For a whole version: base_sequence names the version
+     * that the patches turn into this version; 0 if a patch is missing. */
     uint64_t base_sequence;
     uint64_t kept_sequence;
     int64_t base_version;
@@ -154,16 +154,15 @@ _Static_assert(offsetof(struct slot_row, text) == 64, "layout");
 _Static_assert(offsetof(struct slot_row, base_sequence) == 128, "layout");
 
 /* A rank's patch, in its share of the slot's patch bytes. Written under the rank's piece or the
- * slot's lock, read as the payload is.
+ * slot's lock, read like the payload.
  *
  * Offset  Size  Field          Meaning
- *      0     8  sequence       of the version; 0 where the rank has made no patch
- *      8     8  base_sequence  that it was made against
- *     16     8  bytes          of the runs that follow
+ *      0     8  sequence       of the version; 0 without a patch of the rank
+ *      8     8  base_sequence  of the version before the patch
+ *     16     8  bytes          of the runs after the head
  *     24     8  changes        elements
  *     32     4  runs           one a piece of a tensor: a patch_run and its stream, padded to 8
- *     60     4  crc            of bytes 0 to 60, and of the runs
- */
+ *     60     4  crc            of bytes 0 to 60, and of the runs */
 struct patch_head {
     uint64_t sequence;
     uint64_t base_sequence;
@@ -177,30 +176,29 @@ struct patch_head {
 _Static_assert(sizeof(struct patch_head) == 64, "layout");
 _Static_assert(offsetof(struct patch_head, crc) == PATCH_HEAD_CRC_TO, "layout");
 
-/* A piece: `rows` rows of `row_bytes` bytes, one each `stride` bytes from `offset` of the payload
- * on, and in its stream what changed (patch_code.h). */
+/* A piece: `rows` rows of `row_bytes` bytes, `stride` bytes apart, from `offset` of the payload on,
+ * and in its stream the changes (patch_code.h). */
 struct patch_run {
     uint64_t offset;
     uint64_t rows;
     uint64_t row_bytes;
     uint64_t stride;
-    uint64_t bytes; /* of the stream, without its padding */
+    uint64_t bytes; /* of the unpadded stream */
     uint64_t changes;
-    uint64_t base_digest; /* of the elements that were there before */
+    uint64_t base_digest; /* of the old elements */
     uint32_t width;
     uint32_t reserved0;
 };
 _Static_assert(sizeof(struct patch_run) == 64, "layout");
 
-/* What a rank has written. It belongs to whoever holds the lock byte POOL_LOCK_WRITER + rank.
+/* Progress of a rank. The holder of lock byte POOL_LOCK_WRITER + rank owns the row.
  *
  * Offset  Size  Field    Written by  Read by    Order
- *      0     8  started  its rank    publisher  release / acquire: sequence that it writes
- *      8     8  done     its rank    publisher  release / acquire: sequence that it has written
- *     16     8  failed   its rank    publisher  release / acquire: sequence that it could not write
- *     24     4  pid      its rank    all        for messages; 0 after a regular end
- *     28   168  texts    its rank    all        before failed, for messages
- */
+ *      0     8  started  its rank    publisher  release / acquire: sequence being written
+ *      8     8  done     its rank    publisher  release / acquire: sequence written
+ *     16     8  failed   its rank    publisher  release / acquire: sequence that failed
+ *     24     4  pid      its rank    anyone     for messages; 0 after a regular end
+ *     28   168  texts    its rank    anyone     before failed, for messages */
 struct rank_row {
     alignas(256) _Atomic uint64_t started;
     _Atomic uint64_t done;
@@ -213,18 +211,18 @@ struct rank_row {
 _Static_assert(sizeof(struct rank_row) == 256, "layout");
 _Static_assert(offsetof(struct rank_row, pid) == 24, "layout");
 
-/* What a reader runs, and why it does not. It belongs to whoever holds POOL_LOCK_READER + index.
+/* The version run by a reader, and its last refusal. The holder of POOL_LOCK_READER + index owns
+ * the row.
  *
  * Offset  Size  Field            Order
- *      0     8  applied          release / acquire: sequence that it runs; 0 for none
- *      8     8  refused          release / acquire: sequence that it could not take; 0 for none
+ *      0     8  applied          release / acquire: sequence in use; 0: no version
+ *      8     8  refused          release / acquire: sequence refused; 0: no refusal
  *     16     8  applied_version  before applied, for messages
  *     24     8  refused_version  before refused, for messages
- *     32     4  holds            relaxed: slots that it has leased, by bit, for messages
+ *     32     4  holds            relaxed: leased slots, by bit, for messages
  *     36     4  pid              for messages; 0 after a regular end
  *     40     4  error_code       before refused
- *     44   212  texts            before applied or refused, for messages
- */
+ *     44   212  texts            before applied or refused, for messages */
 struct reader_row {
     alignas(256) _Atomic uint64_t applied;
     _Atomic uint64_t refused;
@@ -247,12 +245,12 @@ _Static_assert(offsetof(struct reader_row, label) == 44, "layout");
      POOL_MAX_RANKS * sizeof(struct rank_row))
 #define POOL_TABLES_BYTES (POOL_READERS_AT + POOL_MAX_READERS * sizeof(struct reader_row))
 
-/* Bytes of the file that stand for something while they are locked; no content is there.
+/* Lock bytes of the file; they hold no content.
  *
- * SLOT     shared: whoever copies out of the slot or has views of it; exclusive: the publisher
- * WRITER   exclusive: the process that is this rank; rank 0 is the publisher
- * READER   exclusive: the process whose row it is
- * PIECE    exclusive: a rank that writes into this slot, also after its publisher's death */
+ * SLOT     shared: a process that copies out of the slot or views it; exclusive: the publisher
+ * WRITER   exclusive: the process of the rank; rank 0 is the publisher
+ * READER   exclusive: the process of the reader's row
+ * PIECE    exclusive: a rank that writes into the slot, also after its publisher's death */
 #define POOL_LOCK_BASE (INT64_C(1) << 61)
 #define POOL_LOCK_SLOT POOL_LOCK_BASE
 #define POOL_LOCK_WRITER (POOL_LOCK_BASE + 64)
@@ -278,7 +276,7 @@ static inline uint64_t pool_word(uint64_t sequence, uint32_t slot) {
 static inline uint64_t pool_word_sequence(uint64_t word) {
     return word >> 8;
 }
-/* UINT32_MAX, which is no slot, for a word that names none. */
+/* The slot in a word; UINT32_MAX, an invalid slot, without a version. */
 static inline uint32_t pool_word_slot(uint64_t word) {
     return (uint32_t)(word & 0xFFu) - 1u;
 }

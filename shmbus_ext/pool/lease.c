@@ -1,4 +1,4 @@
-/* How a version is leased (see pool.h). */
+/* Leasing a version (see pool.h). */
 #define _GNU_SOURCE
 #include "pool/pool.h"
 
@@ -8,8 +8,8 @@
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 
-/* A reader loses a try only to a publication. One that loses so many was put off the processor each
- * time; its caller goes on after a look at its deadline. */
+/* Only a publication makes a try fail. A reader with this many failed tries was repeatedly
+ * preempted; its caller continues after a look at the deadline. */
 #define LEASE_TRIES 64
 
 uint64_t lease_newest(const struct pool *self) {
@@ -27,7 +27,7 @@ static void note_held(struct pool *self, uint32_t slot, bool held) {
     atomic_store_explicit(holds, held ? now | bit : now & ~bit, memory_order_relaxed);
 }
 
-/* The copy is checked and used, never the shared original. */
+/* Check and use the copy, never the shared original. */
 static bool row_holds(const struct pool *self, const struct slot_row *row) {
     uint32_t crc = shmbus_crc32c(0, (const uint8_t *)row + POOL_ROW_CRC_FROM,
                                  sizeof *row - POOL_ROW_CRC_FROM);
@@ -44,7 +44,7 @@ bool lease_peek(const struct pool *self, uint32_t slot, struct slot_row *row) {
     return state == POOL_READY && row_holds(self, row);
 }
 
-/* Drops what was locked for a look; leases of this process stay. */
+/* Drops a lock taken for a look; leases of this process stay. */
 static void let_go(struct pool *self, uint32_t slot) {
     if (self->leases[slot] == 0) {
         file_lock_drop(self->file.fd, pool_lock_slot(slot));
@@ -63,7 +63,7 @@ enum shared_status lease_latest(struct pool *self, uint64_t after, uint32_t *slo
         if (at >= self->max_slots) {
             return SHARED_DAMAGED;
         }
-        /* Before the lock, so that a publisher which finds it held can name its holder. */
+        /* Before the lock, to let a blocked publisher name the holder. */
         note_held(self, at, true);
         enum lock_status lock = self->leases[at] > 0
                                     ? LOCK_TAKEN
@@ -73,7 +73,7 @@ enum shared_status lease_latest(struct pool *self, uint64_t after, uint32_t *slo
             if (lock == LOCK_ERROR) {
                 return SHARED_SYSTEM_ERROR;
             }
-            continue; /* it is not the newest any more */
+            continue; /* no longer the newest */
         }
         FAILPOINT("pool-lease-locked");
         bool whole = lease_peek(self, at, row) && row->sequence == pool_word_sequence(word);
@@ -85,7 +85,7 @@ enum shared_status lease_latest(struct pool *self, uint64_t after, uint32_t *slo
         }
         let_go(self, at);
         bell_ring(&self->header->space_bell, BELL_ALL);
-        /* Nobody may take the newest slot, so one that is not whole was scribbled on. */
+        /* No publisher takes the newest slot: an incomplete newest slot was scribbled on. */
         if (lease_newest(self) == word) {
             return SHARED_DAMAGED;
         }
@@ -113,7 +113,7 @@ enum shared_status lease_version(struct pool *self, int64_t version, uint32_t *s
                                struct slot_row *row) {
     enum shared_status found = SHARED_NOTHING;
     uint32_t at;
-    /* Of two lives' versions of one number, the newer one. */
+    /* Between versions with one number from two lives, prefer the newer. */
     for (uint64_t below = UINT64_MAX; newest_of(self, version, below, &at, row);) {
         below = row->sequence;
         note_held(self, at, true);
@@ -125,7 +125,7 @@ enum shared_status lease_version(struct pool *self, int64_t version, uint32_t *s
             found = lock == LOCK_ERROR ? SHARED_SYSTEM_ERROR : found;
             continue;
         }
-        /* Under the lock nobody writes: what is whole and of that version now stays so. */
+        /* The lock excludes writers: a whole version now stays whole. */
         if (lease_peek(self, at, row) && row->version == version) {
             self->leases[at]++;
             *slot = at;

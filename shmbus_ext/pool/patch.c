@@ -39,7 +39,7 @@ static bool view_of(const struct pool *pool, uint32_t slot, const struct slot_ro
     const struct patch_head *shared = head_of(pool, slot, row->ranks, rank);
     const uint8_t *runs = (const uint8_t *)shared + sizeof *shared;
     struct patch_head head;
-    memcpy(&head, shared, sizeof head); /* the copy is checked and used */
+    memcpy(&head, shared, sizeof head); /* check and use the copy */
     if (head.sequence != row->sequence || head.base_sequence != row->base_sequence ||
         head.bytes > share - sizeof head || head.crc != crc_of(&head, runs)) {
         return false;
@@ -68,7 +68,7 @@ bool patch_next(const struct patch_view *view, const uint8_t **at, struct patch_
     return true;
 }
 
-/* The slot that has a whole version made from `base`, by a patch; max_slots for none. */
+/* The slot of a whole version patched from `base`; max_slots without such a slot. */
 static uint32_t slot_after(const struct pool *pool, uint64_t base, uint32_t ranks,
                            struct slot_row *row) {
     for (uint32_t at = 0; at < pool->max_slots; at++) {
@@ -79,7 +79,7 @@ static uint32_t slot_after(const struct pool *pool, uint64_t base, uint32_t rank
     return pool->max_slots;
 }
 
-/* Finds the patches that lead from what the slot has to the base. */
+/* Finds the patches from the slot's version to the base. */
 static void find_chain(struct patch_maker *maker, uint64_t kept, uint32_t ranks, uint32_t rank) {
     while (kept != maker->base_sequence) {
         struct slot_row row;
@@ -111,7 +111,7 @@ void patch_begin(struct patch_maker *maker, struct pool *pool, uint32_t slot) {
     maker->head = head_of(pool, slot, ranks, rank);
     maker->at = (uint8_t *)maker->head + sizeof *maker->head;
     maker->end = (uint8_t *)maker->head + pool_patch_share(pool, ranks);
-    /* What an earlier version left here is no patch of this one. */
+    /* Invalidate the patch of an earlier version. */
     maker->head->sequence = 0;
     for (uint32_t at = 0; at < pool->max_slots; at++) {
         struct slot_row found;
@@ -136,7 +136,7 @@ static bool is_piece(const struct patch_run *run, uint64_t offset,
            run->width == shape->width;
 }
 
-/* The piece's run in a patch: mostly the one behind the last that was found. */
+/* The piece's run in a patch: usually the run after the last match. */
 static bool find_run(const struct patch_view *view, const uint8_t **next, uint64_t offset,
                      const struct patch_shape *shape, struct patch_run *run,
                      const uint8_t **stream) {
@@ -152,7 +152,7 @@ static bool find_run(const struct patch_view *view, const uint8_t **next, uint64
     return false;
 }
 
-/* Streams that bring the slot's piece to the base. */
+/* Collects the streams from the slot's piece to the base. */
 static bool links_of(struct patch_maker *maker, uint64_t offset, const struct patch_shape *shape,
                      struct patch_in *streams, uint64_t *digests) {
     for (uint32_t i = 0; i < maker->links; i++) {
@@ -167,7 +167,7 @@ static bool links_of(struct patch_maker *maker, uint64_t offset, const struct pa
     return maker->caught_up;
 }
 
-/* Catches the slot up and compares in one pass; false for another base, or a full patch. */
+/* Catches the slot up and compares in one pass; false for a different base, or a full patch. */
 static bool put_in_place(struct patch_maker *maker, uint64_t offset,
                          const struct patch_shape *shape, const uint8_t *now,
                          struct patch_out *out) {
@@ -201,13 +201,13 @@ enum patch_put patch_put(struct patch_maker *maker, uint64_t offset,
         patch_copy(shape, now, to);
         return PATCH_WHOLE;
     }
-    /* Room for the padding is kept. */
+    /* Reserve room for the padding. */
     struct patch_out begun = {.at = maker->at + sizeof run, .end = maker->end - sizeof(uint64_t)};
     struct patch_out out = begun;
     bool made = put_in_place(maker, offset, shape, now, &out);
     FAILPOINT("pool-patch-piece");
     if (!made && !out.full) {
-        /* Beside the base: that reads it too, and writes all of the piece. */
+        /* Not in place: also reads the base, and writes the whole piece. */
         out = begun;
         made = patch_encode(&out, shape, now, maker->base + offset, to, NULL, 0);
     }
@@ -228,7 +228,7 @@ enum patch_put patch_put(struct patch_maker *maker, uint64_t offset,
     return PATCH_MADE;
 }
 
-/* Applies a stream to the piece at `to`; false where it was made for other bytes. */
+/* Applies a stream to the piece at `to`; false if the stream belongs to different bytes. */
 static bool apply_checked(const struct patch_shape *shape, struct patch_in in, uint64_t digest,
                           uint8_t *to) {
     return patch_apply(&in, shape, to) && in.at == in.end && in.base_digest == digest;

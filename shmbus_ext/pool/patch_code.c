@@ -1,10 +1,10 @@
 /* Finding, packing and applying changes (see patch_code.h).
  *
- * Everything that runs an element or a span is inlined with the element's width as a constant, once
- * for each instruction set that compares: what is left in the loops is loads and comparisons. How
- * many elements of a span changed is random, so a loop over them ends in a branch that is guessed
- * wrong, which costs as much as comparing the span: places are found and read several at a time,
- * whether or not there are as many, and what is too much is overwritten by the next ones. */
+ * Code for an element or a span is inlined with a constant element width, once for every
+ * instruction set of the comparison: only loads and comparisons remain in the loops. The number of
+ * changes in a span is random: a loop over the changes ends in a mispredicted branch, as expensive
+ * as a comparison of the span. Therefore places are found and read several at a time, even beyond
+ * the actual number, and later places overwrite the surplus. */
 #include "pool/patch_code.h"
 
 #include <string.h>
@@ -14,21 +14,21 @@
 
 #define BLOCK_SPANS PATCH_BLOCK_SPANS
 #define BLOCK_ELEMENTS (BLOCK_SPANS * PATCH_SPAN)
-/* How far ahead of comparing memory is asked for: what passes while it answers. */
+/* Prefetch distance of a comparison: the bytes compared during one memory access. */
 #define AHEAD_BYTES 1024u
 #define LINE_BYTES 64u
 /* Places found at a time in 64 elements, and read at a time: more are rare. */
 #define FOUND_AT_ONCE 2u
 #define READ_AT_ONCE 8u
 #define COPIED_AT_ONCE 64u
-/* Changes whose memory is asked for before the first of them is made, and blocks that they may be
- * spread over: memory takes longer to answer than changes take to make. */
+/* Changes prefetched before the first change is made, and the most blocks they span: a memory
+ * access takes longer than a change. */
 #define LOT_CHANGES 128u
 #define LOT_BLOCKS 1024u
-/* A block with more is made at once: its lines are neighbours, which the hardware asks for. */
+/* A block with more changes is applied at once: the hardware prefetches its neighbouring lines. */
 #define SPARSE_CHANGES 256u
 
-/* The largest count for which places are smaller than the values of all. */
+/* The largest count of places that costs less than the span's full values. */
 INLINE uint32_t most_places(const uint32_t width) {
     return PATCH_SPAN * width / (1 + width);
 }
@@ -42,16 +42,16 @@ INLINE uint32_t span_at(uint32_t elements, uint32_t span) {
     return left < PATCH_SPAN ? left : PATCH_SPAN;
 }
 
-/* One block of a stream, as it was checked: its spans' counts, copied, and what follows them. */
+/* One checked block of a stream: copied counts of its spans, then pointers to places and values. */
 struct block {
     uint8_t counts[BLOCK_SPANS];
     uint32_t changes; /* with places */
-    bool dense;       /* has a span of which all elements follow */
+    bool dense;       /* contains a span with full values */
     const uint8_t *places;
     const uint8_t *values;
 };
 
-/* Reads a block's counts, several at a time; false where its bytes are not all there. */
+/* Reads a block's counts, several at a time; false if bytes are missing. */
 INLINE bool next_block(struct patch_in *in, struct block *block, uint32_t elements,
                        const uint32_t width) {
     uint32_t spans = spans_of(elements), sum = 0, all = 0;
@@ -82,8 +82,8 @@ INLINE bool next_block(struct patch_in *in, struct block *block, uint32_t elemen
     return true;
 }
 
-/* Writes the element that each place stands for, `first` being the block's. `elements_at` has room
- * for READ_AT_ONCE more; `end` is the stream's. False where a place is outside of the block. */
+/* Converts places to elements, from the block's element `first`. `elements_at` holds room for
+ * READ_AT_ONCE more; `end` ends the stream. False for a place outside of the block. */
 INLINE bool read_places(const struct block *block, uint32_t elements, uint32_t first,
                         const uint8_t *end, uint32_t *elements_at) {
     const uint8_t *at = block->places;
@@ -106,7 +106,7 @@ INLINE bool read_places(const struct block *block, uint32_t elements, uint32_t f
         done += count;
         at += count;
     }
-    /* Only a span that is short has places that are outside. */
+    /* Only a short span can contain places outside. */
     for (uint32_t i = 0; elements % PATCH_SPAN != 0 && i < done; i++) {
         if (elements_at[i] - first >= elements) {
             return false;
@@ -115,7 +115,7 @@ INLINE bool read_places(const struct block *block, uint32_t elements, uint32_t f
     return true;
 }
 
-/* Makes changes of a block; what was there is part of the digest. */
+/* Makes changes of a block; returns the digest of the old elements. */
 INLINE uint64_t make_changes(uint8_t *to, uint64_t first, const uint32_t *elements_at,
                              const uint8_t *values, uint32_t count, const uint32_t width) {
     uint64_t digest = 0;
@@ -127,7 +127,7 @@ INLINE uint64_t make_changes(uint8_t *to, uint64_t first, const uint32_t *elemen
     return digest;
 }
 
-/* Makes the changes of a block, spans of which all elements follow included. */
+/* Makes the changes of a block, including spans with full values. */
 INLINE uint64_t make_dense(uint8_t *to, uint64_t first, const struct block *block,
                            const uint32_t *elements_at, uint32_t elements, const uint32_t width) {
     uint64_t digest = 0;
@@ -163,7 +163,7 @@ INLINE bool apply_block(struct patch_in *in, const struct block *block, uint8_t 
     return true;
 }
 
-/* The hardware looks ahead within a page only, and a page is compared faster than memory answers. */
+/* The hardware prefetches only within a page, and a comparison outpaces memory. */
 INLINE void ask_for(const uint8_t *one, const uint8_t *other, uint32_t bytes) {
     for (uint32_t at = 0; at < bytes; at += LINE_BYTES) {
         __builtin_prefetch(one + at);
@@ -171,11 +171,11 @@ INLINE void ask_for(const uint8_t *one, const uint8_t *other, uint32_t bytes) {
     }
 }
 
-/* What differs in a block. */
+/* The differences in a block. */
 struct changes {
     uint32_t count;
-    bool dense;                    /* there is a span of which all elements are packed */
-    uint16_t in_span[BLOCK_SPANS]; /* how many of each span */
+    bool dense;                    /* contains a span packed with full values */
+    uint16_t in_span[BLOCK_SPANS]; /* changes by span */
     uint16_t elements_at[BLOCK_ELEMENTS + FOUND_AT_ONCE];
 };
 
@@ -210,7 +210,7 @@ INLINE void find_changes(struct changes *found, const uint8_t *now, const uint8_
     found->count = done;
 }
 
-/* Packs values of elements that differ, and stores them where base is. */
+/* Packs the values of changed elements; in place, also stores them at base. */
 INLINE uint64_t pack_values(uint8_t *to, const uint8_t *now, uint8_t *base, bool in_place,
                             uint64_t first, const uint16_t *elements_at, uint32_t count,
                             const uint32_t width) {
@@ -226,7 +226,7 @@ INLINE uint64_t pack_values(uint8_t *to, const uint8_t *now, uint8_t *base, bool
     return digest;
 }
 
-/* Packs a block with spans of which all elements are packed, changed or not. */
+/* Packs a block with spans of full values, changed or not. */
 INLINE bool pack_dense(struct patch_out *out, const uint8_t *now, uint8_t *base, bool in_place,
                        const struct changes *found, uint32_t elements, uint64_t first,
                        const uint32_t width) {
@@ -272,7 +272,7 @@ INLINE bool pack_dense(struct patch_out *out, const uint8_t *now, uint8_t *base,
     return true;
 }
 
-/* Packs what differs in one block; what differs is stored where base is. False without room. */
+/* Packs the changes of one block; in place, also stores them at base. False without room. */
 INLINE bool pack_block(struct patch_out *out, const uint8_t *now, uint8_t *base, bool in_place,
                        uint32_t elements, uint64_t first, const uint32_t width, differ differs) {
     struct changes found;
@@ -369,23 +369,23 @@ static encoder encoder_of(uint32_t width) {
 
 bool patch_encode(struct patch_out *out, const struct patch_shape *shape, const uint8_t *now,
                   const uint8_t *base, uint8_t *to, struct patch_in *chain, uint32_t links) {
-    /* Written through only where it is `to`. */
+    /* Written only if equal to `to`. */
     uint8_t *compared = (uint8_t *)(uintptr_t)base;
     bool done = encoder_of(shape->width)(out, shape, now, compared, to, chain, links);
     copy_fence();
     return done;
 }
 
-/* Changes of several blocks that are not made yet. */
+/* Pending changes of several blocks. */
 struct lot {
     uint32_t changes;
     uint32_t blocks;
-    uint64_t start; /* element of the row from which places count */
+    uint64_t start; /* origin of the places, an element of the row */
     uint32_t elements_at[LOT_CHANGES + SPARSE_CHANGES + READ_AT_ONCE];
     uint8_t values[(LOT_CHANGES + SPARSE_CHANGES) * sizeof(uint32_t) + COPIED_AT_ONCE];
 };
 
-/* Adds a block's changes. False where a place is outside of it. */
+/* Adds a block's changes. False for a place outside of the block. */
 INLINE bool add_to_lot(struct lot *lot, const struct block *block, uint64_t done,
                        uint32_t elements, const uint8_t *end, const uint32_t width) {
     if (lot->blocks == 0) {
@@ -423,7 +423,7 @@ INLINE void make_lot(struct patch_in *in, struct lot *lot, uint8_t *row, uint64_
     lot->blocks = 0;
 }
 
-/* Applies a row's blocks; while the memory of one lot is asked for, the one before is made. */
+/* Applies a row's blocks; the prefetch of one lot overlaps with the changes of the previous lot. */
 INLINE bool apply_row(struct patch_in *in, uint8_t *row, uint64_t elements, uint64_t first,
                       const uint32_t width) {
     struct lot lots[2];
@@ -474,7 +474,8 @@ bool patch_apply(struct patch_in *in, const struct patch_shape *shape, uint8_t *
                                : apply_rows(in, shape, to, 4);
 }
 
-/* Lists a block's changes; returns how many, or UINT32_MAX where there is no room or it is damaged. */
+/* Lists a block's changes; returns their number, or UINT32_MAX without room or for a damaged
+ * block. */
 INLINE uint32_t list_block(const struct block *block, const uint8_t *end, uint32_t elements,
                            uint32_t first, uint32_t *elements_at, uint8_t *values, uint64_t room,
                            const uint32_t width) {

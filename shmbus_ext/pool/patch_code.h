@@ -1,45 +1,46 @@
-/* Which elements of a piece of a version changed, and to what: found, packed and applied in one
- * pass each, over plain memory.
+/* The changed elements of a piece and their new values: found, packed and applied in a single pass
+ * over plain memory.
  *
- * A piece is `rows` rows of `row_bytes` bytes, one each `stride` bytes. A row is cut into blocks of
- * 8 spans of 256 elements (the last of both may be shorter). A piece's stream has for each block:
+ * A piece is `rows` rows of `row_bytes` bytes, `stride` bytes apart. A row is cut into blocks of 8
+ * spans of 256 elements (the last block and the last span may be shorter). The stream of a piece
+ * holds, for every block:
  *
- *   counts  a byte a span: 0 to 254 elements changed; 255: all of them follow
- *   places  a byte each, in the span; of spans whose count is not 255
- *   values  new ones, in the order of the elements
+ *   counts  a byte a span: 0 to 254 elements changed; 255: full values follow
+ *   places  a byte for every changed element, relative to the span; not for spans of count 255
+ *   values  new values, in the order of the elements
  *
- * Invariants: elements are compared bit by bit, so that NaN and -0.0 are what they are. A stream
- * that is read comes from shared memory: each byte is read once, and checked before it bounds
- * anything; whatever it says, only the piece is written. */
+ * Invariants: elements are compared bit by bit, to keep NaN and -0.0 exact. An input stream comes
+ * from shared memory: every byte is read once, and checked before use as a bound; whatever the
+ * stream contains, only the piece is written. */
 #ifndef SHMBUS_POOL_PATCH_CODE_H
 #define SHMBUS_POOL_PATCH_CODE_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Elements that a place byte can tell apart. */
+/* Elements addressed by a place byte. */
 #define PATCH_SPAN 256u
-/* Spans of a block: its elements are still in the nearest cache when they are packed. */
+/* Spans of a block, few enough to keep its elements in the nearest cache until packed. */
 #define PATCH_BLOCK_SPANS 8u
-/* Instead of a count: every element follows, without its place. */
+/* A count that announces every element of the span, without places. */
 #define PATCH_ALL 255u
 
 struct patch_shape {
     uint64_t rows;
     uint64_t row_bytes;
     uint64_t stride;
-    uint32_t width; /* bytes of an element: 1, 2 or 4; larger ones are several of 4 */
+    uint32_t width; /* bytes of an element: 1, 2 or 4; larger elements count as several of 4 */
 };
 
-/* A stream that is being read. */
+/* An input stream. */
 struct patch_in {
     const uint8_t *at;
     const uint8_t *end;
-    uint64_t base_digest; /* of the elements that were there before, so far */
-    bool damaged;         /* it says what no stream says */
+    uint64_t base_digest; /* of the old elements so far */
+    bool damaged;         /* invalid stream */
 };
 
-/* A stream that is being written. */
+/* An output stream. */
 struct patch_out {
     uint8_t *at;
     const uint8_t *end;
@@ -48,23 +49,24 @@ struct patch_out {
     bool full; /* a block did not fit */
 };
 
-/* Bytes of a stream in which so many elements changed, at most. */
+/* The largest size of a stream with `changes` changed elements. */
 uint64_t patch_stream_bytes(const struct patch_shape *shape, uint64_t changes);
 
-/* Brings the piece at `to` to `now`, whose rows lie one after the other, and packs what differs
- * from `base`. Where base is `to`, only what differs is written, after the streams of `links` have
- * been applied to it, the first one first; else all of `to` is. False where `out` is full or a link
- * is damaged: then the piece at `to` is neither. */
+/* Brings the piece at `to` to the contiguous rows at `now`, and packs the differences from `base`.
+ * With base == to, the streams of `links` are first applied to the piece in order, and only
+ * differences are written; otherwise the whole piece is written. False if `out` is full or a link
+ * is damaged: the piece at `to` then holds neither the old nor the new content. */
 bool patch_encode(struct patch_out *out, const struct patch_shape *shape, const uint8_t *now,
                   const uint8_t *base, uint8_t *to, struct patch_in *chain, uint32_t links);
-/* Applies a stream to a piece; false where it is damaged, and some of the piece may be changed. */
+/* Applies a stream to a piece; false if damaged, with a partly changed piece. */
 bool patch_apply(struct patch_in *in, const struct patch_shape *shape, uint8_t *to);
-/* Lists what a stream writes: the number of each element, counted over rows that lie one after the
- * other, and its new value, in rising order; where most of a span changed, all of it. Their number,
- * or UINT64_MAX where it is damaged, or room is missing: twice what it changes is always room. */
+/* Lists the writes of a stream in rising order: the number of every element, counted over
+ * contiguous rows, and its new value; a mostly changed span is listed in full. Returns the number
+ * of elements, or UINT64_MAX for a damaged stream or missing room: twice the number of changes
+ * always suffices. */
 uint64_t patch_list(struct patch_in *in, const struct patch_shape *shape, uint32_t *elements_at,
                     uint8_t *values, uint64_t room);
-/* Copies rows that lie one after the other into a piece. */
+/* Copies contiguous rows into a piece. */
 void patch_copy(const struct patch_shape *shape, const uint8_t *now, uint8_t *to);
 
 #endif

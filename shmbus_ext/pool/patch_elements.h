@@ -1,7 +1,7 @@
-/* Elements of 1, 2 or 4 bytes: read, written, digested, and 64 of them compared at a time.
+/* Elements of 1, 2 or 4 bytes: read, written, digested, and compared 64 at a time.
  *
- * All of it is inlined with the width as a constant, into functions that the compiler makes for one
- * instruction set. Elements lie at any address. */
+ * The functions are inlined with a constant width into functions compiled for one instruction set.
+ * Elements may be unaligned. */
 #ifndef SHMBUS_POOL_PATCH_ELEMENTS_H
 #define SHMBUS_POOL_PATCH_ELEMENTS_H
 
@@ -15,7 +15,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Digests what was there, in any order: an odd factor keeps one wrong element visible. */
+/* Digests an old element, independent of order: the odd factor keeps a single wrong element
+ * visible. */
 INLINE uint64_t mixed(uint32_t value, uint64_t at) {
     return (value + UINT64_C(0x9E3779B97F4A7C15)) * (2 * at + 1);
 }
@@ -30,10 +31,10 @@ INLINE void store(uint8_t *data, uint32_t at, uint32_t value, const uint32_t wid
     memcpy(data + (uint64_t)at * width, &value, width);
 }
 
-/* Elements that are compared at a time. */
+/* Elements compared at a time. */
 #define WORD_BITS 64u
 
-/* Which of so many elements differ, a bit each. */
+/* Compares WORD_BITS elements: a bit for every difference. */
 typedef uint64_t (*differ)(const uint8_t *one, const uint8_t *other, uint32_t width);
 
 #if defined(__SSE2__)
@@ -41,7 +42,7 @@ INLINE __m128i at128(const uint8_t *data, uint32_t index) {
     return _mm_loadu_si128((const __m128i *)(const void *)data + index);
 }
 
-/* A bit for each of 16 elements that are equal. */
+/* A bit for every equal element of 16. */
 INLINE uint64_t equal16(const uint8_t *one, const uint8_t *other, const uint32_t width) {
     __m128i equal[4];
     for (uint32_t i = 0; i < width; i++) {
@@ -89,7 +90,8 @@ INLINE AVX2 __m256i at256(const uint8_t *data, uint32_t index) {
     return _mm256_loadu_si256((const __m256i *)(const void *)data + index);
 }
 
-/* A bit for each of 32 elements that are equal; packing goes by halves, and is put right after. */
+/* A bit for every equal element of 32; packing works in halves, and a permutation restores the
+ * order. */
 INLINE AVX2 uint64_t equal32(const uint8_t *one, const uint8_t *other, const uint32_t width) {
     __m256i equal[4];
     for (uint32_t i = 0; i < width; i++) {
@@ -116,7 +118,7 @@ INLINE AVX2 uint64_t differ_avx2(const uint8_t *one, const uint8_t *other, const
 }
 #endif
 
-/* Which of a word's elements differ, where it may be the last one and not whole. */
+/* The differing elements of a word, maybe the last and incomplete word. */
 INLINE uint64_t differ_some(const uint8_t *now, const uint8_t *base, uint32_t elements,
                             const uint32_t width, differ differs) {
     uint64_t bits = 0;
@@ -129,7 +131,7 @@ INLINE uint64_t differ_some(const uint8_t *now, const uint8_t *base, uint32_t el
     return bits;
 }
 
-/* The place of the lowest bit; any where there is none. */
+/* The index of the lowest bit; arbitrary for 0. */
 INLINE uint32_t lowest(uint64_t bits) {
     return (uint32_t)__builtin_ctzll(bits | UINT64_C(1) << (WORD_BITS - 1));
 }

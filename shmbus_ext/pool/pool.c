@@ -1,4 +1,4 @@
-/* Allocating, opening and mapping a pool: all its system calls but futexes and file locks. */
+/* Allocating, opening and mapping a pool: every system call except futexes and file locks. */
 #define _GNU_SOURCE
 #include "pool/pool.h"
 
@@ -162,7 +162,7 @@ enum shared_status pool_allow_writing(struct pool *self) {
         return SHARED_SYSTEM_ERROR;
     }
     self->writable = true;
-    /* Page tables now rather than in the first publication; older kernels fill them as it goes. */
+    /* Fill page tables now, not during the first publication; older kernels fill them on demand. */
     open = open < self->max_slots ? open : self->max_slots;
     (void)madvise(self->slots, open * self->slot_stride, MADV_POPULATE_WRITE);
     return SHARED_OK;

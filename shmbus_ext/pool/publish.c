@@ -1,4 +1,4 @@
-/* How a version is written (see pool.h). */
+/* Writing a version (see pool.h). */
 #define _GNU_SOURCE
 #include "pool/pool.h"
 
@@ -11,18 +11,19 @@
 #include "base/file_lock.h"
 
 static void set_state(struct pool *self, uint32_t slot, uint32_t state) {
-    /* SYNC: pool-slot. The row, and all payload, before the state that vouches for them. */
+    /* SYNC: pool-slot. The row and the payload precede the state that vouches for them. */
     atomic_store_explicit(&self->slot_rows[slot].state, state, memory_order_release);
 }
 
-/* Whether a rank still writes into the slot, for this publisher or for one that died. */
+/* Returns true if a rank still writes into the slot, for this publisher or for a dead
+ * predecessor. */
 static bool has_writer(const struct pool *self, uint32_t slot) {
     int64_t start = pool_lock_piece(slot, 0), bytes = POOL_MAX_RANKS;
     return file_lock_find(self->file.fd, &start, &bytes) != LOCK_TAKEN;
 }
 
 static bool take_slot(struct pool *self, uint32_t slot) {
-    /* One's own lock does not keep oneself out. */
+    /* A process does not block itself by its own lock. */
     if ((self->own_writes >> slot & 1u) != 0) {
         return false;
     }
@@ -30,7 +31,8 @@ static bool take_slot(struct pool *self, uint32_t slot) {
         return false;
     }
     FAILPOINT("pool-slot-locked");
-    /* SYNC: pool-writing. First: a rank that joins late finds it gone, or is found by its lock. */
+    /* SYNC: pool-writing. Clear first: a late rank finds the word cleared, or its lock is found
+     * here. */
     (void)atomic_exchange_explicit(&self->header->writing, 0, memory_order_seq_cst);
     if (has_writer(self, slot)) {
         file_lock_drop(self->file.fd, pool_lock_slot(slot));
@@ -39,7 +41,7 @@ static bool take_slot(struct pool *self, uint32_t slot) {
     return true;
 }
 
-/* The slot that was written longest ago and can be taken; max_slots for none. */
+/* The free slot with the oldest write; max_slots if every slot is taken. */
 static uint32_t choose_slot(struct pool *self) {
     uint32_t newest = pool_word_slot(
         atomic_load_explicit(&self->header->latest, memory_order_relaxed));
@@ -66,7 +68,7 @@ static uint32_t choose_slot(struct pool *self) {
     return self->max_slots;
 }
 
-/* Whether a slot has a whole version of the same tensors, and which, by the own rows. */
+/* Returns true, with the row, if a slot holds a whole version of the same tensors and ranks. */
 static bool has_alike(const struct pool *self, uint32_t slot, const struct version_facts *facts,
                       uint32_t meta_crc, struct slot_row *row) {
     return slot < self->max_slots && lease_peek(self, slot, row) && row->bytes == facts->bytes &&
@@ -74,7 +76,7 @@ static bool has_alike(const struct pool *self, uint32_t slot, const struct versi
            row->ranks == facts->ranks;
 }
 
-/* What a patch of the version would be made against, and what the slot still has. */
+/* Notes the base for a patch of the version, and the version still in the slot. */
 static void note_bases(struct pool *self, uint32_t at, const struct version_facts *facts,
                        struct slot_row *to) {
     uint32_t newest = pool_word_slot(
@@ -120,7 +122,7 @@ enum shared_status publish_begin(struct pool *self, const struct version_facts *
     memset(row->text, 0, sizeof row->text);
     snprintf(row->text, sizeof row->text, "%s", facts->text);
     memcpy(pool_meta(self, at), facts->meta, facts->meta_bytes);
-    /* SYNC: pool-writing. The row before the word by which ranks find it. */
+    /* SYNC: pool-writing. The row precedes the word that leads ranks to the row. */
     atomic_store_explicit(&self->header->writing, pool_word(number, at), memory_order_seq_cst);
     FAILPOINT("pool-announced");
     bell_ring(&self->header->ranks_bell, BELL_ALL);
@@ -142,13 +144,13 @@ void publish_finish(struct pool *self, uint32_t slot, uint64_t sequence, uint32_
     set_state(self, slot, POOL_READY);
     FAILPOINT("pool-ready");
     self->own_writes &= ~(UINT32_C(1) << slot);
-    /* Unlocked first: readers would spin on a publisher that was put off the processor here. */
+    /* Unlock first: otherwise readers would spin while the publisher is preempted here. */
     file_lock_drop(self->file.fd, pool_lock_slot(slot));
     FAILPOINT("pool-unlocked");
     /* SYNC: pool-latest. */
     atomic_store_explicit(&header->latest, pool_word(sequence, slot), memory_order_release);
     FAILPOINT("pool-latest");
-    /* SYNC: pool-writing. After latest: a rank that finds neither knows that it was given up. */
+    /* SYNC: pool-writing. After latest: a rank that finds neither word knows of the give-up. */
     atomic_store_explicit(&header->writing, 0, memory_order_seq_cst);
     atomic_fetch_add_explicit(&header->published, 1, memory_order_relaxed);
     bell_ring(&header->bell, BELL_ALL);
@@ -186,13 +188,13 @@ enum shared_status publish_join(struct pool *self, uint32_t *slot, struct slot_r
     if (at >= self->max_slots) {
         return SHARED_DAMAGED;
     }
-    /* An own piece that was given up while arrays of it were left is still one. */
+    /* A piece given up with live arrays still blocks this rank. */
     if ((self->own_writes >> at & 1u) != 0 ||
         file_lock_take(self->file.fd, pool_lock_piece(at, rank)) != LOCK_TAKEN) {
         return SHARED_HELD;
     }
     FAILPOINT("pool-piece-locked");
-    /* SYNC: pool-writing. Again, under the lock: if it is gone, so may be the slot. */
+    /* SYNC: pool-writing. Again, under the lock: with the word gone, the slot may be gone too. */
     if (atomic_load_explicit(&self->header->writing, memory_order_seq_cst) != word) {
         file_lock_drop(self->file.fd, pool_lock_piece(at, rank));
         return SHARED_NOTHING;
@@ -204,7 +206,7 @@ enum shared_status publish_join(struct pool *self, uint32_t *slot, struct slot_r
         return SHARED_DAMAGED;
     }
     if (rank >= row->ranks) {
-        /* This publisher does not wait for it, and may be done with the slot at any moment. */
+        /* The publisher does not wait for this rank, and may leave the slot at any moment. */
         file_lock_drop(self->file.fd, pool_lock_piece(at, rank));
         return SHARED_NOTHING;
     }
@@ -217,7 +219,7 @@ enum shared_status publish_join(struct pool *self, uint32_t *slot, struct slot_r
 
 void publish_piece_done(struct pool *self, uint64_t sequence) {
     FAILPOINT("pool-piece-written");
-    /* SYNC: pool-piece. The piece before the word that vouches for it. */
+    /* SYNC: pool-piece. The piece precedes the word that vouches for it. */
     atomic_store_explicit(&self->rank_rows[self->rank].done, sequence, memory_order_release);
     FAILPOINT("pool-piece-done");
     bell_ring(&self->header->ranks_bell, BELL_ALL);
@@ -237,7 +239,7 @@ void publish_piece_let_go(struct pool *self, uint32_t slot) {
 }
 
 enum shared_status publish_outcome(const struct pool *self, uint64_t sequence) {
-    /* SYNC: pool-writing. Before latest, which the publisher stores first. */
+    /* SYNC: pool-writing. Before latest, because the publisher stores latest first. */
     uint64_t word = atomic_load_explicit(&self->header->writing, memory_order_seq_cst);
     /* SYNC: pool-latest. */
     uint64_t latest = atomic_load_explicit(&self->header->latest, memory_order_acquire);
@@ -250,7 +252,7 @@ enum shared_status publish_outcome(const struct pool *self, uint64_t sequence) {
     if (rows_writer_life(self, 0) == ROW_ALIVE) {
         return SHARED_NOTHING;
     }
-    /* It may have finished between the looks and its end. */
+    /* The publisher may have finished after the looks, before its death. */
     latest = atomic_load_explicit(&self->header->latest, memory_order_acquire);
     return pool_word_sequence(latest) >= sequence ? SHARED_OK : SHARED_GONE;
 }
@@ -258,7 +260,7 @@ enum shared_status publish_outcome(const struct pool *self, uint64_t sequence) {
 enum piece_state publish_piece_state(const struct pool *self, uint64_t sequence, uint32_t rank) {
     const struct rank_row *row = &self->rank_rows[rank];
     enum row_life life = rows_writer_life(self, rank);
-    /* SYNC: pool-piece. Read after the lock, so that what a dead rank had done counts. */
+    /* SYNC: pool-piece. Read after the lock: a dead rank's finished piece counts. */
     if (atomic_load_explicit(&row->done, memory_order_acquire) == sequence) {
         return PIECE_DONE;
     }

@@ -100,7 +100,7 @@ static enum row_life life(const struct pool *self, int64_t byte, const _Atomic u
 
 enum row_life rows_writer_life(const struct pool *self, uint32_t rank) {
     if (self->rank == (int32_t)rank) {
-        return ROW_ALIVE; /* a probe does not find one's own lock */
+        return ROW_ALIVE; /* a probe ignores its own lock */
     }
     return life(self, pool_lock_writer(rank), &self->rank_rows[rank].pid);
 }
@@ -115,7 +115,7 @@ enum row_life rows_reader_life(const struct pool *self, uint32_t row) {
 void rows_applied(struct pool *self, uint64_t sequence, int64_t version) {
     struct reader_row *row = &self->reader_rows[self->reader];
     atomic_store_explicit(&row->applied_version, version, memory_order_relaxed);
-    /* SYNC: pool-applied. The version before the sequence that makes it count. */
+    /* SYNC: pool-applied. The version precedes the sequence that makes the version count. */
     atomic_store_explicit(&row->applied, sequence, memory_order_release);
     FAILPOINT("pool-applied");
     bell_ring(&self->header->ranks_bell, BELL_ALL);

@@ -18,13 +18,13 @@ static int by_order(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Finds the runs of one lane that are surely linked, oldest first. The links lead to later ones. */
+/* Finds the certainly linked runs of a lane, oldest first. Their links lead to later runs. */
 static bool find_backlog(struct reader *self, uint32_t slot, struct head *heads) {
     struct segment *segment = self->segment;
     struct lane *lane = &self->lanes[slot];
     struct run run, current;
-    /* SYNC: run-noted. Read first: while this goes through the extents the owner may fill a run and
-     * seal the one behind it, and a run that is not noted yet must not hide the one before it. */
+    /* SYNC: run-noted. Read before the scan: meanwhile the owner may fill and seal further runs,
+     * and a run not noted yet must not hide its predecessor. */
     uint64_t limit =
         atomic_load_explicit(&segment->slots[slot].next_order, memory_order_acquire);
     uint64_t link =
@@ -76,7 +76,7 @@ bool reader_attach(struct reader *self, struct segment *segment) {
     memset(self, 0, sizeof *self);
     self->segment = segment;
     intent_log_replay(segment);
-    /* The last consumer's word ended with it; this one says itself when it packs. */
+    /* Reset the last consumer's word; a consumer that packs stores 1 again. */
     atomic_store_explicit(&segment->header->consumer_packs, 0, memory_order_relaxed);
     self->lanes = calloc((size_t)segment->max_producers + 1, sizeof *self->lanes);
     self->runs = calloc(segment->extent_count, sizeof *self->runs);
@@ -126,7 +126,7 @@ void reader_detach(struct reader *self) {
 uint32_t reader_sweep(struct reader *self, uint32_t most) {
     struct segment *segment = self->segment;
     request_heal(segment);
-    /* Each recovery moves the attach epoch, which brings the next visit of the lane. */
+    /* Each recovery advances the attach epoch, which triggers the next visit of the lane. */
     uint32_t dead = recover_dead(segment, NO_SLOT, most);
     reader_tidy(self);
     return dead;

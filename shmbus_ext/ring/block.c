@@ -9,7 +9,7 @@
 
 /* ---- making one ---- */
 
-/* What the head says in any ring. The tables are read from `record`, which may be unaligned. */
+/* The ring-independent part of a record's head. `record` holds the tables, maybe unaligned. */
 static bool canonical_head(const void *record, uint64_t bytes, struct record_header *head) {
     if (bytes < sizeof *head) {
         return false;
@@ -47,7 +47,7 @@ bool block_add(struct block_maker *self, const void *record, uint64_t bytes) {
         bytes % SHMBUS_RECORD_ALIGN != 0) {
         return false;
     }
-    /* The checksums are taken of the copy, which nobody else writes. */
+    /* Checksums cover the private copy, safe from concurrent writers. */
     uint8_t *to = self->block + self->used;
     memcpy(to, record, bytes);
     struct record_header head;
@@ -148,7 +148,7 @@ static bool is_canonical(const struct record_header *head) {
            (head->flags & ~SHMBUS_FLAGS_KEPT) == 0;
 }
 
-/* At most 64 fields; most records have three. */
+/* At most 64 fields; typical records have three. */
 static bool two_fields_of_one_name(const struct record_copy *copy) {
     struct schema_entry entries[SHMBUS_MAX_FIELDS];
     const uint8_t *names[SHMBUS_MAX_FIELDS];

@@ -1,4 +1,4 @@
-/* Counting what is unread: as reader.c goes, but nothing changes. */
+/* Counting unread records: the walk of reader.c without changes to shared state. */
 #include "reader.h"
 
 static bool is_unread(const struct reader *self, const struct record_place *place, uint64_t room,

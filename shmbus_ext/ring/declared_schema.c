@@ -5,13 +5,13 @@
 
 #include "base/checksum.h"
 
-/* The bytes that are left to parse. */
+/* The bytes left to parse. */
 struct rest {
     const uint8_t *at;
     uint64_t bytes;
 };
 
-/* The next so many bytes; NULL where there are less. */
+/* Takes the next `bytes` bytes; NULL if fewer remain. */
 static const uint8_t *take(struct rest *rest, uint64_t bytes) {
     if (bytes > rest->bytes) {
         return NULL;
@@ -122,7 +122,7 @@ void declared_schema_write(struct declared_part *part, const void *text, uint32_
 
 enum declared_status declared_schema_read(const struct declared_part *part, uint8_t *text,
                                           uint32_t *bytes) {
-    uint32_t head[2]; /* bytes, crc: the part's own may change under this */
+    uint32_t head[2]; /* bytes, crc: private copy, since the segment may change */
     memcpy(head, part, sizeof head);
     *bytes = head[0];
     if (head[0] == 0) {

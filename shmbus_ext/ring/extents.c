@@ -12,7 +12,7 @@
 static bool lease_one(struct segment *segment, uint32_t extent, uint32_t slot) {
     _Atomic uint64_t *word = &segment->extents[extent].word;
     uint64_t seen = atomic_load_explicit(word, memory_order_relaxed);
-    /* SYNC: extent-freed. Acquire: what the reader did with the extent is over. */
+    /* SYNC: extent-freed. Acquire: after the reader's last access to the extent. */
     return link_low(seen) == 0 &&
            atomic_compare_exchange_strong_explicit(word, &seen, seen | (slot + 1),
                                                    memory_order_acquire, memory_order_relaxed);
@@ -39,13 +39,13 @@ uint32_t extent_generation(const struct segment *segment, uint32_t extent) {
     return link_generation(word_of(segment, extent));
 }
 
-/* Lowest first, so that a bus that keeps up stays within few, cached extents. */
+/* Lowest extent first: a bus without backlog stays within a few cached extents. */
 static uint32_t lease_single(struct segment *segment, uint32_t slot) {
     uint32_t end = segment->extent_count;
     uint64_t until =
         atomic_load_explicit(&segment->header->jumbo_until_ns, memory_order_relaxed);
     if (until != 0) {
-        /* A claim beyond the longest one is scribbled, or of another clock. */
+        /* A claim longer than JUMBO_CLAIM_NS comes from scribbled bytes or another clock. */
         uint64_t now = clock_monotonic_ns();
         if (until > now && until - now <= JUMBO_CLAIM_NS) {
             end = (end + 1) / 2;
@@ -65,7 +65,7 @@ static bool lease_window(struct segment *segment, uint32_t slot, uint32_t first,
             while (i-- > 0) {
                 extent_unlease(segment, first + i, word_of(segment, first + i));
             }
-            /* A producer may have found the bus full while this held the window. */
+            /* A producer may have seen a full bus while this call held the window. */
             bell_ring(&segment->header->space_bell, span);
             return false;
         }
@@ -96,7 +96,7 @@ uint32_t extent_lease(struct segment *segment, uint32_t slot, uint32_t span,
     if (extent != NO_EXTENT) {
         *generation = extent_generation(segment, extent);
     } else if (span > 1) {
-        /* Advisory, and it expires: a producer that stops here delays nobody for long. */
+        /* Advisory and time-limited: a producer that stops here delays nobody for long. */
         atomic_store_explicit(&segment->header->jumbo_until_ns,
                               clock_monotonic_ns() + JUMBO_CLAIM_NS, memory_order_relaxed);
     }
@@ -112,7 +112,7 @@ void extent_enter(struct segment *segment, uint32_t extent, uint32_t generation,
     atomic_store_explicit(&desc->next, link_make(generation, 0), memory_order_relaxed);
     atomic_store_explicit(&desc->producer_id, producer_id, memory_order_relaxed);
     atomic_store_explicit(&desc->order, order, memory_order_relaxed);
-    /* SYNC: run-entered. A span of this generation says that the fields before it are in place. */
+    /* SYNC: run-entered. A span of this generation proves the fields stored before. */
     atomic_store_explicit(&desc->span, link_make(generation, span), memory_order_release);
 }
 

@@ -23,7 +23,7 @@ static uint32_t intent_crc(const struct segment *segment, uint32_t n) {
     return shmbus_crc32c(crc, (const void *)segment->intent_log, (size_t)n * 8);
 }
 
-/* The counter of a split; NULL where there is none. */
+/* The counter of a split; NULL if the split is invalid. */
 static _Atomic uint64_t *split_counter(const struct segment *segment, uint32_t split,
                                        uint32_t reason) {
     struct split_entry *entry = split < SHMBUS_MAX_SPLITS ? &segment->splits[split] : NULL;
@@ -55,7 +55,7 @@ void intent_log_release(struct segment *segment, const struct record_ref *const 
         of_split == NULL ? 0 : atomic_load_explicit(of_split, memory_order_relaxed);
     header->intent_crc = intent_crc(segment, n);
     FAILPOINT("release-logged");
-    /* SYNC: release-intended. From here on all of them are released, by this reader or the next. */
+    /* SYNC: release-intended. From here on this reader or the next releases every record. */
     atomic_store_explicit(&header->intent_count, n, memory_order_release);
     FAILPOINT("release-intended");
     for (uint32_t i = 0; i < n; i++) {
@@ -71,7 +71,7 @@ void intent_log_release(struct segment *segment, const struct record_ref *const 
     atomic_store_explicit(&header->intent_count, 0, memory_order_release);
 }
 
-/* Releases a record that is committed still: what is there may be another one since. */
+/* Releases a record still committed: the place may already hold another record. */
 static void end_committed(struct record_header *record) {
     uint32_t state = atomic_load_explicit(&record->state, memory_order_relaxed);
     if (shmbus_is_committed(state)) {
@@ -107,7 +107,7 @@ static void replay_release(struct segment *segment) {
     atomic_store_explicit(&header->intent_count, 0, memory_order_release);
 }
 
-/* A death half way leaves no extent behind: the log has the words, and each frees once only. */
+/* A death half way leaks no extent: the log holds the words, and each word frees only once. */
 static void free_words(struct segment *segment, uint32_t first, uint32_t span) {
     for (uint32_t i = span; i-- > 0;) {
         extent_unlease(segment, first + i,
@@ -122,12 +122,12 @@ void intent_log_free(struct segment *segment, uint32_t first, uint32_t span, uin
     for (uint32_t i = 1; i < span; i++) {
         uint64_t tail =
             atomic_load_explicit(&segment->extents[first + i].word, memory_order_relaxed);
-        /* An extent that is another slot's is not freed: no word matches 0. */
+        /* Skip an extent of another slot: no word matches 0. */
         tail = link_low(tail) == link_low(word) ? tail : 0;
         atomic_store_explicit(&segment->intent_log[i], tail, memory_order_relaxed);
     }
     segment->header->free_first = first;
-    /* SYNC: free-intended. The words are in the log before the span says that they count. */
+    /* SYNC: free-intended. The log holds the words before the span makes them count. */
     atomic_store_explicit(&segment->header->free_span, span, memory_order_release);
     free_words(segment, first, span);
 }
@@ -149,7 +149,7 @@ void intent_log_begin_move(struct segment *segment, const struct record_place *f
     struct bus_header *header = segment->header;
     header->move_to = place_pack(to);
     header->move_generation = to->generation;
-    /* SYNC: move-intended. Once the other copy is published, it is the one that counts. */
+    /* SYNC: move-intended. Once published, the second copy replaces the first. */
     atomic_store_explicit(&header->move_from, place_pack(from) + 1, memory_order_release);
     FAILPOINT("move-intended");
 }
@@ -158,8 +158,8 @@ void intent_log_end_move(struct segment *segment) {
     atomic_store_explicit(&segment->header->move_from, 0, memory_order_release);
 }
 
-/* A mover that died left one copy, or two. Of two, the first one ends here, before the other can be
- * handed out: that one may be acknowledged and gone when a walk comes to the first. */
+/* A dead mover left one copy or two. With two, the first copy ends here, before a walk can deliver
+ * the second: the second might be acknowledged and gone when a walk reaches the first. */
 static void replay_move(struct segment *segment) {
     struct bus_header *header = segment->header;
     struct record_place from, to;

@@ -32,41 +32,41 @@
 #define SHMBUS_MAGIC UINT64_C(0x3153554253484D42) /* "BMHSBUS1" */
 #define SHMBUS_LAYOUT_VERSION 8u
 
-/* Records start on cache lines, so that two records never share one. */
+/* Records start on cache lines: two records never share a line. */
 #define SHMBUS_RECORD_ALIGN 64u
 #define SHMBUS_PAGE 4096u
 
-/* The round of a record that has none. */
+/* The round of a record without a round. */
 #define SHMBUS_NO_ROUND INT64_MIN
 
-/* Limits that a record states in its header. */
+/* Limits stated in a record's header. */
 #define SHMBUS_MAX_ID_BYTES 255u
 #define SHMBUS_MAX_FIELDS 64u
-/* The field of a sample of several rows, int64 [rows, 2]: of each row how many elements of the
- * fields behind this one are its, and how many of them are a prefix that it shares. */
+/* The field of a multi-row sample, int64 [rows, 2]: for every row, its number of elements in the
+ * following fields, and the length of their shared prefix. */
 #define SHMBUS_ROW_LENGTHS "row_lengths"
-/* What the name of a field begins with that the first sample of a group has for all of them. */
+/* Name prefix of a field stored only in a group's first sample, for the whole group. */
 #define SHMBUS_SHARED_PREFIX "shared:"
 #define SHMBUS_MAX_NDIM 32u
 #define SHMBUS_MAX_NAME_BYTES 255u
 #define SHMBUS_MAX_DTYPE_BYTES 1024u
-/* Words of the shape table: one offset and ndim sizes a field. */
+/* Words of the shape table: one offset and ndim sizes for every field. */
 #define SHMBUS_MAX_SHAPE_WORDS 1024u
 #define SHMBUS_MAX_SCHEMA_BYTES 32768u
-/* The largest group is bounded by the intent log, which makes one acknowledgement atomic. */
+/* The intent log bounds the largest group: it makes an acknowledgement atomic. */
 #define SHMBUS_MAX_GROUP_SIZE 16384u
 #define SHMBUS_MAX_PRODUCERS 4096u
 #define SHMBUS_MAX_EXTENTS 65536u
 #define SHMBUS_LABEL_BYTES 48u
-/* Random bits enough that two buses, of whatever nodes and times, never share them. */
+/* Random bits, enough to prevent collisions between buses of different nodes and times. */
 #define SHMBUS_IDENTITY_BYTES 16u
-/* Buses that the records of a restored one may be of, from snapshot to snapshot: each is there for as
- * long as a record of it was not trained, which is one restore, seldom two. */
+/* Ancestor buses of a restored bus's records, from snapshot to snapshot. An ancestor stays until
+ * the trainer has used its records: one restore, seldom two. */
 #define SHMBUS_ANCESTORS 3u
 #define SHMBUS_PAUSE_REASON_BYTES 120u
 /* A declared schema as text and sizes: 64 fields of 40 bytes of name and dtype and 8 dimensions
  * take 7 KiB. */
-#ifndef SHMBUS_DECLARED_BYTES /* the explorer's segments are small */
+#ifndef SHMBUS_DECLARED_BYTES /* small segments in the explorer */
 #define SHMBUS_DECLARED_BYTES 16376u
 #endif
 /* Names of dimensions in one declared schema. */
@@ -86,47 +86,47 @@ enum shmbus_reason {
     SHMBUS_DROP_CORRUPT = 9,
     SHMBUS_DROP_FAILED = 10,
     SHMBUS_DROP_FILTERED = 11,
-    SHMBUS_RELAYED = 12, /* it lies on another bus, and what becomes of it there is not known */
+    SHMBUS_RELAYED = 12, /* moved to another bus, with unknown outcome */
     SHMBUS_REASONS = 13,
 };
 
-/* Whether producers go on: they wait while the bus is paused, and for ever once it was removed. */
+/* Producer admission: producers wait during a pause, and for ever after a removal. */
 enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
 
 /* Offset  Size  Field            Written by   Read by     Order
- *      0     8  magic            creator      all         release / acquire, stored last
- *      8     4  layout_version   creator      all         before magic
- *     12     4  layout_hash      creator      all         before magic
- *     16    40  geometry         creator      all         before magic; geometry_crc covers 8..56
- *     56     4  geometry_crc     creator      all         before magic
+ *      0     8  magic            creator      anyone      release / acquire, stored last
+ *      8     4  layout_version   creator      anyone      before magic
+ *     12     4  layout_hash      creator      anyone      before magic
+ *     16    40  geometry         creator      anyone      before magic; geometry_crc covers 8..56
+ *     56     4  geometry_crc     creator      anyone      before magic
  *    128     4  bell             reader, producers        seq_cst: 1 while the reader sleeps
  *    192     4  space_bell       reader       producers   futex word, bumped when space is freed
- *    196     4  space_wanted     producers, reader        seq_cst: 1 while someone waits
+ *    196     4  space_wanted     producers, reader        seq_cst: 1 while a process waits
  *    200     8  jumbo_until_ns   producers    producers   advisory; CLOCK_MONOTONIC
  *    256     8  next_producer_id producers                fetch_add
  *    264     4  attach_epoch     producers    reader      release / acquire
- *    268     4  look_slot        looker       looker      relaxed: slot at which the next look begins
- *    272     8  next_look_ns     looker       workers     CAS: a worker may look for deaths from then on
+ *    268     4  look_slot        looker       looker      relaxed: first slot of the next look
+ *    272     8  next_look_ns     looker       workers     CAS: earliest next look for deaths
  *    280    16  stall_told_ns[]  waiters      waiters     CAS: last report by a worker, by a trainer
  *    320     8  policy_version   trainer      producers   relaxed
  *    328     4  consumer_packs   reader      producers   relaxed: 1 once the consumer packs batches
- *    332     4  leased_in_part   reader      reader      relaxed: 1 once a record said so (SHMBUS_LEASED)
- *    384   ...  collector        reader       all         relaxed, for messages only
- *    512   104  released[]       reader       all         relaxed; exact through the intent
+ *    332     4  leased_in_part   reader      reader      relaxed: 1 after the first SHMBUS_LEASED
+ *    384   ...  collector        reader       anyone      relaxed, for messages only
+ *    512   104  released[]       reader       anyone      relaxed; exact through the intent
  *    640    60  intents          reader       reader      counts, move_from: release / acquire
  *    704     4  paused           anybody      producers   release / acquire: enum shmbus_pause
  *    708     4  lent             reader       reader      relaxed: 1 once view locks may be held
  *    712   136  pause            anybody      producers   before paused; for messages only
  *    896     4  retries_open     collector    producers   relaxed: open retry requests; a hint
- *    904     8  groups_failed    collector    all         relaxed: given up, for messages only
- *    912     8  next_round       producers    producers   fetch_add: numbers that nobody else has
+ *    904     8  groups_failed    collector    anyone      relaxed: given up, for messages only
+ *    912     8  next_round       producers    producers   fetch_add: unique numbers
  *    920     8  cancelled_count  collector    producers   release / acquire: entries ever written
- *    928    16  identity         creator      all         before magic: random; no other bus has it
- *    944    72  ancestors        restorer     all         before the bus has its name; the oldest first
+ *    928    16  identity         creator      anyone      before magic: random, unique to the bus
+ *    944    72  ancestors        restorer     anyone      before the bus's naming; oldest first
  */
 struct bus_ancestor {
-    uint8_t identity[SHMBUS_IDENTITY_BYTES]; /* of a bus that this one is a restored snapshot of */
-    uint64_t producers; /* ids below this one, and not below the ancestor's before: its; 0: none */
+    uint8_t identity[SHMBUS_IDENTITY_BYTES]; /* of a bus restored from its snapshot into this bus */
+    uint64_t producers; /* exclusive bound of its ids, from the previous bound on; 0: unused */
 };
 
 struct bus_header {
@@ -159,35 +159,35 @@ struct bus_header {
     _Atomic uint64_t collector_leased_records;
     _Atomic uint64_t collector_stashed_groups;
     _Atomic uint64_t collector_stashed_records;
-    _Atomic uint64_t collector_seen_ns; /* CLOCK_MONOTONIC of its last poll */
-    _Atomic uint64_t collector_lease_ns; /* the same of its oldest lease */
+    _Atomic uint64_t collector_seen_ns; /* CLOCK_MONOTONIC of the last poll */
+    _Atomic uint64_t collector_lease_ns; /* CLOCK_MONOTONIC of the oldest lease */
     char collector_label[SHMBUS_LABEL_BYTES];
 
     alignas(64) _Atomic uint64_t released[SHMBUS_REASONS];
 
-    /* The intent: the records of one acknowledgement, in force once count is not 0.
-     * base is released[reason] before it, so that replaying counts nothing twice. */
+    /* The intent: the records of one acknowledgement, in force while count != 0.
+     * base holds the earlier released[reason]: a replay counts no record twice. */
     alignas(64) _Atomic uint32_t intent_count;
     uint32_t intent_reason;
     uint64_t intent_base;
     uint32_t intent_crc;
-    /* A run that is being freed: extents, and its first in free_first. The log has the words that
-     * they are freed from; a single extent needs none of this. */
+    /* Extents of a run being freed, from free_first on. The log holds the words from which they are
+     * freed; a single extent needs no intent. */
     _Atomic uint32_t free_span;
     uint32_t free_first;
-    /* A straggler's move: the place of its first copy, packed, + 1, in force while it is not 0; and
-     * the place of the other. */
+    /* A straggler's move: move_from packs the first copy's place, + 1, in force while nonzero;
+     * move_to packs the second copy's place. */
     uint32_t move_generation;
     _Atomic uint64_t move_from;
     uint64_t move_to;
-    /* The same of intent_base, for the counter of the split; SHMBUS_MAX_SPLITS where it has none. */
+    /* intent_base for the split's counter; SHMBUS_MAX_SPLITS if the records lack a split. */
     uint64_t intent_split_base;
     uint32_t intent_split;
 
     alignas(64) _Atomic uint32_t paused;
     _Atomic uint32_t lent;
     _Atomic int64_t pause_policy_version; /* the policy version when the pause began */
-    _Atomic uint64_t pause_unix_ns;       /* when that was */
+    _Atomic uint64_t pause_unix_ns;       /* start of the pause */
     char pause_reason[SHMBUS_PAUSE_REASON_BYTES];
 
     alignas(64) _Atomic uint32_t retries_open;
@@ -230,30 +230,30 @@ _Static_assert(offsetof(struct bus_header, identity) == 928, "layout");
 _Static_assert(offsetof(struct bus_header, ancestors) == 944, "layout");
 _Static_assert(sizeof(struct bus_ancestor) == 24, "layout");
 
-/* A slot belongs to the process that holds the file lock on byte SHMBUS_LOCK_SLOT + index of the
- * segment; the kernel drops that lock when its owner dies, in whatever pid namespace it lived. */
+/* The holder of the file lock on byte SHMBUS_LOCK_SLOT + index of the segment owns the slot; the
+ * kernel drops the lock when the owner dies, in whatever pid namespace. */
 enum shmbus_slot_state { SHMBUS_SLOT_FREE = 0, SHMBUS_SLOT_ACTIVE = 1, SHMBUS_SLOT_CLOSED = 2 };
 
-/* A link names an extent together with its generation, so that it cannot mean a later lease of
- * the same extent: generation << 32 | index + 1, low half 0 for none yet, LINK_END for never. */
+/* A link names an extent with its generation, hence never a later lease of the same extent:
+ * generation << 32 | index + 1. Low half 0: no link yet; LINK_END: never a link. */
 #define SHMBUS_LINK_END 0xFFFFFFFFu
 
-/* The intent of a commit lies by itself: a reader that polls takes the line of the counters from its
- * owner again and again, and no store of a commit but the last one has to wait for that line.
+/* The intent of a commit occupies its own lines: a polling reader takes the counters' line from
+ * its owner again and again, and only the last store of a commit waits for the counters' line.
  *
  * Offset  Size  Field        Written by  Read by  Order
- *      0     8  committed    owner       reader   release / acquire: commits of all owners so far
+ *      0     8  committed    owner       reader   release / acquire: commits of every owner so far
  *      8     8  aborted      owner       reader   release / acquire
  *     16     8  first        owner       reader   release / acquire: link that starts a chain
  *     24     8  current      owner, freer reader   release / acquire: link to the chain's last
  *     32     8  next_order   owner       reader   release / acquire
  *     40     8  producer_id  owner       reader   release / acquire
  *     48     4  state        owner       reader   release / acquire
- *     52     4  pid          owner       all      for messages
- *     56    48  label        owner       all      for messages
- *    128     8  committing   owner       successor  committed + 1 while one commit is under way
- *    136     8  commit_ref   owner       successor  the record of that commit
- *    144     4  commit_generation        successor  of its extent
+ *     52     4  pid          owner       anyone   for messages
+ *     56    48  label        owner       anyone   for messages
+ *    128     8  committing   owner       successor  committed + 1 during a commit
+ *    136     8  commit_ref   owner       successor  the record of the commit
+ *    144     4  commit_generation        successor  of the record's extent
  */
 struct producer_slot {
     alignas(128) _Atomic uint64_t committed;
@@ -265,7 +265,7 @@ struct producer_slot {
     _Atomic uint32_t state;
     _Atomic uint32_t pid;
     char label[SHMBUS_LABEL_BYTES];
-    /* Lines are fetched in pairs. */
+    /* The hardware fetches lines in pairs. */
     alignas(128) _Atomic uint64_t committing;
     _Atomic uint64_t commit_ref;
     _Atomic uint32_t commit_generation;
@@ -277,20 +277,19 @@ _Static_assert(offsetof(struct producer_slot, label) == 56, "layout");
 _Static_assert(offsetof(struct producer_slot, committing) == 128, "layout");
 _Static_assert(offsetof(struct producer_slot, commit_generation) == 144, "layout");
 
-/* Who leases an extent, or a run of them: the first one states the span, the others have none. A
- * span counts only with the generation of the lease it was written in, so nothing needs to be wiped
- * when an extent is freed.
+/* The lease of an extent, or of a run: the first extent states the span, the rest state no span. A
+ * span counts only with the generation of its lease: freeing an extent needs no wipe.
  *
  * Offset  Size  Field        Written by        Read by  Order
- *      0     8  word         leaser, freer     all      CAS: generation << 32 | slot + 1;
+ *      0     8  word         leaser, freer     anyone   CAS: generation << 32 | slot + 1;
  *                                                       low half 0 is free
  *      8     8  order        leaser            reader   place in the lane, growing
  *     16     8  used         owner             reader   release / acquire: bytes exposed
- *     24     8  next         owner, freer      reader   CAS: link to the run that follows
+ *     24     8  next         owner, freer      reader   CAS: link to the next run
  *     32     8  span         leaser            reader   release / acquire:
  *                                                       generation << 32 | extents
  *     40     4  sealed       owner             reader   release / acquire: used is final
- *     44     4  writer_pins  owner             reader   writable views that outlive their commit
+ *     44     4  writer_pins  owner             reader   writable views outliving their commit
  *     48     8  producer_id  leaser            reader
  */
 struct extent_desc {
@@ -309,7 +308,7 @@ _Static_assert(offsetof(struct extent_desc, producer_id) == 48, "layout");
 
 #include "ring/layout_tables.h"
 
-/* States are spread over the word, so that a scribble is seldom one of them. */
+/* State values are spread over the word: scribbled bytes seldom form a valid state. */
 enum shmbus_record_state {
     SHMBUS_RESERVED = 0x52534552, /* "RESR" */
     SHMBUS_COMMITTED = 0x544D4F43, /* "COMT" */
@@ -317,10 +316,10 @@ enum shmbus_record_state {
     SHMBUS_RELEASED = 0x454C4552, /* "RELE" */
 };
 
-/* The state of a committed record that was leased in a group without all of its samples. Its first
- * three bits say so, which differ from those of all other states; the next 14 are the group's
- * members, less 1; the last 15 are a hash of its first member. Members of one group have one such
- * state, so that whoever collects next has the same group. */
+/* The state of a committed record leased in a partial group. The first three bits differ from the
+ * bits of every other state; the next 14 hold the number of members less 1; the last 15 hash the
+ * first member. Members of one group share the state, to let the next collector form the same
+ * group. */
 #define SHMBUS_LEASED 0xA0000000u
 #define SHMBUS_LEASED_MASK 0xE0000000u
 #define SHMBUS_LEASED_HASH_BITS 15
@@ -340,7 +339,7 @@ static inline uint32_t shmbus_leased_members(uint32_t state) {
     return ((state & ~SHMBUS_LEASED_MASK) >> SHMBUS_LEASED_HASH_BITS) + 1;
 }
 
-/* Of 1 to SHMBUS_MAX_GROUP_SIZE members, of which the first is this one. */
+/* For a group of 1 to SHMBUS_MAX_GROUP_SIZE members, with the first member's identity. */
 static inline uint32_t shmbus_leased_state(uint32_t members, uint64_t producer_id,
                                            uint64_t sequence) {
     uint64_t mixed = (producer_id * UINT64_C(0x9E3779B97F4A7C15) ^ sequence) *
@@ -350,19 +349,19 @@ static inline uint32_t shmbus_leased_state(uint32_t members, uint64_t producer_i
 }
 
 #define SHMBUS_FLAG_PAYLOAD_CRC 1u /* payload_crc covers meta and payload */
-#define SHMBUS_FLAG_MOVED 2u       /* a straggler that the collector wrote again */
-/* Its sample failed: no fields; meta is the reason, and score counts the attempts before it. */
+#define SHMBUS_FLAG_MOVED 2u       /* straggler copied by the collector */
+/* Failed sample: no fields; meta holds the reason, and score counts the earlier attempts. */
 #define SHMBUS_FLAG_FAILED 4u
-/* Of a failure: its group's size is unknown, and group_size is only above index. */
+/* For a failure in a group of unknown size: group_size merely exceeds index. */
 #define SHMBUS_FLAG_NO_SIZE 8u
-/* The score of a record whose producer did not know it: whoever reads it says it. */
+/* The score of a record without a score from its producer: the reader supplies the score. */
 #define SHMBUS_UNSCORED ((double)NAN)
-/* The flags that a record keeps in a snapshot, and back into a bus. */
+/* Flags kept in a snapshot, and back into a bus. */
 #define SHMBUS_FLAGS_KEPT (SHMBUS_FLAG_PAYLOAD_CRC | SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE)
 
 /* Record: header | shape (u64: offset, sizes... a field) | id | schema | meta | pad | payload.
- * The frame (8..32) is in place, under frame_crc, before `used` exposes the record; the rest, under
- * header_crc with shape, id and schema, before the state says COMMITTED.
+ * The frame (8..32), under frame_crc, precedes the store of `used` that exposes the record. The
+ * rest, under header_crc with shape, id and schema, precedes the state COMMITTED.
  *
  * Offset  Size  Field            Offset  Size  Field
  *      0     4  state                64     2  group_size
@@ -380,10 +379,10 @@ static inline uint32_t shmbus_leased_state(uint32_t members, uint64_t producer_i
  *                                   108     4  payload_crc
  *                                   112     8  payload_bytes
  *                                   120     4  version_span
- *                                   124     4  header_crc, over 8..124 and what follows
+ *                                   124     4  header_crc, over 8..124 and the bytes after
  *
- * A group is complete when `need` of its group_size indices are there. policy_version is the oldest
- * that sampled the record, policy_version + version_span the newest. `split` is a label's number.
+ * A group completes with `need` of its group_size indices. policy_version and policy_version +
+ * version_span bound the versions that sampled the record. `split` holds a label's number.
  */
 struct record_header {
     alignas(64) _Atomic uint32_t state;
@@ -429,8 +428,8 @@ _Static_assert(offsetof(struct record_header, id_bytes) == 96, "layout");
 _Static_assert(offsetof(struct record_header, version_span) == 120, "layout");
 _Static_assert(offsetof(struct record_header, header_crc) == 124, "layout");
 
-/* Schema: field_count entries, one behind the other without padding. The itemsize makes bounds
- * checkable without knowing the dtype. */
+/* Schema: field_count entries back to back without padding. The itemsize lets a reader check bounds
+ * without knowledge of the dtype. */
 struct schema_entry {
     uint16_t name_bytes;
     uint16_t dtype_bytes;
@@ -441,13 +440,13 @@ struct schema_entry {
 };
 _Static_assert(sizeof(struct schema_entry) == 12, "layout");
 
-/* The schema that a bus was created with; 0 bytes for none.
+/* The schema from the bus's creation; 0 bytes without a schema.
  *
  * Offset  Size  Field  Written by  Read by    Order
  *      0     4  bytes  creator     producers  before magic
  *      4     4  crc    creator     producers  before magic; over the bytes
- *      8   ...  text   creator     producers  before magic: declared_head, names of dimensions (each
- *                                             behind a byte with its length), declared_entry's
+ *      8   ...  text   creator     producers  before magic: declared_head, names of dimensions (a
+ *                                             length byte before every name), declared_entry's
  */
 struct declared_part {
     alignas(8) uint32_t bytes;
@@ -464,8 +463,8 @@ struct declared_head {
 _Static_assert(sizeof(struct declared_head) == 4, "layout");
 
 #define SHMBUS_DECLARED_OPTIONAL 1u  /* a record may lack the field */
-#define SHMBUS_DECLARED_ANY_SHAPE 2u /* of any number of dimensions; ndim is 0 */
-/* A dimension of a declared field: its size, or one of these; name k is DIMENSION_NAMED - k. */
+#define SHMBUS_DECLARED_ANY_SHAPE 2u /* any number of dimensions; ndim 0 */
+/* Size of a declared field's dimension, or a special value; name k equals DIMENSION_NAMED - k. */
 #define SHMBUS_DIMENSION_FREE INT64_C(-1)
 #define SHMBUS_DIMENSION_NAMED INT64_C(-2)
 struct declared_entry {
@@ -479,28 +478,28 @@ struct declared_entry {
 };
 _Static_assert(sizeof(struct declared_entry) == 12, "layout");
 
-/* File locks (open file description locks) on the segment: byte offsets, all behind its end. Every
- * process that has the segment open shares USERS, so one that gets it alone knows that no other has
- * it open. */
+/* File locks (open file description locks) on the segment: byte offsets beyond its end. Every
+ * process with the segment open shares USERS; exclusive USERS proves the absence of other users. */
 #define SHMBUS_LOCK_BASE (INT64_C(1) << 60)
 #define SHMBUS_LOCK_COLLECTOR (SHMBUS_LOCK_BASE + 0)
 #define SHMBUS_LOCK_USERS (SHMBUS_LOCK_BASE + 1)
-/* Who offers requests, or ends what a dead feeder left: held for moments. */
+/* For a feeder, or for the repair after a dead feeder: held for moments. */
 #define SHMBUS_LOCK_FEEDER (SHMBUS_LOCK_BASE + 2)
-#define SHMBUS_LOCK_RELAY (SHMBUS_LOCK_BASE + 3) /* whoever puts records of other buses here */
+#define SHMBUS_LOCK_RELAY (SHMBUS_LOCK_BASE + 3) /* for a relay that writes records of other
+                                                  * buses */
 #define SHMBUS_LOCK_SLOT (SHMBUS_LOCK_BASE + 1024)
-/* Shared locks of processes that a daemon leases groups to: the daemon's death leaves them, the
- * client's ends them. A view's lock, one byte an extent: a client has an array that looks into it,
- * and the run is not freed. */
+/* Shared locks of processes that lease groups from a daemon: the locks survive the daemon and die
+ * with the client. View lock, one byte an extent: an array of a client looks into the run, which
+ * delays the free. */
 #define SHMBUS_LOCK_VIEW (SHMBUS_LOCK_BASE + (INT64_C(1) << 20))
-/* A lease's lock, one byte an extent a client: that client has groups there that have not ended. */
+/* Lease lock, one byte an extent and client: the client holds unfinished groups in the extent. */
 #define SHMBUS_LOCK_LEASE (SHMBUS_LOCK_BASE + (INT64_C(1) << 32))
 #define SHMBUS_MAX_CLIENTS 1024u
 _Static_assert(SHMBUS_LOCK_SLOT + SHMBUS_MAX_PRODUCERS <= SHMBUS_LOCK_VIEW &&
                    SHMBUS_LOCK_VIEW + SHMBUS_MAX_EXTENTS <= SHMBUS_LOCK_LEASE,
                "no byte is the lock of two things");
 
-/* A different struct layout, whatever the cause, must not pass for this one. */
+/* Rejects segments of a different struct layout, whatever the cause. */
 #define SHMBUS_LAYOUT_HASH                                                                    \
     ((uint32_t)(SHMBUS_LAYOUT_VERSION * 2654435761u ^                                         \
                 (uint32_t)(sizeof(struct bus_header) * 40503u +                               \

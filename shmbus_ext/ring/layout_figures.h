@@ -1,6 +1,6 @@
-/* The part of the segment that says what was delivered: histograms, and a count of useless groups.
+/* Delivery figures in the segment: histograms, and a count of useless groups.
  *
- * Invariant: a histogram has a fixed number of buckets, whatever is delivered. */
+ * Invariant: every histogram keeps a fixed number of buckets. */
 #ifndef SHMBUS_RING_LAYOUT_FIGURES_H
 #define SHMBUS_RING_LAYOUT_FIGURES_H
 
@@ -9,9 +9,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* What is counted of each group when it is delivered first: the age of the group, the part of its
- * samples that are solved, and of each of its samples how many policy versions it is behind, its
- * tokens and its score. */
+/* Values counted at the first delivery of a group: age of the group, solved share of its samples,
+ * and for every sample policy lag, tokens and score. */
 enum shmbus_figure {
     SHMBUS_FIGURE_LAG = 0,
     SHMBUS_FIGURE_AGE = 1,
@@ -21,13 +20,13 @@ enum shmbus_figure {
     SHMBUS_FIGURES = 5,
 };
 
-/* Upper bounds of a histogram's buckets; one more has the rest. Two cache lines. */
+/* Upper bounds of a histogram's buckets; one more bucket takes the rest. Two cache lines. */
 #define SHMBUS_FIGURE_BOUNDS 14u
 #define SHMBUS_FIGURE_BUCKETS (SHMBUS_FIGURE_BOUNDS + 1u)
 
 /* Offset  Size  Field    Written by  Read by  Order
- *      0   120  buckets  collector   all      relaxed, for messages only
- *    120     8  sum      collector   all      relaxed: the bits of a double
+ *      0   120  buckets  collector   anyone   relaxed, for messages only
+ *    120     8  sum      collector   anyone   relaxed: the bits of a double
  */
 struct figure_entry {
     alignas(64) _Atomic uint64_t buckets[SHMBUS_FIGURE_BUCKETS];
@@ -36,12 +35,12 @@ struct figure_entry {
 _Static_assert(sizeof(struct figure_entry) == 128, "two cache lines a figure");
 _Static_assert(offsetof(struct figure_entry, sum) == 120, "layout");
 
-/* A sample counts as solved from this score on, whether tasks have 0 and 1, or -1 and 1. */
+/* A sample with at least this score counts as solved, for tasks with 0 and 1 or with -1 and 1. */
 #define SHMBUS_SOLVED_SCORE 0.5
 
 /* Offset  Size  Field           Written by  Read by  Order
- *      0   640  figures         collector   all      as above
- *    640     8  groups_dropped  collector   all      relaxed: refused by a filter, or without variance
+ *      0   640  figures         collector   anyone   as above
+ *    640     8  groups_dropped  collector   anyone   relaxed: refused by a filter, or no variance
  */
 struct delivery_figures {
     struct figure_entry figures[SHMBUS_FIGURES];

@@ -1,4 +1,4 @@
-/* Of layout.h, which includes this: the tables beside the ring itself. */
+/* The tables beside the ring, included by layout.h. */
 #ifndef SHMBUS_RING_LAYOUT_TABLES_H
 #define SHMBUS_RING_LAYOUT_TABLES_H
 
@@ -7,28 +7,28 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* ---- The part of the segment that is about splits, and about groups that ended early: layout.h includes
- * this, and nothing else does. */
-/* Splits of a bus, "train" and others: a label each in its table. Few enough for a counter each. */
+/* ---- Splits, and groups that ended early. Included only by layout.h. */
+/* Splits of a bus, for example "train": a label in its table for every split. Few enough for a
+ * counter each. */
 #define SHMBUS_MAX_SPLITS 16u
-/* The split of records that nobody gave one: what is trained on. */
+/* The default split of records: the training data. */
 #define SHMBUS_SPLIT_TRAIN 0u
 #define SHMBUS_SPLIT_TRAIN_LABEL "train"
-/* Of a split's label, in UTF-8; with its length it fills four words. */
+/* Size of a split's label in UTF-8; with its length, the label fills four words. */
 #define SHMBUS_SPLIT_LABEL_BYTES 31u
-/* The groups that ended last without all of their samples: what their workers may ask about. */
+/* The last groups that ended early without every sample, for queries by their workers. */
 #define SHMBUS_CANCELLED 1024u
 
 /* A split: its label, and the ledger of its records. The first word of the label begins with the
- * length, so a word that belongs to the label is never 0, and one that is 0 is not written yet.
+ * length: a written word of the label never equals 0, and 0 means not written yet.
  *
  * Offset  Size  Field          Written by       Read by  Order
- *      0    32  label          who needs it     all      CAS from 0, word by word
- *     32     8  acked          collector        all      relaxed; exact through the intent
- *     40     8  dropped        collector        all      the same
- *     48     8  stashed        collector        all      relaxed, for messages only
- *     56     4  ready_groups   collector        all      the same
- *     60     4  open_groups    collector        all      the same
+ *      0    32  label          first user       anyone   CAS from 0, word by word
+ *     32     8  acked          collector        anyone   relaxed; exact through the intent
+ *     40     8  dropped        collector        anyone   the same
+ *     48     8  stashed        collector        anyone   relaxed, for messages only
+ *     56     4  ready_groups   collector        anyone   the same
+ *     60     4  open_groups    collector        anyone   the same
  */
 #define SHMBUS_SPLIT_LABEL_WORDS 4u
 struct split_entry {
@@ -44,15 +44,14 @@ _Static_assert(sizeof(struct split_entry) == 64, "a cache line a split");
 _Static_assert(SHMBUS_SPLIT_LABEL_BYTES + 1 == SHMBUS_SPLIT_LABEL_WORDS * 8, "layout");
 _Static_assert(offsetof(struct split_entry, acked) == 32, "layout");
 
-/* ---- The part of the segment that asks producers for single samples again: layout.h includes this, and
- * nothing else does. */
-/* Open retry requests: a failing fleet is not helped by more. */
+/* ---- Retry requests: single samples requested again from producers. Included only by layout.h. */
+/* Open retry requests; more would not help a failing fleet. */
 #define SHMBUS_RETRY_ENTRIES 128u
 #define SHMBUS_RETRY_ID_BYTES 256u
 #define SHMBUS_RETRY_REASON_BYTES 192u
 
-/* A retry request. `claim` is FREE, BUSY while the collector changes the entry, or the id of the
- * producer that has claimed it, plus 1; with bit ANSWERED from just before the answer's commit on.
+/* A retry request. `claim` is FREE, BUSY while the collector changes the entry, or the claiming
+ * producer's id + 1, with bit ANSWERED from just before the answer's commit on.
  *
  * Offset  Size  Field        Written by             Read by    Order
  *      0     8  claim        collector, producers   both       CAS; BUSY first, FREE last
@@ -63,9 +62,9 @@ _Static_assert(offsetof(struct split_entry, acked) == 32, "layout");
 #define SHMBUS_RETRY_FREE UINT64_C(0)
 #define SHMBUS_RETRY_BUSY UINT64_MAX
 #define SHMBUS_RETRY_ANSWERED (UINT64_C(1) << 63)
-/* The `attempt` of the row that pauses the request lane, and asks for no sample. `reason` says why,
- * `round` since when (CLOCK_REALTIME, ns), `id` nothing. While there is one, a worker takes a sample
- * only once it has claimed that row; the collector publishes it anew for each. */
+/* The `attempt` of the row that pauses the request lane and requests no sample. `reason` holds the
+ * reason, `round` the start (CLOCK_REALTIME, ns), `id` stays empty. During a pause a worker must
+ * claim this row before a sample; the collector publishes the row anew for every probe. */
 #define SHMBUS_RETRY_PAUSE UINT32_MAX
 struct retry_entry {
     alignas(64) _Atomic uint64_t claim;
@@ -79,7 +78,7 @@ struct retry_entry {
     uint16_t reason_bytes;
     uint16_t need;
     uint16_t split;
-    uint32_t late; /* 1: the sample missed its group's deadline; the first try may still run */
+    uint32_t late; /* 1: the sample missed its group's deadline; the first attempt may still run */
     uint32_t reserved0;
     uint32_t crc;
     char id[SHMBUS_RETRY_ID_BYTES];
@@ -92,21 +91,20 @@ _Static_assert(offsetof(struct retry_entry, late) == 52, "layout");
 _Static_assert(offsetof(struct retry_entry, crc) == 60, "layout");
 _Static_assert(offsetof(struct retry_entry, id) == 64, "layout");
 
-/* ---- Of layout.h: the admission table, and the request lane, the last parts before the extents.
+/* ---- The admission table and the request lane, the last parts before the extents. For layout.h.
  *
- * The same rules hold. Both lie behind everything else, so that their sizes move nothing but the
- * extents. */
-/* Groups that may be admitted and not delivered yet, where a bus bounds them: more than a step of
- * any trainer has, and a table that a process goes through in microseconds. */
+ * The rules of layout.h hold. Both parts lie last: their sizes move nothing but the extents. */
+/* Groups admitted and not delivered yet, on a bus with a bound: more than a step of every known
+ * trainer, and a table scanned in microseconds. */
 #define SHMBUS_LEAD_ROWS 4096u
-/* The request lane's share of a bus, and its least: prompts are small beside trajectories. */
+/* The request lane's share of a bus, and its minimum: prompts are small beside trajectories. */
 #define SHMBUS_REQUEST_SHARE 32u
 #define SHMBUS_REQUEST_MIN_BYTES (UINT64_C(64) << 10)
 #define SHMBUS_REQUEST_MAX_BYTES (UINT64_C(1) << 32)
-/* Priorities, 0 for the last to be taken. */
+/* Priorities; level 0 goes last. */
 #define SHMBUS_REQUEST_LEVELS 8u
-/* How the lane divides its bytes: a row for so many of them, and so many samples for a row. A unit
- * holds a part of a prompt, a block of cells a part of a group. */
+/* Division of the lane's bytes: bytes for a row, and samples for a row. A unit holds a part of a
+ * prompt, a block of cells a part of a group. */
 #define SHMBUS_REQUEST_ROW_SHARE 2048u
 #define SHMBUS_REQUEST_MIN_ROWS 16u
 #define SHMBUS_REQUEST_MAX_ROWS 16384u
@@ -114,23 +112,24 @@ _Static_assert(offsetof(struct retry_entry, id) == 64, "layout");
 #define SHMBUS_REQUEST_CELLS_A_BLOCK 8u
 #define SHMBUS_REQUEST_UNIT 64u
 
-/* Which groups are admitted (lead.h).
+/* Admitted groups (lead.h).
  *
  * Offset  Size  Field             Written by             Read by    Order
  *      0     4  limit             creator, collector     producers  relaxed; 0 for no bound
- *      4     8  max_groups, ...   creator                all        before magic
+ *      4     8  max_groups, ...   creator                anyone     before magic
  *     16    32  version, ...      collector              collector  a bound in versions counts them
  *     64     8  rows[]            producers, collector   both       CAS
  */
 struct lead_table {
     alignas(64) _Atomic uint32_t limit;
     uint32_t max_groups;   /* 0 for no bound in groups */
-    uint32_t max_versions; /* one more than the bound in versions, or 0 */
+    uint32_t max_versions; /* bound in versions + 1, or 0 */
     uint32_t reserved0;
-    int64_t version;       /* the policy version that `ended_before` is of */
-    uint64_t ended;        /* groups that were delivered and have ended, since the bus was created */
-    uint64_t ended_before; /* the same when the present version began, with what was trained by then */
-    uint64_t a_version;    /* groups that the last version had */
+    int64_t version;       /* policy version of `ended_before` */
+    uint64_t ended;        /* groups delivered and ended, since the bus's creation */
+    uint64_t ended_before; /* `ended` at the start of the present version, with the groups trained
+                            * by then */
+    uint64_t a_version;    /* groups in the last version */
     uint64_t reserved1[2];
     _Atomic uint64_t rows[]; /* SHMBUS_LEAD_ROWS */
 };
@@ -140,23 +139,23 @@ _Static_assert(offsetof(struct lead_table, a_version) == 40, "layout");
 _Static_assert(offsetof(struct lead_table, rows) == 64, "layout");
 
 /* The request lane (requests.h): request_lane | request_row[rows] | order (u32[levels][rows])
- * | request_cell[cells] | bits of cells' blocks (u64) | bits of units (u64) | units. How many there
- * are follows from the bytes between the lead table and the extents.
+ * | request_cell[cells] | bits of cells' blocks (u64) | bits of units (u64) | units. The bytes
+ * between the lead table and the extents determine every count.
  *
  * Offset  Size  Field          Written by          Read by    Order
- *      0     8  work           feeders, givers     workers    bell: there may be a sample to make
- *      8     8  room           collector           feeders    bell: there may be room
- *     16     8  taken_ns       workers             all        relaxed; CLOCK_MONOTONIC, for messages
- *     64     4  feeding        feeder              all        odd while the lock's holder changes rows
- *     68    12  ..._hint       feeder              feeder     where the next search begins
- *     80     8  number         feeder              all        of the last request
- *     88     8  offered        feeder              all        samples, since the bus was created
- *     96     8  done           feeder              all        samples of rows that are free again
- *    104     8  given_up       feeder              all        the same
- *    112    24  freeing, ...   feeder              feeders    the row that is being freed
- *    192     4  returned       workers, reapers    workers    1 while a row may have one given back
- *    256   ...  heads          workers             workers    where each priority's order begins
- *    384   ...  tails          feeder              workers    release / acquire: where it ends
+ *      0     8  work           feeders, givers     workers    bell: an open sample may exist
+ *      8     8  room           collector           feeders    bell: room may exist
+ *     16     8  taken_ns       workers             anyone     relaxed; CLOCK_MONOTONIC, messages
+ *     64     4  feeding        feeder              anyone     odd while a feeder changes rows
+ *     68    12  ..._hint       feeder              feeder     start of the next search
+ *     80     8  number         feeder              anyone     of the last request
+ *     88     8  offered        feeder              anyone     samples, since the bus was created
+ *     96     8  done           feeder              anyone     samples of freed rows
+ *    104     8  given_up       feeder              anyone     the same
+ *    112    24  freeing, ...   feeder              feeders    the row being freed
+ *    192     4  returned       workers, reapers    workers    1 if a row may hold a returned sample
+ *    256   ...  heads          workers             workers    begin of every priority's order
+ *    384   ...  tails          feeder              workers    release / acquire: end of the order
  */
 struct request_lane {
     alignas(64) struct bell work;
@@ -187,29 +186,29 @@ _Static_assert(offsetof(struct request_lane, tails) == 384, "layout");
 /* One prompt's group. word is number << 2 | enum request_state.
  *
  * Offset  Size  Field        Written by           Read by    Order
- *      0     8  word         feeder, collector    all        release / acquire: OPEN after all else
- *      8    64  place, ...   feeder               all        before word; crc covers 8..68
- *     72     8  next         workers              workers    CAS: number (28) | no sample before
- *                                                            this one (32) is new
- *     80     4  returned     workers, reapers     workers    1 where one before it may be open
- *     84     4  admitted     workers              all        1 once a sample was handed out
+ *      0     8  word         feeder, collector    anyone     release / acquire: OPEN stored last
+ *      8    64  place, ...   feeder               anyone     before word; crc covers 8..68
+ *     72     8  next         workers              workers    CAS: number (28) | lowest sample (32)
+ *                                                            that may be new
+ *     80     4  returned     workers, reapers     workers    1 if samples before `next` may be open
+ *     84     4  admitted     workers              anyone     1 once a worker took a sample
  *     88     8  ended_...    collector            feeder     before word ENDED
  */
 enum request_state { REQUEST_FREE = 0, REQUEST_BUSY = 1, REQUEST_OPEN = 2, REQUEST_ENDED = 3 };
 struct request_row {
     alignas(64) _Atomic uint64_t word;
-    uint64_t place; /* in the order of its priority */
+    uint64_t place; /* in its priority's order */
     int64_t round;
     uint64_t offered_ns; /* CLOCK_MONOTONIC */
-    uint64_t offered;    /* samples of the lane with this row's */
+    uint64_t offered;    /* total samples of the lane up to this row */
     uint32_t first_cell;
     uint32_t first_unit;
-    uint32_t data_bytes; /* id and prompt, one behind the other */
+    uint32_t data_bytes; /* id and prompt, back to back */
     uint32_t data_crc;
     uint16_t group_size;
     uint16_t need;
     uint16_t id_bytes;
-    uint16_t split; /* of its records */
+    uint16_t split; /* split of the records */
     uint16_t level;
     uint16_t reserved0;
     uint32_t crc;
@@ -227,10 +226,11 @@ _Static_assert(offsetof(struct request_row, crc) == 68, "layout");
 _Static_assert(offsetof(struct request_row, next) == 72, "layout");
 _Static_assert(offsetof(struct request_row, ended_done) == 88, "layout");
 
-/* One sample of a group. claim: kind (2 bits, enum request_kind) | producer id (34, all ones of one
- * that another node makes) | number (28, of its row). DONE with a producer: that producer commits
- * the answer. commit: number (28) | the lane's count once the answer is committed (36); stored
- * before the commit, so that whoever reaps a dead worker knows whether its answer is there. */
+/* One sample of a group. claim: kind (2 bits, enum request_kind) | producer id (34, every bit 1 for
+ * a sample made on another node) | number of the row (28). DONE with a producer: the producer
+ * commits the answer. commit: number (28) | the lane's count after the answer's commit (36), stored
+ * before the commit. From `commit`, the reaper of a dead worker knows if the answer is in the
+ * ring. */
 enum request_kind { CELL_NONE = 0, CELL_IS_OPEN = 1, CELL_IS_CLAIMED = 2, CELL_IS_DONE = 3 };
 struct request_cell {
     _Atomic uint64_t claim;
@@ -238,42 +238,43 @@ struct request_cell {
 };
 _Static_assert(sizeof(struct request_cell) == 16, "layout");
 
-/* ---- Of layout.h: the relay's journal, between the lead table and the request lane.
+/* ---- The relay's journal, between the lead table and the request lane. For layout.h.
  *
- * The same rules hold. It says which records of other buses a relay puts onto this bus, and which it
- * has put and their sources may hold too (relay_journal.h). */
-/* An entry for so many bytes of the bus: a record of 500 tokens with their numbers. A bus of smaller
- * ones holds as many relayed records as it has entries. */
+ * The rules of layout.h hold. The journal lists the records of other buses that a relay writes to
+ * this bus, and the written records that their sources may still hold (relay_journal.h). */
+/* Bytes of the bus for one entry: a record of 500 tokens with their numbers. A bus with smaller
+ * records holds at most one relayed record an entry. */
 #define SHMBUS_RELAY_SHARE 8192u
-#ifndef SHMBUS_RELAY_MIN_ENTRIES /* the explorer's segments are small */
+#ifndef SHMBUS_RELAY_MIN_ENTRIES /* small segments in the explorer */
 #define SHMBUS_RELAY_MIN_ENTRIES 64u
 #endif
 #define SHMBUS_RELAY_MAX_ENTRIES (1u << 18)
 #define SHMBUS_RELAY_IDENTITY_BYTES 16u
 #define SHMBUS_RELAY_FIGURES 8u
-/* Bits 8 to 31 of a record's flags, of one from another bus: its entry's number, + 1. */
+/* Bits 8 to 31 of a record's flags: for a relayed record, the number of its entry + 1. */
 #define SHMBUS_FLAG_RELAY_SHIFT 8u
 
-/* What has become of a record. PREPARED counts as INTENDED once the journal's batch is its own. */
+/* Progress of a relayed record. PREPARED counts as INTENDED if the journal's batch matches its
+ * own. */
 enum relay_state {
     RELAY_FREE = 0,
     RELAY_PREPARED = 1,
-    RELAY_INTENDED = 2, /* it is put next: on the bus once the lane's count has come to `commit` */
-    RELAY_OWED = 3,     /* of a sink that died before it had put it: its successor does */
-    RELAY_SETTLED = 4,  /* it was put; its source has not said that it released it */
+    RELAY_INTENDED = 2, /* write intended: on the bus once the lane's count reaches `commit` */
+    RELAY_OWED = 3,     /* left unwritten by a dead sink, for its successor */
+    RELAY_SETTLED = 4,  /* written; source release not confirmed yet */
 };
 
-/* A record of another bus. Its entry names the bus, so any number of buses fit.
+/* A record of another bus. Its entry names the bus: no limit on the number of buses.
  * word: 0 (16 bits), slot (16), batch (28), enum relay_state (4).
  *
  * Offset  Size  Field        Written by     Read by    Order
- *      0     8  word         sink, reaper   sink       release / acquire, after the others
- *      8     8  producer_id  sink           sink       on its own bus
+ *      0     8  word         sink, reaper   sink       release / acquire, stored last
+ *      8     8  producer_id  sink           sink       on the source bus
  *     16     8  sequence     sink           sink       the same
  *     24     8  writer       sink           collector  producer id of the sink's lane
- *     32     8  commit       sink           reaper     that lane's count once it is committed
+ *     32     8  commit       sink           reaper     the lane's count after the commit
  *     40     8  ended        collector      sink       release / acquire: reason + 1, or 0
- *     48    16  identity     sink           sink       of its own bus
+ *     48    16  identity     sink           sink       of the source bus
  */
 struct relay_entry {
     _Atomic uint64_t word;
@@ -289,19 +290,19 @@ _Static_assert(offsetof(struct relay_entry, writer) == 24, "layout");
 _Static_assert(offsetof(struct relay_entry, ended) == 40, "layout");
 _Static_assert(offsetof(struct relay_entry, identity) == 48, "layout");
 
-/* relay_journal | relay_entry[], as many as the capacity says.
+/* relay_journal | relay_entry[], sized by the bus's capacity.
  *
  * Offset  Size  Field               Written by     Read by    Order
  *      0     8  writer              sink, reaper   both       release / acquire: producer id of the
- *                                                             sink's lane, 0 once it was reaped
+ *                                                             sink's lane, 0 after its reaping
  *      8     4  slot                sink           reaper     before writer
  *     12     4  batch               sink           reaper     release / acquire: the newest in force
- *     16     8  incarnation         sink           sink       grows with each sink
- *     24     8  source_incarnation  reader         reader     grows with each relay that reads it
+ *     16     8  incarnation         sink           sink       grows with every sink
+ *     24     8  source_incarnation  reader         reader     grows with every reading relay
  *     32     8  term               sink           sink       of the newest coordinator
  *     40     8  ended               collector      sink       relaxed: a hint that entries ended
- *     48     8  seen_ns             relay          all        CLOCK_MONOTONIC, for messages only
- *     64    64  figures             relay          all        for messages only
+ *     48     8  seen_ns             relay          anyone     CLOCK_MONOTONIC, for messages only
+ *     64    64  figures             relay          anyone     for messages only
  */
 struct relay_journal {
     alignas(64) _Atomic uint64_t writer;
@@ -320,7 +321,7 @@ _Static_assert(offsetof(struct relay_journal, term) == 32, "layout");
 _Static_assert(offsetof(struct relay_journal, figures) == 64, "layout");
 _Static_assert(sizeof(struct relay_journal) == 128, "layout");
 
-/* Entries of a bus of so many bytes. */
+/* Entries of a bus with `capacity` bytes. */
 static inline uint32_t relay_entries_of(uint64_t capacity) {
     uint64_t entries = capacity / SHMBUS_RELAY_SHARE;
     return entries < SHMBUS_RELAY_MIN_ENTRIES   ? SHMBUS_RELAY_MIN_ENTRIES
@@ -328,32 +329,32 @@ static inline uint32_t relay_entries_of(uint64_t capacity) {
                                                 : (uint32_t)entries;
 }
 
-/* ---- Of layout.h: waiting time, and samples that a worker takes and does not make. For messages.
+/* ---- Waiting time, and samples taken and released unmade by a worker. For messages.
  *
  * Invariant: delivery never reads this part. */
-/* What is waited for. */
+/* Reasons of waiting. */
 enum shmbus_wait {
-    SHMBUS_WAIT_SPACE = 0,  /* by producers: the ring is full */
-    SHMBUS_WAIT_PAUSED = 1, /* by producers: the bus is paused */
-    SHMBUS_WAIT_AHEAD = 2,  /* by producers: no further group may begin */
-    SHMBUS_WAIT_GROUPS = 3, /* by trainers that hold none */
+    SHMBUS_WAIT_SPACE = 0,  /* producers: full ring */
+    SHMBUS_WAIT_PAUSED = 1, /* producers: paused bus */
+    SHMBUS_WAIT_AHEAD = 2,  /* producers: no further group may begin */
+    SHMBUS_WAIT_GROUPS = 3, /* trainers without a group */
     SHMBUS_WAITS = 4,
 };
 
-/* Words of a reason, which fill the row. */
+/* Words of a reason; they fill the row. */
 #define SHMBUS_UNMADE_WORDS 9u
 
-/* A slot's notes. `ns` and `released` grow over all owners of the slot; the collector's slot has the
- * waits of trainers. The rest is the present owner's, and 0 once the owner made a sample.
+/* A slot's notes. `ns` and `released` grow across owners of the slot; the collector's slot holds
+ * the waits of trainers. The rest belongs to the present owner; a finished sample resets it to 0.
  *
  * Offset  Size  Field           Written by         Read by  Order
- *      0    32  ns              owner, collector   all      relaxed: nanoseconds of waiting
- *     32     8  released        owner              all      relaxed: samples given back
- *     40     4  given_back      owner              all      relaxed: since the last sample made
- *     44     4  failed          owner              all      relaxed: likewise
- *     48     8  rests_until_ns  owner              all      relaxed: the owner gets no sample until
- *                                                           then; CLOCK_MONOTONIC
- *     56    72  reason          owner              all      relaxed words: UTF-8, padded by NUL
+ *      0    32  ns              owner, collector   anyone   relaxed: nanoseconds of waiting
+ *     32     8  released        owner              anyone   relaxed: samples given back
+ *     40     4  given_back      owner              anyone   relaxed: since the last sample made
+ *     44     4  failed          owner              anyone   relaxed: likewise
+ *     48     8  rests_until_ns  owner              anyone   relaxed: the owner gets no sample
+ *                                                           earlier; CLOCK_MONOTONIC
+ *     56    72  reason          owner              anyone   relaxed words: UTF-8, padded by NUL
  */
 struct wait_row {
     alignas(64) _Atomic uint64_t ns[SHMBUS_WAITS];

@@ -3,7 +3,7 @@
 
 #include "base/failpoints.h"
 
-/* A word: hash << SLOT_BITS | slot + 1 of a claimant, 0 once it is settled. */
+/* A word: hash << SLOT_BITS | slot + 1 of a claimant, or 0 in these bits after settlement. */
 #define SLOT_BITS 13u
 #define SLOT_MASK ((UINT64_C(1) << SLOT_BITS) - 1)
 _Static_assert(SHMBUS_MAX_PRODUCERS + 1 <= SLOT_MASK, "a word holds every slot");
@@ -44,7 +44,7 @@ static bool swap(struct segment *segment, uint32_t row, uint64_t from, uint64_t 
                                                    memory_order_acq_rel, memory_order_acquire);
 }
 
-/* Rows in use lie below what `limit` is or was: a bound in versions may have shrunk. */
+/* Used rows lie below the current or an earlier `limit`: a bound in versions may have shrunk. */
 static uint32_t rows_of(const struct segment *segment) {
     const struct lead_table *lead = segment->lead;
     if (lead->max_versions != 0) {
@@ -53,7 +53,7 @@ static uint32_t rows_of(const struct segment *segment) {
     return lead->max_groups < SHMBUS_LEAD_ROWS ? lead->max_groups : SHMBUS_LEAD_ROWS;
 }
 
-/* The search begins where the hash says, so that a sibling finds its group at once. */
+/* The search starts at the hashed row: a sibling finds its group at once. */
 static uint32_t home_of(uint64_t key, uint32_t rows) {
     return rows == 0 ? 0 : (uint32_t)((key >> SLOT_BITS) % rows);
 }
@@ -92,7 +92,7 @@ bool lead_knows(const struct segment *segment, uint64_t key) {
     return false;
 }
 
-/* Goes from one word of a group to another; false where no row has the first one. */
+/* Swaps a group's word from `from` to `to`; false if no row holds `from`. */
 static bool change(struct segment *segment, uint64_t key, uint64_t from, uint64_t to) {
     uint32_t rows = rows_of(segment);
     uint32_t row = home_of(key, rows);
@@ -138,7 +138,7 @@ bool lead_leave(struct segment *segment, uint64_t key) {
     uint32_t rows = rows_of(segment);
     uint32_t row = home_of(key, rows);
     bool left = false;
-    /* To the end: two siblings may have begun one group at the same time. */
+    /* Scan to the end: two siblings may have begun the group at the same time. */
     for (uint32_t i = 0; i < rows; i++, row = row + 1 < rows ? row + 1 : 0) {
         uint64_t word = word_at(segment, row);
         if ((word & ~SLOT_MASK) == key && swap(segment, row, word, 0)) {
@@ -166,8 +166,8 @@ static uint64_t less(uint64_t from, uint64_t what) {
     return from > what ? from - what : 0;
 }
 
-/* AReaL's capacity, counted in groups: (versions + 1) * groups a version, less what this version has
- * had already; and never none, so that a version that needs more groups than the last gets them. */
+/* AReaL's capacity in groups: (versions + 1) * groups a version, less the groups already taken in
+ * this version. Never 0, to serve a version that needs more groups than the last. */
 static uint64_t bound_in_versions(const struct lead_table *lead, uint64_t leased) {
     uint64_t ended = less(lead->ended, lead->ended_before);
     uint64_t here = less(lead->ended + leased, lead->ended_before);
@@ -176,9 +176,10 @@ static uint64_t bound_in_versions(const struct lead_table *lead, uint64_t leased
     return bound > 0 ? bound : 1;
 }
 
-/* A trainer announces its new version before it acknowledges the batch that made it. So of what is
- * leased at that moment, as much as a version has was trained. The rest is taken ahead, and no measure
- * of a version: a trainer that takes what there is would raise its own bound each time. */
+/* A trainer announces its new version before it acknowledges the batch that produced the version.
+ * Hence, of the groups leased at this moment, as many as one version takes were trained. The rest
+ * counts as taken ahead, not towards the size of a version: otherwise a trainer that takes every
+ * ready group would raise its own bound with every version. */
 static void begin_version(struct lead_table *lead, int64_t version, uint64_t leased) {
     uint64_t trained = lead->a_version == 0 || leased < lead->a_version ? leased : lead->a_version;
     uint64_t until = lead->ended + trained;

@@ -1,11 +1,11 @@
-/* Figures of deliveries, groups that ended early, samples that were not made (see observe.h). */
+/* Delivery figures, groups that ended early, samples released unmade (see observe.h). */
 #include "ring/observe.h"
 
 #include <math.h>
 #include <string.h>
 
-/* ---- Counting what is delivered. */
-/* One more than there are, which nothing exceeds: a search halves sixteen buckets. */
+/* ---- Counting deliveries. */
+/* One above the number of bounds, filled with infinity: a binary search over sixteen buckets. */
 #define SEARCHED 15u
 _Static_assert(SEARCHED == SHMBUS_FIGURE_BOUNDS + 1, "the search has four steps");
 
@@ -17,7 +17,7 @@ static const double bounds[SHMBUS_FIGURES][SEARCHED] = {
                               131072, 262144, 1048576, INFINITY},
     [SHMBUS_FIGURE_SCORE] = {-10, -1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 2, 5, 10, 100,
                              INFINITY},
-    /* Eighths, sixteenths near the ends; all samples are told from nearly all. */
+    /* Eighths, sixteenths near the ends, to separate fully solved from almost fully solved. */
     [SHMBUS_FIGURE_SOLVED] = {0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75, 0.8125,
                               0.875, 0.9375, 0.99999, 1, INFINITY},
 };
@@ -27,7 +27,7 @@ double figure_bound(enum shmbus_figure figure, unsigned bucket) {
 }
 
 void figure_count(struct delivery_figures *self, enum shmbus_figure figure, double value) {
-    /* 0 for all finite values. */
+    /* 0 for every finite value. */
     if (value - value != 0) {
         return;
     }
@@ -36,7 +36,7 @@ void figure_count(struct delivery_figures *self, enum shmbus_figure figure, doub
     bucket += (unsigned)(value > own[bucket + 3]) << 2;
     bucket += (unsigned)(value > own[bucket + 1]) << 1;
     bucket += (unsigned)(value > own[bucket]);
-    /* There is one writer, so a load and a store do. */
+    /* A single writer: a load and a store suffice. */
     struct figure_entry *to = &self->figures[figure];
     atomic_store_explicit(&to->buckets[bucket],
                           atomic_load_explicit(&to->buckets[bucket], memory_order_relaxed) + 1,
@@ -50,7 +50,8 @@ void figure_count(struct delivery_figures *self, enum shmbus_figure figure, doub
 }
 
 /* ---- Groups that ended early: a ring of hashes with a count. */
-/* The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): each bit depends on each. */
+/* The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every output bit depends on every
+ * input bit. */
 static uint64_t mix(uint64_t value) {
     value = (value ^ (value >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
     value = (value ^ (value >> 27)) * UINT64_C(0x94D049BB133111EB);
@@ -72,7 +73,7 @@ void cancelled_add(struct segment *segment, uint64_t key_hash) {
     uint64_t before = atomic_load_explicit(count, memory_order_relaxed);
     atomic_store_explicit(&segment->cancelled[before % SHMBUS_CANCELLED], key_hash,
                           memory_order_relaxed);
-    /* SYNC: group-cancelled. A count that is seen has its entries. */
+    /* SYNC: group-cancelled. A visible count covers visible entries. */
     atomic_store_explicit(count, before + 1, memory_order_release);
 }
 

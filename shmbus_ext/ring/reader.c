@@ -5,8 +5,8 @@
 
 #include "intent_log.h"
 
-/* Records taken from one lane before the next has its turn; among many lanes more, so that a record
- * costs at most so many looks at quiet lanes. */
+/* Records taken from one lane in a turn. With many lanes the quota grows, to bound the looks at
+ * quiet lanes for each record. */
 #define LANE_QUOTA 64u
 #define LOOKS_A_RECORD 4u
 
@@ -26,7 +26,7 @@ static bool enter_backlog(struct reader *self, struct lane *lane) {
     return false;
 }
 
-/* From a run that is walked to its end to the one that follows. False when there is none yet. */
+/* Moves the cursor from a fully walked run to the next run. False if no next run exists yet. */
 static bool enter_next_run(struct reader *self, struct lane *lane) {
     struct producer_slot *slot = &self->segment->slots[lane->slot];
     if (lane->extent == NO_EXTENT) {
@@ -46,7 +46,7 @@ static bool enter_next_run(struct reader *self, struct lane *lane) {
     /* SYNC: run-linked. */
     uint64_t next = atomic_load_explicit(&desc->next, memory_order_acquire);
     if (link_low(next) != 0) {
-        /* A link that leads nowhere ends the lane until its owner begins another chain. */
+        /* A dead link ends the lane until its owner begins another chain. */
         lane->extent = NO_EXTENT;
         lane_enter_run(self, lane, next);
         reader_try_free(self, done);
@@ -67,7 +67,7 @@ static void make_ref(const struct reader *self, struct record_ref *ref,
     ref->bytes = self->copy.header.record_bytes;
 }
 
-/* At the ends of all lanes: what was promised and not met is lost. */
+/* At the ends of all lanes: every promised commit not met counts as lost. */
 static void count_lost(struct reader *self) {
     if (!self->unsettled) {
         return;
@@ -82,7 +82,7 @@ static void count_lost(struct reader *self) {
     }
 }
 
-/* Counts a record that cannot be read, and lets the bus go on without it. */
+/* Counts an unreadable record as corrupt and releases it. */
 static void quarantine(struct reader *self, const struct record_ref *ref) {
     self->corrupt++;
     reader_hold(self, ref);
@@ -90,8 +90,8 @@ static void quarantine(struct reader *self, const struct record_ref *ref) {
     reader_let_go(self, ref);
 }
 
-/* A committed record, under the cursor or pending: 1 when it is in self->copy, 0 when it is not to
- * be handed out, -1 when memory is short. */
+/* Checks a committed record, under the cursor or pending. Returns 1 with the record in self->copy,
+ * 0 for a skipped record, -1 if out of memory. */
 static int deliver(struct reader *self, const struct record_place *place,
                    struct record_ref *ref) {
     const struct record_header *shared = record_of(self->segment, place);
@@ -106,7 +106,7 @@ static int deliver(struct reader *self, const struct record_place *place,
     }
     if (self->moved.count > 0 &&
         moved_set_contains(&self->moved, header->producer_id, header->sequence)) {
-        /* The mover died between the two copies: this one is the spare. */
+        /* The mover died between the two copies: skip the spare first copy. */
         atomic_store_explicit(&record_of(self->segment, place)->state, SHMBUS_RELEASED,
                               memory_order_release);
         return 0;
@@ -136,16 +136,17 @@ static bool remember_open(struct lane *lane, const struct record_place *place,
     return true;
 }
 
-/* What one step of the walk came to. */
+/* The result of one step of the walk. */
 enum walk {
-    WALK_RECORD,        /* self->copy has the next record */
-    WALK_ON,            /* nothing to hand out here: walk on */
-    WALK_PENDING_FIRST, /* pending reservations come before what is under the cursor */
-    WALK_END,           /* all that the lane has for now is read */
+    WALK_RECORD,        /* self->copy holds the next record */
+    WALK_ON,            /* no record to hand out here: walk on */
+    WALK_PENDING_FIRST, /* pending reservations precede the record under the cursor */
+    WALK_END,           /* lane read to its present end */
     WALK_NO_MEMORY,
 };
 
-/* The next record's head, in its writer's cache, comes while this is handed out. */
+/* Prefetches the next record's head from its writer's cache, in parallel to the present
+ * delivery. */
 static inline void expect_next(const struct lane *lane, const struct record_header *record,
                                uint64_t record_bytes) {
     if (lane->cursor < lane->limit) {
@@ -156,7 +157,7 @@ static inline void expect_next(const struct lane *lane, const struct record_head
     }
 }
 
-/* One record of the run under the cursor. */
+/* Reads the record under the cursor. */
 static enum walk walk_record(struct reader *self, struct lane *lane, struct record_ref *ref) {
     const struct run_state *run = &self->runs[lane->extent];
     struct record_place place = {lane->extent, run->generation, lane->cursor};
@@ -172,7 +173,8 @@ static enum walk walk_record(struct reader *self, struct lane *lane, struct reco
     const uint32_t state = atomic_load_explicit(&self->copy.header.state, memory_order_relaxed);
     if (shmbus_is_committed(state)) {
         if (lane->pending_at < lane->pending_count) {
-            /* Of a batch: those before it, seen open just now, were committed before it. */
+            /* A batch: its earlier records, still open a moment ago, were committed before this
+             * record. */
             lane->cursor = place.offset;
             return WALK_PENDING_FIRST;
         }
@@ -189,7 +191,8 @@ static enum walk walk_record(struct reader *self, struct lane *lane, struct reco
             lane->cursor = place.offset;
             return WALK_NO_MEMORY;
         }
-        /* Its end moves a counter, which brings the next visit; not if its owner is gone. */
+        /* The end of a reservation moves a counter and triggers the next visit, except after its
+         * owner's death. */
         self->runs[lane->extent].open++;
         lane->dirty = lane->dirty ||
                       lane_owner_gone(self->segment, lane->slot, self->copy.header.producer_id);
@@ -198,15 +201,16 @@ static enum walk walk_record(struct reader *self, struct lane *lane, struct reco
     case SHMBUS_ABORTED:
         return WALK_ON;
     default:
-        /* A scribbled state: the lanes' counters will tell whether it was ever committed. */
+        /* Scribbled state: the lanes' counters reveal a lost commit. */
         atomic_store_explicit(&record_of(self->segment, &place)->state, SHMBUS_RELEASED,
                               memory_order_release);
         return WALK_ON;
     }
 }
 
-/* Moves the limit to what is exposed by now; whether there is more to walk. Pending reservations are
- * looked at after that: one that ended before a record below the limit was exposed comes first. */
+/* Moves the limit to the exposed bytes; returns true if records remain to walk. Pending
+ * reservations come next: a reservation that ended before the exposure of a record below the limit
+ * precedes the record. */
 static bool look_further(struct reader *self, struct lane *lane) {
     uint64_t before = lane->limit;
     if (lane->extent != NO_EXTENT) {
@@ -220,7 +224,7 @@ static bool look_further(struct reader *self, struct lane *lane) {
     return lane->limit > before;
 }
 
-/* One step from where the cursor stands. */
+/* One step from the cursor's position. */
 static enum walk walk_lane(struct reader *self, struct lane *lane, struct record_ref *ref) {
     if (lane->extent == NO_EXTENT) {
         return enter_next_run(self, lane) ? WALK_ON : WALK_END;
@@ -228,7 +232,7 @@ static enum walk walk_lane(struct reader *self, struct lane *lane, struct record
     if (lane->cursor < lane->limit && !lane->cut) {
         return walk_record(self, lane, ref);
     }
-    /* SYNC: run-sealed. Read before `used`, which is final if this says so. */
+    /* SYNC: run-sealed. Read before `used`: in a sealed run `used` is final. */
     bool sealed = atomic_load_explicit(&self->segment->extents[lane->extent].sealed,
                                        memory_order_acquire) != 0;
     if (!lane->cut && look_further(self, lane)) {
@@ -240,8 +244,9 @@ static enum walk walk_lane(struct reader *self, struct lane *lane, struct record
     return enter_next_run(self, lane) ? WALK_ON : WALK_END;
 }
 
-/* The next pending reservation that was committed, in the lane's order, so that a batch that was seen
- * half way is handed out as it was put. 1 when it is in self->copy, 0 when none is left. */
+/* Delivers the next committed pending reservation in the lane's order, to hand out a half-seen
+ * batch in its order. Returns 1 with the record in self->copy, 0 if no such reservation remains, -1
+ * if out of memory. */
 static int take_ended(struct reader *self, struct lane *lane, struct record_ref *ref) {
     while (lane->pending_at < lane->pending_count) {
         struct pending *entry = &lane->pending[lane->pending_at];
@@ -287,20 +292,20 @@ static void end_visit(struct reader *self, struct lane *lane) {
     lane->seen = lane->visit;
 }
 
-/* An owner that finds the bus full seals its run and commits nothing: no counter moves then. */
+/* An owner facing a full bus seals its run without a commit: no counter moves. */
 static bool sealed_since(const struct reader *self, const struct lane *lane) {
     return lane->extent != NO_EXTENT && self->runs[lane->extent].phase == RUN_WALKING &&
            atomic_load_explicit(&self->segment->extents[lane->extent].sealed,
                                 memory_order_acquire) != 0;
 }
 
-/* SYNC: lane-advanced. Whether the lane's owners have ended records since the last visit. */
+/* SYNC: lane-advanced. Returns true if the lane's owners ended records since the last visit. */
 static bool counters_moved(const struct lane *lane, const struct producer_slot *slot) {
     return atomic_load_explicit(&slot->committed, memory_order_acquire) != lane->seen.committed ||
            atomic_load_explicit(&slot->aborted, memory_order_acquire) != lane->seen.aborted;
 }
 
-/* Whether a visit could find nothing new; a few loads say so. */
+/* Returns true if a visit would find no news, after a few loads. */
 static bool is_quiet(const struct reader *self, const struct lane *lane) {
     return !lane->visiting && !lane->dirty &&
            !counters_moved(lane, &self->segment->slots[lane->slot]) &&
@@ -318,7 +323,7 @@ static void begin_visit(struct reader *self, struct lane *lane) {
     (void)look_further(self, lane);
 }
 
-/* The lane's next record: 1, 0 or -1, as reader_next has it. */
+/* The lane's next record: returns 1, 0 or -1, like reader_next. */
 static int visit_lane(struct reader *self, struct lane *lane, struct record_ref *ref) {
     if (!lane->visiting) {
         begin_visit(self, lane);
@@ -345,7 +350,8 @@ static int visit_lane(struct reader *self, struct lane *lane, struct record_ref 
     }
 }
 
-/* Whether anything is left in a lane; a free slot does not say: a successor may have died. */
+/* Returns true if a lane may hold unread records; a free slot proves no end, since a successor may
+ * have died. */
 static bool worth_a_visit(const struct lane *lane, const struct producer_slot *slot) {
     return atomic_load_explicit(&slot->state, memory_order_acquire) != SHMBUS_SLOT_FREE ||
            lane->extent != NO_EXTENT || lane->dirty || lane->pending_count > 0 ||
@@ -353,7 +359,8 @@ static bool worth_a_visit(const struct lane *lane, const struct producer_slot *s
            atomic_load_explicit(&slot->next_order, memory_order_acquire) != lane->seen.next_order;
 }
 
-/* Lanes worth a visit change when a producer comes or leaves, or is read to its end. */
+/* The set of lanes to visit changes with arriving and leaving producers, and with fully read
+ * lanes. */
 static void refresh_active(struct reader *self) {
     uint32_t epoch =
         atomic_load_explicit(&self->segment->header->attach_epoch, memory_order_acquire);
@@ -378,12 +385,12 @@ static void refresh_active(struct reader *self) {
 int reader_next(struct reader *self, struct record_ref *ref) {
     struct lane *own = &self->lanes[self->segment->max_producers];
     if (own->dirty || own->visiting) {
-        /* What an earlier collector moved is read first: it tells which first copies are spare. */
+        /* Read the moves of an earlier collector first: they identify spare first copies. */
         int found = visit_lane(self, own, ref);
         if (found != 0) {
             return found;
         }
-        /* From here on this reader writes that lane itself. */
+        /* From here on this reader writes to the lane itself. */
         own->extent = NO_EXTENT;
     }
     refresh_active(self);
@@ -403,7 +410,7 @@ int reader_next(struct reader *self, struct record_ref *ref) {
     }
     count_lost(self);
     if (!self->read_once) {
-        /* Most lanes were visited only because this reader was new: nobody writes there. */
+        /* Most lanes needed only the first visit after the attach: their producers have left. */
         self->read_once = true;
         self->active_outdated = true;
     }

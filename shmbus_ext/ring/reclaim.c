@@ -1,4 +1,4 @@
-/* Freeing runs, and moving what keeps them (see reader.h). */
+/* Freeing runs, and moving the records that keep them (see reader.h). */
 #include "reader.h"
 
 #include <string.h>
@@ -7,11 +7,11 @@
 #include "base/file_lock.h"
 #include "intent_log.h"
 
-/* Ended runs are tidied when there are this part of the bus of them. */
+/* Share of the bus in ended runs that triggers a tidy. */
 #define NOTABLE_SHARE 32u
-/* Waiting producers are woken when this part of the bus has become free, or the reader is about to
- * sleep. To wake a process on an idle processor of a virtual machine takes the reader 35 us, in
- * which it packs ten records. A producer that was not told looks again within 0.1 s. */
+/* Share of freed space that triggers a wake of waiting producers; otherwise an idle reader wakes
+ * them. To wake a process on an idle processor of a virtual machine takes the reader 35 us, the
+ * time to pack ten records. A producer without a wake looks again within 0.1 s. */
 #define WORTH_WAKING_SHARE 8u
 
 bool lane_enter_run(struct reader *self, struct lane *lane, uint64_t link) {
@@ -64,9 +64,9 @@ void reader_announce_space(struct reader *self) {
     }
 }
 
-/* A writable view pins its run until its producer's slot has been taken over. Then the process has
- * ended, or has put private copies under its views. A process that has closed its lane and still
- * holds the slot's lock may not have done so yet. */
+/* A writable view pins its run until a takeover of the producer's slot. By then the process has
+ * ended, or has put private copies under its views. A process with a closed lane and a held slot
+ * lock may still lack the copies. */
 static bool writer_keeps(const struct reader *self, uint32_t extent) {
     const struct extent_desc *desc = &self->segment->extents[extent];
     const struct producer_slot *owner = &self->segment->slots[self->runs[extent].slot];
@@ -84,7 +84,7 @@ static bool is_lent(const struct reader *self) {
     return atomic_load_explicit(&self->segment->header->lent, memory_order_relaxed) != 0;
 }
 
-/* For reader_tidy to free, once no view keeps it. */
+/* Queues a run for reader_tidy, which frees the run once no view keeps it. */
 static void park(struct reader *self, uint32_t extent) {
     if (!self->runs[extent].parked) {
         self->runs[extent].parked = true;
@@ -93,8 +93,8 @@ static void park(struct reader *self, uint32_t extent) {
     }
 }
 
-/* An owner that has linked a run but not noted it, and is stopped or dead there, must not be left
- * with a note of a freed run: the linked one could not be found any more. */
+/* An owner stopped or dead between link and note must not keep a note of a freed run: the linked
+ * run would be lost. */
 static void note_successor(struct reader *self, uint32_t extent, uint64_t next) {
     const struct run_state *run = &self->runs[extent];
     _Atomic uint64_t *current = &self->segment->slots[run->slot].current;
@@ -108,7 +108,8 @@ static void note_successor(struct reader *self, uint32_t extent, uint64_t next) 
 
 static void unlink_and_free(struct reader *self, uint32_t extent) {
     const struct run_state *run = &self->runs[extent];
-    /* SYNC: run-linked. After this its owner cannot link to it: it has, or begins a new chain. */
+    /* SYNC: run-linked. From here on its owner cannot link to the run: the link exists already, or
+     * the owner begins a new chain. */
     uint64_t next = link_make(run->generation, 0);
     bool ended = atomic_compare_exchange_strong_explicit(
         &self->segment->extents[extent].next, &next, link_make(run->generation, SHMBUS_LINK_END),
@@ -132,7 +133,8 @@ void reader_try_free(struct reader *self, uint32_t extent) {
     if (!is_over(&self->runs[extent])) {
         return;
     }
-    /* On a bus that never lent, only this process and the run's producer can have views of it. */
+    /* On a bus without borrowers, only this process and the run's producer can hold views of the
+     * run. */
     if (is_lent(self) || writer_keeps(self, extent)) {
         park(self, extent);
     } else if (!self->runs[extent].parked) {
@@ -140,7 +142,7 @@ void reader_try_free(struct reader *self, uint32_t extent) {
     }
 }
 
-/* The first of parked[from..to), which is sorted, that is not below a lock's byte. */
+/* The first of the sorted parked[from..to) not below a lock's byte. */
 static uint32_t parked_at(const struct reader *self, uint32_t from, uint32_t to, int64_t byte) {
     while (from < to) {
         uint32_t middle = from + (to - from) / 2;
@@ -153,7 +155,8 @@ static uint32_t parked_at(const struct reader *self, uint32_t from, uint32_t to,
     return from;
 }
 
-/* Marks those of parked[from..to) without a borrower's view lock, which is older than they. */
+/* Marks the runs of parked[from..to) without a borrower's view lock; view locks are older than the
+ * parking. */
 static void find_unviewed(struct reader *self, uint32_t from, uint32_t to) {
     while (from < to) {
         int64_t start = SHMBUS_LOCK_VIEW + (int64_t)self->parked[from];
@@ -169,7 +172,7 @@ static void find_unviewed(struct reader *self, uint32_t from, uint32_t to) {
         }
         uint32_t before = parked_at(self, from, to, start);
         uint32_t behind = bytes == 0 ? to : parked_at(self, before, to, start + bytes);
-        /* Recursion takes the shorter side, so that it is never deep. */
+        /* Recursion into the shorter side stays shallow. */
         if (before - from < to - behind) {
             find_unviewed(self, from, before);
             from = behind;
@@ -207,7 +210,7 @@ void reader_tidy(struct reader *self) {
 }
 
 void reader_tidy_in_a_pause(struct reader *self) {
-    /* Where space is short, runs that a view kept are worth another check. */
+    /* With scarce space, runs kept by a view deserve another check. */
     if (self->parked_new > 0 || atomic_load_explicit(&self->segment->header->space_bell.wanted,
                                                      memory_order_relaxed) != 0) {
         reader_tidy(self);
@@ -239,7 +242,7 @@ bool reader_run_is_sparse(const struct reader *self, uint32_t extent) {
            run->live_bytes <= run->span * self->segment->extent_bytes / 2;
 }
 
-/* The mover's new run is the reader's own: no cursor walks it, and it is freed like any other. */
+/* The mover's new run belongs to the reader: no cursor walks it, and it is freed like every run. */
 static void adopt_mover_run(struct reader *self) {
     uint32_t before = self->mover_run;
     self->mover_run = self->mover.extent;
@@ -259,7 +262,7 @@ bool reader_move(struct reader *self, struct record_ref *ref) {
     struct reservation to;
     const struct lane *own = &self->lanes[mover->slot_index];
     if (own->dirty || own->visiting) {
-        /* What an earlier collector moved must be read first. */
+        /* Read the moves of an earlier collector first. */
         return false;
     }
     if (ref->bytes > segment->extent_bytes ||
@@ -273,11 +276,11 @@ bool reader_move(struct reader *self, struct record_ref *ref) {
     record_copy_image(to.record, &to.place, from, ref->bytes, from->producer_id,
                       mover->slot_index, from->flags | SHMBUS_FLAG_MOVED);
     intent_log_begin_move(segment, &ref->place, &to.place);
-    /* Of a group that was leased it says so still. */
+    /* Keep the leased state of a partial group. */
     writer_publish_moved(mover, &to,
                          atomic_load_explicit(&from->state, memory_order_relaxed));
     FAILPOINT("move-published");
-    /* SYNC: record-moved. After the other copy is exposed: one of the two can always be read. */
+    /* SYNC: record-moved. After the exposure of the second copy: a reader always finds a copy. */
     atomic_store_explicit(&from->state, SHMBUS_RELEASED, memory_order_release);
     FAILPOINT("move-ended");
     intent_log_end_move(segment);

@@ -75,7 +75,7 @@ void record_write_body(struct record_header *record, const struct record_spec *s
     memcpy(at, spec->schema, spec->schema_bytes);
 }
 
-/* Of a header whose tables take so many bytes. */
+/* The checksum of a header with `bytes` bytes of tables. */
 static uint32_t header_crc(const struct record_header *header, const void *tables, uint64_t bytes) {
     uint32_t crc = shmbus_crc32c(0, (const uint8_t *)header + HEADER_CRC_AT, HEADER_CRC_BYTES);
     return shmbus_crc32c(crc, tables, bytes);
@@ -85,8 +85,8 @@ uint32_t record_header_crc(const struct record_header *header, const void *table
     return header_crc(header, tables, record_tables_bytes(header));
 }
 
-/* No length that another process may have overwritten leads out of the record: one that does gets a
- * checksum that no reader finds. The length of the record itself is under frame_crc. */
+/* No length overwritten by another process leads out of the record: an invalid length gets a
+ * checksum that no reader accepts. frame_crc protects the record's own length. */
 void record_reseal(struct record_header *record, uint64_t bytes) {
     const uint64_t tables = record_tables_bytes(record);
     record->header_crc =
@@ -126,8 +126,8 @@ enum record_verdict record_read_frame(const struct record_header *shared, uint64
     if (room < sizeof *shared) {
         return RECORD_BAD_FRAME;
     }
-    /* SYNC: record-published. What the state vouches for is read after it.
-     * SYNC: record-moved. A first copy that says RELEASED has its second one exposed. */
+    /* SYNC: record-published. The reads vouched for by the state follow the state.
+     * SYNC: record-moved. A first copy in state RELEASED implies an exposed second copy. */
     uint32_t state = atomic_load_explicit(&shared->state, memory_order_acquire);
     memcpy(copy, shared, sizeof *copy);
     atomic_store_explicit(&copy->state, state, memory_order_relaxed);
@@ -138,7 +138,7 @@ enum record_verdict record_read_frame(const struct record_header *shared, uint64
     return RECORD_OK;
 }
 
-/* Whether one field lies inside the record; a dimension of 0 makes its bytes 0. */
+/* Returns true if a field lies inside the record; a dimension of 0 makes its bytes 0. */
 static bool field_fits(const struct schema_entry *entry, const uint64_t *shape, uint64_t lowest,
                        uint64_t highest) {
     uint64_t bytes = entry->itemsize;
@@ -184,7 +184,7 @@ static bool tables_hold(const struct record_copy *copy) {
     return at == end && words == header->shape_words;
 }
 
-/* Whether its place in a group, and its policy versions, can be. */
+/* Returns true if the place in the group and the policy versions are valid. */
 static bool group_holds(const struct record_header *header) {
     return header->group_size >= 1 && header->group_size <= SHMBUS_MAX_GROUP_SIZE &&
            header->need >= 1 && header->need <= header->group_size &&

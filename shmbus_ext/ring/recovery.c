@@ -1,4 +1,4 @@
-/* Ending what a dead producer left (see recovery.h). */
+/* Completing the work of a dead producer (see recovery.h). */
 #define _GNU_SOURCE
 #include "recovery.h"
 
@@ -12,7 +12,7 @@
 #include "lead.h"
 #include "relay_journal.h"
 
-/* Whether the commit that an owner intended took effect: the record shows it. */
+/* Returns true if the owner's intended commit took effect, as shown by the record. */
 static bool commit_happened(const struct segment *segment, const struct producer_slot *slot) {
     uint32_t generation = atomic_load_explicit(&slot->commit_generation, memory_order_relaxed);
     struct record_place at =
@@ -33,8 +33,8 @@ static bool commit_happened(const struct segment *segment, const struct producer
            (shmbus_is_committed(state) || state == SHMBUS_RELEASED);
 }
 
-/* Counts a commit that was under way if it took effect. The intent ends here in any case: left
- * behind, it would count for the slot's next owner, whose extents are others. */
+/* Counts an interrupted commit if it took effect, and always clears the intent: a stale intent
+ * would count for the slot's next owner with different extents. */
 static void finish_commit(struct segment *segment, struct producer_slot *slot) {
     uint64_t committed = atomic_load_explicit(&slot->committed, memory_order_relaxed);
     /* SYNC: commit-intended. */
@@ -46,8 +46,8 @@ static void finish_commit(struct segment *segment, struct producer_slot *slot) {
     atomic_store_explicit(&slot->committing, 0, memory_order_release);
 }
 
-/* Seals a run of the chain unless it is sealed: a sealed one may be freed and leased by another
- * slot at any time. False if the link names no run of this slot, or none behind the last one. */
+/* Seals a run of the chain unless already sealed: another slot may free and lease a sealed run at
+ * any time. False if the link names no run of this slot, or a run not later than the last. */
 static bool seal_linked(struct segment *segment, uint64_t link, uint32_t slot_index,
                         const struct run *last, struct run *run) {
     uint32_t low = link_low(link);
@@ -66,7 +66,7 @@ static bool seal_linked(struct segment *segment, uint64_t link, uint32_t slot_in
     return true;
 }
 
-/* Follows the chain to its end, which the owner may not have had time to note, and seals it. */
+/* Follows and seals the chain to its end, which the dead owner may not have noted. */
 static void seal_chain(struct segment *segment, struct producer_slot *slot, uint32_t slot_index) {
     uint64_t noted = atomic_load_explicit(&slot->current, memory_order_acquire);
     uint64_t first = atomic_load_explicit(&slot->first, memory_order_acquire);
@@ -75,14 +75,14 @@ static void seal_chain(struct segment *segment, struct producer_slot *slot, uint
     struct run run, last = {.span = 0};
     for (;;) {
         if (!seal_linked(segment, link, slot_index, &last, &run)) {
-            /* SYNC: run-noted. The reader may have freed that run, and noted the one behind it. */
+            /* SYNC: run-noted. The reader may have freed the run, and noted its successor. */
             uint64_t now = atomic_load_explicit(&slot->current, memory_order_acquire);
             if (now != noted) {
                 link = noted = now;
                 continue;
             }
-            /* Or it may have ended the chain, and the owner begun another with its newest run. Any
-             * other first run is an old one, which a straggler keeps. */
+            /* Or the reader ended the chain, and the owner began a new chain with its newest run.
+             * An older first run merely serves a straggler. */
             link = first;
             if (!seal_linked(segment, link, slot_index, &last, &run) ||
                 run.order + 1 != next_order) {
@@ -100,9 +100,9 @@ static void seal_chain(struct segment *segment, struct producer_slot *slot, uint
     }
 }
 
-/* Frees leases that never got their place in the chain; they hold no record. The first extent of a
- * run is met before its others here, and freed after them by the reader, so one of the others that
- * is met without its first is free. Of the collector's one stays, which a full bus might not have. */
+/* Frees leases without a place in the chain; they hold no record. The scan meets the first extent
+ * of a run before the run's tail, and the reader frees the first extent last: a tail extent met
+ * without its first extent is free. The collector keeps one extent, scarce on a full bus. */
 static uint32_t free_orphans(struct segment *segment, uint32_t slot_index) {
     uint32_t covered = 0;
     uint32_t kept = NO_EXTENT;
@@ -205,11 +205,11 @@ void recovery_reserve(struct segment *segment) {
 }
 
 /* ---- Taking over after the last sink. */
-/* How long a lane whose owner has died may be in the hands of another that reaps it. */
+/* Longest wait for another process that reaps the lane of a dead owner. */
 #define HEALING_POLLS 2000
 #define HEALING_POLL_US 1000
 
-/* Whether the journal belongs to no living lane; one whose owner is dead is reaped here. */
+/* Returns true if the journal belongs to no living lane; reaps the lane of a dead owner. */
 static bool is_healed(struct segment *segment) {
     const struct relay_journal *journal = segment->relay;
     uint64_t writer = atomic_load_explicit(&journal->writer, memory_order_acquire);
@@ -222,7 +222,7 @@ static bool is_healed(struct segment *segment) {
         return false;
     }
     recover_producer(segment, index);
-    /* What is left here was bound and never announced; reapers heal the journal. */
+    /* The remainder was bound and never announced; reapers heal the journal. */
     relay_reap(segment, writer,
                atomic_load_explicit(&segment->slots[index].committed, memory_order_acquire));
     file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + index);

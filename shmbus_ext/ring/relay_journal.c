@@ -1,4 +1,4 @@
-/* Writing the journal, healing it, and noting what has ended (see relay_journal.h). */
+/* Writing and healing the journal, and noting ended records (see relay_journal.h). */
 #include "ring/relay_journal.h"
 
 #include <string.h>
@@ -31,7 +31,7 @@ static void store_state(struct segment *segment, uint32_t entry, uint64_t word,
                           state == RELAY_FREE ? 0 : kept | (uint64_t)state, memory_order_release);
 }
 
-/* Whether an entry was prepared for an intent that never came into force. */
+/* Returns true for an entry prepared for an intent that never came into force. */
 static bool is_void(const struct segment *segment, uint64_t word) {
     /* SYNC: relay-intended. */
     uint32_t batch = atomic_load_explicit(&segment->relay->batch, memory_order_acquire);
@@ -40,9 +40,9 @@ static bool is_void(const struct segment *segment, uint64_t word) {
 
 /* ---- intents ---- */
 
-/* A free entry; relay_entry_count without one. They are freed in about the order in which they were
- * given out, so the one behind the last is free mostly. A search from the first would look at all
- * that the trainer has in hand, for each block. */
+/* Returns a free entry, or relay_entry_count without one. The release order roughly follows the
+ * order of use: the entry after the last one is usually free. A search from entry 0 would visit
+ * every record held by the trainer, for every block. */
 static uint32_t next_free(struct segment *segment) {
     const uint32_t count = segment->relay_entry_count;
     for (uint32_t looked = 0; looked < count; looked++) {
@@ -55,7 +55,8 @@ static uint32_t next_free(struct segment *segment) {
     return count;
 }
 
-/* What an entry says beside its origin: which commit puts the record, or why there is none. */
+/* An entry's content besides its origin: the commit that writes the record, or the reason for no
+ * commit. */
 struct plan {
     uint64_t writer;
     uint64_t commit;
@@ -98,7 +99,7 @@ static void take_back(struct segment *segment, const uint32_t *entries, uint32_t
 
 static void bring_into_force(struct segment *segment) {
     uint32_t batch = atomic_load_explicit(&segment->relay->batch, memory_order_relaxed);
-    /* SYNC: relay-intended. From here on all of them are put, by this sink or the next. */
+    /* SYNC: relay-intended. From here on this sink or the next writes every record. */
     atomic_store_explicit(&segment->relay->batch, (batch + 1) & BATCH_MASK, memory_order_release);
     FAILPOINT("relay-intended");
 }
@@ -119,7 +120,8 @@ bool relay_intend(struct segment *segment, const struct writer *writer,
 
 bool relay_drop(struct segment *segment, const struct relay_origin *origins, uint32_t *entries,
                 uint32_t n, uint32_t reason) {
-    /* Commit 0 is behind any lane's count: a reaper finds it settled. No producer has id 0. */
+    /* Commit 0 lies below every lane's count: a reaper finds the entry settled. No producer uses id
+     * 0. */
     const struct plan plan = {0, 0, reason + 1, 0};
     for (uint32_t i = 0; i < n; i++) {
         entries[i] = RELAY_NEW;
@@ -196,7 +198,7 @@ bool relay_origin_of(const struct segment *segment, const struct record_header *
     if (entry >= segment->relay_entry_count || !relay_read(segment, entry, &note)) {
         return false;
     }
-    /* Its source may have let it go since, and the entry be another record's. */
+    /* The source may have released the record since, and the entry may name another record. */
     const struct relay_entry *from = &segment->relay_entries[entry];
     *origin = note.origin;
     return atomic_load_explicit(&from->writer, memory_order_relaxed) == record->producer_id &&

@@ -23,7 +23,7 @@ static void set_bits(uint64_t *bits, uint32_t from, uint32_t count, bool on) {
     }
 }
 
-/* The first `wanted` neighbours that are free in [from, end), or NOWHERE. */
+/* The first `wanted` free neighbours in [from, end), or NOWHERE. */
 static uint32_t find_run(const uint64_t *bits, uint32_t from, uint32_t end, uint32_t wanted) {
     uint32_t have = 0;
     for (uint32_t at = from; at < end; at++) {
@@ -62,7 +62,8 @@ static uint32_t units_of(uint32_t data_bytes) {
     return (data_bytes + SHMBUS_REQUEST_UNIT - 1) / SHMBUS_REQUEST_UNIT;
 }
 
-/* A copy of a row whose numbers may be used as bounds; damage costs its room until the bus ends. */
+/* Copies a row and validates its numbers as bounds; a damaged row costs its room until the bus
+ * ends. */
 static bool copy_sane_row(const struct request_parts *parts, uint32_t index,
                           struct request_row *row) {
     memcpy(&row->place, &parts->rows[index].place,
@@ -80,13 +81,13 @@ static void set_room_of(struct request_parts *parts, const struct request_row *r
     set_bits(parts->unit_bits, row->first_unit, units_of(row->data_bytes), on);
 }
 
-/* ---- freeing rows that have ended ---- */
+/* ---- freeing ended rows ---- */
 
 static uint64_t counted(const _Atomic uint64_t *total) {
     return atomic_load_explicit(total, memory_order_relaxed);
 }
 
-/* The second half of freeing: it can be done again. */
+/* The idempotent second half of the free. */
 static void finish_freeing(struct request_lane *lane, struct request_row *row) {
     atomic_store_explicit(&row->word, REQUEST_FREE, memory_order_release);
     atomic_store_explicit(&lane->done, lane->freeing_done, memory_order_relaxed);
@@ -119,7 +120,7 @@ static void free_ended(struct request_parts *parts) {
     }
 }
 
-/* ---- the lock, and what a dead feeder left ---- */
+/* ---- the lock, and repair after a dead feeder ---- */
 
 static void note_place(struct request_parts *parts, uint32_t index, const struct request_row *row) {
     atomic_store_explicit(
@@ -127,14 +128,14 @@ static void note_place(struct request_parts *parts, uint32_t index, const struct
         memory_order_relaxed);
 }
 
-/* Puts an open row, of which this is a copy, behind the others of its priority. */
+/* Appends an open row, copied in `row`, to the order of its priority. */
 static void append(struct request_parts *parts, uint32_t index, const struct request_row *row) {
     note_place(parts, index, row);
     /* SYNC: request-offered. */
     atomic_store_explicit(&parts->lane->tails[row->level], row->place + 1, memory_order_release);
 }
 
-/* The rows say what is in use; the feeder that died held the lock, so nothing changes them. */
+/* Rebuilds the bitmaps from the rows. The dead feeder held the lock: the rows cannot change. */
 static void heal(struct request_parts *parts) {
     struct request_lane *lane = parts->lane;
     uint64_t freeing = atomic_load_explicit(&lane->freeing, memory_order_acquire);
@@ -201,7 +202,7 @@ static uint32_t find_row(struct request_parts *parts) {
     return NOWHERE;
 }
 
-/* A head and a tail that cannot be are made anew from the open rows. */
+/* Rebuilds an invalid head and tail from the open rows. */
 static void mend_order(struct request_parts *parts, uint32_t level) {
     struct request_row row;
     uint64_t tail = 0;
@@ -241,8 +242,8 @@ static bool waits_in_order(const struct request_parts *parts, uint32_t index,
     return false;
 }
 
-/* Whether a priority's order has a place. Rows without open samples give up their places, so a
- * straggler delays no prompt. */
+/* Returns true if a priority's order has a free place. Rows without open samples give up their
+ * places: a straggler delays no prompt. */
 static bool order_has_place(struct request_parts *parts, uint32_t level) {
     _Atomic uint64_t *head = &parts->lane->heads[level];
     uint64_t tail = counted(&parts->lane->tails[level]);
@@ -274,12 +275,12 @@ static bool order_has_place(struct request_parts *parts, uint32_t level) {
     return false;
 }
 
-/* The id, and the prompt behind it. */
+/* The id, and the prompt after the id. */
 static uint32_t data_bytes_of(const struct request_offer *offer) {
     return offer->id_bytes + offer->prompt_bytes;
 }
 
-/* A row, cells and room for the prompt, or nothing of it. */
+/* Allocates a row, cells and room for the prompt, or nothing at all. */
 static uint32_t allocate(struct request_parts *parts, const struct request_offer *offer,
                          uint32_t *first_cell, uint32_t *first_unit) {
     struct request_lane *lane = parts->lane;
@@ -309,8 +310,8 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
     struct request_row *row = &parts->rows[index];
     struct request_row fresh;
     atomic_store_explicit(&row->word, number << 2 | REQUEST_BUSY, memory_order_relaxed);
-#if !defined(__SANITIZE_THREAD__) /* which knows no fences */
-    /* SYNC: request-offered. Who sees anything of what is written after this sees that it is busy. */
+#if !defined(__SANITIZE_THREAD__) /* no fences in TSan */
+    /* SYNC: request-offered. A process that sees a later write also sees the row busy. */
     atomic_thread_fence(memory_order_release);
 #endif
     FAILPOINT("feed-busy");
@@ -341,7 +342,7 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
         atomic_store_explicit(&cell->claim, request_open_word(number), memory_order_release);
     }
     FAILPOINT("feed-written");
-    /* SYNC: request-offered. The row is whole before it is open. */
+    /* SYNC: request-offered. The row is complete before it opens. */
     atomic_store_explicit(&row->word, number << 2 | REQUEST_OPEN, memory_order_release);
     FAILPOINT("feed-open");
     append(parts, index, &fresh);
@@ -354,7 +355,7 @@ bool request_can_fit(const struct segment *segment, const struct request_offer *
            units_of(data_bytes_of(offer)) <= segment->requests.unit_count;
 }
 
-/* One group, by who has the lock; false where there is no room. */
+/* Offers one group under the held lock; false without room. */
 static bool offer_one(struct request_parts *parts, const struct request_offer *offer,
                       uint64_t *number) {
     uint32_t first_cell, first_unit;

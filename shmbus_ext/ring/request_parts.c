@@ -1,4 +1,4 @@
-/* How the request lane divides its bytes (see segment.h). */
+/* Division of the request lane's bytes (see segment.h). */
 #include "segment.h"
 
 bool request_divide(struct request_parts *parts, uint8_t *at, uint64_t bytes) {

@@ -9,7 +9,7 @@
 #include "lead.h"
 #include "retry_table.h"
 
-/* Passes over the lane for totals of one instant, while feeders are at work. */
+/* Passes over the lane for totals of one instant, despite concurrent feeders. */
 #define TOTAL_TRIES 16
 
 static _Atomic uint64_t *claim_at(const struct segment *segment, uint32_t cell) {
@@ -24,7 +24,8 @@ static bool swap(_Atomic uint64_t *word, uint64_t from, uint64_t to) {
 
 /* ---- taking ---- */
 
-/* Says that a row may have open samples; first, as who clears the lane's word looks then. */
+/* Marks a row with possibly open samples. The row's word precedes the lane's: a worker that clears
+ * the lane's word then looks at the rows. */
 static void mark_returned(struct segment *segment, uint32_t row) {
     struct request_parts *parts = &segment->requests;
     atomic_store_explicit(&parts->rows[row].returned, 1, memory_order_seq_cst);
@@ -52,7 +53,7 @@ static bool claim_cell(const struct taker *self, uint32_t index, uint64_t number
     return true;
 }
 
-/* A group is admitted with its first sample, for all of them. */
+/* Admits a group with its first sample, for the whole group. */
 static bool admit(struct taker *self, uint32_t index, const struct request_row *row) {
     struct segment *segment = self->segment;
     _Atomic uint32_t *admitted = &segment->requests.rows[index].admitted;
@@ -79,7 +80,7 @@ static bool admit(struct taker *self, uint32_t index, const struct request_row *
     return true;
 }
 
-/* Nothing where the row is another's by now. */
+/* A no-op if the row belongs to another request by now. */
 static void raise_next(struct segment *segment, uint32_t index, uint64_t number, uint32_t to) {
     _Atomic uint64_t *next = &segment->requests.rows[index].next;
     uint64_t word = request_next_word(number, to);
@@ -92,7 +93,7 @@ static void raise_next(struct segment *segment, uint32_t index, uint64_t number,
 
 enum from_row { ROW_GAVE, ROW_IS_OVER, ROW_WAITS };
 
-/* The next sample of a row that nobody has had yet. */
+/* Takes the next new sample of a row. */
 static enum from_row take_new(struct taker *self, uint32_t index, uint64_t number) {
     struct request_row row;
     if (!request_copy_row(self->segment, index, number, &row)) {
@@ -117,8 +118,8 @@ static enum from_row take_new(struct taker *self, uint32_t index, uint64_t numbe
     return ROW_IS_OVER;
 }
 
-/* One that was given back. The flag is cleared first: what is given back meanwhile sets it again. A
- * row that nothing was taken of has its turn in order. */
+/* Takes a returned sample. The flag is cleared first: samples returned meanwhile set it again. An
+ * untouched row keeps its turn in order. */
 static bool take_returned_of(struct taker *self, uint32_t index, uint64_t number) {
     struct request_row row;
     struct request_row *shared = &self->segment->requests.rows[index];
@@ -126,7 +127,7 @@ static bool take_returned_of(struct taker *self, uint32_t index, uint64_t number
         return false;
     }
     if (!request_copy_row(self->segment, index, number, &row)) {
-        mark_returned(self->segment, index); /* of another request by now */
+        mark_returned(self->segment, index); /* another request by now */
         return false;
     }
     if (atomic_load_explicit(&shared->admitted, memory_order_acquire) == 0) {
@@ -154,7 +155,7 @@ static bool take_returned(struct taker *self) {
             if (number != 0 && parts->rows[index].level == level &&
                 atomic_load_explicit(&parts->rows[index].returned, memory_order_seq_cst) != 0 &&
                 take_returned_of(self, index, number)) {
-                /* Rows behind this one may have some as well. */
+                /* Later rows may hold returned samples too. */
                 atomic_store_explicit(&parts->lane->returned, 1, memory_order_seq_cst);
                 return true;
             }
@@ -163,7 +164,7 @@ static bool take_returned(struct taker *self) {
     return false;
 }
 
-/* The same without an order, where damage has taken that: each row says itself what it has. */
+/* Takes a new sample after damage to the order: scans the rows themselves. */
 static bool take_in_any_order(struct taker *self, uint32_t level) {
     const struct request_parts *parts = &self->segment->requests;
     for (uint32_t index = 0; index < parts->row_count; index++) {
@@ -178,7 +179,7 @@ static bool take_in_any_order(struct taker *self, uint32_t level) {
     return false;
 }
 
-/* The rows of a priority in order, from the first that may have a sample. */
+/* Visits the rows of a priority in order, from the first row with a possible sample. */
 static bool take_in_order(struct taker *self, uint32_t level) {
     struct request_parts *parts = &self->segment->requests;
     _Atomic uint64_t *head = &parts->lane->heads[level];
@@ -191,7 +192,7 @@ static bool take_in_order(struct taker *self, uint32_t level) {
             return false;
         }
         if (tail - place > parts->row_count) {
-            /* Others went on meanwhile, or one of the two words was overwritten. */
+            /* Other workers moved the head meanwhile, or a word was overwritten. */
             uint64_t now = atomic_load_explicit(head, memory_order_acquire);
             if (tail - now > parts->row_count) {
                 return take_in_any_order(self, level);
@@ -215,7 +216,7 @@ static bool take_in_order(struct taker *self, uint32_t level) {
             return true;
         }
         if (from == ROW_WAITS) {
-            return false; /* those behind it have their turn after it */
+            return false; /* the later rows wait for their turn */
         }
         first = first && swap(head, place, place + 1);
     }
@@ -339,7 +340,7 @@ uint32_t request_revoke(struct segment *segment, uint32_t index, uint64_t number
     return revoked;
 }
 
-/* The word of a claimed cell whose owner commits its answer. */
+/* The new word of a claimed cell during its owner's commit of the answer. */
 static uint64_t answered_word(uint64_t claimed) {
     return request_claim_word(CELL_IS_DONE, request_producer_of(claimed), claimed);
 }
@@ -371,12 +372,12 @@ void request_answered(struct segment *segment, const struct request_claim *claim
     FAILPOINT("request-answered");
 }
 
-/* Whether a first try may be ended for good: false where it was answered. */
+/* Ends a first attempt for good; false if already answered. */
 static bool end_first_try(struct segment *segment, uint32_t index, uint64_t number,
                           uint32_t sample) {
     struct request_row row;
     if (!request_copy_row(segment, index, number, &row) || sample >= row.group_size) {
-        return true; /* its group has ended, as the retry table will say */
+        return true; /* the group has ended, as the retry table will tell */
     }
     _Atomic uint64_t *claim = claim_at(segment, row.first_cell + sample);
     uint64_t over = request_claim_word(CELL_IS_DONE, REQUEST_NOBODY, number);
@@ -409,7 +410,7 @@ bool request_claim_retry(struct segment *segment, uint32_t at, uint64_t number,
 
 /* ---- after a death ---- */
 
-/* Whether the owner of a claim had committed the answer. */
+/* Returns true if the owner of a claim had committed the answer. */
 static bool was_answered(uint64_t commit, uint64_t number, uint64_t committed) {
     return commit >> (64 - REQUEST_NUMBER_BITS) == (number & REQUEST_NUMBER_MASK) && (commit & REQUEST_COUNT_MASK) != 0 &&
            (commit & REQUEST_COUNT_MASK) <= (committed & REQUEST_COUNT_MASK);
@@ -449,7 +450,7 @@ void request_reap(struct segment *segment, uint64_t producer_id, uint64_t commit
         for (uint32_t i = 0; i < row.group_size; i++) {
             given_back += reap_cell(segment, index, number, row.first_cell + i, dead);
         }
-        /* The dead may have cleared a flag that nobody sets again. */
+        /* The dead worker may have cleared a flag that no other process sets again. */
         mark_returned(segment, index);
     }
     bell_ring(&parts->lane->work, given_back > 0 ? given_back : 1);
@@ -500,7 +501,7 @@ void request_end(struct segment *segment, uint32_t index, uint64_t number) {
     shared->ended_done = counts.done;
     shared->ended_given_up = row.group_size - counts.done;
     FAILPOINT("request-ending");
-    /* SYNC: request-ended. What became of its samples is there before a feeder frees the row. */
+    /* SYNC: request-ended. The counts of the samples precede a feeder's free of the row. */
     swap(&shared->word, number << 2 | REQUEST_OPEN, number << 2 | REQUEST_ENDED);
     bell_ring(&segment->requests.lane->room, 1);
 }

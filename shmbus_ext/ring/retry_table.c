@@ -36,7 +36,7 @@ void retry_publish(struct segment *segment, uint32_t at, const struct retry_requ
     fresh.crc = entry_crc(&fresh);
     memcpy((uint8_t *)entry + CRC_AT, (const uint8_t *)&fresh + CRC_AT, sizeof fresh - CRC_AT);
     FAILPOINT("want-written");
-    /* SYNC: retry-requested. The entry is whole before it can be claimed. */
+    /* SYNC: retry-requested. The entry is complete before a claim can succeed. */
     atomic_store_explicit(&entry->claim, SHMBUS_RETRY_FREE, memory_order_release);
     FAILPOINT("want-published");
 }
@@ -44,8 +44,8 @@ void retry_publish(struct segment *segment, uint32_t at, const struct retry_requ
 void retry_withdraw(struct segment *segment, uint32_t at) {
     struct retry_entry *entry = &segment->retries[at];
     atomic_store_explicit(&entry->claim, SHMBUS_RETRY_BUSY, memory_order_relaxed);
-#if !defined(__SANITIZE_THREAD__) /* which knows no fences */
-    /* SYNC: retry-requested. Who sees anything of what follows cannot claim any more. */
+#if !defined(__SANITIZE_THREAD__) /* no fences in TSan */
+    /* SYNC: retry-requested. Readers of later writes cannot claim any more. */
     atomic_thread_fence(memory_order_release);
 #endif
     entry->number = 0;
@@ -90,7 +90,7 @@ static bool swap(struct segment *segment, uint32_t at, uint64_t from, uint64_t t
                                                    memory_order_acq_rel, memory_order_relaxed);
 }
 
-/* Whether a producer is between the intent of a commit and its count. */
+/* Returns true if a producer is between the intent of a commit and its count. */
 static bool is_committing(const struct segment *segment, uint64_t producer_id) {
     for (uint32_t i = 0; i < segment->max_producers; i++) {
         const struct producer_slot *slot = &segment->slots[i];
@@ -125,7 +125,7 @@ bool retry_claim(struct segment *segment, uint32_t at, uint64_t number, uint64_t
     if (retry_read(segment, at, copy) && copy->number == number) {
         return true;
     }
-    /* The entry has got another request since it was read. */
+    /* Since the read, the entry received another request. */
     swap(segment, at, producer_id + 1, SHMBUS_RETRY_FREE);
     return false;
 }
@@ -133,7 +133,8 @@ bool retry_claim(struct segment *segment, uint32_t at, uint64_t number, uint64_t
 bool retry_is_held(const struct segment *segment, uint32_t at, uint64_t number,
                    uint64_t producer_id) {
     const struct retry_entry *entry = &segment->retries[at];
-    /* SYNC: retry-requested. Only this producer frees its claim, so the number is the claim's. */
+    /* SYNC: retry-requested. Only this producer frees its claim: the number belongs to the
+     * claim. */
     return atomic_load_explicit(&entry->claim, memory_order_acquire) == producer_id + 1 &&
            entry->number == number;
 }

@@ -1,4 +1,4 @@
-/* Allocating, opening and mapping the segment: all its system calls but futexes and file locks. */
+/* Allocating, opening and mapping the segment: every system call except futexes and file locks. */
 #define _GNU_SOURCE
 #include "ring/segment.h"
 
@@ -20,21 +20,22 @@
 #define MADV_COLLAPSE 25
 #endif
 
-/* An extent is what a producer leases at a time: large enough that leasing is rare, small enough
- * that idle producers, which hold one each, hold at most a quarter of the bus. */
+/* A producer leases space extent by extent: large enough for rare leases, small enough to limit the
+ * extents of idle producers, one each, to a quarter of the bus. */
 #define EXTENTS_WANTED 256u
 #define EXTENTS_A_PRODUCER 4u
 #define SMALLEST_EXTENT SHMBUS_PAGE
 #define LARGEST_EXTENT (UINT64_C(1) << 20)
-/* One record may take a quarter of the bus, so that producers of large records still overlap. */
+/* Share of the bus for one record, to let producers of large records overlap. */
 #define RECORD_SHARE 4u
-/* Above this an attaching process maps pages as it touches them; below it, all in one call. */
+/* Larger segments map pages on first touch in an attaching process; smaller segments in one
+ * call. */
 #define POPULATE_ON_OPEN_BYTES (UINT64_C(1) << 30)
 #define TOUCH_THREADS 4u
 #define TOUCH_CHUNK (UINT64_C(32) << 20)
-/* A chunk in huge pages takes some 15 ms; in memory that is fragmented, seconds. */
+/* A chunk in huge pages takes some 15 ms; in fragmented memory, seconds. */
 #define COLLAPSE_PATIENCE_NS UINT64_C(500000000)
-/* A mapping begins at a multiple of this, so that whole huge pages of the file can be mapped. */
+/* Mappings begin at a multiple of this size, to allow whole huge pages of the file. */
 #define HUGE_PAGE (UINT64_C(2) << 20)
 
 static const struct shared_kind kind = {
@@ -125,9 +126,9 @@ struct touch_job {
     _Atomic bool small_pages;
 };
 
-/* Huge pages where the kernel gives them (from 6.1 on, whatever the mount says): every process maps
- * the whole bus and goes through it again and again. After one refusal the rest of the segment
- * stays in small pages, and so it does where memory has to be freed up first. */
+/* Requests huge pages (from kernel 6.1 on, whatever the mount says), because every process maps the
+ * whole bus and walks it again and again. After a refusal, or a delay to free up memory, the rest
+ * of the segment stays in small pages. */
 static void collapse(struct touch_job *job, uint64_t at, uint64_t bytes) {
     if (atomic_load_explicit(&job->small_pages, memory_order_relaxed)) {
         return;
@@ -149,7 +150,7 @@ static void *touch(void *argument) {
         uint64_t bytes = job->bytes - at < TOUCH_CHUNK ? job->bytes - at : TOUCH_CHUNK;
         collapse(job, at, bytes);
         if (madvise(job->base + at, bytes, MADV_POPULATE_WRITE) != 0) {
-            /* Kernels before 5.14: write a zero where nothing has been written yet. */
+            /* Kernels before 5.14: write a zero to every unwritten page. */
             for (uint64_t page = at; page < at + bytes; page += SHMBUS_PAGE) {
                 *(volatile uint8_t *)(job->base + page) = 0;
             }
@@ -157,7 +158,7 @@ static void *touch(void *argument) {
     }
 }
 
-/* First touch of shared memory is slow on one core: several threads share it. */
+/* First touch of shared memory is slow on a single core: use several threads. */
 static void touch_all(uint8_t *base, uint64_t bytes) {
     struct touch_job job = {base, bytes, 0, false};
     pthread_t threads[TOUCH_THREADS];
@@ -206,8 +207,8 @@ static int protection(const struct segment *self) {
     return self->read_only ? PROT_READ : PROT_READ | PROT_WRITE;
 }
 
-/* Address space for so many bytes, beginning at a multiple of a huge page. NULL where there is
- * none, and for less than one huge page. */
+/* Reserves address space from a multiple of a huge page on. NULL without space, and below one huge
+ * page. */
 static void *aligned_room(uint64_t bytes) {
     if (bytes < HUGE_PAGE) {
         return NULL;
@@ -250,7 +251,7 @@ static enum shared_status map_file(struct segment *self) {
     return SHARED_OK;
 }
 
-/* From the description that is mapped to one of this process's own, for its locks. */
+/* Moves the locks from the mapped description to a private description of this process. */
 static enum shared_status take_description(struct segment *self) {
     int own = shared_reopen(self->fd, self->read_only);
     if (own < 0) {
@@ -259,7 +260,7 @@ static enum shared_status take_description(struct segment *self) {
     enum lock_status lock = file_lock_share(own, SHMBUS_LOCK_USERS);
     if (lock != LOCK_TAKEN) {
         close(own);
-        /* It is being removed, under a lock of moments; the caller looks again. */
+        /* A remover holds the lock for a moment; the caller looks again. */
         return lock == LOCK_HELD_ELSEWHERE ? SHARED_UNFINISHED : SHARED_SYSTEM_ERROR;
     }
     file_lock_drop(self->fd, SHMBUS_LOCK_USERS);
@@ -277,7 +278,7 @@ enum shared_status segment_create(struct segment *self, int fd,
     self->extent_bytes = plan->extent_bytes;
     self->extent_count = plan->extent_count;
     self->max_producers = plan->max_producers;
-    /* First of all, so that no cleanup takes an unfinished segment for a forgotten one. */
+    /* First step: no cleanup then takes an unfinished segment for a forgotten one. */
     if (file_lock_share(fd, SHMBUS_LOCK_USERS) != LOCK_TAKEN) {
         errno = EBUSY;
         return SHARED_SYSTEM_ERROR;
@@ -312,7 +313,7 @@ enum shared_status segment_create(struct segment *self, int fd,
     }
     self->lead->max_groups = plan->max_lead;
     self->lead->max_versions = plan->max_lead_versions;
-    /* With a bound in versions alone, the first group tells how many there may be. */
+    /* With a bound in versions alone, the first group determines the bound in groups. */
     uint32_t limit = plan->max_lead_versions > 0 ? 1 : plan->max_lead;
     atomic_store_explicit(&self->lead->limit, limit, memory_order_relaxed);
     atomic_store_explicit(&header->next_producer_id, 1, memory_order_relaxed);
@@ -322,7 +323,7 @@ enum shared_status segment_create(struct segment *self, int fd,
     return take_description(self);
 }
 
-/* The header is hostile until proved: whether its numbers make a segment of this file's size. */
+/* Validates the hostile header: do the numbers make a segment of this file's size? */
 static bool geometry_holds(const struct bus_header *header, uint64_t file_bytes,
                            struct segment *self) {
     self->bytes = header->segment_bytes;
@@ -390,7 +391,7 @@ enum shared_status segment_open(struct segment *self, int fd, bool read_only) {
     }
     set_pointers(self);
     if (self->bytes <= POPULATE_ON_OPEN_BYTES) {
-        /* Best effort: pages that are not mapped now are mapped when they are touched. */
+        /* Best effort: pages not mapped now are mapped on first touch. */
         (void)madvise(self->base, self->bytes, MADV_POPULATE_READ);
     }
     return take_description(self);
@@ -431,7 +432,7 @@ bool segment_copies_begin(struct segment_copies *self, uint64_t first, uint64_t 
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     self->at = at == MAP_FAILED ? NULL : at;
     if (self->at != NULL && bytes < self->bytes / 2) {
-        /* Few and far between: a huge page for each would be many times what they are. */
+        /* Few scattered pages: huge pages would take many times their size. */
         (void)madvise(self->at, self->bytes, MADV_NOHUGEPAGE);
     }
     return self->at != NULL;
@@ -460,7 +461,7 @@ void segment_copies_drop(struct segment_copies *self) {
 }
 
 void segment_isolate(struct segment *self) {
-    /* Through a description of its own: a mapping of the locked one would keep the lock. */
+    /* Through a private description: a mapping of the locked description would keep the lock. */
     int fd = self->base == NULL ? -1 : shared_reopen(self->fd, self->read_only);
     if (fd >= 0) {
         (void)mmap(self->base, self->bytes, protection(self), MAP_PRIVATE | MAP_FIXED, fd, 0);
@@ -472,13 +473,13 @@ void segment_isolate(struct segment *self) {
     }
 }
 
-/* ---- A bus that was removed: saying so, and finding out. */
+/* ---- A removed bus: marking and detection. */
 bool removal_note(struct segment *self) {
     struct stat found;
     if (removal_happened(self)) {
         return true;
     }
-    /* A file that has another name still was renamed by a link, and goes on. */
+    /* A file with a remaining name was renamed by a link, and stays in use. */
     if (self->fd < 0 || fstat(self->fd, &found) != 0 || found.st_nlink > 0) {
         return false;
     }

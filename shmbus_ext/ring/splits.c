@@ -17,7 +17,7 @@ static void encode(uint64_t words[SHMBUS_SPLIT_LABEL_WORDS], const char *label, 
     memcpy((uint8_t *)words + 1, label, bytes);
 }
 
-/* Whether the entry has this label, or gets it with `adds`. */
+/* Compares the entry's label; with `adds`, writes the label into empty words. */
 static bool has_label(struct split_entry *entry, const uint64_t *words, uint32_t count,
                       bool adds) {
     for (uint32_t i = 0; i < count; i++) {
@@ -25,7 +25,7 @@ static bool has_label(struct split_entry *entry, const uint64_t *words, uint32_t
         uint64_t now = atomic_load_explicit(&entry->label[i], memory_order_acquire);
         if (now == 0 && adds) {
             FAILPOINT("split-naming");
-            /* SYNC: split-named. A record says a number only after its label is there. */
+            /* SYNC: split-named. Records use a number only after its label. */
             if (atomic_compare_exchange_strong_explicit(&entry->label[i], &now, words[i],
                                                         memory_order_acq_rel,
                                                         memory_order_acquire)) {
@@ -55,13 +55,13 @@ static uint32_t search(const struct segment *segment, const char *label, uint32_
 }
 
 uint32_t split_number(const struct segment *segment, const char *label, uint32_t bytes) {
-    /* First among those that are there, or a label would get a second number. */
+    /* Search existing labels first, to avoid a second number for a label. */
     uint32_t found = search(segment, label, bytes, false);
     return found < SHMBUS_MAX_SPLITS ? found : search(segment, label, bytes, true);
 }
 
 void splits_begin(const struct segment *segment) {
-    /* The first, so SHMBUS_SPLIT_TRAIN. */
+    /* The first label gets number SHMBUS_SPLIT_TRAIN. */
     (void)split_number(segment, SHMBUS_SPLIT_TRAIN_LABEL, sizeof SHMBUS_SPLIT_TRAIN_LABEL - 1);
 }
 

@@ -12,12 +12,12 @@
 #include "recovery.h"
 #include "relay_journal.h"
 
-/* Passes over the slots: a reader that recovers a slot holds its lock for a moment. */
+/* Passes over the slots: a reader in a recovery holds the slot's lock for a moment. */
 #define ATTACH_PASSES 4
-/* Or for longer, while it is not scheduled: worth waiting for. */
+/* An unscheduled reader holds the lock longer: worth a wait. */
 #define SLOT_PATIENCE_NS UINT64_C(500000000)
 #define SLOT_POLL_US 1000
-/* How often a writer checks, at the end of a run, that the reader is at work. */
+/* Period of a writer's check, at the end of a run, that the reader works. */
 #define LOOK_BACK_NS UINT64_C(100000)
 
 static void set_label(struct producer_slot *slot, const char *label) {
@@ -44,7 +44,7 @@ static void begin(struct writer *self, struct segment *segment, uint32_t slot_in
 }
 
 static void announce(struct writer *self) {
-    /* SYNC: slot-taken. A reader that sees this id knows that the one before it is dead. */
+    /* SYNC: slot-taken. This id tells a reader of its predecessor's death. */
     atomic_store_explicit(&self->slot->producer_id, self->producer_id, memory_order_release);
     FAILPOINT("attach-named");
     atomic_store_explicit(&self->slot->state, SHMBUS_SLOT_ACTIVE, memory_order_release);
@@ -80,7 +80,7 @@ enum writer_status writer_attach(struct writer *self, struct segment *segment, c
     return WRITER_NO_SLOT;
 }
 
-/* Whether there is a slot that is not active, though its lock was not free. */
+/* Returns true if a slot is not active, despite its held lock. */
 static bool any_slot_in_passing(const struct segment *segment) {
     for (uint32_t i = 0; i < segment->max_producers; i++) {
         if (atomic_load_explicit(&segment->slots[i].state, memory_order_acquire) !=
@@ -105,7 +105,7 @@ enum writer_status writer_attach_in_time(struct writer *self, struct segment *se
 void writer_close(struct writer *self) {
     writer_seal(self);
     FAILPOINT("close-sealed");
-    /* What it has in hand and has not answered is for others now. */
+    /* Claimed and unanswered samples go to other workers. */
     request_reap(self->segment, self->producer_id, self->committed);
     relay_reap(self->segment, self->producer_id, self->committed);
     atomic_store_explicit(&self->slot->state, SHMBUS_SLOT_CLOSED, memory_order_release);
@@ -143,7 +143,7 @@ static void link_run(struct writer *self, uint64_t link) {
     self->last_link = link;
 }
 
-/* Finds out whether the reader, if there is one, has looked at the bus since the last call. */
+/* Checks if the reader, if present, has looked at the bus since the last call. */
 static void look_back(struct writer *self) {
     const struct bus_header *header = self->segment->header;
     uint64_t now_ns = clock_monotonic_ns();
@@ -172,7 +172,7 @@ static enum writer_status next_run(struct writer *self, uint64_t bytes) {
     FAILPOINT("run-leased");
     look_back(self);
     writer_seal(self);
-    /* SYNC: run-noted. A process that sees this order sees the note of the run before it. */
+    /* SYNC: run-noted. A process that sees this order sees the note of the previous run. */
     uint64_t order =
         atomic_fetch_add_explicit(&self->slot->next_order, 1, memory_order_release);
     extent_enter(segment, extent, generation, span, order, self->producer_id);
@@ -206,8 +206,8 @@ enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct rese
     return WRITER_OK;
 }
 
-/* Until `committed` has grown by n, a successor decides by this intent whether the commit of n
- * records happened: by the first, since the others become visible with it. */
+/* Until `committed` has grown by n, a successor decides from this intent if the commit of n records
+ * took effect: from the first record, since the rest becomes visible with the first. */
 static inline __attribute__((always_inline)) void
 intend(struct writer *self, const struct reservation *at, uint32_t n) {
     atomic_store_explicit(&self->slot->commit_ref, place_pack(&at->place), memory_order_relaxed);
@@ -218,7 +218,7 @@ intend(struct writer *self, const struct reservation *at, uint32_t n) {
     FAILPOINT("commit-intended");
 }
 
-/* False where the record answers a claim that is not held any more. */
+/* False if the record answers a lost claim. */
 static bool intend_commit(struct writer *self, const struct reservation *at) {
     intend(self, at, 1);
     if (at->answers.number != 0 &&
@@ -246,7 +246,7 @@ static void count_commits(struct writer *self, const struct reservation *at, uin
 
 static void make_visible(struct writer *self, const struct reservation *at) {
     self->used = at->place.offset + at->bytes;
-    /* SYNC: record-exposed. The frame is in place. */
+    /* SYNC: record-exposed. After the frame. */
     atomic_store_explicit(&self->segment->extents[at->place.extent].used, self->used,
                           memory_order_release);
     FAILPOINT("record-exposed");
@@ -315,7 +315,7 @@ void writer_abort(struct writer *self, const struct reservation *at) {
 }
 
 void writer_pin(struct writer *self, const struct reservation *at) {
-    /* Called before the record ends: a run is not freed while it holds an open record. */
+    /* Precedes the end of the record: a run with an open record is never freed. */
     atomic_fetch_add_explicit(&self->segment->extents[at->place.extent].writer_pins, 1,
                               memory_order_relaxed);
 }

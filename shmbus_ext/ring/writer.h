@@ -1,10 +1,10 @@
-/* A lane as its owner writes it: claim room, fill it, publish or commit it.
+/* A lane for its owner: claim room, fill it, publish or commit it.
  *
  * Invariants:
  *  - Only the holder of the slot's file lock writes a lane.
  *  - Within one process the caller serialises the calls on a writer (in Python, the interpreter
- *    lock), though not the filling of what they claimed.
- *  - Nothing here waits for space: a full bus is an answer. */
+ *    lock), though not the filling of claimed room.
+ *  - No call waits for space: a full bus is a return value. */
 #ifndef SHMBUS_RING_WRITER_H
 #define SHMBUS_RING_WRITER_H
 
@@ -20,29 +20,29 @@ struct writer {
     uint32_t slot_index;
     uint64_t producer_id;
     uint64_t sequence;  /* commits of this producer */
-    uint64_t committed; /* commits of the lane, of all its owners */
+    uint64_t committed; /* commits of the lane, by every owner */
     uint64_t aborted;   /* the same of aborts */
 
-    uint32_t extent; /* the run that takes new records, or NO_EXTENT */
+    uint32_t extent; /* the run for new records, or NO_EXTENT */
     uint32_t generation;
-    uint64_t used; /* bytes of the run that are exposed */
+    uint64_t used; /* exposed bytes of the run */
     uint64_t run_bytes;
-    uint64_t last_link; /* the lane's last run: what a new one is linked to, or 0 */
+    uint64_t last_link; /* the lane's last run, from which the next run is linked, or 0 */
 
-    uint32_t spare; /* leased ahead for when the bus is full, or NO_EXTENT */
+    uint32_t spare; /* leased ahead for a full bus, or NO_EXTENT */
     uint32_t spare_generation;
 
 
-    uint64_t looked_back_ns; /* when `ahead` was last found out */
-    bool ahead; /* the reader has not looked at the bus while this writer filled its last runs */
+    uint64_t looked_back_ns; /* time of the last check of `ahead` */
+    bool ahead; /* no look of the reader during this writer's last runs */
 };
 
 struct reservation {
     struct record_header *record;
     struct record_place place;
     uint64_t bytes;
-    uint64_t admitted; /* the key of the group that this record begins, where groups are bounded */
-    struct request_claim answers; /* what it answers, if anything (requests.h) */
+    uint64_t admitted; /* the key of the group begun by this record, on a bus with a bound */
+    struct request_claim answers; /* the claim answered, if any (requests.h) */
 };
 
 enum writer_status {
@@ -53,43 +53,43 @@ enum writer_status {
     WRITER_SYSTEM_ERROR,
 };
 
-/* Takes a slot whose lock is free, and ends what its last owner left there. */
+/* Takes a slot with a free lock, and completes its last owner's work. */
 enum writer_status writer_attach(struct writer *self, struct segment *segment, const char *label);
-/* The same, but waits up to half a second for a slot whose lock is held for a moment only. */
+/* writer_attach with a wait of up to half a second for a slot locked for a moment. */
 enum writer_status writer_attach_in_time(struct writer *self, struct segment *segment,
                                          const char *label);
-/* The collector's own lane; its lock is the collector's. */
+/* Attaches to the collector's own lane, under the collector's lock. */
 void writer_attach_collector(struct writer *self, struct segment *segment);
 /* Seals the lane. The caller closes the file description afterwards, which drops the lock. */
 void writer_close(struct writer *self);
 
-/* Room for a record in the lane; what it begins or answers is for the caller to note. */
+/* Claims room for a record in the lane; the caller notes begun groups and answered claims. */
 enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct reservation *out);
 
-/* One step for a record that is filled already: expose it committed. False, and nothing happens,
- * where it answers a claim that is not held any more. */
+/* Exposes a filled record as committed, in one step. False, without effect, if the record answers a
+ * lost claim. */
 bool writer_publish(struct writer *self, const struct reservation *at);
 
-/* The same for n records that one claim has room for: all of them or none. */
+/* Publishes n records in the room of one claim: every record or none. */
 void writer_publish_all(struct writer *self, const struct reservation *at, uint32_t n);
 
-/* The same for a record that was committed before, elsewhere: it keeps its numbers. */
+/* Publishes a record already committed elsewhere; the record keeps its numbers. */
 void writer_publish_moved(struct writer *self, const struct reservation *at, uint32_t state);
 
-/* Two steps for one that is filled later: expose it reserved, and then end it; a commit that is
- * false, as for a publish, is aborted. */
+/* Two steps for a record filled later: expose a reserved record, then end the reservation. A commit
+ * that returns false, as for a publish, becomes an abort. */
 void writer_reserve(struct writer *self, const struct reservation *at);
 bool writer_commit(struct writer *self, const struct reservation *at);
 void writer_abort(struct writer *self, const struct reservation *at);
 
-/* For a writable view of a record: its run is kept until the view is gone too. */
+/* For a writable view of a record: keeps the run until the view is gone too. */
 void writer_pin(struct writer *self, const struct reservation *at);
 void writer_unpin(struct segment *segment, const struct reservation *at);
 
-/* Leases one extent ahead, unless one is. */
+/* Leases one extent ahead, unless already leased. */
 void writer_keep_spare(struct writer *self);
 
-/* Seals the current run, so that the reader can free it while the owner waits for another. */
+/* Seals the current run, to let the reader free it while the owner waits for space. */
 void writer_seal(struct writer *self);
 
 #endif

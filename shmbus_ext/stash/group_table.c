@@ -1,4 +1,4 @@
-/* The hash table of group_table.h: its index, its ages, its memory. */
+/* The hash table of group_table.h: index, ages, memory. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* madvise */
 #endif
@@ -11,23 +11,23 @@
 #define SMALLEST_INDEX 64u
 #define SMALLEST_AGES 64u
 #define SMALLEST_CLASS 8u
-/* Lines are fetched in pairs: an entry of eight cells is one. */
+/* The hardware fetches lines in pairs: an entry of eight cells fills a pair. */
 #define LINE_PAIR 128u
-/* The first chunk is small, for a bus that never has many groups; the others fill huge pages. */
+/* A small first chunk, for a bus with few groups; later chunks fill huge pages. */
 #define FIRST_CHUNK ((size_t)32 << 10)
 #define HUGE_PAGE ((size_t)2 << 20)
-/* Entries whose serial is read ahead while `ages` is swept. */
+/* Prefetch distance, in entries, for serials during a sweep of `ages`. */
 #define SWEEP_AHEAD 16u
 
-/* An entry's number: which line pair of which chunk. */
+/* An entry's number: chunk, and line pair in the chunk. */
 #define PLACE_BITS 14u
 _Static_assert(HUGE_PAGE / LINE_PAIR == 1u << PLACE_BITS, "a number has room for each place");
 #define MOST_CHUNKS (UINT32_C(1) << (32u - PLACE_BITS))
 #define FEW_CHUNKS 8u
-/* A bucket tells its home by half of a hash. */
+/* A bucket finds its home from half of a hash. */
 #define MOST_BUCKETS (UINT64_C(1) << 32)
 
-/* Zeroed memory; in huge pages where it is large and the kernel gives them. */
+/* Zeroed memory; large requests in huge pages if available. */
 static void *take_memory(size_t bytes) {
     size_t alignment = bytes >= HUGE_PAGE ? HUGE_PAGE : LINE_PAIR;
     void *memory = aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
@@ -35,7 +35,7 @@ static void *take_memory(size_t bytes) {
         return NULL;
     }
     if (bytes >= HUGE_PAGE) {
-        /* A hint: without it everything works, a little slower. */
+        /* A hint: without huge pages the table merely runs slower. */
         (void)madvise(memory, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
     }
     memset(memory, 0, bytes);
@@ -112,7 +112,7 @@ void group_table_expect_entry(const struct group_table *self, uint64_t hash, uin
         if (self->buckets[i].hash == (uint32_t)hash) {
             const struct group_entry *entry = entry_at(self, self->buckets[i].number);
             __builtin_prefetch(entry, 1);
-            /* Only an address: a cell beyond the entry is never read. */
+            /* Only an address: the prefetch never reads a cell beyond the entry. */
             __builtin_prefetch((const char *)entry->inline_cells + cell * sizeof(void *), 1);
             return;
         }
@@ -158,7 +158,7 @@ static bool grow_index(struct group_table *self) {
     return true;
 }
 
-/* Closes the gap, so that no bucket is cut off from the place that its hash names. */
+/* Closes the gap, to keep every bucket reachable from the place named by its hash. */
 static void close_gap(struct group_table *self, uint64_t gap) {
     struct group_bucket *buckets = self->buckets;
     for (uint64_t i = (gap + 1) & self->mask; buckets[i].number != 0; i = (i + 1) & self->mask) {
@@ -210,7 +210,7 @@ static bool add_age(struct group_table *self, struct group_entry *entry) {
     uint64_t room = self->age_mask + 1;
     if (self->age_end - self->age_first == room) {
         sweep_ages(self);
-        /* Grown while it is nearly full of the living, so that a sweep always frees many. */
+        /* Grow only if more than three quarters are alive: a sweep then frees many. */
         if ((self->age_end - self->age_first) * 4 > room * 3 && !grow_ages(self)) {
             return false;
         }
@@ -263,7 +263,7 @@ static bool add_chunk(struct group_table *self) {
     if (chunk == NULL) {
         return false;
     }
-    /* No entry is number 0. */
+    /* Entry numbers start at 1. */
     self->chunk_used = self->chunk_count == 0 ? LINE_PAIR : 0;
     self->chunks[self->chunk_count++] = chunk;
     self->chunk_size = size;
@@ -283,7 +283,7 @@ static struct group_entry *cut_entry(struct group_table *self, size_t bytes) {
     return entry;
 }
 
-/* An entry without a key; its cells are NULL. */
+/* Returns an entry without a key; cells start as NULL. */
 static struct group_entry *new_entry(struct group_table *self, uint32_t width, uint32_t need) {
     uint8_t class = 0;
     while (class < ENTRY_CLASSES && (SMALLEST_CLASS << class) < width) {
@@ -306,7 +306,7 @@ static struct group_entry *new_entry(struct group_table *self, uint32_t width, u
     entry->key_bytes = 0;
     memset(entry->inline_cells, 0, (SMALLEST_CLASS << pool) * sizeof(void *));
     if (class == ENTRY_CLASSES) {
-        /* Pages that nobody touches cost nothing: a wide entry may stay nearly empty. */
+        /* Untouched pages cost nothing: a wide entry may stay nearly empty. */
         entry->inline_cells[0] = calloc(width, sizeof(void *));
         if (entry->inline_cells[0] == NULL) {
             entry->class = 0;
