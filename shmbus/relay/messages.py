@@ -211,14 +211,13 @@ class Assignment(NamedTuple):
 
 
 class Assignments(NamedTuple):
-    """From the coordinator to a sink: several groups, in order."""
+    """From the coordinator to a sink: groups to put, in order."""
 
     groups: tuple[Assignment, ...]
 
 
 class Drop(NamedTuple):
-    """From the coordinator to a sink: have sources release these records; their payload goes
-    nowhere.
+    """From the coordinator to a sink: have sources release these records, their payload unused.
 
     The sink writes the drop down first, because a remaining part of a group must never lack the
     reason for the missing part.

@@ -262,7 +262,7 @@ class Sink:
         return [*said, *self._next()]
 
     def _give_back_of(self, batch: Batch, gone: dict[Origin, Mark]) -> list[Message]:
-        """Give back the part of a block that cannot be put. A begun put goes on without the part."""
+        """Give back the lost part of a block. A begun put goes on without the part."""
         at = self.batches.index(batch)
         for origin in gone:
             del self._gone[origin]
