@@ -1,12 +1,12 @@
 """A channel: acknowledged, ordered steps of bytes from a process to a single receiver.
 
-The channel's segment is a companion, like a slot pool, with its own protocol
-(``shmbus_ext/channel``, with its LAYOUT.md). This room adds files, deadlines and messages.
+The channel's segment is a companion, like a slot pool, with a separate protocol
+(``shmbus_ext/channel``, see the LAYOUT.md there). This room adds files, deadlines and messages.
 ``shmbus.tensors`` sends tensors.
 
 Invariants:
 
-- Each step is delivered until its acknowledgement, and never afterwards; no step is left out.
+- Each step is delivered until the acknowledgement, and never afterwards; no step is left out.
 - Every wait has a deadline, and ends when the peer dies, ends or refuses.
 """
 

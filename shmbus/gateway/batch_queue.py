@@ -127,9 +127,7 @@ class Deliveries:
         return batch
 
     def clear(self) -> list[Waiting]:
-        """Forget and return everything; running answers end, because other consumers get the
-        groups.
-        """
+        """Forget and return everything; running answers end: other consumers get their groups."""
         for batch in self._answering:
             batch.abort()
         batches = [*self._ready, *self._given, *self._answering]

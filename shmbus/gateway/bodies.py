@@ -35,7 +35,7 @@ _SHORTEST = 18
 
 
 class Arrival:
-    """An admitted body: its bytes so far, and its abort."""
+    """An admitted body with a count of received bytes and an abort."""
 
     def __init__(self, came: Callable[[], int], end: Callable[[], None], now_s: float) -> None:
         self._came = came

@@ -46,7 +46,7 @@ class BusReader:
             raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
 
     async def attach(self) -> None:
-        """Become a consumer of the bus, unless another process reads it."""
+        """Become a consumer of the bus, unless another process reads the bus."""
         async with self._attaching:
             if self._consumer is not None:
                 return
@@ -67,7 +67,7 @@ class BusReader:
                 ) from error
 
     async def detach(self) -> None:
-        """Leave the bus: groups leased here are delivered to another consumer."""
+        """Leave the bus: leased groups go to another consumer."""
         consumer = self._consumer
         if consumer is not None:
             self._consumer = None

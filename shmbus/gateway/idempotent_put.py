@@ -107,7 +107,7 @@ class IdempotentPut:
                 keys = _keys_in(self._bus.name) if keys is None else keys
                 there = (body.id_of(at) in keys for at in range(body.done, body.count))
                 body.done += sum(itertools.takewhile(bool, there))
-            # The next successor must know it too: by then the group may be gone.
+            # The next successor needs the progress too: by then the group may be gone.
             self._write(body)
 
     # -- a body ---------------------------------------------------------------------------------

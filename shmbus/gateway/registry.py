@@ -30,9 +30,7 @@ Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
 class Registration(msgspec.Struct, kw_only=True):
-    """A trainer's registration. `reads_bus` is a shmbus extension: the trainer reads groups without
-    HTTP.
-    """
+    """A trainer's registration. `reads_bus`, a shmbus extension: it reads groups without HTTP."""
 
     wandb_group: str
     wandb_project: str
@@ -112,7 +110,7 @@ class Registry:
     def register(self, registration: Registration, *, again: bool) -> dict[str, Any]:
         """Register a trainer.
 
-        `again`: batches were given since the last registration, so the trainer restarted; it is no
+        `again`: batches were given since the last registration: a restarted trainer, not an
         additional process of a running trainer.
         """
         _check_names(registration.wandb_group, registration.wandb_project)

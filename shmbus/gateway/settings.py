@@ -12,7 +12,7 @@ HOLD_S: Final = 240.0
 #: Seconds for a client's body, and as long again for each SLOW_BYTES.
 BODY_S: Final = 60.0
 SLOW_BYTES: Final = 8 << 20
-#: Least rate of an admitted body while other bodies wait, in each window of the next number of
+#: Least bytes a second of an admitted body while other bodies wait, in each window of STALL_S
 #: seconds: far below any network, and above a stopped client.
 SLOWEST_BYTES_PER_S: Final = 16 << 10
 STALL_S: Final = 5.0
