@@ -331,7 +331,7 @@ class GroupsReply(_Message):
 
 
 class EventsReply(_Message):
-    """The answer to GetEvents; `missed` counts omitted events, `newest` the last event."""
+    """The answer to GetEvents; `missed` counts omitted events, `newest` continues the read."""
 
     id: int
     events: list[BusEvent] = []

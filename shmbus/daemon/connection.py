@@ -175,7 +175,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End the session, and return or doubt its groups."""
+        """End the session; other clients get the groups, or they stay in doubt."""
         with self._server.lock:
             self._lose()
 

@@ -153,7 +153,7 @@ class Events:
         return [self._told(each) for each in found[-limit:]]
 
     def _text(self, noted: _Noted, after: int) -> str:
-        """Return a run's versions after a number."""
+        """Return an event's text; for a run of versions, only the versions after a number."""
         if noted.since > after:
             return f"{noted.first} to {noted.text}"
         newer = (text for number, text in self._joined if after < number < noted.number)

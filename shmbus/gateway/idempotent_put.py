@@ -83,7 +83,7 @@ class IdempotentPut:
         self._next = 0
         self.holding = 0
         self.repeated = 0
-        # Before another producer, perhaps this one, takes the dead gateway's slot.
+        # Read before a new producer, perhaps our own, takes the dead gateway's slot.
         committed = _committed_by(bus.name)
         self.producer = shmbus.Producer(bus.name, label="shmbus gateway", on_stall=None)
         #: Commits of the slot before this producer.

@@ -51,8 +51,8 @@ class JournalEntry(NamedTuple):
     first: int
     #: Groups whole in the bus, at least.
     done: int = 0
-    #: The slot's commit count that proves the put of the next group; 0 if commits of other bodies
-    #: may count.
+    #: The slot's commit count once the group after `done` is in the bus, as its proof; 0 if commits
+    #: of other bodies may count.
     mark: int = 0
 
 

@@ -68,7 +68,7 @@ def require_loopback_name(request: web.BaseRequest, who: str) -> None:
 
 
 def require_program(request: web.BaseRequest) -> None:
-    """Refuse requests from another site's page."""
+    """Refuse requests from a foreign site's page."""
     origin = request.headers.get("Origin")
     foreign = origin is not None and not is_loopback(host_of(origin))
     if foreign or request.headers.get("Sec-Fetch-Site") == "cross-site":

@@ -107,7 +107,7 @@ class Endpoint(NamedTuple):
     address: str
     host: str
     port: int
-    #: The secret of a connecting process; new in each process.
+    #: The secret required of connecting processes; new in each process.
     key: bytes
 
 

@@ -2,12 +2,12 @@
 
 Invariants:
 
-- A whole request lies with a single source at a time: its samples share a prompt, and its prefix
+- A whole request lies with a single source at a time: its samples share a prompt and a prefix
   cache.
 - The trainer's lane records a request as sent, and a source's lane records it as present. A
-  starting sink sends none of these again before every source has reported.
-- A source keeps a request until the sink ends it. If a source took the message but lacks the
-  request, it refused it or gave it back: the request is free for another source.
+  starting sink sends no sent request again before every source has reported.
+- A source keeps a request until the sink ends it. A source that took the message but lacks the
+  request has refused or returned it: another source may get the request.
 - A source takes only messages addressed to its incarnation, by growing marks: nothing begins twice.
 """
 
@@ -64,7 +64,7 @@ class PromptSender:
         if bus not in self.asked or (before is not None and word.mark <= before.mark):
             return False
         if word.answers[0] != self.incarnation:
-            # From before this sink's first message: another source may hold these requests now.
+            # From before this sink's first message: another source may hold the requests now.
             word = word._replace(here=(), ended=())
         self.heard[bus] = word
         for number in [n for n, at in self.at.items() if at == bus and n not in word.here]:
@@ -81,7 +81,7 @@ class PromptSender:
         return answers[1] if answers[0] == self.incarnation else -1
 
     def ended(self, rows: Rows) -> list[int]:
-        """Return requests without coming samples. `rows` must be newer than every Demand."""
+        """Return requests that can bring no samples. `rows` must be newer than every Demand."""
         return [
             number
             for bus, word in self.heard.items()
@@ -106,7 +106,7 @@ class PromptSender:
         wants = {
             bus: word.wants if room is None else min(word.wants, 1)
             for bus, word in self.heard.items()
-            # A Demand from before the last message does not count the prompts of that message.
+            # A Demand from before the last message misses the prompts of the last message.
             if word.wants and bus in self.asked and self._answered(bus) >= self.asked[bus]
         }
         chosen: dict[str, list[int]] = {}

@@ -612,8 +612,8 @@ class SinkParty:
             self.records += done
         self.journal.settle(self.producer, self._entries)
         if self._waited:
-            # The trainer may have ended the first records before the rest found room: no end counts
-            # earlier.
+            # The trainer may have ended the first records before the rest found room: count ends
+            # only from now.
             self.journal.look_again()
             self._waited = False
         self._order = ()

@@ -84,10 +84,10 @@ def _begin_partial(target: Path) -> tuple[Path, LockedFile]:
         try:
             lock.open(str(partial), os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
-            continue  # removed by another writer before the lock
-        with contextlib.suppress(OSError):  # a file system without locks: nothing is removed
+            continue  # removed by a rival before the lock
+        with contextlib.suppress(OSError):  # a file system without locks: remove nothing
             if not lock.lock():
-                continue  # another writer will remove it
+                continue  # another writer is removing it
         if partial.exists():
             return partial, lock
         lock.close()
