@@ -331,7 +331,7 @@ class GroupsReply(_Message):
 
 
 class EventsReply(_Message):
-    """The answer to GetEvents; `missed` counts omitted events, `newest` continues the read."""
+    """The answer to GetEvents; `missed` counts omitted events, `newest` is the next `after`."""
 
     id: int
     events: list[BusEvent] = []

@@ -446,7 +446,7 @@ class Coordinator:
         return self._ask([bus])
 
     def ask_who_holds_less(self, held: Mapping[str, int]) -> list[Message]:
-        """Have a source announce everything if it holds fewer records now believed to be there."""
+        """Ask sources with fewer records than known here for a whole announcement."""
         believed = [*self.known, *(o for o, mark in self.taken.items() if mark is None)]
         return self._ask({bus for bus, o in by_bus(believed) if len(o) > held.get(bus, len(o))})
 
