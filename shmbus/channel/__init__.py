@@ -1,12 +1,13 @@
-"""A channel: steps of bytes from one process to one other, in order and acknowledged.
+"""A channel: acknowledged, ordered steps of bytes from a process to a single receiver.
 
-It is a companion segment, as a slot pool is, with a protocol of its own (``shmbus_ext/channel``,
-with its LAYOUT.md): here are files, deadlines and words. ``shmbus.tensors`` sends tensors.
+The channel's segment is a companion, like a slot pool, with a separate protocol
+(``shmbus_ext/channel``, see the LAYOUT.md there). This room adds files, deadlines and messages.
+``shmbus.tensors`` sends tensors.
 
 Invariants:
 
-- Each step is delivered until it is acknowledged, and never afterwards; none is left out.
-- Neither side waits without a deadline, nor after the other one has died, ended, or refused.
+- Each step is delivered until the acknowledgement, and never afterwards; no step is left out.
+- Every wait has a deadline, and ends when the peer dies, ends or refuses.
 """
 
 from __future__ import annotations

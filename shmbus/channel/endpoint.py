@@ -1,9 +1,9 @@
-"""What both sides of a channel have in common: its file, waiting for the other one, and leaving.
+"""The common part of a channel's sides: file, waits, and leaving.
 
 Invariants:
 
 - Every wait has a deadline, and ends at once with the other side's death, end or statement.
-- A death is known by the lock alone. It is reported once; a call after that waits for a successor.
+- Only the lock proves a death. A death is reported once; a later call waits for a successor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shmbus.segment.peer_wait import wait_for
 from shmbus.segment.shared_file import Companion
 from shmbus_ext import _core
 
-#: What the files of channels are called: ``shmbus-channel.NAME``.
+#: The kind in channel file names: ``shmbus-channel.NAME``.
 KIND = "channel"
 
 
@@ -36,7 +36,7 @@ def channel_path(name: str) -> str:
 
 
 def companion_of(name: str) -> Companion[_core.Channel]:
-    """Return what makes and opens the file of a channel."""
+    """Return the companion that creates and opens a channel's file."""
     return Companion(
         _core.Channel,
         _core.CHANNEL_LAYOUT_VERSION,
@@ -49,7 +49,7 @@ def companion_of(name: str) -> Companion[_core.Channel]:
 
 
 def living_statement(name: str) -> bytes | None:
-    """Return what the living sender of a channel has stated, without being a side of it."""
+    """Return the statement of a channel's living sender, without joining the channel."""
     try:
         handle = companion_of(name).open(name, read_only=True)
     except errors.BusNotFoundError:
@@ -72,15 +72,15 @@ def living_statement(name: str) -> bytes | None:
 
 
 def unlink_channel(name: str) -> None:
-    """Remove a channel's name; its memory is freed when both sides have closed it."""
+    """Remove a channel's name; the memory stays until both sides close."""
     companion_of(name).unlink()
 
 
-# -- what only a channel raises --------------------------------------------------------------------
+# -- errors of channels ----------------------------------------------------------------------------
 
 
 class ChannelClosedError(ChannelError):
-    """The other side has closed the channel, and nothing is left in it."""
+    """The peer closed the channel after its last step."""
 
 
 class StepOrderError(ChannelError):
@@ -88,7 +88,7 @@ class StepOrderError(ChannelError):
 
 
 class _StepError(ChannelError):
-    """A step that comes without its bytes: which, and why, in the sender's words."""
+    """A step without bytes: its number, and the sender's reason."""
 
     def __init__(self, message: str, step: int, reason: str) -> None:
         super().__init__(message)
@@ -100,11 +100,11 @@ class _StepError(ChannelError):
 
 
 class StepSkippedError(_StepError):
-    """The sender has nothing to send for a step; it counts as acknowledged."""
+    """The sender skipped a step; the step counts as acknowledged."""
 
 
 class StepFailedError(_StepError):
-    """The sender could not make a step; it counts as acknowledged."""
+    """The sender failed to make a step; the step counts as acknowledged."""
 
 
 #: The two sides, by their number in the segment.
@@ -118,7 +118,7 @@ def _nothing() -> None:
 
 
 class Endpoint(ClosedForReason):
-    """One side of a channel, over an open handle that has no side yet."""
+    """One side of a channel, over an open handle without a side."""
 
     SIDE: ClassVar[int]
     OTHER: ClassVar[int]
@@ -127,7 +127,7 @@ class Endpoint(ClosedForReason):
         check_deadline("timeout", timeout)
         self.name: Final = name
         self.timeout = timeout
-        #: Called before each wait and after each wake-up; what it raises ends the wait.
+        #: Called before each wait and after each wake-up; an exception from it ends the wait.
         self.on_wake: Callable[[], None] = _nothing
         self._handle = handle
         self._path = channel_path(name)
@@ -135,28 +135,28 @@ class Endpoint(ClosedForReason):
         self._lock = threading.RLock()
         _endpoints.add(self)
         life, _, claims, _, _ = handle.look(self.OTHER)
-        # Who was gone before this side came is awaited, not mourned.
+        # Wait for, and do not mourn, a peer gone before this side joined.
         self._mourned = claims if life in (_core.CHANNEL_DEAD, _core.CHANNEL_LEFT) else 0
 
     @property
     def slots(self) -> int:
-        """Return how many steps may be on their way."""
+        """Return the limit of steps under way."""
         return self._handle.slots
 
     @property
     def max_bytes(self) -> int:
-        """Return how many bytes a step may have."""
+        """Return the byte limit of a step."""
         return self._handle.max_bytes
 
     @property
     def acked_step(self) -> int:
-        """Return the last acknowledged step; one less than the first before that."""
+        """Return the last acknowledged step; before that, the first step minus 1."""
         _, acked, base, _ = self._counts()
         return base + acked - 1
 
     @property
     def sent_step(self) -> int:
-        """Return the last step that was sent."""
+        """Return the last sent step."""
         sent, _, base, _ = self._counts()
         return base + sent - 1
 
@@ -166,20 +166,20 @@ class Endpoint(ClosedForReason):
         return self._counts()[3]
 
     def is_other_alive(self) -> bool:
-        """Whether a living process is the other side; known by its lock."""
+        """Return True if a living process holds the other side's lock."""
         return self._handle.look(self.OTHER)[0] == _core.CHANNEL_ALIVE
 
     def presence(self, side: str) -> tuple[bool, int]:
-        """Whether a living process is a side, and how many processes have been it."""
+        """Return the side's state: a living holder, and the number of holders so far."""
         life, _, claims, _, _ = self._handle.look(SIDES.index(side))
         return life == _core.CHANNEL_ALIVE, claims
 
     def state(self, data: bytes) -> None:
-        """Tell the other side what outlives this process, at most 64 KiB, in place of the last."""
+        """Replace this side's statement, at most 64 KiB, readable after the process's end."""
         self._handle.state(data)
 
     def statement(self, side: str) -> tuple[int, bytes]:
-        """Return the version of what a side has stated, and that; 0 and nothing for none."""
+        """Return a side's statement with its version; 0 and b"" without a statement."""
         found = self._handle.statement(SIDES.index(side))
         if isinstance(found, tuple):
             return found
@@ -188,18 +188,18 @@ class Endpoint(ClosedForReason):
         raise self._damaged()
 
     def stated(self, side: str) -> int:
-        """Return the version of a side's statement: cheap, and another one after each change."""
+        """Return the version of a side's statement: cheap, and different after each change."""
         return self._handle.stated(SIDES.index(side))
 
     def close(self, reason: str = "") -> None:
-        """Leave the channel by one's own will; the last one to do so removes an empty channel."""
+        """Leave the channel in order; the last side to leave removes an empty channel."""
         if self._handle.closed:
             return
         text = fit_text("reason", reason, _core.CHANNEL_REASON_BYTES)
         try:
             self._leave(text)
         finally:
-            # A handle that has left is no side: it is closed, whatever came between.
+            # A handle without a side must close, despite any exception.
             self._handle.close()
 
     def _leave(self, reason: str) -> None:
@@ -207,7 +207,7 @@ class Endpoint(ClosedForReason):
             self._handle.leave(reason)
             life = self._handle.look(self.OTHER)[0]
             sent, acked, _, _ = self._counts()
-            # Both leave before they look, so at least one sees the other gone.
+            # Leave before the look: at least one side then sees the peer gone.
             over = life in (_core.CHANNEL_LEFT, _core.CHANNEL_ABSENT) and sent == acked
             if over and leads_to(self._path, self._identity):
                 with contextlib.suppress(FileNotFoundError):
@@ -235,8 +235,8 @@ class Endpoint(ClosedForReason):
         )
 
     def require_timeout(self, timeout: object) -> None:
-        """Raise TypeError or ValueError unless it is 0 or more seconds, or None for the default."""
-        # A float is what it is, as a rule, and each step asks.
+        """Raise TypeError or ValueError unless `timeout` is at least 0 seconds, or None."""
+        # A fast path for each step: usually a plain float.
         if not (type(timeout) is float and timeout >= 0):
             check_timeout(timeout)
 
@@ -246,10 +246,10 @@ class Endpoint(ClosedForReason):
         timeout: float | None,
         what: Callable[[], str],
     ) -> _T:
-        """Call `ready` until it has something; `what` says for a message what that would be."""
+        """Call `ready` until it returns a value; `what` names the value in messages."""
         if timeout is not None:
             self.require_timeout(timeout)
-        # A clock says more than a number of NumPy's with few bits can have.
+        # Narrow NumPy floats lack the precision of a clock.
         limit = float(self.timeout if timeout is None else timeout)
 
         def woken() -> _T | None:
@@ -277,7 +277,7 @@ class Endpoint(ClosedForReason):
         )
 
     def end_of_other(self) -> Exception | None:
-        """Return how the other side has ended, a death once; None while it may come or go on."""
+        """Return the other side's end, a death once; None while the side may come or continue."""
         life, pid, claims, label, reason = self._handle.look(self.OTHER)
         other = SIDES[self.OTHER]
         who = f"{other} {printable(label)!r} (pid {pid})"
@@ -300,7 +300,7 @@ class Endpoint(ClosedForReason):
         )
 
     def _is_final(self, claims: int) -> bool:
-        """Whether an end by will is the end of the channel for this side."""
+        """Return True if an orderly end closes the channel for this side."""
         return claims != self._mourned
 
     def _stall(self, waited_s: float, what: str) -> str:
@@ -325,7 +325,7 @@ _endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    # Another thread of the parent's may have had it; its handle says here that it is none.
+    # A parent's thread may have held the lock; the child's handle is unusable anyway.
     for endpoint in list(_endpoints):
         endpoint._lock = threading.RLock()
 
@@ -334,13 +334,13 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def own_label(label: str) -> str:
-    """Return how the other side's messages name this process; by its script where none is given."""
+    """Return this process's label for the other side's messages; the script's name by default."""
     most = _core.CHANNEL_LABEL_BYTES
     return fit_text("label", label, most) or fit_text("label", process_label(), most)
 
 
 def check_deadline(name: str, timeout: object) -> None:
-    """Raise TypeError or ValueError unless a wait of so many seconds has an end."""
+    """Raise TypeError or ValueError for a wait without an end."""
     check_timeout(timeout, name)
     if timeout is None:
         raise TypeError(f"{name}: expected seconds, got None; each wait needs an end")

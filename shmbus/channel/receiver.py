@@ -2,9 +2,9 @@
 
 Invariants:
 
-- Steps come in order. One that was not acknowledged comes again, to this process or its successor.
-- What was acknowledged never comes again; what was not sent is never left out without an error.
-- A view never changes: one that outlives its step's acknowledgement is given a copy at its place.
+- Steps come in order. An unacknowledged step comes again, to this process or its successor.
+- An acknowledged step never comes again; a missing step always raises an error.
+- A view never changes: after its step's acknowledgement a living view gets a copy at its address.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Taken: TypeAlias = tuple[int, int, _core.ChannelMemory, bytes, str]
 
 
 class Message(msgspec.Struct, frozen=True):
-    """A step's number, its memory in place, read-only, and its meta, until it is acknowledged."""
+    """A step's number, its memory in place, read-only, and its meta, until the acknowledgement."""
 
     step: int
     memory: _core.ChannelMemory
@@ -40,7 +40,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class ChannelReceiver(Endpoint):
-    """Receives steps of bytes, from the oldest that was not acknowledged."""
+    """Receives steps of bytes, from the oldest unacknowledged step."""
 
     SIDE: ClassVar[int] = _core.CHANNEL_RECEIVER
     OTHER: ClassVar[int] = _core.CHANNEL_SENDER
@@ -74,7 +74,7 @@ class ChannelReceiver(Endpoint):
         step: int | None = None,
         timeout: float | None = None,
     ) -> Message:
-        """Wait for the oldest step that was not acknowledged; `step` says which one is expected."""
+        """Wait for the oldest unacknowledged step; `step` checks the number."""
         with self._lock:
             if step is not None and check_int64("step", step) <= self.acked_step:
                 raise StepOrderError(
@@ -100,28 +100,28 @@ class ChannelReceiver(Endpoint):
                     reason,
                 )
                 try:
-                    # Last: where anything is raised before, the step comes again.
+                    # Last: after an earlier exception the step comes again.
                     self.ack()
                     raise error
                 finally:
-                    del error  # its traceback has this frame
+                    del error  # the traceback refers to this frame
 
     def ack(self) -> None:
-        """Acknowledge what was received last: its slot may be written again."""
+        """Acknowledge the last received step, and free its slot."""
         with self._lock:
             _core.channel_ack(self._handle)
 
     def drop(self) -> None:
-        """Give back what was received without an acknowledgement: it comes again."""
+        """Return the received step without an acknowledgement: it comes again."""
         with self._lock:
             _core.channel_drop(self._handle)
 
     def resume_after(self, step: int) -> None:
-        """Go on after a checkpoint's last step: earlier ones that come are acknowledged unseen."""
+        """Continue after a checkpoint's last step: earlier steps are acknowledged unseen."""
         self._resumed = check_int64("step", step)
 
     def _is_final(self, claims: int) -> bool:
-        """Whether an end by will is the end for this side; a sender that closed sends no more."""
+        """Return True: a sender that closed sends no more."""
         return True
 
     def _awaited(self) -> str:

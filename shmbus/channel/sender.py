@@ -2,9 +2,9 @@
 
 Invariants:
 
-- Steps follow each other without a gap; each is sent, skipped or failed, once.
-- A step waits only until the one `slots` before it was acknowledged.
-- Where a call raises, its step was not sent, and the same call may be made again.
+- Steps are consecutive; each step is sent, skipped or failed, once.
+- A step waits only for the acknowledgement of the step `slots` before it.
+- After an exception the step was not sent, and the same call may be repeated.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from shmbus.pool import copy_bytes
 from shmbus.segment.room import tightest
 from shmbus_ext import _core
 
-#: Of the layout; C would cut what has more bits.
+#: The layout's limit; C would truncate larger numbers.
 _MOST_SLOTS = 8
 _MOST_BYTES = 1 << 44
 
-#: Bytes that a step may have: address space of a sparse file, and no memory before it is used.
+#: Byte limit of a step: address space of a sparse file, without memory before use.
 DEFAULT_MAX_BYTES = 16 << 30
 
-#: Seconds of a wait where nothing else is said: more than a trainer's longest step should take.
+#: Default seconds of a wait: above a trainer's longest step.
 DEFAULT_TIMEOUT_S = 60.0
 
-#: Seconds to wait for a channel that another process is creating at this moment.
+#: Seconds to wait for a channel under creation by another process.
 _CREATION_S = 5.0
 
 
 class ChannelSender(Endpoint):
-    """Sends steps of bytes. It creates the channel, or goes on where a dead sender has ended."""
+    """Sends steps of bytes. Creates the channel, or continues after a dead sender."""
 
     SIDE: ClassVar[int] = _core.CHANNEL_SENDER
     OTHER: ClassVar[int] = _core.CHANNEL_RECEIVER
@@ -88,11 +88,11 @@ class ChannelSender(Endpoint):
 
     @property
     def next_step(self) -> int:
-        """Return the step that is sent next."""
+        """Return the number of the next step."""
         return self.sent_step + 1
 
     def check_step(self, step: int | None) -> int:
-        """Return the step that is sent next; StepOrderError where another one is given."""
+        """Return the number of the next step; StepOrderError for another number."""
         expected = self.next_step
         if step is None or check_int64("step", step) == expected:
             return expected
@@ -125,11 +125,11 @@ class ChannelSender(Endpoint):
             return self._wait(take, timeout, lambda: self._slot_for(step))
 
     def await_slot(self, step: int, *, timeout: float | None = None) -> None:
-        """Wait until a step that is still to be sent has its slot, whatever is sent before it."""
+        """Wait for the slot of a future step, whatever steps are sent before."""
         self._await_acked(step - self.slots, timeout, lambda: self._slot_for(step))
 
     def post(self, meta: Any) -> None:
-        """Send a step that is all meta, for which there is a slot."""
+        """Send a step of meta alone, into a free slot."""
         with self._lock:
             step = self.next_step
             if self._begin(step, 0, memoryview(meta).nbytes) is None:
@@ -153,7 +153,7 @@ class ChannelSender(Endpoint):
         return got
 
     def _has_room(self, size: int) -> bool:
-        """Tell whether each slot may grow to the size of a step larger than all before."""
+        """Return True if each slot may grow to the size of a new largest step."""
         if size > self._largest:
             with contextlib.suppress(FileNotFoundError):
                 allocated = os.stat(companion_of(self.name).path).st_blocks * 512
@@ -167,7 +167,7 @@ class ChannelSender(Endpoint):
         return f"slot {slot} for step {step}, which step {step - self.slots} still has"
 
     def commit(self, meta: Any = b"") -> None:
-        """Send what `begin` gave memory for; what was made of that memory was released."""
+        """Send the step filled after `begin`; release the memory's views first."""
         self._send(_core.CHANNEL_STEP, meta, "")
 
     def send(
@@ -188,15 +188,15 @@ class ChannelSender(Endpoint):
             return number
 
     def skip(self, reason: str, *, step: int | None = None, timeout: float | None = None) -> int:
-        """Say that a step has no bytes: the receiver gets StepSkippedError for it."""
+        """Skip a step without bytes: the receiver gets StepSkippedError."""
         return self._message(_core.CHANNEL_SKIP, reason, step, timeout)
 
     def fail(self, reason: str, *, step: int | None = None, timeout: float | None = None) -> int:
-        """Say that a step could not be made: the receiver gets StepFailedError for it."""
+        """Fail a step: the receiver gets StepFailedError."""
         return self._message(_core.CHANNEL_FAIL, reason, step, timeout)
 
     def wait_acked(self, step: int, *, timeout: float | None = None) -> None:
-        """Wait until the receiver has acknowledged a step."""
+        """Wait until the receiver acknowledged a step."""
         self._await_acked(step, timeout, lambda: f"the acknowledgement of step {step}")
 
     def _await_acked(self, step: int, timeout: float | None, what: Callable[[], str]) -> None:
@@ -206,7 +206,7 @@ class ChannelSender(Endpoint):
         self._wait(acked, timeout, what)
 
     def withdraw(self) -> bool:
-        """Take back what is on its way, to be sent again; False where a receiver has some."""
+        """Withdraw unacknowledged steps, to send them again; False if a receiver holds steps."""
         with self._lock:
             if self.sent_step == self.acked_step:
                 return True
@@ -216,7 +216,7 @@ class ChannelSender(Endpoint):
             return status == 0
 
     def resume_after(self, step: int) -> None:
-        """Go on after a checkpoint's last acknowledged step; later ones are withdrawn."""
+        """Continue after a checkpoint's last acknowledged step; later steps are withdrawn."""
         step = check_int64("step", step)
         with self._lock:
             if self.acked_step == step:

@@ -1,1 +1,1 @@
-"""Groups from a daemon: the connection to it, and the leases that this process holds."""
+"""Groups from a daemon: the connection, and this process's leases."""

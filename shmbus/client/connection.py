@@ -1,17 +1,17 @@
-"""A client's connection to its daemon: dialled again when it breaks, and shared by all threads.
+"""A client's connection to its daemon: reconnecting, and shared by every thread.
 
 Invariants:
 
-- The watcher, a thread that sleeps on the connection, dials again when it breaks; so a trainer in a
-  long step notices too. All leases, held or not confirmed, are claimed from the new daemon before
-  anything else is sent.
-- An interrupted dialogue is a broken connection. Whoever is interrupted between a request and what
-  follows from its reply gives the connection up (`abandon`). The claim then says what this process
-  really holds, and the daemon delivers the rest again. No signal's handler runs in the watcher.
-- One thread at a time reads from the socket, and files each reply under its request's id; the
-  others wait for theirs. Waiting changes nothing, and ends with the reader.
-- A reply belongs to the connection that it was received on. A thread never gets one of another.
-- No wait for a daemon that is gone is endless: it ends after CLIENT_WAIT_S.
+- The watcher, a thread asleep on the connection, reconnects after a break, also during a trainer's
+  long step. Every lease, held or unconfirmed, is claimed from the new daemon before any other
+  message.
+- An interrupted dialogue is a broken connection. A thread interrupted between a request and the
+  handling of its reply gives the connection up (`abandon`). The claim then reports this process's
+  true leases, and the daemon delivers the rest again. Signal handlers never run in the watcher.
+- One thread at a time reads from the socket, and files each reply under its request's id; the other
+  threads sleep until their reply. Waiting changes nothing, and ends with the reader.
+- A reply belongs to its connection: a thread never gets a reply from another connection.
+- A wait for a lost daemon ends after CLIENT_WAIT_S.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 from shmbus_ext import _core
 
-#: Seconds that a reply may be late before the client gives up on it.
+#: Seconds of delay allowed for a reply.
 REPLY_GRACE_S = 1.0
-#: Seconds after which a thread that waits for the one that reads checks that it still does: an
-#: exception may have ended it.
+#: Seconds until a waiting thread checks for a living reader: an exception may have ended the
+#: reader.
 _READER_CHECK_S = 0.5
 _GIVEN_UP = "it was given up after an interrupt"
 
 
 class Connection:
-    """Attaches to the daemon that serves a bus (`attach`), and stays attached."""
+    """Attaches to the daemon of a bus (`attach`), and stays attached."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class Connection:
         self._pid = os.getpid()
         self._closed = False
         self._wire: Wire | None = None
-        #: Whether the dialogue may have stopped in the middle.
+        #: True if the dialogue may have stopped in the middle.
         self.doubtful = False
         self._unreachable_since_s = time.monotonic()
         self._problem = ""
-        #: Whether a daemon was dialled in vain since the connection broke.
+        #: True after a failed dial since the connection broke.
         self._dialled = False
-        #: Why the daemon refuses this client now.
+        #: The daemon's current reason to refuse this client.
         self._refused: Exception | None = None
         self._daemon_pid = 0
         self._silent_since_s: float | None = None
@@ -85,18 +85,18 @@ class Connection:
 
     @property
     def wire(self) -> Wire | None:
-        """The socket; None while no daemon is reached."""
+        """The socket; None without a daemon."""
         return self._wire
 
     @property
     def ranked(self) -> bool:
-        """Whether this client is one rank of several."""
+        """True if this client is a rank of several."""
         return self._hello.world_size > 1
 
     # -- connecting -----------------------------------------------------------------------------
 
     def _dial(self) -> None:
-        """Connect, and claim all leases. The lock is held."""
+        """Connect, and claim every lease. The caller holds the lock."""
         wire = Wire(self._hello.bus)
         try:
             leases = self._leases
@@ -136,7 +136,7 @@ class Connection:
         )
 
     def _claim(self, wire: Wire) -> None:
-        """Tell a new daemon which leases are held and which have ended, and learn their fate."""
+        """Report held and ended leases to a new daemon, and learn their fate."""
         tokens, claims = self._leases.claims()
         wire.send(*claims)
         deadline = time.monotonic() + limits.RECLAIM_WAIT_S + limits.HELLO_WAIT_S
@@ -165,14 +165,14 @@ class Connection:
                 self._problem = str(error)
                 return limits.REDIAL_INTERVAL_S
             except Exception as error:
-                # The next request raises it; until then the daemon may return.
+                # The next request raises the error; until then the daemon may return.
                 self._problem, self._refused = str(error), error
                 return REPLY_GRACE_S
             finally:
                 self._dialled = True
 
     def _connected(self, deadline: float | None) -> Wire | None:
-        """Return the socket, once the watcher has it if need be; None at the deadline."""
+        """Return the socket, waiting for the watcher's reconnect; None at the deadline."""
         rest_s = limits.REDIAL_INTERVAL_S / 64
         while True:
             with self._lock:
@@ -199,7 +199,7 @@ class Connection:
             rest_s = min(2 * rest_s, limits.REDIAL_INTERVAL_S)
 
     def unavailable(self, waited_s: float) -> errors.DaemonUnavailableError:
-        """Return the error that says for how long the daemon was missed, and what to do."""
+        """Return the error with the daemon's absence in seconds, and the next step."""
         return errors.DaemonUnavailableError(
             f"bus {self._hello.bus!r}: its daemon (last pid {self._daemon_pid}) has not answered "
             f"for {waited_s:.3g} s ({self._problem or 'it is silent'}); start it again with "
@@ -208,9 +208,9 @@ class Connection:
         )
 
     def _lose(self, wire: Wire, because: object) -> None:
-        """Give up a socket that broke; the watcher may have replaced it already."""
-        # An exception may come anywhere in here. Once the socket has ended, the watcher does the
-        # rest; and until nothing refers to it any more, the next request does so again.
+        """Give up a broken socket, unless the watcher already replaced it."""
+        # An exception may come anywhere in here. After the socket's end the watcher does the rest;
+        # and while a reference remains, the next request repeats this.
         wire.end()
         with self._lock:
             if self._wire is wire:
@@ -222,7 +222,7 @@ class Connection:
 
     def abandon(self) -> None:
         """Give the connection up, after an exception that came in the middle of a dialogue."""
-        # The caller sets `doubtful` first: another exception may come before this has begun.
+        # The caller sets `doubtful` first: another exception may come before the first line.
         wire = self._wire
         if wire is not None:
             wire.end()
@@ -260,7 +260,7 @@ class Connection:
             return reply, wire
 
     def _ask(self, wire: Wire, make: Callable[[int], messages.Request], *, takes: bool) -> int:
-        """Send a request, behind the ends that were not sent; return its id."""
+        """Send a request, behind the unsent ends; return its id."""
         state = self._state
         with self._lock:
             self._require_current(wire)
@@ -273,7 +273,7 @@ class Connection:
         return id_
 
     def late_reply(self, wire: Wire, id_: int, patience_s: float) -> messages.Reply | None:
-        """Wait for the reply to a request that this socket has sent; None if it does not come."""
+        """Wait for the reply to a request already sent on this socket; None without a reply."""
         try:
             return self._await(wire, id_, time.monotonic() + patience_s)
         except DaemonUnreachable as error:
@@ -281,7 +281,7 @@ class Connection:
             return None
 
     def send(self, *requests: messages.Request) -> None:
-        """Send what has no reply of its own; without a daemon nothing: the claim tells it."""
+        """Send messages without replies; without a daemon nothing: the claim replaces them."""
         wire = self._wire
         if wire is None:
             if time.monotonic() > self._unreachable_since_s + limits.CLIENT_WAIT_S:
@@ -296,7 +296,7 @@ class Connection:
             self._lose(wire, error)
 
     def receive_pending(self) -> None:
-        """File the replies that have arrived, without waiting. The lock is held."""
+        """File the replies already here, without waiting. The caller holds the lock."""
         wire = self._wire
         if wire is None:
             return
@@ -321,7 +321,7 @@ class Connection:
                 raise self.unavailable(now - self._silent_since_s)
 
     def _await(self, wire: Wire, id_: int, until: float) -> messages.Reply | None:
-        """Wait for one reply: read for all threads, or wait for the thread that reads."""
+        """Wait for a reply: read for every thread, or wait for the reading thread."""
         replies = self._state.replies
         while True:
             with self._lock:
@@ -343,14 +343,14 @@ class Connection:
                 self._wait_for_reader(wire, id_, left)
 
     def _consume(self, id_: int) -> messages.Reply | None:
-        """Return the reply to a request, which is over then. The lock is held."""
+        """Return a request's reply, and end the request. The caller holds the lock."""
         reply = self._state.replies[id_].reply
         if reply is not None:
             del self._state.replies[id_]
         return reply
 
     def _read(self, wire: Wire, id_: int, left: float) -> messages.Reply | None:
-        """Wait for replies, and file them; return the one to this request, if it came."""
+        """Wait for replies, and file them; return this request's reply, if it came."""
         if not wire.wait(left):
             return None
         with self._lock:
@@ -361,7 +361,7 @@ class Connection:
             return self._consume(id_)
 
     def _wait_for_reader(self, wire: Wire, id_: int, left: float) -> None:
-        """Sleep until the thread that reads has filed this reply, or reads no more."""
+        """Sleep until the reading thread files this reply, or stops reading."""
         with self._lock:
             self._require_current(wire)
             pending = self._state.replies[id_]
@@ -369,16 +369,16 @@ class Connection:
                 return
             wake = pending.wake
             if wake is None:
-                # Whoever reads sees this from now on; if nobody does, the caller is the next.
+                # The reader sees this from now on; without a reader the caller is the next reader.
                 wake = threading.Lock()
                 wake.acquire()
                 pending.wake = wake
                 return
-        # A reader that an exception ended may have woken nobody.
+        # A reader ended by an exception may have woken no thread.
         wake.acquire(timeout=min(left, _READER_CHECK_S))
 
     def _pass_on(self) -> None:
-        """Wake another thread to read, since this one reads no more. The lock is held."""
+        """Wake another thread to read in this thread's place. The caller holds the lock."""
         for pending in self._state.replies.values():
             if pending.wake is not None and pending.reply is None:
                 pending.wake_up()
@@ -389,7 +389,7 @@ class Connection:
             raise DaemonUnreachable("the connection was given up")
 
     def _file(self, reply: messages.Reply) -> None:
-        """Keep a reply for the thread that waits for it, or pass on a confirmation."""
+        """Keep a reply for its waiting thread, or forward a confirmation."""
         self._silent_since_s = None
         if isinstance(reply, messages.Ended):
             self._leases.confirmed([*reply.numbers, *reply.unknown])
@@ -405,9 +405,9 @@ class Connection:
     # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Say Bye, drop all leases, and wake every thread that waits here; may be called again."""
-        # A daemon that is away is waited for, LEAVE_WAIT_S at most, where it has not been told of
-        # groups that were acknowledged: nothing else would keep them from coming again.
+        """Say Bye, drop every lease, and wake every waiting thread; may be called again."""
+        # With unreported acknowledgements, wait for an absent daemon, LEAVE_WAIT_S at most:
+        # otherwise the groups would come again.
         if os.getpid() != self._pid:
             return
         try:
@@ -437,7 +437,8 @@ class Connection:
             self._closed = True
             wire = self._wire
             if wire is not None:
-                with contextlib.suppress(DaemonUnreachable):  # the next one finds no lock of ours
+                # the next daemon finds no lock of ours
+                with contextlib.suppress(DaemonUnreachable):
                     wire.send(*self._leases.unsent_ends(), messages.Bye())
                 wire.end()
             self._leases.close()
@@ -445,8 +446,8 @@ class Connection:
             self._wake_all()
 
     def __del__(self) -> None:
-        # The watcher wakes in here, and still gets a reference: it must not dial again, since an
-        # object that it keeps alive is not finalised twice.
+        # The watcher wakes in here, and still gets a reference: it must not dial again, because an
+        # object resurrected by it is not finalised twice.
         self._closed = True
         wire = getattr(self, "_wire", None)
         if wire is not None and os.getpid() == self._pid:
@@ -459,7 +460,7 @@ class Connection:
 
 
 def end_trained_messages(names: bytes) -> list[messages.EndTrained]:
-    """Return the messages that say what was trained; none where nothing was."""
+    """Return the messages that report trained samples; empty without names."""
     ends = range(messages.NAMES_BYTES, len(names) + messages.NAMES_BYTES, messages.NAMES_BYTES)
     return [
         messages.EndTrained(

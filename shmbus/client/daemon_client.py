@@ -1,16 +1,16 @@
-"""DaemonClient: the Source of a Consumer whose bus is served by a daemon.
+"""DaemonClient: the Source of a Consumer on a bus with a daemon.
 
-It is made of two parts: a `Connection`, which knows the socket and no leases, and `Leases`, which
-knows the leases and no socket. What both have open is in one `ClientState`.
+Two parts: a `Connection` with a socket and no leases, and `Leases` without a socket. A shared
+`ClientState` holds their open requests.
 
 Invariants:
 
-- Groups that were asked ahead are handed out before any newer ones, or given back before an older
-  group is.
-- No call lasts longer than its timeout and REPLY_GRACE_S.
-- Whatever happens between a request and the leases that its reply grants, or between the end of a
-  lease here and the message that says so, ends the connection, unless it is the daemon's own word.
-  The next connection's claim says what is true.
+- Groups asked ahead are handed out before newer groups, or given back before an older group is
+  given back.
+- No call exceeds its timeout plus REPLY_GRACE_S.
+- An interruption between a request and the leases of its reply, or between a lease's end here and
+  its message, ends the connection, except for the daemon's own errors. The next connection's claim
+  reports the truth.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from shmbus.ledger import Ledger, TrainedBefore
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
-#: Groups of a take from which on the next portion is requested ahead: a smaller take wants few.
+#: Least size of a take for a request ahead: smaller takes want few groups.
 _AHEAD_GROUPS = 16
 
 _G = TypeVar("_G", bound=_core.GroupBase)
 
 
 class DaemonClient:
-    """Attaches to the daemon that serves a bus (`attach`), and leases groups from it."""
+    """Attaches to the daemon of a bus (`attach`), and leases groups from it."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class DaemonClient:
     ) -> None:
         self.segment = lifecycle.open_segment(name, read_only=True)
         self._pid = os.getpid()
-        #: Requests, replies, leases and ends that are open with the daemon.
+        #: Open requests, replies, leases and ends.
         self.state = ClientState()
         self.lock = self.state.lock
-        #: What this process holds.
+        #: This process's leases.
         self.leases = Leases(self.segment, self.state)
         hello = messages.Hello(
             version=messages.VERSION,
@@ -70,15 +70,15 @@ class DaemonClient:
             policy=policy,
             split=split,
         )
-        #: To the daemon, and after its death to the next one.
+        #: To the daemon, and after its death to the next.
         self.connection = Connection(hello, self.state, self.leases, self.segment)
 
     def attach(self) -> None:
-        """Connect; after an exception nothing is attached, and this cannot be used any more."""
+        """Connect; after an exception nothing is attached, and the object is unusable."""
         self.connection.attach()
 
     def require(self) -> None:
-        """Raise BusClosedError in a child of the process that attached."""
+        """Raise BusClosedError in a child of the attaching process."""
         if os.getpid() != self._pid:
             raise errors.BusClosedError(
                 f"bus {self.segment.name!r}: this Consumer was made in another process, before a "
@@ -88,9 +88,9 @@ class DaemonClient:
     # -- taking ---------------------------------------------------------------------------------
 
     def receive(self, max_groups: int, timeout: float | None) -> bool:
-        """Wait until there are leases to hand out; False at the timeout."""
-        # After a large reply with all that was asked for, the next groups are asked ahead, so that
-        # the daemon prepares them while the caller works.
+        """Wait for leases to hand out; return False at the timeout."""
+        # After a full large reply the next groups are asked ahead: the daemon prepares them while
+        # the caller works.
         if self.leases.ready:
             return True
         return self._receive_until(
@@ -130,8 +130,8 @@ class DaemonClient:
         )
 
     def hand_out(self, kind: type[_G], consumer: object, limit: int) -> list[_G]:
-        """Make groups of what was received; none where another thread has had it."""
-        # Callers return this and keep it nowhere: a group that dies on its way is ready again.
+        """Make groups of received leases; empty if another thread took them."""
+        # Callers return the groups without keeping them: a group lost on its way is ready again.
         return self.leases.hand_out(kind, consumer, limit)
 
     def _receive_until(
@@ -140,9 +140,9 @@ class DaemonClient:
         make: Callable[[int, float], messages.Request],
         ahead: int = 0,
     ) -> bool:
-        """Ask again and again until there are groups; `ahead` is how many to ask ahead then."""
+        """Ask until groups arrive; `ahead` is the number to ask ahead then."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        # The answer to what was asked ahead, or gave up waiting, says nothing of now.
+        # An old answer, asked ahead or abandoned, tells nothing about now.
         earlier = self.state.open_take is not None
         while True:
             left = limits.TAKE_SLICE_S
@@ -158,7 +158,7 @@ class DaemonClient:
                 raise refusal(reply)
             if self.leases.ready:
                 return True
-            # What a removed bus holds is delivered; nothing comes of waiting for more.
+            # A removed bus still delivers its groups, and will get no more.
             self.segment.require_name()
             over = deadline is not None and time.monotonic() >= deadline
             if over and (reply is None or not earlier):
@@ -172,7 +172,7 @@ class DaemonClient:
         patience_s: float,
         ahead: int,
     ) -> messages.Reply | None:
-        """Ask once; what is granted is ready to be handed out when this returns."""
+        """Ask once; granted groups are ready when the call returns."""
         try:
             answer = self.connection.request(make, deadline, patience_s, takes=True)
             if answer is None:
@@ -191,12 +191,12 @@ class DaemonClient:
             raise
 
     def borrow(self, reply: messages.Leases, wire: Wire) -> list[ClientLease]:
-        """Turn what the daemon granted into leases of this process; empty if it died since."""
+        """Turn granted groups into leases of this process; empty if the daemon died since."""
         if not reply.groups:
             return []
         with self.lock:
             if wire is not self.connection.wire:
-                # Never claimed, so the next daemon delivers them under other numbers.
+                # Never claimed: the next daemon delivers them under new numbers.
                 return []
             leases = self.leases.receive(reply, wire.fileno())
             if self.state.to_end:
@@ -220,7 +220,7 @@ class DaemonClient:
     # -- ending leases --------------------------------------------------------------------------
 
     def is_leased(self, lease: Any) -> bool:
-        """Whether the daemon leased this to this client, and the lease has not ended."""
+        """Return True for a living lease of this client."""
         return self.leases.is_leased(lease)
 
     def end(self, lease: ClientLease, reason: int) -> None:
@@ -230,12 +230,12 @@ class DaemonClient:
     def end_groups(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
     ) -> int:
-        """End the leases of groups in one call, up to the first that needs a closer look."""
-        # Each group is checked as `Consumer` does it, and gets its new state. Returns how many.
+        """End the leases of groups in a single call, up to the first special case."""
+        # Checks each group like `Consumer`, and sets its new state; returns the number.
         return self.leases.end_groups(consumer, groups, reason, state)
 
     def recall(self) -> None:
-        """Give back the groups that were asked ahead: an older one is delivered before them now."""
+        """Give back the groups asked ahead, for an older group to come first."""
         if self.state.open_take is None and not self.leases.ready:
             return
         try:
@@ -269,14 +269,14 @@ class DaemonClient:
             raise
 
     def give_back(self, lease: ClientLease) -> None:
-        """Give back a lease that was lost with its daemon: others have it already."""
+        """Give back a lease lost with its daemon: another consumer may hold it already."""
 
     def _tell_given_back(self, numbers: list[int]) -> None:
         if numbers:
             self.connection.send(messages.GiveBack(numbers=numbers))
 
     def flush(self) -> None:
-        """Tell the daemon which leases have ended. An unreachable one learns it from the claim."""
+        """Report ended leases to the daemon; an unreachable daemon learns them from the claim."""
         try:
             with self.lock:
                 self.connection.send(*self.leases.unsent_ends())
@@ -307,15 +307,15 @@ class DaemonClient:
         return reply.ledger
 
     def note_trained(self, leases: list[ClientLease], step: int) -> None:
-        """Tell the daemon as which step groups are trained."""
+        """Report the trained step of groups to the daemon."""
         if not self.connection.ranked:
             return
-        # A daemon that is away learns it from the claim.
+        # An absent daemon learns the step from the claim.
         with self.lock, contextlib.suppress(errors.DaemonUnavailableError):
             self.connection.send(self.leases.note_trained(leases, step))
 
     def trained_before(self, step: int) -> TrainedBefore:
-        """Return what all ranks have trained before this step and is on the bus."""
+        """Return the samples on the bus trained by any rank before this step."""
         names: set[bytes] = set()
         groups: list[tuple[str, int | None, str]] = []
         after, more = b"", True
@@ -329,7 +329,7 @@ class DaemonClient:
         return TrainedBefore(names, groups)
 
     def end_trained(self, origins: set[bytes]) -> None:
-        """Have the daemon end what a checkpoint counts as trained, and the one after it too."""
+        """Have the daemon, and its successors, end samples trained according to a checkpoint."""
         self.recall()
         packed = b"".join(sorted(origins))
         with self.lock:
@@ -346,7 +346,7 @@ class DaemonClient:
         except errors.DaemonUnavailableError:
             raise
         except BaseException:
-            # Nobody waits for that reply any more.
+            # No thread waits for the reply any longer.
             self.connection.doubtful = True
             self.connection.abandon()
             raise
@@ -357,7 +357,7 @@ class DaemonClient:
         return answer[0]
 
     def close(self) -> None:
-        """Leave. Groups that are not ended are the next to be delivered; arrays stay valid."""
+        """Leave. Living leases are delivered next; arrays stay valid."""
         self.connection.close()
 
 

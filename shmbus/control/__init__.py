@@ -1,1 +1,1 @@
-"""What a daemon and its clients share: messages, the socket, and asking a daemon once."""
+"""The shared part of daemon and clients: messages, the socket, and single requests."""

@@ -1,7 +1,7 @@
-"""Asking a daemon once: one connection, one request, one reply.
+"""Single requests to a daemon: a connection, a request, a reply.
 
 Invariant: an observer holds no lease. A status request to an unresponsive or incompatible daemon
-times out after one second, and reports that.
+times out after one second, and reports the timeout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shmbus import errors, limits
 from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 
-#: Seconds that a daemon has for its status: a healthy one answers within milliseconds.
+#: Seconds for a status reply: a healthy daemon answers within milliseconds.
 _STATUS_WAIT_S = 1.0
 
 
@@ -36,7 +36,7 @@ def ask_groups(
 def ask_group(
     name: str, instance_id: str, round: int | None, split: str
 ) -> messages.GroupReply | str | None:
-    """Ask the daemon of a bus where a group is, and what happened to it."""
+    """Ask the daemon of a bus for a group's state and history."""
     request = messages.GetGroup(id=1, instance_id=instance_id, round=round, split=split)
     reply = _look(name, request, "group")
     assert reply is None or isinstance(reply, (messages.GroupReply, str))
@@ -46,7 +46,7 @@ def ask_group(
 def ask_events(
     name: str, after: int, limit: int, *, groups: bool = True, trace: bool = False
 ) -> messages.EventsReply | str | None:
-    """Ask the daemon of a bus what has happened."""
+    """Ask the daemon of a bus for its events."""
     request = messages.GetEvents(id=1, after=after, limit=limit, groups=groups, trace=trace)
     reply = _look(name, request, "events")
     assert reply is None or isinstance(reply, (messages.EventsReply, str))
@@ -54,7 +54,7 @@ def ask_events(
 
 
 def _look(name: str, request: messages.Request, what: str) -> messages.Reply | str | None:
-    """Ask something that changes nothing; None without a daemon, a str says why it gave nothing."""
+    """Send a read-only request; return None without a daemon, a str without a reply."""
     try:
         wire = Wire(name)
     except (DaemonUnreachable, ValueError):
@@ -77,7 +77,7 @@ def ask_snapshot(name: str, directory: str) -> bytes | None:
     try:
         wire = Wire(name)
     except (DaemonUnreachable, ValueError, PermissionError):
-        return None  # the bus of another user: reading it raises the right error
+        return None  # another user's bus: reading it raises the right error
     request = messages.TakeSnapshot(id=1, directory=os.path.abspath(directory))
     try:
         reply = _ask(wire, name, request, "shmbus snapshot", None)

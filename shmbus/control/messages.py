@@ -3,11 +3,11 @@
 Invariants:
 
 - Messages carry no payload. A group travels as the locations of its records in the segment (24
-  bytes each), an identity as (producer_id, sequence), 16 bytes, a lasting name as the identity of a
-  bus before that, 32 bytes; the core packs them.
-- Input from a socket is bounded before it is decoded, and validated by the types of its struct. A
-  frame that is not exactly one message of its direction is a ProtocolError.
-- A new field has a default, so that two builds of one VERSION understand each other.
+  bytes each), an identity as (producer_id, sequence), 16 bytes, a lasting name as a bus identity
+  followed by an identity, 32 bytes; the core packs them.
+- Input from a socket is bounded before decoding, and validated by the types of its struct. A frame
+  must hold exactly a single message of its direction; otherwise ProtocolError.
+- A new field needs a default: two builds of one VERSION understand each other.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shmbus.inspect.types import BusEvent, Count, GroupCells, GroupState, LeaseS
 from shmbus.ledger import Ledger
 from shmbus_ext import _core
 
-#: Of the protocol. Both sides must have the same.
+#: The protocol's version, equal on both sides.
 VERSION = 1
 
-#: Bytes of a lasting name, and of all names in one message.
+#: Bytes of a lasting name, and of every name in a message together.
 NAME_BYTES = 32
 NAMES_BYTES = limits.MAX_MESSAGE_BYTES // (2 * NAME_BYTES) * NAME_BYTES
 
@@ -46,10 +46,10 @@ class _Message(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
 
 
 class Hello(_Message):
-    """The first message. `policy` holds the options that the client requires, by name.
+    """The first message. `policy` holds the client's required options, by name.
 
     `client` is its number of an earlier connection, -1 for none; `next_step` its rank's next step,
-    0 where it has taken none. An observer takes no leases. `split` is whose groups it takes.
+    0 before the first step. An observer takes no leases. `split` selects the groups.
     """
 
     version: int
@@ -67,9 +67,9 @@ class Hello(_Message):
 
 
 class Held(_Message):
-    """A lease of an earlier daemon: `reason` is -1 while the client holds it, or how it ended.
+    """A lease of an earlier daemon: `reason` is -1 while held, or the reason of its end.
 
-    `trained_at` is the step that Trained has said.
+    `trained_at` repeats the step of Trained.
     """
 
     token: Count
@@ -80,7 +80,7 @@ class Held(_Message):
 
 
 class Claim(_Message):
-    """After a Hello with a client number: all of its earlier leases, in one or more of these."""
+    """After a Hello with a client number: its earlier leases, in one or more Claims."""
 
     groups: list[Held]
     last: bool = True
@@ -89,8 +89,8 @@ class Claim(_Message):
 class Take(_Message):
     """Lease up to `max_groups`; wait `timeout_s` for the first (None: for ever).
 
-    A request `ahead`, by a client that still works on earlier groups, gets none while there are
-    other clients. `gathers` says that the client packs batches (`consumer_packs` in the header).
+    A request `ahead`, by a client still working on earlier groups, gets nothing while other clients
+    are attached. `gathers`: the client packs batches (`consumer_packs` in the header).
     """
 
     id: Count
@@ -101,11 +101,11 @@ class Take(_Message):
 
 
 class TakeStep(_Message):
-    """Lease this rank's shard of its next step; all ranks request a step with the same numbers.
+    """Lease this rank's shard of its next step; every rank requests a step with the same numbers.
 
-    A shard has `groups` groups, or as many as fit into `tokens`, where a trajectory counts with the
-    length of `field`. `max_wait_s` after its first group a step is formed though it is not full,
-    except for a rank that wants it `only_full`. `gathers` is as for Take.
+    A shard has `groups` groups, or a number limited by `tokens`, where a trajectory counts with the
+    length of `field`. `max_wait_s` after its first group a partial step is formed, except for a
+    rank with `only_full`. `gathers` as in Take.
     """
 
     id: Count
@@ -126,20 +126,20 @@ class End(_Message):
 
 
 class GiveBack(_Message):
-    """End these leases without releasing: their groups are the next to be delivered."""
+    """End these leases without releasing: their groups come next."""
 
     numbers: list[Count]
 
 
 class Trained(_Message):
-    """These leases are trained, as step `step` by the trainer's own count; -1 takes it back."""
+    """These leases are trained, as step `step` in the trainer's count; -1 withdraws the note."""
 
     numbers: list[Count]
     step: Step
 
 
 class GetTrained(_Message):
-    """Ask what all ranks have trained before `step` and is on the bus, in order behind `after`."""
+    """Ask for the samples on the bus trained before `step`, in order after `after`."""
 
     id: Count
     step: Step
@@ -147,9 +147,9 @@ class GetTrained(_Message):
 
 
 class EndTrained(_Message):
-    """End the samples of these lasting names, now and where they come; the last has no `more`.
+    """End the samples of these lasting names, now or on arrival; the last message lacks `more`.
 
-    They take the place of what this rank, or a client without one, has said before.
+    They replace the earlier names of this rank, or of clients without a rank.
     """
 
     id: Count
@@ -198,7 +198,7 @@ class GetEvents(_Message):
 
 
 class GetGroup(_Message):
-    """Ask where one group is, for its cells and its events."""
+    """Ask for a group's cells and events."""
 
     id: Count
     instance_id: Text
@@ -217,7 +217,7 @@ class TakeSnapshot(_Message):
 
 
 class Bye(_Message):
-    """Leave: the daemon takes back all leases of this client immediately."""
+    """Leave: the daemon takes back every lease of this client immediately."""
 
 
 Request: TypeAlias = (
@@ -240,7 +240,7 @@ class Welcome(_Message):
 
 
 class Granted(_Message):
-    """One leased group of `size`; `places` has PLACE_BYTES for each of its trajectories."""
+    """A leased group of `size`; `places` has PLACE_BYTES for each of its trajectories."""
 
     number: int
     size: int
@@ -264,16 +264,16 @@ class Claimed(_Message):
 
 
 class Ended(_Message):
-    """Leases that have ended and are in the ledger; `unknown` were not this client's."""
+    """Ended leases, counted in the ledger; `unknown` were not this client's."""
 
     numbers: list[int]
     unknown: list[int] = []
 
 
 class TrainedReply(_Message):
-    """The answer to GetTrained: lasting names in order, and whether there are more.
+    """The answer to GetTrained: lasting names in order; `more` if names remain.
 
-    `groups` has the instance ids, rounds and splits of the groups; the first answer has all.
+    `groups` has the instance ids, rounds and splits of every group, in the first answer only.
     """
 
     id: int
@@ -299,9 +299,9 @@ class StatusReply(_Message):
     """The answer to GetStatus.
 
     `recovering` while the daemon waits for clients of its predecessor. `next_steps` has each rank's
-    next step; `in_doubt` counts groups that a client which has not come back may hold;
-    `failed_attempts` counts those since the daemon began by the kind of their reason; `oldest_s` is
-    the age of the oldest incomplete group.
+    next step; `in_doubt` counts groups perhaps still held by an absent client; `failed_attempts`
+    counts failures since the daemon's start by the kind of their reason; `oldest_s` is the age of
+    the oldest incomplete group.
     """
 
     id: int
@@ -323,7 +323,7 @@ class StatusReply(_Message):
 
 
 class GroupsReply(_Message):
-    """The answer to GetGroups, of GROUPS_REPLY_BYTES at most; `omitted` groups are not in it."""
+    """The answer to GetGroups, of at most GROUPS_REPLY_BYTES; `omitted` groups are left out."""
 
     id: int
     groups: list[GroupCells] = []
@@ -331,7 +331,7 @@ class GroupsReply(_Message):
 
 
 class EventsReply(_Message):
-    """The answer to GetEvents; `missed` are left out, and `newest` is the number to go on from."""
+    """The answer to GetEvents; `missed` counts omitted events, `newest` is the next `after`."""
 
     id: int
     events: list[BusEvent] = []
@@ -340,7 +340,7 @@ class EventsReply(_Message):
 
 
 class GroupReply(_Message):
-    """The answer to GetGroup: its cells while it is on the bus, who holds it, what happened."""
+    """The answer to GetGroup: cells while on the bus, holder, and history."""
 
     id: int
     state: GroupState
@@ -351,14 +351,14 @@ class GroupReply(_Message):
 
 
 class SnapshotTaken(_Message):
-    """The answer to TakeSnapshot: the manifest, as it is on disk."""
+    """The answer to TakeSnapshot: the manifest, identical to the disk's."""
 
     id: int
     manifest: bytes
 
 
 class Refused(_Message):
-    """The request `id` failed, or with -1 the connection, which the daemon then closes."""
+    """The request `id` failed, or with -1 the connection, closed next by the daemon."""
 
     kind: Literal["protocol", "value", "busy", "closed", "version", "not_found", "failed"]
     message: str
@@ -376,7 +376,7 @@ _reply_decoder = msgspec.msgpack.Decoder(Reply)
 
 
 def frame(message: _Message) -> bytes:
-    """Encode one message with its length before it."""
+    """Encode a message with its length in front."""
     body = _encoder.encode(message)
     if len(body) > limits.MAX_MESSAGE_BYTES:
         raise errors.ProtocolError(
@@ -387,13 +387,13 @@ def frame(message: _Message) -> bytes:
 
 
 def decode_request(body: bytes) -> Request:
-    """Decode a client's message; ProtocolError where it is none."""
+    """Decode a client's message; ProtocolError for an invalid message."""
     request: Request = _decode(_request_decoder, body)
     return request
 
 
 def decode_reply(body: bytes) -> Reply:
-    """Decode a daemon's message; ProtocolError where it is none."""
+    """Decode a daemon's message; ProtocolError for an invalid message."""
     reply: Reply = _decode(_reply_decoder, body)
     return reply
 
@@ -408,18 +408,18 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
 
 
 def split_names(packed: bytes) -> set[bytes]:
-    """Return the lasting names that lie one behind the other."""
+    """Return the lasting names of a packed sequence."""
     return {packed[at : at + NAME_BYTES] for at in range(0, len(packed), NAME_BYTES)}
 
 
 class FrameBuffer:
-    """Bytes in, frames out. It never keeps more than one incomplete frame."""
+    """Bytes in, frames out, with at most one incomplete frame in memory."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes | memoryview) -> list[bytes]:
-        """Add received bytes; return the bodies that are complete."""
+        """Add received bytes; return the complete bodies."""
         kept = self._bytes
         if kept:
             kept += data

@@ -1,7 +1,7 @@
 """The path of a daemon's socket, and the process at the other end of a Unix socket.
 
-Invariant: a peer is trusted only after the kernel has named our own user as its user. Anything else
-in the socket's place is named, and neither waited for nor removed.
+Invariant: a peer is trusted only after the kernel has named our own user as its user. A foreign
+file in the socket's place is named, and neither waited for nor removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CREDENTIALS = struct.Struct("=iII")
 
 
 def obstacle(name: str) -> str | None:
-    """Say what lies in the place of a bus's socket and cannot be a daemon's; None otherwise."""
+    """Describe a foreign file in the place of a bus's socket; None without an obstacle."""
     path = socket_path(name)
     try:
         found = os.lstat(path)
@@ -32,7 +32,7 @@ def obstacle(name: str) -> str | None:
 
 
 def require_place(name: str) -> None:
-    """Check that a daemon can put its socket in place."""
+    """Check the place for a daemon's socket."""
     path = socket_path(name)
     what = obstacle(name)
     try:
@@ -66,7 +66,7 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def check_peer(name: str, connection: socket.socket) -> int:
-    """Return the peer's pid; PermissionError where it runs as another user."""
+    """Return the peer's pid; PermissionError if another user runs the peer."""
     pid, uid = peer(connection)
     if uid != os.geteuid():
         raise PermissionError(

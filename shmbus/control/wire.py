@@ -1,13 +1,13 @@
-"""The client's end of the socket: it connects, sends and receives whole frames, with deadlines.
+"""The client's end of the socket: connects, sends and receives whole frames, with deadlines.
 
 Invariants:
 
-- A wait ends at its deadline, or with the end of the connection. Signals are handled during a wait,
-  since every system call here returns to Python.
-- A signal's handler that raises may leave half a frame sent, or received ones unread. The caller
-  then ends the connection; one that goes on has neither.
-- The descriptor is closed with the last reference, so that a thread which sleeps on it never sleeps
-  on another file of that number.
+- A wait ends at its deadline, or with the connection. Signals are handled during a wait, because
+  every system call here returns to Python.
+- A raising signal handler may leave half a frame sent, or received frames unread. The caller then
+  ends the connection; a surviving connection carries neither.
+- The descriptor closes with the last reference: a thread sleeping on the descriptor never sleeps on
+  a later file of the same number.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from shmbus import errors, limits
 from shmbus.control import messages, socket_path
 from shmbus.segment import names
 
-#: Bytes that one call receives at most. The buffer is kept: a new one of this size is a mapping of
-#: its own, which a small reply would pay for with two system calls and a page fault.
+#: Bytes received by a call at most. The buffer is kept: a new buffer of this size needs its own
+#: mapping, at the cost of two system calls and a page fault for a small reply.
 _CHUNK_BYTES = 1 << 18
 
 
 class DaemonUnreachable(Exception):
-    """The daemon does not answer, or not any more; trying again may help."""
+    """The daemon does not answer, or stopped answering; a retry may help."""
 
 
 def socket_exists(name: str) -> bool:
-    """Whether a daemon runs or has crashed: one that ends properly removes its socket."""
+    """Return True if a daemon runs or crashed: a clean exit removes the socket."""
     path = names.socket_path(name)
     return os.path.lexists(path) and socket_path.obstacle(name) is None
 
 
 def refusal(reply: messages.Refused) -> Exception:
-    """Return the exception that a Refused carries."""
+    """Return the exception carried by a Refused."""
     kinds: dict[str, type[Exception]] = {
         "value": ValueError,
         "busy": errors.BusBusyError,
@@ -51,14 +51,14 @@ def refusal(reply: messages.Refused) -> Exception:
 
 
 class _Socket(socket.socket):
-    """A socket that closes with its last reference, and runs no Python code for that."""
+    """A socket that closes with its last reference, without Python code."""
 
     __slots__ = ()
     __del__ = socket.SocketType.close
 
 
 class Wire:
-    """One connection to a daemon."""
+    """A connection to a daemon."""
 
     def __init__(self, name: str) -> None:
         what = socket_path.obstacle(name)
@@ -67,7 +67,7 @@ class Wire:
         self._name = name
         self._frames = messages.FrameBuffer()
         self._chunk = memoryview(bytearray(_CHUNK_BYTES))
-        #: Whether this end has given the connection up.
+        #: True after this end gave up the connection.
         self.ended = False
         self._socket = _Socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -101,7 +101,7 @@ class Wire:
         return self.receive_now() if self.wait(timeout_s) else []
 
     def receive_now(self) -> list[messages.Reply]:
-        """Return the replies that have arrived; DaemonUnreachable if the daemon is gone."""
+        """Return the replies already here; DaemonUnreachable if the daemon is gone."""
         try:
             size = self._socket.recv_into(self._chunk)
         except BlockingIOError:
@@ -113,7 +113,7 @@ class Wire:
         return [messages.decode_reply(body) for body in self._frames.feed(self._chunk[:size])]
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is something to receive; this changes nothing."""
+        """Wait for received data, without reading."""
         return self._wait(select.POLLIN, timeout_s)
 
     def _wait(self, events: int, timeout_s: float) -> bool:
@@ -122,19 +122,19 @@ class Wire:
         return bool(poll.poll(math.ceil(max(timeout_s, 0.0) * 1000)))
 
     def fileno(self) -> int:
-        """Return the descriptor; it is valid while there is a reference to this."""
+        """Return the descriptor, valid while a reference to this Wire exists."""
         return self._socket.fileno()
 
     def await_end(self) -> None:
-        """Sleep until either end has closed the connection."""
+        """Sleep until either end closes the connection."""
         poll = select.poll()
         poll.register(self._socket, 0)
         poll.poll()
 
     def end(self) -> None:
-        """End the connection: nothing is sent or received any more, and all threads here wake."""
+        """End the connection: sends and receives stop, and every waiting thread wakes."""
         self.ended = True
-        with contextlib.suppress(OSError):  # the other end has closed it
+        with contextlib.suppress(OSError):  # already closed by the other end
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:

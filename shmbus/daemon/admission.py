@@ -1,6 +1,6 @@
-"""Which clients a daemon admits: a Hello is checked here, and refused with the reason.
+"""Admission of clients: checks a Hello, and refuses it with the reason.
 
-Pure functions: they change nothing, so a refused client leaves no trace.
+Pure functions without side effects: a refused client leaves no trace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def refusal(
     *,
     draining: bool,
 ) -> messages.Refused | None:
-    """Return why a client cannot attach to this daemon, or None."""
+    """Return the reason against a client's attachment, or None."""
     if hello.version != messages.VERSION:
         return messages.Refused(
             kind="version",
@@ -60,7 +60,7 @@ def refusal(
 def rank_refusal(
     hello: messages.Hello, world_size: int | None, ranked: Collection[Session]
 ) -> messages.Refused | None:
-    """Return why a rank cannot join the ranks that are attached, or None."""
+    """Return the reason against a rank beside the attached ranks, or None."""
     if hello.rank >= hello.world_size:
         return messages.Refused(
             kind="value",
@@ -85,9 +85,9 @@ def rank_refusal(
 
 
 def mixed_refusal(hello: messages.Hello, others: Collection[Session]) -> messages.Refused | None:
-    """Return why ranks and consumers without a rank cannot share this bus, or None."""
-    # A group goes to one step of the ranks or to one plain consumer: whoever asked first would
-    # leave nothing to the others. Consumers of another split than "train" take no group of theirs.
+    """Return the reason against ranks and plain consumers on the same bus, or None."""
+    # A group goes to a step of the ranks or to a plain consumer: the first to ask would leave
+    # nothing to the rest. Consumers of a split besides "train" take none of their groups.
     if hello.split != TRAIN:
         return None
     ranked = [session for session in others if session.rank >= 0]
@@ -122,7 +122,7 @@ def taken_by_ranks(bus: str, ranked: Collection[Session], client: messages.Hello
 
 
 def too_many(hello: messages.Hello, attached: int) -> messages.Refused:
-    """Return the refusal of a client for which there is no free number."""
+    """Return the refusal of a client without a free number."""
     return messages.Refused(
         kind="busy",
         message=f"bus {hello.bus!r}: {attached} clients are attached, more than "

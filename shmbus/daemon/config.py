@@ -1,9 +1,9 @@
 """Settings of ``shmbus serve``: flags override the environment, which overrides a TOML file.
 
-``--group-timeout 60``, ``SHMBUS_GROUP_TIMEOUT=60`` and ``group_timeout = 60`` mean the same. An
-unknown name in the file is an error, and so is a value of the wrong type from any source. In the
-environment a name is an error if it is nearly that of a setting: others may have variables with the
-same prefix (container platforms make SHMBUS_SERVICE_HOST of a service's name).
+``--group-timeout 60``, ``SHMBUS_GROUP_TIMEOUT=60`` and ``group_timeout = 60`` mean the same.
+Unknown names in the file and values of the wrong type raise errors. In the environment only a near
+miss of a setting raises an error: foreign variables may share the prefix (container platforms make
+SHMBUS_SERVICE_HOST from a service's name).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from shmbus.segment.bounds import Bounds, check_bounds
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
-#: Seconds that leases have to end after SIGTERM: an optimizer step, and less than systemd's 90.
+#: Seconds for leases to end after SIGTERM: an optimizer step, and less than systemd's 90.
 _DRAIN_TIMEOUT_S = 30.0
 
 
 class ConfigError(ValueError):
-    """A setting is wrong; the message names its source and what is expected."""
+    """A wrong setting; the message names its source and the expected value."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,17 +67,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
-        """Check the bounds that types do not express."""
+        """Check bounds beyond the types."""
         for name in self.__struct_fields__:
             _check_bounds(name, getattr(self, name))
         check_share(self.stale_share, self.max_policy_lag)
 
     def bounds(self) -> Bounds:
-        """Return what a bus is made with beside its space."""
+        """Return a new bus's bounds besides its space."""
         return check_bounds(self.request_capacity, self.max_lead, self.max_lead_versions)
 
     def declared(self) -> _core.DeclaredSchema | None:
-        """Return the schema that the bus is to have; None where any will do."""
+        """Return the bus's declared schema; None without a declaration."""
         return None if self.schema is None else _parse_schema(self.schema)
 
     def policy(self) -> StashPolicy:
@@ -98,8 +98,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
 
-#: Of each setting what stands for the value of its flag, and what it is; "" where the flag has a
-#: few words to choose from.
+#: By setting: the placeholder of its flag's value, and its help; "" for a flag with a few choices.
 _FLAGS = {
     "capacity": (
         "SIZE",
@@ -150,12 +149,12 @@ _FLAGS = {
 
 
 def _choices(kind: Any) -> str:
-    """Return the words that a setting may be, as argparse shows them."""
+    """Return a setting's choices in argparse's form."""
     return "{" + ",".join(get_args(kind)) + "}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each setting; its value is None unless it was given."""
+    """Add a flag for each setting, with the value None by default."""
     for field in msgspec.structs.fields(Settings):
         flag = "--" + field.name.replace("_", "-")
         metavar, text = _FLAGS[field.name]
@@ -174,13 +173,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _PREFIX = "SHMBUS_"
-#: How alike two names are, from 0 to 1, of which one is probably a slip for the other.
+#: Similarity of two names, from 0 to 1, that suggests a typing error.
 _NEARLY = 0.8
 _AT_LEAST_0 = ("drain_timeout", "max_policy_lag", "sample_retries")
 _ABOVE_0 = ("group_timeout", "retry_timeout")
 
 
-#: HOST:PORT; the address may be one of IPv6, in brackets or not.
+#: HOST:PORT, also with an IPv6 address, in brackets or not.
 _ADDRESS = re.compile(r"\S+:([0-9]{1,5})")
 
 
@@ -225,7 +224,7 @@ def _parse_backoff(value: str | list[float]) -> tuple[float, float]:
 
 
 def _parse_schema(value: str | Mapping[str, Any]) -> _core.DeclaredSchema:
-    """Read a schema as JSON and TOML have it: lists for tuples, "..." for any shape."""
+    """Read a schema from JSON or TOML: lists for tuples, "..." for any shape."""
     try:
         given = msgspec.json.decode(value) if isinstance(value, str) else value
     except msgspec.DecodeError as error:
@@ -276,13 +275,13 @@ def _convert(source: str, values: Mapping[str, Any], strict: bool) -> dict[str, 
 
 
 def _nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that was probably meant."""
+    """Return the probably intended name."""
     found = difflib.get_close_matches(name.lower(), names, 1, _NEARLY)
     return found[0] if found else None
 
 
 def _check_environment(environment: Mapping[str, str], names: Sequence[str]) -> None:
-    """Refuse a variable that is nearly one of ours: it would be passed over in silence."""
+    """Refuse a variable that nearly matches a setting, instead of a silent pass."""
     known = {_PREFIX + name.upper() for name in (*names, "config")}
     for variable in sorted(environment):
         if not variable.startswith(_PREFIX) or variable in known:

@@ -1,17 +1,15 @@
-"""The server's end of one client's socket: frames in, replies out, and limits on both.
+"""The server's end of a client's socket: frames in, replies out, and limits on both.
 
 Invariants:
 
-- A client that is malformed, silent, slow or too eager loses its own connection and disturbs no
-  other: its input is bounded by a frame, its unread replies by MAX_UNSENT_BYTES and one
-  reply.
-- The loop's thread calls everything here but `send`, which the ring's thread calls too. Both hold
+- A malformed, silent, slow or overeager client loses only its own connection: its input is bounded
+  by a frame, its unread replies by MAX_UNSENT_BYTES and one reply.
+- The loop's thread calls everything here except `send`, also called by the ring's thread. Both hold
   the server's lock.
-- Bytes leave in the order in which they were given: nothing is written past what the transport
-  still holds.
-- A client that does not read its replies is not read from. One that has just sent something and
-  still holds many groups is not read from for LISTEN_REST_S.
-- Requests that a client sent before it died are handled before its session ends, unless it broke
+- Bytes leave in the order of the sends: no write passes bytes still in the transport.
+- The server stops reading from a client with unread replies, and for LISTEN_REST_S from a client
+  that just sent and holds many groups.
+- Requests sent by a client before its death are handled before its session ends, unless it broke
   the protocol.
 """
 
@@ -38,22 +36,22 @@ __all__ = ["Connection", "Replies"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that the daemon does not read from a client that has just spoken and holds many groups:
-#: its acknowledgements accumulate, and it does not need more groups sooner.
+#: Seconds without reads from a client that just sent and holds many groups: its acknowledgements
+#: accumulate, and it needs no groups sooner.
 _LISTEN_REST_S = 0.001
-#: Groups that count as many in this sense.
+#: Groups that count as many.
 _PLENTY_GROUPS = 16
-#: Seconds after which a refused client is judged again: the client in its way may have left, and
-#: its last message may be unread for _LISTEN_REST_S.
+#: Seconds until a refused client is judged again: its rival may have left, with the last message
+#: unread for _LISTEN_REST_S.
 _BUSY_GRACE_S = 0.02
 
 
-#: Bytes queued for a client that does not read; above this its connection is closed.
+#: Bytes queued for a client with unread replies; above, its connection is closed.
 MAX_UNSENT_BYTES = 8 << 20
 
 
 class Host(Protocol):
-    """What a connection needs of its server."""
+    """A connection's interface to its server."""
 
     service: Service
     connections: set[Connection]
@@ -66,7 +64,7 @@ class Host(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One client, from its Hello to its end."""
+    """A client's connection, from Hello to end."""
 
     def __init__(self, server: Host) -> None:
         self._server = server
@@ -76,13 +74,13 @@ class Connection(asyncio.Protocol):
         self._session: Session | None = None
         self._left_orderly = False
         self._refused = False
-        #: Whether its Hello is judged a second time, after BUSY_GRACE_S.
+        #: True on the second judgement of its Hello, after BUSY_GRACE_S.
         self._judged_again = False
-        #: Whether it does not read its replies.
+        #: True while the client leaves replies unread.
         self._choked = False
-        #: Whether its messages are being handled.
+        #: True during the handling of messages.
         self._handling = False
-        #: Whether its acknowledgements gather for a moment.
+        #: True while acknowledgements gather.
         self._paused = False
         self._fd = -1
         self._inode = 0
@@ -121,13 +119,13 @@ class Connection(asyncio.Protocol):
                 self._pause_reading()
 
     def _handle(self, data: bytes) -> bool:
-        """Handle what was received; False where nobody listens to this client any more."""
+        """Handle received data; return False for a client without a listener."""
         self._handling = True
         try:
             for body in self._frames.feed(data):
                 if self._refused or self._left_orderly:
                     return False
-                # Also after a write has failed: what a killed client had acknowledged counts.
+                # Also after a failed write: a killed client's acknowledgements count.
                 self._receive(messages.decode_request(body))
         except errors.ProtocolError as error:
             self.refuse("protocol", str(error))
@@ -136,11 +134,11 @@ class Connection(asyncio.Protocol):
         return True
 
     def read_now(self) -> None:
-        """Handle what a client has sent by now, as if its turn had come."""
+        """Handle the bytes already sent by a client, ahead of its turn."""
         if self._session is None or self._handling:
             return
         left = limits.MAX_MESSAGE_BYTES
-        with contextlib.suppress(OSError):  # nothing, or nothing more, is there
+        with contextlib.suppress(OSError):  # nothing more to read
             while left > 0 and os.fstat(self._fd).st_ino == self._inode:
                 data = os.read(self._fd, left)
                 if not data or not self._handle(data):
@@ -159,12 +157,12 @@ class Connection(asyncio.Protocol):
         self._update_reading()
 
     def pause_writing(self) -> None:
-        """Stop reading from a client that does not read its replies."""
+        """Stop reading from a client with unread replies."""
         self._choked = True
         self._update_reading()
 
     def resume_writing(self) -> None:
-        """Read again from a client that reads its replies."""
+        """Read again after the client read its replies."""
         self._choked = False
         self._update_reading()
 
@@ -177,7 +175,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End the session: its groups are delivered to others, or in doubt."""
+        """End the session; other clients get the groups, or they stay in doubt."""
         with self._server.lock:
             self._lose()
 
@@ -201,9 +199,8 @@ class Connection(asyncio.Protocol):
 
     def _handle_unread(self) -> None:
         """Handle what the socket still holds: after a failed write the transport reads no more."""
-        # The transport closes its descriptor after `connection_lost`; the inode makes sure that
-        # this is still it. At most one frame's bytes are read, since a client may write without
-        # end.
+        # The transport closes its descriptor after `connection_lost`; the inode proves the same
+        # socket. Read at most a frame's bytes, because a client may write without end.
         with contextlib.suppress(OSError, errors.ProtocolError):
             left = limits.MAX_MESSAGE_BYTES
             while left > 0 and os.fstat(self._fd).st_ino == self._inode:
@@ -233,7 +230,7 @@ class Connection(asyncio.Protocol):
             self._server.snapshot(session, request)
         else:
             if isinstance(request, messages.GetTrained):
-                # What other ranks said of the step before this one asked is in the answer.
+                # The answer includes every message of other ranks about the step before.
                 for other in [*self._server.connections]:
                     other.read_now()
             self._server.guard(lambda: self._server.service.handle(session, request))
@@ -252,7 +249,7 @@ class Connection(asyncio.Protocol):
         if isinstance(found, messages.Refused):
             in_the_way = found.kind in ("busy", "value") and not hello.observer
             if in_the_way and not again and hello.client < 0:
-                # Who is in its way may have left, and not been read since.
+                # The rival may have left unnoticed.
                 self._judged_again = True
                 asyncio.get_running_loop().call_later(_BUSY_GRACE_S, self._greet_again, hello)
                 return
@@ -275,7 +272,7 @@ class Connection(asyncio.Protocol):
         )  # fmt: skip
 
     def _end_hung_up(self) -> None:
-        """End the sessions whose clients have hung up: one of them may be back already."""
+        """End sessions after a hang-up: such a client may already be back."""
         attached = {
             other._fd: other
             for other in self._server.connections
@@ -295,30 +292,30 @@ class Connection(asyncio.Protocol):
             transport.abort()
 
     def send(self, *replies: messages.Reply) -> None:
-        """Send replies together; the connection of a client that does not read them is closed."""
+        """Send replies together; close the connection of a client with too many unread replies."""
         if self._replies is not None:
             self._replies.send(b"".join([messages.frame(reply) for reply in replies]))
 
     def _end_unread(self) -> None:
-        """Close the connection of a client that does not read its replies."""
+        """Close the connection of a client with too many unread replies."""
         if self._transport is not None:
             self._warn("clients that do not read", "closed a client that does not read")
             self._refused = True
             self._transport.abort()
 
     def _warn(self, cause: str, message: str) -> None:
-        """Log what a client has caused; clients decide how often, so lines of a cause are few."""
+        """Log a client's fault; clients decide the frequency, so lines of a cause are limited."""
         self._server.limited_log.warning(cause, time.monotonic(), message, pid=self._peer_pid)
 
     def refuse(self, kind: str, message: str, cause: str = "") -> None:
-        """Send the reason, and close; the log tells one `cause`, or kind, from another."""
+        """Send the reason, and close; the log limits lines by `cause`, or by kind."""
         self._refused = True
         self._warn(f"refused clients ({cause or kind})", f"refused a client: {message}")
         self.send(messages.Refused(kind=kind, message=message))  # type: ignore[arg-type]
         self.close()
 
     def close(self) -> None:
-        """Close, after all queued replies were written."""
+        """Close after every queued reply was written."""
         if self._replies is not None:
             self._replies.flush()
         if self._transport is not None:
@@ -342,7 +339,7 @@ def _level(session: Session) -> int:
 
 
 class Replies:
-    """The way to one client."""
+    """The output queue to a client."""
 
     def __init__(
         self,
@@ -356,9 +353,9 @@ class Replies:
         self._lock = lock
         self._too_many = too_many
         self._loop = asyncio.get_running_loop()
-        #: What the loop's thread will give to the transport.
+        #: Bytes that the loop's thread will give to the transport.
         self._unsent = bytearray()
-        #: Whether the transport may hold bytes that it has not written.
+        #: True if the transport may hold unwritten bytes.
         self._held = False
         self._over = False
 
@@ -382,11 +379,11 @@ class Replies:
         except BlockingIOError:
             return 0
         except OSError:
-            # The client has gone. The transport reads what it still said, and then its end.
+            # The client is gone. The transport reads the last bytes, and then the end.
             return len(frame)
 
     def flush(self) -> None:
-        """Give the transport what is unsent; in the loop's thread."""
+        """Give unsent bytes to the transport; in the loop's thread."""
         with self._lock:
             if self._over or self._transport.is_closing():
                 return

@@ -1,8 +1,8 @@
-"""What a daemon says of incomplete groups: which samples are there, missing, failed, asked again.
+"""Reports of incomplete groups: samples present, missing, failed or asked again.
 
 Invariants:
 
-- An answer is bounded by bytes, whatever producers wrote, and says how much it left out.
+- An answer is bounded by bytes, whatever producers wrote, and counts omissions.
 - Nothing here changes the stash, and time is an argument.
 """
 
@@ -42,7 +42,7 @@ def group_cells(
 def find_group(
     collector: Collector, leases: Iterable[tuple[Lease, str]], key: Hashable, now_s: float
 ) -> tuple[GroupState, GroupCells | None, str, float]:
-    """Find out where a group is: of several of one key, the one that is not leased yet."""
+    """Find a group's state; among several of the same key, prefer the unleased."""
     room = limits.GROUPS_REPLY_BYTES
     stash = collector.stash
     group = stash.failures.groups.get(key) or stash.table.find(key)
@@ -77,7 +77,7 @@ def _cells(
     now_s: float,
     most: int = limits.MAX_CELLS_SHOWN,
 ) -> tuple[GroupCells, int]:
-    """Show an incomplete group; returns the room that is left, too."""
+    """Show an incomplete group; also return the room left."""
     failed = group.failed if isinstance(group, FailingGroup) else {}
     return _shown(
         collector, group.key, group.size, group.need, group.born_s, group.samples, failed, room,
@@ -98,7 +98,7 @@ def _shown(
     most: int = limits.MAX_CELLS_SHOWN,
 ) -> tuple[GroupCells, int]:
     instance_id, round, split = split_key(key)
-    # Samples are in the order of their indices, so these are the first ones.
+    # Samples come in index order: take the first.
     cells = [_there(sample, now_s) for sample in samples[:most]]
     cells += [_failed(index, failed[index], now_s) for index in sorted(failed)[:most]]
     cells.sort(key=lambda cell: cell.index)

@@ -1,11 +1,11 @@
-"""The history of a bus: who came and went, what became of groups, who waited how long.
+"""The history of a bus: arrivals and deaths, fates of groups, waits.
 
 Invariants:
 
-- Nothing here changes a lease or a group, and nothing is decided by it. Noting costs a tuple in a
-  list; texts are made when somebody asks, and samples are noted only while somebody traces.
-- Bounded: the oldest is forgotten first. What happens to groups, thousands of times a second, does
-  not push out who came and who died. Policy versions that follow each other are one event.
+- History changes no lease or group, and decides nothing. An entry costs a tuple in a list; texts
+  are made on request, and samples are noted only during a trace.
+- Bounded: the oldest entries go first. Group events, thousands a second, do not push out arrivals
+  and deaths. Consecutive policy versions are a single event.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailedIndex
 from shmbus_ext import _core
 
-#: Events that the answer about one group has: many more than a group goes through.
+#: Events in an answer about a group: far above a group's usual number.
 _OF_A_GROUP = 200
-#: Events that are kept of groups: some seconds at full speed, days of a run that takes minutes a
-#: step. And of all else.
+#: Group events kept: some seconds at full speed, days of a run with minutes a step; and other
+#: events kept.
 GROUP_EVENTS: Final = 8192
 OTHER_EVENTS: Final = 1024
-#: Seconds that samples are noted after a trace has asked: it asks several times a second.
+#: Seconds of noting samples after a trace request; a trace asks several times a second.
 _TRACED_S = 10.0
-#: Samples of a group that an event has; a full answer of such events is a quarter of a message.
+#: Samples in an event; a full answer of such events is a quarter of a message.
 SAMPLES_OF_EVENT: Final = 32
-#: A slot of a producer that nobody has.
+#: A producer slot without an owner.
 _FREE = 0
 
 
@@ -49,17 +49,17 @@ class _Noted(NamedTuple):
     key: Hashable
     sample: int | None
     amount: int
-    #: On the monotonic clock; 0 where it is not known.
+    #: On the monotonic clock; 0 if unknown.
     began_s: float = 0.0
     #: Index, producer and committed_ns of each.
     samples: tuple[tuple[int, int, int], ...] = ()
-    #: Of a run of policy versions: the first, and the number that its event had.
+    #: Of a run of policy versions: the first version, and its event's number.
     first: str = ""
     since: int = 0
 
 
 class Events:
-    """The history of one daemon."""
+    """The history of a daemon."""
 
     def __init__(self, segment: _core.Segment) -> None:
         self._segment = segment
@@ -67,17 +67,17 @@ class Events:
         self._newest = 0
         self._groups: deque[_Noted] = deque(maxlen=GROUP_EVENTS)
         self._others: deque[_Noted] = deque(maxlen=OTHER_EVENTS)
-        #: Numbers and texts of events that went into a later one.
+        #: Numbers and texts of events merged into a later event.
         self._joined: deque[tuple[int, str]] = deque(maxlen=OTHER_EVENTS)
         self._traced_until_s = 0.0
 
     def note(self, kind: str, who: str = "", text: str = "") -> None:
-        """Note something that is of no group."""
+        """Note an event without a group."""
         self._newest = next(self._numbers)
         self._others.append(_Noted(self._newest, time.time(), kind, who, text, None, None, 0))
 
     def note_version(self, version: int) -> None:
-        """Note a policy version; one right behind a lower one is the same event."""
+        """Note a policy version; a version right after a lower version joins its event."""
         before = self._others[-1] if self._others else None
         if before is None or before.kind != "policy_version" or int(before.text) >= version:
             self.note("policy_version", text=str(version))
@@ -104,7 +104,7 @@ class Events:
         began_s: float = 0.0,
         samples: Sequence[_core.Trajectory] = (),
     ) -> None:
-        """Note what happened to a group, or to one of its samples."""
+        """Note an event of a group, or of a sample in it."""
         self._newest = next(self._numbers)
         now_s = time.time()
         commits: tuple[tuple[int, int, int], ...] = ()
@@ -148,12 +148,12 @@ class Events:
         return [self._told(each, after) for each in shown], self._newest, missed
 
     def of_group(self, key: Hashable, limit: int) -> list[BusEvent]:
-        """Return the newest events of one group, oldest first."""
+        """Return the newest events of a group, oldest first."""
         found = [each for each in self._groups if each.key == key]
         return [self._told(each) for each in found[-limit:]]
 
     def _text(self, noted: _Noted, after: int) -> str:
-        """Of a run of versions: those behind a number."""
+        """Return an event's text; for a run of versions, only the versions after a number."""
         if noted.since > after:
             return f"{noted.first} to {noted.text}"
         newer = (text for number, text in self._joined if after < number < noted.number)
@@ -164,7 +164,7 @@ class Events:
         key, round, split = ("", None, _core.SPLIT_TRAIN)
         if noted.key is not None:
             key, round, split = split_key(noted.key)
-        # Between the clock of commits and that of people, as they are now.
+        # The current offset from the clock of commits to the wall clock.
         ahead_s = time.time() - time.monotonic()
         return BusEvent(
             number=noted.number,
@@ -191,12 +191,12 @@ def _newest_of(events: deque[_Noted], after: int, limit: int) -> list[_Noted]:
 
 
 class ProducerWatch:
-    """Tells which producers came and went between two looks at their slots."""
+    """Finds producers that came or went between two looks at their slots."""
 
     def __init__(self) -> None:
         self._epoch = -1
         self._deaths = 0
-        #: Slot by producer number: its name, and whether it had closed.
+        #: Slot by producer number: its name, and a flag for a closed slot.
         self._known: dict[int, tuple[str, bool]] = {}
 
     def name(self, number: int) -> str:
@@ -204,7 +204,7 @@ class ProducerWatch:
         return self._known[number][0] if number in self._known else f"producer {number}"
 
     def look(self, segment: _core.Segment, deaths: int) -> Iterable[tuple[str, str]]:
-        """Compare the slots with the last look; costs a load where nobody came or went."""
+        """Compare the slots with the last look; costs a load without a change."""
         if segment.attach_epoch == self._epoch:
             return ()
         self._epoch = segment.attach_epoch
@@ -222,7 +222,7 @@ class ProducerWatch:
             who for number, (who, closed) in self._known.items()
             if number not in attached and not closed
         ]  # fmt: skip
-        # A slot that is free again does not say how its owner ended; the count of deaths may.
+        # A freed slot hides its owner's end; the count of deaths may tell.
         ended = "producer_died" if deaths - self._deaths >= len(gone) else "producer_gone"
         self._deaths = deaths
         for who in gone:
@@ -240,14 +240,14 @@ class ProducerWatch:
 
 
 class History:
-    """The history of one bus, while one daemon serves it."""
+    """The history of a bus under a daemon."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
         self._segment = collector.segment
         self._events = Events(self._segment)
         self._producers = ProducerWatch()
-        #: Who is ending a lease, so that a drop has a name.
+        #: The name behind the current end of a lease, for its drop event.
         self._ending = ""
         #: Of samples, by the kind of their reason.
         self.failed_attempts: Counter[str] = Counter()
@@ -256,18 +256,18 @@ class History:
         self._version = self._segment.policy_version
         collector.drops.told = self._dropped
         collector.stash.failures.told = self._failed
-        self._producers.look(self._segment, collector.deaths)  # these were here before
+        self._producers.look(self._segment, collector.deaths)  # producers from earlier
         self._events.note("daemon_began")
 
     # -- what happens ---------------------------------------------------------------------------
 
     def look_at_producers(self) -> None:
-        """Note who came and went: before a sweep, which makes all that went alike."""
+        """Note producers' arrivals and ends, before a sweep makes the ended look alike."""
         for kind, who in self._producers.look(self._segment, self._collector.deaths):
             self._events.note(kind, who)
 
     def look(self, sessions: Iterable[Session], now_s: float) -> None:
-        """Look for what nobody tells a daemon: producers, pauses, versions; and count waits."""
+        """Look for unreported changes: producers, pauses, versions; and count waits."""
         self.look_at_producers()
         paused = self._segment.paused()
         if (paused is None) != (self._paused is None):
@@ -301,13 +301,13 @@ class History:
             self._events.note("trainer_came", session.name)
 
     def left(self, session: Session, now_s: float, *, orderly: bool) -> None:
-        """Note that a client has left, or lost its connection."""
+        """Note a client's leave or lost connection."""
         if not session.observer:
             self._count_waits(session, now_s)
             self._events.note("trainer_left" if orderly else "trainer_lost", session.name)
 
     def leased(self, lease: Lease, session: Session) -> None:
-        """Note that a client was given a group."""
+        """Note a group's lease to a client."""
         samples = lease.samples
         self._events.note_group(
             "leased",
@@ -319,11 +319,11 @@ class History:
         )
 
     def given_back(self, lease: Lease) -> None:
-        """Note that a group is to be delivered again."""
+        """Note a returned group."""
         self._events.note_group("given_back", lease.samples[0].key, count=len(lease.samples))
 
     def end(self, lease: Lease, session: Session, reason: int) -> None:
-        """Note that a client ends a lease; its drop is told by the collector at once."""
+        """Note a client's end of a lease; the collector reports its drop at once."""
         if reason != _core.ACKED:
             self._ending = session.name
         else:
@@ -355,9 +355,9 @@ class History:
     # -- who asks -------------------------------------------------------------------------------
 
     def key_of(self, request: messages.GetGroup) -> Hashable:
-        """Return the key of the group that is asked for."""
+        """Return the requested group's key."""
         labels = {label: number for number, label, *_ in _core.splits(self._segment)}
-        # A split that nobody has used has no groups; no number is given to it here.
+        # A split never used has no groups; the lookup assigns no number.
         split = labels.get(request.split, -1)
         return make_key(request.instance_id, request.round, split)
 
@@ -366,7 +366,7 @@ class History:
         return self._events.of_group(key, _OF_A_GROUP)
 
     def reply(self, request: messages.GetEvents) -> messages.EventsReply:
-        """Return the events that a client asks for."""
+        """Return the requested events."""
         limit = min(request.limit, limits.MAX_EVENTS_SHOWN)
         if request.trace:
             events, newest, missed = self._events.trace(request.after, limit)

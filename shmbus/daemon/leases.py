@@ -1,10 +1,10 @@
-"""Leases as the daemon knows them: which client holds which group, and how a lease ends.
+"""The daemon's leases: their clients, their groups, and their ends.
 
 Invariants:
 
-- A group that the stash leased is in exactly one Lease. A Lease is in exactly one place: a session,
+- A group leased by the stash is in exactly one Lease. A Lease is in exactly one place: a session,
   `InDoubt`, the steps of the ranks, or `LeaseTable.returned`.
-- A lease ends once: its group is released by the collector, or is the next to be delivered.
+- A lease ends once: the collector releases its group, or the group is delivered next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shmbus.inspect.types import LeaseStatus
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 
-#: Seconds after an empty answer in which a client counts as waiting still: it asks in portions.
+#: Seconds after an empty answer in which a client still counts as waiting: clients ask in portions.
 _BETWEEN_ASKS_S = 1.0
 #: Trajectories leased in one answer, except for a single larger group; a place takes 24 bytes.
 MAX_GRANT_TRAJECTORIES = 32_768
@@ -38,12 +38,12 @@ def split_identities(packed: bytes) -> list[bytes]:
 
 
 def extents_of(samples: list[Trajectory]) -> list[int]:
-    """Return the extent that each record begins in; its client holds a lease lock on it."""
+    """Return the first extent of each record, locked by its client's lease lock."""
     return [place[0] for place in _PLACE.iter_unpack(_core.places(samples))]
 
 
 class Lease:
-    """One group on its way through the daemon."""
+    """A group on its way through the daemon."""
 
     __slots__ = ("born_s", "group", "number", "rank", "samples", "size", "step", "trained_at")
 
@@ -54,37 +54,37 @@ class Lease:
         samples: list[Trajectory],
         size: int,
     ) -> None:
-        #: By which its client names it; a new one each time that the group is leased.
+        #: The client's name for the lease; new at each lease of the group.
         self.number = number
-        #: Its entry in the stash. None for a claimed group, which never was in this daemon's stash:
-        #: its trajectories were recognised by their identity while the ring was read.
+        #: Its entry in the stash. None for a claimed group, never in this daemon's stash: its
+        #: trajectories were recognised by their identity during the read of the ring.
         self.group = group
         #: The trajectories, by index.
         self.samples = samples
         #: Samples of the complete group.
         self.size = size
-        #: The step and the rank that it belongs to; -1 without ranks.
+        #: The lease's step and rank; -1 without ranks.
         self.step = -1
         self.rank = -1
-        #: The trainer's step that it was trained as; -1 where it was not, or without ranks.
+        #: The trainer's step for the group; -1 if untrained, or without ranks.
         self.trained_at = -1
-        #: Since when it is leased; on the monotonic clock.
+        #: The start of the lease, on the monotonic clock.
         self.born_s = time.monotonic()
 
     @property
     def split(self) -> int:
-        """The number of its split."""
+        """The split's number."""
         return split_of(self.samples[0].key)
 
     def granted(self) -> messages.Granted:
-        """Return what its client is told."""
+        """Return the message to the client."""
         return messages.Granted(
             number=self.number, size=self.size, places=_core.places(self.samples)
         )
 
 
 class Session:
-    """One client that was admitted."""
+    """An admitted client."""
 
     def __init__(self, client: int, hello: messages.Hello, send: Callable[..., None]) -> None:
         self.client = client
@@ -93,36 +93,36 @@ class Session:
         self.rank = hello.rank if hello.world_size > 1 and not hello.observer else -1
         self.world_size = hello.world_size
         self.split = hello.split
-        #: The step that its rank takes next, by its Hello; 0 where it has taken none.
+        #: The rank's next step, from the Hello; 0 before the first step.
         self.next_step = hello.next_step
         self.observer = hello.observer
         self._send = send
         self._ended: list[int] = []
         self._unknown: list[int] = []
         self.leases: dict[int, Lease] = {}
-        #: Whether it has claimed all that it holds from an earlier connection.
+        #: True after the last claim of leases from an earlier connection.
         self.settled = hello.client < 0
-        #: Whether its last message about trained samples has more to come.
+        #: True if the last message about trained samples has a continuation.
         self.adds_trained = False
-        #: Its requests that wait for groups.
+        #: Requests waiting for groups.
         self.waiting = 0
         self._waited_s = 0.0
-        #: Of these, seconds that `new_waits_s` has returned.
+        #: Seconds of waits already returned by `new_waits_s`.
         self._told_s = 0.0
-        #: When it began to wait while it held nothing; None while it does not.
+        #: The start of a wait without a lease; None otherwise.
         self._waits_since_s: float | None = None
-        #: When a request of it was last answered: any, and while it held nothing.
+        #: The time of the last answer: of any, and of an answer without leases held.
         self._answered_s: float | None = None
         self._empty_s = -math.inf
 
     def begin_wait(self, now_s: float) -> None:
-        """Note that one more of its requests waits."""
+        """Note a further waiting request."""
         self.waiting += 1
         if self._waits_since_s is None and not self.leases:
             self._waits_since_s = now_s
 
     def end_wait(self, now_s: float) -> None:
-        """Note that one of its requests was answered."""
+        """Note an answered request."""
         self.waiting -= 1
         self._answered_s = now_s
         if not self.leases:
@@ -132,24 +132,24 @@ class Session:
             self._waits_since_s = None
 
     def waited_s(self, now_s: float) -> float:
-        """Return the seconds that it has waited in all, while it held nothing."""
+        """Return the total seconds of waits without a lease."""
         since_s = self._waits_since_s
         return self._waited_s + (0.0 if since_s is None else max(0.0, now_s - since_s))
 
     def new_waits_s(self, now_s: float) -> float:
-        """Return the seconds that it has waited since the last call."""
+        """Return the seconds of waits since the last call."""
         waited_s = self.waited_s(now_s)
         new_s, self._told_s = waited_s - self._told_s, waited_s
         return new_s
 
     @property
     def name(self) -> str:
-        """How people know it."""
+        """A name for people."""
         rank = "" if self.rank < 0 else f"rank {self.rank}, "
         return f"{self.label or 'a trainer'} ({rank}pid {self.pid})"
 
     def send(self, reply: messages.Reply) -> None:
-        """Send a reply, behind the confirmations that were held back: the client wakes once."""
+        """Send a reply, behind held-back confirmations: the client wakes once."""
         held = self._held_back()
         if held is None:
             self._send(reply)
@@ -157,14 +157,14 @@ class Session:
             self._send(held, reply)
 
     def note_ended(self, ended: list[int], unknown: list[int]) -> None:
-        """Confirm ended leases later: with the next reply, or when there are many."""
+        """Confirm ended leases later: with the next reply, or in large numbers."""
         self._ended += ended
         self._unknown += unknown
         if len(self._ended) + len(self._unknown) >= limits.UNCONFIRMED // 2:
             self.confirm()
 
     def confirm(self) -> None:
-        """Send the confirmations that were held back."""
+        """Send the held-back confirmations."""
         held = self._held_back()
         if held is not None:
             self._send(held)
@@ -177,7 +177,7 @@ class Session:
         return held
 
     def status(self) -> LeaseStatus:
-        """Return what a status says of this client."""
+        """Return the client's status."""
         now = time.monotonic()
         return LeaseStatus(
             client=self.client,
@@ -201,20 +201,20 @@ class LeaseTable:
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
         self._numbers = 0
-        #: Claimed groups that were given back: the stash never knew them.
+        #: Claimed groups given back: the stash never held them.
         self.returned: deque[Lease] = deque()
-        #: Trajectories of claimed groups that are leased or in doubt.
+        #: Trajectories of claimed groups leased or in doubt.
         self.claimed_records = 0
-        #: The version at which `drop_stale` judged the last time.
+        #: The policy version of the last judgement by `drop_stale`.
         self._judged_version = -1
 
     @property
     def ready_groups(self) -> int:
-        """Groups for training that nobody has taken."""
+        """Training groups not taken yet."""
         return self.ready_of(_core.SPLIT_TRAIN)
 
     def ready_of(self, split: int) -> int:
-        """Count the groups of a split that nobody has taken."""
+        """Count the untaken groups of a split."""
         returned = sum(lease.split == split for lease in self.returned)
         return returned + self._collector.stash.table.count_ready(split)
 
@@ -248,7 +248,7 @@ class LeaseTable:
         return leases
 
     def lease_of(self, group: _core.GroupEntry[Trajectory], samples: list[Trajectory]) -> Lease:
-        """Give a number to a group that the stash has leased."""
+        """Give a number to a leased group of the stash."""
         self._numbers += 1
         return Lease(self._numbers, group, samples, group.size)
 
@@ -267,16 +267,16 @@ class LeaseTable:
         return lease
 
     def end(self, lease: Lease, reason: int) -> None:
-        """Release a group: all of its trajectories, or, if the daemon dies now, none."""
+        """Release a group: every trajectory, or, if the daemon dies now, none."""
         self._collector.release(lease.samples, reason, lease.group)
         if lease.group is None:
             self.claimed_records -= len(lease.samples)
 
     def drop_stale(self, leases: Iterable[Lease]) -> set[Lease]:
-        """Release those of these groups that are too old for the policy; return them."""
+        """Release and return the groups among these too old for the policy."""
         version = self._collector.policy_version
         if version == self._judged_version:
-            # Each was fresh when it was leased, and at no other version.
+            # Fresh at the lease, and the version is unchanged.
             return set()
         self._judged_version = version
         stale = {lease for lease in leases if self._collector.is_stale(lease.samples)}
@@ -293,7 +293,7 @@ class LeaseTable:
         self._collector.release_discards()
 
     def give_back(self, leases: Iterable[Lease]) -> None:
-        """Make these groups the next to be delivered, in their order."""
+        """Deliver these groups next, in order."""
         for lease in sorted(leases, key=lambda each: -each.number):
             if lease.group is not None:
                 self._collector.stash.give_back(lease.group)
@@ -306,7 +306,7 @@ class LeaseTable:
         self.end_trained_returned()
 
     def end_trained_returned(self) -> None:
-        """End what nobody holds and a checkpoint counts as trained."""
+        """End unheld groups trained according to a checkpoint."""
         collector = self._collector
         if not collector.trained or collector.frozen:
             return
@@ -317,5 +317,5 @@ class LeaseTable:
 
     @property
     def returned_records(self) -> int:
-        """Trajectories of claimed groups that no client holds."""
+        """Trajectories of claimed groups without a client."""
         return sum(len(lease.samples) for lease in self.returned)

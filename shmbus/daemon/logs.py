@@ -6,12 +6,12 @@ import json
 import logging
 from typing import Any, Literal
 
-#: Attributes that every record has; the others are what `extra` added.
+#: Attributes of every record; further attributes came from `extra`.
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
-    # Another library's factory of records may add private ones: Ray's does once it is imported.
+    # Another library's record factory may add private attributes: Ray does on import.
     return {
         key: value
         for key, value in record.__dict__.items()

@@ -7,8 +7,8 @@ Invariants:
 - Cardinality is bounded: labels are states, kinds of reasons, splits (16 at most), ranks, producer
   slots, readers of weights and addresses of inference servers, up to `MAX_SLOTS_LABELLED` of each;
   no pid, process label, instance id or text of a reason becomes a label.
-- No client keeps another from being answered: requests are answered by a loop in a thread of its
-  own, a bus is read in others, and who is slow loses its connection (`shmbus.http.server`).
+- No client delays another: a loop in a thread of its own answers requests, further threads read the
+  bus, and a slow client loses its connection (`shmbus.http.server`).
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ from shmbus.inspect.types import BusStatus, EngineState
 from shmbus.ledger import REASONS
 from shmbus.pool.status import read_pools
 
-#: Producer slots, ranks and readers with a label of their own; the others share one, or have none,
-#: so that thousands of them do not make thousands of time series.
+#: Producer slots, ranks and readers with a label of their own; the rest share a label, or have
+#: none: thousands of slots do not make thousands of time series.
 MAX_SLOTS_LABELLED = 64
-#: Requests that are answered at the same time; others wait.
+#: Requests answered at the same time; more requests wait.
 MAX_THREADS = 8
-#: Connections at a time: few beside the 1,024 open files that a process has by default.
+#: Connections at a time: few beside a process's default of 1,024 open files.
 MAX_CONNECTIONS = 128
 #: Seconds that a client may keep the server waiting: a scrape over loopback takes milliseconds.
 IDLE_S = 5.0
 
 
 class BusCollector(Collector):
-    """Collects the metrics of one bus at each scrape."""
+    """Collects the metrics of a bus at each scrape."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def describe(self) -> list[Metric]:
-        """Declare nothing, so that registering does not read a bus that may not exist yet."""
+        """Declare nothing: registering must not read a bus before it exists."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Read the bus and yield its metrics; only ``shmbus_up 0`` if it cannot be read."""
+        """Read the bus and yield its metrics; only ``shmbus_up 0`` if the read fails."""
         up = GaugeMetricFamily(
             "shmbus_up", "Whether the bus can be read (1) or not (0).", labels=["bus"]
         )
@@ -105,7 +105,7 @@ def _metric(
     values: Mapping[Any, float] | float,
     *labels: str,
 ) -> Metric:
-    """Return a metric of a bus: one value, or one for each of its labels, or tuple of several."""
+    """Return a metric of a bus: a single value, or values by label, or by tuple of labels."""
     metric = family(name, text, labels=["bus", *labels])
     for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
         metric.add_metric([status.name, *([key] if isinstance(key, str) else key)], value)
@@ -189,7 +189,7 @@ def _requests(status: BusStatus) -> Iterator[Metric]:
         yield _gauge("shmbus_lead_groups", text, status, kinds, "kind")
 
 
-#: Of each histogram of a status: its name, and what it says.
+#: By histogram of a status: its name and help.
 _HISTOGRAMS = {
     "lag": ("shmbus_policy_lag", "Versions that delivered samples were behind the trainer."),
     "age": (
@@ -206,7 +206,7 @@ _HISTOGRAMS = {
 
 
 def _delivered(status: BusStatus) -> Iterator[Metric]:
-    """Yield the histograms of what was delivered; groups count once, however often given back."""
+    """Yield the delivery histograms; a group counts once, however often given back."""
     for histogram in status.delivered:
         name, text = _HISTOGRAMS[histogram.name]
         total = 0
@@ -215,7 +215,7 @@ def _delivered(status: BusStatus) -> Iterator[Metric]:
             total += count
             buckets.append(("+Inf" if bound == math.inf else repr(bound), total))
         family = HistogramMetricFamily(name, text, labels=["bus"])
-        # A histogram with a bound below 0 has no sum: it may fall.
+        # A histogram with a bound below 0 needs no sum: the sum may fall.
         family.add_metric(
             [status.name], buckets, None if histogram.bounds[0] < 0 else histogram.sum
         )
@@ -269,7 +269,7 @@ def _producers(status: BusStatus) -> Iterator[Metric]:
     waited: dict[str, float] = {}
     for producer in status.producers:
         states[producer.state] += 1
-        # The number of slots is bounded; the next owner of a slot continues its counter.
+        # The number of slots is bounded; a slot's next owner continues its counter.
         slot = _label(producer.slot)
         committed[slot] += producer.committed
         held[slot] += producer.held_bytes
@@ -314,7 +314,7 @@ def _daemon(status: BusStatus) -> Iterator[Metric]:
 
 
 def _weights(status: BusStatus) -> Iterator[Metric]:
-    """Yield what pools of weights beside the bus hold, and who runs what of it."""
+    """Yield the versions in weight pools beside the bus, and their readers' versions."""
     pools = read_pools(status.name)
     if not pools:
         return
@@ -382,7 +382,7 @@ def _label(number: int) -> str:
 
 
 def health(name: str) -> tuple[bool, dict[str, Any]]:
-    """Return whether a bus can be read, its daemon answers and its ledger balances; and why."""
+    """Return the health: a readable bus, an answering daemon, a balanced ledger; with details."""
     try:
         status = read_status(name, walk=False)
     except (errors.ShmbusError, OSError) as error:
@@ -471,7 +471,7 @@ class MetricsServer(ClosedByWith):
         return web.Response(status=HTTPStatus.NOT_FOUND, text=text)
 
     def close(self) -> None:
-        """Stop listening, and end all connections."""
+        """Stop listening, and end every connection."""
         asyncio.run_coroutine_threadsafe(self._http.close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -1,12 +1,12 @@
-"""Inference servers that a dead trainer left paused: when the daemon has them resumed.
+"""Inference servers left paused by a dead trainer: the daemon has them resumed.
 
-The daemon knows neither engines nor HTTP. It sees the note that a trainer leaves, and runs the
-program that ends what it says, in a process of its own.
+The daemon knows neither engines nor HTTP. It reads the trainer's note, and runs the resuming
+program in a separate process.
 
 Invariants:
 
-- Nothing is started while the trainer that paused lives: it holds the note's lock.
-- One program at a time, and after a failure a rest: a server that stays torn is asked for seldom.
+- No program starts while the pausing trainer lives: the trainer holds the note's lock.
+- A single program at a time, and a rest after a failure: a broken server is asked rarely.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at the note: a pause costs rollouts, a look some microseconds.
 CHECK_S: Final = 2.0
-#: Seconds after a program that did not resume all of them.
+#: Seconds of rest after a program that left servers paused.
 REST_S: Final = 60.0
 
 
 class PausedServers:
-    """Watches the note of one bus, and runs `resume` where its writer has died."""
+    """Watches the note of a bus, and runs `resume` after its writer's death."""
 
     def __init__(self, name: str, resume: Sequence[str]) -> None:
         self._name = name
@@ -36,7 +36,7 @@ class PausedServers:
         self._task: asyncio.Task[None] | None = None
 
     def check(self, now: float) -> None:
-        """Look at the note, and have the servers resumed where its writer has died."""
+        """Check the note, and have the servers resumed after its writer's death."""
         running = self._task is not None and not self._task.done()
         if running or now - self._last_look < CHECK_S or now - self._last_failure < REST_S:
             return
@@ -75,7 +75,7 @@ class PausedServers:
         )
 
     async def close(self) -> None:
-        """End the program that runs."""
+        """End the running program."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])

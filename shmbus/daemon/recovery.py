@@ -1,19 +1,19 @@
 """Leases that outlive the daemon or a connection: found by their clients' locks and claims.
 
-A client holds a lock on each extent of a lease until its end is confirmed (shmbus_ext/LAYOUT.md,
-"Proof of death"). So a daemon that starts, or that loses a connection, knows which extents a client
-may still use. A client that reconnects claims its groups. No timeout decides: a client that is
-stopped keeps its groups, and one that is dead has no lock.
+A client holds a lock on each extent of a lease until the daemon confirms the end
+(shmbus_ext/LAYOUT.md, "Proof of death"). A daemon after a start, or a lost connection, thus knows
+the extents in use by a client. A reconnecting client claims its groups. No timeout decides: a
+stopped client keeps its groups, and a dead client holds no lock.
 
 Two phases:
 
-1. Before the ring is read, for RECLAIM_WAIT_S at most, claims are collected by trajectory. `divert`
-   then takes claimed trajectories out of what the reader delivers, so they never reach the stash.
-2. After that, the trajectories in the extents of a client that has not reconnected are `Withheld`
-   from the stash, one by one, since only that client knows how they were grouped. They are until
-   the client has claimed its groups, or its locks are gone.
+1. Before the read of the ring, for at most RECLAIM_WAIT_S, claims are collected by trajectory.
+   `divert` then takes claimed trajectories out of the reader's output: they never reach the stash.
+2. Afterwards, the trajectories in the extents of an absent client are `Withheld` from the stash,
+   one by one, because only the client knows their groups. They stay withheld until the client
+   claims its groups, or its locks are gone.
 
-The leases of a client whose connection to this daemon broke are `InDoubt`.
+Leases of a client with a broken connection to this daemon are `InDoubt`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ LEASE_HELD = _core.LEASE_HELD
 
 
 def extents_of_client(segment: _core.Segment, client: int) -> set[int]:
-    """Return the extents that a client has leases in, from the kernel's table of locks."""
+    """Return the extents under a client's leases, from the kernel's table of locks."""
     ranges = segment.locks_held(1 + client)
     return {e for first, count in ranges for e in range(first, first + count)}
 
 
 def extents_of_clients(segment: _core.Segment) -> dict[int, set[int]]:
-    """Return the extents of each client that has leases."""
+    """Return the extents of each client with leases."""
     found = {client: extents_of_client(segment, client) for client in range(_core.MAX_CLIENTS)}
     return {client: extents for client, extents in found.items() if extents}
 
 
 class _Claim:
-    """One group that a client says it holds, and those of its trajectories that were read."""
+    """A claimed group, with the trajectories read so far."""
 
     __slots__ = ("held", "samples", "session")
 
@@ -55,14 +55,14 @@ class _Claim:
 
 
 class Claims:
-    """Groups that clients of the previous daemon claim, until the ring has been read."""
+    """Groups claimed by clients of the previous daemon, until the ring is read."""
 
     def __init__(self) -> None:
         self._claims: list[_Claim] = []
         self._by_identity: dict[bytes, _Claim] = {}
 
     def add(self, session: Session, groups: Iterable[messages.Held]) -> None:
-        """Add a client's claims; of two claims of one trajectory the first one counts."""
+        """Add a client's claims; the first claim of a trajectory counts."""
         for held in groups:
             claim = _Claim(session, held)
             self._claims.append(claim)
@@ -70,8 +70,8 @@ class Claims:
                 self._by_identity.setdefault(identity, claim)
 
     def forget(self, session: Session, *, dead: bool) -> None:
-        """Forget what a client held that has left again; what it had ended stays ended."""
-        # The groups of a dead client are for others. One that lives claims its groups again.
+        """Forget a departed client's held groups; its ended groups stay ended."""
+        # A dead client's groups go to other clients. A living client claims its groups again.
         held = [c for c in self._claims if c.session is session and c.held.reason == LEASE_HELD]
         for claim in held:
             claim.session = None
@@ -80,7 +80,7 @@ class Claims:
             self._by_identity = {i: c for i, c in self._by_identity.items() if c not in held}
 
     def divert(self, samples: list[Trajectory]) -> list[Trajectory]:
-        """Take claimed trajectories out of what was read; the rest is for the stash."""
+        """Take claimed trajectories out of read samples; the rest goes into the stash."""
         if not self._by_identity:
             return samples
         rest = []
@@ -95,7 +95,7 @@ class Claims:
         return rest
 
     def resolve(self, table: LeaseTable) -> dict[Session, messages.Claimed]:
-        """Lease or release the claimed groups, once the ring has been read; return the answers."""
+        """Lease or release the claimed groups, once the ring is read; return the answers."""
         kept: dict[Session, list[tuple[int, int]]] = {}
         ended: dict[Session, list[int]] = {}
         lost: dict[Session, list[int]] = {}
@@ -105,7 +105,7 @@ class Claims:
             if session is not None:
                 sessions[session] = None
             if not claim.samples:
-                # Released by the previous daemon, which died before it confirmed that.
+                # Released by the previous daemon, dead before a confirmation.
                 if session is not None:
                     answers = lost if held.reason == LEASE_HELD else ended
                     answers.setdefault(session, []).append(held.token)
@@ -141,7 +141,7 @@ def keep(session: Session, lease: Lease, held: messages.Held) -> None:
 class Withheld:
     """Trajectories that clients of the previous daemon may hold, and the rest of their groups."""
 
-    # Later samples of such a group are withheld, too, so that it is not delivered in two parts.
+    # Later samples of such a group are withheld, too: the group is not delivered in two parts.
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -154,13 +154,13 @@ class Withheld:
         return len(self._keys)
 
     def begin(self, samples: list[Trajectory], extents: dict[int, set[int]]) -> None:
-        """Withhold the trajectories that lie in extents of a client; the others are stashed."""
+        """Withhold the trajectories in clients' extents; the rest goes into the stash."""
         self._extents = extents
         self._samples = samples
         self._withhold()
 
     def _withhold(self) -> None:
-        """Divide the trajectories between here and the stash, by the clients that are awaited."""
+        """Divide the trajectories between here and the stash, by the awaited clients."""
         samples, self._samples = self._samples, []
         awaited = set().union(*self._extents.values())
         extents = extents_of(samples) if awaited else ()
@@ -173,7 +173,7 @@ class Withheld:
         self._collector.divert = self.divert if self._keys else None
 
     def divert(self, samples: list[Trajectory]) -> list[Trajectory]:
-        """Withhold samples of groups that are withheld; the rest is for the stash."""
+        """Withhold samples of withheld groups; the rest goes into the stash."""
         if not self._keys:
             return samples
         self._samples += [sample for sample in samples if sample.key in self._keys]
@@ -185,11 +185,11 @@ class Withheld:
 
     @property
     def samples(self) -> list[Trajectory]:
-        """Trajectories that are withheld."""
+        """Withheld trajectories."""
         return self._samples
 
     def claim(self, client: int, groups: list[messages.Held]) -> dict[int, list[Trajectory]]:
-        """Take out the trajectories that a client holds or has ended, by its groups' tokens."""
+        """Take out a client's held or ended trajectories, by its groups' tokens."""
         extents = self._extents.get(client, set())
         tokens = {i: held.token for held in groups for i in split_identities(held.identities)}
         found: dict[int, list[Trajectory]] = {}
@@ -205,13 +205,13 @@ class Withheld:
         return {token: sorted(samples, key=lambda t: t.index) for token, samples in found.items()}
 
     def clear(self, client: int) -> None:
-        """Release what only this client could hold: it has claimed its groups, or is dead."""
+        """Release samples withheld only for this client, after a full claim or its death."""
         if self._extents.pop(client, None) is not None:
             self._withhold()
 
 
 class InDoubt:
-    """Leases of clients whose connection broke, and trajectories withheld for absent clients."""
+    """Leases of clients with broken connections, and trajectories withheld for absent clients."""
 
     def __init__(self, collector: Collector) -> None:
         self._segment = collector.segment
@@ -222,7 +222,7 @@ class InDoubt:
         return sum(map(len, self._leases.values())) + len(self.withheld)
 
     def add(self, client: int, leases: Iterable[Lease]) -> None:
-        """Keep leases until their client claims them or is dead."""
+        """Keep leases until their client claims them or dies."""
         self._leases.setdefault(client, []).extend(leases)
 
     def leases(self) -> list[Lease]:
@@ -234,13 +234,13 @@ class InDoubt:
         return self.withheld.clients() | set(self._leases)
 
     def ranks(self) -> set[int]:
-        """Ranks with leases that are in doubt."""
+        """Ranks with leases in doubt."""
         return {x.rank for leases in self._leases.values() for x in leases if x.rank >= 0}
 
     def claim(
         self, session: Session, groups: list[messages.Held], table: LeaseTable
     ) -> messages.Claimed:
-        """Answer the claims of a client that reconnected after the ring was read."""
+        """Answer the claims of a client that reconnected after the read of the ring."""
         client = session.client
         mine = {_core.identities(x.samples): x for x in self._leases.pop(client, [])}
         withheld = self.withheld.claim(client, groups)
@@ -252,7 +252,7 @@ class InDoubt:
             if lease is None and held.token in withheld:
                 lease = table.claimed(withheld[held.token])
             if lease is None:
-                # Released before: a group that was acknowledged is done, one that was held is lost.
+                # Released before: an acknowledged group is done, a held group is lost.
                 (ended if held.reason != LEASE_HELD else lost).append(held.token)
             elif held.reason != LEASE_HELD:
                 table.end(lease, held.reason)
@@ -265,13 +265,13 @@ class InDoubt:
         return messages.Claimed(kept=kept, ended=ended, lost=lost)
 
     def clear(self, client: int) -> list[Lease]:
-        """Release what only this client could hold: it has claimed its groups, or is dead."""
+        """Release this client's leases and samples in doubt, after a full claim or its death."""
         # Returns its leases; withheld trajectories go into the stash.
         self.withheld.clear(client)
         return self._leases.pop(client, [])
 
     def reap(self, connected: set[int]) -> list[Lease]:
-        """Clear every absent client that has no lock any more; return its leases."""
+        """Clear every absent client without locks; return its leases."""
         out = []
         for client in self.clients() - connected:
             if not self._segment.locks_held(1 + client):

@@ -1,15 +1,15 @@
-"""The daemon's process: event loop, the thread that sleeps on the ring, listening socket, shutdown.
+"""The daemon's process: event loop, ring thread, listening socket, shutdown.
 
 Invariants:
 
 - Only the holder of the collector's lock binds the socket, so an existing socket file is its own or
-  stale. It is put in place by a rename, and removed at a clean exit.
-- After each wake-up by the ring there is a pause, so that a flood of records costs a bounded number
-  of wake-ups. An idle daemon runs only one check a second for dead producers.
-- A daemon whose bus was removed leaves its name to a successor, grants what it has, and ends.
-- Groups are leased by the thread that the ring woke, not by the loop: a second thread's wake-up
-  costs a waiting client as much as all the rest. The server's lock is held by whoever is in the
-  service; what belongs to the loop (timers, transports, the end) is left to the loop.
+  stale. The socket is put in place by a rename, and removed at a clean exit.
+- After each wake-up by the ring comes a pause: a flood of records costs a bounded number of
+  wake-ups. An idle daemon runs only one check a second for dead producers.
+- A daemon with a removed bus leaves its name to a successor, grants its groups, and ends.
+- The thread woken by the ring leases groups, not the loop: a second thread's wake-up costs a
+  waiting client as much as the whole rest. A thread in the service holds the server's lock; timers,
+  transports and the end belong to the loop.
 - An error in our own code ends the daemon: its state is in the segment, and the next daemon
   recovers it.
 """
@@ -48,17 +48,17 @@ from shmbus.store import snapshot
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that the daemon lets records accumulate after a poll that completed no group for a
-#: waiting client: bounds its wake-ups, and delays a group by no more than this.
+#: Seconds to let records accumulate after a poll without a complete group for a waiting client:
+#: bounds wake-ups, and delays a group by no more.
 _COALESCE_S = 0.0002
-#: The same while no client waits: nothing is late then, and the ring keeps the records.
+#: The same without waiting clients: nothing is late then, and the ring keeps the records.
 _REST_S = 0.01
-#: Seconds between two bells for the thread that is to end.
+#: Seconds between two bells for the ending thread.
 _WAKE_AGAIN_S = 0.005
 
 
 class Server:
-    """Serves one bus until it is told to stop."""
+    """Serves a bus until told to stop."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class Server:
         on_stop: Callable[[], None] | None = None,
     ) -> None:
         self.service = Service(collector, policy)
-        #: Held by the thread that is in the service.
+        #: Held by the thread in the service.
         self.lock: AbstractContextManager[Any] = threading.RLock()
         self.connections: set[Connection] = set()
-        #: For warnings whose number clients decide.
+        #: For warnings at a rate decided by clients.
         self.limited_log = LimitedLog(logger, limits.LOG_INTERVAL_S)
         self.path = names.socket_path(collector.segment.name)
         self._collector = collector
@@ -81,7 +81,7 @@ class Server:
         self._on_stop = on_stop
         self._paused_servers = PausedServers(collector.segment.name, resume)
         self._failure: BaseException | None = None
-        #: Set when the loop has read the ring: the watcher thread may sleep on it again.
+        #: Set after the loop read the ring: the watcher thread may sleep on the ring again.
         self._ring_read = threading.Event()
         #: Set while a request waits for groups: cuts the pause after a wake-up short.
         self._hurry = threading.Event()
@@ -116,7 +116,7 @@ class Server:
             if self._failure is None:
                 await self._drain()
             if self._snapshot is not None:
-                # It reads the bus as its collector.
+                # The snapshot reads the bus as its collector.
                 await self._snapshot
         finally:
             self._stopping = True
@@ -126,12 +126,12 @@ class Server:
             with self.lock:
                 for connection in list(self.connections):
                     connection.close()
-            # One turn of the loop, in which they write what is queued.
+            # A turn of the loop, to write queued bytes.
             await asyncio.sleep(0)
             self._ring_read.set()
             self._hurry.set()
             while watcher.is_alive():
-                # Not once: it may be about to sleep, and hears no bell then.
+                # Repeated: a thread about to sleep misses a bell.
                 self._collector.reader.wake()
                 await asyncio.sleep(_WAKE_AGAIN_S)
             if self._timer is not None:
@@ -163,14 +163,14 @@ class Server:
         return listener
 
     def _unbind(self) -> None:
-        """Remove the socket, once: later its name may be another daemon's."""
+        """Remove the socket, once: another daemon may own the name later."""
         if not self._unbound:
             self._unbound = True
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
 
     def _note_removal(self) -> None:
-        """End when the bus has lost its name."""
+        """End after the bus loses its name."""
         segment = self._collector.segment
         service = self.service
         if service.removed or not segment.note_removal():
@@ -187,7 +187,7 @@ class Server:
         self.guard(lambda: service.serve(time.monotonic()))
 
     async def _drain(self) -> None:
-        """Grant no more leases, and wait until those that are held have ended."""
+        """Grant no more leases, and wait for the end of held leases."""
         service = self.service
         with self.lock:
             service.draining = not service.removed
@@ -245,7 +245,7 @@ class Server:
     # -- the ring and the clock -----------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Sleep on the ring in a thread of its own, and lease what has become complete."""
+        """Sleep on the ring in a thread of its own, and lease newly complete groups."""
         while not self._stopping:
             self._collector.reader.wait(None)
             if self._stopping:
@@ -265,7 +265,7 @@ class Server:
                 self._clear_up()
 
     def _serve_ring(self) -> bool:
-        """Read the ring and answer who waits; False where that is the loop's to do."""
+        """Read the ring and answer waiting clients; return False if only the loop may."""
         read = False
 
         def work() -> None:
@@ -274,19 +274,19 @@ class Server:
                 try:
                     read = not self.service.pump(time.monotonic())
                 except errors.ProtocolError as error:
-                    # No client has said anything here, so none is to be refused for it.
+                    # No client caused the error: refuse no client.
                     raise RuntimeError(f"reading the ring: {error}") from error
 
         self.guard(work)
-        # The kernel wakes a client on the processor of who has written to it, where it would wait
-        # until this thread sleeps.
+        # The kernel wakes a client on its writer's processor, where the client would wait until
+        # this thread sleeps.
         os.sched_yield()
         with self.lock:
             self._set_hurry()
         return read
 
     def _clear_up(self) -> None:
-        """Do what is due after the ring was read, and can be a little late."""
+        """Do the less urgent work after a read of the ring."""
         with self.lock:
             if self._stopping:
                 return
@@ -297,14 +297,14 @@ class Server:
                 self._loop.call_soon_threadsafe(self.changed)
 
     def _ring(self) -> None:
-        # After a failure the thread that waits for this sleeps until the end.
+        # After a failure the watcher sleeps until the end.
         if not self._stopping and self._failure is None:
             self.guard(self._pump)
 
     def _pump(self) -> None:
         now = time.monotonic()
         if self.service.pump(now):
-            # Messages and timers have their turn in between.
+            # Messages and timers get their turn in between.
             self._loop.call_soon(self._ring)
             return
         if self.service.frozen:
@@ -343,7 +343,7 @@ class Server:
                 self._idle.set()
 
     def _timer_is_late(self, now: float) -> bool:
-        """Whether the timer is to be set; one that is too early does no harm."""
+        """Return True if the timer must be set anew; an early timer does no harm."""
         return self._timer is None or now + self.service.next_tick_s(now) < self._timer_due_s
 
     def _set_hurry(self) -> None:
@@ -376,7 +376,7 @@ def serve(
 
 
 def notify(state: str) -> bool:
-    """Tell systemd a state such as ``READY=1``; False where nobody is told."""
+    """Tell systemd a state like ``READY=1``; return False without a listener."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address[:1] not in ("/", "@"):
         return False

@@ -1,13 +1,14 @@
-"""What the daemon does, without a socket or a thread: messages and ring events in, replies out.
+"""The daemon's decisions, without a socket or a thread: messages and ring events in, replies out.
 
 Invariants:
 
-- One thread at a time calls it. Nothing here blocks, and no work is proportional to a payload.
-- A request that waits is answered once: with groups, with none at its timeout, or not at all after
-  its client has left.
-- While it is frozen it releases and moves nothing: a snapshot is being written.
-- No lease is granted until recovery has attributed the groups that clients of the previous daemon
-  still hold.
+- A single thread at a time calls the service. No call blocks, and no work is proportional to a
+  payload.
+- A waiting request gets a single answer: groups, or an empty answer at its timeout. A departed
+  client gets no answer.
+- While frozen the service releases and moves nothing: a snapshot is being written.
+- No lease is granted until recovery has attributed the groups held by clients of the previous
+  daemon.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from shmbus.ledger import Ledger
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 
-#: Takes of one client that may wait at once: the threads of one Consumer.
+#: Waiting takes of a client, at most: the threads of a Consumer.
 MAX_WAITING = 64
-#: Seconds between checks whether a disconnected client still holds the locks of its leases; a dying
-#: process closes socket and segment within much less.
+#: Seconds between checks whether a disconnected client still holds its lease locks; a dying process
+#: closes socket and segment within much less.
 _REAP_INTERVAL_S = 0.02
-#: Groups for which the ring is read in one go, before other messages have their turn.
+#: Groups per read of the ring, before other messages get their turn.
 _PORTION = 256
 
 Trajectory = _core.Trajectory
@@ -50,7 +51,7 @@ _Lack: TypeAlias = tuple[StepRequest, float, int]
 
 
 class Waiting:
-    """A Take or TakeStep that has not been answered."""
+    """An unanswered Take or TakeStep."""
 
     __slots__ = (
         "deadline_s", "followers", "lacked", "patience_s", "request", "session", "soonest_s",
@@ -67,7 +68,7 @@ class Waiting:
         self.session = session
         self.split = split
         self.request = request
-        #: Ready groups up to which the ring is read in one go.
+        #: Ready groups that stop a read of the ring.
         self.wanted = request.max_groups if isinstance(request, messages.Take) else _PORTION
         self.wanted = min(self.wanted, _PORTION)
         self.deadline_s = math.inf if request.timeout_s is None else now + request.timeout_s
@@ -76,12 +77,12 @@ class Waiting:
             self.patience_s = patience_s(request)
         #: Set while the rank's next step lacks groups.
         self.lacked: _Lack | None = None
-        #: Ranks that lack the same; and the first deadline of all of them.
+        #: Ranks lacking the same groups; and the first deadline among them.
         self.followers: list[Waiting] = []
         self.soonest_s = self.deadline_s
 
     def lead(self, follower: Waiting) -> None:
-        """Answer for another rank while the step of both lacks groups."""
+        """Answer for another rank while both wait for the same step's groups."""
         self.followers.append(follower)
         self.soonest_s = min(self.soonest_s, follower.deadline_s)
 
@@ -93,37 +94,37 @@ class Waiting:
 
 
 class Service:
-    """Leases the groups of one collector to sessions."""
+    """Leases a collector's groups to sessions."""
 
     def __init__(self, collector: Collector, policy: dict[str, object]) -> None:
         self.collector = collector
         self.policy = policy
-        #: The clients that are attached, by number.
+        #: Attached clients, by number.
         self.sessions: dict[int, Session] = {}
         #: Set to grant nothing more, before the end.
         self.draining = False
-        #: Whether a snapshot is being written.
+        #: True while a snapshot is written.
         self.frozen = False
-        #: Set when the bus has lost its name: what is there is granted, nothing is waited for.
+        #: Set after the bus lost its name: present groups are granted, and no request waits.
         self.removed = False
         self.began_s = time.monotonic()
         self._table = LeaseTable(collector)
         self._planner: StepPlanner | None = None
         self._waiting: list[Waiting] = []
-        #: Ends and claims that were received while frozen.
+        #: Ends and claims received while frozen.
         self._deferred_ends: list[tuple[Session, Lease, int]] = []
         self._deferred_claims: list[tuple[Session, messages.Claim]] = []
         #: Received while frozen, too.
         self._deferred_trained: list[tuple[Session, messages.EndTrained]] = []
-        #: Received before the clients of the previous daemon have said what they trained.
+        #: Received before clients of the previous daemon reported their trained samples.
         self._deferred_asks: list[tuple[Session, messages.GetTrained]] = []
-        #: What each rank, or -1 for a client without one, counts as trained.
+        #: By rank, or -1 for clients without a rank: the samples counted as trained.
         self._trained: dict[int, set[bytes]] = {}
         self._next_forget_s = 0.0
         self._in_doubt = InDoubt(collector)
-        #: Clients of the previous daemon that have not said what they hold, and their extents.
+        #: Clients of the previous daemon without a report yet, and their extents.
         self._expected = extents_of_clients(collector.segment)
-        #: What the others claim; None once the ring has been read.
+        #: The remaining clients' claims; None after the ring was read.
         self._claims: Claims | None = Claims()
         self._reclaim_until_s = self.began_s + limits.RECLAIM_WAIT_S
         self._next_reap_s = 0.0
@@ -132,7 +133,7 @@ class Service:
         self._finish_recovery(self.began_s)
 
     def _held_elsewhere(self) -> list[list[_core.Trajectory]] | None:
-        """Return groups of clients that the stash never had; None while some are unknown."""
+        """Return clients' groups from outside the stash; None while some stay unknown."""
         if len(self._in_doubt.withheld):
             return None
         leases = [*self._held(), *self._table.returned]
@@ -142,9 +143,9 @@ class Service:
     # -- the ring -------------------------------------------------------------------------------
 
     def pump(self, now: float) -> bool:
-        """Read a portion of the ring and answer requests that wait; True if there may be more."""
-        # The portion is as large as the waiting requests need, and else small, so that a message
-        # which arrives in between is not delayed.
+        """Read a portion of the ring and answer waiting requests; return True for a rest."""
+        # The portion fits the waiting requests, and is small otherwise, for quick answers to
+        # messages.
         if self._claims is not None:
             return False
         self.history.look_at_producers()
@@ -179,7 +180,7 @@ class Service:
         self.serve(now)
 
     def next_tick_s(self, now: float) -> float:
-        """Seconds until `tick` has something to do."""
+        """Seconds until the next work for `tick`."""
         wait_s = limits.SWEEP_INTERVAL_S if self.frozen else self.collector.wait_s(now, None)
         if self._claims is not None:
             wait_s = min(wait_s, self._reclaim_until_s - now)
@@ -188,7 +189,7 @@ class Service:
         if self._waiting:
             wait_s = min(wait_s, min(w.soonest_s for w in self._waiting) - now)
         if self._waiting and self._planner is not None:
-            # A step whose time is over already waits for groups, not for time.
+            # A step past its time waits for groups, not for time.
             over_s = now - self._planner.due_s(0.0)
             patient = (w.patience_s for w in self._waiting if w.patience_s > over_s)
             wait_s = min(wait_s, min(patient, default=math.inf) - over_s)
@@ -196,18 +197,18 @@ class Service:
 
     @property
     def is_special(self) -> bool:
-        """Whether more is going on than groups coming and leases ending."""
+        """True outside of normal operation: frozen, draining or removed."""
         return self.frozen or self.draining or self.removed
 
     @property
     def has_waiting(self) -> bool:
-        """Whether a request waits for groups."""
+        """True while a request waits for groups."""
         return bool(self._waiting)
 
     # -- snapshots ------------------------------------------------------------------------------
 
     def freeze(self) -> str | None:
-        """Release and move nothing until `thaw`; or return why that is not possible now."""
+        """Release and move nothing until `thaw`; or return the reason against a freeze now."""
         name = self.collector.segment.name
         if self.frozen:
             return f"bus {name!r}: a snapshot is being written already; try again when it is done"
@@ -220,7 +221,7 @@ class Service:
         return None
 
     def thaw(self) -> None:
-        """Do what was deferred, and go on."""
+        """Do the deferred work, and continue."""
         self.frozen = self.collector.frozen = False
         ending, self._deferred_ends = self._deferred_ends, []
         for session, lease, reason in ending:
@@ -240,7 +241,7 @@ class Service:
     # -- recovery -------------------------------------------------------------------------------
 
     def _finish_recovery(self, now: float) -> None:
-        """Read the ring once all clients of the previous daemon were heard, or the time is over."""
+        """Read the ring after every client of the previous daemon reported, or at the deadline."""
         claims = self._claims
         assert claims is not None
         for client in list(self._expected):
@@ -258,7 +259,8 @@ class Service:
             if len(samples) < limits.POLL_RECORDS:
                 break
         expected, self._expected = self._expected, {}
-        answers = claims.resolve(self._table)  # first: what else comes of those groups is late
+        # first: further samples of these groups count as late
+        answers = claims.resolve(self._table)
         self._in_doubt.withheld.begin(rest, expected)
         for session, claimed in answers.items():
             session.send(claimed)
@@ -275,7 +277,7 @@ class Service:
 
     def hello(self, hello: messages.Hello, send: Callable[..., None]) -> Session | messages.Refused:
         """Admit a client, or return why not."""
-        # One that returns to end what it holds is what a daemon that drains waits for.
+        # A draining daemon waits for the return of clients that end their leases.
         draining = self.draining and hello.client not in self._in_doubt.clients()
         refused = admission.refusal(hello, self.collector.segment, self.policy, draining=draining)
         if refused is None and not hello.observer:
@@ -293,7 +295,7 @@ class Service:
         return session
 
     def _admit_split(self, hello: messages.Hello) -> messages.Refused | None:
-        """Have a number for its split, or return why there is none."""
+        """Assign its split a number, or return the refusal."""
         try:
             _core.split_number(self.collector.segment, hello.split)
         except ValueError as error:
@@ -302,15 +304,15 @@ class Service:
         return None
 
     def _admit_rank(self, hello: messages.Hello) -> messages.Refused | None:
-        """Make room for a rank among the steps, or return why not; others are admitted."""
+        """Make room for a rank among the steps, or return the refusal; admit plain clients."""
         ranked = self._ranked()
         if hello.client < 0:
-            # One that returns after a restart was here before those that it meets now.
+            # A client returning after a restart came before the clients now here.
             mixed = admission.mixed_refusal(hello, self.sessions.values())
             if mixed is not None:
                 return mixed
         if self._planner is not None and not ranked and hello.world_size != self._planner.size:
-            # The job of that size is over; its groups go to the next clients.
+            # The job of the old size is over; its groups go to the next clients.
             leases, self._planner = self._planner.dissolve(), None
             for lease in self._in_doubt.leases():
                 lease.step = lease.rank = -1
@@ -334,7 +336,7 @@ class Service:
         return -1
 
     def leave(self, session: Session, *, orderly: bool) -> None:
-        """End a session; the groups that it held are the next to be delivered, or in doubt."""
+        """End a session; its groups are delivered next, or in doubt."""
         self.sessions.pop(session.client, None)
         self.history.left(session, time.monotonic(), orderly=orderly)
         waiting = [each for leader in self._waiting for each in (leader, *leader.release())]
@@ -348,14 +350,14 @@ class Service:
         session.leases.clear()
         out = self._in_doubt.clear(session.client) if orderly else []
         if not orderly and leases and held:
-            # The process is alive, or about to end: its locks will tell.
+            # A living or dying process: its locks will tell.
             self._in_doubt.add(session.client, leases)
             self._next_reap_s = 0.0
         else:
             out += leases
         self._put_back(out)
         if self._planner is not None and not self._ranked():
-            # Shards stay for their ranks; what is in none is anybody's again.
+            # Shards stay for their ranks; groups outside shards are free again.
             self._table.give_back(self._planner.empty_pool())
         self.serve(time.monotonic())
 
@@ -484,17 +486,17 @@ class Service:
             self.serve(now)
 
     def _rejoin(self, session: Session) -> None:
-        """Have a rank that has claimed all that it holds go on with its steps."""
+        """Let a rank continue its steps after its last claim."""
         if session.settled and session.rank >= 0:
             assert self._planner is not None
             self._planner.join(session.rank, session.next_step, self._held())
 
     def serve(self, now: float) -> None:
-        """Answer waiting requests in their order, as far as there are groups for them."""
+        """Answer waiting requests in order, while groups last."""
         if self._claims is not None:
             return
         if not self.frozen:
-            # A duplicate that is raised comes before the group that it was for.
+            # The error of a duplicate comes before its group.
             self.collector.release_discards()
         still: list[Waiting] = []
         leaders: dict[_Lack, Waiting] = {}
@@ -565,13 +567,13 @@ class Service:
         return True
 
     def _is_alone(self) -> bool:
-        """Whether there is one client that takes groups."""
+        """Return True if a single client takes groups."""
         return sum(not session.observer for session in self.sessions.values()) == 1
 
-    # -- what was trained ------------------------------------------------------------------------
+    # -- trained samples -------------------------------------------------------------------------
 
     def _held(self) -> list[Lease]:
-        """Return the groups that clients hold, or may hold."""
+        """Return the groups held, or perhaps held, by clients."""
         held = [lease for session in self.sessions.values() for lease in session.leases.values()]
         return held + self._in_doubt.leases()
 
@@ -606,19 +608,19 @@ class Service:
                 self._withdraw_trained()
                 self._forget_trained(now)
             else:
-                self.collector.trained = every  # ended as they are read
+                self.collector.trained = every  # ended during the read
             self.serve(now)
         session.send(messages.Done(id=request.id))
 
     def _out_of_stash(self) -> list[Trajectory]:
-        """Return what was leased, or is withheld, and may come back."""
+        """Return leased and withheld samples that may come back."""
         leases = [*self._held(), *self._table.returned]
         leases += [] if self._planner is None else self._planner.waiting()
         found = [sample for lease in leases for sample in lease.samples]
         return found + self._in_doubt.withheld.samples
 
     def _withdraw_trained(self) -> None:
-        """End what waits for its rank and was trained; what else does was not, by this account."""
+        """End trained groups waiting for their rank; count the rest as untrained."""
         if self._planner is not None:
             waiting = self._planner.waiting()
             trained = [x for x in waiting if self.collector.trained_of(x.samples)]
@@ -646,7 +648,7 @@ class Service:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no group is leased, and, of a removed bus, none is there for a client."""
+        """True if no group is leased and, on a removed bus, no group waits for a client."""
         ready = self.collector.stash.ready_groups + len(self._table.returned)
         return not self.leased_groups and not (self.removed and ready and self.sessions)
 
@@ -662,8 +664,8 @@ class Service:
         return (0, 0) if planner is None else (planner.waiting_groups, planner.waiting_records)
 
     def ledger(self) -> Ledger:
-        """Return the ledger: leased is what clients hold, also as claimed, or may hold."""
-        # What was given back, or waits for its rank, is stashed.
+        """Return the ledger: "leased" counts groups held, claimed, or perhaps held by clients."""
+        # Groups given back, or waiting for their rank, count as stashed.
         ledger = self.collector.stats()
         table = self._table
         groups, records = self._unheld()
@@ -707,7 +709,7 @@ class Service:
         return messages.GroupsReply(id=request.id, groups=groups, omitted=omitted)
 
     def group(self, request: messages.GetGroup, now: float) -> messages.GroupReply:
-        """Return where a group is, its samples, and what happened to it."""
+        """Return a group's state, samples and history."""
         key = self.history.key_of(request)
         leases = [(x, s.name) for s in self.sessions.values() for x in s.leases.values()]
         leases += [(lease, "a client that has not come back") for lease in self._in_doubt.leases()]

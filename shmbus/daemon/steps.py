@@ -1,18 +1,18 @@
-"""The ranks of one training job: steps that are formed once, and shards that wait for their rank.
+"""The ranks of a training job: steps formed once, and shards waiting for their rank.
 
 Invariants:
 
-- A step is formed of whole groups, in the order of completion, for the ranks that have not taken
-  it. Its shards are disjoint and never change.
-- No group that is stale at that moment is in a step: the pool is judged again each time, and holds
-  little more than the next step needs. A shard is not judged again: it belongs to a step of which
-  another rank may have had its part.
-- A shard is granted to its rank only. After a rank's death, its unfinished groups are the first
-  that its successor gets.
-- No rank waits for another to ask: the rank that asks first has the step formed for all, at most
+- A step consists of whole groups, in the order of completion, for the ranks that have not taken it.
+  Its shards are disjoint and never change.
+- A step contains no group stale at its formation: the pool is judged again each time, and holds
+  little beyond the next step's need. A shard is not judged again: another rank may already hold its
+  part of the step.
+- A shard is granted to its rank only. After a rank's death, its successor gets the unfinished
+  groups first.
+- No rank waits for another rank's request: the first request forms the step for every rank, at most
   MAX_STEPS_AHEAD steps before the slowest.
-- Steps are formed in ascending order, also for ranks that a new daemon finds at different steps.
-  Otherwise a rank ahead could hold the space that the step of a rank behind needs.
+- Steps are formed in ascending order, also if a new daemon finds the ranks at different steps.
+  Otherwise a rank ahead could hold the space needed for the step of a rank behind.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease
 
 __all__ = ["StepPlanner", "balanced", "balanced_counts", "plan_step", "weigh"]
 
-# -- which rank gets which group -------------------------------------------------------------------
-# Pure functions of the groups' weights, in their order: all ranks agree, whichever asks first.
-# Bounds, each by an exchange argument: `balanced` gives each group, heaviest first, to the rank
-# with the least so far, so the heaviest and the lightest differ by at most the heaviest group.
+# -- groups to ranks -------------------------------------------------------------------------------
+# Pure functions of the groups' weights, in order: the result does not depend on the asking rank.
+# Bounds, each by an exchange argument: `balanced` gives each group, heaviest first, to the lightest
+# rank so far, so the heaviest and the lightest rank differ by at most the heaviest group.
 # `balanced_counts` deals rounds of one group a rank, heaviest first, the heaviest of a round to the
 # lightest rank: a round turns a difference d into at most max(d, its heaviest - its lightest).
 
@@ -51,7 +51,7 @@ def _in_order(shards: Shards) -> Shards:
 
 
 def balanced(weights: Sequence[int], ranks: int) -> Shards:
-    """Split groups over ranks by weight; each rank gets at least one if there are enough."""
+    """Split groups over ranks by weight, at least one group a rank if possible."""
     shards: Shards = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for i in _heaviest_first(weights):
@@ -82,7 +82,7 @@ def plan_step(
     tokens: int | None = None,
     hurry: bool = False,
 ) -> Shards | None:
-    """Form a step of the first groups, or return None while there are too few."""
+    """Form a step of the first groups, or return None with too few groups."""
     ready = len(weights)
     if ready < ranks:
         return None
@@ -104,7 +104,7 @@ def plan_step(
     order = _heaviest_first(weights[:most])
 
     def is_above(count: int) -> bool:
-        """Whether `balanced` gives a rank two groups or more that exceed its tokens."""
+        """Return True if `balanced` gives a rank two or more groups above its tokens."""
         loads = [0] * ranks
         for i in order:
             if i < count:
@@ -114,35 +114,35 @@ def plan_step(
                 heapq.heapreplace(loads, load)
         return False
 
-    # Greedy loads are not monotone in the count; bisection may miss a longer step that fits too.
+    # Greedy loads are not monotone in the count; bisection may miss a longer fitting step.
     count = ranks + bisect_left(range(ranks + 1, most + 1), True, key=is_above)
     return balanced(weights[:count], ranks)
 
 
-#: Steps that the fastest rank may be ahead of the slowest: steps formed for a slow rank hold space.
+#: Steps between the fastest and the slowest rank, at most: steps formed for a slow rank hold space.
 _MAX_STEPS_AHEAD = 64
-#: Groups leased at a time for a step of a number of tokens, until it is full: groups beyond that
-#: wait for the next step, and are weighed once.
+#: Groups leased at a time to fill a step of a number of tokens: surplus groups wait for the next
+#: step, and are weighed once.
 _POOL_PORTION = 16
 
-#: groups, tokens, max_wait and field: what all ranks must ask of a step alike.
+#: groups, tokens, max_wait and field: equal in every rank's request for a step.
 StepRequest: TypeAlias = "tuple[int | None, int | None, float | None, str]"
 
 
 def step_request(request: messages.TakeStep) -> StepRequest:
-    """Return the part of a request that all ranks must agree on."""
+    """Return the part of a request equal in every rank."""
     return request.groups, request.tokens, request.max_wait_s, request.field
 
 
 def patience_s(request: messages.TakeStep) -> float:
-    """Seconds after which a partial step is formed; infinite for never."""
+    """Return the seconds until a partial step; infinite for never."""
     if request.only_full or request.max_wait_s is None:
         return math.inf
     return request.max_wait_s
 
 
 def weigh(lease: Lease, field: str) -> int:
-    """Return a group's weight: the elements of one field, or its bytes without such a field."""
+    """Return a group's weight: the elements of a field, or its bytes without such a field."""
     weight = 0
     for sample in lease.samples:
         if field not in sample:
@@ -155,7 +155,7 @@ def weigh(lease: Lease, field: str) -> int:
 
 
 class GroupSource(Protocol):
-    """Where the groups of the next steps come from."""
+    """The source of the next steps' groups."""
 
     @property
     def ready_groups(self) -> int: ...
@@ -164,21 +164,20 @@ class GroupSource(Protocol):
 
 
 class StepPlanner:
-    """The steps of ranks 0 to size - 1, and the groups of which the next steps are formed."""
+    """The steps of ranks 0 to size - 1, and the groups for the next steps."""
 
     def __init__(self, size: int, source: GroupSource) -> None:
         self.size = size
-        #: The step that each rank takes next; ranks that have not taken or been given one are
-        #: absent.
+        #: Each rank's next step; absent for ranks without a taken or assigned step.
         self.next_steps: dict[int, int] = {}
-        #: Groups here that no rank holds, and their trajectories.
+        #: Groups here without a holder, and their trajectories.
         self.waiting_groups = 0
         self.waiting_records = 0
-        #: The first step that was not formed yet for each rank.
+        #: By rank: the first step not formed yet.
         self._next_formed: dict[int, int] = {}
-        #: Ranks whose next step was inferred from other ranks' requests.
+        #: Ranks with a next step inferred from other ranks' requests.
         self._provisional: set[int] = set()
-        #: Whether a rank has said where the job's steps are; until then they count from 0.
+        #: True after a rank reported the job's steps; until then they count from 0.
         self._located = False
         self._source = source
         #: Groups of no step yet, with their weights, the sum of these, and when the first came.
@@ -187,21 +186,21 @@ class StepPlanner:
         self._pool_since_s = math.inf
         #: Grows when a waiting rank may get a step without any new group.
         self.changes = 0
-        #: Whether the last `take` returned None because the pool has too few groups.
+        #: True if the last `take` returned None for lack of groups in the pool.
         self.lacks_groups = False
         #: The next step to form, and the ranks without a shard of that step.
         self._forming: tuple[int, list[int]] | None = None
-        #: Shards that wait for their rank, by step and rank.
+        #: Shards waiting for their rank, by step and rank.
         self._shards: dict[int, dict[int, list[Lease]]] = {}
-        #: How the first rank asked for each step.
+        #: The first rank's request for each step.
         self._agreed: dict[int, StepRequest] = {}
-        #: Groups that each rank had and did not finish.
+        #: Unfinished groups of each rank.
         self._returned: dict[int, deque[Lease]] = {rank: deque() for rank in range(size)}
 
     def join(self, rank: int, next_step: int, held: Iterable[Lease] = ()) -> None:
-        """Go on with a rank whose process knows its next step, or 0 where it has taken none.
+        """Continue with a rank, from its process's next step, or 0 without a step so far.
 
-        One that has taken none continues its predecessor's steps, or begins as `begin` says.
+        A rank without a step continues its predecessor's steps, or begins by `begin`.
         """
         if not next_step:
             return
@@ -218,9 +217,9 @@ class StepPlanner:
             self._next_formed[rank] = max(step, self._next_formed.get(rank, 0))
 
     def begin(self, held: Iterable[Lease]) -> None:
-        """Have ranks whose step is unknown begin with the oldest that another rank has to do.
+        """Let ranks without a known step begin with the oldest unfinished step of another rank.
 
-        Ranks train in step: what one of them holds is not done by the others either.
+        Ranks train in step: a step held by one rank is unfinished on every rank.
         """
         self._note_change()
         known = list(self.next_steps.values())
@@ -232,9 +231,9 @@ class StepPlanner:
                 self.next_steps[rank] = self._next_formed[rank] = min(known)
 
     def _locate(self, rank: int, next_step: int, held: Iterable[Lease]) -> None:
-        """Renumber the steps of ranks that counted from 0, beside one that comes late and knows.
+        """Renumber the steps of ranks counting from 0, after a late rank's known step.
 
-        Ranks train in step, so the first that they took meanwhile is the oldest that it has to do.
+        Ranks train in step: their first step meanwhile is the late rank's oldest unfinished step.
         """
         own = {lease for lease in held if lease.rank == rank and lease.step >= 0}
         by = min([next_step, *(lease.step for lease in own)]) - self.next_steps[rank]
@@ -247,7 +246,7 @@ class StepPlanner:
                 lease.step += by
 
     def _renumber(self, rank: int, first: int) -> None:
-        """Make the shards that wait for a rank those of its steps from `first` on."""
+        """Assign a rank's waiting shards to its steps from `first` on."""
         waiting = sorted(step for step, by_rank in self._shards.items() if rank in by_rank)
         shards = [self._pop(step, rank) for step in waiting]
         for step, shard in enumerate(shards, first):
@@ -266,7 +265,7 @@ class StepPlanner:
         return shard
 
     def _next_step(self, rank: int) -> int:
-        """Return the step that a rank takes next."""
+        """Return a rank's next step."""
         step = self.next_steps.get(rank)
         return min(self.next_steps.values(), default=0) if step is None else step
 
@@ -284,13 +283,13 @@ class StepPlanner:
             self.waiting_records += sign * len(lease.samples)
 
     def give_back(self, lease: Lease) -> None:
-        """Keep a group that a rank did not finish: it is delivered to that rank first."""
+        """Keep a rank's unfinished group, delivered first to the same rank."""
         self._returned[lease.rank].append(lease)
         self._count([lease], 1)
         self._note_change()
 
     def disagreement(self, rank: int, request: messages.TakeStep) -> str | None:
-        """Return how another rank asked for this step, if that differs from this request."""
+        """Return a differing earlier request for this step, or None."""
         step = self._next_step(rank)
         agreed = self._agreed.setdefault(step, step_request(request))
         if self._returned[rank] or agreed == step_request(request):
@@ -323,12 +322,12 @@ class StepPlanner:
             self._provisional.discard(rank)
             self.next_steps[rank] = step + 1
             shard = self._pop(step, rank)
-            if shard:  # else all of it was trained already
+            if shard:  # otherwise trained already
                 self._count(shard, -1)
                 return step, shard
 
     def waiting(self) -> list[Lease]:
-        """Return the groups here that no rank holds."""
+        """Return the groups here without a holder."""
         found = [lease for lease, _ in self._pool]
         for shards in self._shards.values():
             for shard in shards.values():
@@ -338,7 +337,7 @@ class StepPlanner:
         return found
 
     def withdraw(self, leases: Iterable[Lease]) -> None:
-        """Forget groups that no rank holds, and that are not to be delivered."""
+        """Forget groups without a holder, excluded from delivery."""
         gone = set(leases)
         self._set_pool([entry for entry in self._pool if entry[0] not in gone])
         for shards in self._shards.values():
@@ -349,7 +348,7 @@ class StepPlanner:
         self._count(gone, -1)
 
     def _fill_pool(self, ranks: int, request: messages.TakeStep, now: float) -> None:
-        """Drop what became stale in the pool, and lease what the next step still needs."""
+        """Drop newly stale groups from the pool, and lease the next step's missing groups."""
         stale = self._source.drop_stale(lease for lease, _ in self._pool)
         if stale:
             self._set_pool([entry for entry in self._pool if entry[0] not in stale])
@@ -373,13 +372,13 @@ class StepPlanner:
         self._pool_since_s = min(self._pool_since_s, now) if self._pool else math.inf
 
     def _is_full(self, ranks: int, request: messages.TakeStep) -> bool:
-        """Whether the pool has all groups of a full step."""
+        """Return True if the pool fills a step."""
         if request.groups is not None:
             return len(self._pool) >= ranks * request.groups
         return self._pool_weight >= ranks * (request.tokens or 0)
 
     def _form(self, wanted: int, request: messages.TakeStep, now: float) -> bool:
-        """Form the next step on the way to `wanted`, for all ranks that have not had it."""
+        """Form the next step on the way to `wanted`, for every rank without it."""
         if wanted - min(self.next_steps.values(), default=0) >= _MAX_STEPS_AHEAD:
             return False
         if self._forming is None:
@@ -403,7 +402,7 @@ class StepPlanner:
         return True
 
     def _keep_shards(self, step: int, ranks: list[int], shards: list[list[int]]) -> None:
-        """Keep each rank's shard, given as positions in the pool, until it asks."""
+        """Keep each rank's shard, given as positions in the pool, until its request."""
         by_rank = self._shards.setdefault(step, {})
         used = set()
         for rank, positions in zip(ranks, shards, strict=True):
@@ -419,11 +418,11 @@ class StepPlanner:
         self._note_change()
 
     def due_s(self, patience_s: float) -> float:
-        """Time at which a partial step is formed; infinite while the pool is empty."""
+        """Time of the next partial step; infinite for an empty pool."""
         return self._pool_since_s + patience_s
 
     def empty_pool(self) -> list[Lease]:
-        """Return the groups of no step, since nobody is there to take one."""
+        """Return the groups outside steps, after the last rank left."""
         out = [lease for lease, _ in self._pool]
         self._set_pool([])
         self._pool_since_s = math.inf
@@ -431,7 +430,7 @@ class StepPlanner:
         return out
 
     def dissolve(self) -> list[Lease]:
-        """Return all groups that no rank holds, after the end of the job."""
+        """Return every group without a holder, after the end of the job."""
         out = self.empty_pool()
         for shards in self._shards.values():
             for shard in shards.values():

@@ -1,4 +1,4 @@
-"""Answers as JSON, compressed where the client takes that."""
+"""JSON answers, compressed for clients that accept gzip."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shmbus.gateway import settings
 from shmbus.http.access import Refusal
 
 JSON: Final = "application/json"
-#: How answers name this program.
+#: This program's name in answers.
 SERVER: Final = f"shmbus/{shmbus.__version__}"
-#: Level 1 of three: within a tenth of the size that the others reach, at a fraction of the time.
+#: Level 1 of three: within a tenth of the best size, at a fraction of the time.
 _LEVEL: Final = 1
 
 _encoder = msgspec.json.Encoder()
@@ -31,7 +31,7 @@ def _compress(body: bytes) -> bytes:
 async def json_answer(
     request: web.BaseRequest, content: Any, status: int = HTTPStatus.OK
 ) -> web.Response:
-    """Return an answer; `content` is what msgspec can encode, or bytes that are JSON already."""
+    """Return an answer; `content` is an object for msgspec, or bytes of JSON."""
     body = content if isinstance(content, bytes) else _encoder.encode(content)
     headers = {"Content-Type": JSON, "Server": SERVER}
     if len(body) >= settings.COMPRESS_FROM:
@@ -47,8 +47,8 @@ async def json_answer(
 
 
 def refusal_answer(refusal: Refusal) -> web.Response:
-    """Return the answer to a request that is refused, as FastAPI shapes it."""
-    # It may quote what a client sent, of which not all is text.
+    """Return the answer for a refused request, in FastAPI's form."""
+    # A message may quote a client's bytes, perhaps invalid text.
     message = refusal.message.encode(errors="backslashreplace").decode()
     detail: Any = message
     if refusal.status == HTTPStatus.UNPROCESSABLE_ENTITY:

@@ -1,6 +1,6 @@
-"""The trajectory API of Atropos 0.4.0: its routes, its answers, its statuses where they make sense.
+"""The trajectory API of Atropos 0.4.0: its routes, its answers, and sensible statuses.
 
-What differs from the server of atroposlib is in docs/gateway.md.
+docs/gateway.md lists the differences from atroposlib's server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _EnvironmentNumber(msgspec.Struct):
     env_id: int
 
 
-#: What ``/latest_example`` answers before the first group.
+#: The answer of ``/latest_example`` before the first group.
 _NO_EXAMPLE: dict[str, list[Any]] = {
     key: []
     for key in (
@@ -51,7 +51,7 @@ class _Sample:
 
 
 class _Example(list[_Sample]):
-    """Records as it reads a group."""
+    """Records converted to a group on read."""
 
     @property
     def trajectories(self) -> list[_Sample]:
@@ -59,7 +59,7 @@ class _Example(list[_Sample]):
 
 
 def samples_of(group: ScoredGroup, policy_version: int) -> Samples:
-    """Return a group that was decoded as the samples of one that is put."""
+    """Return a decoded group as samples to put."""
     try:
         fields = msgspec.structs.asdict(group)
         return atropos.samples_of(fields, policy_version=policy_version, typed=True)
@@ -68,7 +68,7 @@ def samples_of(group: ScoredGroup, policy_version: int) -> Samples:
 
 
 class AtroposRoutes:
-    """The routes of one gateway."""
+    """The routes of a gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -89,13 +89,13 @@ class AtroposRoutes:
         }
 
     async def root(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Say that this is the API."""
+        """Identify the API."""
         return await json_answer(request, {"message": "AtroposLib API"})
 
     # -- registrations --------------------------------------------------------------------------
 
     async def register(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Register a trainer; one that was started again gets what its last life did not end."""
+        """Register a trainer; a restarted trainer gets its unacknowledged groups again."""
         gateway = self._gateway
         registration = decode(await gateway.bodies.small(request), Registration)
         again = gateway.batch_queue.answered
@@ -123,7 +123,7 @@ class AtroposRoutes:
         return await json_answer(request, answer)
 
     async def disconnect_env(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Note that an environment has ended."""
+        """Note an environment's end."""
         number = decode(await self._gateway.bodies.small(request), _EnvironmentNumber)
         answer = self._gateway.registry.disconnect_env(number.env_id)
         self._gateway.store()
@@ -177,7 +177,7 @@ class AtroposRoutes:
         return await gateway.answer_put(request, await json_answer(request, answer), body)
 
     async def _buffered(self, sizes: list[tuple[int | None, int]]) -> list[int]:
-        """Return how many sequences wait, for each group that its environment has to complete."""
+        """Return the number of waiting sequences, by group to complete by its environment."""
         gateway = self._gateway
         uneven = []
         for env_id, size in sizes:
@@ -223,7 +223,7 @@ class AtroposRoutes:
         return await gateway.answer_batch(request, response, batch)
 
     async def latest_example(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Show the group that came last."""
+        """Show the last group."""
         latest = self._gateway.latest
         if latest is None:
             return await json_answer(request, _NO_EXAMPLE)
@@ -243,7 +243,7 @@ class AtroposRoutes:
         return await json_answer(request, answer)
 
     async def status_env(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer an environment what it throttles itself by."""
+        """Answer an environment with its throttle figures."""
         gateway = self._gateway
         number = decode(await gateway.bodies.small(request), _EnvironmentNumber)
         if gateway.batch_queue.stale:
@@ -252,7 +252,7 @@ class AtroposRoutes:
         return await json_answer(request, gateway.registry.status_env(number.env_id, available))
 
     async def reset_data(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Discard all groups, and forget trainer and environments."""
+        """Discard every group, and forget trainer and environments."""
         gateway = self._gateway
         await gateway.batch_queue.reset()
         gateway.registry.reset()

@@ -1,16 +1,16 @@
-"""Groups from the bus to trainers: the queue that batches are made of, and what was given.
+"""Groups from the bus to trainers: the queue for batches, and the given batches.
 
-Atropos' protocol has no acknowledgement, so a request for the next batch is taken
-as one for those before it, and a registration as the word of a trainer that was started again.
+Atropos' protocol lacks an acknowledgement: a request for the next batch counts as the
+acknowledgement of earlier batches, and a registration as a trainer's restart.
 
 Invariants:
 
-- Every group that was taken is in one place: the queue, a batch, or acknowledged.
-- A group that cannot be answered is dropped, and named; those around it go on.
-- `drain` returns after everything that was in the bus when it was called is in the queue.
-- A batch is ready, being answered, given or ended; it is acknowledged only after its answer was
-  delivered whole, and another one asked for. One that was not is the next to be answered.
-- What is given is stored once its answer has left: a gateway that is killed before gives it again.
+- Every taken group is in a single place: the queue, a batch, or acknowledged.
+- A group without a valid answer is dropped and named; its neighbours go on.
+- `drain` returns after every group in the bus at the call is in the queue.
+- A batch is ready, being answered, given or ended. It is acknowledged only after a whole delivery
+  of its answer, and a request for another batch. A batch with a lost answer comes next.
+- A given batch is stored after its answer left: a gateway killed before gives it again.
 """
 
 from __future__ import annotations
@@ -37,54 +37,54 @@ _encoder = msgspec.json.Encoder()
 
 
 class Batch:
-    """Groups that go to a trainer together."""
+    """Groups for a trainer, given together."""
 
     def __init__(self, parts: list[Waiting], ids: list[str] | None = None) -> None:
         self.parts = parts
         self.ids = [part.group.instance_id for part in parts] if ids is None else ids
         self.times = 0
         self.acknowledged = False
-        #: Ends the answer that it is being given by.
+        #: Aborts the running answer.
         self.abort: Callable[[], None] = lambda: None
 
 
 class Deliveries:
-    """Batches, of which `keep` stay given: one for each trainer process."""
+    """Batches, with the last `keep` still given: one for each trainer process."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._ready: deque[Batch] = deque()
         self._answering: list[Batch] = []
         self._given: deque[Batch] = deque()
-        #: Whether one was given since the last registration.
+        #: True after a batch was given since the last registration.
         self.answered = False
-        #: How often what is ready has changed.
+        #: Number of changes of the ready batches.
         self.changes = 0
 
     def __len__(self) -> int:
         return len(self._ready) + len(self._answering) + len(self._given)
 
     def given_ids(self) -> list[list[str]]:
-        """Return the keys of what was given, for a successor."""
+        """Return the keys of given groups, for a successor."""
         return [batch.ids for batch in self._given]
 
     def ready_parts(self) -> list[Waiting]:
-        """Return what waits to be answered again: no trainer has it."""
+        """Return the groups of ready batches: no trainer holds them."""
         return [part for batch in self._ready for part in batch.parts]
 
     def due(self) -> list[Batch]:
-        """Take out what a request for the next batch acknowledges."""
+        """Remove and return the batches acknowledged by a request for the next batch."""
         found = []
         while len(self._given) >= self._keep:
             found.append(self._given.popleft())
         return found
 
     def next_ready(self) -> Batch | None:
-        """Return a batch that has to be answered again, if there is one."""
+        """Return the first ready batch, or None."""
         return self._ready[0] if self._ready else None
 
     def begin(self, batch: Batch) -> None:
-        """Note that a batch is being answered."""
+        """Note the start of a batch's answer."""
         if self._ready and self._ready[0] is batch:
             self._ready.popleft()
             self.changes += 1
@@ -92,7 +92,7 @@ class Deliveries:
         self._answering.append(batch)
 
     def delivered(self, batch: Batch) -> bool:
-        """Note that all of its answer was written; False where it was forgotten meanwhile."""
+        """Note an answer's delivery; return False for a batch forgotten meanwhile."""
         if batch not in self._answering:
             return False
         self._answering.remove(batch)
@@ -101,7 +101,7 @@ class Deliveries:
         return True
 
     def lost(self, batch: Batch) -> bool:
-        """Note that its answer did not reach its trainer; returns whether it comes again."""
+        """Note a lost answer; return True if the batch comes again."""
         for held in (self._answering, self._given):
             if batch in held:
                 held.remove(batch)
@@ -111,7 +111,7 @@ class Deliveries:
         return False
 
     def restarted(self) -> int:
-        """Have all that was given answered again: the trainer was started anew."""
+        """Make every given batch ready again, after a trainer's restart; return their number."""
         count = len(self._given)
         self._ready.extendleft(reversed(self._given))
         self._given.clear()
@@ -120,14 +120,14 @@ class Deliveries:
         return count
 
     def restore(self, ids: list[str]) -> Batch:
-        """Take over a batch that a predecessor gave; its parts follow."""
+        """Take over a batch given by a predecessor; its parts follow."""
         batch = Batch([], ids)
         self._given.append(batch)
         self.answered = True
         return batch
 
     def clear(self) -> list[Waiting]:
-        """Forget everything, and return it; answers under way end, since others get the groups."""
+        """Forget and return everything; running answers end: other consumers get their groups."""
         for batch in self._answering:
             batch.abort()
         batches = [*self._ready, *self._given, *self._answering]
@@ -141,7 +141,7 @@ class Deliveries:
 
 
 class BatchQueue:
-    """What trainers are given; `store` stores the registry's state for a successor."""
+    """The trainers' batches; `store` stores the registry's state for a successor."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class BatchQueue:
         self._draining = asyncio.Lock()
         self._giving = asyncio.Lock()
         self._drained_s = 0.0
-        #: What environments are told, and of which state of all that it is made of.
+        #: The report for environments, with the change counts of its inputs.
         self._available: tuple[tuple[int, int, int], Availability] | None = None
         #: What a predecessor gave, by key; the parts come as the bus delivers them again.
         self._restoring: dict[str, Batch] = {}
@@ -172,13 +172,13 @@ class BatchQueue:
     # -- from the bus ---------------------------------------------------------------------------
 
     async def attach(self) -> None:
-        """Have groups come to this process."""
+        """Become the consumer of the bus."""
         if not self._reader.attached:
             await self._reader.attach()
             await self.drain()
 
     async def drain(self) -> None:
-        """Take all groups that are complete now."""
+        """Take every complete group."""
         if not self._reader.attached:
             return
         async with self._draining:
@@ -192,7 +192,7 @@ class BatchQueue:
             await self._reader.drop(unusable)
 
     def _sort(self, group: shmbus.Group, acknowledged: list[shmbus.Group]) -> bool:
-        """Put a group where it belongs; False for one that no trainer here can use."""
+        """Put a group into its place; return False for a group without use for trainers."""
         if atropos.is_atropos(group):
             part = Waiting(len(group), atropos.env_id_of(group), group)
         elif all("tokens" in sample for sample in group):
@@ -205,7 +205,7 @@ class BatchQueue:
             acknowledged.append(group)
         elif batch is not None and not batch.times:
             batch.parts.append(part)
-        # What was answered again without this part does not have it: it is for the next batch.
+        # The batch was answered again without this part: the part joins the next batch.
         else:
             self.queue.add(part, self._registry.group_size(part.env_id))
         return True
@@ -218,21 +218,22 @@ class BatchQueue:
 
     @property
     def attached(self) -> bool:
-        """Whether groups come to this process."""
+        """True while groups come to this process."""
         return self._reader.attached
 
     @property
     def undelivered(self) -> int:
-        """How many groups wait, given back ones too.
+        """The number of waiting groups, including returned groups.
 
-        Where another process reads the bus, nobody here knows the groups: their sequences count.
+        While another process reads the bus, the sequences count, because the groups are unknown
+        here.
         """
         if not self._reader.attached:
             return self._bus.stats().undelivered
         return sum(self.queue.counts.values()) + len(self.batches.ready_parts())
 
     def available_to(self, env_id: int) -> Availability:
-        """Return what an environment is told of what waits; unknown groups count as its own."""
+        """Return an environment's queue report; unknown groups count as its own."""
         if not self._reader.attached:
             size = self._registry.group_size(env_id) or 1
             return Availability({(env_id, size): self.undelivered // size}, {})
@@ -245,29 +246,29 @@ class BatchQueue:
 
     @property
     def answered(self) -> bool:
-        """Whether a batch was given since the last registration."""
+        """True after a batch was given since the last registration."""
         return self.batches.answered
 
     def note_put(self) -> None:
-        """Note that a body was put: what environments are told next counts it."""
+        """Note a put: the next report to environments counts it."""
         self._drained_s = 0.0
 
     @property
     def stale(self) -> bool:
-        """Whether the bus has to be read before a client is told how many groups wait."""
+        """True if a report of waiting groups needs a read of the bus first."""
         return self._reader.attached and time.monotonic() - self._drained_s > STALE_S
 
     @property
     def due(self) -> bool:
-        """Whether the maintenance has to read the bus."""
+        """True if the maintenance should read the bus."""
         return time.monotonic() - self._drained_s > DRAIN_S / 2
 
     # -- to a trainer ---------------------------------------------------------------------------
 
     async def next_batch(self) -> tuple[Batch, list[bytes]] | None:
-        """Acknowledge what was given, and begin the answer of the next batch, if there is one.
+        """Acknowledge given batches, and begin the next batch's answer; None without a batch.
 
-        Its groups come with it as JSON.
+        The groups come along as JSON.
         """
         async with self._giving:
             await self._acknowledge()
@@ -290,7 +291,7 @@ class BatchQueue:
             return batch, texts
 
     async def _written(self, parts: list[Waiting]) -> list[bytes]:
-        """Return groups as JSON; those that cannot be are dropped, and leave `parts`."""
+        """Return groups as JSON; unencodable groups are dropped, and leave `parts`."""
         texts: list[bytes] = []
         unusable: list[Waiting] = []
         for part in parts:
@@ -314,7 +315,7 @@ class BatchQueue:
             self._note()
 
     def given(self, batch: Batch) -> None:
-        """Note that all of its answer has left."""
+        """Note that a batch's answer left."""
         if self.batches.delivered(batch):
             if batch.times == 1:
                 self._registry.state.step += 1
@@ -322,7 +323,7 @@ class BatchQueue:
                 self._note()
 
     def lost(self, batch: Batch) -> None:
-        """Note that the answer did not reach its trainer."""
+        """Note a batch's lost answer."""
         if self.batches.lost(batch):
             logger.warning(
                 "a batch did not reach its trainer: it comes again",
@@ -331,7 +332,7 @@ class BatchQueue:
             self._note()
 
     def restarted(self) -> None:
-        """Have everything come again that the last trainer did not acknowledge."""
+        """Make every group not acknowledged by the last trainer ready again."""
         count = self.batches.restarted()
         if count:
             logger.warning(
@@ -345,7 +346,7 @@ class BatchQueue:
         self._store()
 
     async def reset(self) -> int:
-        """Discard everything; returns how many groups that were."""
+        """Discard everything; return the number of groups."""
         await self.drain()
         groups = [part.group for part in self._forget() if part.group.state == "leased"]
         await self._reader.drop(groups)
@@ -353,7 +354,7 @@ class BatchQueue:
         return len(groups)
 
     async def detach(self) -> None:
-        """Leave all groups to another process that reads the bus, also those that were given."""
+        """Leave every group, also given groups, to another reader of the bus."""
         async with self._giving, self._draining:
             if self._reader.attached:
                 self._forget()
@@ -361,7 +362,7 @@ class BatchQueue:
                 self._note()
 
     def _forget(self) -> list[Waiting]:
-        """Forget all groups that were taken, and return what held them."""
+        """Forget the taken groups, and return their holders."""
         self._restoring.clear()
         return [*self.queue.clear(), *self.batches.clear()]
 

@@ -1,12 +1,11 @@
-"""Bodies of requests: read within a deadline, inflated within a limit, all of them within a budget.
+"""Request bodies: read within a deadline, inflated within a limit, in total within a budget.
 
 Invariants:
 
-- What bodies occupy together stays below the budget; who comes later waits unread, first come first
-  served. Compressed bodies have a budget of their own, so that none waits for room that only
-  itself could free.
-- While others wait for room, a body that has some and does not come ends.
-- A gzip stream that is truncated, damaged or longer than the limit is refused before it is used.
+- Bodies together stay below the budget; later bodies wait unread, in order of arrival. Compressed
+  bodies use a budget of their own: no body waits for room that only its own end frees.
+- While bodies wait for room, an admitted but stalled body ends.
+- A truncated, damaged or oversized gzip stream is refused before use.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _SHORTEST = 18
 
 
 class Arrival:
-    """A body that has room, and comes: how much of it, and what ends it."""
+    """An admitted body with a count of received bytes and an abort."""
 
     def __init__(self, came: Callable[[], int], end: Callable[[], None], now_s: float) -> None:
         self._came = came
@@ -48,9 +47,9 @@ class Arrival:
         self._since_s, self._before = now_s, self._came()
 
     def is_slow(self, now_s: float) -> bool:
-        """Whether too little came in a window that is over; if not, another begins.
+        """Return True if the last window brought too few bytes; otherwise begin a new window.
 
-        What came while this process did something else is held against nobody.
+        The client is not blamed for bytes unread while this process was busy.
         """
         window_s = now_s - self._since_s
         if window_s < settings.STALL_S:
@@ -62,14 +61,14 @@ class Arrival:
 
 
 class Budget:
-    """Bytes that several bodies share."""
+    """Bytes shared by several bodies."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.used = 0
-        #: Bodies that have room, and come.
+        #: Admitted bodies still arriving.
         self._arriving: dict[Arrival, None] = {}
-        #: When the next check of them is due; None while nobody waits.
+        #: The time of the next check; None without waiting bodies.
         self._check_due_s: float | None = None
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
@@ -79,14 +78,14 @@ class Budget:
         return len(self._queue)
 
     def acquire_now(self, count: int) -> bool:
-        """Take `count` bytes, if nobody has to wait for them; whether they are taken."""
+        """Take `count` bytes unless bodies wait; return True on success."""
         if self._queue or self.used + count > self.total:
             return False
         self.used += count
         return True
 
     async def acquire(self, count: int) -> None:
-        """Wait for `count` bytes, after all that came before."""
+        """Wait for `count` bytes, in order of arrival."""
         if self.acquire_now(count):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -113,7 +112,7 @@ class Budget:
 
     @contextlib.contextmanager
     def arriving(self, came: Callable[[], int], end: Callable[[], None]) -> Iterator[None]:
-        """Have a body ended that comes too slowly in the block, while others wait."""
+        """Watch a body during the block: while bodies wait, a slow body ends."""
         arrival = Arrival(came, end, time.monotonic())
         self._arriving[arrival] = None
         try:
@@ -131,18 +130,18 @@ class Budget:
             self._check_due_s = None
             return
         if due_s is None or now_s - due_s > settings.STALL_CHECK_S:
-            self._begin_windows(now_s)  # it is this process that did not come to it
+            self._begin_windows(now_s)  # the delay is this process's own
         else:
             self._end_slow(now_s)
         self._check_soon()
 
     def _begin_windows(self, now_s: float) -> None:
-        """Count from now on: nobody has watched until now."""
+        """Restart the windows: nothing was watched until now."""
         for arrival in self._arriving:
             arrival.begin_window(now_s)
 
     def _end_slow(self, now_s: float) -> None:
-        """End bodies that come too slowly, for others who wait."""
+        """End slow bodies, for the waiting bodies."""
         for arrival in [each for each in self._arriving if each.is_slow(now_s)]:
             del self._arriving[arrival]
             arrival.end()
@@ -156,7 +155,7 @@ class Budget:
 
 
 def _encoding(request: web.BaseRequest) -> bool:
-    """Whether the body is gzip; refuse what it may be beside that."""
+    """Return True for gzip; refuse every encoding but gzip and identity."""
     found = request.headers.getall("Content-Encoding", [])
     names = [name.strip().lower() for value in found for name in value.split(",")]
     if names in ([], [""], ["identity"]):
@@ -172,7 +171,7 @@ def _encoding(request: web.BaseRequest) -> bool:
 
 
 def require_json(request: web.BaseRequest) -> None:
-    """Refuse a body that is said to be something else than JSON."""
+    """Refuse a body declared as anything but JSON."""
     kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (
         kind.startswith("application/") and kind.endswith("+json")
@@ -185,11 +184,11 @@ def require_json(request: web.BaseRequest) -> None:
 
 
 class Bodies:
-    """Reads bodies of `limit` bytes, inflated; a quarter of `memory` is for compressed ones."""
+    """Reads bodies of `limit` bytes, inflated; compressed bodies get a quarter of `memory`."""
 
     def __init__(self, limit: int, memory: int) -> None:
         compressed = memory // 4
-        # What one body may need must fit, or it would wait for ever.
+        # The need of a body must fit, or the body would wait for ever.
         self.limit = min(limit, memory - compressed)
         self.plain = Budget(memory - compressed)
         self.compressed = Budget(compressed)
@@ -204,7 +203,7 @@ class Bodies:
         )
 
     async def small(self, request: web.BaseRequest) -> bytes | bytearray:
-        """Return the body of a request that has a few names and numbers."""
+        """Return the body of a request with a few names and numbers."""
         require_json(request)
         if (request.content_length or 0) > settings.SMALL_BYTES:
             raise self._small_refusal(request.path)
@@ -225,9 +224,9 @@ class Bodies:
     async def large(
         self, request: web.BaseRequest, deadline_s: float
     ) -> AsyncIterator[bytes | bytearray]:
-        """Have the body of a request with groups; its bytes are in the budget for the block.
+        """Yield the body of a request with groups; its bytes count in the budget during the block.
 
-        `deadline_s` says until when it may wait for its part, by `time.monotonic`.
+        `deadline_s` limits the wait for the budget, by `time.monotonic`.
         """
         require_json(request)
         is_gzip = _encoding(request)
@@ -236,7 +235,7 @@ class Bodies:
         said = request.content_length
         if said is not None and said > limit:
             raise self._too_large(str(said))
-        # Without a length any body may come.
+        # Without a length, reserve the limit.
         reserved = limit if said is None else said
         too_large = self._too_large("more")
         await self._acquire(budget, reserved, deadline_s)
@@ -304,7 +303,7 @@ class Bodies:
         part = await content.readany()
         if len(part) == request.content_length:
             return part
-        # In place: pieces and what they are joined to would be twice what the budget counts.
+        # In place: a join of pieces would double the counted memory.
         body = bytearray(request.content_length or 0)
         total = 0
         while part:
@@ -326,7 +325,7 @@ def _stalled() -> Refusal:
 
 
 def _said_size(body: bytes | bytearray) -> int:
-    """Return how long a gzip stream says that its last member is."""
+    """Return the inflated size claimed by a gzip stream's last member."""
     if len(body) < _SHORTEST or body[:2] != b"\x1f\x8b":
         raise _bad_gzip("a body that is no gzip stream")
     return int.from_bytes(body[-_SIZE_BYTES:], "little")
@@ -341,7 +340,7 @@ def _bad_gzip(got: str) -> Refusal:
 
 
 def _inflate(body: bytes | bytearray, limit: int, too_large: Refusal) -> bytes:
-    """Return what a gzip stream of one member holds, at most `limit` bytes."""
+    """Return the content of a single-member gzip stream, at most `limit` bytes."""
     stream = isal_zlib.decompressobj(wbits=_GZIP)
     try:
         found: bytes = stream.decompress(body, limit + 1)

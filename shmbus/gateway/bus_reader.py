@@ -1,7 +1,7 @@
-"""The gateway as a consumer of its bus: groups are taken, and leases ended, in a thread of its own.
+"""The gateway as a consumer of its bus: takes and ends leases in a thread of its own.
 
-With a daemon each call may wait for it; no client waits for that. Invariant: the calls are made one
-after the other, in the order in which they were asked for.
+With a daemon each call may wait for the daemon, and clients must not wait along. Invariant: calls
+run one after another, in the order of their requests.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shmbus.http.access import Refusal
 
 _R = TypeVar("_R")
 
-#: Groups that one read takes at the most, so that others have their turn.
+#: Groups taken by a read, at most: clients get turns in between.
 _MOST = 32 * settings.TAKE_GROUPS
 
 
 class BusReader:
-    """Reads one bus."""
+    """Reads a bus."""
 
     def __init__(self, name: str, daemon: bool | None) -> None:
         self._name = name
@@ -31,12 +31,12 @@ class BusReader:
         self._consumer: shmbus.Consumer | None = None
         self._thread = ThreadPoolExecutor(1, "shmbus-gateway-bus")
         self._attaching = asyncio.Lock()
-        #: Whether everything that was in the bus at the beginning has been read.
+        #: True after a read of everything in the bus at the start.
         self._read_before = False
 
     @property
     def attached(self) -> bool:
-        """Whether groups come to this process."""
+        """True while groups come to this process."""
         return self._consumer is not None
 
     async def _call(self, work: Callable[[], _R]) -> _R:
@@ -46,13 +46,13 @@ class BusReader:
             raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
 
     async def attach(self) -> None:
-        """Become a consumer of the bus, unless another process reads it."""
+        """Become a consumer of the bus, unless another process reads the bus."""
         async with self._attaching:
             if self._consumer is not None:
                 return
 
             def make() -> shmbus.Consumer:
-                # The gateway has its own report of what stands still: the sizes of its queues.
+                # The gateway reports stalls by its own queue sizes.
                 return shmbus.Consumer(
                     self._name, label="shmbus gateway", daemon=self._daemon, on_stall=None
                 )
@@ -67,7 +67,7 @@ class BusReader:
                 ) from error
 
     async def detach(self) -> None:
-        """Have groups come to others: what is leased here is delivered again."""
+        """Leave the bus: leased groups go to another consumer."""
         consumer = self._consumer
         if consumer is not None:
             self._consumer = None
@@ -75,7 +75,7 @@ class BusReader:
             await self._call(consumer.close)
 
     async def take(self) -> Sequence[shmbus.Group]:
-        """Return the groups that are complete now, leased."""
+        """Return the complete groups, leased."""
         consumer = self._consumer
         if consumer is None:
             return ()
@@ -83,7 +83,7 @@ class BusReader:
         def take() -> list[shmbus.Group]:
             found: list[shmbus.Group] = []
             if not self._read_before:
-                # What a predecessor gave must be known before the first request for more.
+                # A predecessor's groups must be known before the first request for more.
                 while consumer.stats().in_ring:
                     found += consumer.take(settings.TAKE_GROUPS, timeout=0)
                 self._read_before = True

@@ -1,6 +1,6 @@
-"""``shmbus gateway NAME``: its options, and what it needs; found by its entry point.
+"""``shmbus gateway NAME``: options and resources; registered by an entry point.
 
-Invariant: importing this loads nothing of the extra; `run` does.
+Invariant: importing this module loads nothing of the extra; `run` does.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def add_parser(commands: Commands) -> None:
         default=1,
         help="batches that come again when the trainer dies (default 1: the last one)",
     )
-    # For `shmbus serve --http`: groups come from the daemon, and this ends with it.
+    # For `shmbus serve --http`: groups come from the daemon, and the gateway ends with the daemon.
     parser.add_argument("--daemon", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -103,7 +103,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 
 def _keep_memory(spare_bytes: int, own_bytes: int) -> None:
-    """Have the C library keep freed memory for the next body, where it is glibc."""
+    """Have glibc keep freed memory for the next body."""
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_TRIM_THRESHOLD, spare_bytes)
@@ -111,7 +111,7 @@ def _keep_memory(spare_bytes: int, own_bytes: int) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve; 1 with a hint where its extra is not installed."""
+    """Serve; return 1 with a hint if the extra is missing."""
     require_extra("gateway", "aiohttp", "isal")
     from shmbus.daemon import logs
     from shmbus.gateway.server import serve
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return serve(settings, parent)
     except AddressError:
-        # Nobody was served: what cannot be taken leaves nothing behind.
+        # No client was served: a failed start leaves no bus behind.
         if created:
             shmbus.unlink(arguments.name)
             os.unlink("/dev/shm" + companion_name("gateway", arguments.name))
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _create(name: str, capacity: str) -> bool:
-    """Create the bus, which outlives this process; returns False where there is one."""
+    """Create the bus, which outlives this process; return False for an existing bus."""
     try:
         shmbus.Bus.create(name, capacity).close()
     except shmbus.BusExistsError:

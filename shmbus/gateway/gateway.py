@@ -1,8 +1,8 @@
-"""One gateway: the bus at one side, registrations, the queue and the journal at the other.
+"""A gateway: the bus at one side; registrations, queue and journal at the other.
 
-Routes are methods of `AtroposRoutes`; this holds what they use, and what is counted.
+`AtroposRoutes` implements the routes; this class holds the shared state and the counters.
 
-Invariant: what a successor must know is stored before the client is answered.
+Invariant: a successor's state is stored before the client's answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    """Serves one bus."""
+    """Serves a bus."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -52,17 +52,17 @@ class Gateway:
             keep_batches=settings.keep_batches,
             store=self.store,
         )
-        #: The samples of the group that came last, for ``/latest_example``.
+        #: The samples of the last group, for ``/latest_example``.
         self.latest: Samples | None = None
         self._maintenance: asyncio.Task[None] | None = None
-        #: Set when the bus has gone: the process ends.
+        #: Set after the bus's removal: the process ends.
         self.gone = asyncio.Event()
 
     def _registry(self) -> Registry:
         try:
             return Registry(self.journal.state)
         except msgspec.DecodeError as error:
-            # Of another version of shmbus; the groups are in the bus, whatever it says.
+            # The state of another shmbus version; the groups are safe in the bus.
             logger.warning("the last gateway's registrations are forgotten: %s", error)
             return Registry()
 
@@ -94,12 +94,12 @@ class Gateway:
                 logger.warning("%s", error.message)
                 await asyncio.sleep(1.0)
             except Exception:
-                # Without it nobody would notice that the bus has gone.
+                # Without the maintenance a removed bus goes unnoticed.
                 logger.exception("the maintenance failed, and goes on")
                 await asyncio.sleep(1.0)
 
     async def close(self) -> None:
-        """Leave the bus: what trainers did not acknowledge is delivered again."""
+        """Leave the bus: unacknowledged groups are delivered again."""
         if self._maintenance is not None:
             self._maintenance.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -109,13 +109,13 @@ class Gateway:
         self.journal.close(remove=self.gone.is_set())
         self.bus.close()
 
-    # -- what routes share ----------------------------------------------------------------------
+    # -- shared by routes -----------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def body(
         self, request: web.BaseRequest
     ) -> AsyncIterator[tuple[bytes | bytearray, float]]:
-        """Have the body of a request with groups, and until when it may be held."""
+        """Yield the body of a request with groups, and the deadline of its hold."""
         deadline_s = time.monotonic() + self.settings.hold_s
         try:
             async with self.bodies.large(request, deadline_s) as raw:
@@ -130,7 +130,7 @@ class Gateway:
         deadline_s: float,
         groups: Sequence[Samples],
     ) -> Body:
-        """Put the groups of a body that `body` gave, once."""
+        """Put the groups of a body from `body`, once."""
         body = self.puts.body_of(key_of(raw), len(groups))
         await self.puts.put(body, groups, deadline_s, lambda: connection_of(request).alive)
         self.batch_queue.note_put()
@@ -139,7 +139,7 @@ class Gateway:
     async def answer_put(
         self, request: web.BaseRequest, response: web.Response, body: Body
     ) -> web.StreamResponse:
-        """Answer a body that is in the bus, and learn whether the answer arrived."""
+        """Answer a body already in the bus, and learn the answer's fate."""
 
         def note(delivered: bool) -> None:
             (self.puts.delivered if delivered else self.puts.lost)(body)
@@ -153,7 +153,7 @@ class Gateway:
         response: web.Response,
         batch: Batch,
     ) -> web.StreamResponse:
-        """Answer a batch, and have it come again if the answer does not arrive."""
+        """Answer a batch, and make it ready again after a lost answer."""
 
         def note(delivered: bool) -> None:
             if not delivered:
@@ -166,7 +166,7 @@ class Gateway:
         return response
 
     def gauges(self) -> dict[str, float]:
-        """Return what a scrape is told of the present."""
+        """Return the gauges for a scrape."""
         bodies = self.bodies
         return {
             "queue_groups": len(self.batch_queue.queue),

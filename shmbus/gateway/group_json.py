@@ -1,7 +1,7 @@
-"""Bodies as JSON: decoded by type, with a sentence for what is wrong.
+"""JSON bodies: decoded by type, with a sentence for each error.
 
-What Python's own ``json`` writes and JSON does not have (NaN, true for 1, half of a surrogate pair)
-is looked at once more, so that it is taken or refused by name.
+Python's ``json`` writes values beyond JSON (NaN, true for 1, lone surrogates). Such bodies get a
+second look, to accept or refuse them by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class ScoredGroup(msgspec.Struct, kw_only=True):
-    """A ScoredDataGroup: its keys are those of `shmbus.peers.atropos.KEYS`."""
+    """A ScoredDataGroup, with the keys of `shmbus.peers.atropos.KEYS`."""
 
     tokens: list[list[int]]
     masks: list[list[int]]
@@ -43,7 +43,7 @@ _strict: dict[bool, msgspec.json.Decoder[Any]] = {
     False: msgspec.json.Decoder(ScoredGroup),
     True: msgspec.json.Decoder(list[ScoredGroup]),
 }
-#: Keys whose numbers Python may have written as true and false.
+#: Keys with numbers that Python may write as true and false.
 _NUMBERS = (
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_logprobs",
     "distill_token_ids", "distill_logprobs",
@@ -51,11 +51,11 @@ _NUMBERS = (
 
 
 def unprocessable(message: str) -> Refusal:
-    """Return the refusal of a body that is JSON and cannot be used."""
+    """Return the refusal of an unusable JSON body."""
     return Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, message)
 
 
-#: What may be a number beyond float64, which Python reads as infinite.
+#: A possible number beyond float64, infinite in Python.
 _MAYBE_INFINITE = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{309}")
 
 
@@ -72,7 +72,7 @@ def _finite(text: str) -> float:
 
 
 def _parse(body: bytes | bytearray | memoryview) -> Any:
-    """Parse as Python's json does, and refuse by name what no answer could have."""
+    """Parse like Python's json, and refuse by name values impossible in answers."""
     text = bytes(body)
     of_float = _finite if _MAYBE_INFINITE.search(text) else None
     try:

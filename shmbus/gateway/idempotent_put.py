@@ -1,16 +1,15 @@
-"""Groups into the bus: a POST is held while the bus is full, and a body is put once.
+"""Idempotent puts into the bus: a POST waits while the bus is full, and a body is put once.
 
-A client whose answer was lost sends its body again, and nothing in it says so. So a body is known
-by its bytes from before its first group until its answer was delivered, in the journal too, where a
-successor finds it.
+A client with a lost answer sends its body again, without a mark. The bytes of a body identify it
+from before its first group until its answer's delivery, in the journal too, for a successor.
 
 Invariants:
 
-- What was answered 200 is in the bus, whole.
-- Bodies are put one after the other, in the order in which they came, so that none starves.
-- A body whose answer was lost is put no second time, also by a successor. Equal bodies whose
-  answers were delivered are different groups.
-- A group is put whole or not at all, so a journal entry counts groups.
+- A body answered with 200 is whole in the bus.
+- Bodies are put one after another, in order of arrival: no body starves.
+- A body with a lost answer is never put twice, not even by a successor. Equal bodies with delivered
+  answers are different groups.
+- A group is put atomically, so a journal entry counts groups.
 """
 
 from __future__ import annotations
@@ -33,66 +32,66 @@ from shmbus.inspect.dump import inspect
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two checks whether the client of a held body is there still.
+#: Seconds between two checks of a held body's client.
 _ALIVE_S: Final = 1.0
 #: Bytes of a record beside its arrays and meta: header, schema, shapes, padding.
 _RECORD_BYTES: Final = 256
 
-#: A group, as `Producer.put_group` takes it.
+#: A group, in the form of `Producer.put_group`.
 Samples = list[dict[str, Any]]
 
 
 def key_of(body: bytes | bytearray | memoryview) -> bytes:
-    """Return the digest that tells a body from others."""
+    """Return the digest that identifies a body."""
     return hashlib.blake2b(body, digest_size=KEY_BYTES).digest()
 
 
 class Body:
-    """A body that is put, or was: what its groups are called, and how many of them are there."""
+    """A body: the names of its groups, and the number already put."""
 
     def __init__(self, key: bytes, producer_id: int, first: int, count: int) -> None:
         self.key = key
         self.producer_id = producer_id
         self.first = first
         self.count = count
-        #: Groups that are in the bus.
+        #: Groups in the bus.
         self.done = 0
-        #: Its number in the journal, while it has one.
+        #: The journal entry's number, while the entry exists.
         self.entry: int | None = None
         self.lost_s = 0.0
 
     @property
     def whole(self) -> bool:
-        """Whether all of its groups are in the bus."""
+        """True if every group is in the bus."""
         return self.done == self.count
 
     def id_of(self, number: int) -> str:
-        """Return the key of one of its groups on the bus."""
+        """Return a group's key on the bus."""
         return f"http-{self.producer_id}-{self.first + number}"
 
 
 class IdempotentPut:
-    """Puts bodies into one bus, each once."""
+    """Puts bodies into a bus, each once."""
 
     def __init__(self, bus: shmbus.Bus, journal: Journal, hold_s: float) -> None:
         self._bus = bus
         self._journal = journal
         self._hold_s = hold_s
-        #: Bodies whose answers were lost, the oldest first.
+        #: Bodies with lost answers, the oldest first.
         self._lost: dict[bytes, Body] = {}
         self._turn = asyncio.Lock()
         self._next = 0
         self.holding = 0
         self.repeated = 0
-        # Before the slot of a dead gateway's producer is another's: this one's, maybe.
+        # Read before a new producer, perhaps our own, takes the dead gateway's slot.
         committed = _committed_by(bus.name)
         self.producer = shmbus.Producer(bus.name, label="shmbus gateway", on_stall=None)
-        #: What its slot had committed before this producer had it.
+        #: Commits of the slot before this producer.
         self._committed_before = _committed_by(bus.name).get(self.producer.producer_id, 0)
         self._recover(committed)
 
     def _recover(self, committed: dict[int, int]) -> None:
-        """Take over a predecessor's bodies, with the group that it died at where that was put."""
+        """Take over a predecessor's bodies, including a last group put before its death."""
         keys: set[str] | None = None
         for number, entry in self._journal.entries:
             body = Body(entry.key, entry.producer_id, entry.first, entry.groups)
@@ -108,13 +107,13 @@ class IdempotentPut:
                 keys = _keys_in(self._bus.name) if keys is None else keys
                 there = (body.id_of(at) in keys for at in range(body.done, body.count))
                 body.done += sum(itertools.takewhile(bool, there))
-            # The next successor must know it too: by then the group may be gone.
+            # The next successor needs the progress too: by then the group may be gone.
             self._write(body)
 
     # -- a body ---------------------------------------------------------------------------------
 
     def body_of(self, key: bytes, count: int) -> Body:
-        """Return a body whose answer was lost, where this is it again, or a new one."""
+        """Return the known body of a repeated request, or a new body."""
         body = self._lost.pop(key, None)
         if body is not None:
             self.repeated += 1
@@ -126,7 +125,7 @@ class IdempotentPut:
     async def put(
         self, body: Body, groups: Sequence[Samples], deadline_s: float, alive: Callable[[], bool]
     ) -> None:
-        """Put the groups of a body that are not in the bus yet, while the client is `alive`."""
+        """Put the missing groups of a body, while the client is `alive`."""
         if body.whole:
             return
         self.holding += 1
@@ -147,7 +146,8 @@ class IdempotentPut:
                 self._turn.release()
         except BaseException:
             if body.done:
-                # The client sends it again: what is missing follows then, after other bodies.
+                # The client sends the body again: the missing groups follow then, after other
+                # bodies.
                 self._write(body)
                 self.lost(body)
             else:
@@ -206,13 +206,13 @@ class IdempotentPut:
     # -- the journal ----------------------------------------------------------------------------
 
     def _mark(self, body: Body) -> int:
-        """Return what the producer's slot will have committed once the next group is in the bus."""
+        """Return the slot's commits after the put of the next group."""
         if body.whole or body.producer_id != self.producer.producer_id:
             return 0
         return self._committed_before + self.producer.stats().committed + 1
 
     def _write(self, body: Body, mark: int = 0) -> None:
-        """Tell a successor how much of a body is in the bus."""
+        """Tell a successor the progress of a body."""
         entry = JournalEntry(body.count, body.key, body.producer_id, body.first, body.done, mark)
         if body.entry is not None:
             self._journal.write_entry(body.entry, entry)
@@ -223,18 +223,18 @@ class IdempotentPut:
             body.entry = self._journal.open_entry(entry)
 
     def delivered(self, body: Body) -> None:
-        """Note that the client has its answer: an equal body is another one."""
+        """Note the answer's delivery: an equal body counts as new."""
         if body.entry is not None:
             self._journal.close_entry(body.entry)
             body.entry = None
 
     def lost(self, body: Body) -> None:
-        """Note that the client does not have its answer: it sends the body again."""
+        """Note the lost answer: the client sends the body again."""
         body.lost_s = time.monotonic()
         self._lost[body.key] = body
 
     def forget_old(self) -> None:
-        """Forget bodies that were not sent again for RETRY_S."""
+        """Forget bodies not repeated within RETRY_S."""
         before_s = time.monotonic() - settings.RETRY_S
         while self._lost and next(iter(self._lost.values())).lost_s < before_s:
             self._forget_oldest()
@@ -248,16 +248,16 @@ class IdempotentPut:
 
 
 def _committed_by(bus: str) -> dict[int, int]:
-    """Return how many records each producer's slot has committed, by the producer's number.
+    """Return each slot's committed records, by the producer's number.
 
-    A producer that died in the middle of a commit is left out: that is decided later.
+    A producer dead in the middle of a commit is left out: its commit is decided later.
     """
     slots = inspect(bus, limit=0).slots
     return {slot.producer_id: slot.committed for slot in slots if not slot.commit_under_way}
 
 
 def _keys_in(bus: str) -> set[str]:
-    """Return the keys of all groups that have a sample in the bus, also of those that were read."""
+    """Return the keys of groups with a sample in the bus, including groups already read."""
     records = inspect(bus, limit=sys.maxsize).records
     return {each.instance_id for each in records if each.state in ("committed", "released")}
 

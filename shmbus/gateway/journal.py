@@ -1,11 +1,11 @@
-"""What a gateway leaves to its successor, in a companion file of the bus, also after kill -9.
+"""A gateway's state for its successor, in a companion file of the bus, safe from kill -9.
 
 Invariants:
 
-- One gateway serves a bus; the lock of the file ends with its process.
-- The state is in one of two places, whole, with a checksum; the other is written next.
-- An entry of the journal is one write below a page, which no death parts.
-- A file of an earlier bus of the same name counts as none.
+- A single gateway serves a bus; the lock of the file ends with its process.
+- The state lies whole in one of two places, with a checksum; the next write goes to the other.
+- A journal entry is a single write below a page: a death never tears it.
+- A file of an earlier bus of the same name is ignored.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ _HEAD = struct.Struct("<8sQI")
 _PLACE = struct.Struct("<QII")
 #: Bytes of a body's key, a BLAKE2b digest: no client finds two bodies of one key.
 KEY_BYTES: Final = 16
-#: Groups that a body has, its key, what they are called, how many were put, and the mark.
+#: A body's group count, key, group names, number of groups put, and mark.
 _ENTRY = struct.Struct(f"<H6x{KEY_BYTES}sQQH6xQ8x")
 _PAGE: Final = 4096
-#: Bytes of the state: all environments that may register, with the longest names.
+#: Bytes of the state: the largest number of environments, with the longest names.
 _STATE_BYTES: Final = 16 << 20
-#: Bytes of it that are allocated from the start: hundreds of environments with usual names.
+#: Bytes allocated from the start: hundreds of environments with usual names.
 _STATE_NOW: Final = 64 << 10
 _PLACES: Final = (_PAGE, _PAGE + _STATE_BYTES)
 _JOURNAL: Final = _PAGE + 2 * _STATE_BYTES
 
 
 class JournalEntry(NamedTuple):
-    """A body whose answer was not delivered when its gateway died."""
+    """A body without a delivered answer at its gateway's death."""
 
     groups: int
     key: bytes
-    #: What its groups are called: the producer's number, and theirs from `first` on.
+    #: The names of its groups: the producer's number, and their numbers from `first` on.
     producer_id: int
     first: int
-    #: How many of them were in the bus, whole, at least.
+    #: Groups whole in the bus, at least.
     done: int = 0
-    #: How many records its producer's slot has committed at least once the group behind those is in
-    #: the bus; 0 where others may have been committed since that are not of this body.
+    #: The slot's commit count once the group after `done` is in the bus, as its proof; 0 if commits
+    #: of other bodies may count.
     mark: int = 0
 
 
@@ -88,7 +88,7 @@ class Journal:
         self._free = [n for n in range(settings.JOURNAL_ENTRIES - 1, -1, -1) if n not in used]
 
     def _allocate(self, parts: list[tuple[int, int]]) -> None:
-        """Take the memory of parts of the file, each where it begins and its bytes."""
+        """Allocate parts of the file, given by offset and size."""
         try:
             for start, count in parts:
                 os.posix_fallocate(self._fd, start, count)
@@ -112,7 +112,7 @@ class Journal:
                 f"bus {bus!r}: expected no gateway, found the one with pid {pid}; use its address, "
                 "or end it first"
             ) from error
-        # `shmbus gc` tells a file in use from one that was left by this lock.
+        # The lock tells `shmbus gc` a file in use from an abandoned file.
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def _newest(self) -> tuple[bytes | None, int]:
@@ -144,7 +144,7 @@ class Journal:
         self._version += 1
 
     def open_entry(self, entry: JournalEntry) -> int | None:
-        """Note a body that is being put; None where the journal is full."""
+        """Enter a body before its put; return None if the journal is full."""
         if not self._free:
             return None
         number = self._free.pop()
@@ -156,7 +156,7 @@ class Journal:
         os.pwrite(self._fd, _ENTRY.pack(*entry), _JOURNAL + number * _ENTRY.size)
 
     def close_entry(self, number: int) -> None:
-        """Forget a body: its answer was delivered, or nobody will ask again."""
+        """Forget a body: its answer was delivered, or no repeat is expected."""
         os.pwrite(self._fd, bytes(_ENTRY.size), _JOURNAL + number * _ENTRY.size)
         self._free.append(number)
 

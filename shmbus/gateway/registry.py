@@ -1,9 +1,9 @@
-"""Who is registered: the trainer, its environments, and the step. Pure state, kept for a successor.
+"""Registrations: the trainer, its environments, and the step. Pure state, kept for a successor.
 
-Statuses and arithmetic are those of the API server of Atropos 0.4.0. What is different:
+Statuses and arithmetic follow the API server of Atropos 0.4.0, with two differences:
 
-- A trainer that registers again brings its own numbers; there the first ones stay for ever.
-- An environment that is not known is told so, where that server ends with an error of its own.
+- A repeated registration of a trainer brings new numbers; in Atropos the first ones stay for ever.
+- An unknown environment gets an error answer; Atropos' server fails with an internal error.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from shmbus.gateway import settings
 from shmbus.http.access import Refusal
 from shmbus.peers.atropos_queue import Availability
 
-#: The least weight that an environment is told, so that none starves; as in Atropos.
+#: The least weight reported to an environment, against starvation; from Atropos.
 MIN_WEIGHT: Final = 0.01
 
 
 #: A whole number of a registration: arithmetic with floats, and a successor, can take these.
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-#: A part of each batch.
+#: A share of each batch.
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
 class Registration(msgspec.Struct, kw_only=True):
-    """What a trainer registers with. `reads_bus` is ours: it takes its groups without HTTP."""
+    """A trainer's registration. `reads_bus`, a shmbus extension: it reads groups without HTTP."""
 
     wandb_group: str
     wandb_project: str
@@ -43,15 +43,15 @@ class Registration(msgspec.Struct, kw_only=True):
     reads_bus: bool = False
 
 
-#: What an environment is called that gives no name.
+#: The name of an environment without a name.
 _UNNAMED: Final = "environment"
 
 
 class NewEnvironment(msgspec.Struct, kw_only=True):
-    """What an environment registers with."""
+    """An environment's registration."""
 
     max_token_length: Integer
-    #: None is what atroposlib's BaseEnv sends by default; its own server refuses that.
+    #: None is the default of atroposlib's BaseEnv; its own server refuses None.
     desired_name: str | None
     weight: float
     group_size: Integer
@@ -59,13 +59,13 @@ class NewEnvironment(msgspec.Struct, kw_only=True):
 
 
 class Environment(NewEnvironment, kw_only=True):
-    """An environment that has registered."""
+    """A registered environment."""
 
     connected: bool = True
 
 
 class _State(msgspec.Struct, kw_only=True):
-    """All of it, as it is stored."""
+    """The stored state."""
 
     registration: Registration | None = None
     #: After a reset, the length of the last trainer's contexts; as in Atropos.
@@ -74,25 +74,25 @@ class _State(msgspec.Struct, kw_only=True):
     step: int = 0
     started: bool = False
     environments: list[Environment] = []
-    #: Groups of each batch that a trainer was given and has not acknowledged.
+    #: Groups of each batch given to a trainer and not acknowledged.
     given: list[list[str]] = []
 
 
 class Registry:
-    """Registrations of one bus; `stored` is what a predecessor stored."""
+    """Registrations of a bus; `stored` is a predecessor's state."""
 
     def __init__(self, stored: bytes | None = None) -> None:
         self.state = _State() if stored is None else msgspec.json.decode(stored, type=_State)
-        #: None where they are out of date.
+        #: None if outdated.
         self._shares: _Shares | None = None
-        #: How often the quotas have changed.
+        #: Number of changes of the quotas.
         self.changes = 0
 
     # -- the trainer ----------------------------------------------------------------------------
 
     @property
     def registered(self) -> bool:
-        """Whether a trainer has registered since the last reset."""
+        """True after a trainer's registration since the last reset."""
         return self.state.registration is not None
 
     @property
@@ -103,15 +103,15 @@ class Registry:
 
     @property
     def reads_bus(self) -> bool:
-        """Whether the trainer takes its groups from the bus itself."""
+        """True if the trainer reads the bus itself."""
         found = self.state.registration
         return found is not None and found.reads_bus
 
     def register(self, registration: Registration, *, again: bool) -> dict[str, Any]:
         """Register a trainer.
 
-        `again` says that batches were given out since the last registration: this is a trainer that
-        was started again, and no further process of one that is there.
+        `again`: batches were given since the last registration: a restarted trainer, not an
+        additional process of a running trainer.
         """
         _check_names(registration.wandb_group, registration.wandb_project)
         _check_names(registration.checkpoint_dir)
@@ -200,7 +200,7 @@ class Registry:
         return f"env_id: expected {known}, got {env_id}; register by POST /register-env first"
 
     def group_size(self, env_id: int | None) -> int | None:
-        """Return the group size that an environment registered; None where it did not."""
+        """Return an environment's registered group size; None without a registration."""
         if env_id is None or not 0 <= env_id < len(self.state.environments):
             return None
         return self.state.environments[env_id].group_size
@@ -243,7 +243,7 @@ class Registry:
 
 
 class _Shares:
-    """What environments that are connected are weighed against, and their least shares."""
+    """Weights of connected environments, and their least shares."""
 
     def __init__(self, connected: Mapping[int, Environment]) -> None:
         self.total = sum(env.max_token_length * max(0.0, env.weight) for env in connected.values())

@@ -1,10 +1,9 @@
-"""The gateway's HTTP server: from a request to its route, its status, its line in the log.
+"""The gateway's HTTP server: from a request to its route, its status, its log line.
 
 Invariants:
 
 - Every request is answered or its connection ends: no error of a route leaves a client waiting.
-- A refusal says what to do. Only a mistake in our own code is a 500, and it is logged with its
-  traceback.
+- A refusal names the next step. Only a bug in shmbus is a 500, logged with its traceback.
 """
 
 from __future__ import annotations
@@ -44,22 +43,22 @@ access_logger = logging.getLogger("shmbus.gateway.access")
 
 Route = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
-#: Routes that are polled many times a second: a line each only at level debug.
+#: Routes polled many times a second: logged only at level debug.
 _POLLED: Final = frozenset({"/status-env", "/status", "/healthz", "/metrics"})
-#: Characters of a path that the log has.
+#: Logged characters of a path.
 _PATH_CHARS: Final = 200
 
-#: Routes that only look, and are asked for by dashboards in a browser.
+#: Read-only routes, polled by dashboards in a browser.
 _READING: Final = frozenset({"/", "/info", "/wandb_info", "/status", "/latest_example", "/healthz"})
-#: What says only that the process lives; a supervisor has no token.
+#: Routes that only prove a living process; a supervisor lacks the token.
 _OPEN: Final = frozenset({"/healthz"})
 
 
 class Access:
-    """Who may ask what: the token, the name that a client asks by, and pages of other sites.
+    """Access control: the token, the host name of the request, and pages of other sites.
 
-    Bound to loopback, the gateway answers loopback names only, so that no web page reads it by way
-    of a name of its own that resolves to 127.0.0.1.
+    Bound to loopback, the gateway answers only loopback names: no web page reads it through a
+    foreign name that resolves to 127.0.0.1.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -67,7 +66,7 @@ class Access:
         self._loopback_only = is_loopback(settings.host)
 
     def require(self, request: web.BaseRequest) -> None:
-        """Refuse a request that may not be answered."""
+        """Refuse a forbidden request."""
         if self._loopback_only:
             require_loopback_name(request, "the gateway")
         if request.path not in _READING:
@@ -85,7 +84,7 @@ class Access:
             )
 
     def allow_origin(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
-        """Let a page of this machine read the answer of a route that only looks."""
+        """Let a page of this machine read a read-only route's answer."""
         origin = request.headers.get("Origin")
         if origin is None or response.prepared:
             return
@@ -98,7 +97,7 @@ class Access:
 
 
 class Server:
-    """Answers requests for one gateway."""
+    """Answers requests for a gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -211,7 +210,7 @@ class Server:
 
 
 def serve(settings: Settings, parent: socket.socket | None = None) -> int:
-    """Serve until SIGTERM, SIGINT, or the parent has gone; 1 where the bus was removed."""
+    """Serve until SIGTERM, SIGINT, or the parent's end; return 1 after the bus's removal."""
 
     async def answer(stop: asyncio.Event) -> int:
         async with contextlib.AsyncExitStack() as stack:
@@ -219,12 +218,12 @@ def serve(settings: Settings, parent: socket.socket | None = None) -> int:
             stack.push_async_callback(gateway.close)
             http = Server(gateway).http
             stack.push_async_callback(http.close)
-            # A port that is taken is told before anything of the bus is touched.
+            # Report an occupied port before any change of the bus.
             address = await http.bind(settings.host, settings.port)
-            # What a predecessor left is known before the first of its clients asks again.
+            # Know a predecessor's state before its first client returns.
             await gateway.start()
             await http.start()
-            # What is there now stays: the collector need not look at it after each few requests.
+            # Freeze the long-lived objects: the collector need not scan them after a few requests.
             gc.collect()
             gc.freeze()
             logger.info("serving", extra={"bus": settings.bus, "http": url_of(*address)})

@@ -1,1 +1,1 @@
-"""The one HTTP server: the gateway, the page and the metrics use it."""
+"""The common HTTP server of the gateway, the page and the metrics."""

@@ -1,4 +1,4 @@
-"""What every HTTP server of this package refuses, and by which names it may be asked."""
+"""Access rules of every HTTP server in this package: refused requests and allowed names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Refusal(Exception):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, a name or a Host header is this machine's loopback interface.
+    """Return True if an address, a name or a Host header means this machine's loopback interface.
 
-    A server that listens on loopback answers these names only, so that no web page reads it by way
-    of a name of its own that resolves to 127.0.0.1.
+    A server on loopback answers only these names: no web page reads it through a foreign name that
+    resolves to 127.0.0.1.
     """
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -37,7 +37,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_of(origin: str) -> str:
-    """Return the host of an Origin; "" where it is none."""
+    """Return the host of an Origin; "" for an invalid Origin."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -47,7 +47,7 @@ def host_of(origin: str) -> str:
 def bearer_of(given: str) -> bytes | None:
     """Return the token of an Authorization; None for another scheme.
 
-    A scheme may be written in any case (RFC 9110, section 11.1).
+    Schemes are case-insensitive (RFC 9110, section 11.1).
     """
     scheme, space, token = given.partition(" ")
     if not space or scheme.lower() != "bearer":
@@ -56,7 +56,7 @@ def bearer_of(given: str) -> bytes | None:
 
 
 def require_loopback_name(request: web.BaseRequest, who: str) -> None:
-    """Refuse a request by another name than loopback's, of a server that listens there only."""
+    """Refuse a request with a foreign name to a server on loopback."""
     host = request.headers.get("Host", "")
     if host and not is_loopback(host):
         raise Refusal(
@@ -68,7 +68,7 @@ def require_loopback_name(request: web.BaseRequest, who: str) -> None:
 
 
 def require_program(request: web.BaseRequest) -> None:
-    """Refuse what a page of another site asks for."""
+    """Refuse requests from a foreign site's page."""
     origin = request.headers.get("Origin")
     foreign = origin is not None and not is_loopback(host_of(origin))
     if foreign or request.headers.get("Sec-Fetch-Site") == "cross-site":

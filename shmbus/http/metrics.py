@@ -1,4 +1,4 @@
-"""What a server counts, by route and status, and how a scrape reads it."""
+"""A server's counters by route and status, and their scrape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HELP = {
 
 
 class Metrics:
-    """Counters of one server, whose names begin with its prefix."""
+    """Counters of a server, with its prefix in their names."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -30,7 +30,7 @@ class Metrics:
         self._by_route["sent_bytes_total"][route] += sent
 
     def note_undelivered(self, route: str) -> None:
-        """Count an answer that was lost."""
+        """Count a lost answer."""
         self._by_route["undelivered_total"][route] += 1
 
     def expose(
@@ -68,5 +68,5 @@ class Metrics:
 
 
 def escaped(label: str) -> str:
-    """Return the value of a label as the text format has it."""
+    """Return a label's value, escaped for the text format."""
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

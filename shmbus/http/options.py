@@ -1,4 +1,4 @@
-"""Options of commands that serve HTTP, and what their processes may have open."""
+"""Options of commands that serve HTTP, and their limit of open files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def address(text: str) -> tuple[str, int]:
 
 
 def add_server_options(parser: argparse.ArgumentParser, port: int, level: str, opens: str) -> None:
-    """Add what each server of clients takes; `opens` says who sends the token, or what it opens."""
+    """Add the common options of servers; `opens` describes the use of the token."""
     parser.add_argument(
         "--http", metavar="HOST:PORT", type=address, default=("127.0.0.1", port),
         help=f"where to listen (default 127.0.0.1:{port}); port 0 for any free one",
@@ -33,7 +33,7 @@ def add_server_options(parser: argparse.ArgumentParser, port: int, level: str, o
 
 
 def read_token(path: str | None, variable: str, option: str = "--token-file") -> str | None:
-    """Return a token out of a file, or else a variable; None where neither is there."""
+    """Return a token from a file, or else a variable; None without either."""
     if path is None:
         found = os.environ.get(variable)
         if found is None:
@@ -44,7 +44,7 @@ def read_token(path: str | None, variable: str, option: str = "--token-file") ->
             found = file.read()
         where, remedy = f"{option} {path}", "write one into it"
     token = found.strip()
-    # Any other could not be sent in a header, or would arrive as another one.
+    # Other characters fail in a header, or change on the way.
     if not token or not all(" " <= letter <= "~" for letter in token):
         got = "characters besides" if token else "nothing"
         raise RuntimeError(
@@ -54,7 +54,7 @@ def read_token(path: str | None, variable: str, option: str = "--token-file") ->
 
 
 def allow_connections() -> None:
-    """Raise the number of open files that this process may have as far as it may itself."""
+    """Raise this process's limit of open files to its hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

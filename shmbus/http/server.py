@@ -1,16 +1,17 @@
-"""aiohttp's server, with limits on what clients can keep of it, and word of what reached them.
+"""aiohttp's server, with limits on clients' use of it, and delivery reports of answers.
 
 Invariants:
 
 - A client has `idle_s` to send the head of a request, and as long to read an answer; then its
   connection ends. While a request is handled, its connection is left alone.
-- At most `max_connections` are open, fewer where this process may not have so many files: a new
-  one ends the one that has kept the server waiting longest, or itself where all are being answered.
-- An answer that somebody follows ends once: delivered, or lost. It is delivered when all of it was
-  written, and the client then asked again or closed in order; it is lost when the connection ended
-  before that, or was reset, as the kernel does for a client that dies without reading. Where the
-  server ends first, neither is said; so a followed answer of `Connection: close` ends with a half
-  close by the server.
+- At most `max_connections` are open, fewer if this process may not open as many files: a new
+  connection ends the connection with the longest idle client, or itself while every connection is
+  being answered.
+- A followed answer ends once: delivered or lost. Delivered: written whole, and then the client
+  asked again or closed in order. Lost: the connection ended earlier or was reset; the kernel resets
+  the connection of a client that dies without reading. If the server ends first, the fate stays
+  unknown; a followed answer with `Connection: close` therefore ends with a half close by the
+  server.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from shmbus.http.access import Refusal
 
-#: Open files beside connections, of those that this process may have.
+#: Open files reserved for uses besides connections.
 _OTHER_FILES: Final = 64
 #: Seconds for a client to close a connection after the last answer.
 _CLOSE_S: Final = 2.0
-#: What aiohttp says of bytes that are no HTTP.
+#: aiohttp's messages about invalid HTTP.
 http_logger = logging.getLogger("shmbus.http")
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:
-    """Keep what clients send to one line at level info: they decide how much of it there is."""
+    """Shorten records about clients' bytes to a line at level info: clients decide their number."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         record.exc_info = None
@@ -56,11 +57,11 @@ http_logger.addFilter(_in_one_line)
 
 
 class AddressError(RuntimeError):
-    """The address cannot be taken; nobody was served."""
+    """The address is not available; no client was served."""
 
 
 class _Answer:
-    """An answer of which it is not known yet whether it was delivered."""
+    """An answer without a known delivery."""
 
     def __init__(self, on_end: Callable[[bool], None]) -> None:
         self._on_end = on_end
@@ -73,45 +74,46 @@ class _Answer:
 
 
 class Connection(web.RequestHandler):
-    """A client's connection, which knows whether answers reached the client."""
+    """A client's connection, with the delivery of its answers."""
 
     def __init__(self, server: HttpServer, inner: web.Server, **options: Any) -> None:
         super().__init__(inner, loop=asyncio.get_running_loop(), **options)
         self._server = server
-        #: The library forgets it where it only closes it, while a client may not read the rest.
+        #: The library forgets the transport on close, while a client may not read the rest.
         self._wire: asyncio.WriteTransport | None = None
-        #: Whether all that was written has left this process.
+        #: True if every written byte left this process.
         self._flushed = True
         self._answers: list[_Answer] = []
         self._ends_after_answer = self._half_closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin; whoever writes waits until all of it has left this process."""
+        """Begin; make writers wait until every byte left this process."""
         self._wire = cast("asyncio.WriteTransport", transport)
         self._wire.set_write_buffer_limits(high=0)
         super().connection_made(transport)
         self._server.admit(self)
 
     def data_received(self, data: bytes) -> None:
-        """Pass it on; a client that sends again has had its answers."""
+        """Forward the data; a client that sends again received its answers."""
         if data and self._flushed:
             self._settle(True)
         super().data_received(data)
 
     def pause_writing(self) -> None:
-        """Note that something is not written yet."""
+        """Note unwritten data."""
         self._flushed = False
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Note that everything is."""
+        """Note that every byte was written."""
         self._flushed = True
         super().resume_writing()
 
     def eof_received(self) -> None:
-        """Note whether the client closed before it had the answer.
+        """Note a client's close before its answer.
 
-        The kernel says the end that was sent before the reset: what it keeps of that is its error.
+        The kernel reports the orderly end before the reset: the reset remains as the socket's
+        error.
         """
         wire = None if self._wire is None else self._wire.get_extra_info("socket")
         if wire is not None and (
@@ -123,7 +125,7 @@ class Connection(web.RequestHandler):
         super().eof_received()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """End: what was not written whole, or was reset, is lost."""
+        """End: answers not written whole, or reset, are lost."""
         self._wire = None
         self._settle(exc is None and self._flushed)
         self._server.forget(self)
@@ -136,7 +138,7 @@ class Connection(web.RequestHandler):
 
     @property
     def alive(self) -> bool:
-        """Whether the client can still be answered."""
+        """True while the client can still be answered."""
         return self._wire is not None and not self._wire.is_closing()
 
     def abort(self) -> None:
@@ -146,7 +148,7 @@ class Connection(web.RequestHandler):
             self._wire.abort()
 
     def end(self) -> None:
-        """End the connection with the server: whether its last answer arrived stays unknown."""
+        """End the connection with the server: the last answer's delivery stays unknown."""
         if self._flushed:
             self._answers.clear()
         self.abort()
@@ -158,11 +160,10 @@ class Connection(web.RequestHandler):
         on_end: Callable[[bool], None],
         seconds: float,
     ) -> web.Response:
-        """Write an answer, and wait until all of it has left this process; returns it.
+        """Write an answer, and wait until every byte left this process; return the answer.
 
-        `on_end` is called once, with whether it was delivered: maybe before this returns, maybe
-        long after. Where the client has gone, or reads nothing for `seconds`, this raises
-        ConnectionResetError.
+        `on_end` is called once with the delivery, before this returns or long after.
+        ConnectionResetError if the client is gone, or reads nothing for `seconds`.
         """
         timer = asyncio.get_running_loop().call_later(seconds, self.abort)
         answer = _Answer(on_end)
@@ -193,7 +194,7 @@ class Connection(web.RequestHandler):
         await response.prepare(request)
 
     def follow(self, on_end: Callable[[bool], None]) -> None:
-        """Call `on_end` once: True after the delivery of all bytes written so far."""
+        """Call `on_end` once: True after the delivery of every byte written so far."""
         if not self.alive:
             on_end(False)
             raise ConnectionResetError("the client has gone")
@@ -215,10 +216,10 @@ def _unacknowledged(fd: int) -> int:
 
 
 class HttpServer:
-    """Answers at one address; a client may keep it waiting for `idle_s` seconds.
+    """Answers at an address; a client may keep it waiting for `idle_s` seconds.
 
-    About `read_ahead` bytes of a body are read before somebody asks for them. With
-    `ends_with_client` an answer is cancelled once its client has gone.
+    About `read_ahead` bytes of a body are read before the first read by a route. With
+    `ends_with_client` an answer is cancelled after its client leaves.
     """
 
     def __init__(
@@ -246,7 +247,7 @@ class HttpServer:
             "lingering_time": 0.0,
         }
         self._open: set[Connection] = set()
-        #: Those that wait for their client, and since when; the oldest first.
+        #: Connections waiting for their client, with the start of the wait; the oldest first.
         self._waiting: dict[Connection, float] = {}
         self._listener: asyncio.AbstractServer | None = None
         self._sweeping: asyncio.Task[None] | None = None
@@ -257,7 +258,7 @@ class HttpServer:
     # -- life -----------------------------------------------------------------------------------
 
     async def bind(self, host: str, port: int) -> tuple[str, int]:
-        """Take the address, without answering anybody there yet; returns it."""
+        """Bind the address without answering yet; return the address."""
         try:
             self._listener = await asyncio.get_running_loop().create_server(
                 lambda: Connection(self, self._inner, **self._options),
@@ -279,14 +280,14 @@ class HttpServer:
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
     async def close(self) -> None:
-        """Stop listening, and end all connections."""
+        """Stop listening, and end every connection."""
         if self._listener is not None:
             self._listener.close()
         if self._sweeping is not None:
             self._sweeping.cancel()
         for connection in list(self._open):
             connection.end()
-        # One turn of the loop, in which they end.
+        # A turn of the loop for them to end.
         await asyncio.sleep(0)
         await self._inner.shutdown(timeout=1.0)
 
@@ -302,7 +303,7 @@ class HttpServer:
     # -- connections ----------------------------------------------------------------------------
 
     def admit(self, connection: Connection) -> None:
-        """Make room for a connection, or end it where all others are being answered."""
+        """Make room for a connection, or end it while every connection is being answered."""
         if len(self._open) >= self._max_connections:
             oldest = next(iter(self._waiting), connection)
             self.forget(oldest)
@@ -313,7 +314,7 @@ class HttpServer:
         self._waiting[connection] = time.monotonic()
 
     def forget(self, connection: Connection) -> None:
-        """Note that a connection has ended."""
+        """Note the end of a connection."""
         self._open.discard(connection)
         self._waiting.pop(connection, None)
 
@@ -328,19 +329,19 @@ class HttpServer:
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the address of a server that listens there."""
+    """Return the URL of a server at this address."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def connection_of(request: web.BaseRequest) -> Connection:
-    """Return the connection that a request came by."""
+    """Return the connection of a request."""
     connection = request.protocol
     assert isinstance(connection, Connection)
     return connection
 
 
 def answer_expectation(request: web.BaseRequest) -> None:
-    """Send 100 Continue to a client that waits with its body."""
+    """Send 100 Continue to a client waiting with its body."""
     expected = request.headers.get("Expect", "")
     if not expected:
         return
@@ -373,7 +374,7 @@ def run_server(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         if parent is not None:
-            # Readable at its end: whoever started this process has gone.
+            # Readable at its end: the starting process is gone.
             loop.add_reader(parent.fileno(), stop.set)
         return await serve(stop)
 

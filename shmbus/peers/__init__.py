@@ -1,1 +1,1 @@
-"""What other training stacks send, as records of a bus, and back: for the gateway and adapters."""
+"""Conversion of other training stacks' groups to records and back, for the gateway and adapters."""

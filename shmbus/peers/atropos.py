@@ -1,13 +1,13 @@
-"""A ScoredDataGroup of Atropos as the samples of one bus group, and back, at equal value.
+"""Value-preserving conversion of Atropos' ScoredDataGroup to a bus group's samples, and back.
 
-One sequence is one sample: its numbers are arrays of int64 and float64, what else belongs to it is
-its meta. What belongs to the whole group is in the meta of sample 0, under GROUP_KEY.
+A sequence is a sample: its numbers are arrays of int64 and float64, its remaining items meta. Items
+of the whole group lie in the meta of sample 0, under GROUP_KEY.
 
 Invariants:
 
-- `group_of` gives what `samples_of` was given, with None for each key that was absent.
-- A group that this refuses puts nothing: every check comes before the first record.
-- Numbers are finite, as JSON needs them; a reader never meets one that it cannot write.
+- `group_of` inverts `samples_of`, with None for each absent key.
+- A refused group puts nothing: every check comes before the first record.
+- Numbers are finite, as JSON requires: a reader can write every number.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ KEYS: Final = (
     "inference_logprobs", "overrides", "group_overrides", "images", "env_id", "distill_token_ids",
     "distill_logprobs",
 )  # fmt: skip
-#: Where sample 0's meta has what belongs to the whole group.
+#: Key in sample 0's meta for the items of the whole group.
 GROUP_KEY: Final = "atropos"
-#: The key of the environment's number in it.
+#: Key of the environment's number among them.
 ENV_KEY: Final = "env_id"
-#: The mask's value at tokens that are not trained on.
+#: The mask's value at tokens without training.
 MASKED: Final = -100
 
 _FLOATS = ("advantages", "ref_logprobs", "inference_logprobs")
@@ -43,12 +43,12 @@ _TABLES: tuple[tuple[str, type[np.generic]], ...] = (
 )
 _OBJECTS = ("messages", "overrides")
 _OF_THE_GROUP = ("generation_params", "group_overrides", "images", ENV_KEY)
-#: Under it, optional keys with another number of items than there are sequences.
+#: Key of optional items whose number differs from the sequences'.
 _UNEVEN = "uneven"
 
 
 def _numbers(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any]:
-    """Return one sequence's numbers; integers that are written as floats are taken as such."""
+    """Return a sequence's numbers; integers written as floats are accepted."""
     try:
         array = np.asarray(values)
         if array.size == 0 and array.ndim <= 1:
@@ -59,7 +59,7 @@ def _numbers(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any]:
             raise ValueError("not a flat list of numbers")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError("a number that is not finite")
-        with np.errstate(invalid="ignore"):  # what does not fit is found below
+        with np.errstate(invalid="ignore"):  # misfits raise below
             found = array.astype(dtype)
         if dtype is np.int64 and array.dtype.kind in "uf" and not np.array_equal(found, array):
             raise ValueError("a number that is no 64-bit integer")
@@ -72,7 +72,7 @@ def _numbers(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any]:
 
 
 def _typed(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any]:
-    """Do the same for a list or an array whose items are known to be of the right type."""
+    """Return a sequence's numbers from items of the right type."""
     if isinstance(values, np.ndarray) and values.dtype.type is dtype and values.ndim == 1:
         return values
     try:
@@ -93,7 +93,7 @@ def _listed(name: str, value: Any) -> Any:
 
 
 def _table(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any] | None:
-    """Return [position][k] as an array of two dimensions; None where positions differ in k."""
+    """Return [position][k] as a 2-D array; None if k differs between positions."""
     rows = [_numbers(f"{where}[{at}]", row, dtype) for at, row in enumerate(_listed(where, values))]
     if len({len(row) for row in rows}) > 1:
         return None
@@ -103,7 +103,7 @@ def _table(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any] | N
 def _scores(value: Any, count: int) -> list[float]:
     scores: list[float]
     if type(value) is list and all(type(each) is float and math.isfinite(each) for each in value):
-        scores = value  # a few numbers, which need no array to be looked at
+        scores = value  # a few numbers need no array for the check
     else:
         scores = [float(score) for score in _numbers("scores", value, np.float64)]
     if len(scores) != count:
@@ -117,33 +117,33 @@ def _scores(value: Any, count: int) -> list[float]:
 def samples_of(
     group: Mapping[str, Any], *, policy_version: int = 0, typed: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the samples of a group, as `Producer.put_group` takes them.
+    """Return the samples of a group, in the form of `Producer.put_group`.
 
     Parameters
     ----------
     group : mapping
-        With the keys of `KEYS`; tokens, masks and scores must be there. Lists or arrays:
-        tokens and masks [sequence, position], int64; scores [sequence], float64.
+        With the keys of `KEYS`; tokens, masks and scores are required. Lists or arrays: tokens and
+        masks [sequence, position], int64; scores [sequence], float64.
     policy_version : int
-        Of all samples.
+        The policy version of every sample.
     typed : bool
-        Whether all numbers are known to be int and float where they should be; those of arrays
-        finite too. Such arrays are used as they are.
+        The caller guarantees int and float items, and finite values in arrays. Such arrays are used
+        without a copy.
 
     Returns
     -------
     list of dict
-        One for each sequence; empty where the group has none.
+        A sample for each sequence; empty for an empty group.
 
     Raises
     ------
     ValueError
-        Something that no sample can have, or that cannot be trained on; the message names it.
+        A value impossible in a sample, or unusable for training; the message names it.
 
     Notes
     -----
-    Beside Atropos' arrays each sample has ``loss_mask`` (uint8, 1 where the mask is not -100), so
-    that `OnlineDataHandler` can train on it.
+    Beside Atropos' arrays each sample has ``loss_mask`` (uint8, 1 except where the mask is -100),
+    for training by `OnlineDataHandler`.
     """
     numbers = _typed if typed else _numbers
     rows = _listed("tokens", group.get("tokens"))
@@ -191,7 +191,7 @@ def _add_optional(
     metas: list[dict[str, Any]],
     numbers: Any,
 ) -> dict[str, Any]:
-    """Add what only some groups have; return the keys that have no item for each sequence."""
+    """Add the optional items; return the keys without an item for each sequence."""
     count = len(records)
     uneven: dict[str, Any] = {}
     for name in (*_FLOATS, *_OBJECTS, *(name for name, _ in _TABLES)):
@@ -228,36 +228,36 @@ def _plain(where: str, value: Any) -> Any:
 
 
 def is_atropos(group: shmbus.Group) -> bool:
-    """Whether a bus group was made by `samples_of`."""
+    """Return True if `samples_of` made the bus group."""
     meta = group[0].meta if len(group) else None
     return isinstance(meta, dict) and isinstance(meta.get(GROUP_KEY), dict)
 
 
 def env_id_of(group: shmbus.Group) -> int | None:
-    """Return the number of the environment that made a group; None where it said none."""
+    """Return the number of a group's environment; None without a number."""
     number = group[0].meta[GROUP_KEY].get(ENV_KEY)
     return number if isinstance(number, int) else None
 
 
 def group_of(group: shmbus.Group) -> dict[str, Any]:
-    """Return the ScoredDataGroup that a bus group was made of.
+    """Return the ScoredDataGroup of a bus group.
 
     Parameters
     ----------
     group : Group
-        Leased. One that `samples_of` did not make needs ``tokens``; its ``loss_mask`` and
-        ``logprobs`` become masks and inference_logprobs.
+        Leased. A group from elsewhere needs ``tokens``; its ``loss_mask`` and ``logprobs`` become
+        masks and inference_logprobs.
 
     Returns
     -------
     dict
-        All keys of `KEYS`, with lists of int and float, and None for what was not given.
+        Every key of `KEYS`, with lists of int and float, and None for absent items.
 
     Raises
     ------
     ValueError
-        Another producer made it, with numbers or rows that Atropos cannot have; or it has the mark
-        of `samples_of`, and not all that belongs to it.
+        A group from elsewhere with numbers or rows impossible in Atropos; or a group with the mark
+        of `samples_of` and missing items.
     UnscoredError
         A sample has no score yet.
     """

@@ -1,11 +1,11 @@
-"""Which groups make the next batch, and what environments are told of the queue.
+"""The choice of groups for the next batch, and the queue sizes reported to environments.
 
-Groups of differing sizes make batches of exactly so many sequences, as in the API server of Atropos
-0.4.0: groups of one size are taken in packs that are as large as the largest group that waits, so
-sizes have to divide each other. A group of another size than its environment registered waits until
-it and others of that environment have that size together. No clock, no socket, no thread.
+Groups of differing sizes make batches of an exact number of sequences, as in the API server of
+Atropos 0.4.0: groups of a size are taken in packs as large as the largest waiting group, so sizes
+must divide each other. A group of another size than its environment registered waits until it
+completes this size together with more groups of the environment. No clock, no socket, no thread.
 
-Invariant: a group is in the queue or in one buffer, until `take` or `clear` hands it out.
+Invariant: a group is in the queue or in a single buffer, until `take` or `clear` returns it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-#: Groups of one environment that may wait for others to make its group size; above that, the oldest
-#: go on alone. The search for a sum is linear in it, and an environment that never fits must not
-#: hold the bus.
+#: Groups of an environment buffered at most to complete its group size; above, the oldest go on
+#: alone. The search for a sum is linear in this number, and an environment without fitting sums
+#: must not hold the bus.
 MAX_BUFFERED: Final = 1024
 
 
 class Waiting(NamedTuple):
-    """A group that waits for its batch."""
+    """A group waiting for its batch."""
 
     #: Sequences.
     size: int
-    #: The environment that made it.
+    #: The group's environment.
     env_id: int | None
-    #: Whatever the caller keeps of it.
+    #: The caller's handle of the group.
     group: Any
 
 
 def fitting(sizes: Sequence[int], target: int) -> list[int]:
-    """Return the indices of items whose sizes have a sum, the earlier ones first."""
+    """Return the indices of items with this sum of sizes, earlier items first."""
     total, chosen = 0, []
     for at, size in enumerate(sizes):
         if total + size <= target:
@@ -43,7 +43,7 @@ def fitting(sizes: Sequence[int], target: int) -> list[int]:
                 return chosen
     if sum(sizes) < target:
         return []
-    # Bit s of reach[i] says whether some of the first i items have the sum s.
+    # Bit s of reach[i]: a subset of the first i items sums to s.
     reach = [1]
     for size in sizes:
         reach.append((reach[-1] | reach[-1] << size) & ((2 << target) - 1))
@@ -58,7 +58,7 @@ def fitting(sizes: Sequence[int], target: int) -> list[int]:
 
 
 def _packs(waiting: Iterable[Waiting], largest: int) -> list[Waiting]:
-    """Return the groups that are in whole packs, pack by pack."""
+    """Return the groups in whole packs, pack by pack."""
     open_packs: dict[int, list[Waiting]] = {}
     packed = []
     for each in waiting:
@@ -70,7 +70,7 @@ def _packs(waiting: Iterable[Waiting], largest: int) -> list[Waiting]:
 
 
 def choose(waiting: Sequence[Waiting], batch_size: int) -> list[Waiting] | None:
-    """Choose groups for one batch, the oldest packs first."""
+    """Choose groups for a batch, the oldest packs first."""
     if sum(each.size for each in waiting) < batch_size or not waiting or batch_size < 1:
         return None
     chosen, total = [], 0
@@ -85,7 +85,7 @@ def choose(waiting: Sequence[Waiting], batch_size: int) -> list[Waiting] | None:
 def _quotas(
     packed: Mapping[int, list[Waiting]], batch_size: int, minimums: Mapping[int, float]
 ) -> dict[int, int] | None:
-    """Return how many sequences each environment gets at least; None where one has no pack."""
+    """Return each environment's least number of sequences; None if an environment lacks a pack."""
     quotas = {env: int(batch_size * share) for env, share in minimums.items()}
     quotas = {env: quota for env, quota in quotas.items() if quota > 0}
     if any(not packed.get(env) for env in quotas):
@@ -101,7 +101,7 @@ def _quotas(
 def choose_with_minimums(
     waiting: Sequence[Waiting], batch_size: int, minimums: Mapping[int, float]
 ) -> list[Waiting] | None:
-    """Choose groups for one batch in which some environments have a share."""
+    """Choose groups for a batch with guaranteed shares of some environments."""
     if not minimums:
         return choose(waiting, batch_size)
     if not waiting or batch_size < 1:
@@ -138,14 +138,14 @@ def choose_with_minimums(
 
 
 class GroupQueue:
-    """Groups that wait for a trainer, in the order of their arrival."""
+    """Groups waiting for a trainer, in the order of arrival."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Waiting] = {}
         self._buffers: dict[int, list[Waiting]] = {}
-        #: How many groups wait by (env_id, size); buffered ones are not among them.
+        #: Waiting groups by (env_id, size), without buffered groups.
         self.counts: Counter[tuple[int | None, int]] = Counter()
-        #: How often those counts have changed.
+        #: Number of changes of the counts.
         self.changes = 0
 
     def __len__(self) -> int:
@@ -173,7 +173,7 @@ class GroupQueue:
         self.changes += 1
 
     def buffered(self, env_id: int) -> int:
-        """Return how many sequences of an environment wait for others of it."""
+        """Return the number of an environment's buffered sequences."""
         return sum(each.size for each in self._buffers.get(env_id, ()))
 
     def take(self, batch_size: int, minimums: Mapping[int, float]) -> list[Waiting] | None:
@@ -189,7 +189,7 @@ class GroupQueue:
         return chosen
 
     def put_back(self, chosen: list[Waiting]) -> None:
-        """Have groups that were taken wait again, before all others."""
+        """Return taken groups to the front of the queue."""
         others, self._waiting = self._waiting, {}
         for each in chosen:
             self._append(each)
@@ -197,7 +197,7 @@ class GroupQueue:
         self.changes += 1
 
     def clear(self) -> list[Waiting]:
-        """Forget all groups, and return them."""
+        """Forget and return every group."""
         found = [*self._waiting.values()]
         for buffer in self._buffers.values():
             found += buffer
@@ -209,7 +209,7 @@ class GroupQueue:
 
 
 class Availability:
-    """What environments are told of one state of the queue."""
+    """Queue sizes for environments, from a state of the queue."""
 
     def __init__(
         self, counts: Mapping[tuple[int | None, int], int], quotas: Mapping[int, int]
@@ -221,7 +221,7 @@ class Availability:
         for (env, size), groups in counts.items():
             self._sequences[env] += size * groups
             self._own_largest[env] = max(size, self._own_largest.get(env, 0))
-        #: Of each environment, what is in whole packs above its quota; and of all together.
+        #: By environment: sequences in whole packs above its quota; and the sum.
         self._packed: dict[int | None, int] = {}
         if self.largest > 1:
             for env, count in self._sequences.items():
@@ -231,7 +231,7 @@ class Availability:
         self._all_packed = sum(self._packed.values())
 
     def of(self, env_id: int, group_size: int) -> tuple[int, int, int]:
-        """Return what one environment is told: queue, its own part, its group size."""
+        """Return an environment's report: queue, its own part, its group size."""
         size = max(group_size, self._own_largest.get(env_id, 0))
         own = self._sequences.get(env_id, 0)
         others = self._all_packed - self._packed.get(env_id, 0)

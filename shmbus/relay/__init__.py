@@ -1,13 +1,14 @@
-"""Records from buses of many nodes to trainers' buses, and prompts and weights to those nodes.
+"""Relay of records from many nodes' buses to trainers' buses, and of prompts and weights back.
 
 Invariants:
 
-- A record is in its source's ring until the source releases it; all that others know of it can be
-  asked for again.
-- What a sink has put and its source has not released is in the sink's journal, which outlives it.
-- A source, the coordinator and a sink are pure state machines, without clock, socket or thread:
-  messages come in, and messages go out. A party has one of them, a bus, and a mailbox.
-- Messages may be late, lost or doubled. What a party awaits it asks for again.
+- A record stays in its source's ring until the source releases it; the relay can ask for everything
+  else again.
+- A sink's journal names the records put on the sink's bus and not yet released by their source. The
+  journal outlives the sink.
+- A source, the coordinator and a sink are pure state machines without clock, socket or thread:
+  messages in, messages out. A party combines a state machine, a bus and a mailbox.
+- Messages may arrive late, twice or never. A party repeats its requests until an answer comes.
 """
 
 from __future__ import annotations
@@ -34,57 +35,59 @@ def start(
 ) -> Relay:
     """Relay buses of a Ray cluster's nodes: the rollout workers' to the trainers'.
 
-    One small actor runs beside each bus, and one groups and places. They outlive the caller, and
-    Ray starts them again when they die. They speak over TCP connections of their own, which are
+    One small actor runs beside each bus, and a coordinator actor groups and places. The actors
+    outlive the caller, and Ray restarts dead actors. They use their own TCP connections,
     authenticated and not encrypted: nodes must let each other connect at any port. Needs the extra
     `ray`.
 
     Parameters
     ----------
     source : str or sequence of str
-        The rollout workers' bus, on every node that has one of that name. "NAME@RESOURCE" means
-        that of the nodes with this custom resource of Ray.
+        Name of the rollout workers' bus, relayed from every node with a bus of this name.
+        "NAME@RESOURCE" selects only nodes with this custom Ray resource.
     trainers : sequence of str
-        The trainers' buses, likewise.
+        The trainers' buses, in the same form.
     release : "acknowledged" | "put"
-        When a source lets go of a record: once the trainer has acknowledged its group, so that the
-        death of a trainer's node loses nothing; or once it is on the trainer's bus, which frees its
-        space earlier.
+        When a source releases a record. "acknowledged": after the trainer acknowledged the group,
+        so the death of a trainer's node loses nothing. "put": once the record lies on the trainer's
+        bus, which frees source space earlier.
     weights : bool
-        Whether each version of the first trainer's weights goes to the rollout nodes too, into the
-        pool of weights of each workers' bus: engines there subscribe to that bus.
+        Send each version of the first trainer's weights to the rollout nodes, into the weight pool
+        of each workers' bus. Engines there subscribe to their local bus.
     keep : str, optional
-        A directory on the trainers' nodes, of this run alone. What is put on a trainer's bus, and
-        what the trainer is done with, is written there; what it was not done with is put onto a bus
-        of the same name that is made anew, as after a reboot. Only with `release="acknowledged"`.
+        Directory on the trainers' nodes, for this run alone. A log of the records put on a
+        trainer's bus and of the trainer's acknowledgements. A bus recreated under the same name,
+        for example after a reboot, gets the unacknowledged records again. Requires
+        `release="acknowledged"`.
     keep_sync : float
-        Seconds after which what was written is on the disk; 0 before it is put.
+        Seconds until written data reaches the disk; 0 syncs before each put.
     address : str, optional
-        Of the Ray cluster; None for the one that this process is connected to, or the local one.
+        Address of the Ray cluster; None for the current connection, or the local cluster.
     **policy : object
-        What happens to groups before they cross the network, by the names that a Consumer has:
-        `group_timeout`, `on_timeout`, `max_policy_lag`, `skip_zero_variance`, `sample_retries`,
-        `retry_timeout`, `retry_backoff`, `on_failure`. Where groups may go without samples, the
-        trainer's Consumer takes them with `on_failure="partial"`.
+        Group policy before the network, with a Consumer's names: `group_timeout`, `on_timeout`,
+        `max_policy_lag`, `skip_zero_variance`, `sample_retries`, `retry_timeout`, `retry_backoff`,
+        `on_failure`. If groups may go without samples, the trainer's Consumer needs
+        `on_failure="partial"`.
 
     Returns
     -------
     Relay
-        Shows it, and ends it.
+        A handle to show and end the relay.
 
     Raises
     ------
     ImportError
         Ray is not installed.
     BusNotFoundError
-        No node has such a bus; the message has the names of those that were asked.
+        No node has such a bus; the message names the nodes asked.
     BusBusyError
-        This relay runs already, with other buses or options. With the same ones it is returned.
+        This relay already runs with different buses or options. The same ones return the running
+        relay.
     DaemonUnavailableError
-        Some actors have not begun; the message names each and what it lacks. They begin by
-        themselves once the cause is mended.
+        Some actors have not begun; the message names each actor and its missing resource. They
+        begin by themselves once the cause is mended.
     TypeError, ValueError
-        A bad name or policy, or a bus that is named twice.
+        A bad name or policy, or a bus named twice.
     """
     from shmbus.relay.on_ray import start as start_on_ray
 

@@ -1,6 +1,6 @@
-"""``shmbus relay NAME``: start a relay on Ray, show it, end it; found by its entry point.
+"""``shmbus relay NAME``: start, show and end a relay on Ray; registered by an entry point.
 
-Invariant: importing this loads nothing of the extra; `run` does.
+Invariant: importing this module loads nothing of the extra; `run` does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shmbus.relay.coordinator_party import RelayNote
     from shmbus.relay.weights_party import WeightsNote
 
-#: Of what happens to groups before they cross: option, its kind, and what it says.
+#: Group policy options: name, kind, help text.
 _POLICY: Final = (
     ("group-timeout", "SECONDS", "seconds that a group may stay incomplete"),
     ("max-policy-lag", "COUNT", "versions that a group may be behind"),
@@ -109,7 +109,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def _spec(text: str) -> str:
-    """Take a bus and its nodes' resource; an impossible one is a usage error."""
+    """Parse a bus and its nodes' resource; an impossible value raises a usage error."""
     bus, at, resource = text.partition("@")
     bus_name(bus)
     if at and not resource:
@@ -118,7 +118,7 @@ def _spec(text: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; 1 with a hint where the extra is not installed, 2 where a trainer is missing."""
+    """Run the command. Return 1 with a hint if the extra is missing, 2 if a trainer is missing."""
     require_extra("ray", "ray")
     from shmbus.relay import on_ray
 
@@ -183,7 +183,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def show_nodes(name: str, address: str | None, *, json: bool) -> int:
-    """Print the ledgers of all buses of a relay; 1 where one does not balance, or is silent."""
+    """Print the ledgers of a relay's buses; return 1 if a ledger is unbalanced or missing."""
     require_extra("ray", "ray")
     from shmbus.relay import on_ray
 
@@ -196,7 +196,7 @@ def show_nodes(name: str, address: str | None, *, json: bool) -> int:
 
 
 def ledgers_text(name: str, nodes: list[dict[str, Any]]) -> str:
-    """Return the ledgers of all buses of a relay as text, with the sums of both sides."""
+    """Return the ledgers of a relay's buses as text, with the sums of both sides."""
     lines = [f"relay of bus {name}: the ledgers of {show_count(len(nodes))} buses"]
     kinds = (
         "committed",
@@ -235,7 +235,7 @@ def ledgers_text(name: str, nodes: list[dict[str, Any]]) -> str:
 
 
 def show_relay(name: str, note: RelayNote) -> str:
-    """Return a relay as text: what is where, and who is silent."""
+    """Return a relay as text: records by place, and silent peers."""
     lines = [
         f"relay of bus {name}: {show_count(note.announced)} announced in incomplete groups, "
         f"{show_count(note.ready)} wait for a trainer, {show_count(note.assigned)} under way"
@@ -311,7 +311,7 @@ def held_text(held: dict[str, Any]) -> str:
 
 
 def show_weights(note: WeightsNote) -> str:
-    """Return the weights of a relay as text: which node has which version, and who runs it."""
+    """Return the weights of a relay as text: versions by node, and their engines."""
     newest = "no version yet" if note.version is None else f"version {note.version}"
     size = f", {show_size(note.size)}" if note.version is not None else ""
     patch = f", as a patch {show_size(note.patch)}" if note.patch else ""

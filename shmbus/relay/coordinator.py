@@ -1,12 +1,13 @@
-"""The coordinator: groups heads, places complete groups on sinks, and keeps nothing of its own.
+"""The coordinator: groups heads and places complete groups on sinks, without state of its own.
 
 Invariants:
 
-- An origin is in one place here: in the stash, assigned to a sink (a lease of the stash), or taken.
-- It places nothing before every sink has said what it has and owes; from then on a sink takes no
-  assignment of an earlier coordinator. So no record is assigned twice.
-- A tombstone of what was taken is kept until an announcement has come that is as new as its
-  release. One that was on its way meanwhile names records that nobody has: it changes nothing.
+- An origin has a single place here: in the stash, assigned to a sink (a lease of the stash), or
+  taken.
+- The coordinator places nothing before every sink has reported its settled and owed records. From
+  then on a sink refuses assignments of an earlier coordinator, so no record is assigned twice.
+- The tombstone of a taken record stays until an announcement as new as the record's release. A late
+  announcement still names released records; the tombstone hides them.
 """
 
 from __future__ import annotations
@@ -46,54 +47,54 @@ from shmbus.stash.failures import FailingGroup
 from shmbus.stash.stash import Stash, StashPolicy
 from shmbus_ext._core import SPLIT_TRAIN, GroupEntry, OriginHead
 
-#: More than any bus or stash has.
+#: Above every limit of a bus or stash.
 _ALL = 1 << 30
-#: What a trainer is told of a sample that never came.
+#: The reason told to a trainer for a missing sample.
 _NOT_COMING = "not there when the time of its group was over"
 
 
 class SinkView(msgspec.Struct):
-    """What the coordinator knows of a sink."""
+    """The coordinator's knowledge of a sink."""
 
     incarnation: int = -1
     heard: bool = False
-    #: Bytes that are assigned and not put, and those of all groups that were placed here; the
-    #: latter count as at most a window behind those of others.
+    #: Bytes assigned and not put, and bytes of every group placed here; `placed` counts as at most
+    #: a window behind the other sinks.
     bytes: int = 0
     placed: int = 0
-    #: Bytes of a record and of a group that its bus takes, and records of a group.
+    #: The bus's limits: bytes of a record, bytes of a group, records of a group.
     largest: tuple[int, int, int] = (_ALL << 30, _ALL << 30, _ALL)
-    #: Labels of the splits that its bus has.
+    #: Labels of the bus's splits.
     splits: tuple[str, ...] = ()
     leases: dict[frozenset[Origin], GroupEntry[OriginHead]] = {}
-    #: Bytes of each of them.
+    #: Bytes of each leased group.
     weights: dict[frozenset[Origin], int] = {}
-    #: What it owes to an earlier coordinator: it is written down nowhere else.
+    #: Records owed to an earlier coordinator; no journal lists them.
     owed: frozenset[Origin] = frozenset()
 
     def has_room(self, window_bytes: int) -> bool:
-        """Whether more may be assigned to it; one group always may."""
+        """Return True if the sink may get more; a first group always fits."""
         return not self.leases or self.bytes < window_bytes
 
     def lease(self, origins: frozenset[Origin], group: GroupEntry[OriginHead], weight: int) -> None:
-        """Assign a group to it."""
+        """Assign a group to the sink."""
         self.leases[origins], self.weights[origins] = group, weight
         self.bytes += weight
         self.placed += weight
 
     def end_lease(self, origins: frozenset[Origin]) -> GroupEntry[OriginHead]:
-        """End an assignment; what was placed here stays so."""
+        """End an assignment; `placed` keeps the bytes."""
         self.bytes -= self.weights.pop(origins)
         return self.leases.pop(origins)
 
     def takes(self, sizes: Sequence[int], weight: int) -> bool:
-        """Whether its bus ever has room for a group of records of so many bytes, and all of it."""
+        """Return True if the sink's bus can ever hold a group of these sizes."""
         record, whole, count = self.largest
         return len(sizes) <= count and weight <= whole and max(sizes) <= record
 
 
 def choose_dropper(sinks: Mapping[str, SinkView]) -> str | None:
-    """Return the sink that writes down what is dropped: the one with the largest journal."""
+    """Return the sink with the largest journal, to write down dropped groups."""
     heard = [name for name in sorted(sinks) if sinks[name].heard]
     return max(heard, key=lambda name: sinks[name].largest[2], default=None)
 
@@ -101,15 +102,15 @@ def choose_dropper(sinks: Mapping[str, SinkView]) -> str | None:
 def journal_parts(
     sinks: Mapping[str, SinkView], whole: Sequence[Origin]
 ) -> list[tuple[Origin, ...]]:
-    """Cut a group into parts that such a journal has room for: nearly always it is one."""
+    """Cut a group into parts that fit such a journal: nearly always a single part."""
     most = max([1, *(view.largest[2] for view in sinks.values())])
     return [tuple(whole[at : at + most]) for at in range(0, len(whole), most)]
 
 
-#: Bytes assigned to a sink and not put yet: some blocks, so that one is fetched while one is put.
+#: Bytes assigned to a sink and not put yet: a few blocks, to fetch a block while putting the last.
 WINDOW_BYTES = 128 << 20
 
-#: Groups that are placed together, the heaviest first: so many make sums nearly equal.
+#: Groups placed together, the heaviest first: 256 make the sums nearly equal.
 PLACED_AT_ONCE = 256
 
 _NBYTES = operator.attrgetter("nbytes")
@@ -120,7 +121,7 @@ _NEVER: Mark = (-1, -1)
 
 
 class Coordinator:
-    """Groups the heads of all sources, and has each complete group put by one sink."""
+    """Groups the heads of every source, and has each complete group put by a single sink."""
 
     def __init__(
         self,
@@ -135,38 +136,39 @@ class Coordinator:
         #: Sorted buses with news, or None after a change.
         self._heard: tuple[str, ...] | None = None
         self.stash: Stash[OriginHead] = Stash(policy)
-        #: In keys, these are the numbers of splits.
+        #: The split numbers used in keys.
         self.splits = Splits()
-        #: Heads in the stash, under lease or not, and no other ones.
+        #: Heads in the stash, leased or not, and no more.
         self.known: dict[Origin, OriginHead] = {}
-        #: Of each bus, the clock of its machine minus this one's, for comparing heads.
+        #: By bus: its machine's clock minus the local clock, to compare heads.
         self.clocks_ns: dict[str, int] = {}
         self.newest: dict[str, Mark] = {}
-        #: Placed for good, or dropped; with the mark of its release once that is known.
+        #: Origins placed for good or dropped, with the mark of their release once known.
         self.taken: dict[Origin, Mark | None] = {}
         #: The same by bus and mark.
         self._due: dict[str, dict[Mark, list[Origin]]] = {}
-        #: Of what is assigned, the sink and the group.
+        #: By assigned origin: the sink and the group.
         self.assigned: dict[Origin, tuple[str, frozenset[Origin]]] = {}
         #: Dropped by a policy, and not in a sink's journal yet.
         self.dropped: dict[tuple[Origin, ...], str] = {}
-        #: How many were, by reason.
+        #: Count of drops by reason.
         self.drops: Counter[str] = Counter()
-        #: Taken, and whose release may never be confirmed: a sink has died, or this has just begun.
+        #: Taken origins whose release may never be confirmed, after a sink's death or a new
+        #: coordinator's start.
         self.doubtful: set[Origin] = set()
         self.sinks = {name: SinkView() for name in sinks}
-        #: Taken, since a sink that has died had owed them to an earlier coordinator, or gave them
-        #: back; with the question whose answer tells whether their source has them still.
+        #: Taken origins owed by a dead sink to an earlier coordinator, or given back by a sink;
+        #: with the number of the question that asks their source for them.
         self.orphans: dict[Origin, int] = {}
         self._question = 0
-        #: Samples that failed, and which source's producers are asked for them again.
+        #: Failed samples, and the sources whose producers should repeat them.
         self.retries = RetryRequests(self.stash.failures, self.splits)
         self.policy_version = 0
         self._too_large: list[GroupEntry[OriginHead]] = []
         self._window = window_bytes
 
     def begin(self) -> list[Message]:
-        """Ask everybody what there is."""
+        """Ask every sink and source for its state."""
         return [
             *self.ask_sinks(),
             *(Subscription(bus, self.term, self._question) for bus in self.buses),
@@ -179,21 +181,21 @@ class Coordinator:
         return Subscription(bus, self.term)
 
     def ask_sinks(self) -> list[Message]:
-        """Ask those that have not answered."""
+        """Ask the sinks without an answer."""
         return [
             SinkStateWanted(name, self.term) for name, view in self.sinks.items() if not view.heard
         ]
 
-    # -- what sources say ------------------------------------------------------------------------
+    # -- sources ---------------------------------------------------------------------------------
 
     def announced(self, message: Announcement, now_s: float) -> list[Message]:
-        """Take news of a source, unless newer ones were taken; ProtocolError for what is none."""
+        """Take a source's announcement unless stale; ProtocolError for an invalid announcement."""
         bus, mark = message.bus, message.mark
         newest = self.newest.get(bus, _NEVER)
         if not self._is_news(mark, newest):
             return []
         if not message.whole and mark != (newest[0], newest[1] + 1):
-            return self._ask([bus])  # one before it was lost
+            return self._ask([bus])  # an announcement was lost
         splits = bytes(map(self.splits.number, message.splits))
         heads = unpack_heads(bus, message.heads, self.clocks_ns.get(bus, 0), splits)
         if bus not in self.newest:
@@ -205,7 +207,8 @@ class Coordinator:
         for origin in new.keys() & self.known.keys() | new.keys() & self.taken.keys():
             if origin in self.known or self._is_taken(origin):
                 del new[origin]
-        # After that: this announcement may be as old as a release, and name what was released.
+        # Only now, because this announcement may be exactly as old as a release, and name its
+        # records.
         due = self._due.get(bus, {})
         for old in [each for each in due if each <= mark]:
             for origin in due.pop(old):
@@ -215,27 +218,27 @@ class Coordinator:
         return [*self.drop_discards(), *self.place()]
 
     def _take_whole(self, message: Announcement, heads: Iterable[OriginHead], now_s: float) -> None:
-        """Forget what a source does not hold any more, which has said all that it holds."""
+        """Forget records missing from a source's whole announcement."""
         bus, named = message.bus, {head.origin: head for head in heads}
         gone = {o for o in self.known if is_of(o, bus) and o not in named}
         self._withdraw(gone - self.assigned.keys(), now_s)
         for origin in [o for o in self.taken if is_of(o, bus) and o not in named]:
-            del self.taken[origin]  # it has gone, and older announcements are refused
+            del self.taken[origin]  # released, and older announcements are refused
         self._adopt(message, named)
 
     def _adopt(self, message: Announcement, named: dict[Origin, OriginHead]) -> None:
-        """Take orphans for new, which their source holds after they were orphaned."""
+        """Readmit orphans that their source still held after the orphaning."""
         term, question = message.answers
         for origin in [each for each in self.orphans if is_of(each, message.bus)]:
             if term == self.term and question >= self.orphans[origin]:
                 del self.orphans[origin]
                 if origin in named and self.taken.get(origin, _NEVER) is None:
                     del self.taken[origin]
-                    # Its group may have been complete here before its sink told of it.
+                    # The group may have been complete here before the sink's message.
                     self.stash.table.recent.pop(named[origin].key, None)
 
     def _orphan(self, origins: Iterable[Origin]) -> list[Message]:
-        """Ask sources which of these they hold still: nobody else will put them."""
+        """Ask sources for the still held records among these: no sink will put them."""
         left = {o for o in origins if o not in self.known and self.taken.get(o, _NEVER) is None}
         if not left:
             return []
@@ -253,7 +256,7 @@ class Coordinator:
         return origin in self.taken
 
     def _take(self, origin: Origin, mark: Mark | None) -> None:
-        """Remember it as placed, until what was said of it before its release cannot come."""
+        """Keep a tombstone of a placed record until no earlier announcement of it can arrive."""
         if mark is not None or origin not in self.taken:
             self.taken[origin] = mark
         if mark is not None:
@@ -266,13 +269,13 @@ class Coordinator:
             del self.taken[origin]
 
     def source_lost(self, bus: str, now_s: float) -> frozenset[Origin]:
-        """Withdraw what a lost source had announced, and return what nobody had fetched of it."""
+        """Withdraw a lost source's heads, and return the origins without a fetch."""
         lost = frozenset(o for o in self.known if is_of(o, bus) and o not in self.assigned)
         self._withdraw(lost, now_s)
         return lost
 
     def forget_source(self, bus: str, now_s: float) -> frozenset[Origin]:
-        """Forget a source that will not come back, and return what nobody had fetched of it."""
+        """Forget a source for good, and return the origins without a fetch."""
         samples = [
             head for head in self.known.values()
             if is_of(head.origin, bus) and head.origin not in self.assigned and not head.failed
@@ -294,7 +297,7 @@ class Coordinator:
         return lost
 
     def drop_discards(self) -> list[Message]:
-        """Have sources let go what a policy has dropped: its payload goes nowhere."""
+        """Have sources release records dropped by a policy; their payload goes nowhere."""
         said: list[Message] = []
         for discard in self.stash.take_discards():
             said += self._drop([sample.origin for sample in discard.samples], discard.reason)
@@ -316,19 +319,19 @@ class Coordinator:
         return [Drop(sink, incarnation, self.term, self.dropped[whole], whole) for whole in wholes]
 
     def drop_again(self) -> list[Message]:
-        """Say once more what is dropped: a sink ignores what it has, and what has gone is gone."""
+        """Repeat the drops; sinks ignore known drops, and sources ignore released records."""
         return self._drop_at(choose_dropper(self.sinks), sorted(self.dropped))
 
     def _written_down(self, origins: frozenset[Origin]) -> None:
-        """Note that a sink's journal has these, so that they need not be dropped again."""
+        """Stop repeating drops recorded in a sink's journal."""
         for whole in [each for each in self.dropped if not origins.isdisjoint(each)]:
             self.drops[self.dropped[whole]] += len(whole)
             del self.dropped[whole]
 
-    # -- what sinks say --------------------------------------------------------------------------
+    # -- sinks -----------------------------------------------------------------------------------
 
     def sink_state(self, message: SinkState, now_s: float) -> list[Message]:
-        """Take what a sink has; what it was assigned before and does not know is placed again."""
+        """Take a sink's state; place its lost assignments again."""
         view = self.sinks[message.sink]
         if message.incarnation <= view.incarnation:
             return []
@@ -342,7 +345,7 @@ class Coordinator:
             weight = view.weights[origins]
             samples = self._end_lease(view, origins)
             if origins & has or len(samples) < len(origins):
-                # A group is put as a whole: what was confirmed or is there tells of the others.
+                # A sink puts a group whole: a confirmed or present member proves the rest.
                 for sample in samples:
                     self._take(sample.origin, None)
             else:
@@ -352,49 +355,49 @@ class Coordinator:
         for origin in has:
             self._take(origin, None)
         self._written_down(message.settled)
-        # What was confirmed before this came, or was lost with the sink, no sink will say again.
+        # No sink repeats records confirmed before this message, or lost with the sink.
         self.doubtful.update(self.taken)
         asked = self._orphan(orphans)
         return [*asked, *self.drop_discards(), *self.drop_again(), *self.place()]
 
     def ask_sources_again(self) -> list[Message]:
-        """Have sources say what they hold, where that settles which of them it has released."""
+        """Ask sources for their records where the answer proves releases."""
         self.doubtful &= {origin for origin, mark in self.taken.items() if mark is None}
         return self._ask({bus_of(origin) for origin in (*self.doubtful, *self.orphans)})
 
     def _end_lease(self, view: SinkView, origins: frozenset[Origin]) -> list[OriginHead]:
-        """End an assignment, and return what of it no source has confirmed as released."""
+        """End an assignment, and return the heads not confirmed as released."""
         entry = view.end_lease(origins)
         for origin in origins:
             self.assigned.pop(origin, None)
-        self.stash.reports.pop(entry, None)  # they are among the origins
+        self.stash.reports.pop(entry, None)  # the reports count among the origins
         self.stash.end_lease(entry)
         found = [self.known.pop(origin, None) for origin in origins]
         return [sample for sample in found if sample is not None]
 
     def _groups_at(self, sink: str, origins: Iterable[Origin]) -> list[frozenset[Origin]]:
-        """Return the groups that are assigned to a sink and have one of these, each once."""
+        """Return the distinct groups assigned to a sink and containing any of these origins."""
         found = {id(each): each for each in map(self.assigned.get, origins)}
         return [each[1] for each in found.values() if each is not None and each[0] == sink]
 
     def _unassigned(self, origins: Iterable[Origin]) -> set[Origin]:
-        """Return those of these that are in the stash, and at no sink."""
+        """Return the origins in the stash and at no sink."""
         return {o for o in origins if o in self.known and o not in self.assigned}
 
     def _put_back(self, samples: Iterable[OriginHead], now_s: float) -> None:
-        """Group heads again whose lease has ended without a put."""
+        """Group heads again after a lease without a put."""
         again = [sample for sample in samples if not self._is_taken(sample.origin)]
         self.known.update((sample.origin, sample) for sample in again)
         self._regroup(again, now_s)
 
     def settled(self, message: Settled, now_s: float) -> list[Message]:
-        """Note that a sink has put these."""
+        """Record a sink's puts."""
         view = self.sinks[message.sink]
         for origins in self._groups_at(message.sink, message.origins):
-            # A sink that died had put the others; its successor's word of that may never come.
+            # A dead sink had put the rest, and its successor may never confirm.
             for sample in self._end_lease(view, origins):
                 self.taken.setdefault(sample.origin, None)
-        # Others were confirmed before this came, or are in the sink's state, which is under way.
+        # The rest was confirmed earlier, or is in the sink's state on its way.
         known = self.known.keys() & message.origins
         self._withdraw(self._unassigned(known), now_s)
         for origin in known:
@@ -404,7 +407,7 @@ class Coordinator:
         return self.place()
 
     def returned(self, message: Returned, now_s: float) -> list[Message]:
-        """Take back a group of which a sink could not get a part: the rest waits for it again."""
+        """Take back a group after a sink failed to get a part: the rest waits again."""
         view = self.sinks[message.sink]
         gone = dict(message.gone)
         samples: list[OriginHead] = []
@@ -420,7 +423,7 @@ class Coordinator:
         return [*asked, *self.drop_discards(), *self.place()]
 
     def confirmed(self, message: Confirmation, now_s: float) -> list[Message]:
-        """Remember what a source has released until its announcements are as new as that."""
+        """Record a source's releases until its announcements are as new."""
         bus, mark = message.bus, message.mark
         if known := self.known.keys() & message.origins:
             self._withdraw(self._unassigned(known), now_s)
@@ -435,35 +438,35 @@ class Coordinator:
         return []
 
     def lacks_news(self, bus: str, mark: Mark) -> bool:
-        """Whether an announcement with this mark, or one after it, has not come."""
+        """Return True if no announcement with this mark or a later mark has come."""
         return mark > self.newest.get(bus, _NEVER)
 
     def ask_source(self, bus: str) -> list[Message]:
-        """Have a source say all that it holds."""
+        """Have a source announce everything held."""
         return self._ask([bus])
 
     def ask_who_holds_less(self, held: Mapping[str, int]) -> list[Message]:
-        """Have sources say what they hold that hold less than is believed here."""
+        """Ask sources with fewer records than known here for a whole announcement."""
         believed = [*self.known, *(o for o, mark in self.taken.items() if mark is None)]
         return self._ask({bus for bus, o in by_bus(believed) if len(o) > held.get(bus, len(o))})
 
-    # -- samples that failed ---------------------------------------------------------------------
+    # -- failed samples --------------------------------------------------------------------------
 
     def ask_producers(self, now_s: float) -> list[Message]:
-        """Have producers asked for what has failed since, and not for what has come."""
+        """Have producers repeat newly failed samples, and cancel the ones already here."""
         if self._heard is None:
             self._heard = tuple(sorted(bus for bus in self.buses if bus in self.newest))
         changed = self.retries.update(self._heard, now_s)
         return [self.retries.wanted(bus, self.term) for bus in sorted(changed)]
 
     def wanted_of(self, bus: str, confirmed: tuple[int, int]) -> list[Wanted]:
-        """Say a source's list once more, unless it has said that it took the newest one."""
+        """Repeat a source's list unless the source confirmed the newest list."""
         if bus not in self.newest or confirmed == (self.term, self.retries.number(bus)):
             return []
         return [self.retries.wanted(bus, self.term)]
 
     def unanswered(self, message: Unanswered, now_s: float) -> list[Message]:
-        """Count an attempt as failed: who had the sample has died, and put nothing before."""
+        """Count an attempt as failed: its producer died before a put."""
         request = self.retries.find(message.bus, message.sample)
         if request is None:
             return []
@@ -473,20 +476,23 @@ class Coordinator:
     # -- placing ---------------------------------------------------------------------------------
 
     def place(self) -> list[Message]:
-        """Assign complete groups, the heaviest first, each to the sink that has got the least.
+        """Assign complete groups, the heaviest first, each to the sink with the fewest bytes.
 
-        What is under way would tell nothing at a low rate: each group is put before the next comes.
+        Bytes under way tell nothing at a low rate: each group is put before the next comes.
         """
         if not all(view.heard for view in self.sinks.values()):
             return []
         said: list[Message] = []
-        # What is trained on comes last: there may be more of it than there is ever room for.
+        # The training split last, because its groups may exceed the room for ever.
         for split in reversed(range(len(self.splits.labels))):
             said += self._place(split, self._sinks_of(split))
         return [*said, *self.drop_discards()]
 
     def _sinks_of(self, split: int) -> list[str]:
-        """Return who puts groups of a split: but for "train" the first, once its bus has it."""
+        """Return the sinks for a split: every sink for "train", else the first.
+
+        The first sink gets another split once its bus knows the split.
+        """
         if split == SPLIT_TRAIN:
             return list(self.sinks)
         label = self.splits.labels[split]
@@ -494,7 +500,7 @@ class Coordinator:
 
     @property
     def unplaced(self) -> list[str]:
-        """Labels of splits whose complete groups wait until the first sink's bus has that split."""
+        """Labels of splits with complete groups, unknown to the first sink's bus."""
         ready, numbers = self.stash.table.count_ready, range(len(self.splits.labels))
         waiting = [self.splits.labels[n] for n in numbers if ready(n) and not self._sinks_of(n)]
         return [*waiting, *sorted(self.splits.left_out)]
@@ -520,7 +526,7 @@ class Coordinator:
     def _lease_for(
         self, open_: Iterable[str], split: int
     ) -> list[tuple[int, GroupEntry[OriginHead]]]:
-        """Take groups, with their bytes, as these sinks have room for, and one that is too much."""
+        """Take groups with their bytes while these sinks have room, and a last group beyond."""
         room = sum(self._window - self.sinks[name].bytes for name in open_)
         groups: list[tuple[int, GroupEntry[OriginHead]]] = []
         while len(groups) < PLACED_AT_ONCE and (not groups or room > 0):
@@ -532,7 +538,7 @@ class Coordinator:
         return groups
 
     def _refuse(self, group: GroupEntry[OriginHead]) -> list[Message]:
-        """Drop a group that no bus takes: waiting for room would be for ever."""
+        """Drop a group too large for every bus; waiting for room would never end."""
         origins = [sample.origin for sample in self._records(group)]
         self.stash.reports.pop(group, None)
         self.stash.end_lease(group)
@@ -540,12 +546,12 @@ class Coordinator:
         return self._drop(origins, "malformed")
 
     def take_too_large(self) -> list[GroupEntry[OriginHead]]:
-        """Return the groups that were dropped since no sink's bus takes them, and forget them."""
+        """Return and forget the dropped groups too large for every sink's bus."""
         groups, self._too_large = self._too_large, []
         return groups
 
     def assign_again(self, sinks: Collection[str] | None = None) -> list[Message]:
-        """Say once more what was assigned and is not put: a sink ignores what it has."""
+        """Repeat assignments not put yet; a sink ignores known assignments."""
         return [
             self._assignment(name, group, view.weights[origins])
             for name, view in self.sinks.items()
@@ -559,7 +565,7 @@ class Coordinator:
         origins = frozenset(said.origins)
         view.lease(origins, group, weight)
         self.assigned.update(dict.fromkeys(origins, (name, origins)))
-        # One that took nothing for long does not get all there is once it takes again.
+        # A sink idle for long does not get every group once it takes groups again.
         behind = view.placed - self._window
         for each in self.sinks.values():
             each.placed = max(each.placed, behind)
@@ -577,7 +583,7 @@ class Coordinator:
     # -- heads in the stash -----------------------------------------------------------------------
 
     def _withdraw(self, gone: Iterable[Origin], now_s: float) -> None:
-        """Take heads out of groups that are not placed; what is left of those waits again."""
+        """Take heads out of unplaced groups; the remaining samples wait again."""
         lost = {origin: self.known.pop(origin) for origin in gone}
         if not lost:
             return
@@ -590,7 +596,7 @@ class Coordinator:
             failing = self.stash.failures.groups.get(key)
             if failing is not None:
                 rest += self._take_failing(failing, lost)
-        # In reverse, since what is given back comes first again.
+        # Reversed, because returned groups come first again.
         splits = {split_of(head.key) for head in lost.values()}
         for group in [group for split in splits for group in reversed(table.lease(_ALL, split))]:
             samples = [*group.samples, *self.stash.reports.get(group, ())]
@@ -605,7 +611,7 @@ class Coordinator:
     def _take_failing(
         self, group: FailingGroup[OriginHead], lost: Container[Origin]
     ) -> list[OriginHead]:
-        """Take a failing group apart; how often its samples were asked for is remembered."""
+        """Dissolve a failing group, and remember the number of attempts of its samples."""
         failures = self.stash.failures
         for index, failed in group.failed.items():
             failures.earlier_attempts[group.key, index] = failed.attempts
@@ -614,17 +620,17 @@ class Coordinator:
         return [sample for sample in samples if sample.origin not in lost]
 
     def _regroup(self, samples: list[OriginHead], now_s: float) -> None:
-        """Group samples again, whose group was complete before and was not delivered."""
+        """Group samples of a complete but undelivered group again."""
         for key in {sample.key for sample in samples}:
             self.stash.table.recent.pop(key, None)
-        # A report after the samples beside it: it makes of an open group a failing one.
+        # Reports after samples: a report turns an open group into a failing group.
         self.stash.add(sorted(samples, key=lambda sample: sample.failed), now_s)
         self.stash.failures.earlier_attempts.clear()
 
     def _fail_lost(self, samples: Iterable[OriginHead], now_s: float) -> None:
-        """Have samples that went with their bus asked for elsewhere, where the policy retries."""
+        """Have samples lost with their bus repeated elsewhere, if the policy retries."""
         if not self.stash.policy.sample_retries or self.retries.at_home:
-            return  # of a request all samples are asked for again, by the sink that has its prompt
+            return  # a request's sink, the holder of the prompt, asks again for its samples
         by_key: dict[Hashable, list[OriginHead]] = {}
         for sample in samples:
             by_key.setdefault(sample.key, []).append(sample)
@@ -632,7 +638,7 @@ class Coordinator:
             self.stash.fail_lost(lost, "the bus that had it has gone", now_s)
 
     def _records(self, group: GroupEntry[OriginHead]) -> list[OriginHead]:
-        """Return what of a group crosses together: samples, and reports of those that failed."""
+        """Return the records of a group that cross together: samples and failure reports."""
         reports = self.stash.reports.get(group) if self.stash.reports else None
         return [*group.samples, *reports] if reports else group.samples
 
@@ -640,7 +646,7 @@ class Coordinator:
 def find_missing(
     group: GroupEntry[OriginHead], name: GroupName, records: Iterable[OriginHead]
 ) -> tuple[MissingSample, ...]:
-    """Return samples that a group goes without, and of which no record says that they failed."""
+    """Return the missing samples of a group without a failure report among the records."""
     there = {sample.index for sample in records}
     return tuple(
         MissingSample(name, group.size, group.need, index, 0, _NOT_COMING)

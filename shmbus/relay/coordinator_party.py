@@ -1,12 +1,13 @@
-"""The process that groups and places: the coordinator with its clock, and who is there.
+"""The coordinator's process: grouping and placing with a clock, and the list of peers.
 
 Invariants:
 
-- It keeps nothing: one that begins asks everybody, and goes on under a number above all before it.
-- A sink or source whose bus is another one than before, or that has gone for good, makes it begin
-  again: what it knew of that bus is void.
-- One that learns of a newer coordinator ends.
-- Nothing but ages, and which of two records is older, is decided by a clock of elsewhere.
+- The process keeps no state: a new coordinator asks every peer, and takes a term above every
+  earlier term.
+- A sink or source with a replaced bus, or gone for good, voids the knowledge of its old bus: the
+  coordinator begins again.
+- A coordinator ends when a newer coordinator appears.
+- Clocks of other nodes decide only ages, and the order of two records.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from shmbus_ext import _core
 
 _log = logging.getLogger("shmbus.relay")
 
-#: Seconds after which what was not answered is asked for again.
+#: Seconds until an unanswered message is repeated.
 ASK_AGAIN_S = 1.0
-#: Seconds of silence after which a peer is asked: it may be dead, or follow another coordinator.
+#: Seconds of silence until the coordinator asks a peer: dead, or following another coordinator.
 SILENT_S = 3.0
-#: Seconds between rounds without a message: deadlines of groups are as exact as this.
+#: Seconds between rounds without a message: the precision of group deadlines.
 ROUND_S = 0.05
-#: Bits of a term below its number: two coordinators that begin at once differ in them.
+#: Random bits of a term, below its number: they separate two coordinators that begin at once.
 _RANDOM_BITS = 16
-#: What was refused, and samples of a group that are missing: how many of them a note tells.
+#: Refusals and missing samples shown in a note, at most.
 _SHOWN = 16
 
 
 class CoordinatorParty:
-    """A coordinator with its clock."""
+    """A coordinator with a clock."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class CoordinatorParty:
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
         self._mailbox = mailbox
-        #: Held by its own thread at work, and by another one that shows what there is.
+        #: Serializes the party's thread and threads that read notes.
         self._lock = threading.Lock()
         self.sources = dict.fromkeys(sources)
         self.sinks = list(sinks)
@@ -75,7 +76,7 @@ class CoordinatorParty:
         #: Written by another thread: sources to take on, and peers to forget.
         self.joined: list[str] = []
         self.forgotten: list[str] = []
-        #: How often each sink has put something.
+        #: Settled messages by sink.
         self.settled: dict[str, int] = {}
         self._assignments: dict[str, Backoff] = {}
         self._drops = Backoff(PARTY_BACKOFF_S)
@@ -84,10 +85,10 @@ class CoordinatorParty:
         self._steered: dict[str, tuple[int, str | None]] = {}
         self._news: dict[str, Backoff] = {}
         self._releases = Backoff(PARTY_BACKOFF_S)
-        #: Splits that wait for the first trainer's bus to have them, each of which is told once.
+        #: Splits unknown to the first trainer's bus; each is logged once.
         self._unplaced: set[str] = set()
         self.refused = 0
-        #: Senders that are no peers, each of which is told once.
+        #: Senders outside the peers; each is logged once.
         self._strangers: set[str] = set()
         self._ask_who()
 
@@ -100,7 +101,7 @@ class CoordinatorParty:
                     address, messages.HelloWanted(self.pure.term if self.pure else 0)
                 )
 
-    # -- who is there ----------------------------------------------------------------------------
+    # -- peers -----------------------------------------------------------------------------------
 
     def _hello(self, hello: messages.Hello) -> None:
         address = hello.address
@@ -136,7 +137,7 @@ class CoordinatorParty:
             if all(address in self.hellos for address in self.sinks):
                 self._begin()
         elif hello.term > self.pure.term:
-            # Of one that was here before, and whose last words came late.
+            # The term of an earlier coordinator, in a late message.
             self._begin()
         elif before is not None and before != hello.bus:
             self._bus_changed(hello, before)
@@ -150,12 +151,12 @@ class CoordinatorParty:
             self._note_limits(hello)
             view = self.pure.sinks[address]
             if view.heard and view.incarnation < hello.incarnation:
-                # What it said when it began was lost.
+                # The sink's first message was lost.
                 self._say([messages.SinkStateWanted(address, self.pure.term)])
         self._steer(hello)
 
     def _ask_for_news(self, bus: str, mark: Mark) -> None:
-        """Ask a source for all, where an announcement was lost that it had told of a while ago."""
+        """Ask a source for everything after a lost announcement that an earlier hello named."""
         assert self.pure is not None
         backoff = self._news.setdefault(bus, Backoff(PARTY_BACKOFF_S))
         newest = self.pure.newest.get(bus)
@@ -173,7 +174,7 @@ class CoordinatorParty:
             self.pure.clocks_ns[hello.bus] = self.clocks.offset_ns(hello.address)
 
     def _begin(self) -> None:
-        """Begin, or begin again, under a number above all that anybody has heard."""
+        """Begin, or begin again, with a term above every term heard."""
         heard = [hello.term for hello, _ in self.hellos.values()]
         newest = max([*heard, 0 if self.pure is None else self.pure.term])
         term = (newest >> _RANDOM_BITS) + 1 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
@@ -198,7 +199,7 @@ class CoordinatorParty:
         self.pure.sinks[hello.address].largest = limits
         self.pure.sinks[hello.address].splits = hello.splits
         for label in hello.splits:
-            self.pure.splits.number(label)  # before other buses' labels have taken all
+            self.pure.splits.number(label)  # before labels of other buses take every number
         self.pure.retries.at_home |= hello.offers
 
     def _meet_source(self, bus: str) -> None:
@@ -206,7 +207,7 @@ class CoordinatorParty:
         self._say([self.pure.meet(bus)])
 
     def _bus_changed(self, hello: messages.Hello, before: str) -> None:
-        """Begin again with a bus that was removed and made again under its name."""
+        """Begin again after a bus was removed and recreated under its name."""
         assert self.pure is not None
         if hello.is_sink:
             _log.warning(
@@ -228,7 +229,7 @@ class CoordinatorParty:
         )  # fmt: skip
 
     def peer_lost(self, address: str) -> None:
-        """Go on without a source or a sink that will not come back, as one of a dead node."""
+        """Go on without a lost source or sink, for example of a dead node."""
         bus = self._bus_of.pop(address, None)
         self._address_of.pop(bus or "", None)
         self.hellos.pop(address, None)
@@ -354,7 +355,7 @@ class CoordinatorParty:
             case messages.Announcement() if envelope.sender not in self.sources:
                 self._refuse_stranger(envelope.sender, message.bus)
             case _:
-                pass  # of somebody that has gone, or is not known yet
+                pass  # from a peer gone or not known yet
 
     def _announced(self, sender: str, message: messages.Announcement, now_s: float) -> None:
         assert self.pure is not None
@@ -364,7 +365,7 @@ class CoordinatorParty:
             self._count_refused(f"{sender}: {error}")
 
     def round(self) -> float:
-        """Do what time asks for, and return the seconds until it is to be called again."""
+        """Do timed work, and return the seconds until the next call."""
         with self._lock:
             self._round(time.monotonic())
         return ROUND_S
@@ -432,7 +433,7 @@ class CoordinatorParty:
             self._say(self.pure.ask_who_holds_less(held))
 
     def _lacks(self, sink: str, now_s: float) -> bool:
-        """Whether a sink has taken on less than it was assigned, and nothing moves there."""
+        """Return True if a sink holds less of its assignments and makes no progress."""
         assert self.pure is not None
         hello, _ = self.hellos.get(sink, (None, 0.0))
         assigned = sum(map(len, self.pure.sinks[sink].leases))
@@ -444,7 +445,7 @@ class CoordinatorParty:
     # -- seeing ----------------------------------------------------------------------------------
 
     def note(self) -> RelayNote:
-        """Return what there is to see; from any thread."""
+        """Return the relay's note; from any thread."""
         with self._lock:
             return self._note()
 
@@ -479,28 +480,28 @@ class CoordinatorParty:
         )
 
     def close(self) -> None:
-        """There is nothing that it holds."""
+        """Close nothing: the party holds no resources."""
 
 
-#: Words of a peer that are compared: what was under way for longest says the least. About as many
-#: seconds after a clock was set back, it is believed.
+#: Messages of a peer compared: the slowest say the least. After about 16 seconds the offset follows
+#: a clock set back.
 _WORDS: Final = 16
-#: A change of the offset that is told: far above what a network delays a word by.
+#: A logged change of the offset: far above a network's delay of a message.
 JUMP_S: Final = 1.0
 
 
 class Clocks:
-    """Offsets of monotonic clocks, from times that peers say.
+    """Offsets of monotonic clocks, from the times in peers' messages.
 
-    A word is never here before it was said. So the clock of its sender is ahead by at least what
-    the word says minus the time of its arrival, and the greatest of such differences is nearest.
+    No message arrives before it is sent. The sender's clock therefore leads by at least the
+    message's time minus its arrival time, and the greatest of these differences is nearest.
     """
 
     def __init__(self) -> None:
         self._words: dict[str, deque[int]] = {}
 
     def note(self, peer: str, said_ns: int, now_ns: int) -> float:
-        """Take the time that a peer says, and return the seconds by which its clock has jumped."""
+        """Take a peer's time, and return the seconds of a jump of its clock."""
         words = self._words.setdefault(peer, deque(maxlen=_WORDS))
         before = max(words, default=None)
         words.append(said_ns - now_ns)
@@ -514,25 +515,25 @@ class Clocks:
         return jump_s
 
     def offset_ns(self, peer: str) -> int:
-        """Return a peer's clock minus this one's; 0 where it has said nothing."""
+        """Return a peer's clock minus the local clock; 0 for a silent peer."""
         return max(self._words.get(peer, ()), default=0)
 
 
-#: Groups that are told.
+#: Waiting groups shown, at most.
 _MOST_WAITING: Final = 5
 
 
 class PeerNote(msgspec.Struct, frozen=True):
-    """What the coordinator knows of a source or a sink, for people."""
+    """The coordinator's knowledge of a source or a sink, for people."""
 
-    #: Where it is, its bus's name, and that bus's identity.
+    #: Its address, its bus's name, and the bus's identity.
     address: str
     name: str
     bus: str
     is_sink: bool
-    #: Seconds since it last said something.
+    #: Seconds since its last message.
     heard_s: float
-    #: Its CLOCK_MONOTONIC minus the coordinator's, as the quickest of its last words said.
+    #: Its CLOCK_MONOTONIC minus the coordinator's, by the quickest of its last messages.
     clock_offset_s: float
     #: Records: in a source's ring; under way to a sink; on its bus, and at their source too.
     held: int
@@ -540,66 +541,66 @@ class PeerNote(msgspec.Struct, frozen=True):
     settled: int
     policy_version: int
     paused: str | None
-    #: Of a source: seconds since the record was committed that it has held for longest.
+    #: Sources only: seconds since the commit of the record held longest.
     oldest_s: float | None
 
 
 class WaitingNote(msgspec.Struct, frozen=True):
-    """A group that waits for samples."""
+    """A group waiting for samples."""
 
     instance_id: str
     round: int | None
-    #: Its samples, and how many were announced.
+    #: Samples of the group, and the number announced.
     size: int
     here: int
-    #: Seconds since the first of them was committed, whatever its machine's clock says.
+    #: Seconds since its first sample was committed, corrected for the machine's clock.
     age_s: float
     #: Addresses of the sources that hold them.
     at: list[str]
-    #: Indexes that nobody has announced, the first ones; and whose group it is.
+    #: The first indexes not announced; and the group's split.
     missing: list[int]
     split: str
 
 
 class RelayNote(msgspec.Struct, frozen=True):
-    """A relay at one instant, for people."""
+    """A relay at an instant, for people."""
 
     term: int
-    #: Sources and sinks that have said who they are.
+    #: Sources and sinks with a hello.
     peers: list[PeerNote]
-    #: Addresses of those that have not.
+    #: Addresses of the peers without a hello.
     missing: list[str]
     #: Heads in incomplete groups.
     announced: int
-    #: Records of complete groups that wait for a sink, and of those that were given to one.
+    #: Records of complete groups waiting for a sink, and of groups assigned to a sink.
     ready: int
     assigned: int
     #: Records that never crossed the network, by reason.
     dropped: dict[str, int]
-    #: Records that were announced by buses that have gone, and that nobody had fetched.
+    #: Announced records lost with their bus before a fetch.
     lost: int
     refused: int
-    #: Why, the last few reasons: with both sides' names, and what to do.
+    #: The last reasons of refusals: names of both sides, and the next step.
     why_refused: list[str]
-    #: Samples that producers are asked for again.
+    #: Samples that producers should repeat.
     asked: int
-    #: Groups with a sample that failed for good.
+    #: Groups with a sample failed for good.
     given_up: int
-    #: The groups that wait longest for samples.
+    #: The groups waiting longest for samples.
     waiting: list[WaitingNote]
-    #: Splits whose complete groups wait, since the first trainer's bus has no such split.
+    #: Splits with complete groups that wait, unknown to the first trainer's bus.
     unplaced: list[str]
 
 
 def waiting_notes(
     pure: Coordinator, address_of: Mapping[str, str], most_missing: int
 ) -> list[WaitingNote]:
-    """Tell of the groups that wait longest, by when their first sample was committed."""
+    """Describe the groups waiting longest, by the commit of their first sample."""
     now_ns = time.monotonic_ns()
     found = []
     for group in pure.stash.oldest(_MOST_WAITING):
         if not group.samples:
-            continue  # nothing but reports of failures
+            continue  # only failure reports
         id_, round, split = pure.splits.name(group.key)
         here = {sample.index for sample in group.samples}
         age_s = max(now_ns - sample.committed_ns for sample in group.samples) / 1e9

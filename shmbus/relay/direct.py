@@ -1,15 +1,16 @@
-"""Messages straight from process to process over TCP.
+"""Messages directly from process to process over TCP.
 
-Blocking sockets and a thread for each direction: one system call then moves a whole block without
-the interpreter's lock. A message without a block goes from the thread that says it, if it can.
+Blocking sockets and a thread for each direction: a system call then moves a whole block without the
+interpreter's lock. The sending thread writes a message without a block itself, if the socket takes
+it.
 
 Invariants:
 
-- Both ends of a connection prove that they know the listener's key, which only an introduction has
-  carried, before anything else is sent or read. Nothing is encrypted.
-- What no connection takes is lost: parties ask again.
-- Lengths from a peer are bounded before anything is allocated by them.
-- A buffer that anybody still has a view of is not given out again.
+- Both ends of a connection prove knowledge of the listener's key, carried only by an introduction,
+  before they send or read anything else. Nothing is encrypted.
+- A message without a connection is lost: parties ask again.
+- Lengths from a peer are bounded before an allocation.
+- A buffer with a living view is not given out again.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ import msgspec
 
 from shmbus._backoff import backoff_s
 
-#: How many are kept: as many blocks as are under way, with one to spare.
+#: Buffers kept: the blocks under way and a spare.
 _MOST_KEPT = 4
-#: A buffer is this much larger than was asked for, so that blocks of about one size share it.
+#: A buffer exceeds the request by an eighth, to serve blocks of similar sizes.
 _SPARE_SHARE = 8
 
 
 class BufferPool:
-    """Buffers of one thread; views of them may be dropped in any thread."""
+    """Buffers of a single thread; views of them may be dropped in any thread."""
 
     def __init__(self) -> None:
         self._kept: list[bytearray] = []
 
     def take(self, nbytes: int) -> memoryview:
-        """Return a buffer of so many bytes, with whatever was in it before."""
+        """Return a buffer of `nbytes` bytes, with its old content."""
         for buffer in self._kept:
             if len(buffer) >= nbytes and self._is_free(buffer):
                 return memoryview(buffer)[:nbytes]
         buffer = bytearray(nbytes + nbytes // _SPARE_SHARE)
         if len(self._kept) >= _MOST_KEPT:
-            # One that is read now goes with its last view.
+            # A buffer in use goes with its last view.
             del self._kept[0]
         self._kept.append(buffer)
         return memoryview(buffer)[:nbytes]
@@ -57,7 +58,7 @@ class BufferPool:
     @staticmethod
     def _is_free(buffer: bytearray) -> bool:
         try:
-            # A bytearray refuses to change its size while there is a view of it.
+            # A bytearray with a living view refuses to resize.
             buffer.append(0)
         except BufferError:
             return False
@@ -67,29 +68,29 @@ class BufferPool:
 
 _log = logging.getLogger("shmbus.relay")
 
-#: Takes this process's endpoint to an address that no connection reaches, or loses it; it is called
-#: for each message that is lost so, and does not wait.
+#: Carries this process's endpoint to an unconnected address, or loses it. Called for each message
+#: lost for want of a connection; never waits.
 Introduce: TypeAlias = Callable[[str], None]
-#: Takes messages that have come, with the payload of the last one.
+#: Takes received messages, with the payload of the last message.
 Deliver: TypeAlias = Callable[[list[bytes], bytes | memoryview], None]
 
-#: Bytes of messages that come together: the heads of all that a source holds, a million and more.
+#: Bytes of messages sent together: the heads of a full source, a million and more.
 _MOST_PACKED: Final = 256 << 20
 #: Bytes of a block.
 _MOST_PAYLOAD: Final = 1 << 30
-#: Bytes that may wait for one peer: several blocks. What comes beyond is lost.
+#: Bytes waiting for a peer: several blocks. Messages beyond are lost.
 _MOST_WAITING: Final = 256 << 20
 #: Seconds for a connection and its proofs.
 _MEET_S: Final = 5.0
-#: A wait that is over at once; 0 would be none, and no timeout.
+#: A wait that ends at once; 0 would turn the timeout off.
 _LEAST_S: Final = 1e-6
-#: Connections that have not proved who they are, a thread each; more wait in the system's queue.
+#: Connections not authenticated yet, a thread each; more wait in the system's queue.
 _MOST_MEETING: Final = 32
 #: Seconds between attempts to connect: at first, and at most.
 _RETRY_S: Final = (0.2, 15.0)
-#: Seconds that the listener waits for what a process lacks, and at most until it notices its end.
+#: Seconds between the listener's retries, and at most until the listener notices its end.
 _ACCEPT_S: Final = 0.2
-#: Milliseconds after which a peer that acknowledges nothing counts as cut off.
+#: Milliseconds until a peer without acknowledgements counts as cut off.
 _SILENT_MS: Final = 10_000
 _LENGTHS: Final = struct.Struct("<QQ")
 _NONCE_BYTES: Final = 16
@@ -100,13 +101,13 @@ _BACKLOG: Final = 64
 
 
 class Endpoint(NamedTuple):
-    """Where a process listens."""
+    """A process's listening address."""
 
     #: Its name among the relay's processes.
     address: str
     host: str
     port: int
-    #: What whoever connects must know; new in each process.
+    #: The secret required of connecting processes; new in each process.
     key: bytes
 
 
@@ -119,7 +120,7 @@ def _receive(connection: socket.socket, room: memoryview, deadline_s: float | No
     done = 0
     while done < len(room):
         if deadline_s is not None:
-            # One that sends byte by byte gets no more time than others.
+            # A peer sending byte by byte gets no extra time.
             connection.settimeout(max(deadline_s - time.monotonic(), _LEAST_S))
         count = connection.recv_into(room[done:], len(room) - done, socket.MSG_WAITALL)
         if count == 0:
@@ -138,7 +139,7 @@ def _views(parts: list[bytes | bytearray | memoryview]) -> list[memoryview]:
 
 
 def _skip(left: list[memoryview], count: int) -> None:
-    """Take what was sent off the front of what is to be sent."""
+    """Remove the sent bytes from the front."""
     while left and count >= len(left[0]):
         count -= len(left.pop(0))
     if left:
@@ -151,13 +152,13 @@ def _send(connection: socket.socket, left: list[memoryview]) -> None:
 
 
 def _frame(packed: list[bytes], payload: bytes | bytearray | memoryview) -> list[memoryview]:
-    """Return the bytes of messages that go together."""
+    """Return the bytes of messages sent together."""
     together = msgspec.msgpack.encode(packed)
     return _views([_LENGTHS.pack(len(together), len(payload)), together, payload])
 
 
 def _require_open(connection: socket.socket) -> None:
-    """Notice that a peer has gone, before a message is lost to it: it never says anything here."""
+    """Notice a closed peer before a message is lost: a peer never sends anything here."""
     try:
         said = connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
     except BlockingIOError:
@@ -166,20 +167,20 @@ def _require_open(connection: socket.socket) -> None:
 
 
 class _Item(NamedTuple):
-    """Messages that wait: how many bytes, and what of those is to be sent still."""
+    """Waiting messages: their bytes, and the part still unsent."""
 
     nbytes: int
     left: list[memoryview]
 
 
 class _Link:
-    """A connection to one endpoint, made again when it ends, and what waits for it."""
+    """A connection to an endpoint, remade after its end, with its waiting messages."""
 
     def __init__(self, to: Endpoint, own: Endpoint) -> None:
         self.to = to
         self._own = own
         self._waiting: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
-        #: Of what the thread has and was given, how much; under the lock.
+        #: Bytes and messages in the thread's hands and in the queue; under the lock.
         self._nbytes = self._count = 0
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
@@ -199,7 +200,7 @@ class _Link:
             if not self._is_up():
                 return False
             if self._nbytes > _MOST_WAITING:
-                return True  # lost: the peer takes nothing
+                return True  # lost: the peer reads nothing
             if not len(payload) and not self._count and self._send_now(left):
                 return True
             item = _Item(sum(map(len, left)), left)
@@ -209,9 +210,9 @@ class _Link:
             return True
 
     def _send_now(self, left: list[memoryview]) -> bool:
-        """Send what the socket takes at once; False where some of it is left for the thread."""
+        """Send the bytes the socket takes at once; return False if the thread must send a rest."""
         assert self._connection is not None
-        # A connection that has ended is the thread's to notice.
+        # The thread notices an ended connection.
         with contextlib.suppress(OSError):
             _require_open(self._connection)
             _skip(left, self._connection.sendmsg(left, (), socket.MSG_DONTWAIT))
@@ -244,7 +245,8 @@ class _Link:
                 )  # fmt: skip
             finally:
                 with self._lock:
-                    # Nobody sends on it any more once its number may be another one's.
+                    # No thread sends on the descriptor after its number may belong to another
+                    # socket.
                     self._connection = None
                     connection.close()
                     self._waiting = queue.SimpleQueue()
@@ -280,7 +282,7 @@ class _Link:
                 with self._lock:
                     self._nbytes -= item.nbytes
                     self._count -= 1
-                # The room is to be free once the block has gone, and not with the next one.
+                # Free the room as soon as the block is sent, not with the next block.
                 del item
 
     def cut(self) -> None:
@@ -291,7 +293,7 @@ class _Link:
                     self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End it for good."""
+        """End the link for good."""
         self._over.set()
         with self._lock:
             self._waiting.put(None)
@@ -322,7 +324,7 @@ class Direct:
         threading.Thread(target=self._accept, name="shmbus relay listen", daemon=True).start()
 
     def learn(self, endpoint: Endpoint) -> None:
-        """Take the endpoint of a peer that has proved who it is."""
+        """Take the endpoint of an authenticated peer."""
         with self._lock:
             link = self._links.get(endpoint.address)
             if link is not None and link.to == endpoint:
@@ -334,7 +336,7 @@ class Direct:
     def __call__(
         self, to: str, packed: list[bytes], payload: bytes | bytearray | memoryview
     ) -> None:
-        """Take messages to an address. The payload is read later: it must not be changed."""
+        """Send messages to an address. The payload is read later: it must not be changed."""
         link = self._links.get(to)
         if link is None or not link.send(packed, payload):
             self._introduce(to)
@@ -354,7 +356,7 @@ class Direct:
                 if connection is not None:
                     connection.close()
                 if not self._over.wait(_ACCEPT_S):
-                    # No file descriptor, or no thread, is free; one will be.
+                    # No file descriptor or thread is free yet.
                     _log.warning("relay: %s takes no connection: %s", self.endpoint.address, error)
 
     def _read(self, connection: socket.socket) -> None:
@@ -373,7 +375,7 @@ class Direct:
             connection.close()
 
     def _greet(self, connection: socket.socket) -> Endpoint:
-        """Prove both ends of a connection that has come, and return whose it is."""
+        """Prove both ends of an incoming connection, and return its endpoint."""
         until_s = time.monotonic() + _MEET_S
         connection.settimeout(_MEET_S)
         _tune(connection)
@@ -410,7 +412,7 @@ class Direct:
             del payload
 
     def cut(self) -> None:
-        """End all connections, as a network may; they are made again."""
+        """End every connection, as a network may; links reconnect."""
         for link in list(self._links.values()):
             link.cut()
         self._cut_incoming()
@@ -421,7 +423,7 @@ class Direct:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End all connections, and listen no more."""
+        """End every connection and the listener."""
         self._over.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

@@ -1,16 +1,15 @@
-"""Who gets which version of the weights from whom: chains of mirrors, as a pure state machine.
+"""Distribution of weights versions: chains of mirrors, as a pure state machine.
 
-The trainer's node sends each transfer once, to the first mirror of its chain; each mirror passes on
-what it has while it gets the rest. Mirrors that have a version's base get its patch, in a chain of
-their own; others get all of it.
+The trainer's node sends each transfer once, to the first mirror of its chain; each mirror forwards
+the pieces here while the rest arrives. Mirrors with a version's base get its patch, in a chain of
+their own; the rest get the whole version.
 
 Invariants:
 
-- A mirror gets from one before it in its chain, or from the trainer's node: never in circles.
-- One that falls behind, or says nothing, goes to the end of its chain: nobody waits for it.
-- A version that a mirror is getting is not taken from it for a newer one: it would never have
-  any.
-- Nothing is known that mirrors do not say again: states may be late, lost or doubled.
+- A mirror's upstream is an earlier mirror of its chain or the trainer's node: no cycles.
+- A slow or silent mirror goes to the end of its chain: no mirror waits for it.
+- A newer version never interrupts a transfer: under frequent versions a mirror would finish none.
+- Mirrors repeat their states: a state may come late, twice or never.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ from shmbus._backoff import Backoff
 from shmbus.relay.messages import MirrorState, Transfer
 from shmbus.relay.party import PARTY_BACKOFF_S
 
-#: Bytes of a piece: a few system calls each, and little beside a version, since a chain of n
-#: mirrors has the last byte n pieces later than one.
+#: Bytes of a piece: a few system calls each, and little beside a version, because in a chain of n
+#: mirrors the last mirror ends n pieces later.
 PIECE_BYTES: Final = 4 << 20
-#: Seconds of silence after which a mirror counts as away: three of its hellos.
+#: Seconds of silence until a mirror counts as away: three hellos.
 SILENT_S: Final = 3.0
-#: Seconds without a piece, while there are some to be had, after which others go before a mirror.
+#: Seconds without a piece, though the upstream holds more, until later mirrors move ahead.
 STALL_S: Final = 0.25
-#: The same where that happens again and again, as when all of them wait for one link.
+#: The upper limit after repeated stalls, as when every mirror waits for the same link.
 _MOST_STALL_S: Final = 8.0
-#: Pieces that a mirror may be behind the one before it: those under way, and while its words are.
+#: Allowed lag in pieces behind the upstream: pieces under way, and pieces since its last message.
 LAG: Final = 64
-#: Versions after which one that was slow is tried at the head of a chain again.
+#: Versions until a slow mirror is tried at the head of a chain again.
 _SLOW_VERSIONS: Final = 16
-#: Seconds for which a version is kept for mirrors, once there is a newer one, until one of them has
-#: it: the publisher may wait for its slot.
+#: Seconds to keep an old version for mirrors until a mirror holds it whole; the publisher may wait
+#: for its slot.
 KEEP_S: Final = 20.0
 
 
 def count_pieces(nbytes: int, piece_bytes: int) -> int:
-    """Return how many pieces so many bytes go over as."""
+    """Return the number of pieces for `nbytes` bytes."""
     return max(1, -(-nbytes // piece_bytes))
 
 
 class Hop(NamedTuple):
-    """What a mirror is to get, and from whom."""
+    """A mirror's transfer and its upstream."""
 
     mirror: str
     transfer: Transfer
@@ -54,34 +53,35 @@ class Hop(NamedTuple):
 
 
 class _Chain:
-    """A transfer, and who gets it, in the order in which they pass it on."""
+    """A transfer and its mirrors, in forwarding order."""
 
     def __init__(self, transfer: Transfer, pieces: int) -> None:
         self.transfer, self.pieces = transfer, pieces
         self.members: list[str] = []
-        #: Pieces a second that any of them got so far.
+        #: The best rate of a member so far, in pieces a second.
         self.best = 0.0
-        #: Who fell behind whoever handed on to them: one is to blame, and two are not.
+        #: Stalled mirrors by upstream. With one stalled child the child is at fault; with two, the
+        #: upstream.
         self.behind: dict[str, set[str]] = {}
 
 
 class _Mirror:
-    """What is known of a mirror."""
+    """The known state of a mirror."""
 
     def __init__(self) -> None:
         self.state: MirrorState | None = None
         self.heard_s = self.moved_s = 0.0
         self.offered: Hop | None = None
         self.backoff = Backoff(PARTY_BACKOFF_S)
-        #: How long it may stand still; and for how many versions it counts as slow.
+        #: Allowed standstill in seconds; and the number of versions left as a slow mirror.
         self.stall_s = STALL_S
         self.slow = 0
-        #: When its rate was looked at, and how many pieces it had.
+        #: The time of the last rate sample, and the pieces by then.
         self.looked_s = 0.0
         self.looked = 0
 
     def place(self, pieces: int, now_s: float) -> None:
-        """Give it a while to get pieces where it is now."""
+        """Restart the stall timer after a change of upstream."""
         self.moved_s = self.looked_s = now_s
         self.looked = pieces
 
@@ -98,7 +98,7 @@ class Distribution:
         self._chains: dict[Transfer, _Chain] = {}
         self._whole = self._patch = Transfer("", 0, 0)
         self._nbytes: dict[Transfer, int] = {}
-        #: Transfers that the trainer's node has no more, while some mirror gets them.
+        #: Transfers gone from the trainer's node, while mirrors still get them.
         self._gone: set[Transfer] = set()
         self._newer_s = 0.0
         self._turn = 0
@@ -110,7 +110,7 @@ class Distribution:
         self._mirrors.setdefault(address, _Mirror())
 
     def forget(self, address: str) -> None:
-        """Go on without a mirror that will not come back."""
+        """Go on without a lost mirror."""
         for chain in self._chains.values():
             if address in chain.members:
                 chain.members.remove(address)
@@ -119,7 +119,7 @@ class Distribution:
     def publish(
         self, whole: Transfer, size: int, base: int, patch_bytes: int, now_s: float
     ) -> None:
-        """There is a version of so many bytes, with a patch where `base` is not 0."""
+        """Take a new version of `size` bytes, with a patch if `base` is not 0."""
         self._whole = whole
         self._patch = whole._replace(base=base)
         self._nbytes = {whole: size}
@@ -131,7 +131,7 @@ class Distribution:
             mirror.slow = max(0, mirror.slow - 1)
 
     def hear(self, state: MirrorState, now_s: float) -> None:
-        """Take what a mirror says of itself."""
+        """Take a mirror's state."""
         mirror = self._mirrors[state.address]
         before = mirror.state
         mirror.heard_s = now_s
@@ -140,7 +140,7 @@ class Distribution:
         mirror.state = state
 
     def round(self, now_s: float) -> list[Hop]:
-        """Do what time and news ask for; return the offers that are to be made."""
+        """Do timed work; return the offers to send."""
         here = [each for each, mirror in self._mirrors.items() if self._is_here(mirror, now_s)]
         self._leave_chains(set(here))
         for address in self._in_order(here):
@@ -155,7 +155,7 @@ class Distribution:
         return mirror.state is not None and now_s - mirror.heard_s <= SILENT_S
 
     def _in_order(self, addresses: list[str]) -> list[str]:
-        """Return them with another one first at each version, and those that are slow last."""
+        """Return the mirrors rotated by version, slow mirrors last."""
         if not addresses:
             return []
         turn = self._turn % len(addresses)
@@ -167,7 +167,7 @@ class Distribution:
         return state is not None and state.error != ""
 
     def _wanted(self, state: MirrorState) -> Transfer | None:
-        """Return what a mirror is to get now: what it is getting, or the newest version."""
+        """Return a mirror's transfer: the running transfer, or the newest version."""
         if state.getting in self._chains:
             return state.getting
         if not self._whole.sequence or self._has(state):
@@ -179,7 +179,7 @@ class Distribution:
         return (state.pool, state.sequence) == (self._whole.pool, self._whole.sequence)
 
     def _leave_chains(self, here: set[str]) -> None:
-        """Take out who is away, or gets another transfer; one that has all of it passes it on."""
+        """Remove mirrors away or on another transfer; finished mirrors stay as upstreams."""
         for chain in list(self._chains.values()):
             for address in list(chain.members):
                 state = self._mirrors[address].state
@@ -194,7 +194,7 @@ class Distribution:
                 del self._chains[chain.transfer]
                 self._gone.discard(chain.transfer)
             elif gone:
-                # Whoever has all of it stands where the trainer's node stood.
+                # A finished mirror takes the place of the trainer's node.
                 chain.members.sort(key=lambda each: not self._is_done(each, chain))
 
     def _join_chain(self, address: str, now_s: float) -> None:
@@ -224,7 +224,7 @@ class Distribution:
         return state.pieces if state.getting == chain.transfer else 0
 
     def _reorder(self, chain: _Chain, now_s: float) -> None:
-        """Have nobody get from one that stands still, is far behind, or hands on slowly."""
+        """Move a stalled, lagging or slowly forwarding mirror out of the way."""
         before, upstream = chain.pieces, ""
         for address in list(chain.members):
             here = self._progress(address, chain)
@@ -236,7 +236,7 @@ class Distribution:
             before, upstream = here, address
 
     def _is_behind(self, address: str, chain: _Chain, lag: int, now_s: float) -> bool:
-        """Whether a mirror gets too little of what there is for it."""
+        """Return True if a mirror gets too few of its upstream's pieces."""
         mirror, here = self._mirrors[address], self._progress(address, chain)
         if lag > 0 and now_s - mirror.moved_s > mirror.stall_s:
             return True
@@ -248,7 +248,7 @@ class Distribution:
         return lag > LAG and rate < chain.best / 2
 
     def _blame(self, address: str, upstream: str, chain: _Chain, now_s: float) -> None:
-        """Put to the end whoever is slow: one that hands on, where it is not the first time."""
+        """Put the slow party last: the mirror, or its upstream after a second stalled child."""
         behind = chain.behind.setdefault(upstream, set())
         behind.add(address)
         self._mirrors[address].place(self._progress(address, chain), now_s)
@@ -267,7 +267,7 @@ class Distribution:
         chain.members.append(address)
         mirror.slow = _SLOW_VERSIONS
         mirror.stall_s = min(2 * mirror.stall_s, _MOST_STALL_S)
-        for each in behind:  # who waited for it gets another upstream, or one that does
+        for each in behind:  # its children get another upstream
             self._mirrors[each].place(self._progress(each, chain), now_s)
 
     def _offers(self, chain: _Chain, now_s: float) -> Iterable[Hop]:
@@ -286,10 +286,10 @@ class Distribution:
                 mirror.offered = hop
                 yield hop
 
-    # -- what the trainer's node keeps -----------------------------------------------------------
+    # -- retention -------------------------------------------------------------------------------
 
     def keeps(self, transfer: Transfer, now_s: float) -> bool:
-        """Whether a transfer's bytes are needed still: it is new, or nobody else has all of it."""
+        """Return True if a transfer's bytes must stay: newest, or not yet whole on a mirror."""
         if transfer.sequence == self._whole.sequence:
             return True
         chain = self._chains.get(transfer)
@@ -305,15 +305,15 @@ class Distribution:
         )
 
     def let_go(self, transfer: Transfer) -> None:
-        """Take a transfer as one that the trainer's node has no more."""
+        """Note a transfer gone from the trainer's node."""
         if transfer in self._chains:
             self._gone.add(transfer)
 
     def everybody_has_it(self, now_s: float) -> bool:
-        """Whether all mirrors that are there have the newest version."""
+        """Return True if every present mirror holds the newest version."""
         here = [each.state for each in self._mirrors.values() if self._is_here(each, now_s)]
         return bool(here) and all(state is not None and self._has(state) for state in here)
 
     def seen(self, now_s: float) -> list[tuple[str, MirrorState | None, float]]:
-        """Return each mirror's last words, and how many seconds ago they were said."""
+        """Return each mirror's last state, and its age in seconds."""
         return [(each, it.state, now_s - it.heard_s) for each, it in self._mirrors.items()]

@@ -1,8 +1,7 @@
-"""A party in a thread of a process that gives it messages: what an actor has inside. Knows no Ray.
+"""The host of a party inside an actor: a thread fed with messages. Independent of Ray.
 
-Invariant: a party that fails ends its process, so that whoever watches that starts it again; one
-that has a newer one in its place says so and rests; one whose bus cannot be used says why, and
-waits.
+Invariant: a failed party ends its process, for the supervisor to restart; a party replaced by a
+newer party reports the fact and rests; a party without a usable bus reports the reason, and waits.
 """
 
 from __future__ import annotations
@@ -41,29 +40,29 @@ from shmbus.stash.stash import StashPolicy
 
 _log = logging.getLogger("shmbus.relay")
 
-#: Exit status of a process whose party failed.
+#: Exit status of a process after its party failed.
 _FAILED = 70
-#: Seconds in which the text of a failure is written before the process ends.
+#: Seconds to write a failure's text before the process ends.
 _LAST_WORDS_S = 0.2
 
 
 class PartyPlan(msgspec.Struct, frozen=True):
-    """What a party is, in names and numbers."""
+    """A party's plan in names and numbers."""
 
     kind: str
     address: str
-    #: Whom it follows: the coordinator, or of a mirror, who has the trainer's weights.
+    #: Address of the coordinator; for a mirror, of the weights publisher.
     coordinator: str
-    #: Its bus's name; empty of a coordinator.
+    #: Its bus's name; empty for a coordinator.
     bus: str = ""
     release: str = "acknowledged"
     #: Addresses; of a coordinator.
     sources: list[str] = []
     sinks: list[str] = []
     policy: StashPolicy = StashPolicy()
-    #: Addresses of those that get the weights: of a coordinator, and of who has them.
+    #: Addresses of the mirrors: for a coordinator and the weights publisher.
     mirrors: list[str] = []
-    #: Of a sink: the directory in which it keeps what it puts, and seconds between two syncs.
+    #: Sinks only: the keep directory, and seconds between two syncs.
     keep: str = ""
     keep_sync_s: float = 1.0
     #: Node of a sink, given if trainers' buses of several nodes share a name.
@@ -85,12 +84,12 @@ class PartyPlan(msgspec.Struct, frozen=True):
         return CoordinatorParty(mailbox, self.sources, self.sinks, self.policy)
 
 
-#: Takes messages to another address, or loses them; the payload is the last one's.
+#: Carries messages to another address, or loses them; the payload belongs to the last message.
 Carry: TypeAlias = Callable[[str, list[bytes], bytes | bytearray | memoryview], None]
 
 
 class HostMailbox:
-    """A mailbox whose messages are carried by somebody else, all that are for one peer together."""
+    """A mailbox with an external carrier, batching messages by peer."""
 
     def __init__(self, address: str, carry: Carry) -> None:
         self.address = address
@@ -101,7 +100,7 @@ class HostMailbox:
         self.opener = Opener(address)
 
     def put(self, packed: list[bytes], payload: bytes | memoryview) -> None:
-        """Take what has come; the payload is the last one's."""
+        """Take received messages; the payload belongs to the last message."""
         with self._changed:
             self._box.extend((each, b"") for each in packed[:-1])
             self._box.append((packed[-1], payload))
@@ -110,7 +109,7 @@ class HostMailbox:
     def send(
         self, to: str, message: Message, payload: bytes | bytearray | memoryview = b""
     ) -> None:
-        """Send a message, or lose it where nobody has that address now."""
+        """Send a message; lose it if no process owns the address now."""
         waiting = self._waiting.setdefault(to, [])
         waiting.append(pack(self.address, message))
         if len(payload):
@@ -118,13 +117,13 @@ class HostMailbox:
             self._carry(to, waiting, payload)
 
     def flush(self) -> None:
-        """Let go what waits to be sent with what comes after it."""
+        """Send the waiting messages."""
         waiting, self._waiting = self._waiting, {}
         for to, packed in waiting.items():
             self._carry(to, packed, b"")
 
     def receive(self, timeout_s: float) -> list[Envelope]:
-        """Return what has come, after at most so long where nothing has."""
+        """Return received messages; wait at most `timeout_s` seconds for the first."""
         with self._changed:
             if not self._box and timeout_s > 0:
                 self._changed.wait(timeout_s)
@@ -133,19 +132,19 @@ class HostMailbox:
 
 
 class Host:
-    """Runs a party, and gives it what comes."""
+    """Runs a party, and feeds it messages."""
 
     def __init__(self, plan: PartyPlan, carry: Carry) -> None:
         self.plan = plan
         self._mailbox = HostMailbox(self.plan.address, carry)
         self._party: Any = None
         self._superseded = ""
-        #: Why there is no party yet.
+        #: The reason for a missing party.
         self._lacks = ""
         self._thread = threading.Thread(target=self._work, name="shmbus relay", daemon=True)
 
     def start(self) -> None:
-        """Begin, once what comes can be delivered."""
+        """Begin, once messages can be delivered."""
         self._thread.start()
 
     def _make(self) -> Party:
@@ -169,11 +168,11 @@ class Host:
             os._exit(_FAILED)
 
     def deliver(self, packed: list[bytes], payload: bytes | memoryview = b"") -> None:
-        """Take messages for the party; the payload is the last one's."""
+        """Take messages for the party; the payload belongs to the last message."""
         self._mailbox.put(packed, payload)
 
     def _ledger(self) -> dict[str, Any] | None:
-        """Return the ledger of the party's bus; None of others, and of a bus that is not there."""
+        """Return the ledger of the party's bus; None without a bus."""
         if self.plan.kind not in ("source", "sink"):
             return None
         try:
@@ -186,7 +185,7 @@ class Host:
         return {"asked": 0, "in_hand": 0, **found, "balanced": counts.balanced}
 
     def describe(self) -> dict[str, Any]:
-        """Say what it is and does, in plain values; "error" is why it can do nothing."""
+        """Describe the party in plain values; "error" gives the reason for a resting party."""
         said: dict[str, Any] = {
             "address": self.plan.address, "kind": self.plan.kind, "bus": self.plan.bus,
             "pid": os.getpid(), "refused": self._mailbox.opener.refused,
@@ -233,13 +232,13 @@ class Host:
         return True
 
 
-#: Seconds that count as for ever, and attempts likewise.
+#: Seconds counted as for ever, and attempts likewise.
 _LONGEST_S: Final = 1e9
 _MOST_RETRIES: Final = 1 << 20
 
 
 def make_policy(options: dict[str, Any]) -> StashPolicy:
-    """Check what happens to groups, as a Consumer does."""
+    """Check the group policy, as a Consumer does."""
     known = {
         "group_timeout", "on_timeout", "max_policy_lag", "skip_zero_variance", "sample_retries",
         "retry_timeout", "retry_backoff", "on_failure",
@@ -254,7 +253,7 @@ def make_policy(options: dict[str, Any]) -> StashPolicy:
                 seconds = None if value is None else check_period(name, value)
                 given["group_timeout_s"] = None if seconds == math.inf else seconds
             case "retry_timeout":
-                # JSON has no infinite number.
+                # JSON knows no infinity.
                 given["retry_timeout_s"] = min(check_period(name, value), _LONGEST_S)
             case "retry_backoff":
                 given["retry_backoff_s"] = check_backoff(name, value)
@@ -273,7 +272,7 @@ def make_policy(options: dict[str, Any]) -> StashPolicy:
 
 
 def check_keep(keep: object, sync: float, release: str) -> tuple[str, float]:
-    """Return the directory, "" for none, and the seconds between two syncs."""
+    """Return the directory, "" without keeping, and the seconds between two syncs."""
     if keep is None:
         return "", 1.0
     if not isinstance(keep, (str, os.PathLike)):
@@ -284,7 +283,7 @@ def check_keep(keep: object, sync: float, release: str) -> tuple[str, float]:
 
 
 def check_specs(what: str, given: object) -> list[str]:
-    """Return names of buses, each with its resource; TypeError or ValueError for what is none."""
+    """Return names of buses with their resources; TypeError or ValueError for an invalid spec."""
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
         raise TypeError(f"{what}: expected a list of bus names, got {type(given).__name__}")
     if not given:

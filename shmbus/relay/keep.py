@@ -56,7 +56,7 @@ _AGAIN_S: Final = 1.0
 class _Run(msgspec.Struct, array_like=True):
     version: int
     bus: str
-    #: Identity of the bus with all records of earlier frames.
+    #: Identity of the bus of the records in earlier frames.
     life: str
 
 
@@ -233,7 +233,7 @@ class Keep:
     # -- writing ---------------------------------------------------------------------------------
 
     def adopt(self) -> bool:
-        """Write that all records of the file lie on the living bus."""
+        """Write a frame: every record of the file lies on the living bus."""
         if self._life != self._run.life and self._append([self._run_frame()]):
             self._life = self._run.life
         return self._life == self._run.life
@@ -279,13 +279,13 @@ class Keep:
             self._missing.update(dict.fromkeys(blocks.values(), missing))
 
     def end(self, origins: Collection[Origin]) -> None:
-        """Write ends of records; `owed` keeps ends that the disk refused."""
+        """Write ends of records; `owed` keeps ends refused by the disk."""
         self.owed |= self._places.keys() & origins
         if not self.owed or not self._is_due("end"):
             return
         words = sorted((self._places[origin][1], origin) for origin in self.owed)
         try:
-            # Words of a put are neighbours: a system call writes a run.
+            # Words of a put are neighbours: a system call writes a whole run.
             for _, run in groupby(enumerate(words), lambda each: each[1][0] - each[0] * _WORD.size):
                 ((_, (at, first)), *more) = run
                 said = [first, *(origin for _, (_, origin) in more)]
@@ -301,7 +301,7 @@ class Keep:
         self.owed = set()
 
     def _append(self, frames: list[tuple[int, bytes | memoryview]]) -> bool:
-        """Write frames, all or nothing."""
+        """Write frames atomically."""
         if not self._is_due("put"):
             return False
         at = self._nbytes
@@ -396,7 +396,7 @@ class Keep:
                         self._tell("sync", error)
 
     def close(self) -> None:
-        """Let go of the file, which stays."""
+        """Close the file, and leave it on disk."""
         self._over.set()
         with self._swap:
             if self._fd >= 0:
@@ -406,7 +406,7 @@ class Keep:
 
 
 def _check_of(head: bytes | memoryview, at: int) -> int:
-    """Checksum of a head with its place, so that frames copied into a record count as data."""
+    """Return the checksum of a head with its place; copied frames then count as data."""
     return _core.crc32c(bytes(head) + at.to_bytes(8, "little"))
 
 

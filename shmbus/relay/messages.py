@@ -1,19 +1,19 @@
-"""What sources, the coordinator and sinks say to each other, and how it is packed as bytes.
+"""Messages between sources, the coordinator and sinks, and their packing as bytes.
 
-Messages may be late, lost with whoever sent or awaited them, and overtake each other. Whoever takes
-one judges it by its numbers alone:
+Messages may come late, overtake each other, or be lost with sender or receiver. A receiver judges a
+message by its numbers alone:
 
-- An announcement by (incarnation, number): only growing ones are taken.
-- What a coordinator says by its term, and what is said to a sink by that sink's incarnation.
-- A word about prompts by its mark, and by that of the word that it answers.
-- An answer with records by the number of its question: what has been put since, or was given back,
-  may be assigned again, and an answer from before that names records that their source let go.
+- An announcement by (incarnation, number): only growing pairs are taken.
+- A coordinator's message by its term, and a message to a sink also by the sink's incarnation.
+- A message about prompts by its mark, and by the mark of the message answered.
+- An answer with records by the number of its question: records put since, or given back, may be
+  assigned again, and an old answer may name records already released by their source.
 
-What a source says of a record is compared with the record itself, by its head's `check`, before
-anything of it is put.
+A sink compares a source's claim about a record with the record itself, by the head's `check`,
+before the put.
 
-What came from elsewhere has the types that its message has, or is refused as a whole; another
-version of shmbus is refused by its version, before anything else of it is read.
+Incoming messages have the declared types, or are refused whole. Messages of another shmbus version
+are refused by their version, before anything else is read.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from shmbus_ext import _core
 from shmbus_ext._core import OriginHead
 
 ORIGIN_BYTES: Final = 32
-#: A record among all buses: the bus's identity, then producer id and sequence with their high bytes
-#: first, so that they sort as numbers. Bytes, since a relay hashes each of them many times, and a
-#: hash of bytes is remembered; it is what the core reads, too.
+#: A record's name across buses: the bus's identity, then producer id and sequence, high bytes
+#: first, to sort as numbers. Bytes cache their hash, and a relay hashes each name many times; the
+#: core reads the same form.
 Origin: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=ORIGIN_BYTES, max_length=ORIGIN_BYTES)]
 _ID: Final = struct.Struct(">QQ")
 _IDENTITY_BYTES: Final = ORIGIN_BYTES - _ID.size
 
 
 def is_of(origin: Origin, bus: str) -> bool:
-    """Whether a record is of the bus of this identity."""
+    """Return True if the record lies on the bus with this identity."""
     return origin.startswith(bytes.fromhex(bus))
 
 
@@ -69,9 +69,9 @@ def name_origin(origin: Origin) -> str:
 def unpack_heads(
     bus: str, packed: bytes, clock_ns: int = 0, splits: bytes = b"\0"
 ) -> list[OriginHead]:
-    """Return heads that a bus announced; `clock_ns` is its machine's clock minus the reader's.
+    """Return a bus's announced heads; `clock_ns` is its machine's clock minus the reader's.
 
-    `splits` has the reader's number of each of the bus's splits; heads of others are left out.
+    `splits` maps the bus's split numbers to the reader's; heads of unmapped splits are left out.
     """
     try:
         heads = _core.unpack_heads(packed, splits)
@@ -87,10 +87,10 @@ def unpack_heads(
     return heads
 
 
-#: More than anything that is counted, and what the segment's words of 64 bits hold.
+#: Above every count, and within a 64-bit word of the segment.
 _LARGEST = 2**62
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
-#: Of a coordinator, or -1 of who has heard none; the next one is greater, and never near the end.
+#: A coordinator's term, or -1 before the first; each new term is greater, and never near the end.
 Term: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=_LARGEST // 2)]
 #: Of the ledger, for a record's end.
 Reason: TypeAlias = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(REASONS)})$")]
@@ -99,27 +99,28 @@ Identity: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=_core.MAX_ID_BYTES)]
 _Round: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Place: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=_core.MAX_GROUP_SIZE)]
-#: 0 where a failure was reported by one who does not know it.
+#: 0 in a failure report from a producer without the group's size.
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_core.MAX_GROUP_SIZE)]
-#: What all buses call a split; and a bus's labels by its own numbers, "" for one without.
+#: The shared name of a split; also a bus's labels by its own numbers, "" for an unlabelled split.
 Label: TypeAlias = Annotated[str, msgspec.Meta(max_length=_core.SPLIT_LABEL_BYTES)]
 Labels: TypeAlias = Annotated[tuple[Label, ...], msgspec.Meta(max_length=_core.MAX_SPLITS)]
-#: What all buses call a group: id, round, split.
+#: The shared name of a group: id, round, split.
 GroupName: TypeAlias = tuple[_Id, _Round | None, Label]
-#: Of one block.
+#: Records of a block.
 _Records: TypeAlias = Annotated[tuple[Origin, ...], msgspec.Meta(max_length=_core.MAX_GROUP_SIZE)]
 
 #: Of a piece of weights: a piece is a block of the connection.
 _MOST_PIECE_BYTES = 64 << 20
 
-#: Where a source's announcements have come to: its incarnation, and the number of the last one.
+#: A source's position in its announcements: its incarnation, and the number of the last
+#: announcement.
 Mark: TypeAlias = tuple[int, int]
 
 
 class Subscription(NamedTuple):
-    """A coordinator to a source: announce all that you hold.
+    """From a coordinator to a source: announce every held record.
 
-    `question` grows with each that asks for what is held from now on.
+    `question` grows with each request for records held from now on.
     """
 
     bus: str
@@ -128,11 +129,11 @@ class Subscription(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """A source to the coordinator: heads of what it holds, as the core packs them.
+    """From a source to the coordinator: heads of held records, as the core packs them.
 
-    `whole` says that it holds nothing else; otherwise they are what came since the one before.
-    `answers` are term and question of the newest Subscription that was there when it was made.
-    `splits` has the labels of the heads' splits.
+    With `whole` the heads are the full set; otherwise the records new after the announcement
+    before. `answers` holds term and question of the newest Subscription known by then. `splits`
+    holds the labels of the heads' splits.
     """
 
     bus: str
@@ -144,17 +145,17 @@ class Announcement(NamedTuple):
 
 
 class SinkStateWanted(NamedTuple):
-    """A coordinator to a sink: say what you have, and take no assignment of an earlier term."""
+    """From a coordinator to a sink: send your state, and take no assignment of an earlier term."""
 
     sink: str
     term: Term
 
 
 class SinkState(NamedTuple):
-    """A sink to the coordinator, as an answer or since it has just begun.
+    """From a sink to the coordinator: its state, as an answer or at its start.
 
-    `settled` are on its bus, and their source has not said that it released them. `owed` it has
-    taken on and will put.
+    `settled` names records on its bus without a confirmed release at their source, `owed` accepted
+    records not yet put.
     """
 
     sink: str
@@ -165,7 +166,7 @@ class SinkState(NamedTuple):
 
 
 class MissingSample(msgspec.Struct, frozen=True, array_like=True):
-    """A sample that failed, or never came: of which group, and why. `attempt` is the next one."""
+    """A failed or missing sample: its group, and the reason. `attempt` counts the next attempt."""
 
     group: GroupName
     group_size: _Size
@@ -175,7 +176,7 @@ class MissingSample(msgspec.Struct, frozen=True, array_like=True):
     reason: str
 
     def __post_init__(self) -> None:
-        """Refuse what fits no row of a bus."""
+        """Refuse values that fit no row of a bus."""
         size = len(self.group[0].encode())
         if size > _core.MAX_ID_BYTES:
             raise ValueError(
@@ -189,15 +190,15 @@ class MissingSample(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def id(self) -> tuple[GroupName, int, int]:
-        """What it is known by: the same sample asked for once more is another one."""
+        """The sample's key; a repeated request for the same sample gets another key."""
         return (self.group, self.index, self.attempt)
 
 
 class Assignment(NamedTuple):
-    """The coordinator to a sink: put these, a group.
+    """From the coordinator to a sink: put these records, a group.
 
-    `nbytes` is what they take; `checks` are the checksums of the heads by which they were grouped.
-    `missing` are samples of it that will not come: its trainer is told that they failed.
+    `nbytes` is the group's size; `checks` are the checksums of the heads grouped. `missing` are
+    samples of the group that will not come: the trainer gets failure reports for them.
     """
 
     sink: str
@@ -210,16 +211,16 @@ class Assignment(NamedTuple):
 
 
 class Assignments(NamedTuple):
-    """The coordinator to a sink: several groups, as if each were said alone, in this order."""
+    """From the coordinator to a sink: groups to put, in order."""
 
     groups: tuple[Assignment, ...]
 
 
 class Drop(NamedTuple):
-    """The coordinator to a sink: have sources let these go, whose payload goes nowhere.
+    """From the coordinator to a sink: have sources release these records, their payload unused.
 
-    A sink writes it down before, so that a part of a group is never left behind without the reason
-    why the rest of it has gone.
+    The sink writes the drop down first, because a remaining part of a group must never lack the
+    reason for the missing part.
     """
 
     sink: str
@@ -230,7 +231,7 @@ class Drop(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """A sink to a source: send these records, of which it asks under this number."""
+    """From a sink to a source: send these records; `number` counts the questions."""
 
     bus: str
     sink: str
@@ -240,10 +241,10 @@ class Fetch(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """The source's answer: those that it holds. `gone` had left after the announcement `mark`.
+    """The source's answer: the records still held. `gone` had left after the announcement `mark`.
 
-    `number` is that of the Fetch. On its way it names no `origins`: the block beside it does, whose
-    splits have the labels `splits`.
+    `number` repeats the Fetch. On the wire `origins` stays empty: the attached block names them,
+    with splits labelled by `splits`.
     """
 
     sink: str
@@ -256,9 +257,9 @@ class Fetched(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """A sink to the coordinator: `gone` had gone at their source after its announcement `mark`.
+    """From a sink to the coordinator: `gone` had left their source after its announcement `mark`.
 
-    `rest` was assigned with them, and is not put.
+    `rest` was assigned with them, and will not arrive on the bus.
     """
 
     sink: str
@@ -267,14 +268,14 @@ class Returned(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """A sink to the coordinator: these are on its bus, and in its journal."""
+    """From a sink to the coordinator: records now on its bus and in its journal."""
 
     sink: str
     origins: frozenset[Origin]
 
 
 class Release(NamedTuple):
-    """A sink to a source: these may go, for this reason of its ledger."""
+    """From a sink to a source: release these records; `reason` goes into the ledger."""
 
     bus: str
     sink: str
@@ -283,7 +284,7 @@ class Release(NamedTuple):
 
 
 class Released(NamedTuple):
-    """The source's answer: they have gone, and `mark` was its last announcement by then."""
+    """The source's answer: the released records, and `mark`, its last announcement by then."""
 
     bus: str
     sink: str
@@ -300,19 +301,22 @@ class Confirmation(NamedTuple):
 
 
 class HelloWanted(NamedTuple):
-    """A coordinator to all: say who you are. One that begins has term 0: it will be the newest."""
+    """From a coordinator to every peer: send a Hello.
+
+    A starting coordinator sends term 0, and will take the newest term.
+    """
 
     term: Term = 0
 
 
 class Hello(NamedTuple):
-    """A source or a sink to the coordinator: who it is, when it begins and now and then.
+    """From a source or sink to the coordinator: identity and counts, at its start and periodically.
 
-    `largest_record` and `largest_group` are bytes that its bus takes, `largest_count` records of a
-    group; 0 of a source. `held`, `moving` and `settled` count records. `term` and `coordinator` are
-    of the newest coordinator that it has heard, `asked` of the newest Wanted, `mark` of its newest
-    announcement. `oldest_ns` is when its oldest record was committed. `offers`: it has prompts.
-    `splits`: those of a sink's bus.
+    `largest_record` and `largest_group` are byte limits of its bus, `largest_count` the limit of
+    records in a group; 0 from a source. `held`, `moving` and `settled` count records. `term` and
+    `coordinator` name the newest coordinator known, `asked` the newest Wanted, `mark` its newest
+    announcement. `oldest_ns` is the commit time of its oldest record. `offers`: its bus carries
+    prompts. `splits`: labels of a sink's bus.
     """
 
     address: str
@@ -339,16 +343,16 @@ class Hello(NamedTuple):
 
 
 class Steering(NamedTuple):
-    """The coordinator to a source: what its producers are to see of the trainers' buses."""
+    """From the coordinator to a source: the trainers' policy version and pause."""
 
     policy_version: Count
     paused: str | None
 
 
 class Wanted(NamedTuple):
-    """The coordinator to a source: its producers are asked for these samples, and for no others.
+    """From the coordinator to a source: its producers should make these samples, and no more.
 
-    `number` grows within a term; an older list than the newest taken is ignored.
+    `number` grows within a term; lists older by number are ignored.
     """
 
     bus: str
@@ -358,26 +362,26 @@ class Wanted(NamedTuple):
 
 
 class Unanswered(NamedTuple):
-    """A source to the coordinator: this sample was asked for, and whoever had it died."""
+    """From a source to the coordinator: the producer of this requested sample died."""
 
     bus: str
     sample: MissingSample
 
 
 class Cancelled(NamedTuple):
-    """The coordinator to a source: these groups need no more samples."""
+    """From the coordinator to a source: these groups need no more samples."""
 
     groups: tuple[GroupName, ...]
 
 
 class Begun(NamedTuple):
-    """A sink to the coordinator: these groups are made, though one of their key may have ended."""
+    """From a sink to the coordinator: these groups began, though a namesake may have ended."""
 
     groups: tuple[GroupName, ...]
 
 
 class PromptOffer(NamedTuple):
-    """A request of a trainer's bus, by its number there; its prompt is beside the message."""
+    """A request of a trainer's bus, by its number there; the payload holds the prompt."""
 
     number: Count
     group: GroupName
@@ -388,9 +392,9 @@ class PromptOffer(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """A sink to the source of this incarnation, -1 for one that it has not heard yet.
+    """From a sink to the source of this incarnation, -1 before its first message.
 
-    Workers are to make `offers`, and no more what is `over`: numbers on the bus of the sink.
+    Workers should make `offers`, and stop making `over`: numbers on the sink's bus.
     """
 
     bus: str
@@ -402,9 +406,9 @@ class Prompts(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """A source to a sink: which of its requests are here, and how many samples are wanted.
+    """From a source to a sink: the sink's requests here, and the number of samples wanted.
 
-    `answers`: the newest Prompts. `ended`: answered, and no record is here any more.
+    `answers`: the newest Prompts. `ended`: answered requests without records here.
     """
 
     bus: str
@@ -417,9 +421,9 @@ class Demand(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """The coordinator to a sink: where buses are. `complete`: a bus that is not named has gone.
+    """From the coordinator to a sink: addresses of buses. `complete`: an unnamed bus is gone.
 
-    `first`: other splits than "train" are this one's.
+    `first`: splits besides "train" belong to this sink.
     """
 
     addresses: tuple[tuple[str, str], ...]
@@ -428,10 +432,10 @@ class Peers(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Bytes that a version of weights goes over as: all of it, or its patch.
+    """A transfer of a weights version: the whole version, or its patch.
 
-    `pool` is the identity of the trainer's pool, by which `sequence` and `base` count; `base` is 0
-    for all of the version.
+    `pool` is the identity of the trainer's pool, the scope of `sequence` and `base`; `base` is 0
+    for a whole version.
     """
 
     pool: str
@@ -452,10 +456,10 @@ class PoolGeometry(NamedTuple):
 
 
 class VersionOffer(NamedTuple):
-    """The publisher's side to a mirror: get this, from there; what it says of itself is beside it.
+    """From the weights publisher to a mirror: get this transfer from this upstream.
 
-    `nbytes` are those of the transfer, in pieces of `piece_bytes`, and `size` of the version.
-    `digests`: whether its blocks are to have theirs.
+    The payload holds the version's meta. `nbytes` is the transfer's size, in pieces of
+    `piece_bytes`, and `size` the version's. `digests`: store digests of its blocks.
     """
 
     transfer: Transfer
@@ -470,17 +474,17 @@ class VersionOffer(NamedTuple):
 
 
 class PiecesWanted(NamedTuple):
-    """A mirror to its upstream: send these pieces, at once or when you have them."""
+    """From a mirror to its upstream: send these pieces, at once or on arrival."""
 
     transfer: Transfer
     pieces: Annotated[tuple[Count, ...], msgspec.Meta(max_length=256)]
 
 
 class VersionPiece(NamedTuple):
-    """A piece, with its checksum as the publisher's side computed it.
+    """A piece, with the publisher's checksum.
 
-    The last piece has the digest: of a whole version over the checksums of its pieces, of a patch
-    over all elements that the patch is about, as they are after it.
+    The last piece carries the digest: for a whole version over the checksums of its pieces, for a
+    patch over the new values of every patched element.
     """
 
     transfer: Transfer
@@ -490,16 +494,16 @@ class VersionPiece(NamedTuple):
 
 
 class PiecesGone(NamedTuple):
-    """The answer to PiecesWanted of one who has no such transfer, or has it no more."""
+    """Answer to PiecesWanted from an upstream without the transfer."""
 
     transfer: Transfer
 
 
 class EngineRow(NamedTuple):
-    """A reader of a mirror's pool: what it runs, and what it refused, and why.
+    """A reader of a mirror's pool: its version, and the refused version with the reason.
 
-    `sequence` is that of the trainer's pool, 0 for what did not come from there; `refuses` is the
-    same of what it refused, or is loading, by `code`. `holds`: whether it has a lease.
+    `sequence` counts in the trainer's pool, 0 for other sources; `refuses` counts likewise for the
+    refused or loading version, with the reason `code`. `holds`: the reader holds a lease.
     """
 
     label: str
@@ -514,11 +518,11 @@ class EngineRow(NamedTuple):
 
 
 class MirrorState(NamedTuple):
-    """A mirror to the publisher's side: what it has and gets, and who reads it.
+    """From a mirror to the weights publisher: its versions, transfers and readers.
 
-    It has the version `sequence` of the trainer's pool `pool`, 0 for none. `done` is the transfer
-    that it has got whole and still hands on, `getting` the one of which it has so many `pieces`.
-    `error` is why it can take none; `damaged` counts pieces that were not what was sent.
+    The mirror holds the version `sequence` of the trainer's pool `pool`, 0 for none. `done` is the
+    finished transfer, still forwarded; `getting` the running transfer, with `pieces` pieces here.
+    `error` gives the reason for taking no version; `damaged` counts pieces with wrong bytes.
     """
 
     address: str
@@ -546,7 +550,7 @@ Message: TypeAlias = (
 #: Raised with every change of a message or of its meaning.
 PROTOCOL: Final = 7
 
-#: Each message's number is its place in the union.
+#: A message's number is its place in the union.
 _KINDS: Final[tuple[type[Any], ...]] = get_args(Message)
 _NUMBER_OF: Final = {kind: number for number, kind in enumerate(_KINDS)}
 _DECODERS: Final = tuple(msgspec.msgpack.Decoder(kind) for kind in _KINDS)
@@ -561,13 +565,13 @@ class _Frame(msgspec.Struct, array_like=True):
     body: msgspec.Raw
 
 
-#: What decoding raises: also for text that is no UTF-8, and for lists that are too deep.
+#: Decoding errors: also invalid UTF-8, and lists nested too deep.
 _NOT_ONE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _FRAME: Final = msgspec.msgpack.Decoder(_Frame)
 
 
 class Envelope(NamedTuple):
-    """A message that has come, with the records that it carries."""
+    """A received message, with its records."""
 
     sender: str
     message: Message
@@ -584,7 +588,7 @@ def pack(sender: str, message: Message) -> bytes:
 def unpack(
     packed: bytes | memoryview, payload: bytes | memoryview = b"", receiver: str = "this process"
 ) -> Envelope:
-    """Return the message of these bytes."""
+    """Return the message in these bytes."""
     try:
         frame = _FRAME.decode(packed)
     except _NOT_ONE as error:

@@ -1,13 +1,13 @@
-"""The process on a rollout node that keeps a pool of weights equal to the trainer's.
+"""The process on a rollout node that keeps a weight pool equal to the trainer's.
 
 Invariants:
 
-- A version is published once each of its bytes was compared with what the trainer's node sent, and
-  whole or not at all; who reads the pool needs nothing of this process.
-- It publishes into a pool that no other process publishes into, and into one that it can hold.
-- It gets one transfer at a time, and each piece of it is taken once; what was asked for and did not
-  come is asked for again, of whoever is its upstream then.
-- What goes wrong here is said to the trainer's node, and keeps nobody else from anything.
+- A version is published whole or not at all, after a comparison of every byte with the bytes sent
+  by the trainer's node; readers of the pool need nothing from this process.
+- The mirror publishes only into a pool without another publisher, with room for the version.
+- The mirror gets a single transfer at a time, and takes each piece once. Missing pieces are asked
+  for again, from the current upstream.
+- Errors here are reported to the trainer's node, and hinder no other node.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from shmbus.relay.party import Mailbox
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
-#: Pieces that are under way to a mirror: what a fast network holds, and little beside a version.
+#: Pieces under way to a mirror: enough to fill a fast network, and few beside a version.
 WINDOW: Final = 8
-#: Seconds without any piece after which those that are under way count as lost.
+#: Seconds without any piece until the pieces under way count as lost.
 ASK_AGAIN_S: Final = 0.5
-#: Of those that may ask, how many are remembered.
+#: Remembered askers, at most.
 _MOST_WAITING: Final = 64
 
 
 class Outgoing(NamedTuple):
-    """A piece that is to be handed on."""
+    """A piece to forward."""
 
     to: str
     number: int
 
 
 class Mirror:
-    """Which pieces it has, which ones are under way, and who waits for some."""
+    """Pieces held, pieces under way, and waiting downstream mirrors."""
 
     def __init__(self) -> None:
         self.getting: Transfer | None = None
@@ -68,16 +68,16 @@ class Mirror:
         self._asked: dict[int, None] = {}
         self._next = 0
         self._came_s = 0.0
-        #: By address: which transfer it gets, and the pieces of it that it waits for.
+        #: By address: the downstream mirror's transfer, and the pieces awaited.
         self._waiting: dict[str, tuple[Transfer, dict[int, None]]] = {}
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all pieces of what it is getting."""
+        """True if every piece of the running transfer arrived."""
         return self.getting is not None and self.count == self.pieces
 
     def begin(self, transfer: Transfer, pieces: int) -> None:
-        """Get a transfer of so many pieces, and nothing of the one before."""
+        """Begin a transfer of `pieces` pieces, and forget the last one's."""
         self.getting, self.pieces = transfer, pieces
         self._has = bytearray(self.pieces)
         self._asked, self._next, self.count, self.upstream = {}, 0, 0, ""
@@ -88,7 +88,7 @@ class Mirror:
         self.pieces = self.count = self._next = 0
 
     def attach(self, upstream: str, now_s: float) -> list[PiecesWanted]:
-        """Get the rest from there; what was under way from elsewhere is asked for again."""
+        """Get the missing pieces from `upstream`, including pieces under way from elsewhere."""
         self.upstream, self._came_s = upstream, now_s
         return self._again()
 
@@ -101,7 +101,7 @@ class Mirror:
         return [PiecesWanted(self.getting, wanted)] if wanted and self.getting is not None else []
 
     def ask(self) -> list[PiecesWanted]:
-        """Ask for what comes next, where few pieces are under way."""
+        """Ask for the next pieces, if few are under way."""
         if self.getting is None or not self.upstream or len(self._asked) > WINDOW // 2:
             return []
         new = []
@@ -113,11 +113,11 @@ class Mirror:
         return self._say(new)
 
     def lacks(self, transfer: Transfer, index: int) -> bool:
-        """Whether a piece that came is one to be taken."""
+        """Return True if a received piece is wanted."""
         return transfer == self.getting and index < self.pieces and not self._has[index]
 
     def take(self, index: int, now_s: float) -> list[Outgoing]:
-        """Note that a piece is here, and was checked; return to whom it goes on."""
+        """Note a checked piece; return its forwards."""
         assert self.getting is not None
         self._has[index] = 1
         self.count += 1
@@ -131,14 +131,14 @@ class Mirror:
         return going
 
     def round(self, now_s: float) -> list[PiecesWanted]:
-        """Ask again where nothing has come for a while."""
+        """Ask again after a while without pieces."""
         if not self._asked or now_s - self._came_s < ASK_AGAIN_S:
             return []
         self._came_s = now_s
         return self._again()
 
     def asked(self, asker: str, wanted: PiecesWanted) -> None:
-        """Take what another one waits for; it is handed on by `due` and `take`."""
+        """Note a downstream mirror's wanted pieces, for `due` and `take` to forward."""
         before = self._waiting.pop(asker, None)
         waits = before[1] if before is not None and before[0] == wanted.transfer else {}
         waits.update(dict.fromkeys(wanted.pieces[: 2 * WINDOW]))
@@ -149,7 +149,7 @@ class Mirror:
             del self._waiting[next(iter(self._waiting))]
 
     def due(self, asker: str, done: Transfer | None, done_pieces: int) -> list[int]:
-        """Return those pieces for which it waits that are here; it waits for them no more."""
+        """Return and forget the awaited pieces already here."""
         transfer, pieces = self._waiting.get(asker, (None, {}))
         if transfer is None:
             return []
@@ -164,23 +164,23 @@ class Mirror:
         return found
 
     def transfer_of(self, asker: str) -> Transfer | None:
-        """Return which transfer another one gets from here."""
+        """Return a downstream mirror's transfer."""
         return self._waiting.get(asker, (None, {}))[0]
 
 
 _log = logging.getLogger("shmbus.relay")
 
-#: The pool of a bus that has weights.
+#: The pool of a bus with weights.
 POOL_KIND: Final = "weights"
-#: Seconds between words that it is there, those of how far it is, and two looks for a slot.
+#: Seconds between hellos, between progress reports, and between two looks for a slot.
 _HELLO_S: Final = 1.0
 _PROGRESS_S: Final = 0.05
 _SLOT_S: Final = 0.1
-#: Seconds for which each slot may be held by readers until that is told: they load meanwhile.
+#: Seconds with every slot held by readers until a report: readers hold slots while they load.
 _HELD_S: Final = 5.0
 #: Of a transfer: 4 TiB in pieces of the usual size.
 _MOST_PIECES: Final = 1 << 20
-#: Publications whose readers are told of by their sequence, and readers that are told of.
+#: Publications with known trainer sequences, and readers reported, at most.
 _MOST_PLACES: Final = 64
 _MOST_ENGINES: Final = 128
 
@@ -191,7 +191,7 @@ def digest_of(crcs: Sequence[int]) -> int:
 
 
 class _Done(NamedTuple):
-    """A transfer that is here whole, to be handed on: of a lease, or of a patch's bytes."""
+    """A finished transfer, for forwarding: a lease's bytes, or a patch's."""
 
     transfer: Transfer
     crcs: list[int]
@@ -206,7 +206,7 @@ class _Done(NamedTuple):
 
 
 class _Incoming:
-    """A transfer while it comes: into a slot, or a patch into memory of its own."""
+    """An incoming transfer: into a slot, or a patch into private memory."""
 
     def __init__(self, offer: VersionOffer, meta: bytes) -> None:
         self.offer, self.meta = offer, meta
@@ -215,7 +215,7 @@ class _Incoming:
         self.room = bytearray(offer.nbytes) if self.is_patch else bytearray()
         self.crcs = [0] * count_pieces(offer.nbytes, offer.piece_bytes)
         self.digest: int | None = None
-        #: When to look for a slot next, while there is none.
+        #: The time of the next look for a slot, while every slot is held.
         self.next_s = 0.0
         self.begun_s = time.monotonic()
 
@@ -230,7 +230,7 @@ class _Incoming:
 
 
 class MirrorParty:
-    """A mirror with its pool."""
+    """A mirror with a pool."""
 
     def __init__(self, bus: str, mailbox: Mailbox, source: str) -> None:
         self._bus, self._mailbox, self._source = bus, mailbox, source
@@ -246,11 +246,11 @@ class MirrorParty:
         self.damaged = 0
         self._next_hello_s = self._next_progress_s = self._next_look_s = 0.0
         self._engines: tuple[EngineRow, ...] = ()
-        #: By the sequence of this node's pool: a version, and its sequence at the trainer.
+        #: By sequence in this node's pool: the version, and its sequence at the trainer.
         self._places: dict[int, tuple[int, int]] = {}
         self._said: tuple[object, ...] = ()
 
-    # -- what is said ----------------------------------------------------------------------------
+    # -- reports ---------------------------------------------------------------------------------
 
     def _say(self, now_s: float) -> None:
         self._next_progress_s = now_s + _PROGRESS_S
@@ -265,7 +265,7 @@ class MirrorParty:
         )  # fmt: skip
 
     def state(self) -> MirrorState:
-        """Return what it has and gets, and who reads it."""
+        """Return the mirror's version, transfer and readers."""
         pure, done = self.pure, self._done
         return MirrorState(
             self._mailbox.address, self._bus, self._pool, self.sequence, self.version,
@@ -289,7 +289,7 @@ class MirrorParty:
         )  # fmt: skip
 
     def note(self) -> dict[str, Any]:
-        """Return what there is to see; from any thread."""
+        """Return the mirror's note; from any thread."""
         return {"version": self.version, "error": self.error, "damaged": self.damaged}
 
     def _tell(self, error: Exception) -> None:
@@ -320,7 +320,7 @@ class MirrorParty:
     def _offered(self, offer: VersionOffer, meta: bytes, now_s: float) -> None:
         base = (offer.transfer.pool, offer.transfer.base)
         if offer.transfer.base and base != (self._pool, self.sequence):
-            self._say(now_s)  # the offer was made for what was here before
+            self._say(now_s)  # an offer for an older base
             return
         if offer.transfer != self.pure.getting:
             self._give_up("another version is offered")
@@ -341,7 +341,7 @@ class MirrorParty:
         self._start(now_s)
 
     def _start(self, now_s: float) -> None:
-        """Ask for pieces, once there is a place for them."""
+        """Ask for pieces, once a slot or buffer is ready."""
         incoming = self._incoming
         assert incoming is not None
         if not incoming.is_patch and incoming.write is None and not self._find_slot(now_s):
@@ -351,7 +351,7 @@ class MirrorParty:
         self._say(now_s)
 
     def _find_slot(self, now_s: float) -> bool:
-        """Begin to write the version; False where each slot is held, or has no memory."""
+        """Begin to write the version; return False if every slot is held or lacks memory."""
         incoming, publisher = self._incoming, self._publisher
         assert incoming is not None and publisher is not None
         offer = incoming.offer
@@ -363,7 +363,7 @@ class MirrorParty:
         except (errors.WaitTimeoutError, errors.CapacityError) as error:
             incoming.next_s = now_s + _SLOT_S
             if self._done is not None and isinstance(self._done.source, VersionLease):
-                self._done = None  # which may be what holds it
+                self._done = None  # it may hold the slot
                 incoming.next_s = now_s
             elif now_s - incoming.begun_s > _HELD_S:
                 self._tell(error)
@@ -410,7 +410,7 @@ class MirrorParty:
         return VersionPiece(transfer, index, of.crcs[index], of.digest if last else None)
 
     def _hand_on(self, asker: str) -> None:
-        """Send what somebody waits for and is here."""
+        """Send the awaited pieces already here."""
         done, incoming = self._done, self._incoming
         transfer = None if done is None else done.transfer
         waits_for = self.pure.transfer_of(asker)
@@ -424,11 +424,11 @@ class MirrorParty:
     # -- the pool --------------------------------------------------------------------------------
 
     def _attach(self, offer: VersionOffer) -> None:
-        """Be the publisher of a pool that is large enough."""
+        """Become the publisher of a large enough pool."""
         geometry = offer.geometry
         spec = _spec_of(geometry)
         if self._publisher is not None and self._pool_is_small(geometry):
-            # As the trainer's was: under the same name there is a larger one.
+            # The trainer replaced its pool with a larger pool of the same name.
             self._leave(remove=True)
         if self._publisher is None:
             _remove_unfinished(self._bus)
@@ -450,7 +450,7 @@ class MirrorParty:
         )
 
     def _finish(self, now_s: float) -> None:
-        """Publish what has come, if it is what was sent."""
+        """Publish the transfer after a check of its digest."""
         incoming = self._incoming
         assert incoming is not None
         if incoming.is_patch:
@@ -478,7 +478,7 @@ class MirrorParty:
             "came; nothing of it is published, and the whole of it is asked for",
             incoming.offer.version, self._bus, "patch" if incoming.is_patch else "pieces",
         )  # fmt: skip
-        # Another base than it took it for: what is whole needs none.
+        # The base differed from the expected base: a whole version needs no base.
         self._pool, self.sequence = "", 0
         self._give_up("it is not what was sent")
         self._say(now_s)
@@ -512,7 +512,7 @@ class MirrorParty:
     # -- time ------------------------------------------------------------------------------------
 
     def round(self) -> float:
-        """Do what time asks for, and return the seconds until it is to be called again."""
+        """Do timed work, and return the seconds until the next call."""
         now_s = time.monotonic()
         incoming = self._incoming
         if incoming is not None and incoming.write is None and now_s >= incoming.next_s:
@@ -548,16 +548,16 @@ class MirrorParty:
         self._places.clear()
 
     def close(self) -> None:
-        """Leave the pool, which stays with its newest version."""
+        """Leave the pool, with its newest version, to its readers."""
         self._leave()
 
 
 def _remove_unfinished(bus: str) -> None:
-    """Remove a pool whose creator died before it had all of its memory."""
+    """Remove a pool after its creator died before the last allocation."""
     path = pool_path(bus, POOL_KIND)
     try:
         with os.fdopen(open_own(path, os.O_RDONLY, f"the pool of bus {bus!r}"), "rb") as file:
-            begun = file.read(8) == bytes(8)  # its magic comes last
+            begun = file.read(8) == bytes(8)  # the magic comes last
     except (OSError, errors.LayoutMismatchError):
         return
     for found in leftovers.of_bus(bus) if begun else ():
@@ -574,7 +574,7 @@ def _spec_of(geometry: PoolGeometry) -> PoolSpec:
 
 
 def _check_offer(offer: VersionOffer, meta_bytes: int) -> None:
-    """Refuse an offer of another layout, or one that does not fit what it says of itself."""
+    """Refuse an offer of another layout, or with inconsistent sizes."""
     geometry = offer.geometry
     if geometry.layout != _core.POOL_LAYOUT_VERSION:
         raise errors.LayoutMismatchError(

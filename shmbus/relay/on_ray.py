@@ -1,9 +1,9 @@
-"""The relay on Ray: an actor beside each bus, one that coordinates, and calls that introduce them.
+"""The relay on Ray: an actor beside each bus, a coordinating actor, and calls to introduce them.
 
 Invariants:
 
-- An actor has a name, no arguments but names and numbers, and nothing that a restart must restore.
-- Ray carries endpoints and questions of drivers; messages and blocks go over connections.
+- An actor's arguments are names and numbers, and a restart needs no saved state.
+- Ray carries endpoints and drivers' questions; messages and blocks use direct connections.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ except ImportError as error:
 
 _log = logging.getLogger("shmbus.relay")
 
-#: Ray's namespace of all relays; an actor's name has the relay's.
+#: Ray's namespace of every relay; an actor's name contains the relay's.
 NAMESPACE: Final = "shmbus"
-#: Of a resource that a node has at least 1 of: as many actors as anybody may want.
+#: A share of a resource of at least 1: room for up to 1000 actors.
 _A_LITTLE: Final = 0.001
-#: Calls that may wait for an actor that is starting; more are lost, and made again.
+#: Calls waiting for a starting actor; further calls are lost, and repeated.
 _MOST_PENDING: Final = 10_000
-#: Seconds until an actor that no connection reaches is told again where this one listens.
+#: Seconds until an unconnected actor gets this actor's endpoint again.
 _INTRODUCE_S: Final = 0.5
-#: Seconds until a coordinator that does not answer is asked again.
+#: Seconds until a silent coordinator is asked again.
 _ASK_AGAIN_S: Final = 0.5
-#: Seconds that a question to an actor may take.
+#: Seconds for an actor's answer.
 _ANSWER_S: Final = 10.0
-#: The same where somebody waits for ever.
+#: The limit for a caller without a timeout.
 _LONGEST_ANSWER_S: Final = 86_400.0
 _PREFIX: Final = "relay"
 _COORDINATOR: Final = "coordinator"
-#: What begins the addresses of those that carry weights; no bus's name has a colon.
+#: Address prefix of actors with weights; a bus's name contains no colon.
 _WEIGHTS: Final = "weights:"
 #: Prefix of the resource that Ray gives a single node.
 _OWN: Final = "node:"
@@ -64,20 +64,20 @@ _OWN: Final = "node:"
 _BEGIN_S: Final = 60.0
 _LACKS_S: Final = 3.0
 _LOOK_S: Final = 0.1
-#: Objects that are made until circles of them are looked for: as many as a full bus has records.
+#: New objects until a cycle collection: the records of a full bus.
 _GC_THRESHOLDS: Final = (100_000, 20, 100)
 
 
 class RelayActor:
-    """What Ray runs beside a bus."""
+    """A Ray actor beside a bus."""
 
     def __init__(self, plan: bytes) -> None:
         made = _as_it_is(msgspec.json.decode(plan, type=PartyPlan))
-        # Many objects that are long there and in no circles: looking for some took a tenth.
+        # Cycle collection over many long-lived objects without cycles took a tenth of the time.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
-        # Two connections a peer: 1,000 nodes need more than a shell's usual 1,024 descriptors.
+        # Two connections a peer: 1,000 nodes exceed a shell's usual 1,024 descriptors.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._actors: dict[str, Any] = {}
@@ -91,22 +91,22 @@ class RelayActor:
         self._host.deliver(packed, payload)
 
     def _introduce(self, to: str) -> None:
-        """Tell a named actor where this one listens, now and then: it connects in return."""
+        """Send a named actor this endpoint, at most every 0.5 s: it connects in return."""
         now_s = time.monotonic()
         if now_s < self._next_introduction_s.get(to, 0.0):
             return
         self._next_introduction_s[to] = now_s + _INTRODUCE_S
         try:
-            # A handle outlives restarts, and needs nothing of Ray's head.
+            # A handle survives restarts, and needs nothing from Ray's head.
             if to not in self._actors:
                 self._actors[to] = ray.get_actor(to, namespace=NAMESPACE)
             meet = self._actors[to].meet.options(enable_task_events=False)
             meet.remote(tuple(self._direct.endpoint))
         except (ValueError, ray.exceptions.RayError):
-            self._actors.pop(to, None)  # it is not there now
+            self._actors.pop(to, None)  # not running now
 
     def meet(self, endpoint: tuple[Any, ...]) -> None:
-        """Learn where another actor listens."""
+        """Learn another actor's endpoint."""
         self._direct.learn(Endpoint(*endpoint))
 
     def describe(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class RelayActor:
 
 
 def _named(relay: str) -> list[str]:
-    """Return addresses of a relay's actors, without relays whose names begin with this name."""
+    """Return addresses of a relay's actors, excluding relays with a longer name."""
     listed = ray.util.list_named_actors(all_namespaces=True)
     names = [each["name"] for each in listed if each["namespace"] == NAMESPACE]
     ours, end = f"{_PREFIX}.{relay}.", f".{_COORDINATOR}"
@@ -154,7 +154,7 @@ def _as_it_is(plan: PartyPlan) -> PartyPlan:
 
 
 class _Place(NamedTuple):
-    """A bus on a node, and what of Ray's names that node."""
+    """A bus on a node, and Ray's names of the node."""
 
     bus: str
     resource: str
@@ -193,7 +193,7 @@ def _own_resource(node: dict[str, Any]) -> str:
 
 
 def _places(spec: str) -> list[_Place]:
-    """Find the nodes of a bus: those with the named resource, or those that have the bus."""
+    """Find the nodes of a bus: by the named resource, or by the bus's presence."""
     bus, _, resource = spec.partition("@")
     nodes = _nodes()
     if resource:
@@ -223,7 +223,7 @@ def _find_all(what: str, specs: Sequence[str]) -> list[_Place]:
 
 
 def _check_places(places: Sequence[_Place]) -> None:
-    """Refuse a bus that is named twice: it has one relay, and records would go in circles."""
+    """Refuse a bus named twice: a bus allows a single relay, and records would go in circles."""
     found = Counter((each.bus, each.node_id or each.resource) for each in places)
     double = [each for each in places if found[each.bus, each.node_id or each.resource] > 1]
     if double:
@@ -292,7 +292,7 @@ def start(
 def _plan_weights(
     name: str, from_places: Sequence[_Place], trainer: _Place
 ) -> list[tuple[_Place, PartyPlan]]:
-    """Have the pool of a trainer's bus mirrored beside each rollout workers' bus."""
+    """Plan a mirror of a trainer's pool beside each rollout workers' bus."""
     source = trainer.address(name, _WEIGHTS)
     mirrors = [
         (place, PartyPlan("mirror", place.address(name, _WEIGHTS), source, place.bus))
@@ -304,15 +304,15 @@ def _plan_weights(
 
 
 def _require_same(name: str, plan: PartyPlan) -> None:
-    """Raise BusBusyError where this relay runs already, and was started with something else."""
+    """Raise BusBusyError if this relay already runs with another plan."""
     try:
         actor = ray.get_actor(plan.address, namespace=NAMESPACE)
         runs = ray.get(actor.describe.remote(), timeout=_ANSWER_S)["plan"]
     except (ValueError, ray.exceptions.RayError):
-        return  # there is none, or it has just ended
+        return  # no actor, or an actor just ended
     ours = msgspec.json.encode(plan).decode()
     theirs = msgspec.json.decode(runs, type=PartyPlan)
-    # The sources say which nodes have mirrors.
+    # The sources list the nodes with mirrors.
     same = bool(theirs.mirrors) == bool(plan.mirrors)
     if not same or msgspec.structs.replace(theirs, mirrors=plan.mirrors) != plan:
         raise errors.BusBusyError(
@@ -338,7 +338,7 @@ def _start_actor(plan: PartyPlan, resources: dict[str, float]) -> None:
 
 
 def find(name: str, address: str | None = None) -> Relay:
-    """Return the relay of this bus name that runs already."""
+    """Return the running relay of this bus name."""
     _connect(address)
     found = _named(name)
     if not found:
@@ -355,7 +355,7 @@ def _answer_s(timeout: float) -> float:
 
 
 class Relay:
-    """A relay that runs on a Ray cluster, seen from a driver."""
+    """A running relay on a Ray cluster, seen from a driver."""
 
     def __init__(self, name: str, addresses: list[str]) -> None:
         self.name = name
@@ -365,7 +365,7 @@ class Relay:
         self._carrying = [each for each in addresses if each.startswith(self._prefix + _WEIGHTS)]
 
     def describe(self, timeout: float = _ANSWER_S) -> list[dict[str, Any]]:
-        """Return what each actor says of itself; "error" is why one can do nothing."""
+        """Describe every actor; "error" gives the reason for an idle actor."""
         timeout = _answer_s(timeout)
         asked: dict[str, Any] = {}
         said: list[dict[str, Any]] = []
@@ -385,10 +385,10 @@ class Relay:
         return said
 
     def ledgers(self, timeout: float = _ANSWER_S) -> list[dict[str, Any]]:
-        """Return the ledger of each bus of the relay, within so many seconds for all of them.
+        """Return the ledger of each bus of the relay, within `timeout` seconds in total.
 
-        Each has "address", "kind" and "bus"; "ledger", None where there is no answer; "balanced",
-        whether it adds up; and "error".
+        Each entry contains "address", "kind" and "bus"; "ledger", None without an answer;
+        "balanced", the result of the check; and "error".
         """
         said = {each["address"]: each for each in self.describe(timeout)}
         found = []
@@ -410,7 +410,7 @@ class Relay:
         return found
 
     def status(self, timeout: float = _ANSWER_S) -> RelayNote:
-        """Return what its coordinator knows; DaemonUnavailableError after so many seconds."""
+        """Return the coordinator's note; DaemonUnavailableError after `timeout` seconds."""
         timeout = _answer_s(timeout)
         deadline = time.monotonic() + timeout
         why = "it has just begun"
@@ -426,9 +426,9 @@ class Relay:
         raise self._unavailable(timeout, why)
 
     def weights(self, timeout: float = _ANSWER_S) -> WeightsNote | None:
-        """Return how far the nodes are with the trainer's weights; None where they are not carried.
+        """Return the nodes' progress with the trainer's weights; None without weights in the plan.
 
-        DaemonUnavailableError where whoever has them does not say within so many seconds.
+        DaemonUnavailableError if the weights publisher does not answer within `timeout` seconds.
         """
         if not self._carrying:
             return None
@@ -547,9 +547,9 @@ class Relay:
         """Go on without a source, a sink or a mirror of a lost node.
 
         A source goes with its node's mirror; announced records that no sink had fetched count as
-        lost. Groups of a sink that its trainer had not acknowledged go to another sink, so the
-        sink's bus must not come back. KeyError for an unknown peer, DaemonUnavailableError without
-        an answer.
+        lost. Groups of a sink not yet acknowledged by its trainer go to another sink, so the sink's
+        bus must not come back. KeyError for an unknown peer, DaemonUnavailableError without an
+        answer.
         """
         lead, gone = self._lead(), list[str]()
         mirror = address if address in self._carrying else self._weights_of(address)
@@ -570,9 +570,9 @@ class Relay:
         try:
             ray.kill(ray.get_actor(address, namespace=NAMESPACE), no_restart=True)
         except (ValueError, ray.exceptions.RayError):
-            return  # it has gone already
+            return  # already gone
 
     def stop(self) -> None:
-        """End it. What was not released is in its source's ring, and goes on with the next one."""
+        """End the relay. Unreleased records stay in their source's ring, for the next relay."""
         for address in self.addresses:
             self._kill(address)

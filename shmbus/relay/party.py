@@ -1,10 +1,10 @@
-"""What each party is: its mailbox, its rounds, and when it asks again.
+"""The common part of parties: mailbox, rounds and retries.
 
 Invariants:
 
-- Messages may be late, lost or doubled: what is lost is asked for again by a party's own clock.
-- What one message does wrong is counted and told; the next one is taken all the same.
-- A party that is only slow is not asked so often that it gets slower.
+- Messages may arrive late, twice or never: a party repeats lost requests by its own clock.
+- An error in a message is counted and logged; the next message is taken as usual.
+- Backoff keeps requests to a merely slow party from slowing it further.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shmbus.relay.messages import Envelope, Message, unpack
 
 _log = logging.getLogger("shmbus.relay")
 
-#: Texts of refusals that are remembered, so that each is told once.
+#: Remembered texts of refusals, each logged once.
 _MOST_TEXTS = 100
 
 
 class Opener:
-    """Unpacks what comes; what is no message of this version is counted, and told once."""
+    """Unpacks messages; invalid messages and other versions are counted, and logged once."""
 
     def __init__(self, address: str = "this process") -> None:
         self.refused = 0
@@ -45,7 +45,7 @@ class Opener:
 
 
 class Mailbox(Protocol):
-    """Sends and receives messages under one address."""
+    """Sends and receives messages under a single address."""
 
     address: str
     opener: Opener
@@ -56,41 +56,41 @@ class Mailbox(Protocol):
         """Send a message at the next `flush`, or lose it; a payload must not change meanwhile."""
 
     def flush(self) -> None:
-        """Let go what waits to be sent with what comes after it."""
+        """Send the waiting messages."""
 
     def receive(self, timeout_s: float) -> list[Envelope]:
-        """Return what has come, after at most so long where nothing has."""
+        """Return received messages; wait at most `timeout_s` seconds for the first."""
 
 
-#: Seconds without progress until a party asks again: at first, and at most, so that a party notices
-#: the end of a partition soon.
+#: Seconds without progress until a party asks again: first and longest wait. The limit lets a party
+#: notice a partition's end soon.
 PARTY_BACKOFF_S: Final = (1.0, 15.0)
-#: Seconds until a party that lost its bus looks for the next of that name.
+#: Seconds until a party without its bus looks for the next bus of the name.
 _REOPEN_S = 0.2
 
 
 class Party(Protocol):
-    """A source, a sink or a coordinator, with what it works on."""
+    """A source, a sink or a coordinator, with its resources."""
 
     def take(self, envelope: Envelope) -> None:
         """Act on a message."""
 
     def round(self) -> float:
-        """Do what there is to do; return the seconds until the next call."""
+        """Do the due work; return the seconds until the next call."""
 
     def close(self) -> None:
         """Leave."""
 
 
 def run_party(make: Callable[[], Party], mailbox: Mailbox, goes_on: Callable[[], bool]) -> None:
-    """Have a party work until `goes_on` says no."""
+    """Run a party until `goes_on` returns False."""
     told: type[Exception] | None = None
     while goes_on():
         try:
             party = make()
         except (errors.ShmbusError, OSError) as error:
-            # Whoever has the bus may be this party's own predecessor, which is ending; and one of
-            # another version, or of another user, may be made again.
+            # The bus's holder may be this party's ending predecessor; a bus of another version or
+            # user may be recreated.
             level = logging.DEBUG if type(error) is told else logging.WARNING
             _log.log(level, "relay: %s; it is tried again", error)
             told = type(error)
@@ -111,7 +111,7 @@ def _work(party: Party, mailbox: Mailbox, goes_on: Callable[[], bool]) -> None:
     while goes_on():
         for envelope in mailbox.receive(wait_s):
             party.take(envelope)
-        # Before the round, which may put a block: others are to work meanwhile.
+        # Before the round, because a round may put a block: peers work meanwhile.
         mailbox.flush()
         wait_s = party.round()
         mailbox.flush()

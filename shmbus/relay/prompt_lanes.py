@@ -1,7 +1,7 @@
-"""The request lanes at both ends of a relay: the trainer's, and those of rollout nodes.
+"""The request lanes at both ends of a relay: the trainer's, and the rollout nodes'.
 
-Invariant: behind a relayed prompt lie the bus and the number that it has there. Whoever reads the
-prompt does not look so far, and a source that begins finds whose it is.
+Invariant: a trailer behind a relayed prompt names the trainer's bus and the prompt's number there.
+A reader of the prompt stops before the trailer, and a starting source reads the owner there.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from shmbus_ext import _core
 
 _log = logging.getLogger("shmbus.relay")
 
-#: Behind a prompt: this word, the identity of its trainer's bus, and its number there.
+#: Trailer of a prompt: magic, identity of the trainer's bus, number there.
 _TAIL: Final = struct.Struct(">8s16sQ")
 _TAIL_WORD: Final = b"shmrelay"
-#: Seconds between looks at the lane, and between words of what is here that does not change.
+#: Seconds between looks at the lane, and between repeats of an unchanged Demand.
 _LOOK_S: Final = 0.01
 _AGAIN_S: Final = 1.0
-#: Seconds in which no worker makes anything, after which what was not begun is another node's.
+#: Seconds without work by any worker until requests not begun go to another node.
 _IDLE_S: Final = 5.0
 
 
@@ -44,13 +44,13 @@ class HeldPrompt(NamedTuple):
 
 
 class TrainerLane:
-    """The requests of a trainer's bus that are there for other nodes."""
+    """The requests of a trainer's bus offered to other nodes."""
 
     def __init__(self, segment: _core.Segment) -> None:
         self._segment = segment
-        #: Whether other splits than "train" are this trainer's.
+        #: True if splits besides "train" belong to this trainer.
         self.first = False
-        #: By number: its row, and what is sent of it; None of one that has ended.
+        #: By number: the row and the offer; None after the end.
         self._known: dict[int, tuple[int, PromptOffer | None]] = {}
 
     def rows(self) -> dict[int, PromptRow]:
@@ -61,7 +61,7 @@ class TrainerLane:
         for row, number, admitted, open_, claimed, done in table:
             _, offer = self._known[number]
             if offer is not None and (self.first or offer.group[2] == _core.TRAIN):
-                # By a sink, which may have died over it; or workers of this bus have some.
+                # Claimed by a sink, perhaps dead since; or by workers of this bus.
                 maybe = claimed > 0 and not (done or (open_ and admitted))
                 sent = maybe and _core.request_send(segment, row, number) > 0
                 found[number] = PromptRow(*offer[2:5], done, sent, open_ == offer.group_size)
@@ -75,13 +75,13 @@ class TrainerLane:
         return row, PromptOffer(number, text[:3], size, need, level, len(data) - start)
 
     def room(self, rows: dict[int, PromptRow]) -> int | None:
-        """Return how many groups may be begun; None where the bus does not bound it."""
+        """Return the number of groups allowed to begin; None without a bound."""
         limit, held, *_ = _core.lead_state(self._segment)
         ahead = held + sum(row.sent and not row.done for row in rows.values())
         return max(0, limit - ahead) if limit else None
 
     def send(self, number: int) -> tuple[PromptOffer, bytes] | None:
-        """Keep a request from workers of this bus, for others; None where it is too late for it."""
+        """Withhold a request from local workers, for other nodes; None if too late."""
         row, offer = self._known[number]
         text = _core.request_text(self._segment, row, number)
         if offer is None or text is None or not _core.request_send(self._segment, row, number):
@@ -94,7 +94,7 @@ class TrainerLane:
         return None if text is None else HeldPrompt(*text[:3], at, text[6])
 
     def end(self, number: int) -> None:
-        """End a request whose group comes to this bus no more."""
+        """End a request without a coming group."""
         _core.request_end(self._segment, self._known[number][0], number)
 
 
@@ -103,7 +103,7 @@ def _is_sound(offer: PromptOffer) -> bool:
 
 
 class _NodeRow(NamedTuple):
-    """A request of a rollout node's bus: whose it is, "" for its own; and its samples."""
+    """A request of a rollout node's bus: its trainer, "" for a local request; and its samples."""
 
     trainer: str
     there: int
@@ -114,13 +114,13 @@ class _NodeRow(NamedTuple):
 
 
 class NodePrompts:
-    """What a rollout node has of trainers' requests, and what its workers want."""
+    """A rollout node's share of trainers' requests, and its workers' demand."""
 
     def __init__(self, bus: Bus, segment: _core.Segment, reader: RecordReader) -> None:
         self._bus = bus
         self._segment = segment
         self._reader = reader
-        #: By number here: whose, which number there, its group.
+        #: By local number: the trainer, the number there, the group.
         self._known: dict[int, tuple[str, int, GroupName]] = {}
         found = [row[:3] for row in self._rows() if row.trainer]
         reader.relayed.update(reader.key_of(group) for _, _, group in found)
@@ -128,20 +128,20 @@ class NodePrompts:
             reader.identity, reader.incarnation, found, self._offer,
             lambda group: reader.end_request(reader.key_of(group)),
         )  # fmt: skip
-        #: By trainer's bus: where its side is; what that was told last, and when.
+        #: By trainer's bus: the sink's address, the last Demand, and its time.
         self._told: dict[str, tuple[str, object, float]] = {}
         self._next_s = 0.0
         self._busy_s = time.monotonic()
 
     def take(self, sender: str, message: Prompts, payload: bytes | memoryview) -> None:
-        """Take a word of a trainer's side, and answer it soon; nothing of one that is not sound."""
+        """Take a trainer side's message, and answer soon; ignore an invalid message."""
         ends = [0, *itertools.accumulate(offer.nbytes for offer in message.offers)]
         if ends[-1] != len(payload) or not all(map(_is_sound, message.offers)):
             return
         prompts = [bytes(payload[at:end]) for at, end in itertools.pairwise(ends)]
         if self.taker.take(message, prompts):
             for old in [each for each, told in self._told.items() if told[0] == sender]:
-                if old != message.trainer:  # its bus was made again, and these are over
+                if old != message.trainer:  # a recreated bus: the old requests end
                     for number in list(self.taker.here.get(old, ())):
                         self.taker.give_back(old, number)
                 del self._told[old]
@@ -149,14 +149,14 @@ class NodePrompts:
             self._next_s = 0.0
 
     def look(self, now_s: float) -> list[_NodeRow] | None:
-        """Read what became of requests, before the ring is read; None where nobody asks now."""
+        """Read the requests' states, before the ring is read; None while no trainer asks."""
         if now_s < self._next_s or not self._told:
             return None
         self._next_s = now_s + _LOOK_S
         return self._rows()
 
     def say(self, rows: list[_NodeRow], now_s: float) -> list[tuple[str, Demand]]:
-        """Return what to say to whom, once all was read that was there before the look."""
+        """Return Demands by address, after everything from before the look was read."""
         open_, claimed = sum(row.open for row in rows), sum(row.claimed for row in rows)
         if claimed or not open_:
             self._busy_s = now_s
@@ -166,7 +166,7 @@ class NodePrompts:
                     self.taker.give_back(row.trainer, row.there)
         wants = 0
         if not open_ and _core.request_wanted(self._segment) and self._bus.paused is None:
-            wants = max(1, claimed)  # as many as workers have in hand
+            wants = max(1, claimed)  # the number of samples in workers' hands
         said, holds, key_of = [], self._reader.holds, self._reader.key_of
         for trainer, (address, before, told_s) in self._told.items():
             ended = {
@@ -198,11 +198,11 @@ class NodePrompts:
         return "", 0, ("", None, "")
 
     def _offer(self, trainer: str, offer: PromptOffer, prompt: bytes) -> bool:
-        """Offer a request; False where there is no room now."""
+        """Offer a request; return False without room."""
         data = prompt + _TAIL.pack(_TAIL_WORD, bytes.fromhex(trainer), offer.number)
         _, (id_, round, label), size, need, level, _ = offer
         split, key = number_of(self._segment, label), self._reader.key_of(offer.group)
-        # Before it is there: the reader ends what is not relayed.
+        # Before the request appears: the reader ends requests not relayed.
         self._reader.relayed.add(key)
         done, status = 0, -2
         if split < _core.MAX_SPLITS:

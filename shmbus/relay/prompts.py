@@ -1,13 +1,14 @@
-"""Requests of trainers' buses on other nodes: who has which, what is sent, and what is over.
+"""Requests of trainers' buses on other nodes: owners, transfers and ends.
 
 Invariants:
 
-- A request is with one source at a time, whole: its samples share a prompt, and its prefix cache.
-- The trainer's lane says that a request was sent, and a source's lane that it is there. A sink that
-  begins sends none of them again before every source has said what it has.
-- A source has a request until it is told that it is over. One that it has not, though it has taken
-  the message, it never got or gave back: it is another's.
-- A source takes only what is said to it in its life, by growing marks: nothing begins twice.
+- A whole request lies with a single source at a time: its samples share a prompt and a prefix
+  cache.
+- The trainer's lane records a request as sent, and a source's lane records it as present. A
+  starting sink sends no sent request again before every source has reported.
+- A source keeps a request until the sink ends it. A source that took the message but lacks the
+  request has refused or returned it: another source may get the request.
+- A source takes only messages addressed to its incarnation, by growing marks: nothing begins twice.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ Rows: TypeAlias = Mapping[int, PromptRow]
 
 
 class PromptSender:
-    """The side beside a trainer's bus: gives requests to sources whose workers want some."""
+    """The side beside a trainer's bus: gives requests to sources with idle workers."""
 
     def __init__(self, trainer: str, incarnation: int) -> None:
         self.trainer = trainer
         self.incarnation = incarnation
         self.number = 0
-        #: By number of the request: whose it is; and the number of the message by which it is.
+        #: By number of the request: its source; and the number of the message with the request.
         self.at: dict[int, str] = {}
         self.sent: dict[int, int] = {}
-        #: Of each source that is there, the last message with prompts; and its newest word.
+        #: By present source: number of the last message with prompts; and newest Demand.
         self.asked: dict[str, int] = {}
         self.heard: dict[str, Demand] = {}
         self.complete = False
 
     def peers(self, buses: Collection[str], *, complete: bool) -> None:
-        """Learn which sources there are: what one had that has gone is free again."""
+        """Learn the present sources: requests of a lost source are free again."""
         self.complete = complete
         self.asked = {bus: self.asked.get(bus, 0) for bus in buses}
         if complete:
@@ -58,16 +59,16 @@ class PromptSender:
             self.at = {number: bus for number, bus in self.at.items() if bus in buses}
 
     def demand(self, word: Demand) -> bool:
-        """Learn what a source has; False for what is no news of one that is known."""
+        """Update a source's state. Return False if the message is old or the source unknown."""
         bus, before = word.bus, self.heard.get(word.bus)
         if bus not in self.asked or (before is not None and word.mark <= before.mark):
             return False
         if word.answers[0] != self.incarnation:
-            # From before this one's first message: what it had may be another's by now.
+            # From before this sink's first message: another source may hold the requests now.
             word = word._replace(here=(), ended=())
         self.heard[bus] = word
         for number in [n for n, at in self.at.items() if at == bus and n not in word.here]:
-            # Else the message with it may come still.
+            # Otherwise the message with the request may still arrive.
             if self.sent.get(number, 0) <= self._answered(bus):
                 del self.at[number]
         for number in word.here:
@@ -75,12 +76,12 @@ class PromptSender:
         return True
 
     def _answered(self, bus: str) -> int:
-        """Return the number of the last message that a source has taken; -1 for none of this."""
+        """Return the number of the last message taken by a source; -1 for none of this sink."""
         answers = self.heard[bus].answers if bus in self.heard else _NEVER
         return answers[1] if answers[0] == self.incarnation else -1
 
     def ended(self, rows: Rows) -> list[int]:
-        """Return requests whose samples never come here. `rows` are newer than any word."""
+        """Return requests that can bring no samples. `rows` must be newer than every Demand."""
         return [
             number
             for bus, word in self.heard.items()
@@ -89,7 +90,7 @@ class PromptSender:
         ]
 
     def share(self, rows: Rows, room: int | None) -> list[tuple[str, list[int], list[int]]]:
-        """Return what is over for a source, and what it gets; `room`: how many may be begun."""
+        """Return ended and new requests by source; `room` limits the groups that may begin."""
         self.sent = {n: number for n, number in self.sent.items() if n in self.at}
         chosen = self._choose(rows, room)
         going_on = {number for number, row in rows.items() if row.done < row.need}
@@ -105,7 +106,7 @@ class PromptSender:
         wants = {
             bus: word.wants if room is None else min(word.wants, 1)
             for bus, word in self.heard.items()
-            # A word from before the last message does not count what that has brought.
+            # A Demand from before the last message misses the prompts of the last message.
             if word.wants and bus in self.asked and self._answered(bus) >= self.asked[bus]
         }
         chosen: dict[str, list[int]] = {}
@@ -122,7 +123,7 @@ class PromptSender:
         return chosen
 
     def _free(self, rows: Rows) -> list[int]:
-        """Return what may be sent, in the lane's order."""
+        """Return the free requests, in the lane's order."""
         all_heard = self.complete and all(self._answered(bus) >= 0 for bus in self.asked)
         free = [
             number
@@ -132,7 +133,7 @@ class PromptSender:
         return sorted(free, key=lambda number: (-rows[number].level, number))
 
     def say(self, bus: str, over: Sequence[int], offers: Sequence[PromptOffer]) -> Prompts:
-        """Make the next message to a source; the lane says already what is sent."""
+        """Make the next message to a source; the lane already records the offers as sent."""
         self.number += 1
         for offer in offers:
             self.at[offer.number], self.sent[offer.number] = bus, self.number
@@ -143,7 +144,7 @@ class PromptSender:
 
 
 class PromptTaker:
-    """The side beside a rollout node's bus: offers what comes, until it is over."""
+    """The side beside a rollout node's bus: offers received requests to workers until their end."""
 
     def __init__(
         self,
@@ -156,17 +157,17 @@ class PromptTaker:
         self.bus = bus
         self.incarnation = incarnation
         self.number = 0
-        self._offer, self._end = offer, end  # `offer` says whether there was room
-        #: By trainer's bus: groups of what is here by number, and its newest message.
+        self._offer, self._end = offer, end  # `offer` returns False without room
+        #: By trainer's bus: groups of present requests by number; and the newest message.
         self.here: dict[str, dict[int, GroupName]] = {trainer: {} for trainer, _, _ in found}
         self.taken: dict[str, Mark] = {}
         for trainer, number, group in found:
             self.here[trainer][number] = group
 
     def take(self, message: Prompts, prompts: Sequence[bytes]) -> bool:
-        """Offer what is new, and end what is over; False for a late message, which says nothing.
+        """Offer new requests and end old ones; return False for a late message, without an effect.
 
-        One to the source before this is answered: nothing of it was taken.
+        A message to an earlier source is answered, and nothing else.
         """
         trainer = message.trainer
         if message.mark <= self.taken.get(trainer, _NEVER):
@@ -178,18 +179,18 @@ class PromptTaker:
             groups = {group for those in self.here.values() for group in those.values()}
             here = self.here.setdefault(trainer, {})
             for offer, prompt in zip(message.offers, prompts, strict=True):
-                # Else it has come before, or another of its group that is not over.
+                # Otherwise a repeat, or another request of a living group.
                 if offer.group not in groups and self._offer(trainer, offer, prompt):
                     here[offer.number] = offer.group
         return True
 
     def give_back(self, trainer: str, number: int) -> None:
-        """Have no more samples of a request made here."""
+        """Stop the making of a request's samples here."""
         if number in self.here.get(trainer, {}):
             self._end(self.here[trainer].pop(number))
 
     def say(self, trainer: str, ended: Collection[int], wants: int) -> Demand:
-        """Say what is here of a trainer's bus; `ended` of it was answered, and has gone."""
+        """Make a Demand for a trainer's bus; `ended` requests were answered and released."""
         self.number += 1
         here = tuple(self.here.get(trainer, ()))
         mark, answers = (self.incarnation, self.number), self.taken.get(trainer, _NEVER)

@@ -1,16 +1,15 @@
-"""RecordReader: a bus's records one by one, each known by its origin, for a relay's source.
+"""RecordReader: a bus's records one by one, by origin, for a relay's source.
 
-Where a Consumer groups samples and leases groups, this hands out records, keeps them in the ring,
-and releases them when it is told to. So what was not released is there for whoever reads the bus
-next, and nothing else has to outlive a process.
+A Consumer groups samples and leases groups; a RecordReader hands out records, keeps them in the
+ring, and releases them on request. Unreleased records stay for the bus's next reader, and no other
+state must outlive the process.
 
 Invariants
 ----------
-- A record that was polled is held until it is released; closing or dying gives all of them back.
-- A release ends all records of a split that it names, or none, though this process die in the
-  midst of it.
-- A group that this reader has no record of any more holds no producer back: neither a row of the
-  bound on how far producers are ahead, nor a request.
+- A polled record is held until its release; closing or dying returns every held record.
+- A release ends every named record of a split or none, even if this process dies halfway.
+- A group without records in this reader holds no producer back: neither by a row of the lead bound
+  nor by a request.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class RecordReader(ClosedByWith):
         self.name = name
         self._lock = threading.RLock()
         self._held: dict[Origin, _core.Trajectory] = {}
-        #: How many records of each group are held.
+        #: Held records by group.
         self._of_group: Counter[Hashable] = Counter()
         self._note: _core.GroupTable[_core.Trajectory] = _core.GroupTable()
         self._segment = lifecycle.open_segment(name)
@@ -53,20 +52,20 @@ class RecordReader(ClosedByWith):
         except BaseException:
             self._segment.close()
             raise
-        #: Greater than that of any earlier reader of this kind of this bus.
+        #: Above the number of every earlier RecordReader of this bus.
         self.incarnation: int = _core.relay_next_source(self._segment)
         self._upkeep = Upkeep(self._segment, self._reader)
-        #: Groups whose requests came from another bus: it says when those end.
+        #: Groups with requests from another bus, and ended there.
         self.relayed: set[Hashable] = set()
 
     @property
     def identity(self) -> str:
-        """The identity of its bus, as `Bus.identity` says it."""
+        """The bus's identity, equal to `Bus.identity`."""
         return self._segment.identity
 
     @property
     def policy_version(self) -> int:
-        """The policy version that the producers of its bus read; settable."""
+        """The policy version read by the bus's producers; settable."""
         return self._segment.policy_version
 
     @policy_version.setter
@@ -85,7 +84,7 @@ class RecordReader(ClosedByWith):
     # -- from the ring --------------------------------------------------------------------------
 
     def poll(self, max_records: int) -> tuple[list[Origin], list[_core.Trajectory]]:
-        """Take records that were not polled yet, each producer's in its order, without waiting."""
+        """Take unpolled records without waiting, each producer's in order."""
         with self._lock:
             self._require_open()
             self._upkeep.run(time.monotonic(), self._find_stragglers, 0)
@@ -108,7 +107,7 @@ class RecordReader(ClosedByWith):
         return [each for each in held if each is not None]
 
     def export(self, origins: Iterable[Origin], into: bytearray | memoryview) -> memoryview:
-        """Copy records that are held into a block in `into`, for another bus; they stay."""
+        """Copy held records into a block in `into`, for another bus; the records stay held."""
         with self._lock:
             self._require_open()
             return memoryview(into)[: _core.export_block(self._find(origins), into)]
@@ -126,7 +125,7 @@ class RecordReader(ClosedByWith):
     # -- its end --------------------------------------------------------------------------------
 
     def release(self, origins: Sequence[Origin], reason: str = "acknowledged") -> None:
-        """End records that are held, each named once: their space is the producers' again."""
+        """End held records, each named once: their space returns to the producers."""
         if reason not in REASONS:
             raise ValueError(f"reason: expected one of {', '.join(REASONS)}, got {reason!r}")
         with self._lock:
@@ -137,7 +136,7 @@ class RecordReader(ClosedByWith):
     def _release(
         self, origins: Sequence[Origin], records: list[_core.Trajectory], reason: int
     ) -> None:
-        for split in set(map(_SPLIT, records)):  # a release is counted for one
+        for split in set(map(_SPLIT, records)):  # a release counts for a single split
             self._reader.release([t for t in records if t.split == split], reason)
         held, of_group = self._held, self._of_group
         for origin in origins:
@@ -159,15 +158,15 @@ class RecordReader(ClosedByWith):
         self._note_held()
 
     def key_of(self, name: GroupName) -> Hashable:
-        """Return the key that a group of this name has on this bus."""
+        """Return a group name's key on this bus."""
         return make_key(name[0], name[1], number_of(self._segment, name[2]))
 
     def holds(self, key: Hashable) -> bool:
-        """Whether a record of a group is held."""
+        """Return True if a record of a group is held."""
         return key in self._of_group
 
     def end_request(self, key: Hashable) -> None:
-        """Have no more samples of a group made, and tell producers so."""
+        """Stop the making of a group's samples, and tell producers."""
         with self._lock:
             self.cancel([key] if has_round(key) else [])
             self._upkeep.requests.end(key)
@@ -175,7 +174,7 @@ class RecordReader(ClosedByWith):
             self.relayed.discard(key)
 
     def cancel(self, keys: Iterable[Hashable]) -> None:
-        """Tell producers which groups need no more samples."""
+        """Tell producers about groups that need no more samples."""
         with self._lock:
             self._require_open()
             self._note.cancelled.extend(keys)
@@ -184,34 +183,34 @@ class RecordReader(ClosedByWith):
     # -- state ----------------------------------------------------------------------------------
 
     def require_bus(self) -> None:
-        """Raise BusRemovedError where the bus has lost its name; what is held can be exported."""
+        """Raise BusRemovedError after the bus lost its name; held records can still be exported."""
         with self._lock:
             self._require_open()
             self._segment.require_name()
 
     def note(self, figures: tuple[int, ...]) -> None:
-        """Write what `shmbus status` says of a relay: at most 8 counts."""
+        """Write a relay's figures for `shmbus status`: at most 8 counts."""
         with self._lock:
             self._require_open()
             _core.relay_note(self._segment, 0, time.monotonic_ns(), figures)
 
     def _note_held(self) -> None:
-        """Publish what this process holds, for messages of others."""
+        """Publish the number of held records, for other processes' messages."""
         self._note.failing_cells = len(self._held)
         self._reader.note(self._note)
 
     def close(self) -> None:
-        """Leave the bus. What was not released stays for whoever reads it next."""
+        """Leave the bus. Unreleased records stay for the next reader."""
         self._reader.wake()
         with self._lock:
-            # The reader first: a record whose holder is gone under it would give its space away.
+            # The reader first: a record without its holder would give its space away.
             self._reader.close()
             self._held.clear()
             self._of_group.clear()
 
 
 def reason_of(report: _core.Trajectory) -> str:
-    """Return why a sample failed, as the report of it says."""
+    """Return the reason in a failure report."""
     try:
         return str(report.meta)[: limits.STATUS_REASON_BYTES]
     except ValueError:

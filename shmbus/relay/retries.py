@@ -1,15 +1,16 @@
-"""Samples that failed: which source's producers are asked for which again, and the rows they read.
+"""Retries of failed samples: the source asked for each sample, and the rows read by its producers.
 
 Invariants:
 
-- A request is with one source at a time; its next attempt goes to another one, where there is one.
-  Where prompts come from the trainers' buses, it stays with the source that has its prompt.
-- A source is told a whole list, by a number that grows: what was lost or late does no harm, and a
-  list that it has confirmed need not be said again.
-- A source has a request once its backoff is over, and its timeout begins then.
-- A bus's table has the samples of the newest list that was taken, and those that an earlier source
-  has left, until the first list comes: a claim outlives the source and the coordinator.
-- A claim counts as lost only when its producer is dead, and everything that it committed was read.
+- A request lies with a single source at a time; its next attempt goes to another source, if
+  possible. With prompts from the trainers' buses it stays with the source holding its prompt.
+- A source gets a whole list, with a growing number: lost or late lists do no harm, and a confirmed
+  list needs no repeat.
+- A source gets a request after its backoff, and its timeout begins then.
+- A bus's table holds the samples of the newest list taken, and an earlier source's samples until
+  the first list comes: a claim outlives the source and the coordinator.
+- A claim counts as lost only after its producer's death, and after a read of every record the
+  producer committed.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ class RetryRequests:
     def __init__(self, failures: Failures[OriginHead], splits: Splits) -> None:
         self._failures = failures
         self._splits = splits
-        #: Of each request that a source has, which one, and that source's bus.
+        #: By request with a source: the request, and the source's bus.
         self._at: dict[_At, tuple[Request, str]] = {}
         self._numbers: Counter[str] = Counter()
         self._buses: tuple[str, ...] = ()
-        #: Requests for which every source's table was full.
+        #: True while requests wait because every source's table is full.
         self._waits = False
-        #: Whether a sample can be made only where its prompt is.
+        #: True if only the source with the prompt can make a sample.
         self.at_home = False
 
     @property
     def open(self) -> int:
-        """How many samples are asked for now."""
+        """The number of samples asked for now."""
         return len(self._at)
 
     def update(self, buses: tuple[str, ...], now_s: float) -> set[str]:
@@ -72,7 +73,7 @@ class RetryRequests:
             if found is None:
                 self._failures.put_back(due)
                 self._waits = True
-                break  # the next request that ends, or the next source, makes room
+                break  # the next ended request, or the next source, makes room
             self._at[due.key, due.index] = (due, found)
             self._failures.publish(due, now_s)
             changed.add(found)
@@ -83,7 +84,10 @@ class RetryRequests:
         return changed
 
     def _choose(self, request: Request, open_: set[str]) -> str | None:
-        """First where the group is made, since that worker has its prompt; then on from there."""
+        """Return a source with room: the group's home first, because its worker holds the prompt.
+
+        Later attempts move on from the home, source by source.
+        """
         count = len(self._buses)
         start = self._buses.index(home) if (home := self._home(request)) in self._buses else None
         attempt = 1 if self.at_home and start is not None else request.attempt
@@ -105,14 +109,14 @@ class RetryRequests:
         return next((bus_of(sample.origin) for sample in group.samples), "")
 
     def find(self, bus: str, sample: MissingSample) -> Request | None:
-        """Return the request that a source speaks of; None where it is not with that source."""
+        """Return a source's request; None if another source holds the request."""
         at = (self._splits.key(sample.group), sample.index)
         request, asked = self._at.get(at, (None, ""))
         same = request is not None and asked == bus and request.attempt == sample.attempt
         return request if same else None
 
     def wanted(self, bus: str, term: int) -> Wanted:
-        """Return all that a source's producers are asked for."""
+        """Return the full list for a source's producers."""
         samples = tuple(self._sample(request) for request, at in self._at.values() if at == bus)
         return Wanted(bus, term, self._numbers[bus], samples)
 
@@ -127,13 +131,13 @@ class RetryRequests:
         )  # fmt: skip
 
 
-#: What a sample that is asked for is known by, as MissingSample.id says it.
+#: The key of a requested sample, equal to MissingSample.id.
 _Id: TypeAlias = tuple[GroupName, int, int]
 _Row: TypeAlias = tuple[int, int, int, str, int | None, int, int, int, int, int, str, int]
 
 
 class RetryRows:
-    """Publishes in a bus what its producers are asked for."""
+    """Publishes a bus's list for its producers."""
 
     def __init__(self, segment: _core.Segment, identity: str) -> None:
         self._segment = segment
@@ -141,7 +145,7 @@ class RetryRows:
         #: Term and number of the newest list.
         self.mark = (0, 0)
         self._rows: dict[_Id, int] = {}
-        #: Those whose claimant was found dead, and whose records may not all have been read.
+        #: Requests with a dead claimant, whose records may not all be read.
         self._dead: dict[_Id, int] = {}
         for row, _, _, id_, round, split, _, _, index, attempt, _, _ in self._read():
             group = (id_, round, _core.split_label(segment, split))
@@ -160,7 +164,7 @@ class RetryRows:
         _core.retry_note(self._segment, len(self._rows), failed)
 
     def take(self, message: Wanted) -> None:
-        """Have producers asked for these samples, and for no others; an older list is ignored."""
+        """Replace the list for producers; ignore an older list."""
         mark = (message.term, message.number)
         if mark < self.mark:
             return
@@ -182,7 +186,7 @@ class RetryRows:
         _core.retry_publish(
             self._segment,
             row,
-            # Grows over sources too, so that a claim is always for the request that was seen.
+            # Grows across sources too: a claim always matches the request seen.
             _core.monotonic_ns(),
             id_,
             _core.NO_ROUND if round is None else round,
@@ -209,7 +213,7 @@ class RetryRows:
         }
 
     def lost(self) -> list[Unanswered]:
-        """Return what dead producers had, each time until another attempt is asked for."""
+        """Return dead producers' samples, until another attempt is asked for."""
         if not self._dead:
             return []
         said = []

@@ -1,15 +1,15 @@
-"""A sink: puts what it was assigned onto a trainer's bus, each record once, whoever dies.
+"""A sink: puts its assignments onto a trainer's bus, each record exactly once despite any death.
 
 Invariants:
 
-- A record is on the bus only if it is in the journal: as settled, or in the intent with the lane's
-  counter before it, which tells how many of the intent are there.
-- The journal forgets a record only when its source has said that it does not hold it any more.
-- A group that was begun is put to its end here, by this sink or its successor.
-- What is put next is what was asked for first; what is asked for meanwhile is bounded.
-- It takes assignments of the newest coordinator only, and those that were meant for itself.
-- It takes an answer of a source only for the block for which it asked: a late one, of a block that
-  was put or given back, would have a record put once more that came again as an assignment.
+- Every record on the bus is in the journal: as settled, or in the intent. The intent stores the
+  lane's counter before its first record, and so tells how many of its records were put.
+- The journal forgets a record only after its source confirmed the release.
+- A begun group is put to its end here, by this sink or its successor.
+- Puts follow the order of fetches; fetches under way are bounded.
+- The sink takes only assignments of the newest coordinator, addressed to its incarnation.
+- The sink takes a source's answer only for a fetched block still waiting. A late answer, for a
+  block put or given back, would put a reassigned record twice.
 """
 
 from __future__ import annotations
@@ -38,44 +38,44 @@ from shmbus.relay.messages import (
     is_of,
 )
 
-#: Bytes that are fetched at a time: groups are put together until they are as many. What one core's
-#: cache holds is checked and put without coming from memory again.
+#: Bytes fetched at a time, the limit for combining groups: a block in a core's cache is checked and
+#: put without another read from memory.
 BLOCK_BYTES = 4 << 20
 
-#: Blocks under way at a time: one is put, one crosses the network, and one its sources copy.
+#: Blocks under way: a block at the put, a block on the network, a block copied by its sources.
 BLOCKS_UNDER_WAY = 3
 
-#: The reason of a release on put: what becomes of the record is not known to its source.
+#: The reason of a release on put: the source never learns the record's later fate.
 RELAYED = "relayed"
 
-#: Records that are fetched at a time, as many as one release ends.
+#: Records fetched at a time: the limit of a release.
 BLOCK_RECORDS = 16_384
 
-#: Older than any announcement: of a bus that has gone, none will come.
+#: Before every announcement: a lost bus sends none.
 _LONG_AGO: Mark = (-1, -1)
 
 
 class Journal(NamedTuple):
-    """What of a sink outlives it: a row in the segment of its bus, written as one."""
+    """A sink's durable state: a row in the segment of its bus, written atomically."""
 
     #: On the bus; their sources may hold them too.
     settled: frozenset[Origin] = frozenset()
-    #: What is being put, in this order.
+    #: The records being put, in this order.
     intent: tuple[Origin, ...] = ()
-    #: Commits of the lane before the first of those.
+    #: The lane's commits before the first record of the intent.
     before: int = 0
-    #: Those of `settled` that their sources may let go, with the reason.
+    #: The settled records free for release at their sources, with the reason.
     ended: frozenset[tuple[Origin, str]] = frozenset()
 
 
 class Batch(NamedTuple):
-    """Groups whose bytes are asked for together, and put together."""
+    """Groups fetched and put together."""
 
-    #: Their assignments; empty of what an earlier sink has begun.
+    #: Their assignments; empty for an earlier sink's intent.
     groups: tuple[Assignment, ...]
-    #: Their records, in the order in which they are put.
+    #: Their records, in the order of the put.
     origins: tuple[Origin, ...]
-    #: Under which they are asked for; no other block of this sink has it.
+    #: The number of the fetch, unique in this sink.
     number: int
 
 
@@ -95,45 +95,45 @@ class Sink:
         self.incarnation = incarnation
         self.term = -1
         self.release_on = release
-        #: What the journal says, which is written as one, and before anything that it vouches for.
+        #: The journal's content, written atomically before every act that relies on the entry.
         self.settled: set[Origin] = set(journal.settled)
         self.intent = journal.intent
         self.before = journal.before
-        #: Of `settled`, what was dropped and never put, or has ended under an earlier sink.
+        #: Settled records dropped and never put, or ended under an earlier sink.
         self.dropped: dict[Origin, str] = dict(journal.ended)
         #: Of `settled`, why their sources may let them go.
         self.ended: dict[Origin, str] = {}
         if release == "put":
             self.ended = dict.fromkeys(journal.settled, RELAYED)
         self.ended.update(journal.ended)
-        #: Assignments that were taken and not begun, in order.
+        #: Accepted assignments not begun, in order.
         self.waiting: list[Assignment] = []
         self._waiting_bytes = 0
-        #: Those whose bytes are asked for, in the order in which they are put.
+        #: Fetched batches, in the order of the put.
         self.batches: list[Batch] = []
-        #: What of them is missing still.
+        #: Records of these batches still missing.
         self.wanted: set[Origin] = set()
-        #: What it has taken on and not put: of `intent`, `batches` and `waiting`.
+        #: Records accepted and not put: in `intent`, `batches` and `waiting`.
         self.owed: set[Origin] = set(journal.intent)
         self._gone: dict[Origin, Mark] = {}
         #: Of the last block.
         self._number = 0
         self._block_bytes = block_bytes
         self._block_records = block_records
-        #: Put for sources that have gone, and not ended: nobody is to be told of their end, but a
-        #: record on the bus names its entry of the journal.
+        #: Records put for lost sources, and not ended. No source waits for their end, but a record
+        #: on the bus refers to its journal entry.
         self.left_behind: set[Origin] = set()
 
     @property
     def journal(self) -> Journal:
-        """What its row must say."""
+        """The journal row to write."""
         ended = frozenset(self.dropped.items())
         return Journal(frozenset(self.settled), self.intent, self.before, ended)
 
-    # -- what the coordinator says ---------------------------------------------------------------
+    # -- coordinator -----------------------------------------------------------------------------
 
     def begin(self) -> list[Message]:
-        """Say what there is, and go on with what an earlier sink had begun."""
+        """Report the state, and continue an earlier sink's intent."""
         return [self._state(), *self._next()]
 
     def _state(self) -> SinkState:
@@ -141,24 +141,24 @@ class Sink:
         return SinkState(self.name, self.incarnation, self.term, settled, owed)
 
     def tell(self, message: SinkStateWanted) -> list[Message]:
-        """Say what there is to a coordinator, unless it has a successor already."""
+        """Report the state to a coordinator, unless a newer coordinator is known."""
         if message.term < self.term:
             return []
         self.term = message.term
         return [self._state()]
 
     def is_meant(self, message: Assignment | Drop) -> bool:
-        """Whether it is for this sink, by its coordinator, and about nothing that it has."""
+        """Return True for a message to this sink, by its coordinator, about unknown records."""
         if (message.incarnation, message.term) != (self.incarnation, self.term):
             return False
         return self.owed.isdisjoint(message.origins) and self.settled.isdisjoint(message.origins)
 
     def assign(self, message: Assignment) -> list[Message]:
-        """Take on a group, unless another sink or coordinator was meant."""
+        """Take on a group, unless addressed to another sink or sent by another coordinator."""
         return self.assign_all([message])
 
     def assign_all(self, messages: Iterable[Assignment]) -> list[Message]:
-        """Take on several groups likewise, each by itself; what they make is fetched together."""
+        """Take on several groups, judged one by one and fetched together."""
         before = len(self.waiting)
         for message in messages:
             if self.is_meant(message):
@@ -168,7 +168,7 @@ class Sink:
         return self._next() if len(self.waiting) > before else []
 
     def drop(self, message: Drop) -> list[Message]:
-        """Have sources let a group go; the caller has written down that it is dropped."""
+        """Have sources release a group; the caller has written the drop down."""
         if not self.is_meant(message):
             return []
         origins = frozenset(message.origins)
@@ -180,11 +180,11 @@ class Sink:
 
     @property
     def fetching(self) -> tuple[Origin, ...]:
-        """What is put next, once all of it is here."""
+        """The next records to put, once every byte is here."""
         return self.batches[0].origins if self.batches else ()
 
     def _next(self) -> list[Message]:
-        """Ask for the bytes of what was begun, and of as many groups as may be under way."""
+        """Fetch begun groups first, then more groups within the limits."""
         said: list[Message] = []
         while (batch := self._next_batch()) is not None:
             self.batches.append(batch)
@@ -201,7 +201,7 @@ class Sink:
             return self._make_batch((), self.intent)
         if not self.waiting or len(self.batches) >= BLOCKS_UNDER_WAY:
             return None
-        # Beside another one only a whole block is worth its transfer; more groups may come.
+        # Beside a running fetch only a whole block pays; more groups may come.
         if self.batches and self._waiting_bytes < self._block_bytes:
             return None
         nbytes = count = taken = 0
@@ -214,12 +214,12 @@ class Sink:
         groups = tuple(self.waiting[:taken])
         del self.waiting[:taken]
         self._waiting_bytes -= nbytes
-        # Of one bus behind each other: what is put then lies so in its block.
+        # Sorted by bus: records put together then lie together in their block.
         origins = tuple(chain.from_iterable([sorted(group.origins) for group in groups]))
         return self._make_batch(groups, origins)
 
     def _wait(self, groups: list[Assignment]) -> None:
-        """Let these be what waits, in this order."""
+        """Replace the waiting groups, in this order."""
         self.waiting = groups
         self._waiting_bytes = sum(group.nbytes for group in groups)
 
@@ -230,7 +230,7 @@ class Sink:
         ]
 
     def ask_again(self) -> list[Message]:
-        """Ask for what is missing, after an answer was lost."""
+        """Fetch missing records again, after a lost answer."""
         said: list[Message] = []
         for batch in self.batches:
             missing = [origin for origin in batch.origins if origin in self.wanted]
@@ -238,13 +238,13 @@ class Sink:
         return said
 
     def asked_by(self, message: Fetched) -> Batch | None:
-        """Return for what a message is an answer: None where it is for another sink, or put."""
+        """Return the batch of an answer; None for another sink's answer, or a finished batch."""
         if message.incarnation != self.incarnation:
             return None
         return next((each for each in self.batches if each.number == message.number), None)
 
     def fetched(self, message: Fetched) -> list[Message]:
-        """Take an answer. With a block's last one it can be put, or some of it is given back."""
+        """Take an answer. A block's last answer allows its put, or returns a part of the groups."""
         if self.asked_by(message) is None:
             return []
         gone = self.wanted.intersection(message.gone)
@@ -253,7 +253,7 @@ class Sink:
         return self._give_back() if self._gone else []
 
     def _give_back(self) -> list[Message]:
-        """Give back groups of which nobody holds a part, once all about their block is known."""
+        """Give back groups with lost parts, once every answer about their block came."""
         said: list[Message] = []
         for batch in list(self.batches):
             gone = {origin: self._gone[origin] for origin in batch.origins if origin in self._gone}
@@ -262,7 +262,7 @@ class Sink:
         return [*said, *self._next()]
 
     def _give_back_of(self, batch: Batch, gone: dict[Origin, Mark]) -> list[Message]:
-        """Give back what of a block cannot be put. What was begun goes on without that part."""
+        """Give back the lost part of a block. A begun put goes on without the part."""
         at = self.batches.index(batch)
         for origin in gone:
             del self._gone[origin]
@@ -281,21 +281,21 @@ class Sink:
 
     @property
     def is_hungry(self) -> bool:
-        """Whether it has got less to fetch than may be under way."""
+        """True if fewer blocks are under way than allowed."""
         return len(self.batches) < BLOCKS_UNDER_WAY
 
     @property
     def ready(self) -> bool:
-        """Whether all bytes of the next groups are there."""
+        """True if every byte of the next groups is here."""
         return bool(self.batches) and self.wanted.isdisjoint(self.fetching)
 
     def intend(self, committed: int) -> None:
-        """Have the next groups be the intent, which is in the segment before the first is put."""
+        """Make the next groups the intent; the segment holds the intent before the first put."""
         assert self.ready
         self.intent, self.before = self.fetching, committed
 
     def settle(self) -> list[Message]:
-        """All of the intent is on the bus, and the caller writes the journal that this leaves."""
+        """Settle the intent, now on the bus; the caller writes the resulting journal."""
         origins = frozenset(self.intent)
         self.settled |= origins
         self.owed -= origins
@@ -309,14 +309,14 @@ class Sink:
     # -- letting go ------------------------------------------------------------------------------
 
     def end(self, origins: frozenset[Origin], reason: str = "acknowledged") -> list[Message]:
-        """Have sources let go of these: the trainer is done with them, or need not be."""
+        """Have sources release records: the trainer ended them, or does not need them."""
         self.ended.update(dict.fromkeys(origins, reason))
         return [
             Release(bus, self.name, frozenset(theirs), reason) for bus, theirs in by_bus(origins)
         ]
 
     def ask_release_again(self, waited: Iterable[Origin] | None = None) -> list[Message]:
-        """Ask once more for what no source has confirmed; of these only, where they are given."""
+        """Repeat unconfirmed releases; only of `waited`, if given."""
         by_reason: dict[str, set[Origin]] = {}
         for origin in list(self.ended) if waited is None else waited:
             reason = self.ended.get(origin)
@@ -342,7 +342,7 @@ class Sink:
                 deque(map(of.pop, gone, repeat(None)), maxlen=0)
 
     def bus_gone(self, bus: str) -> list[Message]:
-        """Forget a source that will not come back: no answer of it can be awaited."""
+        """Forget a lost source, because no answer of its bus will come."""
         theirs = {origin for origin in self.settled if is_of(origin, bus)}
         self.left_behind |= theirs - self.ended.keys()
         self._forget(theirs)

@@ -1,11 +1,11 @@
-"""The process beside a trainer's bus: fetches what it was assigned, puts it, tells what it became.
+"""The process beside a trainer's bus: fetches assignments, puts them, reports their ends.
 
 Invariants:
 
-- A block is checked, and compared with what was asked for, before any of it is put.
-- Nothing here waits for room: while the bus is full, messages are answered and others are served.
-- What is put lies in the journal before, and is settled there after it. An entry is freed after
-  its source let go.
+- A block is checked, and compared with the request, before any put.
+- No step waits for room: while the bus is full, messages are answered and other sources served.
+- A record enters the journal before its put, and is settled there afterwards. An entry is freed
+  after the source's release.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from shmbus.relay.splits import labels_of, number_of
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
-#: Of an entry's number, as the core takes it.
+#: Bytes of an entry's number, as the core takes it.
 ENTRY_BYTES: Final = 4
 _NEW: Final = 0xFFFFFFFF
 
 
 class BusJournal:
-    """The journal of one bus, for the process that is its sink."""
+    """A bus's journal, for the sink's process."""
 
     def __init__(self, segment: _core.Segment, name: str) -> None:
         incarnation = _core.relay_begin(segment)
@@ -71,24 +71,24 @@ class BusJournal:
                     ends.add((origin, REASONS[ended]))
             else:
                 owed.append(origin)
-        #: What the sinks before this one have left.
+        #: State left by earlier sinks.
         self.found = Journal(frozenset(settled), tuple(sorted(owed)), ended=frozenset(ends))
         self.term = _core.relay_words(segment)[4]
         self.capacity = _core.relay_words(segment)[0]
 
     def bind(self, writer: _core.Writer) -> None:
-        """Have this writer's lane be the one that the journal speaks of."""
+        """Bind the journal to this writer's lane."""
         _core.relay_bind(writer)
 
     def intend(self, writer: _core.Writer, origins: Sequence[Origin]) -> bytes | None:
-        """Write that these are put next, in this order; None without room for them."""
+        """Write the intent to put these records, in this order; return None without room."""
         given = _core.relay_intend(writer, b"".join(origins), self._pack(origins))
         if given is not None:
             self._enter(origins, given)
         return given
 
     def drop(self, origins: Sequence[Origin], reason: str) -> bool:
-        """Write that these are not put, and have ended; False without room for them."""
+        """Write these records as dropped and ended; return False without room."""
         given = _core.relay_drop(self._segment, b"".join(origins), REASONS.index(reason))
         if given is None:
             return False
@@ -107,11 +107,11 @@ class BusJournal:
         return array("I", [known.get(origin, _NEW) for origin in origins])
 
     def settle(self, writer: _core.Writer, entries: bytes) -> None:
-        """Write that the records of these entries were put."""
+        """Write the records of these entries as put."""
         _core.relay_settle(writer, entries)
 
     def forget(self, origins: Collection[Origin]) -> None:
-        """Free the entries of these."""
+        """Free the entries of these records."""
         entries = array("I", map(self._entries.pop, origins))
         _core.relay_forget(self._segment, entries)
         deque(map(self._origins.__delitem__, entries), maxlen=0)
@@ -122,11 +122,11 @@ class BusJournal:
             self.forget([origin])
 
     def keep(self, origins: set[Origin]) -> None:
-        """Free the entries of all but these."""
+        """Free every entry but these records'."""
         self.forget([origin for origin in self._entries if origin not in origins])
 
     def ends(self) -> dict[str, list[Origin]]:
-        """Return what the trainer is done with, by reason; empty where nothing has changed."""
+        """Return the records ended by the trainer, by reason; empty without a change."""
         ended = _core.relay_words(self._segment)[5]
         if ended == self._ended:
             return {}
@@ -138,58 +138,58 @@ class BusJournal:
         }
 
     def look_again(self) -> None:
-        """Have `ends` return all once more, though no more has ended."""
+        """Make `ends` return every end again, even without a new end."""
         self._ended = -1
 
     def note(self, term: int, seen_ns: int, figures: tuple[int, ...]) -> None:
-        """Write what a successor and `shmbus status` need."""
+        """Write the figures for a successor and `shmbus status`."""
         _core.relay_note(self._segment, term, seen_ns, figures)
 
 
 _log = logging.getLogger("shmbus.relay")
 
-#: Seconds until the bus is tried again that was full.
+#: Seconds until the next try of a full bus.
 FULL_PAUSE_S = 0.002
-#: Seconds in which a bus takes what is brought back: it was made for as much.
+#: Seconds for a bus to take the kept records: a bus of the old size holds them.
 _PATIENCE_S: Final = 5.0
-#: Seconds between rounds with nothing to put.
+#: Seconds between rounds without work.
 IDLE_S = 0.01
-#: Seconds between checks of what the trainer has ended: a source's space is free so much later.
+#: Seconds between checks of the trainer's ends: they delay a source's space by as much.
 ENDS_S = 0.05
-#: Seconds for which the coordinator is not told of what was put, while it has assigned more than is
-#: fetched: a message for each block costs it, and what it answers this, as much as the heads do.
+#: Seconds to collect settled records for the coordinator, while assignments exceed the fetches
+#: under way: a message for each block, and the answer, cost the coordinator as much as the heads.
 SETTLED_LINGER_S = 0.02
-#: Seconds after which a release that no source has confirmed is asked for again.
+#: Seconds until an unconfirmed release is repeated.
 ASK_AGAIN_S = 2.0
 HELLO_S = 1.0
 #: Seconds between looks at the trainer's requests: after words of what workers want, and without.
 ASKED_S, PROMPTS_S = 0.01, 0.05
 #: Most of the bus, and of the journal's entries, in a block: the trainer's groups need room, too.
 _BLOCK_SHARE = 8
-#: The same of a group: it is put whole, beside what the trainer holds.
+#: The same limit for a group: a group is put whole, beside the trainer's groups.
 _GROUP_SHARE = 2
 
 
 class _Block:
-    """Records that are here, and where each lies among them."""
+    """Received records, and their places in the block."""
 
     def __init__(
         self, origins: tuple[Origin, ...], payload: bytes | memoryview, splits: messages.Labels
     ) -> None:
         self.origins = origins
         self.payload = payload
-        self.splits = splits  # of the records' bus, "" for those that this bus does not have
+        self.splits = splits  # labels of the records' bus, "" for labels unknown to this bus
 
     @cached_property
     def _index(self) -> dict[Origin, int]:
         return dict(zip(self.origins, range(len(self.origins)), strict=True))
 
     def has_some_of(self, origins: tuple[Origin, ...]) -> bool:
-        """Whether some of these are here."""
+        """Return True if the block holds any of these records."""
         return not self._index.keys().isdisjoint(origins)
 
     def find(self, order: tuple[Origin, ...], at: int) -> tuple[int, int]:
-        """Return where what is `at` this place of an order lies, and how many lie as the order."""
+        """Return the place of record `at` of an order, and the length of the common run there."""
         if self.origins == order:
             return at, len(order) - at
         first = self._index.get(order[at], -1)
@@ -205,7 +205,7 @@ class _Block:
 
 
 def _named(origins: bytes, asked: tuple[Origin, ...]) -> tuple[Origin, ...]:
-    """Return origins that lie one behind the other, as the objects that were asked for."""
+    """Return packed origins, reusing the requested objects."""
     if origins == b"".join(asked):
         return asked
     known = {origin: origin for origin in asked}
@@ -229,7 +229,7 @@ class SinkParty:
     ) -> None:
         self._segment = lifecycle.open_segment(bus)
         self._bus = Bus.open(bus)
-        #: What outlives the machine's memory, where that is asked for.
+        #: The log that survives the machine's memory, if requested.
         self.keep: Keep | None = None
         try:
             self.journal = BusJournal(self._segment, bus)
@@ -258,23 +258,23 @@ class SinkParty:
         self._next_prompts_s = 0.0
         #: The oldest prompt in a node's hands.
         self.held_prompt: HeldPrompt | None = None
-        #: Where each source is, by its bus's identity.
+        #: Addresses of sources, by the identity of their bus.
         self.addresses: dict[str, str] = {}
-        #: What is here and not put yet.
+        #: Blocks received and not put yet.
         self._blocks: list[_Block] = []
-        #: What is being put, the journal's entries of it, and how many of it are.
+        #: Records being put, their journal entries, and the number already put.
         self._order: tuple[Origin, ...] = ()
         self._entries = b""
         self._put = 0
         self._waited = False
-        #: Samples of the next groups that the trainer was told are missing.
+        #: Missing samples of the next groups already reported to the trainer.
         self._told: set[tuple[messages.GroupName, int, int]] = set()
         self._next_hello_s = self._next_ends_s = self._next_ask_s = 0.0
         self._fetches = Backoff(PARTY_BACKOFF_S)
-        #: What was put, and the coordinator is not told of yet.
+        #: Records put, and not yet reported to the coordinator.
         self._untold: set[Origin] = set()
         self._next_settled_s = 0.0
-        #: What sources were to let go at the last time that this was asked for again.
+        #: Unconfirmed releases at the last repeat.
         self._unconfirmed: set[Origin] = set()
         self.refused = 0
         self.records = 0
@@ -345,7 +345,7 @@ class SinkParty:
                     self._mailbox.send(self._coordinator, message)
 
     def _tell_settled(self) -> None:
-        """Tell the coordinator what was put, before anything else that this says of it."""
+        """Report puts to the coordinator, before any other message about them."""
         if self._untold:
             origins, self._untold = frozenset(self._untold), set()
             self._mailbox.send(self._coordinator, messages.Settled(self.sink.name, origins))
@@ -405,7 +405,7 @@ class SinkParty:
             case messages.Peers() as message:
                 self._learn(message)
             case _:
-                pass  # for a sink that was here before this one
+                pass  # for an earlier sink
 
     def _learn(self, message: messages.Peers) -> None:
         new = dict(message.addresses)
@@ -424,13 +424,13 @@ class SinkParty:
                 self._write()
                 self._say(said)
         if came:
-            # A message to one that is not connected is lost: send one before the first block.
+            # A message without a connection is lost: send a message before the first block.
             sink = self.sink
             self._say(
                 [messages.Fetch(bus, sink.name, sink.incarnation, ()) for bus in sorted(came)]
             )
             self._say(sink.ask_again())
-            self._next_hello_s = 0.0  # which asks them what they want
+            self._next_hello_s = 0.0  # asks them for their demand
 
     def _fetched(self, sender: str, message: messages.Fetched, payload: bytes | memoryview) -> None:
         batch = self.sink.asked_by(message)
@@ -446,7 +446,7 @@ class SinkParty:
                 _log.error("bus %r: a block from %s is refused: %s", self._bus.name, sender, error)
                 return
             if self.sink.wanted.isdisjoint(found):
-                return  # an answer that came twice
+                return  # a doubled answer
             self._blocks.append(_Block(found, payload, splits))
             message = message._replace(origins=found)
         said = self.sink.fetched(message)
@@ -459,14 +459,14 @@ class SinkParty:
         return bytes([number_of(self._segment, label) for label in labels])
 
     def _keep_blocks(self) -> None:
-        """Let go of blocks of which nothing is to be put: it was, or was given back."""
+        """Drop blocks without owed records: put, or given back."""
         owed = self.sink.owed
         self._blocks = [each for each in self._blocks if not owed.isdisjoint(each.origins)]
 
     def _check(
         self, batch: Batch, message: messages.Fetched, payload: bytes | memoryview, splits: bytes
     ) -> tuple[Origin, ...]:
-        """Return the records of a block; ValueError says what is wrong with it."""
+        """Return the records of a block; ValueError names the block's fault."""
         origins, packed = _core.check_block(payload, splits)
         checks = array("I", packed)
         if message.origins and origins != b"".join(message.origins):
@@ -487,7 +487,7 @@ class SinkParty:
         if list(map(heads.get, found)) == checks.tolist():
             return found
         for origin, check in zip(found, checks, strict=True):
-            # What an earlier sink had begun has no head here.
+            # An earlier sink's intent carries no heads.
             head = heads.get(origin, check)
             if head != check:
                 raise ValueError(
@@ -504,14 +504,14 @@ class SinkParty:
             self._say([said])
 
     def _write(self) -> None:
-        """Free what the journal need not say any more."""
+        """Free unneeded journal entries."""
         sink = self.sink
         self.journal.keep(sink.settled.union(sink.intent, sink.left_behind))
 
     # -- doing -----------------------------------------------------------------------------------
 
     def round(self) -> float:
-        """Do what there is to do, and return the seconds until it is to be called again."""
+        """Do the due work, and return the seconds until the next call."""
         now = time.monotonic()
         wait_s = self._step()
         if self.sink.is_hungry or now >= self._next_settled_s:
@@ -544,7 +544,7 @@ class SinkParty:
         return self._bus.policy_version, self._bus.paused, labels_of(self._segment)
 
     def _share_prompts(self) -> None:
-        """Have sources' workers make what the trainer requested, and no more what is over."""
+        """Send the trainer's new requests to sources' workers, and cancel the ended requests."""
         rows, sender = self._lane.rows(), self.prompts
         for number in sender.ended(rows):
             self._lane.end(number)
@@ -566,7 +566,7 @@ class SinkParty:
         )
 
     def _tell_ends(self) -> None:
-        """Have sources let go what the trainer is done with, or what was dropped."""
+        """Have sources release the records ended by the trainer or dropped."""
         ends = self.journal.ends()
         unwritten = self._write_ends([origin for origins in ends.values() for origin in origins])
         if unwritten:
@@ -582,7 +582,7 @@ class SinkParty:
                 self.journal.forget(over)
 
     def _step(self) -> float:
-        """Put what can be put of the next block; return the seconds until more may be put."""
+        """Put records of the next block; return the seconds until the next step."""
         sink = self.sink
         if not self._order:
             if not sink.ready:
@@ -591,7 +591,7 @@ class SinkParty:
                 return FULL_PAUSE_S
             entries = self.journal.intend(self.producer, sink.fetching)
             if entries is None:
-                return FULL_PAUSE_S  # the journal is full: until sources have let go
+                return FULL_PAUSE_S  # a full journal, until sources release
             if self.keep is not None:
                 here = [
                     (each.payload, each.splits)
@@ -612,7 +612,8 @@ class SinkParty:
             self.records += done
         self.journal.settle(self.producer, self._entries)
         if self._waited:
-            # The trainer may have ended what found room before the rest: no end counts before this.
+            # The trainer may have ended the first records before the rest found room: count ends
+            # only from now.
             self.journal.look_again()
             self._waited = False
         self._order = ()
@@ -641,7 +642,7 @@ class SinkParty:
                 self._told.add(sample.id)
 
     def _put_some(self) -> int:
-        """Put the next records that lie behind each other in one block; 0 on a full bus."""
+        """Put the next neighbouring records of a block; return 0 on a full bus."""
         order, at = self._order, self._put
         block, first, count = next(
             (block, *place) for block in self._blocks if (place := block.find(order, at))[1]
@@ -658,7 +659,7 @@ class SinkParty:
             return 0
 
     def close(self) -> None:
-        """Leave the bus; the next sink goes on from its journal."""
+        """Leave the bus; the next sink continues from its journal."""
         self.producer.close()
         self._close()
 

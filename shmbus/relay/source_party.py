@@ -1,9 +1,9 @@
-"""The process beside a rollout node's bus: announces what is committed, hands it out, lets it go.
+"""The process beside a rollout node's bus: announces, sends and releases committed records.
 
 Invariants:
 
-- Nothing that it knows outlives it but the bus, and a number in the bus that grows.
-- No announcement that is made after a release names what was released.
+- Only the bus, and a growing number in the bus, outlive the process.
+- No announcement after a release names the released records.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ class Source:
 
     @property
     def mark(self) -> Mark:
-        """Where its announcements have come to."""
+        """The position in the announcements."""
         return (self.incarnation, self.number)
 
     def begin(self, found: Mapping[Origin, Any]) -> list[Message]:
-        """Take all that the ring has, and announce it as all there is."""
+        """Take every record of the ring, and announce the full set."""
         self.held.update(found)
         return [self._announce(self.held, whole=True)]
 
     def poll(self, new: Mapping[Origin, Any]) -> list[Message]:
-        """Take what has come since, and announce it."""
+        """Take and announce new records."""
         self.held.update(new)
         return [self._announce(new, whole=False)] if new else []
 
@@ -85,12 +85,12 @@ class Source:
         return Announcement(self.bus, self.mark, whole, heads, self.asked, self._splits())
 
     def subscribe(self, message: Subscription) -> list[Message]:
-        """Announce all that is held to a coordinator that has missed something."""
+        """Announce every held record to a coordinator after a lost message."""
         self.asked = max(self.asked, (message.term, message.question))
         return [self._announce(self.held, whole=True)]
 
     def fetch(self, message: Fetch) -> list[Message]:
-        """Say which of the records it holds; whoever calls this adds their bytes."""
+        """Name the held records among these; the caller adds their bytes."""
         here = message.origins
         gone: tuple[Origin, ...] = ()
         if not self.held.keys() >= set(here):
@@ -104,21 +104,21 @@ class Source:
         return [Released(self.bus, message.sink, message.origins, self.mark)]
 
 
-#: Seconds for which heads are gathered before they are announced: little beside a rollout, and the
-#: coordinator hears each source at most so often.
+#: Seconds to gather heads before an announcement: little beside a rollout, and a limit on the
+#: coordinator's messages from each source.
 LINGER_S = 0.01
-#: The same after an announcement of many heads: what comes so fast waits for its block anyway, and
-#: a message costs its sender, its receiver and those that answer it as much as many heads do.
+#: The same after an announcement of many heads: at such a rate a record waits for its block anyway,
+#: and a message costs sender, receiver and responders as much as many heads.
 BUSY_LINGER_S = 0.04
-#: How many heads are many.
+#: Heads that count as many.
 MANY_HEADS = 64
-#: Records that are polled in a round: what a fast bus gets meanwhile; messages wait no longer.
+#: Records polled in a round: a fast bus's records since the last round; messages wait no longer.
 _POLL_AT_ONCE = 4096
-#: Seconds between words that it is there.
+#: Seconds between hellos.
 HELLO_S = 1.0
-#: What a pause begins with that came from the trainers' side.
+#: Prefix of a pause from the trainers' side.
 PAUSED_BY_RELAY = "relayed: "
-#: Records that are released at a time.
+#: Records released at a time.
 _RELEASE_AT_ONCE = 16_384
 
 
@@ -154,7 +154,7 @@ class SourceParty:
         self._send_all(self.source.begin(found))
 
     def _poll(self) -> int:
-        """Read what has come, to be announced; return how many records."""
+        """Read and queue new records for an announcement; return their number."""
         origins, records = self.reader.poll(_POLL_AT_ONCE)
         self._new.update(zip(origins, records, strict=True))
         return len(records)
@@ -178,12 +178,12 @@ class SourceParty:
         self.reader.note((len(self.source.held), self.released, self.source.number))
 
     def _oldest_ns(self) -> int:
-        """Return when the oldest record was committed, or one that is as old within a poll."""
+        """Return the commit time of the oldest record, precise to a poll."""
         oldest = next(iter(self.source.held.values()), None)
         return 0 if oldest is None else oldest.committed_ns
 
     def round(self) -> float:
-        """Do what time asks for, and return the seconds until it is to be called again."""
+        """Do timed work, and return the seconds until the next call."""
         now = time.monotonic()
         asked = self.prompts.look(now)
         count = self._poll()
@@ -196,7 +196,7 @@ class SourceParty:
             self._next_announcement_s = now + (BUSY_LINGER_S if busy else LINGER_S)
             self._send_all(self.source.poll(new))
         if count < _POLL_AT_ONCE and not self._new:
-            # All that a dead producer had committed is read, and announced before this.
+            # Every commit of a dead producer was read, and announced earlier.
             self._send_all(self.rows.lost())
         if now >= self._next_hello_s:
             self.reader.require_bus()
@@ -230,7 +230,7 @@ class SourceParty:
                     self.rows.take(wanted)
                     self._say_hello()
             case _:
-                pass  # for a bus that was here before this one
+                pass  # for an earlier bus
 
     def _announce_all(self, asked: Subscription) -> None:
         for message in self.source.subscribe(asked):
@@ -246,7 +246,7 @@ class SourceParty:
                 size = _core.BLOCK_HEADER_BYTES
                 size += sum([held[origin].nbytes for origin in message.origins])
                 payload = self.reader.export(message.origins, self._pool.take(size))
-                # The block names them, and the sink has them in hand: it had asked for them.
+                # The block names the origins, and the sink already knows the requested origins.
                 message = message._replace(origins=(), splits=labels_of(self._segment))
             self._mailbox.send(sink, message, payload)
 
@@ -274,7 +274,7 @@ class SourceParty:
                 self._bus.pause(why)
 
     def close(self) -> None:
-        """Leave the bus; what was not released stays for the next relay."""
+        """Leave the bus; unreleased records stay for the next relay."""
         self.reader.close()
         self._segment.close()
         self._bus.close()
@@ -285,6 +285,6 @@ def _read_heads(held: Mapping[Origin, _core.Trajectory]) -> bytes:
 
 
 def _cut(why: str) -> str:
-    """Return a reason as a bus has room for it, cut between characters."""
+    """Return a reason cut to the bus's room, between characters."""
     encoded = why.replace("\0", "").encode("utf-8", "replace")
     return encoded[: _core.PAUSE_REASON_BYTES].decode("utf-8", "ignore")

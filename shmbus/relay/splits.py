@@ -1,6 +1,6 @@
-"""Splits between buses: a number is one bus's own, so what crosses says labels.
+"""Splits between buses: a split number is local to a bus, so messages carry labels.
 
-Invariant: where a number crosses, in heads and in blocks, the labels of its bus are beside it.
+Invariant: numbers in heads and blocks travel with the labels of their bus.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from shmbus_ext import _core
 
 
 class Splits:
-    """Numbers for labels of all buses, as many as a bus has."""
+    """Numbers for the labels of every bus, up to a bus's limit."""
 
     def __init__(self) -> None:
         self.labels = [_core.TRAIN]
-        #: Labels for which there was none left.
+        #: Labels without a free number.
         self.left_out: set[str] = set()
 
     def number(self, label: str) -> int:
-        """Return the number of a label, new if need be; MAX_SPLITS where all are taken."""
+        """Return a label's number, new if needed; MAX_SPLITS without a free number."""
         if label not in self.labels:
             if not label or len(self.labels) == _core.MAX_SPLITS:
                 self.left_out |= {label} - {""}
@@ -34,19 +34,19 @@ class Splits:
         return make_key(name[0], name[1], self.number(name[2]))
 
     def name(self, key: Hashable) -> GroupName:
-        """Return what all buses call the group of a key."""
+        """Return the shared name of a key's group."""
         instance_id, round, split = split_key(key)
         return instance_id, round, self.labels[split]
 
 
 def labels_of(segment: _core.Segment) -> tuple[str, ...]:
-    """Return the labels of a bus by number, "" for a number that has none."""
+    """Return a bus's labels by number, "" for an unlabelled number."""
     found = {row[0]: row[1] for row in _core.splits(segment)}
     return tuple(found.get(number, "") for number in range(max(found) + 1))
 
 
 def number_of(segment: _core.Segment, label: str) -> int:
-    """Return a bus's number of a label, new if need be; MAX_SPLITS where all are taken."""
+    """Return a bus's number of a label, new if needed; MAX_SPLITS without a free number."""
     try:
         return _core.split_number(segment, label)
     except ValueError:

@@ -1,10 +1,10 @@
-"""The process on the trainer's node that has versions of weights go to all mirrors.
+"""The process on the trainer's node that sends versions of weights to the mirrors.
 
 Invariants:
 
-- It is a reader of the trainer's pool, which its publisher need not know: it leases the newest
-  version, and an older one only until one mirror has all of it, or none goes on with it.
-- Whoever waits for bytes here gets copies: a peer that takes nothing holds no slot.
+- The process is an ordinary reader of the trainer's pool: it leases the newest version, and an
+  older version only until a mirror holds it whole, or every mirror stopped.
+- Waiting peers get copies: a stuck peer holds no slot.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _log = logging.getLogger("shmbus.relay")
 
 #: Seconds between two looks for a version.
 _LOOK_S: Final = 0.02
-#: Seconds between two looks whether the pool has its name.
+#: Seconds between two checks of the pool's name.
 _NAME_S: Final = 1.0
 #: Of several publications between two looks, only the newest is taken.
 _NOW_S: Final = 0.0
 
 
 class _Where(msgspec.Struct):
-    """Of what a version says of itself: where its bytes lie."""
+    """The part of a version's text with the place of its bytes."""
 
     memory: str = "slot"
 
 
 class _Version:
-    """The newest version, or one that some mirrors get still."""
+    """The newest version, or an older version still in transfer."""
 
     def __init__(self, pool: str, lease: VersionLease, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes
@@ -75,7 +75,7 @@ class _Version:
         return count_pieces(self.nbytes(transfer), self._piece_bytes)
 
     def has(self, transfer: Transfer) -> bool:
-        """Whether the bytes of a transfer are here still."""
+        """Return True while a transfer's bytes are here."""
         if transfer == self.whole:
             return self.lease is not None
         return transfer == self.patched and bool(self.patch)
@@ -115,7 +115,7 @@ class _Version:
         return self._patch_digest
 
     def let_go(self) -> None:
-        """Let the publisher have the slot."""
+        """Return the slot to the publisher."""
         if self.lease is not None:
             if self.patch:
                 self._digest_of_patch()
@@ -124,23 +124,23 @@ class _Version:
 
 
 class RemoteRows:
-    """Rows of the trainer's pool that say what readers of other nodes' pools run."""
+    """Rows of the trainer's pool for readers of other nodes' pools."""
 
     def __init__(self, bus: str) -> None:
         self._bus = bus
         self._rows: dict[tuple[str, str], PoolReader] = {}
 
     def hear(self, state: MirrorState, pool: str) -> None:
-        """Write what a mirror says of its living readers, and leave the rows of others."""
+        """Write a mirror's living readers, and leave other mirrors' rows."""
         living = {row.label: row for row in state.engines if row.alive}
         self.forget({state.address}, but=living)
         for label, row in living.items():
             try:
                 reader = self._row(state.address, label)
-            except errors.ShmbusError as error:  # no row is free, or the pool is being removed
+            except errors.ShmbusError as error:  # no free row, or the pool is being removed
                 _log.warning("relay: %s of %s is not shown: %s", label, state.bus, error)
                 return
-            ours = state.pool == pool  # else its sequences are those of a pool before
+            ours = state.pool == pool  # otherwise the sequences count in an earlier pool
             reader.pool.applied(row.sequence if ours else 0, row.version or 0)
             refused = (row.refuses if ours else 0, row.refused or 0, row.code, row.error)
             lacks = row.code in (0, RESTARTED_CODE) and not row.holds
@@ -215,7 +215,7 @@ class WeightsParty:
         if found is None:
             return
         slot_bytes, max_slots, meta_bytes, block_bytes, patch_bytes = self._geometry
-        # A mirror writes while its readers have the version before: two slots are the least.
+        # A mirror writes while its readers use the version before: at least two slots.
         geometry = PoolGeometry(
             _core.POOL_LAYOUT_VERSION, slot_bytes, min(2, max_slots), max_slots, meta_bytes,
             block_bytes, patch_bytes,
@@ -229,7 +229,7 @@ class WeightsParty:
     # -- time ------------------------------------------------------------------------------------
 
     def round(self) -> float:
-        """Do what time asks for, and return the seconds until it is to be called again."""
+        """Do timed work, and return the seconds until the next call."""
         now_s = time.monotonic()
         while self.joined:
             self._mirrors.add(self.joined[-1])
@@ -287,7 +287,7 @@ class WeightsParty:
         _log.error("relay: %s; mirrors keep the version before", why)
 
     def _let_go(self, now_s: float) -> None:
-        """Let the publisher have the slots of versions that nobody needs from here."""
+        """Return the slots of versions without further transfers to the publisher."""
         for sequence, version in list(self._versions.items()):
             if version is self._newest:
                 continue
@@ -299,7 +299,7 @@ class WeightsParty:
                 del self._versions[sequence]
 
     def _note_applied(self, now_s: float) -> None:
-        """Say in the pool's own row which version every mirror has."""
+        """Write in the pool's own row the version held by every mirror."""
         newest = self._newest
         if newest is None or newest.lease is None or self._said_applied == newest.whole.sequence:
             return
@@ -310,7 +310,7 @@ class WeightsParty:
     # -- seeing ----------------------------------------------------------------------------------
 
     def note(self) -> WeightsNote:
-        """Return what there is to see; from any thread."""
+        """Return the note; from any thread."""
         newest, now_s = self._newest, time.monotonic()
         mirrors = [_note_of(*seen) for seen in self.pure.seen(now_s)]
         return WeightsNote(
@@ -332,7 +332,7 @@ def _where(meta: bytes) -> str:
     try:
         return msgspec.msgpack.decode(meta, type=_Where).memory
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return "slot"  # of something else than weights, whose bytes are the version
+        return "slot"  # not weights: the bytes are the version
 
 
 class EngineNote(msgspec.Struct, frozen=True):
@@ -340,21 +340,21 @@ class EngineNote(msgspec.Struct, frozen=True):
 
     label: str
     alive: bool
-    #: What it runs, and a newer one that it refused.
+    #: The version in use, and a refused newer version.
     version: int | None
     refused: int | None
     error: str
 
 
 class MirrorNote(msgspec.Struct, frozen=True):
-    """A mirror at one instant, as its last words have it."""
+    """A mirror at an instant, by its last state."""
 
     address: str
-    #: Seconds since them; None of one that was never heard.
+    #: Seconds since the last state; None before the first.
     heard_s: float | None = None
     bus: str = ""
     version: int | None = None
-    #: Pieces of the version that it is getting, and from whom.
+    #: Pieces of the running transfer, and its upstream.
     pieces: int = 0
     upstream: str = ""
     error: str = ""
@@ -376,12 +376,12 @@ def _note_of(address: str, state: MirrorState | None, heard_s: float) -> MirrorN
 
 
 class WeightsNote(msgspec.Struct, frozen=True):
-    """A pool of weights and its mirrors at one instant, for people."""
+    """A pool of weights and its mirrors at an instant, for people."""
 
     bus: str
     version: int | None
     size: int
-    #: Bytes of its patch; 0 for none.
+    #: Bytes of the patch; 0 for none.
     patch: int
     error: str
     mirrors: list[MirrorNote]

@@ -1,10 +1,10 @@
-"""A directory that appears complete, by one rename, or not at all.
+"""Directories written atomically: complete after a rename, or absent.
 
 Invariants:
 
-- Every byte is on the disk before the rename.
-- A writer holds a file lock on the hidden directory that it fills. Where nobody holds that lock,
-  its writer is dead, and the next writer beside it removes the directory.
+- Every byte reaches the disk before the rename.
+- A writer holds a file lock on its hidden directory. A free lock proves the writer's death, and the
+  next writer beside it removes the directory.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from shmbus.store.parts import write_file
 
 logger = logging.getLogger(__name__)
 
-#: The last file that is written.
+#: The last file written.
 MANIFEST: Final = "manifest.json"
-#: A directory that is being written, beside its target.
+#: A directory in progress, beside its target.
 _PARTIAL: Final = re.compile(r"\..+\.partial-[0-9a-f]{8}")
 ManifestType = TypeVar("ManifestType", bound=msgspec.Struct)
 
 
 def write_directory(target: Path, write: Callable[[Path], ManifestType]) -> ManifestType:
-    """Let `write` fill a directory beside the target, and rename it when it is complete."""
+    """Let `write` fill a directory beside the target, then rename the complete directory."""
     target = Path(os.path.abspath(target))
     if os.path.lexists(target) and (
         target.is_symlink() or not target.is_dir() or any(target.iterdir())
@@ -76,7 +76,7 @@ def _fill_partial(
 
 
 def _begin_partial(target: Path) -> tuple[Path, LockedFile]:
-    """Make a directory beside the target; its lock says that its writer lives."""
+    """Make a directory beside the target; its lock proves a living writer."""
     while True:
         partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
         partial.mkdir(mode=0o700)
@@ -84,21 +84,21 @@ def _begin_partial(target: Path) -> tuple[Path, LockedFile]:
         try:
             lock.open(str(partial), os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
-            continue  # another writer removed it before it was locked
-        with contextlib.suppress(OSError):  # a file system without locks, where nothing is removed
+            continue  # removed by a rival before the lock
+        with contextlib.suppress(OSError):  # a file system without locks: remove nothing
             if not lock.lock():
-                continue  # another writer is about to remove it
+                continue  # another writer is removing it
         if partial.exists():
             return partial, lock
         lock.close()
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove what dead writers have left in a directory."""
+    """Remove dead writers' hidden directories."""
     try:
         beside = [path for path in parent.iterdir() if _PARTIAL.fullmatch(path.name)]
     except OSError:
-        return  # not there, or not ours to list; the next mkdir says so
+        return  # missing or unreadable; the next mkdir raises
     for partial in beside:
         lock = LockedFile()
         try:
@@ -115,7 +115,7 @@ def _remove_abandoned(parent: Path) -> None:
                     show_size(size),
                 )
         except OSError:
-            pass  # nothing proves that its writer died
+            pass  # no proof of the writer's death
         finally:
             lock.close()
 
@@ -130,7 +130,7 @@ def _no_room(target: Path, written: int) -> OSError:
 
 
 def sync(directory: Path) -> None:
-    """Have the entries of a directory on the disk."""
+    """Flush a directory's entries to disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

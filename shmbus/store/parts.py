@@ -1,23 +1,23 @@
-"""Records as columns in safetensors files, of which snapshots are made.
+"""Records as columns in safetensors files, the parts of snapshots.
 
 A part holds records of one schema (field names, dtypes, dimensions). Its tensors:
 
 - ``producer_id``, ``sequence``, ``order``, ``committed_ns`` (u64), ``policy_version``, ``round``
-  (i64; the lowest one where there is none), ``score`` (f64), ``group_size``, ``index``, ``slot``
-  (u32), ``checksum`` (u8: the record's flags), one element a record;
-- ``need`` (u16) and ``version_span`` (u32), as the record has them; ``split.bytes`` and
+  (i64; the minimum without a round), ``score`` (f64), ``group_size``, ``index``, ``slot`` (u32),
+  ``checksum`` (u8: the record's flags), an element a record;
+- ``need`` (u16) and ``version_span`` (u32), copied from the record; ``split.bytes`` and
   ``split.ends``, the label of its split;
-- ``run`` (u64), where it lay in its bus: extents of the run << 32 | the run's first extent + 1; 0
-  where that is not known;
+- ``run`` (u64), the record's place in its bus: extents of the run << 32 | the run's first extent +
+  1; 0 if unknown;
 - ``id.bytes`` and ``id.ends``, ``meta.bytes`` and ``meta.ends``: concatenated texts and
-  MessagePack, and where each ends;
-- ``schema``: the fields as the segment describes them;
+  MessagePack, and their end offsets;
+- ``schema``: the fields in the segment's encoding;
 - ``field.NAME.values`` and ``field.NAME.shapes``: the concatenated arrays, and their sizes
-  [records, dimensions]. A dtype that safetensors does not know is stored as bytes; the metadata
-  has every dtype by name.
+  [records, dimensions]. A dtype unknown to safetensors is stored as bytes; the metadata names every
+  dtype.
 
 Invariants: a file is complete, on the disk and digested before a manifest names it; input is
-checked against digest and bounds before a byte of it is used. Nothing is ever unpickled.
+checked against digest and bounds before any use. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NO_ROUND: Final = _core.NO_ROUND
 _PART_BYTES: Final = 16 << 20
 #: Bytes of a waiting record's Python objects, beside payload and meta.
 _RECORD_BYTES: Final = 2048
-#: Parts' worth of records that wait in memory, where there are many schemas.
+#: Parts' worth of records waiting in memory, with many schemas.
 _PARTS_WAITING: Final = 4
 _SCALARS: Final = {
     "producer_id": "<u8",
@@ -63,12 +63,12 @@ _SCALARS: Final = {
     "need": "<u2",
     "version_span": "<u4",
 }
-#: What the torch-free side of safetensors writes as it is.
+#: Dtypes native to safetensors' torch-free writer.
 _KNOWN: Final = frozenset("?bBhHiIlLqQefd")
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A file of a snapshot, as its manifest names it."""
+    """A snapshot's file, as the manifest names it."""
 
     file: str
     schema: int
@@ -78,7 +78,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One record with its content: head, tables, meta, and the bytes of each field."""
+    """A record with its content: head, tables, meta, and the bytes of each field."""
 
     producer_id: int
     sequence: int
@@ -108,7 +108,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def read_record(file: SegmentFile, row: RecordRow, order: int, run: int = 0) -> Record:
-    """Copy one record out of a segment; `run` is where it lies, as in a part."""
+    """Copy a record out of a segment; `run` is its place, in a part's encoding."""
     image = file.read_payload(row, 0, row.nbytes)
     view = memoryview(image)
     fields = []
@@ -152,10 +152,10 @@ def _safetensors() -> Any:
 
 
 class PartWriter:
-    """Collects records by schema, and writes a part whenever there are enough of one schema."""
+    """Collects records by schema, and writes a part whenever a schema fills it."""
 
     def __init__(self, directory: Path) -> None:
-        _safetensors()  # before anything is written
+        _safetensors()  # fails before the first write
         self.parts: list[Part] = []
         self._directory = directory
         self._waiting: dict[bytes, list[Record]] = {}
@@ -163,7 +163,7 @@ class PartWriter:
         self._schemas: dict[bytes, int] = {}
 
     def add(self, record: Record) -> None:
-        """Add one record."""
+        """Add a record."""
         self._waiting.setdefault(record.schema, []).append(record)
         nbytes = self._bytes.get(record.schema, 0) + record.nbytes + _RECORD_BYTES
         self._bytes[record.schema] = nbytes
@@ -196,7 +196,7 @@ def _json(value: object) -> str:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a new file, and wait until the disk has it."""
+    """Write a new file, and wait for the disk."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         view = memoryview(data)
@@ -254,7 +254,7 @@ def _known_dtype(field: Field) -> np.dtype[Any] | None:
 
 
 def damaged(path: Path, what: str) -> errors.LayoutMismatchError:
-    """Say that a file cannot be used, and what to do."""
+    """Return the error for an unusable file, with the next step."""
     return errors.LayoutMismatchError(
         f"{path}: {what}; it is damaged or incomplete: use another copy"
     )
@@ -293,7 +293,7 @@ def _load(data: bytes) -> dict[str, NDArray[Any]]:
 
 
 def read_parts(directory: Path, parts: Sequence[Part]) -> Iterator[Record]:
-    """Read parts in the order of commits, one of each schema in memory at a time."""
+    """Read parts in commit order, with a part of each schema in memory at a time."""
 
     def of_schema(number: int) -> Iterator[Record]:
         for part in parts:
@@ -354,7 +354,7 @@ def _records(tensors: dict[str, NDArray[Any]], part: Part) -> Iterator[Record]:
 
 
 def parse_schema(schema: bytes) -> list[Field]:
-    """Parse names, dtypes and dimensions of a schema, whose bounds are not checked yet."""
+    """Parse a schema's names, dtypes and dimensions, with unchecked bounds."""
     # Zeros for as many sizes as any schema can ask for: only the number of dimensions counts here.
     fields = parse_fields(schema, bytes(8 * _core.MAX_FIELDS * (_core.MAX_NDIM + 1)))
     if len({field.name for field in fields}) != len(fields):

@@ -1,15 +1,15 @@
-"""Snapshots: everything undelivered to disk, and back, so that a bus outlives a reboot.
+"""Snapshots: every undelivered trajectory to disk and back, across a reboot.
 
 A snapshot is a directory: ``manifest.json``, and parts (`shmbus.store.parts`) with the records.
 
 Invariants:
 
-- The directory appears complete or not at all (`shmbus.store.directory`).
-- It is of one instant: no process collects during the snapshot, and trajectories that are committed
-  after its beginning are not in it.
-- A restored bus appears complete, by one link, or not at all. Each record keeps its producer's
-  number, the ledger its counts, and no later producer gets a used number. A snapshot is restored
-  once, unless the caller insists, so no trajectory is delivered twice.
+- The directory appears atomically (`shmbus.store.directory`).
+- A snapshot shows a single instant: no process collects during the snapshot, and trajectories
+  committed after its beginning stay out.
+- A restored bus appears atomically, by a link. Each record keeps its producer's number, the ledger
+  its counts, and no later producer gets a used number. A snapshot is restored once, unless the
+  caller insists, so no trajectory is delivered twice.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from shmbus.store.parts import (
 )
 from shmbus_ext import _core
 
-#: Says that its records are on a bus again.
+#: Marker of a restored snapshot.
 _RESTORED: Final = "restored.json"
 _FORMAT: Final = "shmbus-snapshot"
 _VERSION: Final = 1
@@ -62,17 +62,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     #: "shmbus-snapshot" and 1.
     format: str
     version: int
-    #: The version of shmbus that wrote it.
+    #: The writer's shmbus version.
     written_by: str
-    #: Its name then.
+    #: The bus's name at the time.
     bus: str
     #: When.
     taken_unix_ns: Count
-    #: As the bus had them.
+    #: The bus's sizes.
     capacity: Count
     extent_bytes: Count
     max_producers: Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_PRODUCERS)]
-    #: As they were; `next_round` is 0 where a shmbus wrote it that had no rounds.
+    #: The bus's counters; `next_round` is 0 from a shmbus before rounds.
     policy_version: Count
     next_producer_id: Count
     next_round: Count = 0
@@ -80,19 +80,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     released: dict[str, Count]
     #: The ledger's counts of committed trajectories, by slot.
     slots: list[ProducerSlot]
-    #: Undelivered trajectories in the parts, and those that the ledger has and no walk could read:
-    #: the first consumer after a restore counts them as corrupt.
+    #: Undelivered trajectories in the parts; and trajectories counted by the ledger but readable by
+    #: no walk: the first consumer after a restore counts them as corrupt.
     records: Count
     unreadable: Count
-    #: Of each split what was acknowledged and dropped, in the order of their numbers; empty where a
-    #: shmbus wrote it that had no splits.
+    #: By split, in the order of their numbers: acknowledged and dropped; empty from a shmbus before
+    #: splits.
     splits: dict[str, tuple[Count, Count]] = {}
-    #: Of which buses the records are, the oldest first: an identity, and the number above those of
-    #: its producers, but for those below the one before.
+    #: Buses of origin, the oldest first: an identity, and the bound above its producer numbers.
+    #: Each range begins at the bound before.
     origins: list[tuple[Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")], Count]] = []
     #: The files.
     parts: list[Part]
-    #: The fields that the bus declares; None where it declares none.
+    #: The bus's declared fields; None without a declaration.
     schema: list[SchemaField] | None = None
 
 
@@ -100,7 +100,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = False) -> Manifest:
-    """Write what is undelivered to a directory; `collecting` where the caller is the collector."""
+    """Write undelivered trajectories to a directory; the collector passes `collecting`."""
     check_name(name)
     with contextlib.ExitStack() as stack:
         if not collecting:
@@ -112,7 +112,7 @@ def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = Fal
 
 @contextlib.contextmanager
 def _collector(name: str) -> Iterator[None]:
-    """Be the collector: finish what a dead one left, and keep others from releasing."""
+    """Act as the collector: finish a dead collector's work, and keep processes from releasing."""
     segment = lifecycle.open_segment(name)
     try:
         reader = _core.Reader(segment, f"snapshot, {process_label()}")
@@ -169,7 +169,7 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
 
 
 def _origins(file: SegmentFile, producers: set[int], next_id: int) -> list[tuple[str, int]]:
-    """Name the buses that records of these producers are of; the last is this one."""
+    """Name the origin buses of these producers' records, this bus last."""
     found = []
     first = 0
     for identity, bound in file.ancestors():
@@ -198,7 +198,7 @@ def _slots(file: SegmentFile, committed: tuple[int, ...]) -> list[ProducerSlot]:
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """Read and check a snapshot's manifest; the parts are checked when they are read."""
+    """Read and check a snapshot's manifest; reading a part checks the part."""
     path = Path(directory) / MANIFEST
     try:
         raw = read_own(str(path), "the manifest of a snapshot")
@@ -215,7 +215,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             f"{path}: expected {_FORMAT} of version {_VERSION}, got {manifest.format!r} of version "
             f"{manifest.version}; restore it with shmbus {manifest.written_by}"
         )
-    # Snapshots from before samples could fail, be filtered or relayed, do not count those that did.
+    # Older snapshots lack these counts: samples could not fail, be filtered or relayed yet.
     if {*manifest.released, "failed", "filtered", "relayed"} != set(REASONS):
         raise damaged(path, f"expected counts of {', '.join(REASONS)}")
     if sum(part.records for part in manifest.parts) != manifest.records:
@@ -237,7 +237,7 @@ def restore(
     capacity: int | str | None = None,
     again: bool = False,
 ) -> Manifest:
-    """Make a bus of a snapshot, once unless `again`: its records, its ledger, its numbers."""
+    """Make a bus from a snapshot, once unless `again`, with records, ledger and numbers."""
     directory = Path(os.path.abspath(directory))
     manifest = read_manifest(directory)
     name = check_name(manifest.bus if name is None else name)
@@ -253,7 +253,7 @@ def restore(
         )
     how = (size, manifest.max_producers, extent_bytes)
     if not _restore_as(name, how, manifest, directory, by_runs=False) and not (
-        # In the order of commits they fill other runs than before, and these leave other gaps.
+        # In commit order records fill other runs and leave other gaps; their old runs fit.
         extent_bytes and _restore_as(name, how, manifest, directory, by_runs=True)
     ):
         raise errors.CapacityError(
@@ -267,7 +267,7 @@ def restore(
 
 
 def restored_as(directory: str | os.PathLike[str]) -> str | None:
-    """Name the bus that a snapshot was restored as; None where it was not yet."""
+    """Name the bus restored from a snapshot; None before a restore."""
     try:
         raw = read_own(str(Path(directory) / _RESTORED), "the note of a restored snapshot")
     except (FileNotFoundError, NotADirectoryError):
@@ -275,7 +275,7 @@ def restored_as(directory: str | os.PathLike[str]) -> str | None:
     try:
         return str(msgspec.json.decode(raw, type=dict[str, str])["bus"])
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
-        return "?"  # the process died while it wrote this, with the bus complete
+        return "?"  # died while writing this note, with the bus complete
 
 
 def _exists(name: str) -> errors.BusExistsError:
@@ -289,8 +289,8 @@ def _exists(name: str) -> errors.BusExistsError:
 def _restore_as(
     name: str, how: tuple[int, int, int], manifest: Manifest, directory: Path, *, by_runs: bool
 ) -> bool:
-    """Make the bus and give it its name; False, and no bus, where not all records fit."""
-    # No process uses the bus by this name; `shmbus gc` finds it if this process dies.
+    """Make the bus and name it; return False, without a bus, if the records do not fit."""
+    # A private name until the link; `shmbus gc` finds the bus if this process dies.
     hidden = f"restoring-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         declared = None if manifest.schema is None else encode(manifest.schema)
@@ -315,7 +315,7 @@ def _restore_as(
 
 
 def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, *, by_runs: bool) -> bool:
-    """Write all records and counts; False where there is no space."""
+    """Write every record and count; return False without space."""
     restorer = _core.Restorer(segment)
     seen: set[tuple[int, int]] = set()
     for record in read_parts(directory, manifest.parts):
@@ -324,7 +324,7 @@ def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, *, by_run
             raise damaged(directory / MANIFEST, f"record {number} is there twice, or cannot be")
         seen.add(number)
         if by_runs and not record.run:
-            return False  # a snapshot of a shmbus that did not note them
+            return False  # a snapshot of a shmbus without recorded runs
         try:
             split = _core.split_number(segment, record.split)
             fits = _put(restorer, record, split, record.run if by_runs else 0)
