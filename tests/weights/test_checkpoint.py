@@ -145,7 +145,7 @@ def test_a_dtype_that_files_have_not_is_refused_before_a_version(tmp_path: Path)
 def test_an_adapter_that_files_cannot_hold_is_not_written(
     state: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    with pytest.raises(ManifestError, match="'run1-v1' was not written"):
+    with pytest.raises(ManifestError, match=r"'run1-v1-\w{16}' was not written"):
         LoraFiles(tmp_path, "run1", CONFIG).publish(state, version=1)
     assert os.listdir(tmp_path) == []
 
@@ -159,9 +159,9 @@ def test_an_adapter_without_room_says_what_is_there(
     files = LoraFiles(tmp_path, "run1", CONFIG)
     files.publish({"a": torch.zeros(1)}, version=4)
     monkeypatch.setattr("safetensors.torch.save_file", fail)
-    with pytest.raises(WeightsError, match=r"'run1-v5' .* No space .* there: 4"):
+    with pytest.raises(WeightsError, match=r"'run1-v5-\w{16}' .* No space .* there: 4"):
         files.publish({"a": torch.zeros(1)}, version=5)
-    assert os.listdir(tmp_path) == ["run1-v4"]
+    assert [name[:8] for name in os.listdir(tmp_path)] == ["run1-v4-"]
 
 
 def test_adapters_that_share_a_directory_remove_their_own_remains_alone(tmp_path: Path) -> None:
