@@ -1,5 +1,4 @@
-"""Slot pool: n slots of bytes in shared memory, with one publisher (or one a rank) and many
-readers.
+"""Slot pool: n slots of bytes in shared memory, one publisher (or one a rank), many readers.
 
 A companion segment of a bus for data larger than a record: weights, activations. The protocol
 lives in C (``shmbus_ext/pool``, with its own LAYOUT.md); this room adds files, deadlines and texts.

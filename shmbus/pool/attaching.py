@@ -28,7 +28,7 @@ from shmbus_ext import _core
 def attach(
     bus: str, kind: str, rank: int, spec: PoolSpec | None, timeout: float
 ) -> tuple[_core.SlotPool, bool]:
-    """Open or create a pool; return it, and True for a new one."""
+    """Open or create a pool; return the pool, and True for a new file."""
     deadline = time.monotonic() + timeout
     while True:
         try:

@@ -105,7 +105,7 @@ def put_piece(write: VersionWrite, piece: Piece, source: Any) -> int | None:
 
 
 def has_patch(write: VersionWrite) -> bool:
-    """Return whether the version gets a patch (as written so far), or holds one after its end."""
+    """Return whether the version gets a patch (as written so far), or already ends with one."""
     return _core.pool_patch_is_made(write.buffer)
 
 
@@ -120,8 +120,7 @@ def export_patch(lease: _core.PoolLease) -> tuple[int, bytes] | None:
 
 
 def take_patch(write: VersionWrite, exported: Any) -> bool:
-    """Write a version by a patch of another pool; False if the bytes in place are not the base's.
-    """
+    """Write a version by a patch of another pool; False if its base differs."""
     return _core.pool_patch_take(write.buffer, exported)
 
 

@@ -288,8 +288,7 @@ class VersionWrite:
         return np.frombuffer(memoryview(self._write), np.uint8)
 
     def finish(self, *, digests: bool = False) -> None:
-        """Publish the version; return after every rank's piece arrived and readers get the version.
-        """
+        """Publish the version, after every rank's piece arrived; readers get it at return."""
         if self._publisher.rank == 0:
             self.await_ranks()
             self._write.finish(digests)

@@ -112,9 +112,7 @@ class PoolReader(_core.ClosedByBlock):
         )
 
     def at(self, version: int) -> VersionLease:
-        """Lease a version, not necessarily the newest; old versions last while a reader leases
-        them.
-        """
+        """Lease a version by number; an old version lasts while a reader leases it."""
         got = _core.pool_lease_version(self._pool, check_int64("version", version))
         if isinstance(got, _core.PoolLease):
             return VersionLease(self, got)
@@ -182,7 +180,7 @@ class PoolReader(_core.ClosedByBlock):
 
 
 class VersionLease(_core.ClosedByBlock):
-    """One version, whole and unchanged while this object or an array of it lives."""
+    """A whole version, unchanged while this object or an array of its bytes lives."""
 
     def __init__(self, reader: PoolReader, lease: _core.PoolLease) -> None:
         self._reader = reader

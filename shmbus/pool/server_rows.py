@@ -284,7 +284,7 @@ class ServerRows:
         return min(found, default=trainers)
 
     def all_unknown(self, trainers: int) -> bool:
-        """Return whether the bus has servers, and every version is unknown."""
+        """Return whether the bus serves only unknown versions, from at least one server."""
         servers = self.read(trainers)
         return bool(servers) and all(each.oldest is None for each in servers.values())
 
