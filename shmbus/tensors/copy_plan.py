@@ -268,8 +268,7 @@ def _may_be_cut(pair: Pair, host: int) -> bool:
 
 
 def _is_one_of_bytes(pair: Pair) -> bool:
-    """Return whether a contiguous copy moves plain bytes, with no lazy tensor for torch to resolve.
-    """
+    """Return whether a contiguous copy moves plain bytes: no lazy tensor for torch to resolve."""
     target, source = pair
     lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in pair)
     return target.dtype == source.dtype and not lazy

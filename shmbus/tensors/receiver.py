@@ -167,8 +167,7 @@ _HEADS: Final = 16
 
 
 class StepItem(Mapping[str, torch.Tensor]):
-    """A step's tensors by name, with `step` and `meta`; leaving the context acknowledges the step.
-    """
+    """Mapping of a step's tensors by name; leaving the context acknowledges the step."""
 
     def __init__(
         self,
