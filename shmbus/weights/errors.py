@@ -4,7 +4,7 @@
 
     WeightsError
      +-- ManifestError          the published tensors and the model disagree
-     +-- PatchBaseError         a patch for another version than the model's
+     +-- PatchBaseError         a patch for a version that the model does not hold
      +-- VersionOrderError      a version number not above the publisher's last
 """
 
@@ -65,4 +65,4 @@ class PatchBaseError(WeightsError):
 
 
 class VersionOrderError(WeightsError):
-    """A version number not above the previous one; nothing was published."""
+    """A version number at or below the previous number; nothing was published."""

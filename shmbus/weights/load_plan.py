@@ -32,7 +32,7 @@ from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.weights.manifest import Manifest
 
-#: torch ships no types for it.
+#: torch ships it untyped.
 StorageWeakRef: Any = _StorageWeakRef
 
 #: Operations that read no element of their arguments.
@@ -111,7 +111,7 @@ class _Box(NamedTuple):
         return None if left else found
 
     def part(self, own: _Box, of: _Box) -> _Box | None:
-        """Return the part of this box that was copied to `of`, a part of its copy `own`."""
+        """Return this box's part behind `of`, given `own` (the copy of this box around `of`)."""
         firsts = of.firsts(own.start) if of.start >= own.start else None
         if firsts is None or any(
             first + size > room
@@ -136,7 +136,7 @@ class _Memory:
     def __init__(self, tensor: torch.Tensor, owners: frozenset[int]) -> None:
         self.alive = StorageWeakRef(tensor.untyped_storage())
         self.owners = owners
-        self.copies: list[tuple[_Box, _Box]] = []  # box in this storage, box in the version
+        self.copies: list[tuple[_Box, _Box]] = []  # in this storage, in the version
         #: Names of tensors present here in a form beyond copies.
         self.mixed: set[str] = set()
         self.passed_on = False
@@ -224,7 +224,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known
 
     def _end(self, memory: _Memory) -> None:
-        """Judge freed memory, or memory outside of the model: only its further copies count."""
+        """Judge freed or foreign memory: without an onward copy its tensors leave the plan."""
         if not memory.passed_on:
             self._computed |= self._names_in(memory)
 
@@ -378,8 +378,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _kept(
         self, may_plan: Callable[[torch.nn.Module], bool]
     ) -> list[tuple[torch.Tensor, _Memory]]:
-        """Return the model's memory filled by copies; judge its content, and the remaining memory.
-        """
+        """Return the model's memory filled by copies; judge the memory's content."""
         there = {
             each.untyped_storage().data_ptr(): each
             for module in self._model.modules()
@@ -424,7 +423,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _closed(self, names: set[str]) -> set[str]:
-        """Add every tensor that shares a module, transitively."""
+        """Add every tensor of a shared module, transitively."""
         sharing: dict[int, set[str]] = {}
         for name, owners in self._owned.items():
             for owner in owners:
@@ -439,7 +438,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Calls(TorchFunctionMode):
-    """Observer of non-torch operations, some of which bypass the dispatcher."""
+    """Observer of non-torch operations, including undispatched calls."""
 
     def __init__(self, recorder: LoadRecorder) -> None:
         super().__init__()
@@ -493,7 +492,7 @@ class LoadPlan:
         return manifest == self.manifest and self._seen.still(model.state_dict(keep_vars=True))
 
     def pairs(self, tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
-        """Return the copies out of a version whose tensors all lie in one memory."""
+        """Return the copies out of a version stored in one memory."""
         if not self.copies:
             return []
         first = next(iter(tensors.values()))

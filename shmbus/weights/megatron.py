@@ -147,7 +147,7 @@ def _segments(name: str, tensor: torch.Tensor, layout: MegatronLayout) -> Iterat
         yield from _of_layer(at, found[2], tensor, layout)
     elif name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         own = "lm_head.weight" if name.startswith("output") else "model.embed_tokens.weight"
-        # Padded to equal rows per rank; a rank's padded rows determine the total.
+        # Padding gives every rank equal rows; this parameter holds exactly one rank's rows.
         rows = -(-layout.vocab // (VOCAB_MULTIPLE * layout.tp)) * VOCAB_MULTIPLE
         yield _Segment(rows, own, (layout.vocab, hidden), (layout.tp_rank * rows, 0))
     elif name == "decoder.final_layernorm.weight":

@@ -35,7 +35,7 @@ SAMPLED_TENSORS: Final = 4
 
 
 class PlainModel:
-    """Model whose host tensors equal the published tensors, element by element."""
+    """Model whose host tensors correspond to the published tensors, element by element."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PlainModel:
     def still(
         self, manifest: Manifest, how: tuple[bool, bool], named: Mapping[str, object]
     ) -> bool:
-        """Return whether the tensors are unmoved and unwritten since."""
+        """Return whether the tensors stayed unmoved and unwritten."""
         return (
             manifest is self._manifest
             and how == self._how
@@ -112,7 +112,7 @@ class LoadedModel:
         self._sequence, self._known = sequence, True
 
     def has(self, origin: object, sequence: int, pairs: Mapping[str, Pair]) -> bool:
-        """Return whether these tensors are known to hold the version still."""
+        """Return whether the tensors still hold the version."""
         return self._is(origin, sequence) and self._state == _state_of(pairs)
 
     def plain(

@@ -48,7 +48,7 @@ def contiguous_parts(
 
 
 def _is_plain(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory equals its published bytes."""
+    """Return whether a tensor's memory equals the published bytes."""
     plain = tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous()
     return plain and not (tensor.is_conj() or tensor.is_neg())
 
@@ -230,8 +230,7 @@ def pieces_of(place: TensorPlace, start: Sequence[int], sizes: Sequence[int]) ->
 
 
 class PatchPolicy:
-    """Policy of comparisons with the previous version: always, except for a while after a failure.
-    """
+    """Policy of comparisons with the previous version: always, but paused after a failure."""
 
     def __init__(self) -> None:
         self._pause = 0

@@ -118,7 +118,7 @@ def _listed(
 
 
 def _is_sparse(each: Recorded, runs: list[PatchRun]) -> bool:
-    """Return whether a copy's elements can be written one by one."""
+    """Return whether a copy allows writes of single elements."""
     size = each.source.dtype.itemsize
     dims = sum(step > 0 for step in each.source.strides)
     return (
@@ -296,7 +296,7 @@ class _KernelScatter:
                 wanted.append(_signed(run.base_digest) if is_whole else 0)
             first += len(elements)
         table = np.array(rows, np.int64)
-        # A program handles some changes of one copy.
+        # A program handles some changes of a copy.
         parts = -(-table[:, 1] // LANES)
         which = np.repeat(np.arange(len(table)), parts)
         ahead = (np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)) * LANES

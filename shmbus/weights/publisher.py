@@ -286,13 +286,13 @@ class WeightPublisher:
         Raises
         ------
         PeerGoneError, WaitTimeoutError
-            Another rank ended; or the named readers or ranks took too long.
+            A peer rank ended; or the named readers or ranks took too long.
         ManifestError
-            The model differs from the publisher's first one.
+            The model changed its names, shapes or dtypes since the publisher's start.
         VersionOrderError
             The version is not above the previous one.
         WeightsError
-            Another rank could not write its pieces.
+            A peer rank could not write its pieces.
         BusClosedError, BusRemovedError
             This publisher is closed, or the weights were removed meanwhile.
         TypeError, ValueError
@@ -302,11 +302,10 @@ class WeightPublisher:
         return self._publish(check_int64("version", version), text, threading.Event())
 
     def new_life(self) -> None:
-        """Announce a return to an earlier state, like a checkpoint: the next version is free to
-        number.
+        """Announce a return to an earlier state, for example a checkpoint.
 
-        Readers that wait for a newer version get the next one all the same. Each rank calls it; a
-        new publisher begins a life by itself.
+        The next version may carry any number. Waiting readers get it all the same. Each rank calls
+        `new_life`; a new publisher begins a life by itself.
         """
         self.version = None
 

@@ -1,9 +1,9 @@
 """Weights of any layout: each rank names its shards, with their place in the whole model.
 
 A shard is a part of a checkpoint tensor, as a view of this rank's memory; ranks exchange
-their shards once, names and boxes only, and each writes its own in place.
+their shards once, names and boxes only, and every rank writes its own in place.
 
-Invariants: no rank gathers a tensor; the shards of all ranks cover each tensor exactly once, apart
+Invariants: no rank gathers a tensor; the ranks' shards cover a tensor exactly once, apart
 from replicated shards, written by one rank; a hole or an overlap is refused by name before a
 byte is written.
 """
@@ -92,10 +92,10 @@ class ShardedSource:
     Parameters
     ----------
     shards : callable
-        Returns this rank's shards; called for each version, because a trainer may move its memory.
+        Returns this rank's shards; called for every version, because a trainer may move its memory.
     exchange : callable, optional
         From this rank's bytes to every rank's, in the order of ranks; called once.
-        By default ranks of ``torch.distributed`` gather them; without it one rank is assumed.
+        By default ranks of ``torch.distributed`` gather them; otherwise a single rank is assumed.
     slices : mapping of Slice, optional
         Names for parts.
     rounding : "nearest" | "stochastic"
@@ -143,7 +143,7 @@ class ShardedSource:
         return self._params
 
     def aliases(self) -> Mapping[str, str]:
-        """Return no aliases: a tied tensor is one shard, or two."""
+        """Return no aliases: a tied tensor counts as one shard, or two."""
         return {}
 
     def slices(self) -> Mapping[str, Slice]:
@@ -212,7 +212,7 @@ def _box_of(shard: Shard) -> _Box:
 
 
 def _checked(boxes: Sequence[Sequence[_Box]]) -> list[ParamMeta]:
-    """Return the tensors formed by every rank's shards; each must be covered once."""
+    """Return the tensors formed by every rank's shards; refuse holes and overlaps."""
     tensors: dict[str, dict[Any, tuple[_Box, int]]] = {}
     params: dict[str, ParamMeta] = {}
     faults = []
@@ -244,7 +244,7 @@ def _checked(boxes: Sequence[Sequence[_Box]]) -> list[ParamMeta]:
 
 
 def _writers(boxes: Sequence[Sequence[_Box]]) -> dict[_Box, tuple[int, ...]]:
-    """Choose each shard's writer: the least loaded of its holders."""
+    """Map every shard to its holders, its writer first: the least loaded."""
     having: dict[_Box, list[int]] = {}
     for rank, said in enumerate(boxes):
         for box in dict.fromkeys(said):
@@ -259,7 +259,7 @@ def _writers(boxes: Sequence[Sequence[_Box]]) -> dict[_Box, tuple[int, ...]]:
 
 
 def _gather(said: bytes) -> Sequence[bytes]:
-    """Gather the ranks' messages as bytes: nothing is unpickled."""
+    """Gather the ranks' messages as bytes, without pickle."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [said]
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"

@@ -94,7 +94,7 @@ class StepGuard:
         self._file = file
         # Reentrant: garbage collection may end an object inside a block under the lock.
         self._threads = threading.RLock()
-        #: Readers and stepper of this process, by object id.
+        #: Readers and stepper in this process, by object id.
         self._readers: set[int] = set()
         self._stepper: int | None = None
         #: Whether the stepper keeps readers out.
@@ -102,13 +102,11 @@ class StepGuard:
 
     @property
     def steps(self) -> bool:
-        """Return whether this process steps."""
+        """Return whether a stepper runs in the process."""
         return self._stepper is not None
 
     def become_writer(self) -> bool:
-        """Become the only stepping process until the file is closed; False if another process
-        steps.
-        """
+        """Become the only stepping process until the file is closed; False if another does."""
         return self._lock(_WRITER, fcntl.F_WRLCK)
 
     def _lock(self, byte: int, kind: int) -> bool:
@@ -118,7 +116,7 @@ class StepGuard:
 
 
 class Reading:
-    """Reader of this process."""
+    """Reader in the current process."""
 
     def __init__(self, guard: StepGuard) -> None:
         self._guard = guard
@@ -147,7 +145,7 @@ class Reading:
     def end(self) -> None:
         """End reading; idempotent."""
         guard = self._guard
-        # closed, or a forked child, whose lock may be held by a thread of the parent
+        # closed, or a forked child, where a thread of the parent may hold the lock
         if guard._file.fd < 0:
             return
         with guard._threads:
@@ -166,7 +164,7 @@ class Reading:
 
 
 class Stepping:
-    """Stepper of this process."""
+    """Stepper in the current process."""
 
     def __init__(self, guard: StepGuard, *, excludes: bool) -> None:
         self._guard = guard
@@ -190,7 +188,7 @@ class Stepping:
                 self.end()
 
     def _claim(self) -> bool:
-        """Become this process's stepper."""
+        """Become the process's stepper."""
         guard = self._guard
         with guard._threads:
             if guard._stepper is not None:
@@ -269,7 +267,7 @@ class SharedModel(ClosedByWith):
             # From its own first byte on, the origin of the manifest's offsets.
             payload = payload_tensor(memoryview(self._map)[at : at + size])
         self._device: Final = payload.device
-        #: Whether another process owns the memory and the file.
+        #: True if another process owns the memory and the file.
         self._is_guest = owner != 0 and arena is None
         self._tensors = {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
         #: Version of this process's last forward pass.
@@ -282,7 +280,7 @@ class SharedModel(ClosedByWith):
 
     @property
     def torn(self) -> bool:
-        """Return whether a step began and did not end; True also during a step."""
+        """Return whether a step began without an end; True also during a step."""
         return bool(struct.unpack_from("<Q", self._map, STEPPING_AT)[0])
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -326,7 +324,7 @@ class SharedModel(ClosedByWith):
                     "load whole weights in `with shared.stepping(version, heal=True)`"
                 )
             version = self.version
-            if version != self._met:  # torch does not count another process's writes
+            if version != self._met:  # torch counts only this process's writes
                 count_writes(self._tensors.values())
                 self._met = version
             yield version
@@ -427,7 +425,7 @@ class SharedModel(ClosedByWith):
             struct.pack_into("<Q", self._map, STEPPING_AT, 1)
             yield
             self._settle()
-            # Not after an exception: some parameters may be new by then.
+            # Not after an exception: some parameters may already be new.
             struct.pack_into("<q", self._map, VERSION_AT, version)
             struct.pack_into("<Q", self._map, STEPPING_AT, 0)
         finally:

@@ -360,8 +360,7 @@ def _checked_start(name: str, start: object) -> tuple[int, ...]:
 
 
 def _checked_dtype(dtype: object) -> torch.dtype | None:
-    """Return the published dtype of floating-point tensors; refuse integers, which lose fractions.
-    """
+    """Return the published dtype of floating-point tensors; refuse lossy integers."""
     found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if found is None:
         return None

@@ -58,7 +58,7 @@ from shmbus.weights.probe import choose
 Verify: TypeAlias = Literal["off", "sample", "all"]
 
 
-#: Versions whose arrival a subscriber remembers, above any lag behind the newest.
+#: Versions with an arrival remembered by a subscriber, above any lag behind the newest.
 MET: Final = 64
 
 
@@ -240,7 +240,7 @@ class WeightSubscriber(ClosedByWith):
 
     @property
     def removed(self) -> bool:
-        """Return whether the weights were removed: no newer version will come."""
+        """Return whether the weights were removed and end here."""
         return self._reader.removed()
 
     def _require_open(self) -> None:

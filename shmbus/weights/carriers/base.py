@@ -19,7 +19,7 @@ from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import LocalPiece
 
-#: One slot for readers, and one for the writer.
+#: A slot for readers, and a slot for the writer.
 DEFAULT_SLOTS: Final = 2
 
 
@@ -63,7 +63,7 @@ class VersionSink(Protocol):
         """Copy pieces that their source reuses for the next version; return their bytes."""
 
     def settle(self) -> None:
-        """Wait until every piece is copied: the parameters may change then."""
+        """Wait until every piece is copied: from then on the parameters may change."""
 
     def finish(self) -> None:
         """Make the version the newest, after every rank wrote its pieces."""
@@ -83,7 +83,7 @@ class WriterCarrier(Protocol):
 
 
 class CarriedVersion(Protocol):
-    """A reader's version, until closed; features missing from the carrier do nothing."""
+    """A reader's version, until closed; the carrier ignores unsupported calls."""
 
     version: int
     sequence: int
@@ -100,7 +100,7 @@ class CarriedVersion(Protocol):
         return None
 
     def borrow(self) -> dict[str, torch.Tensor]:
-        """Return `tensors()`, valid while this object is open."""
+        """Return `tensors()`, valid until `close`."""
         return self.tensors()
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
@@ -165,7 +165,7 @@ class Carrier(ABC):
     @classmethod
     @abstractmethod
     def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
-        """Return the reason against this machine, else an empty text; allocate nothing."""
+        """Return the reason against the carrier on this machine, or ""; allocate nothing."""
 
     @classmethod
     @abstractmethod

@@ -138,7 +138,7 @@ class CheckpointWriter:
         try:
             self._write(name, fresh, link, tensors, metadata)
         except BaseException as error:
-            # A version beyond the newest was never published: remove it, or a reader could find its
+            # A name beyond the newest was never published: remove it before a reader finds its
             # number.
             newest = _newest_in(self._directory)
             for left in (fresh, *([] if newest == name else [self._directory / name])):
@@ -198,7 +198,7 @@ class _CheckpointSink:
         return place.size
 
     def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
-        """Take whole tensors, one by one."""
+        """Take whole tensors, one after the other."""
         return sum(map(self.put, pieces))
 
     def settle(self) -> None:

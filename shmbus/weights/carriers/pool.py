@@ -89,7 +89,7 @@ class VersionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 class WriteMemory(Protocol):
     """Memory for a rank's writes of versions."""
 
-    #: Meta of a version; None while rank 0 has to supply it.
+    #: Meta of a version; None until rank 0 supplies it.
     meta: bytes | None
     slot_bytes: int
     patch_bytes: int
@@ -213,7 +213,7 @@ class PoolWriter:
     def scratch(self, size: int) -> torch.Tensor:
         """Return scratch memory of the given bytes, reused by this writer."""
         if self._scratch is None or self._scratch.numel() < size:
-            # Device pieces are copied into it.
+            # The target of copies from a device.
             pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             self._scratch = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         return self._scratch[:size]
@@ -452,7 +452,7 @@ class BorrowedTensors:
 
 
 class PooledVersion:
-    """Leased version in any memory; its reader's row records the outcome."""
+    """Leased version in any memory; the reader's row records the outcome."""
 
     def __init__(
         self,
@@ -502,7 +502,7 @@ class PooledVersion:
         """Compare digests of some blocks, or of every block."""
         self._memory.verify(sample=sample)
 
-    # Without a reader row the reports do nothing and raise nothing.
+    # Without a reader row the reports do nothing.
 
     def report_loading(self) -> None:
         """Report the start of a load."""
