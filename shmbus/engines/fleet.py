@@ -9,8 +9,8 @@ Invariants:
   each of its ranks names it; a reload without rows relies on the server's own calls.
 - The previous version stays leased until the rows agree: a way back while it may be needed.
 - A server with a torn model stays paused, and the error names it.
-- A server loads nothing unless it reports a pause; the parameters of a shared
-  model change only while every server reports one.
+- A server loads nothing unless it reports a pause; the parameters of a shared model change only
+  while every server reports one.
 - One pause at a time, by an internal lock and the note's lock. A begun update always ends: a
   cancelled task waits for it, and a dead process's pause is recovered by its note.
 
@@ -89,8 +89,8 @@ class EngineFleet(ClosedByAsyncWith):
     bus : str
         Bus of the servers' weights and of their policy version.
     mode : "keep" | "wait" | "abort"
-        Treatment of requests in flight: frozen and continued, awaited, or aborted.
-        In the last two the bus is paused with a reason, and workers hold their requests.
+        Treatment of requests in flight: frozen and continued, awaited, or aborted. In the last two
+        the bus is paused with a reason, and workers hold their requests.
     clear_cache : bool
         Whether to drop keys and values computed with the old weights. Otherwise requests in
         flight continue with them ("keep"); new requests with a `Request.cache_salt` never get them.
@@ -99,8 +99,7 @@ class EngineFleet(ClosedByAsyncWith):
         Seconds for each step of an update.
     quorum : int, optional
         Minimum of servers to take a version; default: every server. The rest run the previous
-        version,
-        or stay paused, and the report names them.
+        version, or stay paused, and the report names them.
 
     Raises
     ------
@@ -187,9 +186,8 @@ class EngineFleet(ClosedByAsyncWith):
         ----------
         server : EngineServer or str
             The server, or its address. The server keeps its weights. A paused server stays paused,
-            and no
-            fleet resumes it. After its process's end an update, or a later `remove`, drops its
-            rows.
+            and no fleet resumes it. After its process's end an update, or a later `remove`, drops
+            its rows.
 
         Raises
         ------
@@ -305,8 +303,7 @@ class EngineFleet(ClosedByAsyncWith):
         ----------
         directory : path
             Of a publisher with ``carrier="checkpoint"`` and at least one version; the servers see
-            it
-            under the same path.
+            it under the same path.
 
         Returns
         -------
@@ -352,8 +349,8 @@ class EngineFleet(ClosedByAsyncWith):
         EngineError
             A server could not be paused, and nothing was changed; or it could not be resumed.
         DamagedError
-            The action failed, from its error: the servers stay paused with a mixed model.
-            Load whole weights with another step, and heal=True.
+            The action failed, from its error: the servers stay paused with a mixed model. Load
+            whole weights with another step, and heal=True.
         BlockingIOError
             Another process is updating servers of this bus.
         TypeError, ValueError
@@ -376,9 +373,8 @@ class EngineFleet(ClosedByAsyncWith):
         """End a dead process's pause, by the rules of `update`.
 
         Servers whose ranks agree on a whole version are resumed; the rest first get the newest
-        whole
-        version. A server that refuses it stays paused, and is named. Return None if no pause was
-        left; raise BlockingIOError while the pausing process lives.
+        whole version. A server that refuses it stays paused, and is named. Return None if no pause
+        was left; raise BlockingIOError while the pausing process lives.
         """
         async with self._busy:
             with PauseNote(self.bus) as note:

@@ -1,13 +1,13 @@
 """Connector that sends hidden states out of a vLLM engine, by configuration alone.
 
 vLLM's speculative method ``extract_hidden_states`` keeps the states of chosen layers in a cache of
-blocks beside the key-value cache: a prefix cache hit includes its states. The connector
-reads them after a request finished, and sends them over a `TensorChannel`, a request a step.
+blocks beside the key-value cache: a prefix cache hit includes its states. The connector reads them
+after a request finished, and sends them over a `TensorChannel`, a request a step.
 
 Invariants:
 
-- A request's blocks return to the engine only after its step was sent: a slow trainer
-  costs memory for requests, and never a row. The engine itself is never blocked.
+- A request's blocks return to the engine only after its step was sent: a slow trainer costs memory
+  for requests, and never a row. The engine itself is never blocked.
 - A row not kept by the engine is never sent; the request's step is reported as failed.
 - An aborted request sends nothing.
 

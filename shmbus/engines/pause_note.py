@@ -1,8 +1,8 @@
 """Note of a bus's paused servers and the pausing process: a file with a lock.
 
-Invariants: the note names a server from before its pause until its resume, or its end;
-the pausing process holds the lock for as long. A free lock marks a note left by a process that
-died, or failed to resume every server; `EngineFleet.recover` ends the named pauses.
+Invariants: the note names a server from before its pause until its resume, or its end; the pausing
+process holds the lock for as long. A free lock marks a note left by a process that died, or failed
+to resume every server; `EngineFleet.recover` ends the named pauses.
 """
 
 from __future__ import annotations

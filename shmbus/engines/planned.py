@@ -1,8 +1,8 @@
 """Load of a version into an engine's rank: by the engine's own loader once, then by a plan.
 
-Invariants: a version's memory is registered before its first byte is copied; in any failure
-a torn model never counts as whole; a plan is used only after its result equalled the loader's,
-bit for bit.
+Invariants: a version's memory is registered before its first byte is copied; in any failure a torn
+model never counts as whole; a plan is used only after its result equalled the loader's, bit for
+bit.
 """
 
 from __future__ import annotations

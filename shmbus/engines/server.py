@@ -1,8 +1,8 @@
 """Interface of an inference server: verbs with a deadline and a checked answer each.
 
-Invariants: no status and no body is taken for granted; a verb either succeeded, by the
-server's own answer, or raises EngineError; nothing is sent twice; errors never contain a key.
-The presence of weights is decided by the readers' rows, not here.
+Invariants: no status and no body is taken for granted; a verb either succeeded, by the server's own
+answer, or raises EngineError; nothing is sent twice; errors never contain a key. The presence of
+weights is decided by the readers' rows, not here.
 """
 
 from __future__ import annotations

@@ -142,8 +142,7 @@ class VllmServer(InferenceServer):
         """Finish an update left open by a dead trainer or a lost answer.
 
         Only if a row shows the update: every rank raises after a finish without a start, or a
-        second
-        start, and with several ranks the answers are out of step from then on.
+        second start, and with several ranks the answers are out of step from then on.
         """
         if loading:
             await self._finish({}, timeout)

@@ -7,11 +7,9 @@ Invariants:
 
 - Between start and finish nothing is raised: an exception in one worker leaves vLLM's answers out
   of step with its calls. This worker's row reports the failure, and the fleet reads the row.
-- A failed load is never reported as applied, and the row reports it before vLLM gets an
-  answer.
-- The row reports a load from start to finish, and at no other time: an open update
-  must be finished before the next start. vLLM's model owns memory throughout, except
-  within `receive_weights`.
+- A failed load is never reported as applied, and the row reports it before vLLM gets an answer.
+- The row reports a load from start to finish, and at no other time: an open update must be finished
+  before the next start. vLLM's model owns memory throughout, except within `receive_weights`.
 
 Source: vllm/distributed/weight_transfer/base.py and ipc_engine.py of vLLM 0.32.
 """

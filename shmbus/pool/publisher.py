@@ -255,8 +255,7 @@ class PoolPublisher(_core.ClosedByBlock):
         if self._pool.closed:
             return
         # Only while this process holds the rank: no successor has taken over the pool. A forked
-        # child holds
-        # no rank, and a recreated pool of the same name belongs to its new publisher.
+        # child holds no rank, and a recreated pool of the same name belongs to its new publisher.
         if remove and os.getpid() == self._pid and self._has_name():
             with contextlib.suppress(errors.BusNotFoundError):  # already removed
                 unlink_pool(self.bus, self.kind)

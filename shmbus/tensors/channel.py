@@ -139,8 +139,7 @@ class TensorChannel:
         """Map an engine's sending ranks to a trainer's receiving ranks.
 
         Every rank passes equal counts. Equal counts are paired by rank. With more receivers, a
-        sender
-        deals its steps among several; with more senders, a receiver takes from several.
+        sender deals its steps among several; with more senders, a receiver takes from several.
 
         Parameters
         ----------

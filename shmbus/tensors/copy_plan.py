@@ -1,11 +1,11 @@
 """Copies of many tensors: small device tensors together, large tensors by themselves.
 
-A device copy costs the host some microseconds at any size, and a thousand small copies
-take longer than the model's bytes; one launch for all is slower by the byte, and large tensors
-go alone. Between host memory and a device, neighbours cross in one piece, into or out of a chunk on
-the device, where one launch scatters them while the next chunk crosses: single 64-KiB tensors
-reach a sixth of the rate of PCIe. The kernel itself reads rows of larger tensors from registered
-memory. Pure decisions live in `split` and `plan`; batches execute them.
+A device copy costs the host some microseconds at any size, and a thousand small copies take longer
+than the model's bytes; one launch for all is slower by the byte, and large tensors go alone.
+Between host memory and a device, neighbours cross in one piece, into or out of a chunk on the
+device, where one launch scatters them while the next chunk crosses: single 64-KiB tensors reach a
+sixth of the rate of PCIe. The kernel itself reads rows of larger tensors from registered memory.
+Pure decisions live in `split` and `plan`; batches execute them.
 
 Invariants: a run contains only bytes of its copied tensors; a chunk is rewritten only after the
 device finished with it; `settle` returns after every byte reached its target.

@@ -1,8 +1,8 @@
 """Device tensors as pieces of equal size, for one launch of all copies.
 
 A launch per tensor costs the host some microseconds, and tensors of a few MiB wait for it; one
-launch for all, with a piece per processor, runs at the rate of memory. `cut` is
-pure. Without Triton nothing is cut, and torch copies the tensors.
+launch for all, with a piece per processor, runs at the rate of memory. `cut` is pure. Without
+Triton nothing is cut, and torch copies the tensors.
 """
 
 from __future__ import annotations

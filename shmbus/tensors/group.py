@@ -2,8 +2,8 @@
 
 Invariants:
 
-- Every pair of ranks owns a channel, ``NAME.sender.receiver``. A sender's step belongs to
-  one of its receivers by number, independent of the remaining receivers.
+- Every pair of ranks owns a channel, ``NAME.sender.receiver``. A sender's step belongs to one of
+  its receivers by number, independent of the remaining receivers.
 - A dead receiver is reported once; then its steps wait for its successor while the remaining
   receivers continue.
 - Slices of a step are acknowledged together. After a death in between, steps acknowledged on some
@@ -147,8 +147,7 @@ class GroupSender(_Side):
         ------
         PeerGoneError
             A receiver died, reported once; nothing was sent. `next_step` then names the next step
-            of a
-            living receiver, and returns to the dead receiver's steps once a successor runs.
+            of a living receiver, and returns to the dead receiver's steps once a successor runs.
         StepOrderError
             The receiver expects another step.
         ShmbusError
@@ -221,8 +220,7 @@ class GroupReceiver(_Side):
         ------
         PeerGoneError
             A sender died, reported once; a repeated call serves the remaining senders. With slices
-            the
-            call waits for the successor.
+            the call waits for the successor.
         StepSkippedError, StepFailedError
             A step comes without tensors; with slices, one sender's announcement covers the whole
             step.

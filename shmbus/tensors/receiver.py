@@ -48,8 +48,7 @@ class StepReader:
             if not places.tensors:
                 return {}, _nothing
             # The tensors keep the memoryview. From the bare object torch would keep no export, and
-            # the channel
-            # detects surviving tensors by the export.
+            # the channel detects surviving tensors by the export.
             payload = payload_tensor(memoryview(message.memory))
             return {each.name: tensor_at(payload, each) for each in places.tensors}, _nothing
         memory = self._map(message, places, what)
@@ -348,8 +347,7 @@ class TensorReceiver(ClosedForReason):
         ----------
         state : mapping
             Result of `state_dict`. Repeated earlier steps are acknowledged unseen; a step beyond
-            the
-            next raises StepOrderError.
+            the next raises StepOrderError.
         """
         self._channel.resume_after(acked_step_of(state))
 

@@ -2,9 +2,9 @@
 
 Invariants: a step is checked whole before its first byte is written; every tensor is copied once. A
 step is committed only after its last byte arrived: a dead sender sent a step whole or not at all; a
-buffer is written only while no receiver reads it.
-Actions after a device copy run one at a time, in order; after an exception no action runs
-until the exception was raised to the caller; a process waits only on its own events.
+buffer is written only while no receiver reads it. Actions after a device copy run one at a time, in
+order; after an exception no action runs until the exception was raised to the caller; a process
+waits only on its own events.
 """
 
 from __future__ import annotations
@@ -586,8 +586,7 @@ class TensorSender(ClosedForReason):
         """End the channel; the receiver gets the steps in flight, and then ChannelClosedError.
 
         Memory exported by this process ends with the channel: without a reason, the call first
-        waits
-        for the receiver, up to the channel's timeout.
+        waits for the receiver, up to the channel's timeout.
 
         Parameters
         ----------

@@ -1,8 +1,8 @@
 """Atropos's bridge file: a trainer on the engine memory exported by its patched vLLM.
 
-``vllm_bridge_config.json`` lists an engine's device tensors, each with the eight
-parts of a torch handle. shmbus opens them, and a model's parameters become views of them.
-Nothing guards such an engine: pause its server for a step by the server's own means.
+``vllm_bridge_config.json`` lists an engine's device tensors, each with the eight parts of a torch
+handle. shmbus opens them, and a model's parameters become views of them. Nothing guards such an
+engine: pause its server for a step by the server's own means.
 
 Invariants: the file is typed and checked whole, and every handle is opened, before a parameter
 of the model changes; nothing is unpickled.
@@ -80,8 +80,8 @@ def attach_bridge(model: torch.nn.Module, path: Path | str | None = None) -> Pat
     model : torch.nn.Module
         In the checkpoint's names; its parameters may be on the meta device.
     path : path, optional
-        The file; if missing, $LOGDIR, the working directory, and ``atropos_bridge`` in
-        the directory of temporary files are tried.
+        The file; if missing, $LOGDIR, the working directory, and ``atropos_bridge`` in the
+        directory of temporary files are tried.
 
     Returns
     -------

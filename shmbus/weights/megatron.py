@@ -1,13 +1,13 @@
 """Shards of a decoder in Megatron Core's layout, in the names and shapes of its checkpoint.
 
-A rank holds a part of the layers (pipeline), of each layer's matrices (tensor), of the
-experts (expert), and with a sharded optimizer some rows of these (data). q, k and v are fused by
-head group: per group the query heads, the key, the value. Gate and up are fused, one after the
-other. The vocabulary is padded. Shards are views; nothing is copied or gathered.
+A rank holds a part of the layers (pipeline), of each layer's matrices (tensor), of the experts
+(expert), and with a sharded optimizer some rows of these (data). q, k and v are fused by head
+group: per group the query heads, the key, the value. Gate and up are fused, one after the other.
+The vocabulary is padded. Shards are views; nothing is copied or gathered.
 
 Source: megatron/core/transformer/attention.py, mlp.py, moe/experts.py and
-megatron/core/tensor_parallel/layers.py of Megatron Core 0.14; checkpoint names as in
-Llama, Qwen2, Qwen3 and Qwen3-MoE.
+megatron/core/tensor_parallel/layers.py of Megatron Core 0.14; checkpoint names as in Llama, Qwen2,
+Qwen3 and Qwen3-MoE.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Invariants:
 - A patch applies only to tensors loaded by this subscriber with exactly the patch's base, and not
   written since, as far as torch counts writes; the patch itself detects writes missed by torch at
   the patched places. In doubt the whole version is loaded.
-- Tensors beyond an in-place patch, like parts, casts, or device tensors,
-  are copied whole after any change of them.
+- Tensors beyond an in-place patch, like parts, casts, or device tensors, are copied whole after any
+  change of them.
 - A model that follows by patches is compared with the manifest once: afterwards unchanged
   identity, memory and write counts of its tensors suffice.
 """

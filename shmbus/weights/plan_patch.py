@@ -1,7 +1,7 @@
 """Patch through a plan: writes only the changed elements of an engine's rank.
 
-A patch lists changed elements by tensor of a version; a plan maps them to places in a
-model. On a CUDA device one launch looks up every change and one writes them; elsewhere torch does.
+A patch lists changed elements by tensor of a version; a plan maps them to places in a model. On a
+CUDA device one launch looks up every change and one writes them; elsewhere torch does.
 
 Invariant: nothing is written unless the elements to overwrite equal the patch's base: checked by
 the digest that guards every patch, or, for a part of a tensor without its own digest, against the

@@ -130,8 +130,7 @@ class Publication:
         ------
         WaitTimeoutError, WeightsError
             The publication still runs, and continues; or it failed, and the previous version stays
-            in
-            force.
+            in force.
         """
         check_timeout(timeout, "timeout")
         if not self._ended.wait(timeout):
@@ -174,14 +173,13 @@ class WeightPublisher:
     digests : bool
         Compute a digest of each block, at the cost of another pass over memory.
     patches : bool | float
-        Carrier "shm": publish the changed elements with a version; a
-        number limits their share of the elements, True means 0.05.
+        Carrier "shm": publish the changed elements with a version; a number limits their share of
+        the elements, True means 0.05.
     directory : path, optional
         Carrier "checkpoint": directory of the files.
     keep : bool
         Whether the weights survive `close`, as they survive a death, and an exception in the
-        ``with``
-        block.
+        ``with`` block.
     label : str
         Name in messages and in `shmbus weights`.
 

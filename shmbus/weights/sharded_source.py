@@ -1,11 +1,11 @@
 """Weights of any layout: each rank names its shards, with their place in the whole model.
 
-A shard is a part of a checkpoint tensor, as a view of this rank's memory; ranks exchange
-their shards once, names and boxes only, and every rank writes its own in place.
+A shard is a part of a checkpoint tensor, as a view of this rank's memory; ranks exchange their
+shards once, names and boxes only, and every rank writes its own in place.
 
-Invariants: no rank gathers a tensor; the ranks' shards cover a tensor exactly once, apart
-from replicated shards, written by one rank; a hole or an overlap is refused by name before a
-byte is written.
+Invariants: no rank gathers a tensor; the ranks' shards cover a tensor exactly once, apart from
+replicated shards, written by one rank; a hole or an overlap is refused by name before a byte is
+written.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class ShardedSource:
     shards : callable
         Returns this rank's shards; called for every version, because a trainer may move its memory.
     exchange : callable, optional
-        From this rank's bytes to every rank's, in the order of ranks; called once.
-        By default ranks of ``torch.distributed`` gather them; otherwise a single rank is assumed.
+        From this rank's bytes to every rank's, in the order of ranks; called once. By default ranks
+        of ``torch.distributed`` gather them; otherwise a single rank is assumed.
     slices : mapping of Slice, optional
         Names for parts.
     rounding : "nearest" | "stochastic"

@@ -10,8 +10,8 @@
         with shared.reading(timeout=5.0) as version:  # one forward pass, or a whole request
             model(tokens)
 
-On a CUDA device the tensors lie in memory exported once, by either side: an
-engine shares with ``writes=False``, and the trainer attaches with ``writable=True``.
+On a CUDA device the tensors lie in memory exported once, by either side: an engine shares with
+``writes=False``, and the trainer attaches with ``writable=True``.
 
 Invariants:
 
@@ -20,8 +20,8 @@ Invariants:
   its way. A waiting stepper therefore keeps new readers out. The file's locks do not distinguish
   threads of one process, and the guard itself keeps them apart; a lock ends with its object, or its
   process.
-- A trainer's death or exception in a step leaves the word `stepping` behind: readers
-  get an error, and no server generates with a mix.
+- A trainer's death or exception in a step leaves the word `stepping` behind: readers get an error,
+  and no server generates with a mix.
 - A model is attached whole or not at all: every parameter and buffer is found first.
 """
 
@@ -492,8 +492,7 @@ def share_model(
         Current version.
     writes : bool
         Whether this process steps; False for an engine that owns the memory, with a trainer
-        attached
-        by ``writable=True``.
+        attached by ``writable=True``.
 
     Returns
     -------

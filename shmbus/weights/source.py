@@ -155,9 +155,8 @@ class ModuleSource:
     """Parameters and persistent buffers of a module.
 
     Tied tensors are published once, with aliases. A DTensor, as made by FSDP2 and tensor
-    parallelism,
-    is published in whole-model coordinates: each rank writes its own shard. Replicated tensors
-    are divided among the ranks.
+    parallelism, is published in whole-model coordinates: each rank writes its own shard. Replicated
+    tensors are divided among the ranks.
 
     Parameters
     ----------

@@ -101,8 +101,8 @@ class WeightSubscriber(ClosedByWith):
         publisher has to compute them. After a patch, tensors of the model are compared too.
     patches : bool
         Let `Weights.load_into` change only the changed elements, if the model still holds this
-        subscriber's last load, and the publisher made a patch from that version.
-        Not for programs that write parameters past torch, for example through ``.data``.
+        subscriber's last load, and the publisher made a patch from that version. Not for programs
+        that write parameters past torch, for example through ``.data``.
     directory : path, optional
         Carrier "checkpoint": directory of the files.
     label : str
@@ -179,9 +179,8 @@ class WeightSubscriber(ClosedByWith):
         Parameters
         ----------
         newer_than : int, optional
-            The caller's number: any version received by this subscriber after it counts,
-            whatever its number, because training may have gone back. For a number never received, a
-            larger
+            The caller's number: any version received by this subscriber after it counts, whatever
+            its number, because training may have gone back. For a number never received, a larger
             number counts, or a new life begun during the wait. None takes any.
         timeout : float, optional
             Seconds; None waits for ever.

@@ -1,7 +1,7 @@
 """CUDA driver calls for memory between processes, by ctypes: torch exposes none of them.
 
-Invariants: the driver is loaded on first use; every call's status is checked, and an
-error carries the driver's own name.
+Invariants: the driver is loaded on first use; every call's status is checked, and an error carries
+the driver's own name.
 """
 
 from __future__ import annotations

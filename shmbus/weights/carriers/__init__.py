@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["CARRIERS", "carrier_class"]
 
 #: Carrier classes by name, imported on first use. "auto" takes the first usable carrier that
-#: permits
-#: an automatic choice.
+#: permits an automatic choice.
 CARRIERS: Final = {
     "shm": "shmbus.weights.carriers.pooled:ShmCarrier",
     "checkpoint": "shmbus.weights.carriers.checkpoint:CheckpointCarrier",

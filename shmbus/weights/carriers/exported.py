@@ -400,8 +400,7 @@ def _let_go(dead: weakref.ref[_Held]) -> None:
         _locks.pop(dead, None)
     except KeyboardInterrupt:
         # No caller could catch the interrupt here, and the device may be busy: a thread finishes
-        # the work
-        # and raises the interrupt later.
+        # the work and raises the interrupt later.
         threading.Thread(target=_let_go_later, args=(dead, device, stream)).start()
 
 
