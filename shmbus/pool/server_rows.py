@@ -111,7 +111,7 @@ class ServerVersion(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     #: Row and pid of every rank; a server's restart changes them.
     processes: tuple[tuple[int, int], ...] = ()
-    #: Publication running on all ranks, as in salts of requests; "" for mixed publications.
+    #: Publication running on all ranks, as in salts of requests; "" without a common publication.
     life: str = ""
     #: Time of the version's publication; None after the reuse of the version's slot.
     published_unix_ns: int | None = None
@@ -284,7 +284,7 @@ class ServerRows:
         return min(found, default=trainers)
 
     def all_unknown(self, trainers: int) -> bool:
-        """Return whether the bus serves only unknown versions, from at least one server."""
+        """Return whether the bus has servers and knows no server's version."""
         servers = self.read(trainers)
         return bool(servers) and all(each.oldest is None for each in servers.values())
 

@@ -32,7 +32,7 @@ from shmbus import ShmbusError
 from shmbus.errors import PeerGoneError
 from shmbus.tensors.device.memory import DeviceHandle, DeviceMemory, HostMemory, device_of
 
-#: Seconds granted to one client; every client gets a thread.
+#: Seconds granted to one client, a holder of one of MAX_ASKERS threads.
 ASK_S: Final = 5.0
 #: Clients served at once; more wait in the socket's queue.
 MAX_ASKERS: Final = 16
