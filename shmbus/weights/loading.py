@@ -185,7 +185,7 @@ def _faults(
 
 
 def _tied(manifest: Manifest, pairs: Mapping[str, Pair]) -> list[str]:
-    """List overlapping destinations that receive different bytes."""
+    """List overlapping destinations fed from different published bytes."""
     spans = sorted(
         (str(target.device), target.data_ptr(), _end_of(target), name)
         for name, (target, _) in pairs.items()
@@ -234,7 +234,7 @@ class _Addresses:
 
 
 def _is_one(manifest: Manifest, one: str, other: str, pairs: Mapping[str, Pair]) -> bool:
-    """Return whether two destinations overlap exactly like their published sources."""
+    """Return whether two destinations relate like their sources in one published tensor."""
     (target, source), (target2, source2) = pairs[one], pairs[other]
     there = (target2.data_ptr() - target.data_ptr()) // target.element_size()
     here = (source2.data_ptr() - source.data_ptr()) // source.element_size()

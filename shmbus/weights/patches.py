@@ -151,7 +151,7 @@ _BYTES_A_RANK: Final = 4096
 #: Ranks write pieces of uneven sizes into even shares of a patch.
 _UNEVEN: Final = 1.25
 
-#: Most versions published without an attempt after an oversized patch.
+#: Limit of versions published without an attempt after an oversized patch.
 _LONGEST_PAUSE: Final = 16
 
 
