@@ -1,4 +1,4 @@
-"""New weights into inference servers: who is paused, updated, believed and resumed, and when."""
+"""New weights for inference servers: pause, update, check of the rows, resume."""
 
 from __future__ import annotations
 

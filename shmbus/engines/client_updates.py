@@ -1,12 +1,12 @@
-"""New weights through the four calls of vLLM's trainer-side client, each checked by the rows.
+"""Updates through the four calls of vLLM's trainer-side client, each checked by the rows.
 
-For trainers whose code drives vLLM by a `VLLMWeightSyncClient`, over HTTP or Ray. Whoever needs
-pauses, several servers or recovery after a death has `EngineFleet`.
+For trainers that drive vLLM by a `VLLMWeightSyncClient`, over HTTP or Ray. `EngineFleet` adds
+pauses, several servers and recovery after a death.
 
 Invariants:
 
-- A call that returns is not believed: a version is in force when the row of each rank says so.
-- What ran before stays leased until they do; where they do not, it is loaded into all ranks again.
+- A returned call proves nothing: a version is in force when the row of each rank names it.
+- The previous version stays leased until then; after a failure it is loaded into every rank again.
 
 Source: `VLLMWeightSyncClient` in vllm/distributed/weight_transfer/base.py of vLLM 0.32.
 """
@@ -23,42 +23,42 @@ from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.rows import POLL_S, Missing, RankRows, is_whole, say_version
 from shmbus.pool.server_rows import CLIENT_NAMES, drop_dead_rows
 
-#: Bytes of the random part of a name: no two trainers' rows are taken for one another.
+#: Random bytes of a name, to keep the rows of two trainers apart.
 _NAME_BYTES: Final = 4
 
 
 class WeightSyncClient(Protocol):
-    """What is needed of a client: the four methods of vLLM's `VLLMWeightSyncClient`."""
+    """Required methods of a client: the four of vLLM's `VLLMWeightSyncClient`."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have each rank attach."""
+        """Make each rank attach."""
 
     def start_weight_update(self) -> None:
-        """Have each rank make room for a whole model."""
+        """Make each rank free memory for a whole model."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Have each rank load."""
+        """Make each rank load."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Have each rank go over to what it loaded."""
+        """Make each rank switch to the loaded version."""
 
 
 class ClientUpdates:
-    """Brings published versions to the inference ranks behind a client.
+    """Bring published versions to the inference ranks behind a client.
 
     Parameters
     ----------
     bus : str
-        Whose weights; a version has been published.
+        Bus of the weights; a version must be published.
     client : WeightSyncClient
-        Its calls return when all ranks have answered.
+        Its calls return after every rank answered.
     timeout : float
         Seconds to wait for the rows of ranks after the calls.
 
     Raises
     ------
     EngineError
-        No rank reads these weights, or one can never load them; nothing was touched.
+        No rank reads these weights, or a rank can never load them; nothing was touched.
     TypeError, ValueError
         The timeout is no number of seconds.
     """
@@ -81,31 +81,31 @@ class ClientUpdates:
             )
         with newest:
             self._attach()
-            # The ranks of earlier trainers' clients are this client's ranks now.
+            # Ranks of an earlier trainer's client belong to this client now.
             drop_dead_rows(bus, lambda name: name.startswith(CLIENT_NAMES) and name != self.address)
             self.ranks: Final = len(self._rows.of(self))
-            # None at all is one too few.
+            # Zero ranks count as one missing rank.
             self._rows.require_attached(self, max(1, self.ranks), newest.version)
 
     def _attach(self) -> None:
         self._client.init_weight_transfer_engine({"bus": self.bus, "server": self.address})
 
     def bring(self, version: int, previous: int | None) -> None:
-        """Load a published version into all ranks.
+        """Load a published version into every rank.
 
         Parameters
         ----------
         version : int
-            The new one.
+            The new version.
         previous : int or None
-            A whole one that the caller has leased; None where there is none.
+            A whole version leased by the caller; None without one.
 
         Raises
         ------
         UpdateRolledBackError
-            A rank could not take it, and all of them run the previous one again.
+            A rank refused the version, and every rank runs the previous one again.
         EngineError
-            Nor could it be loaded again: a rank's model is not whole.
+            The previous version failed too: a rank's model is not whole.
         TypeError, ValueError
             A version is no int64; nothing was touched.
         """
@@ -130,19 +130,19 @@ class ClientUpdates:
         raise UpdateRolledBackError(version, previous, failed)
 
     def _load(self, version: int) -> str | None:
-        """Start, update and finish; what keeps the ranks from running it, None where they do."""
+        """Start, update and finish; return the obstacle, None once every rank runs the version."""
         problem = ""
         timeout = self._timeout
         try:
-            if self._rows.are_loading(self):  # what a dead trainer left open, or a lost answer
+            if self._rows.are_loading(self):  # left open by a dead trainer, or by a lost answer
                 self._client.finish_weight_update()
             self._client.start_weight_update()
             self._client.update_weights({"version": version})
             self._client.finish_weight_update(str(version))
         except Exception as error:
-            # A client raises what its transport raises; the ranks may have loaded all the same.
+            # A client raises transport errors; the ranks may have loaded all the same.
             problem = f" ({type(error).__name__}: {error})"
-            # They do one thing after another: by this answer the rows speak of what they did.
+            # Ranks work in order: after this answer their rows describe the finished work.
             with contextlib.suppress(Exception):
                 self._attach()
             timeout = 0.0 if self._is_whole() else timeout
@@ -150,7 +150,7 @@ class ClientUpdates:
         return None if missing is None else missing.said + problem
 
     def _is_whole(self) -> bool:
-        """Whether all ranks run one version, or what they were started with."""
+        """Return whether every rank runs the same whole version, or only initial weights."""
         rows = self._rows.of(self)
         return (
             len(rows) >= self.ranks

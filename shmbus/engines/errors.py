@@ -1,26 +1,26 @@
-"""What can go wrong with a server, in the words of the one who has to act on it."""
+"""Errors of servers, with advice for the operator."""
 
 from __future__ import annotations
 
 from shmbus import ShmbusError
 
-#: Characters of an answer that a message shows.
+#: Limit of an answer's characters in a message.
 SHOWN_BODY = 500
 
 
 class EngineError(ShmbusError):
-    """A server did not do what it was asked to.
+    """A server failed a request.
 
     Attributes
     ----------
     server, step : str
-        Its address, and what it was asked for: "pause", "update" ...
+        Its address, and the failed step: "pause", "update" ...
     status : int or None
-        The HTTP status; None where no answer came.
+        The HTTP status; None without an answer.
     body, advice : str
-        What it said, or the cause where no answer came; and what is to be done.
+        The answer's text, or the cause without an answer; and the advised action.
     gone : bool
-        Whether nobody listens at its address: the process has ended.
+        True if no process listens at its address: the server ended.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class EngineError(ShmbusError):
 
 
 class UpdateRolledBackError(ShmbusError):
-    """An update failed, and every server that is left runs the version that it had before.
+    """An update failed, and every remaining server runs its previous version.
 
     Attributes
     ----------
     version : int
-        The version that was not taken.
+        The refused version.
     in_force : int or None
-        The version that all of these run.
+        The version on every remaining server.
     """
 
     def __init__(

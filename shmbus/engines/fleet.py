@@ -1,18 +1,18 @@
-"""New weights into several inference servers, so that none ever generates with half a model.
+"""New weights for several inference servers: no server ever generates with half a model.
 
 The order, for all servers together: prepare (nothing is touched), pause, load, rows agree, resume.
-Then the bus's policy version says so.
+Then the bus's policy version names the new weights.
 
 Invariants:
 
-- Neither a status nor a body is believed: a server has a version, and is resumed, when the row of
-  each of its ranks says so; of a reload, which has no rows, its own calls have to.
-- What ran before stays leased until the rows agree: a way back for as long as it may be needed.
-- A server that is not whole stays paused, and the error names it.
-- Nothing is loaded into a server that does not say that it is paused; the parameters of a shared
-  model change only while every server says so.
-- One pause at a time, by a lock and the note's. An update that was begun is ended: a cancelled task
-  waits for it, and what a dead process leaves is recovered by its note.
+- A status or a body proves nothing: a server runs a version, and is resumed, when the row of
+  each of its ranks names it; a reload without rows relies on the server's own calls.
+- The previous version stays leased until the rows agree: a way back while it may be needed.
+- A server with a torn model stays paused, and the error names it.
+- A server loads nothing unless it reports a pause; the parameters of a shared model change only
+  while every server reports one.
+- One pause at a time, by an internal lock and the note's lock. A begun update always ends: a
+  cancelled task waits for it, and a dead process's pause is recovered by its note.
 
 Source of reloads: /collective_rpc, /update_weight_version and /weight_info of vLLM 0.32;
 /update_weights_from_disk of SGLang 0.5.23.
@@ -52,10 +52,10 @@ from shmbus.weights.carriers.checkpoint import CheckpointPlace, newest_checkpoin
 from shmbus.weights.shared_file import shared_state
 from shmbus.weights.shared_model import SharedModel
 
-#: Of a policy version, which the bus says once servers have it.
+#: Limit of a policy version; the bus announces it once servers run the weights.
 MOST_VERSION: Final = (1 << 63) - 1
 
-#: The kind of `ManagedServer`, which loads weights at its start.
+#: Kind of `ManagedServer`; a managed server loads weights at the start.
 MANAGED: Final = "managed"
 
 Pairs: TypeAlias = list[tuple[EngineServer, ServerReport]]
@@ -63,49 +63,49 @@ Step: TypeAlias = Callable[[EngineServer, ServerReport], Awaitable[None]]
 
 #: Seconds between two tries to resume.
 RETRY_S = 0.2
-#: States of servers of which nobody has to think any more.
+#: Final states of servers, beyond any further step.
 SETTLED = ("serving", "gone")
 PAUSE_MODES = ("keep", "wait", "abort")
-#: How the reason begins with which a fleet pauses the bus.
+#: Prefix of the reason of a fleet's pause of the bus.
 HELD = "weights of version "
-#: What is said of a server that a note names and a fleet does not know.
+#: Text for a server named by a note and unknown to the fleet.
 _FOREIGN = "it is none of this fleet's; end its pause by: shmbus weights {bus} --resume"
 
 
 class Publisher(Protocol):
-    """What the fleet needs of a `WeightPublisher`."""
+    """Required interface of a `WeightPublisher`."""
 
     def publish(self, version: int) -> object:
-        """Publish that version; return once it is whole."""
+        """Publish the version; return once it is whole."""
 
 
 class EngineFleet(ClosedByAsyncWith):
-    """Brings new weights to inference servers.
+    """Bring new weights to inference servers.
 
     Parameters
     ----------
     servers : sequence of EngineServer
         `VllmServer` and its like.
     bus : str
-        The bus whose weights they read, and whose policy version they follow.
+        Bus of the servers' weights and of their policy version.
     mode : "keep" | "wait" | "abort"
-        What happens to requests in flight: they are frozen and go on, are awaited, or are aborted.
-        In the last two the bus is paused with a reason, so that workers hold their requests.
+        Treatment of requests in flight: frozen and continued, awaited, or aborted. In the last two
+        the bus is paused with a reason, and workers hold their requests.
     clear_cache : bool
-        Whether keys and values that the old weights made are thrown away. Without it, requests in
-        flight go on with them ("keep"); new requests are not served from them where they carry
-        `Request.cache_salt`. A version whose number the bus has said before clears them anyway.
+        Whether to drop keys and values computed with the old weights. Otherwise requests in
+        flight continue with them ("keep"); new requests with a `Request.cache_salt` never get them.
+        A version number already announced by the bus clears them anyway.
     timeout : float
         Seconds for each step of an update.
     quorum : int, optional
-        How many servers must take a version; all by default. Those that did not run the one before,
-        or stay paused, and are named in the report.
+        Minimum of servers to take a version; default: every server. The rest run the previous
+        version, or stay paused, and the report names them.
 
     Raises
     ------
     ValueError
-        There is no server, one is there twice, the quorum or mode is none, or a server has no such
-        mode.
+        The list is empty or names a server twice, the quorum or mode is invalid, or a server lacks
+        the mode.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class EngineFleet(ClosedByAsyncWith):
         self.mode = mode
         self.clear_cache = clear_cache
         self.timeout = checked_timeout(timeout)
-        #: Whether this update clears caches: asked to, or since its number is that of others.
+        #: True if this update clears caches: by request, or for a reused number.
         self._clears = clear_cache
-        #: Whether this fleet has changed weights of servers without rows.
+        #: True once this fleet changed weights of servers without rows.
         self._has_changed = False
         self._busy = OneAtATime()
-        #: Why a step failed at a server, by its address.
+        #: Error of a failed step, by the server's address.
         self._failures: dict[str, EngineError] = {}
         self._rows = RankRows(bus)
 
@@ -149,30 +149,30 @@ class EngineFleet(ClosedByAsyncWith):
         return len(self.servers) if self._quorum is None else self._quorum
 
     async def add(self, server: EngineServer) -> ServerReport | None:
-        """Have a server take part from now on; it joins at the newest version.
+        """Add a server from now on; it joins at the newest version.
 
         Parameters
         ----------
         server : EngineServer
-            It runs, with whatever weights.
+            A running server, with any weights.
 
         Returns
         -------
         ServerReport or None
-            None where no version is published: the first update brings one.
+            None before the first publication: the first update brings a version.
 
         Raises
         ------
         EngineError, UpdateRolledBackError
-            It did not take the newest version, and is not in the fleet.
+            The server refused the newest version and stays outside of the fleet.
         BlockingIOError
             Another process is updating servers of this bus.
         ValueError
-            It is there already, or has no such mode.
+            The server is a member already, or lacks the mode.
         """
         checked_addresses([server])
         _require_mode(server, self.mode)
-        async with self._busy:  # an update that is under way does not know it
+        async with self._busy:  # a running update does not know the new server
             if server.address in {each.address for each in self.servers}:
                 raise ValueError(f"server: {server.address} is in the fleet already")
             report = await to_the_end(self._join([server]), shmbus.ShmbusError)
@@ -180,18 +180,19 @@ class EngineFleet(ClosedByAsyncWith):
         return None if report is None else report.servers[0]
 
     async def remove(self, server: EngineServer | str) -> None:
-        """Have a server take no part any more; an update that is under way ends first.
+        """Remove a server; a running update ends first.
 
         Parameters
         ----------
         server : EngineServer or str
-            It, or its address. It serves what it has; one that is paused stays so, and is nobody's.
-            After the end of its process an update, or another `remove`, drops its rows.
+            The server, or its address. The server keeps its weights. A paused server stays paused,
+            and no fleet resumes it. After its process's end an update, or a later `remove`, drops
+            its rows.
 
         Raises
         ------
         ValueError
-            It is not there, or the last one, or the quorum needs it.
+            The server is unknown, or the last one, or needed by the quorum.
         """
         address = server if isinstance(server, str) else server.address
         async with self._busy:
@@ -210,19 +211,19 @@ class EngineFleet(ClosedByAsyncWith):
             self._rows.drop_others(left)
 
     async def catch_up(self) -> UpdateReport | None:
-        """Bring the newest version to every server that does not run it, such as one started anew.
+        """Bring the newest version to every outdated server, for example after its restart.
 
         An ended `ManagedServer` starts with its last checkpoint.
 
         Returns
         -------
         UpdateReport or None
-            Of the servers that were behind; None where none was, or nothing is published.
+            Of the outdated servers; None without outdated servers, or before a publication.
 
         Raises
         ------
         EngineError, BlockingIOError
-            A server stays paused, since its model is not whole; or another process is updating.
+            A server stays paused with a torn model; or another process is updating.
         """
         async with self._busy:
             started = await to_the_end(self._start_ended(), shmbus.ShmbusError)
@@ -245,7 +246,7 @@ class EngineFleet(ClosedByAsyncWith):
         return [report for _, report in pairs]
 
     async def update(self, publisher: Publisher, version: int) -> UpdateReport:
-        """Publish a version, unless it is the newest already, and bring it to the servers.
+        """Publish a version, unless already the newest, and bring it to the servers.
 
         Parameters
         ----------
@@ -262,10 +263,10 @@ class EngineFleet(ClosedByAsyncWith):
         Raises
         ------
         UpdateRolledBackError
-            Too few took it, and every server runs what it ran before.
+            Too few servers took the version, and every server runs its previous weights.
         EngineError
             A server could not be prepared or paused, and nothing was touched; or it stays paused,
-            since neither the new nor the old version could be loaded into all of its ranks.
+            because neither the new nor the old version loaded into every rank.
         BlockingIOError
             Another process is updating servers of this bus.
         TypeError, ValueError
@@ -273,7 +274,7 @@ class EngineFleet(ClosedByAsyncWith):
 
         Notes
         -----
-        Cancelling waits for the update's end: a server must not be left in the middle.
+        A cancelled call waits for the update's end: no server is left halfway.
         """
         if not callable(getattr(publisher, "publish", None)):
             raise TypeError(
@@ -284,7 +285,7 @@ class EngineFleet(ClosedByAsyncWith):
             return await to_the_end(self._update(publisher, version), shmbus.ShmbusError)
 
     def update_sync(self, publisher: Publisher, version: int) -> UpdateReport:
-        """Do what `update` does, where no event loop runs; RuntimeError where one does."""
+        """Run `update` without an event loop; raise RuntimeError within a running loop."""
         _require_no_loop()
 
         async def run() -> UpdateReport:
@@ -296,28 +297,28 @@ class EngineFleet(ClosedByAsyncWith):
         return asyncio.run(run())
 
     async def reload(self, directory: Path | str) -> UpdateReport:
-        """Have the servers read the newest checkpoint of a directory; cancelled as `update` is.
+        """Make the servers read a directory's newest checkpoint; cancellation as for `update`.
 
         Parameters
         ----------
         directory : path
-            Of a publisher with ``carrier="checkpoint"``, which has published; the servers see it
-            under the same path.
+            Of a publisher with ``carrier="checkpoint"`` and at least one version; the servers see
+            it under the same path.
 
         Returns
         -------
         UpdateReport
-            At least `quorum` servers say that they have the version.
+            At least `quorum` servers report the version.
 
         Raises
         ------
         UpdateRolledBackError
-            Too few took it, and every server reads the one before again.
+            Too few servers took the checkpoint, and every server reads the previous one again.
         EngineError
-            A server could not be paused, and nothing was touched; or it stays paused, since it
+            A server could not be paused, and nothing was touched; or it stays paused, because it
             could read neither.
         WeightsError, BlockingIOError
-            There is no checkpoint in the directory, or another process is updating servers.
+            The directory holds no checkpoint, or another process is updating servers.
         """
         async with self._busy:
             return await to_the_end(self._reload(Path(directory)), shmbus.ShmbusError)
@@ -330,26 +331,26 @@ class EngineFleet(ClosedByAsyncWith):
         *,
         heal: bool = False,
     ) -> None:
-        """Change the one copy of a model that the servers and this process share, between pauses.
+        """Change the one model copy shared by the servers and this process, between pauses.
 
         Parameters
         ----------
         shared : SharedModel
-            Of this bus, as `share_model` made it.
+            Of this bus, from `share_model`.
         action : callable
-            Changes the parameters, such as ``optimizer.step``; it is called in a thread.
+            Changes the parameters, for example ``optimizer.step``; called in a thread.
         version : int
-            What the weights are after it.
+            Version after the step.
         heal : bool
-            Whether the action loads all weights anew, so that it may begin with torn ones.
+            Whether the action reloads every weight and may begin with torn weights.
 
         Raises
         ------
         EngineError
             A server could not be paused, and nothing was changed; or it could not be resumed.
         DamagedError
-            The action failed, from its error: the servers stay paused, since the model is a mix.
-            Load whole weights with another step, and heal=True.
+            The action failed, from its error: the servers stay paused with a mixed model. Load
+            whole weights with another step, and heal=True.
         BlockingIOError
             Another process is updating servers of this bus.
         TypeError, ValueError
@@ -369,18 +370,18 @@ class EngineFleet(ClosedByAsyncWith):
                 await to_the_end(self._step(note, shared, action, version, heal))
 
     async def recover(self) -> UpdateReport | None:
-        """End the pause that a dead process has left, by the rules of `update`.
+        """End a dead process's pause, by the rules of `update`.
 
-        Servers whose ranks agree on a whole version are resumed, others get the newest whole one
-        first; one that cannot take it stays paused, and is named. None where nothing was left
-        paused; BlockingIOError where the process that paused them lives.
+        Servers whose ranks agree on a whole version are resumed; the rest first get the newest
+        whole version. A server that refuses it stays paused, and is named. Return None if no pause
+        was left; raise BlockingIOError while the pausing process lives.
         """
         async with self._busy:
             with PauseNote(self.bus) as note:
                 return await self._recover(note)
 
     async def close(self) -> None:
-        """Let go of connections to the servers; may be called twice. Cancelled, it ends first."""
+        """Close connections to the servers; idempotent. A cancelled call ends first."""
         await close_all(self.servers)
 
     # -- an update ---------------------------------------------------------------------------------
@@ -398,11 +399,11 @@ class EngineFleet(ClosedByAsyncWith):
                     await asyncio.to_thread(publisher.publish, version=version)
                     before = None if previous is None else previous.version
                 elif getattr(publisher, "version", version) != version:
-                    # A number of another life: by it, there is no way back to what it was.
+                    # A number of another life cannot name the way back to the old weights.
                     await asyncio.to_thread(publisher.publish, version=version)
                     before = None
                 else:
-                    before = version  # the servers may run an older one; nothing older is leased
+                    before = version  # servers may run an older version, beyond any lease
                 self._rows.drop_others(self.servers)
                 report = self._begin(note, version, before, self.servers)
                 report.life = self._rows.life(version)
@@ -414,18 +415,18 @@ class EngineFleet(ClosedByAsyncWith):
         return report
 
     def _is_first(self) -> bool:
-        """Whether servers without rows meet this fleet for the first time."""
+        """Return whether this fleet meets servers without rows for the first time."""
         first, self._has_changed = not self._has_changed, True
         return first
 
     def _is_repeated(self, version: int, strange: bool) -> bool:
-        """Tell whether caches may hold entries of other weights under a repeated salt.
+        """Return whether caches may hold entries of older weights under a reused salt.
 
         `strange`: servers filled caches before this fleet or its pool knew the servers. Without
         rows a salt holds the bus's identity and a number, and outlives a pool.
         """
         said = self._said()
-        # The bus says less after a trainer has gone back, and 0 before anybody has said anything.
+        # The bus's version falls after a trainer went back; 0 means no announcement yet.
         rows = [row for server in self.servers for row in self._rows.of(server)]
         ran = [row.applied_version or 0 for row in rows if row.applied_sequence]
         return (strange and said > 0) or version <= max([*ran, said if said > 0 else -1])
@@ -433,7 +434,7 @@ class EngineFleet(ClosedByAsyncWith):
     async def _join(
         self, servers: Sequence[EngineServer], *, only_behind: bool = False
     ) -> UpdateReport | None:
-        """Bring the newest version to some servers; those that are caught up may be gone."""
+        """Bring the newest version to some servers; outdated servers may be gone meanwhile."""
         began = time.monotonic()
         with PauseNote(self.bus) as note:
             if note.left is not None:
@@ -449,18 +450,18 @@ class EngineFleet(ClosedByAsyncWith):
                     servers = [each for each, is_so in zip(servers, behind, strict=True) if is_so]
                 if not servers:
                     return None
-                # What it has cached may be of any weights.
+                # The server's cache may come from any weights.
                 self._clears = True
                 report = self._begin(note, newest.version, None, servers)
                 report.life = self._rows.life(newest.version)
                 quorum = 0 if only_behind else 1
-                # The others may run another one: what is said is theirs.
+                # Other members may run an older version, and the announced number belongs to them.
                 await self._bring(note, report, servers, quorum, says=False)
         report.total_s = time.monotonic() - began
         return report
 
     async def _is_behind(self, server: EngineServer, version: int) -> bool:
-        """Whether a server has to be brought to a version; one that does not answer has not."""
+        """Return whether a server needs the version; False for a silent server."""
         try:
             ranks = await server.ranks(self.timeout)
         except EngineError:
@@ -477,7 +478,7 @@ class EngineFleet(ClosedByAsyncWith):
         says: bool = True,
     ) -> None:
         async def restore(behind: Pairs) -> Pairs:
-            # A server that has no version from before stays as it is.
+            # A server without a previous version stays unchanged.
             if report.previous is None:
                 return []
             return await self._each(
@@ -496,7 +497,7 @@ class EngineFleet(ClosedByAsyncWith):
             says=says,
         )
 
-    # -- one step at one server --------------------------------------------------------------------
+    # -- steps at a single server ------------------------------------------------------------------
 
     def _prepare(self, version: int) -> Step:
         async def prepare(server: EngineServer, report: ServerReport) -> None:
@@ -526,7 +527,7 @@ class EngineFleet(ClosedByAsyncWith):
         self._rows.require_attached(server, report.ranks, version)
 
     async def _end(self, server: EngineServer, report: ServerReport) -> None:
-        del report  # it says already why no rank was attached
+        del report  # the report already names the reason
         await self._settle(server)
 
     def _load(self, version: int) -> Step:
@@ -539,13 +540,13 @@ class EngineFleet(ClosedByAsyncWith):
                     await self._settle(server)
                 await server.load(version, self._clears, self.timeout)
             except EngineError as failed:
-                # Its ranks may have loaded all the same: their rows decide.
+                # Ranks may have loaded all the same: the rows decide.
                 error = failed
             report.version = None
             heard_s = 0.0 if server.bus is None else HEARD_S
             await self._rows.require_version(server, report, version, error, self.timeout, heard_s)
             if error is not None:
-                # All ranks have it; what the server has not finished must be, before it generates.
+                # Every rank loaded; now finish the server's open steps before it generates.
                 await self._settle(server)
             report.version = version
             said = ["" if error is None else str(error), getattr(server, "caution", "")]
@@ -555,7 +556,7 @@ class EngineFleet(ClosedByAsyncWith):
         return load
 
     async def _await_turn(self, server: EngineServer, report: ServerReport) -> None:
-        """Wait until it has done what it was asked before: its rows speak of that only then."""
+        """Wait for the server's earlier work: earlier rows would be stale."""
         del report
         try:
             await server.prepare(server.bus or self.bus, self.timeout)
@@ -566,13 +567,13 @@ class EngineFleet(ClosedByAsyncWith):
     async def _settle(self, server: EngineServer) -> bool:
         return await server.settle(self._rows.are_loading(server), self.timeout)
 
-    # -- what a dead process has left --------------------------------------------------------------
+    # -- recovery after a dead process ------------------------------------------------------------
 
     async def _recover(self, note: PauseNote) -> UpdateReport | None:
         left = note.left
         if left is None:
             return None
-        if not left.updating:  # of an update that ended; a server of it changes its weights now
+        if not left.updating:  # a finished update's note; now a server changes its weights again
             note.write(msgspec.structs.replace(left, updating=True))
         if left.shared:
             return await self._resume_whole(note, left)
@@ -608,7 +609,7 @@ class EngineFleet(ClosedByAsyncWith):
         was_open = await self._settle(server)
         report.version = None if was_open else self._rows.whole_version(server, report.ranks)
 
-    # -- a reload: servers read a checkpoint again, and have no rows
+    # -- a reload: servers read a checkpoint again, without rows
 
     async def _reload(self, directory: Path) -> UpdateReport:
         began = time.monotonic()
@@ -652,7 +653,7 @@ class EngineFleet(ClosedByAsyncWith):
         return await self._each(known, self._read(before))
 
     async def _find(self, server: EngineServer, report: ServerReport) -> None:
-        """Find out that it is there, and how many may answer at once where that counts."""
+        """Check that the server answers; count the ranks if answers may mix."""
         await server.paused(self.timeout)
         await _ask_if_known(server, "check_reload", self.timeout)
         if not server.answers_in_step:
@@ -671,14 +672,14 @@ class EngineFleet(ClosedByAsyncWith):
         return read
 
     async def _reload_newest(self, note: PauseNote, left: PauseNotice) -> UpdateReport:
-        """End the pause of a trainer that died in a reload: all read the newest."""
+        """End the pause of a trainer that died in a reload: every server reads the newest."""
         report, pairs = self._begin_recovery(left)
         try:
             newest, _ = await asyncio.to_thread(newest_checkpoints, Path(left.directory))
         except (
             OSError,
             shmbus.ShmbusError,
-        ) as error:  # they stay paused, until they get other weights
+        ) as error:  # they stay paused until new weights come
             for _, each in pairs:
                 each.error = str(error)
             return report
@@ -689,7 +690,7 @@ class EngineFleet(ClosedByAsyncWith):
         await self._each(pairs, self._resume)
         return self._recovered(note, report)
 
-    # -- a step of a trainer that has one copy of the model with its servers -----------------------
+    # -- a step on the model copy shared with the servers -----------------------------------------
 
     async def _step(
         self,
@@ -718,7 +719,7 @@ class EngineFleet(ClosedByAsyncWith):
             try:
                 await asyncio.to_thread(_change, shared, action, version, heal)
             except Exception as error:
-                if not shared.torn:  # it was refused before anything was changed
+                if not shared.torn:  # refused before any change
                     await self._each(pairs, self._resume)
                     self._clear(note, report)
                     raise
@@ -733,7 +734,7 @@ class EngineFleet(ClosedByAsyncWith):
         await self._all(resumed, reports)
 
     def _require_shared(self, note: PauseNote, left: UpdateReport | None) -> None:
-        """Raise EngineError where other weights than shared ones have left a server torn."""
+        """Raise EngineError if unshared weights left a server torn."""
         if left is None or note.left is None or note.left.shared:
             return
         own = {server.address for server in self.servers}
@@ -756,7 +757,7 @@ class EngineFleet(ClosedByAsyncWith):
             raise self._failure(address, "nothing was changed")
 
     async def _resume_whole(self, note: PauseNote, left: PauseNotice) -> UpdateReport:
-        """End the pause of a trainer that died around a step, unless it died in it."""
+        """End the pause of a trainer that died around a step, but not within it."""
         report, pairs = self._begin_recovery(left)
         state = shared_state(self.bus)
         if state is None or state[1]:
@@ -771,7 +772,7 @@ class EngineFleet(ClosedByAsyncWith):
             each.version = state[0]
         return self._recovered(note, report)
 
-    # -- pause, resume, and all servers at once ----------------------------------------------------
+    # -- pause, resume, and steps at every server -------------------------------------------------
 
     async def _pause(self, server: EngineServer, report: ServerReport) -> None:
         report.state = "unknown"
@@ -780,8 +781,8 @@ class EngineFleet(ClosedByAsyncWith):
         report.state = "paused"
 
     async def _keep_paused(self, server: EngineServer, report: ServerReport) -> None:
-        """Pause a server that generates after all: it was started anew, or others resumed it."""
-        del report  # it counts as paused, whatever comes of this
+        """Pause a server again after its restart, or a foreign resume."""
+        del report  # counts as paused in any case
         if not await server.paused(self.timeout):
             await server.pause(self.mode, self._clears, self.timeout)
 
@@ -811,7 +812,7 @@ class EngineFleet(ClosedByAsyncWith):
         previous: int | None,
         servers: Sequence[EngineServer],
     ) -> UpdateReport:
-        """Begin the report of an update; who could not be resumed before is paused still."""
+        """Begin the report of an update; servers left paused before count as paused still."""
         paused = {address for _, address in note.named()}
         reports = [ServerReport(address=server.address) for server in servers]
         for each in reports:
@@ -819,7 +820,7 @@ class EngineFleet(ClosedByAsyncWith):
         return UpdateReport(version=version, previous=previous, servers=reports)
 
     def _begin_recovery(self, left: PauseNotice) -> tuple[UpdateReport, Pairs]:
-        """Begin the report of what a note names, with pairs of those that are of this fleet."""
+        """Begin the report of a note's servers, with pairs for the fleet's own servers."""
         own = {server.address: server for server in self.servers}
         servers = [ServerReport(address=address, state="paused") for _, address in left.servers]
         for each in servers:
@@ -828,14 +829,14 @@ class EngineFleet(ClosedByAsyncWith):
         return report, [(own[each.address], each) for each in servers if each.address in own]
 
     def _recovered(self, note: PauseNote, report: UpdateReport) -> UpdateReport:
-        """Take the note of a dead process back, and let workers go on where nobody is paused."""
+        """Withdraw a dead process's note, and release workers if no server stays paused."""
         self._clear(note, report)
         if note.left is None:
             self._release_workers()
         return report
 
     def _clear(self, note: PauseNote, report: UpdateReport) -> None:
-        """Take the note back, but for those that are paused still, or say nothing."""
+        """Withdraw the note, except for paused or silent servers."""
         note.clear({each.address for each in report.servers if each.state in SETTLED})
 
     async def _in_order(
@@ -852,7 +853,7 @@ class EngineFleet(ClosedByAsyncWith):
         directory: str = "",
         says: bool = True,
     ) -> None:
-        """Take the steps of an update at all servers; go back where too few took it."""
+        """Run an update's steps at every server; roll back if too few took it."""
         pairs = list(zip(servers, report.servers, strict=True))
         torn = [pair for pair in pairs if pair[1].state == "paused"]
         ready = await self._each(pairs, prepare)
@@ -885,7 +886,7 @@ class EngineFleet(ClosedByAsyncWith):
             if len(loaded) < quorum:
                 behind, loaded = untouched, []
             restored = await restore(behind)
-            if loaded and says:  # before it serves: the version is the salt of what it caches
+            if loaded and says:  # before serving: the version salts the cache
                 say_version(self.bus, report.version)
             await self._each(aside + loaded + restored, self._resume)
         self._clear(note, report)
@@ -921,7 +922,7 @@ class EngineFleet(ClosedByAsyncWith):
         raise self._failure(address, advice)
 
     def _failure(self, address: str, advice: str) -> EngineError:
-        """Make the error of a server whose step failed, with what it said and what is in force."""
+        """Build the error of a failed server, with its answer and the version in force."""
         failed = self._failures[address]
         advice = f"{failed.advice}; {advice}"
         error = EngineError(
@@ -934,7 +935,7 @@ class EngineFleet(ClosedByAsyncWith):
 
     @contextlib.asynccontextmanager
     async def _workers_held(self, version: int) -> AsyncIterator[None]:
-        """Pause the bus where requests in flight end, so that workers begin no new ones."""
+        """Pause the bus in modes that end requests in flight: workers begin no new ones."""
         bus = self._open_bus() if self.mode != "keep" else None
         if bus is None:
             yield
@@ -966,20 +967,20 @@ class EngineFleet(ClosedByAsyncWith):
             return bus.policy_version
 
     def _open_bus(self) -> shmbus.Bus | None:
-        """Open the bus; None where weights are all that is shared under that name."""
+        """Open the bus; return None for weights without a bus."""
         try:
             return shmbus.Bus.open(self.bus)
         except shmbus.BusNotFoundError:
             return None
 
     async def _each(self, pairs: Pairs, step: Step) -> Pairs:
-        """Take a step at all servers at once; return those where it succeeded."""
+        """Run a step at every server at once; return the successful pairs."""
 
         async def take(server: EngineServer, report: ServerReport) -> bool:
             try:
                 await step(server, report)
             except Exception as error:
-                # Whatever it is: servers that are paused are not left so by one that failed oddly.
+                # Any exception: a server's odd failure must not leave the rest paused.
                 failed = as_engine_error(server, error)
                 self._failures[server.address] = failed
                 report.error = str(failed)
@@ -993,7 +994,7 @@ class EngineFleet(ClosedByAsyncWith):
 
 
 async def _ask_if_known(server: EngineServer, verb: str, timeout: float) -> None:
-    """Take a step that servers of other classes may lack."""
+    """Run a step unknown to some server classes."""
     step = getattr(server, verb, None)
     if step is not None:
         await step(timeout)
@@ -1008,13 +1009,13 @@ def _require_mode(server: EngineServer, mode: str) -> None:
 
 
 def _is_paused_by_others(bus: shmbus.Bus) -> bool:
-    """Whether somebody else has paused the bus, such as an operator: that is theirs to end."""
+    """Return whether a foreign process, like an operator, paused the bus and must end the pause."""
     reason = bus.paused
     return reason is not None and not reason.startswith(HELD)
 
 
 def _require_function(action: object) -> None:
-    """Raise TypeError for what would be found out in the step, which leaves the model torn."""
+    """Raise TypeError now: within the step the error would leave the model torn."""
     if not callable(action) or inspect.iscoroutinefunction(action):
         raise TypeError(
             "action: expected a function that changes the parameters, such as optimizer.step, got "
@@ -1023,7 +1024,7 @@ def _require_function(action: object) -> None:
 
 
 def _change(shared: SharedModel, action: Callable[[], object], version: int, heal: bool) -> None:
-    # The servers are paused, which is the guard; none of them holds a lock meanwhile.
+    # The servers' pause guards the step; no server holds a lock meanwhile.
     with shared.stepping(version, guard="none", heal=heal):
         action()
 

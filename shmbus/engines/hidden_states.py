@@ -1,15 +1,15 @@
-"""What takes hidden states out of a vLLM engine: a connector, by configuration alone.
+"""Connector that sends hidden states out of a vLLM engine, by configuration alone.
 
 vLLM's speculative method ``extract_hidden_states`` keeps the states of chosen layers in a cache of
-blocks beside that of keys and values, so a prefix that is found there has its states too. Here they
-are read when a request has finished, and sent over a `TensorChannel`, a request a step.
+blocks beside the key-value cache: a prefix cache hit includes its states. The connector reads them
+after a request finished, and sends them over a `TensorChannel`, a request a step.
 
 Invariants:
 
-- A request's blocks are the engine's again when its step was sent, and not before: a trainer that
-  is slow takes memory for requests, and never a row. The engine itself is never blocked.
-- A row that the engine has not kept is never sent; the request's step is said to have failed.
-- Nothing is sent of a request that was aborted.
+- A request's blocks return to the engine only after its step was sent: a slow trainer costs memory
+  for requests, and never a row. The engine itself is never blocked.
+- A row not kept by the engine is never sent; the request's step is reported as failed.
+- An aborted request sends nothing.
 
 Source: vllm/distributed/kv_transfer/kv_connector/v1/base.py and
 vllm/v1/spec_decode/extract_hidden_states.py of vLLM 0.32.
@@ -58,14 +58,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.shmbus")
 
-#: Seconds that an engine without other work waits for the trainer before it looks around again.
+#: Longest wait of an otherwise idle engine for the trainer, in seconds.
 IDLE_S: Final = 0.05
 
-#: Seconds that a trainer may take for a step before it is called slow, and between two such lines.
+#: Seconds until a trainer's step counts as slow, and between two such log lines.
 SLOW_S: Final = 5.0
 TOLD_S: Final = 60.0
 
-#: In the name of the layer that keeps the states.
+#: Part of the cache layer's name.
 _CACHE: Final = "cache_only_layers."
 
 #: Bytes of a step beside its tensors and meta, with the rounding of their places.
@@ -84,7 +84,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 @dataclass
 class Finished:
-    """A request whose states are to be sent."""
+    """A finished request with states to send."""
 
     request: str
     tokens: list[int]
@@ -96,7 +96,7 @@ class Finished:
 
 @dataclass
 class Metadata(KVConnectorMetadata):
-    """What the scheduler tells the worker in each step."""
+    """Message from the scheduler to the worker in each step."""
 
     finished: list[Finished] = field(default_factory=list)
     idle: bool = False
@@ -126,30 +126,30 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether what a preempted request had in flight is computed again: its rows are needed."""
+        """Return True: a preempted request's rows in flight must be computed again."""
         return True
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Say that nothing is loaded from here."""
+        """Return zero loadable tokens."""
         return 0, False
 
     def update_state_after_alloc(
         self, request: Request, blocks: object, num_external_tokens: int
     ) -> None:
-        """Do nothing: nothing is loaded from here."""
+        """Ignore allocations: the connector loads nothing."""
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep a finished request's blocks until its states were sent."""
+        """Keep a finished request's blocks until the states are sent."""
         return self.request_finished(request, block_ids[self._group] if block_ids else [])
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep a finished request's blocks until its states were sent."""
+        """Keep a finished request's blocks until the states are sent."""
         if request.status not in _WHOLE:
             return False, None
         tokens = list(request.all_token_ids)
@@ -169,16 +169,16 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return True, {"handle": request.request_id}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
-        """Tell the worker what has finished since the last step."""
+        """Tell the worker about requests finished since the last step."""
         finished, self._finished = self._finished, []
         return Metadata(finished, idle=scheduler_output.total_num_scheduled_tokens == 0)
 
     def get_finished_count(self) -> int:
-        """Return how many workers send a request: one, since each of them has the same states."""
+        """Return the number of sending workers: one, because every worker holds the same states."""
         return 1
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Become the sender, in the one worker that sends."""
+        """Become the sender, in the only sending worker."""
         cache = kv_caches.get(self._layer)
         if cache is None or get_tensor_model_parallel_rank() != 0:
             return
@@ -191,28 +191,28 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = _Worker(self._options, rank, cache)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Note where this step's rows are to be."""
+        """Record the expected places of this step's rows."""
         places = getattr(forward_context, "slot_mapping", None)
         if self._worker is not None and isinstance(places, dict):
             self._worker.expected = places.get(self._layer)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: nothing is loaded from here."""
+        """Return at once: the connector loads nothing."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Note that this step's rows were kept."""
+        """Record this step's rows as kept."""
         if self._worker is not None and layer_name == self._layer:
             self._worker.kept(attn_metadata.slot_mapping)
 
     def wait_for_save(self) -> None:
-        """Note what was not kept: vLLM leaves out a whole step where a request is at its end."""
+        """Record lost rows: vLLM skips a whole step with a sequence at max_model_len."""
         if self._worker is not None:
             self._worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Send what the trainer takes now, and give back its blocks."""
+        """Send as much as the trainer takes now, and return its blocks."""
         if self._worker is None or not self.has_connector_metadata():
             return None, None
         metadata = self._get_connector_metadata()
@@ -221,13 +221,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.send(IDLE_S if metadata.idle else 0.0) or None, None
 
     def shutdown(self) -> None:
-        """Leave the channel; what was sent stays for the trainer."""
+        """Leave the channel; sent steps stay for the trainer."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
 
 
-#: Of requests that have ended as they should.
+#: Statuses of normally finished requests.
 _WHOLE: Final = (
     RequestStatus.FINISHED_STOPPED,
     RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -245,28 +245,28 @@ class _Worker:
         self._log = LimitedLog(logger, TOLD_S)
         self._channel = sender_of(options, rank, cache)
         self.pending: deque[Finished] = deque()
-        #: What was read of the first of them, and since when it waits for the trainer.
+        #: States read for the first pending request, and the start of their wait for the trainer.
         self._read: dict[str, torch.Tensor] = {}
         self._since_s = 0.0
-        #: Where this step's rows are to be; None in a step without any.
+        #: Expected places of this step's rows; None in a step without rows.
         self.expected: torch.Tensor | None = None
-        #: Places in the cache whose row the engine did not keep.
+        #: Places in the cache with rows lost by the engine.
         self._lost: set[int] = set()
 
     def kept(self, places: torch.Tensor) -> None:
-        """Note rows that are there."""
+        """Record present rows."""
         self.expected = None
         if self._lost:
             self._lost.difference_update(places.tolist())
 
     def end_step(self) -> None:
-        """Note rows that should be there."""
+        """Record expected but missing rows."""
         if self.expected is not None:
             self._lost.update(place for place in self.expected.tolist() if place >= 0)
             self.expected = None
 
     def send(self, patience: float) -> set[str]:
-        """Send what can be sent; each that was, or never can be."""
+        """Send as much as possible; return requests sent, or never sendable."""
         done: set[str] = set()
         while self.pending and self._send(self.pending[0], patience):
             done.add(self.pending.popleft().request)
@@ -295,7 +295,7 @@ class _Worker:
             self._since_s = self._since_s or now_s
             waits_s = now_s - self._since_s
             if not isinstance(error, WaitTimeoutError):
-                time.sleep(patience)  # what is raised at once is not asked for at once again
+                time.sleep(patience)  # an immediate error must not cause an immediate retry
             if not isinstance(error, WaitTimeoutError) or waits_s >= SLOW_S:
                 count = len(self.pending)
                 self._tell(error, f"{count} requests keep their blocks, for {waits_s:.0f} s now")
@@ -306,7 +306,7 @@ class _Worker:
         self._log.warning(type(error).__name__, time.monotonic(), f"{error}; {more}")
 
     def _problem(self, one: Finished) -> str:
-        """Say why a request's states cannot be sent, ever; empty where they can."""
+        """Return the permanent reason against sending a request's states; empty for none."""
         if one.problem:
             return one.problem
         try:
@@ -339,7 +339,7 @@ class _Worker:
 
 
 def sender_of(options: Options, rank: int, cache: torch.Tensor) -> TensorSender | GroupSender:
-    """Become the sender of a channel, or one of a group's."""
+    """Become the sender of a channel, or a group's sender."""
     hidden = str(cache.dtype), (None, cache.shape[1], cache.shape[3])
     given: dict[str, Any] = {
         "slots": options.slots,
@@ -355,7 +355,7 @@ def sender_of(options: Options, rank: int, cache: torch.Tensor) -> TensorSender 
 
 
 def options_of(extra: dict[str, Any]) -> Options:
-    """Check what the configuration says of the connector."""
+    """Check the connector's options."""
     try:
         return msgspec.convert(extra, Options)
     except msgspec.ValidationError as error:
@@ -366,14 +366,14 @@ def options_of(extra: dict[str, Any]) -> Options:
 
 
 def layers_of(vllm_config: VllmConfig) -> list[int]:
-    """Check what the configuration says of layers."""
+    """Check the configured layers."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != "extract_hidden_states":
         got = speculative and speculative.method
         raise ValueError(f"expected the speculative method 'extract_hidden_states', got {got!r}")
     layers = list(speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
     most = vllm_config.model_config.get_total_num_hidden_layers()
-    # vLLM hands them out in this order, whatever the order that was asked for.
+    # vLLM hands them out in rising order, independent of the requested order.
     if not layers or layers != sorted(
         {each for each in layers if type(each) is int and 0 <= each <= most}
     ):

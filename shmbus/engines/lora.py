@@ -1,15 +1,15 @@
-"""A new adapter at several servers, under a name that no other publication has.
+"""A new adapter at several servers, under a name unique to its publication.
 
-Nobody is paused: requests in flight go on with the name that they asked for, and new requests ask
-for the new name once the bus's policy version says so.
+No server is paused: requests in flight continue with their requested name, and new requests ask
+for the new name once the bus's policy version announces it.
 
 Invariants:
 
-- The policy version is announced only when enough servers list the new name with its path; an
-  answer of success is not believed, and a refused load is an error whatever the list says.
-- Whatever a server's class raises is a failure of that server.
-- A version that too few took is unloaded again; the one before stays loaded until `keep` newer ones
-  are.
+- The policy version is announced only after enough servers list the new name with its path; a
+  success answer proves nothing, and a refused load is an error whatever the list shows.
+- Any exception of a server's class is a failure of the server.
+- A version taken by too few servers is unloaded again; the previous one stays loaded until `keep`
+  newer versions are.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from shmbus.weights.lora import ENDING, LoraVersion, past_keeping
 
 
 class LoraServer(Protocol):
-    """What the fleet needs of a server. Every verb raises EngineError where it did not happen."""
+    """Required interface of a server. A verb raises EngineError unless it succeeded."""
 
     @property
     def address(self) -> str:
-        """How messages name it."""
+        """Return the server's name in messages."""
 
     async def load_adapter(self, name: str, path: str, timeout: float) -> None:
         """Load an adapter from a folder on its machine."""
@@ -48,32 +48,32 @@ class LoraServer(Protocol):
         """Unload an adapter."""
 
     async def adapters(self, timeout: float) -> dict[str, str]:
-        """Return the adapters that it has, and their paths."""
+        """Return the server's adapters, and their paths."""
 
     async def close(self) -> None:
         """Let go of connections."""
 
 
 class LoraFleet(ClosedByAsyncWith):
-    """Brings versions of an adapter to inference servers.
+    """Bring versions of an adapter to inference servers.
 
     Parameters
     ----------
     servers : sequence of LoraServer
         `VllmServer` and `SglangServer`.
     bus : str
-        The bus whose policy version says which version is in force.
+        Bus whose policy version announces the version in force.
     timeout : float
         Seconds for each request.
     quorum : int, optional
-        How many servers must take a version; all by default.
+        Minimum of servers to take a version; default: every server.
     keep : int
-        Versions that stay loaded: those whose requests may still be in flight.
+        Versions that stay loaded, for requests in flight.
 
     Raises
     ------
     ValueError
-        There is no server, one is there twice, or a number is none.
+        The list is empty or names a server twice, or a number is invalid.
     """
 
     def __init__(
@@ -98,23 +98,23 @@ class LoraFleet(ClosedByAsyncWith):
         self._busy = OneAtATime()
 
     async def update(self, adapter: LoraVersion) -> UpdateReport:
-        """Load a version at all servers, announce the version, and unload what is too old.
+        """Load a version at every server, announce it, and unload old versions.
 
         Parameters
         ----------
         adapter : LoraVersion
-            As `LoraFiles.publish` wrote it.
+            From `LoraFiles.publish`.
 
         Returns
         -------
         UpdateReport
-            At least `quorum` servers have it; `warning` says what could not be unloaded.
+            At least `quorum` servers took it; `warning` names failed unloads.
 
         Raises
         ------
         UpdateRolledBackError
-            Too few servers took it: a load was refused, or another adapter has the name. It was
-            unloaded again, and the version before is in force.
+            Too few servers took it: a load was refused, or another adapter holds the name. It was
+            unloaded again, and the previous version stays in force.
         """
         if not isinstance(adapter, LoraVersion):
             raise TypeError(
@@ -150,7 +150,7 @@ class LoraFleet(ClosedByAsyncWith):
         try:
             await self._free_name(server, adapter)
             await server.load_adapter(adapter.name, adapter.path, self.timeout)
-        except Exception as failed:  # whatever a server's class raises
+        except Exception as failed:  # any exception of a server's class
             error = as_engine_error(server, failed)
         try:
             there = await server.adapters(self.timeout)
@@ -159,7 +159,7 @@ class LoraFleet(ClosedByAsyncWith):
             report.error = str(error or unlisted)
             report.state = "gone" if unlisted.gone else "unknown"
             return False
-        # A list vouches for a load whose answer was lost, and for no load that was refused.
+        # A list vouches for a load with a lost answer, but not for a refused load.
         refused = error is not None and error.status is not None
         if refused or there.get(adapter.name) != adapter.path:
             report.error = str(error or f"it does not list {adapter.name!r} with {adapter.path}")
@@ -194,7 +194,7 @@ class LoraFleet(ClosedByAsyncWith):
             report.warning = str(as_engine_error(server, error))
 
     async def _loaded(self, server: LoraServer, adapter: LoraVersion) -> list[tuple[int, str]]:
-        """List version and name of each publication of this adapter, whoever loaded it."""
+        """List version and name of every loaded publication of this adapter, from any process."""
         ends = re.compile(re.escape(_stem(adapter)) + ENDING)
         try:
             found = [ends.fullmatch(name) for name in await server.adapters(self.timeout)]
@@ -203,11 +203,11 @@ class LoraFleet(ClosedByAsyncWith):
         return sorted((int(match[1]), match[0]) for match in found if match)
 
     async def close(self) -> None:
-        """Let go of connections to the servers; may be called twice. Cancelled, it ends first."""
+        """Close connections to the servers; idempotent. A cancelled call ends first."""
         await close_all(self.servers)
 
 
 def _stem(adapter: LoraVersion) -> str:
-    """Return the part of the name that all publications of the adapter begin with."""
+    """Return the common name prefix of the adapter's publications."""
     found = re.fullmatch(rf"(.*?){adapter.version}(?:-[0-9a-f]{{16}})?", adapter.name)
     return found[1] if found else adapter.name

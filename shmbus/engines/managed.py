@@ -1,11 +1,11 @@
-"""A server whose process is this one's: started anew with each checkpoint, watched, and ended.
+"""A server in a child process: restarted with every checkpoint, watched, and ended.
 
-`EngineFleet.reload` drives it like any other server: what pauses others ends this one, and what has
-others read a checkpoint starts it with that.
+`EngineFleet.reload` drives it like any server: a pause ends the process, and a reload starts a new
+process with the checkpoint.
 
 Invariant: the server ends with its owner's process, also after SIGKILL (`shmbus._process_group`).
 
-Source: mode ``none`` of Atropos' example trainer, which starts vLLM anew with each checkpoint.
+Source: mode ``none`` of Atropos' example trainer, which restarts vLLM with every checkpoint.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from shmbus._programs import program
 from shmbus.engines.errors import EngineError
 from shmbus.engines.server import HttpServer, PauseMode, checked_timeout
 
-#: What stands in a command line for the checkpoint's directory.
+#: Placeholder of the checkpoint's directory in a command line.
 CHECKPOINT: Final = "{checkpoint}"
-#: Seconds between two questions whether it answers.
+#: Seconds between two health checks.
 ASK_S: Final = 0.2
 
 
 class ManagedServer(HttpServer):
-    """A server that is started anew with each checkpoint; requests in flight end with its process.
+    """A server restarted with each checkpoint; requests in flight end with its process.
 
     Parameters
     ----------
     command : sequence of str
-        Its command line, with ``{checkpoint}`` where the directory of a checkpoint belongs, such as
+        Command line, with ``{checkpoint}`` in place of the checkpoint's directory, for example
         ``["vllm", "serve", "{checkpoint}", "--port", "8000"]``.
     url : str
-        Where it answers then.
+        Address of the started server.
     checkpoint : path
-        The first checkpoint, such as ``/ckpt/run1/latest``, a publisher's newest. The engine finds
-        the files beside the weights there, such as ``config.json``, which `WeightPublisher` does
-        not write.
+        The first checkpoint, for example ``/ckpt/run1/latest``, a publisher's newest. The directory
+        must contain the engine's further files, for example ``config.json``: `WeightPublisher` does
+        not write them.
     health : str
-        A path that it answers with 200 once it serves.
+        Path that answers 200 once the server is ready.
     environment : mapping of str to str, optional
-        Beside this process's.
+        Added to this process's.
     start_timeout : float
-        Seconds that it may take to serve.
+        Seconds allowed for the start.
     headers : mapping of str to str, optional
         Sent with each request.
 
     Raises
     ------
     TypeError, ValueError
-        The command has no ``{checkpoint}``, or another argument is invalid.
+        The command lacks ``{checkpoint}``, or another argument is invalid.
 
     Examples
     --------
@@ -94,11 +94,11 @@ class ManagedServer(HttpServer):
 
     @property
     def running(self) -> bool:
-        """Whether its process lives."""
+        """Return whether the server's process lives."""
         return self._process is not None and self._process.poll() is None
 
     async def start(self) -> None:
-        """Start it with its last checkpoint unless it runs; EngineError where it does not serve."""
+        """Start the server with its last checkpoint, unless running; EngineError on failure."""
         if not self.running:
             self._begin()
         deadline = time.monotonic() + self._start_timeout
@@ -114,10 +114,10 @@ class ManagedServer(HttpServer):
             await asyncio.sleep(ASK_S)
 
     async def end(self) -> None:
-        """End it, and wait; nothing where it does not run."""
+        """End the server, and wait; do nothing without a process."""
         process, self._process = self._process, None
         if self._ours >= 0:
-            os.close(self._ours)  # which the process above it notices
+            os.close(self._ours)  # noticed by the supervising process
             self._ours = -1
         if process is not None:
             await asyncio.to_thread(process.wait)
@@ -144,23 +144,23 @@ class ManagedServer(HttpServer):
             return False
         return status == 200
 
-    # -- as the fleet sees it ----------------------------------------------------------------------
+    # -- the fleet's interface ---------------------------------------------------------------------
 
     async def ranks(self, timeout: float) -> int:
-        """Return 1: it takes no weights while it runs, so none of its processes has a row."""
+        """Return 1: a running process takes no weights and owns no row."""
         del timeout
         return 1
 
     async def prepare(self, bus: str, timeout: float) -> bool:
-        """Refuse: it takes checkpoints only."""
+        """Refuse: the server takes checkpoints only."""
         raise self._refused()
 
     async def attach(self, bus: str, timeout: float) -> bool:
-        """Refuse: it takes checkpoints only."""
+        """Refuse: the server takes checkpoints only."""
         raise self._refused()
 
     async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
-        """Refuse: it takes checkpoints only."""
+        """Refuse: the server takes checkpoints only."""
         raise self._refused()
 
     def _refused(self) -> EngineError:
@@ -174,21 +174,21 @@ class ManagedServer(HttpServer):
         await self.end()
 
     async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
-        """Start it with a checkpoint, and wait until it serves."""
+        """Start the server with a checkpoint, and wait until it serves."""
         await self.end()
         self._checkpoint = path
         await self.start()
 
     async def settle(self, loading: bool, timeout: float) -> bool:
-        """Return False: nothing is left open."""
+        """Return False: no step stays open."""
         return False
 
     async def resume(self, timeout: float) -> None:
-        """Start it with what it had last, where it does not run."""
+        """Start the server with its last checkpoint, unless running."""
         await self.start()
 
     async def paused(self, timeout: float) -> bool:
-        """Whether it does not serve."""
+        """Return True unless the server answers."""
         return not (self.running and await self._answers())
 
     async def __aenter__(self) -> ManagedServer:

@@ -1,8 +1,8 @@
-"""Which servers of a bus are paused for new weights, and by whom: a file with a lock.
+"""Note of a bus's paused servers and the pausing process: a file with a lock.
 
-Invariants: the note names a server from before it is paused until it was resumed, or has ended;
-whoever pauses holds its lock for as long. A note whose lock is free was left by a process that
-died, or could not resume all, and `EngineFleet.recover` ends what it says.
+Invariants: the note names a server from before its pause until its resume, or its end; the pausing
+process holds the lock for as long. A free lock marks a note left by a process that died, or failed
+to resume every server; `EngineFleet.recover` ends the named pauses.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 
 MAX_BYTES = 1 << 20
-#: Seconds for which a daemon that asks whether the note was left may hold its lock.
+#: Longest hold of the lock by a daemon's check for a left note, in seconds.
 ASKED_S = 0.1
 
 
 class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fleet/1"):
-    """What the note says: who paused which servers, for what."""
+    """Content of the note: pausing process, paused servers, version."""
 
     pid: int
     servers: list[tuple[str, str]]
@@ -34,12 +34,12 @@ class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     shared: bool = False
     directory: str = ""
     updating: bool = True
-    #: The buses of those that read another one's weights, by address.
+    #: Buses of relay-fed servers, which read a node's own bus, by address.
     buses: dict[str, str] = {}
 
 
 class PauseNote(ClosedByWith):
-    """The note of one bus, for a ``with`` block; BlockingIOError where another process has it."""
+    """Note of one bus, for a ``with`` block; BlockingIOError if another process holds it."""
 
     def __init__(self, bus: str) -> None:
         self._path = SHM_DIRECTORY + companion_name(NOTE_KIND, bus)
@@ -58,7 +58,7 @@ class PauseNote(ClosedByWith):
             raise
 
     def write(self, notice: PauseNotice) -> None:
-        """Say it, whole or not at all, before anything is paused; who was named before stays so."""
+        """Write the note, whole or not at all, before any pause; keep earlier names."""
         named = {address for _, address in notice.servers}
         others = [each for each in self.named() if each[1] not in named]
         buses = {**({} if self.left is None else self.left.buses), **notice.buses}
@@ -68,17 +68,17 @@ class PauseNote(ClosedByWith):
 
     def _write(self, notice: PauseNotice) -> None:
         encoded = msgspec.msgpack.encode(notice)
-        # One write into an empty file: a process that dies here leaves nothing, or all.
+        # One write into an empty file: a death leaves an empty or a whole note.
         os.ftruncate(self._file.fd, 0)
         os.pwrite(self._file.fd, encoded, 0)
         self.left = notice
 
     def named(self) -> list[tuple[str, str]]:
-        """Return kind and address of each server that it names."""
+        """Return kind and address of each named server."""
         return [] if self.left is None else list(self.left.servers)
 
     def clear(self, addresses: Collection[str]) -> None:
-        """Take it back for servers that are paused no more."""
+        """Remove servers from the note after their resume or end."""
         others = [each for each in self.named() if each[1] not in addresses]
         if self.left is not None and others:
             self._write(msgspec.structs.replace(self.left, servers=others, updating=False))
@@ -87,7 +87,7 @@ class PauseNote(ClosedByWith):
         self.left = None
 
     def close(self) -> None:
-        """Let go of the lock; an empty note is removed. May be called twice."""
+        """Release the lock, and remove an empty note; idempotent."""
         if self._file.fd >= 0 and self.left is None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
@@ -95,7 +95,7 @@ class PauseNote(ClosedByWith):
 
 
 def paused_by(bus: str) -> tuple[PauseNotice, bool] | None:
-    """Return what a bus's note says, and whether its process lives; None where none is paused."""
+    """Return a bus's note, and True for a living process; None without a pause."""
     with LockedFile() as file:
         try:
             file.open(SHM_DIRECTORY + companion_name(NOTE_KIND, bus), os.O_RDWR, _title(bus))

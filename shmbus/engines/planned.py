@@ -1,8 +1,8 @@
-"""How an engine's rank loads a version: by the engine's own loader once, then by what that did.
+"""Load of a version into an engine's rank: by the engine's own loader once, then by a plan.
 
-Invariants: the memory of a version is registered before its first byte is copied; whatever happens,
-a model that is not whole is never taken for one; a plan is used only after it gave what the loader
-gave, bit for bit.
+Invariants: a version's memory is registered before its first byte is copied; in any failure a torn
+model never counts as whole; a plan is used only after its result equalled the loader's, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from shmbus.weights.loading import LoadCache
 from shmbus.weights.plan_patch import PlanPatch
 from shmbus.weights.subscriber import Place
 
-#: An engine's loader: tensors by name, and the modules that they go into; None for all.
+#: An engine's loader: tensors by name, and their target modules; None for every module.
 EngineLoad = Callable[
     [Iterator[tuple[str, torch.Tensor]], Sequence[torch.nn.Module] | None], object
 ]
 
-#: By the engine's loader, by what that did once, by what changed.
+#: Method of a load: the engine's loader, its recorded plan, or a patch.
 How = Literal["loader", "plan", "patch"]
 
-#: Tensors that a message names.
+#: Limit of tensors named in a message.
 SHOWN = 8
 
 
 class PlannedLoader:
-    """Brings versions into one model of an engine."""
+    """Bring versions into one model of an engine."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class PlannedLoader:
         self._may_plan = may_plan
         self._logger = logger or logging.getLogger("shmbus.engines")
         self._plan: LoadPlan | None = None
-        #: The version that the model has, whole; and what a patch would write, of which version.
+        #: The model's whole version; and a prepared patch with its version.
         self._has: Place | None = None
         self._patch: tuple[Place, PlanPatch | None] | None = None
         self._preparing: threading.Thread | None = None
@@ -71,7 +71,7 @@ class PlannedLoader:
         self._preparing.start()
 
     def await_prepared(self) -> None:
-        """Wait for what is prepared in a thread."""
+        """Wait for the preparing thread."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
@@ -83,28 +83,28 @@ class PlannedLoader:
                     torch.get_device_module(self._device).set_device(self._device)
                 self.prepare(weights)
         except Exception as error:
-            # `load` meets it again, where it is reported.
+            # `load` meets the error again and reports it.
             self._logger.error("shmbus: version %d: %s", weights.version, error)
 
     def prepare(self, weights: Weights) -> None:
-        """Do all that can be done before the engine pauses."""
+        """Do everything possible before the engine pauses."""
         weights.prepare(self._device)
         plan = self._usable(weights)
         if plan is not None:
             self._copies(weights, plan)
             self._patch_of(weights, plan)
         if self._device.type != "cpu":
-            # Another stream may use what was made.
+            # A second stream may use the results.
             torch.get_device_module(self._device).current_stream(self._device).synchronize()
 
     def load(self, weights: Weights) -> How:
-        """Bring the model to a version; every byte is there when this returns how it came."""
+        """Bring the model to a version; return the method after every byte arrived."""
         self.await_prepared()
         weights.prepare(self._device)
         plan = self._usable(weights)
         patch = None if plan is None else self._patch_of(weights, plan)
         how: How = "plan" if patch is None else "patch"
-        self._has = self._patch = None  # until it is whole again
+        self._has = self._patch = None  # until the model is whole again
         if plan is None:
             how = "loader"
             self._record(weights)
@@ -116,7 +116,7 @@ class PlannedLoader:
             if plan.refused and (patch is None or patch.needs_loader):
                 self._load(_tensors(weights, self._device, plan.refused), plan.modules)
         if self._device.type != "cpu":
-            # The copies are done before the slot may be written again.
+            # Finish the copies before the slot may be rewritten.
             torch.get_device_module(self._device).synchronize(self._device)
         # Torch counts no write through `.data` or by address.
         count_writes([*self._model.parameters(), *self._model.buffers()])
@@ -135,7 +135,7 @@ class PlannedLoader:
         return plan if plan.still(self._model, weights.manifest) else None
 
     def _patch_of(self, weights: Weights, plan: LoadPlan) -> PlanPatch | None:
-        """Return what to write where the model has a version from which a patch leads here."""
+        """Return a patch from the model's version to the new version, or None."""
         if self._patch is not None and self._patch[0] == weights.place:
             return self._patch[1]
         found = weights.changes()
@@ -184,7 +184,7 @@ def _tensors(
     only: Sequence[str] | None = None,
     recorder: LoadRecorder | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors as a checkpoint has them, on the device."""
+    """Yield tensors in checkpoint form, on the device."""
     wanted = None if only is None else set(only)
     for name in weights:
         if wanted is not None and weights.manifest.root(name) not in wanted:

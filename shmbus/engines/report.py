@@ -1,4 +1,4 @@
-"""What came of an update: at one server, and at all of them."""
+"""Reports of an update: per server, and for the fleet."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import msgspec
 
 
 class ServerReport(msgspec.Struct, kw_only=True):
-    """How an update went at one server.
+    """Result of an update at one server.
 
     Attributes
     ----------
     address : str
-        Which one.
+        The server's address.
     ranks : int
         Processes that load weights.
     version : int or None
-        What all of its ranks run by their rows; None where they do not agree, or never said.
+        The version in every rank's row; None if they differ or are missing.
     state : "serving" | "paused" | "unknown" | "gone"
-        Unknown: it gives no answer. Gone: nobody listens at its address any more.
+        Unknown: the server does not answer. Gone: no process listens at its address any more.
     paused_s, load_s : float
         Seconds from pause to resume, and of loading.
     error : str
-        Why it did not take the version; empty where it did.
+        Reason for not taking the version; empty after success.
     warning : str
-        What the server complained of although its ranks have the version, such as a cache that it
-        could not clear: it may serve keys and values of the old weights.
+        The server's complaint although its ranks run the version, for example a cache not
+        cleared: it may serve keys and values of the old weights.
     """
 
     address: str
@@ -38,14 +38,14 @@ class ServerReport(msgspec.Struct, kw_only=True):
 
 
 class UpdateReport(msgspec.Struct, kw_only=True):
-    """How an update went.
+    """Result of an update.
 
     Attributes
     ----------
     version, previous : int, int or None
-        The new one, and what ran before; None before the first.
+        The new version and the old one; None before the first.
     servers : list[ServerReport]
-        In the order that they were given.
+        In the given order.
     total_s : float
         Seconds, publication included.
     life : str
@@ -61,5 +61,5 @@ class UpdateReport(msgspec.Struct, kw_only=True):
 
     @property
     def torn(self) -> list[str]:
-        """Addresses of servers that stay paused, since their model is not whole."""
+        """Addresses of servers that stay paused with a torn model."""
         return [each.address for each in self.servers if each.state == "paused"]

@@ -1,9 +1,9 @@
-"""End the pause that a dead trainer left: ``python -m shmbus.engines.resume NAME``.
+"""End a dead trainer's pause: ``python -m shmbus.engines.resume NAME``.
 
-The daemon of a bus runs it, and ``shmbus weights NAME --resume``. It knows the servers from the
-note that the trainer left; what they are asked is what `EngineFleet.recover` asks.
+Run by the daemon of a bus, and by ``shmbus weights NAME --resume``. The servers come from the
+trainer's note; they get the requests of `EngineFleet.recover`.
 
-Invariant: exit status 0 says that nobody is left paused by a dead process.
+Invariant: exit status 0 means that no server stays paused by a dead process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shmbus.engines.report import UpdateReport
 from shmbus.engines.sglang import SglangServer
 from shmbus.engines.vllm import VllmServer
 
-#: A JSON object of headers that each server is sent, such as its key: a note has no secrets.
+#: JSON object of headers for each server, for example its key: a note holds no secrets.
 HEADERS_VARIABLE: Final = "SHMBUS_SERVER_HEADERS"
 
 _KINDS: Final[dict[str, type[VllmServer] | type[SglangServer]]] = {
@@ -33,7 +33,7 @@ _KINDS: Final[dict[str, type[VllmServer] | type[SglangServer]]] = {
 
 
 async def resume(bus: str, *, timeout: float = 120.0) -> UpdateReport | None:
-    """End the pause that a dead process has left, with the servers that its note names."""
+    """End a dead process's pause, with the servers named by its note."""
     found = paused_by(bus)
     if found is None or found[1]:
         return None
@@ -60,7 +60,7 @@ def _servers(notice: PauseNotice) -> list[VllmServer | SglangServer]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Resume, and print what came of each server."""
+    """Resume, and print each server's result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", metavar="NAME", help="the bus")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a step (default 120)")

@@ -1,7 +1,7 @@
-"""What the ranks of servers say of themselves: the readers' rows of a bus's weights.
+"""Rows of servers' ranks: the reader rows of a bus's weights.
 
-Invariant: a server has a version when the row of each of its ranks says so. A rank that has begun
-to load, or refused something newer, is not whole, whatever it ran before.
+Invariant: a server runs a version when the row of each of its ranks names it. A rank in the middle
+of a load, or after refusing a newer version, is not whole, whatever it ran before.
 """
 
 from __future__ import annotations
@@ -30,59 +30,59 @@ from shmbus.weights.errors import MANIFEST_CODE
 
 #: Seconds between two looks at the readers' rows.
 POLL_S = 0.01
-#: Seconds after which a relay has said what the rows of another node were.
+#: Seconds until a relay has copied the rows of a remote node.
 HEARD_S = 0.2
-#: Seconds after which rows of a node that says nothing are no more.
+#: Seconds until rows of a silent node count as gone.
 STALE_S = 3.5
 
 
 def say_version(bus: str, version: int) -> None:
-    """Make it the bus's policy version; weights may be all that is shared under that name."""
+    """Set the bus's policy version; ignore weights without a bus."""
     with contextlib.suppress(BusNotFoundError), Bus.open(bus) as opened:
         opened.policy_version = version
 
 
 def is_whole(row: ReaderStatus) -> bool:
-    """Whether a rank has no part of another version than it says."""
+    """Return whether a rank holds exactly its reported version."""
     return row.error_code in (0, ARRIVED_CODE)
 
 
 def _newest_of(pool: PoolStatus | None, version: int) -> int:
-    """Return the sequence of the last publication of a number; 0 where no slot has the number."""
+    """Return the sequence of a number's last publication; 0 if no slot holds the number."""
     slots = () if pool is None else pool.slots
     there = (slot.sequence for slot in slots if slot.state == "ready" and slot.version == version)
     return max(there, default=0)
 
 
 def _are_of_newest(rows: list[ReaderStatus], version: int, pool: PoolStatus | None) -> bool:
-    """Tell whether ranks run the last publication of a number, rather than an older life's."""
+    """Return whether ranks run a number's last publication, not an older life's."""
     newest = _newest_of(pool, version)
     return newest == 0 or all(row.applied_sequence == newest for row in rows)
 
 
 class Missing(NamedTuple):
-    """What keeps a server from running a version."""
+    """Obstacle to a server's version."""
 
     said: str
     final: bool
 
 
 class RankRows:
-    """The rows of one bus's weights."""
+    """Reader rows of a bus's weights."""
 
     def __init__(self, bus: str) -> None:
         self._bus = bus
 
     def of(self, server: Addressed) -> list[ReaderStatus]:
-        """Return the rows of a server's living ranks; none where no weights are published."""
+        """Return the rows of a server's living ranks; empty before a publication."""
         return rows_of_server(self._bus, server.address)
 
     def are_loading(self, server: Addressed) -> bool:
-        """Whether a rank says that it has begun to load something, and not that this has ended."""
+        """Return whether a rank reports an unfinished load."""
         return any(row.error_code == LOADING_CODE for row in self.of(server))
 
     async def until_prepared(self, server: Addressed, timeout: float) -> None:
-        """Wait until no rank has a lease any more, in which it looks up what comes; or go on."""
+        """Wait until no rank holds a lease for its preparation; continue after the timeout."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if not any(row.holds and row.error_code != LOADING_CODE for row in self.of(server)):
@@ -92,7 +92,7 @@ class RankRows:
     async def until_arrived(
         self, server: Addressed, ranks: int, version: int, timeout: float
     ) -> None:
-        """Wait until each rank on another node can load a version, as the relay's rows say."""
+        """Wait until each remote rank can load a version, by the relay's rows."""
         deadline = time.monotonic() + timeout
         await asyncio.sleep(HEARD_S)
         while True:
@@ -116,7 +116,7 @@ class RankRows:
             await asyncio.sleep(POLL_S)
 
     def newest(self, timeout: float) -> VersionLease | None:
-        """Lease the newest whole version; None where there is none."""
+        """Lease the newest whole version; return None without a version."""
         try:
             reader = PoolReader(self._bus, WEIGHTS, label="fleet")
         except BusNotFoundError:
@@ -127,16 +127,16 @@ class RankRows:
         return None
 
     def drop_others(self, servers: Sequence[Addressed]) -> None:
-        """Empty the rows of dead servers outside this list, to which no fleet brings weights."""
+        """Drop the rows of dead servers outside this list: no fleet brings weights to them."""
         names = {row_name(server.address) for server in servers}
         drop_dead_rows(self._bus, lambda name: name not in names)
 
     def are_attached(self, server: Addressed, ranks: int) -> bool:
-        """Whether each rank reads these weights."""
+        """Return whether every rank reads the weights."""
         return len(self.of(server)) >= ranks
 
     def require_attached(self, server: Addressed, ranks: int, version: int) -> None:
-        """Raise EngineError where a rank is not there, or can never load that version."""
+        """Raise EngineError for a missing rank, or a rank unfit for the version."""
         rows = self.of(server)
         if len(rows) < ranks:
             raise EngineError(
@@ -146,7 +146,7 @@ class RankRows:
                 f"{len(rows)} of {ranks} ranks read the weights of bus {self._bus!r}",
                 "is the server on this machine, with /dev/shm shared?",
             )
-        # What a rank could not load once may load now; a manifest stays as it is.
+        # A failed load may succeed now; an unfit manifest stays unfit.
         unfit = [
             row.error
             for row in rows
@@ -158,7 +158,7 @@ class RankRows:
             )
 
     def whole_version(self, server: Addressed, ranks: int) -> int | None:
-        """Return what all ranks run; None where they differ, or one may have a part of another."""
+        """Return the version common to every whole rank; None for mixed or torn ranks."""
         rows = self.of(server)
         pool = self._pool()
         versions = {(row.applied_sequence, row.applied_version) for row in rows}
@@ -176,7 +176,7 @@ class RankRows:
         timeout: float,
         heard_s: float = 0.0,
     ) -> None:
-        """Wait until each rank runs a version; rows say what was so many seconds ago."""
+        """Wait until each rank runs a version; rows lag by `heard_s` seconds."""
         heard = time.monotonic() + heard_s
         deadline = time.monotonic() + (timeout if error is None else heard_s + 2 * POLL_S)
         while True:
@@ -195,7 +195,7 @@ class RankRows:
             await asyncio.sleep(POLL_S)
 
     def life(self, version: int) -> str:
-        """Name the last publication of a number; empty where the pool has none."""
+        """Name a number's last publication; empty without a slot for the number."""
         pool = self._pool()
         sequence = _newest_of(pool, version)
         return "" if pool is None or sequence == 0 else life_name(pool.life, sequence)
@@ -207,7 +207,7 @@ class RankRows:
             return None
 
     def missing(self, server: Addressed, ranks: int, version: int) -> Missing | None:
-        """Say what keeps a server's ranks from all running a version; None where they do."""
+        """Return the obstacle to a version on every rank; None without an obstacle."""
         rows = self.of(server)
         pool = self._pool()
         true = [row for row in rows if pool is None or was_published(row, pool)]

@@ -1,8 +1,8 @@
-"""One inference server as the fleet sees it: verbs with a deadline and a checked answer each.
+"""Interface of an inference server: verbs with a deadline and a checked answer each.
 
-Invariants: no status and no body is taken for granted; a verb either did what it says, by the
-server's own word, or raises EngineError; nothing is sent twice; no error has a key that was sent.
-That the weights are there is not believed from here: the readers' rows say it.
+Invariants: no status and no body is taken for granted; a verb either succeeded, by the server's own
+answer, or raises EngineError; nothing is sent twice; errors never contain a key. The presence of
+weights is decided by the readers' rows, not here.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from shmbus._closing import ClosedByAsyncWith
 from shmbus.engines.errors import SHOWN_BODY, EngineError
 from shmbus.segment.names import check_name
 
-#: What happens to requests in flight: frozen and continued; awaited; aborted.
+#: Treatment of requests in flight: frozen and continued; awaited; aborted.
 PauseMode = Literal["keep", "wait", "abort"]
 
-#: Bytes of an answer that are read; a control answer has a few hundred.
+#: Limit of bytes read from an answer; a control answer takes a few hundred.
 MAX_ANSWER_BYTES = 1 << 20
 
-#: Characters of what may be a key; a shorter word of a header is part of many others.
+#: Shortest header word treated as a key; shorter words occur inside many texts.
 LEAST_KEY = 8
 
-#: What is advised where only the server can know more.
+#: Advice for errors explained only by the server.
 AGAIN = "look at the server's own log"
 
 #: Warning about a draft model, after the name of the option that configures drafts.
@@ -38,80 +38,80 @@ DRAFTS = (
     "the new version, and fewer drafts are taken: restart the server with a new draft model"
 )
 
-#: Which routes and options it has, as each step's own advice has it, is no question there.
+#: Advice for a refused connection: routes and options do not matter there.
 _NOBODY = "nobody listens there: is this the server's address, and has it started?"
 
 
 class _Card(msgspec.Struct):
-    """A model of a server's list; what else it says is left alone."""
+    """An entry of a server's model list; further fields are ignored."""
 
     id: str
     root: str | None = None
 
 
 class EngineServer(Protocol):
-    """What the fleet needs of a server. Every verb raises EngineError where it did not happen."""
+    """Required interface of a server. A verb raises EngineError unless it succeeded."""
 
-    #: The bus of its node whose weights it reads; None for the fleet's.
+    #: Bus of the server's own node with its weights; None for the fleet's bus.
     bus: str | None
-    #: What a note of paused servers calls this kind; whoever ends the pause knows it by that.
+    #: Kind in a note of paused servers, for the process that ends the pause.
     kind: str
-    #: What this kind of server can do with requests in flight.
+    #: Supported treatments of requests in flight.
     modes: tuple[PauseMode, ...]
-    #: Whether an answer is that of its call, also after a call that failed in some of its ranks.
+    #: True if answers always match calls, even after a failure in some ranks.
     answers_in_step: bool
 
     @property
     def address(self) -> str:
-        """How messages and rows name it."""
+        """Return the server's name in messages and rows."""
 
     async def ranks(self, timeout: float) -> int:
-        """Return how many processes load weights: each has a row of its own."""
+        """Return the number of loading processes; each owns a row."""
 
     async def prepare(self, bus: str, timeout: float) -> bool:
-        """Have each rank attach to a bus's weights; False where it cannot before it is paused."""
+        """Make each rank attach to a bus's weights; return False if impossible before a pause."""
 
     async def attach(self, bus: str, timeout: float) -> bool:
-        """Do what `prepare` could not, now that it is paused; False where only `load` can."""
+        """Attach during the pause after `prepare` returned False; False if only `load` can."""
 
     async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
         """Stop generating."""
 
     async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
-        """Have each rank load that version; whether it did is in the rows."""
+        """Make each rank load a version; the rows show the result."""
 
     async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
-        """Read a checkpoint's directory on its machine, and say that it has that version."""
+        """Read a checkpoint's directory on the server's machine, and report the version."""
 
     async def settle(self, loading: bool, timeout: float) -> bool:
-        """End an update that was left open; whether there was one. `loading`: what the rows say."""
+        """End an update left open; return True if one was open. `loading`: state by the rows."""
 
     async def resume(self, timeout: float) -> None:
         """Go on generating."""
 
     async def paused(self, timeout: float) -> bool:
-        """Ask whether it is paused."""
+        """Ask whether the server is paused."""
 
     async def close(self) -> None:
         """Let go of connections."""
 
 
 class HttpServer(ClosedByAsyncWith):
-    """A server that is controlled over HTTP, by one connection a request.
+    """A server controlled over HTTP, by one connection a request.
 
     Parameters
     ----------
     url : str
         ``http://host:port``.
     headers : mapping of str to str, optional
-        Sent with each request, such as a bearer token.
+        Sent with each request, for example a bearer token.
     bus : str, optional
-        The bus of its node whose weights it reads, where a relay carries them; else the fleet's.
+        Bus of its node, fed by a relay, with the server's weights; default: the fleet's.
 
     Raises
     ------
     TypeError, ValueError
-        The address is not one of HTTP, or has a key in it; or a header is invalid.
+        The address is no HTTP address, or contains a key; or a header is invalid.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class HttpServer(ClosedByAsyncWith):
         query: Mapping[str, str] | None = None,
         advice: str,
     ) -> dict[str, Any]:
-        """Send one request; the JSON object that a 200 carries, EngineError for anything else."""
+        """Send one request; return a 200's JSON object, raise EngineError for anything else."""
         _, text = await self.call(
             step, method, path, timeout, body=body, query=query, advice=advice, good=(200,)
         )
@@ -141,7 +141,7 @@ class HttpServer(ClosedByAsyncWith):
     async def post(
         self, step: str, path: str, timeout: float, body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Send an order as `ask` does; what is wrong with it is in the server's own log."""
+        """Send an order as `ask` does; its advice names the server's own log."""
         return await self.ask(step, "POST", path, timeout, body=body, advice=AGAIN)
 
     async def call(
@@ -156,9 +156,9 @@ class HttpServer(ClosedByAsyncWith):
         advice: str,
         good: Sequence[int] = (),
     ) -> tuple[int, str]:
-        """Send one request; the status, one of `good` if there are any, and the text.
+        """Send one request; return the status, one of `good` if given, and the text.
 
-        EngineError where none came in time.
+        Raise EngineError without a timely answer.
         """
         raw = bytearray()
         try:
@@ -174,7 +174,7 @@ class HttpServer(ClosedByAsyncWith):
                 ) as response,
             ):
                 status = response.status
-                # One read gives what has come so far, which may be half of an answer.
+                # One read returns the bytes received so far, possibly half of an answer.
                 while len(raw) < MAX_ANSWER_BYTES:
                     part = await response.content.read(MAX_ANSWER_BYTES - len(raw))
                     if not part:
@@ -190,7 +190,7 @@ class HttpServer(ClosedByAsyncWith):
             )
             advice = _NOBODY if gone else advice
             said = self._without_keys(str(error) or repr(error))
-            cause = None if gone else error  # the text says all of a refusal
+            cause = None if gone else error  # the text already explains a refusal
             raise EngineError(self.address, step, None, said, advice, gone=gone) from cause
         text = raw.decode("utf-8", "replace")
         text = text if status == 200 else self._without_keys(text)
@@ -199,7 +199,7 @@ class HttpServer(ClosedByAsyncWith):
         return status, text
 
     def _without_keys(self, said: str) -> str:
-        """Take out what was sent in headers: some servers say in an error what they were sent."""
+        """Remove header values: some servers quote the request in an error."""
         words = [word for value in self._headers.values() for word in value.split()]
         for word in sorted(words, key=len, reverse=True):
             if len(word) >= LEAST_KEY:
@@ -214,24 +214,24 @@ class HttpServer(ClosedByAsyncWith):
             raise EngineError(self.address, step, 200, shown, advice) from error
 
     def refuse(self, step: str, answer: Mapping[str, Any], advice: str) -> EngineError:
-        """Make the error of an answer that is a 200 and no success."""
+        """Build the error of a 200 answer without success."""
         said = self._without_keys(repr(dict(answer)))
         return EngineError(self.address, step, 200, said, advice)
 
     async def close(self) -> None:
-        """Let go of what it holds, which is nothing; may be called twice."""
+        """Do nothing: no connection stays open."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.address}>"
 
 
 class InferenceServer(HttpServer):
-    """One that serves adapters beside its model, by the routes that vLLM began with."""
+    """A server of adapters beside its model, by vLLM's original routes."""
 
-    #: State that no update renews, for the warning of each report.
+    #: State not renewed by any update, for the warning of each report.
     caution = ""
 
-    #: What those routes begin with, and what is advised where one fails.
+    #: Prefix of these routes, and the advice after a failure.
     _adapter_routes = _adapter_advice = ""
 
     async def load_adapter(self, name: str, path: str, timeout: float) -> None:
@@ -239,7 +239,7 @@ class InferenceServer(HttpServer):
         await self._adapter("load", {"lora_name": name, "lora_path": path}, timeout)
 
     async def unload_adapter(self, name: str, timeout: float) -> None:
-        """Unload an adapter; requests in flight keep what they have."""
+        """Unload an adapter; requests in flight keep it."""
         await self._adapter("unload", {"lora_name": name}, timeout)
 
     async def _adapter(self, verb: str, body: Mapping[str, str], timeout: float) -> None:
@@ -248,7 +248,7 @@ class InferenceServer(HttpServer):
         await self.call(step, "POST", path, timeout, body=body, advice=advice, good=(200,))
 
     async def adapters(self, timeout: float) -> dict[str, str]:
-        """Return the adapters and models that it lists, as OpenAI's API has it, and their paths."""
+        """Return the adapters and models in the OpenAI API's list, with their paths."""
         advice = "is it a server with OpenAI's routes?"
         answer = await self.ask("models", "GET", "/v1/models", timeout, advice=advice)
         try:
@@ -263,7 +263,7 @@ def _checked_url(url: object) -> str:
         raise TypeError(f"url: expected a str, got {type(url).__name__}")
     parts = urlsplit(url)
     if parts.username is not None or parts.password is not None:
-        # Addresses are in messages, in rows, and in the note that a dead trainer leaves.
+        # Addresses appear in messages, in rows, and in a dead trainer's note.
         raise ValueError(
             "url: expected http://host:port, got one with a user or a password; pass headers="
         )
@@ -274,10 +274,10 @@ def _checked_url(url: object) -> str:
 
 
 def _is_host(parts: SplitResult) -> bool:
-    """Whether an address can be looked up and connected to."""
+    """Return whether an address permits a lookup and a connection."""
     try:
         return bool(parts.hostname and parts.hostname.encode("idna")) and parts.port != 0
-    except ValueError:  # a label of more than 63 characters, a port of more than 65535
+    except ValueError:  # a label of more than 63 characters, a port above 65535
         return False
 
 
@@ -293,22 +293,22 @@ def _checked_headers(headers: object) -> dict[str, str]:
         if not name or not name.isascii() or any(c <= " " or c == ":" for c in name):
             raise ValueError(f"headers: expected a header's name, got {name!r}")
         if any(c in value for c in "\r\n\0"):
-            # What it has is a secret, as a rule.
+            # The value is usually a secret.
             raise ValueError(f"headers: expected one line of text for {name!r}")
         checked[name] = value
     return checked
 
 
 class Addressed(Protocol):
-    """What has an address."""
+    """Any object with an address."""
 
     @property
     def address(self) -> str:
-        """How messages and rows name it."""
+        """Return the name in messages and rows."""
 
 
 def checked_addresses(servers: Sequence[Addressed]) -> list[str]:
-    """Return the addresses of servers; TypeError where something is none."""
+    """Return the addresses of servers; raise TypeError for a value without an address."""
     if isinstance(servers, (str, Mapping)) or not isinstance(servers, Sequence):
         raise TypeError(f"servers: expected a list of servers, got {type(servers).__name__}")
     for server in servers:
@@ -320,7 +320,7 @@ def checked_addresses(servers: Sequence[Addressed]) -> list[str]:
 
 
 def checked_timeout(timeout: float) -> float:
-    """Return a deadline in a float of its own, since a server may be told it in JSON."""
+    """Return a deadline as a plain float, fit for JSON."""
     check_seconds("timeout", timeout)
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout: expected more than 0 seconds, and an end, got {timeout}")
@@ -328,7 +328,7 @@ def checked_timeout(timeout: float) -> float:
 
 
 def as_engine_error(server: Addressed, error: Exception) -> EngineError:
-    """Return what a server, or its class, raised as what the fleet takes for its failure."""
+    """Convert an exception of a server, or its class, to an EngineError."""
     if isinstance(error, EngineError):
         return error
     found = EngineError(

@@ -1,12 +1,12 @@
-"""An SGLang server: its routes for reinforcement learning, as SGLang 0.5.23 has them.
+"""An SGLang server: its routes for reinforcement learning, as of SGLang 0.5.23.
 
-The weights reach it where it was started with ``--custom-weight-loader`` and the name of
-`shmbus.engines.sglang_loader.load`. What differs from vLLM:
+Weights require a server started with ``--custom-weight-loader`` and the name of
+`shmbus.engines.sglang_loader.load`. Differences to vLLM:
 
-- A custom loader runs only between ``begin_weight_update`` and ``end_weight_update``; of a
-  quantised model `begin` cannot be undone without loading, so its ranks attach at the first load.
-- Its scheduler does not catch what a loader raises, so ours raises nothing; the rows say it.
-- Whether it is paused is ``/ready``.
+- A custom loader runs only between ``begin_weight_update`` and ``end_weight_update``; with a
+  quantised model `begin` cannot be undone without loading: its ranks attach at the first load.
+- Its scheduler does not catch a loader's exceptions: ours raises nothing, and the rows report.
+- ``/ready`` tells whether the server is paused.
 
 Source: sglang/srt/entrypoints/http_server.py, sglang/srt/managers/io_struct.py,
 sglang/srt/managers/scheduler_components/weight_updater.py.
@@ -28,9 +28,9 @@ _LOADER = (
     f"start the server with --custom-weight-loader {LOADER} in an environment that has shmbus "
     "installed"
 )
-#: More have no rows: a pool's table has 128.
+#: Limit of ranks: a pool's table holds 128 rows.
 MOST_RANKS = 128
-#: The status of an answer that says that no session is open.
+#: Status of an answer without an open session.
 _NO_SESSION = 400
 _VERSION = "is it an SGLang server of 0.5.23 or later?"
 _REPLICAS = (
@@ -50,14 +50,14 @@ class SglangServer(InferenceServer):
     url : str
         ``http://host:port``.
     headers : mapping of str to str, optional
-        Sent with each request, such as ``{"Authorization": "Bearer ..."}``: the admin key, where
-        it has one.
+        Sent with each request, for example ``{"Authorization": "Bearer ..."}``: the admin key, if
+        set.
     bus : str, optional
-        The bus of its node whose weights it reads, where a relay carries them; else the fleet's.
+        Bus of its node, fed by a relay, with the server's weights; default: the fleet's.
     """
 
     kind: str = "sglang"
-    #: It has no mode that awaits the requests in flight.
+    #: SGLang cannot await the requests in flight.
     modes: tuple[PauseMode, ...] = ("keep", "abort")
     answers_in_step: bool = True
     _adapter_advice = "start the server with --enable-lora and --max-lora-rank"
@@ -98,13 +98,13 @@ class SglangServer(InferenceServer):
         return EngineError(self.address, "server_info", 200, f"{name} is {value!r}", advice)
 
     async def prepare(self, bus: str, timeout: float) -> bool:
-        """Note the bus; a rank can be reached only once the server is paused."""
+        """Record the bus; ranks can be reached only during the pause."""
         del timeout
         self._bus = bus
         return False
 
     async def attach(self, bus: str, timeout: float) -> bool:
-        """Have each rank attach, where that leaves its weights as they are."""
+        """Make each rank attach, unless a session would change weights."""
         self._bus = bus
         if self._quantised:
             return False
@@ -114,8 +114,8 @@ class SglangServer(InferenceServer):
     async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
         """Stop generating.
 
-        "keep" is SGLang's ``in_place``, and with `clear_cache` its ``retract``: requests go back to
-        the queue, and their keys and values are computed again. "abort" is its own.
+        "keep" is SGLang's ``in_place``, and with `clear_cache` its ``retract``: requests return to
+        the queue, and their keys and values are computed again. "abort" is SGLang's own.
         """
         names = {"keep": "retract" if clear_cache else "in_place", "abort": "abort"}
         await self._succeed("pause", "/pause_generation", {"mode": names[mode]}, timeout)
@@ -136,7 +136,7 @@ class SglangServer(InferenceServer):
                 raise EngineError(self.address, "model_info", 200, f"{name} is True", advice)
 
     async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
-        """Read a checkpoint from a directory on its machine; it stays paused."""
+        """Read a checkpoint from a directory on the server's machine; the pause continues."""
         body = {
             "model_path": path,
             "weight_version": str(version),
@@ -164,7 +164,7 @@ class SglangServer(InferenceServer):
         except EngineError as error:
             if error.status is None:
                 raise
-            # A session whose answer was lost is still open there, and SGLang has one at a time.
+            # A session with a lost answer is still open, and SGLang allows one at a time.
             with contextlib.suppress(EngineError):
                 await self._end(timeout)
             await self._succeed("begin", "/begin_weight_update", body, timeout)
@@ -181,7 +181,7 @@ class SglangServer(InferenceServer):
                 for rank in range(self._tensor_parallel)
             ],
             "load_format": LOADER,
-            # Of its own it would be true, and a failed flush be called a failed update.
+            # The default, true, would report a failed flush as a failed update.
             "flush_cache": False,
             "selector": "target",
         }
@@ -201,7 +201,7 @@ class SglangServer(InferenceServer):
             )
 
     async def settle(self, loading: bool, timeout: float) -> bool:
-        """End a session that a dead trainer or a lost answer has left open; it says so itself."""
+        """End a session left open by a dead trainer or a lost answer; the status tells."""
         del loading
         path, good = "/end_weight_update", (200, _NO_SESSION)
         status, _ = await self.call("end", "POST", path, timeout, body={}, advice=AGAIN, good=good)
@@ -212,7 +212,7 @@ class SglangServer(InferenceServer):
         await self._succeed("resume", "/continue_generation", {}, timeout)
 
     async def paused(self, timeout: float) -> bool:
-        """Ask whether it takes requests; SGLang says no more than that."""
+        """Ask whether the server takes requests, SGLang's only sign of a pause."""
         good = (200, 503)
         status, _ = await self.call("ready", "GET", "/ready", timeout, advice=_VERSION, good=good)
         return status == 503

@@ -1,16 +1,16 @@
-r"""What runs inside a rank of SGLang: weights from shared memory, as a custom loader.
+r"""Loader inside a rank of SGLang: weights from shared memory, as a custom loader.
 
     python -m sglang.launch_server ... \
         --custom-weight-loader shmbus.engines.sglang_loader.load
 
-Nothing of SGLang is imported: it calls `load` with its model, whose `load_weights` slices and fuses
-as it does with a checkpoint.
+The module imports nothing of SGLang: SGLang calls `load` with its model, whose `load_weights`
+slices and fuses as for a checkpoint.
 
 Invariants:
 
-- Nothing is raised: SGLang does not catch what a custom loader raises, and its scheduler would end
-  with every request in flight. What went wrong is in this rank's row, which the fleet believes.
-- The row says that no whole version runs from before the first tensor until after the last.
+- Nothing is raised: SGLang does not catch a custom loader's exceptions, and its scheduler would end
+  with every request in flight. This rank's row reports the failure, and the fleet reads the row.
+- The row reports no whole version from before the first tensor until after the last.
 
 Source: sglang/srt/model_executor/model_runner_components/weight_updater.py of SGLang 0.5.23.
 """
@@ -31,16 +31,16 @@ from shmbus.weights import Weights, WeightSubscriber
 
 logger = logging.getLogger("sglang.shmbus")
 
-#: Seconds to wait for the weights when a trainer says that they are there.
+#: Seconds to wait for weights announced by a trainer.
 ATTACH_TIMEOUT_S = 30.0
 
-#: One for each rank of this process; SGLang has one.
+#: An entry per rank in the process; SGLang runs a single rank.
 _subscribers: dict[tuple[str, str, int], WeightSubscriber] = {}
 _loaders: weakref.WeakKeyDictionary[torch.nn.Module, PlannedLoader] = weakref.WeakKeyDictionary()
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Do what the trainer says in the name of the first tensor."""
+    """Execute the order in the first tensor's name."""
     try:
         if len(named_tensors) != 1:
             raise ValueError(f"expected one tensor, whose name is an order, got {named_tensors!r}")
@@ -48,14 +48,14 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         order = read_order(name)
         subscriber = _subscriber(order, marker.device)
         if order.verb == "attach" or order.version is None:
-            # A manifest that cannot be used is in the row by then, where the trainer reads it.
+            # An unusable manifest is in the row by then, and the trainer reads the row.
             with subscriber.latest(timeout=ATTACH_TIMEOUT_S) as weights:
                 _loader(model, marker.device).prepare(weights)
         else:
             with subscriber.at(order.version) as weights:
                 _load(_loader(model, marker.device), weights)
     except Exception:
-        # Raised here, it would end SGLang's scheduler; the rows say what this rank runs.
+        # Raised here, the error would end SGLang's scheduler; the rows show this rank's version.
         logger.exception("shmbus: new weights were not loaded")
 
 
@@ -64,7 +64,7 @@ def _subscriber(order: Order, device: torch.device) -> WeightSubscriber:
     known = _subscribers.get(key)
     if known is not None and not known.removed:
         return known
-    if known is not None:  # a trainer that was started again has made new weights
+    if known is not None:  # a restarted trainer created new weights
         known.close()
     label = f"{order.server} rank {order.rank}"
     _subscribers[key] = WeightSubscriber(order.bus, device=device, label=label)
@@ -74,7 +74,7 @@ def _subscriber(order: Order, device: torch.device) -> WeightSubscriber:
 def _loader(model: Any, device: torch.device) -> PlannedLoader:
     known = _loaders.get(model)
     if known is None:
-        # What SGLang does to quantised weights it does after this, where it is not seen.
+        # SGLang processes quantised weights later, beyond the recorder's view.
         plain = getattr(model, "quant_config", None) is None
         known = _loaders[model] = PlannedLoader(
             model,
@@ -98,7 +98,7 @@ def _load(loader: PlannedLoader, weights: Weights) -> None:
 
 
 def _forget_encoded() -> None:
-    """Drop encoder outputs of old weights, which SGLang's flush keeps."""
+    """Drop encoder outputs of old weights, which survive SGLang's flush."""
     schedule = sys.modules.get("sglang.srt.managers.mm_schedule")
     cache = getattr(schedule, "embedding_cache", None)
     if cache is not None:

@@ -1,7 +1,7 @@
-"""What a trainer tells each rank of an SGLang server: one order, in the name of an empty tensor.
+"""Order from a trainer to each rank of an SGLang server, in the name of an empty tensor.
 
-SGLang hands a custom loader the model and a list of named tensors, which it unpickles from the
-request; nothing else reaches it. So its few opcodes are written here by hand; nothing is unpickled.
+SGLang hands a custom loader only the model and a list of named tensors, unpickled from the
+request. shmbus therefore writes the few opcodes by hand, and unpickles nothing itself.
 
 Source: sglang/srt/managers/tp_worker.py (`deserialize_own_rank`) and
 sglang/srt/model_executor/model_runner_components/weight_updater.py of SGLang 0.5.23.
@@ -15,18 +15,18 @@ from typing import Literal
 
 import msgspec
 
-#: What `--custom-weight-loader` takes, and an update names as its load format.
+#: Value of `--custom-weight-loader`, and the load format of an update.
 LOADER = "shmbus.engines.sglang_loader.load"
 
 
-#: ``[(`` a text ``, torch.Tensor())]`` in protocol 2. `torch.Tensor` is among what SGLang's own
-#: unpickler allows, and without arguments it has no elements.
-_BEFORE = b"\x80\x02]X"  # protocol 2, an empty list, a text of so many bytes
+#: ``[(`` a text ``, torch.Tensor())]`` in protocol 2. SGLang's own unpickler allows
+#: `torch.Tensor`, empty without arguments.
+_BEFORE = b"\x80\x02]X"  # protocol 2, an empty list, a text of the given bytes
 _AFTER = b"ctorch\nTensor\n)R\x86a."  # torch.Tensor, no arguments, call, pair, append, end
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="shmbus/1"):
-    """What a rank is to do."""
+    """A rank's order."""
 
     verb: Literal["attach", "load"]
     bus: str

@@ -1,8 +1,8 @@
-"""A backend "shmbus" of speculators' ``hs_connectors``: hidden states over a channel, no files.
+"""Backend "shmbus" of speculators' ``hs_connectors``: hidden states over a channel, no files.
 
-Importing this module registers it. The engine side is `shmbus.engines.hidden_states`.
+Importing this module registers the backend. The engine side is `shmbus.engines.hidden_states`.
 
-Invariant: a channel has one reader, so one process loads data; another one is told who reads.
+Invariant: a channel has one reader: one process loads data, and a second learns the reader's name.
 
 Source: hs_connectors/transfer.py of hs-connectors 0.9.
 """
@@ -21,24 +21,24 @@ from shmbus.errors import BusNotFoundError
 from shmbus.tensors import StepFailedError, TensorChannel, TensorReceiver
 from shmbus.tensors.agreement import Statement
 
-#: What the argument is called in both programs.
+#: Name of the argument in both programs.
 _OPTION: Final = "--hidden-states-channel"
 
-#: Seconds to wait for states that the engine has said to be on their way.
+#: Seconds to wait for states already announced by the engine.
 _TIMEOUT_S: Final = 120.0
 
 
 class ChannelTransfer(HiddenStatesTransfer):
-    """Hands out the states of each request by its handle, in whatever order they are asked for."""
+    """States of finished requests by handle, handed out in any order."""
 
     def __init__(self, channel: str) -> None:
         self._channel = channel
         self._receiver: TensorReceiver | None = None
-        #: What came before it was asked for; None where the engine could not send it.
+        #: States received before their request; None for an engine's failure.
         self._kept: dict[str, dict[str, torch.Tensor] | None] = {}
 
     def setup(self) -> None:
-        """Open the channel, as the engine has stated it."""
+        """Open the channel with the engine's specs."""
         if self._receiver is None:
             stated = living_statement(self._channel)
             if not stated:
@@ -50,10 +50,10 @@ class ChannelTransfer(HiddenStatesTransfer):
             self._receiver = TensorChannel.open(self._channel, specs=specs)
 
     def get_cached(self, file_idx: int) -> None:
-        """Return None: nothing lasts here."""
+        """Return None: nothing is cached."""
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-        """Return the states of a request that has ended; None where the engine had none."""
+        """Return a finished request's states; None if the engine lost them."""
         handle = hs_transfer_params["handle"]
         self.setup()
         while handle not in self._kept:
@@ -79,7 +79,7 @@ class ChannelTransfer(HiddenStatesTransfer):
 
 @HiddenStatesBackend.register("shmbus")
 class ChannelBackend(HiddenStatesBackend):
-    """Names the channel to both programs."""
+    """Channel option of both programs."""
 
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:
@@ -93,12 +93,12 @@ class ChannelBackend(HiddenStatesBackend):
 
     @staticmethod
     def from_train_args(args: argparse.Namespace, data_path: str) -> ChannelTransfer:
-        """Return what the trainer's loader reads by."""
+        """Return the transfer for the trainer's loader."""
         return ChannelTransfer(args.hidden_states_channel)
 
     @staticmethod
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
-        """Return what the engine is started with."""
+        """Return the engine's start options."""
         return {
             "kv_connector": "HiddenStatesConnector",
             "kv_role": "kv_producer",

@@ -18,7 +18,7 @@ class StateKind(NamedTuple):
     """A kind of state that an engine computes from weights."""
 
     kind: str
-    #: How new requests are kept from old state, and when.
+    #: Protection of new requests from old state, and its moment.
     renewed: str
     vllm: str
     sglang: str

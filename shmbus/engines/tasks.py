@@ -1,6 +1,6 @@
 """Updates as tasks: one at a time in a process, and each to its end.
 
-Invariant: who was cancelled while it waited for its turn does not have it.
+Invariant: a task cancelled during its wait for a turn never gets the turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OneAtATime:
 
 
 async def to_the_end(work: Coroutine[Any, Any, _T], *quiet: type[BaseException]) -> _T:
-    """Do something to its end, whoever cancels this meanwhile; `quiet` errors are dropped then."""
+    """Finish work despite a cancellation; drop `quiet` errors then."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -50,14 +50,14 @@ async def _uninterrupted(task: asyncio.Future[Any]) -> None:
 
 
 class Closing(Protocol):
-    """A server as far as it is closed."""
+    """Interface of a server with `close`."""
 
     async def close(self) -> None:
         """Let go of connections."""
 
 
 async def close_all(servers: Sequence[Closing]) -> None:
-    """Close every server, whoever cancels this meanwhile."""
+    """Close every server despite a cancellation."""
     closing = asyncio.gather(*(server.close() for server in servers))
     try:
         await asyncio.shield(closing)

@@ -1,7 +1,7 @@
-"""A vLLM server: its routes for reinforcement learning, as vLLM 0.32 and 0.33 have them.
+"""A vLLM server: its routes for reinforcement learning, as of vLLM 0.32 and 0.33.
 
-The routes exist where the server runs with ``VLLM_SERVER_DEV_MODE=1``, and the weights reach it
-where it was started with ``--weight-transfer-config '{"backend": "shmbus"}'``
+The routes exist in a server with ``VLLM_SERVER_DEV_MODE=1``, and weights require a server
+started with ``--weight-transfer-config '{"backend": "shmbus"}'``
 (`shmbus.engines.vllm_backend`).
 
 Source: vllm/entrypoints/rl/online/api_router.py, vllm/distributed/weight_transfer/base.py.
@@ -29,14 +29,15 @@ class VllmServer(InferenceServer):
     url : str
         ``http://host:port``.
     headers : mapping of str to str, optional
-        Sent with each request, such as ``{"Authorization": "Bearer ..."}``.
+        Sent with each request, for example ``{"Authorization": "Bearer ..."}``.
     bus : str, optional
-        The bus of its node whose weights it reads, where a relay carries them; else the fleet's.
+        Bus of its node, fed by a relay, with the server's weights; default: the fleet's.
     """
 
     kind: str = "vllm"
     modes: tuple[PauseMode, ...] = ("keep", "wait", "abort")
-    # What other ranks said is left in their queues then, and taken for answers to the next call.
+    # After a failure the remaining ranks' answers stay queued, and the next call mistakes them for
+    # its own.
     answers_in_step: bool = False
     _adapter_routes = "/v1"
     _adapter_advice = (
@@ -56,7 +57,7 @@ class VllmServer(InferenceServer):
         return size
 
     async def prepare(self, bus: str, timeout: float) -> bool:
-        """Have each rank attach to the weights of a bus."""
+        """Make each rank attach to the weights of a bus."""
         await self.ask(
             "prepare",
             "POST",
@@ -79,15 +80,15 @@ class VllmServer(InferenceServer):
         return status == 200 and True in self._object("drafts", text, AGAIN).get("results", [])
 
     async def attach(self, bus: str, timeout: float) -> bool:
-        """Do nothing: `prepare` has done it."""
+        """Return True: `prepare` attached already."""
         del bus, timeout
         return True
 
     async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
         """Stop generating; vLLM's own three modes.
 
-        In "keep" the requests in flight go on after `resume` with the keys and values that the old
-        weights made, unless `clear_cache` has them computed again (vLLM preempts them then).
+        In "keep" the requests in flight continue after `resume` with the old weights' keys and
+        values, unless `clear_cache` makes vLLM preempt and recompute them.
         """
         answer = await self.ask(
             "pause",
@@ -102,7 +103,7 @@ class VllmServer(InferenceServer):
 
     async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
         """Start, update and finish, with the version's number as vLLM's weight version."""
-        del clear_cache  # `pause` has said it
+        del clear_cache  # handled by `pause`
         await self.post("start", "/start_weight_update", timeout)
         await self.post("update", "/update_weights", timeout, {"update_info": {"version": version}})
         # Before rows name the version: recovery after a trainer's death trusts rows.
@@ -119,8 +120,8 @@ class VllmServer(InferenceServer):
         await self.post("finish", "/finish_weight_update", timeout, body)
 
     async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
-        """Have each rank read a checkpoint, and set and ask back the weight version."""
-        del clear_cache  # `pause` has said it
+        """Make each rank read a checkpoint; set the weight version and ask it back."""
+        del clear_cache  # handled by `pause`
         call = {"method": "reload_weights", "kwargs": {"weights_path": path}, "timeout": timeout}
         answer = await self.post("reload", "/collective_rpc", timeout, call)
         results = answer.get("results")
@@ -138,10 +139,10 @@ class VllmServer(InferenceServer):
             raise self.refuse("reload", answer, AGAIN)
 
     async def settle(self, loading: bool, timeout: float) -> bool:
-        """Finish the update that a dead trainer or a lost answer has left open.
+        """Finish an update left open by a dead trainer or a lost answer.
 
-        Only where a row says so: asked to finish what is not open, or to start what is, each rank
-        raises, and the answers of several are out of step from then on.
+        Only if a row shows the update: every rank raises after a finish without a start, or a
+        second start, and with several ranks the answers are out of step from then on.
         """
         if loading:
             await self._finish({}, timeout)
@@ -154,7 +155,7 @@ class VllmServer(InferenceServer):
             raise self.refuse("resume", answer, AGAIN)
 
     async def paused(self, timeout: float) -> bool:
-        """Ask whether it is paused."""
+        """Ask whether the server is paused."""
         answer = await self.ask("is_paused", "GET", "/is_paused", timeout, advice=_ROUTES)
         paused = answer.get("is_paused")
         if not isinstance(paused, bool):

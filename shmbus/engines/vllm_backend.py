@@ -1,17 +1,15 @@
-"""What runs inside a vLLM worker: weights from shared memory, by the name "shmbus".
+"""Backend "shmbus" inside a vLLM worker: weights from shared memory.
 
-vLLM's users get it by ``--weight-transfer-config '{"backend": "shmbus"}'``: the entry point
+Chosen by ``--weight-transfer-config '{"backend": "shmbus"}'``: the entry point
 ``vllm.general_plugins`` calls `register` in each process, which imports nothing else.
 
 Invariants:
 
-- Between start and finish nothing is raised: an exception of one worker leaves vLLM's answers out
-  of step with its calls. What went wrong is in this worker's row, which the fleet believes.
-- A version that could not be loaded is never said to be applied, and a row says so before vLLM is
-  answered.
-- From start to finish, and at no other time, the row says that a version is being loaded: an update
-  that is left open has to be finished before another is started. vLLM's model has memory all the
-  while but within `receive_weights`.
+- Between start and finish nothing is raised: an exception in one worker leaves vLLM's answers out
+  of step with its calls. This worker's row reports the failure, and the fleet reads the row.
+- A failed load is never reported as applied, and the row reports it before vLLM gets an answer.
+- The row reports a load from start to finish, and at no other time: an open update must be finished
+  before the next start. vLLM's model owns memory throughout, except within `receive_weights`.
 
 Source: vllm/distributed/weight_transfer/base.py and ipc_engine.py of vLLM 0.32.
 """
@@ -48,13 +46,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.shmbus")
 
-#: Seconds to wait for the weights when a trainer says that they are there.
+#: Seconds to wait for weights announced by a trainer.
 ATTACH_TIMEOUT_S = 30.0
 
 
 @dataclass
 class ShmbusInitInfo(WeightTransferInitInfo):
-    """What a trainer says first."""
+    """First message of a trainer."""
 
     bus: str
     server: str = "vllm"
@@ -64,13 +62,13 @@ class ShmbusInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ShmbusUpdateInfo(WeightTransferUpdateInfo):
-    """Which version is to be loaded."""
+    """Version to load."""
 
     version: int
 
 
 class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpdateInfo]):
-    """Loads versions of a bus's weights into one vLLM worker."""
+    """Load versions of a bus's weights into one vLLM worker."""
 
     init_info_cls = ShmbusInitInfo
     update_info_cls = ShmbusUpdateInfo
@@ -108,7 +106,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         except ShmbusError as error:
             logger.error("shmbus: %s", error)
         if self._updating:
-            self._mark()  # a row of now, for an update that was begun before
+            self._mark()  # a new row, for an update begun before
 
     def _attach(self, init_info: ShmbusInitInfo) -> WeightSubscriber:
         self.shutdown()
@@ -125,7 +123,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         return self._subscriber
 
     def start_weight_update(self) -> None:
-        """Say that an update is open; vLLM's model is touched once its version is known."""
+        """Record an open update; vLLM's model stays untouched until the version is known."""
         self._problem = ""
         self._updating = True
         self._mark()
@@ -141,10 +139,10 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
             return
         try:
             self._loading = self._subscriber.at(update_info.version)
-        except Exception as error:  # of a version that is no number, too: here nothing is raised
+        except Exception as error:  # also for an invalid version number: nothing may be raised here
             manifest = isinstance(error, ManifestError)
             self._fail(str(error), MANIFEST_CODE if manifest else LOAD_CODE)
-            self._mark()  # the row may have said so already, and the update is open still
+            self._mark()  # the row may already report the refusal, and the update is still open
             return
         weights = self._loading
         weights.report_loading()
@@ -156,7 +154,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
 
     @property
     def _loader(self) -> PlannedLoader:
-        """Return what loads into the model that is the target now: the engine's, or a draft's."""
+        """Return the loader of the current target model: the engine's, or a draft's."""
         known = self._loaders.get(self.model)
         if known is None:
             known = PlannedLoader(
@@ -168,20 +166,20 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
     def _load(
         self, tensors: Iterator[tuple[str, torch.Tensor]], modules: Sequence[torch.nn.Module] | None
     ) -> None:
-        """Have vLLM load tensors in checkpoint form, layer by layer, and process what they fill."""
+        """Make vLLM load tensors in checkpoint form, layer by layer, and process filled layers."""
         model = self.model
-        # Attention is processed after what it may have made tensors of.
+        # Attention comes last: its processing uses tensors of earlier modules.
         parts = [model] if modules is None else _with_attention(model, modules)
         for part in parts:
             initialize_layerwise_reload(part)
         try:
             model.load_weights(tensors)
-        finally:  # also after an error: until then its parameters have no memory
+        finally:  # also after an error: until then the parameters own no memory
             for part in parts:
                 finalize_layerwise_reload(part, self.model_config)
 
     def finish_weight_update(self) -> None:
-        """Say in the row what this worker runs."""
+        """Report this worker's version in the row."""
         if self._loading is None:
             self._fail("an update ended to which no version had come")
             self._say(lambda newest: newest.report_refused(self._problem, code=self._code))
@@ -193,11 +191,11 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         self._updating = False
 
     def _mark(self) -> None:
-        """Say in the row that nothing is whole from here on; which version comes is said later."""
+        """Report in the row: no whole version from here on; the new version follows later."""
         self._say(Weights.report_loading)
 
     def _say(self, what: Callable[[Weights], None]) -> None:
-        """Say something in the row where no version is leased: of the newest."""
+        """Report in the row through a lease of the newest version."""
         if self._subscriber is None:
             return
         try:
@@ -207,7 +205,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
             logger.warning("shmbus: %s", error)
 
     def _guard(self, step: str, action: Any) -> None:
-        """Run a step of vLLM's; what it raises is kept for the row."""
+        """Run a step of vLLM; keep its exception for the row."""
         try:
             action()
         except Exception as error:
@@ -216,7 +214,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
     def _fail(
         self, problem: str, code: int = LOAD_CODE, cause: BaseException | None = None
     ) -> None:
-        """Keep for the row what went wrong first: what follows is often its consequence."""
+        """Keep the first failure for the row: later failures are often its consequences."""
         logger.error("shmbus: new weights: %s", problem, exc_info=cause)
         if not self._problem:
             self._problem, self._code = problem, code
@@ -237,7 +235,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
-    """Whether vLLM uses a module's weights as they are: quantised ones it computes with."""
+    """Return whether vLLM uses a module's weights unchanged, without quantised computation."""
     method = getattr(module, "quant_method", None)
     return method is None or type(method).__name__.startswith("Unquantized")
 
@@ -245,6 +243,6 @@ def _is_plain(module: torch.nn.Module) -> bool:
 def _with_attention(
     model: torch.nn.Module, modules: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """Return modules, and after them the attention layers that vLLM processes last."""
+    """Return modules, followed by the attention layers processed last by vLLM."""
     last = [each for each in model.modules() if is_deferred_attention_layer(each)]
     return [each for each in modules if each not in last] + last

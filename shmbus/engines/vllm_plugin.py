@@ -1,6 +1,6 @@
-"""The entry point ``vllm.general_plugins``: tells vLLM where "shmbus" is, and imports nothing else.
+"""Entry point ``vllm.general_plugins``: registers "shmbus" with vLLM, and imports nothing else.
 
-vLLM calls it in each of its processes, whether or not this backend is chosen.
+vLLM calls `register` in each process, with or without this backend.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ BACKEND = "shmbus"
 
 
 def register() -> None:
-    """Register both sides, once a process; vLLM's plug-ins may be loaded more often."""
+    """Register both sides once a process; vLLM may load plug-ins repeatedly."""
     from vllm.distributed.weight_transfer.factory import (
         WeightTransferEngineFactory,
         WeightTransferTrainerFactory,

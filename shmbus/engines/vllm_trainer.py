@@ -52,7 +52,7 @@ register()
 
 @dataclass
 class ShmbusTrainerInitInfo(TrainerInitInfo):
-    """How a trainer's rank publishes, as for `WeightPublisher`; `version` is the first one's."""
+    """Options of a trainer rank's `WeightPublisher`; `version` numbers the first publication."""
 
     backend: ClassVar[str] = BACKEND
 
@@ -66,7 +66,7 @@ class ShmbusTrainerInitInfo(TrainerInitInfo):
 
 
 class GatheredSource(ExportedSource):
-    """A source of vLLM's as one of ours: tensors are gathered on every rank, and written by one."""
+    """A vLLM source as a shmbus source: gathered on every rank, and written by one."""
 
     def __init__(self, source: VllmSource) -> None:
         if source.held_names() is not None:
@@ -79,14 +79,14 @@ class GatheredSource(ExportedSource):
         self._source = source
 
     def params(self) -> list[ParamMeta]:
-        """Return all tensors, by the source's metadata."""
+        """Return every tensor, by the source's metadata."""
         return [
             ParamMeta(each.name, dtype_name(each.dtype), tuple(each.shape))
             for each in self._source.metadata()
         ]
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        """Yield this rank's share of the tensors; every one is gathered."""
+        """Yield this rank's share of the tensors; every tensor is gathered."""
         shares = EvenShares(world_size)
         for name, tensor in self._source:
             if shares.next(tensor.nbytes) == rank:
@@ -111,7 +111,7 @@ class ShmbusTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmbusTraine
             )
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._timeout = init_info.timeout
-        #: What was published last.
+        #: Last published version.
         self.version = init_info.version
         self._publisher = WeightPublisher(
             init_info.bus,
@@ -125,7 +125,7 @@ class ShmbusTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmbusTraine
         )
         self._updates: ClientUpdates | None = None
         try:
-            # Ranks check a manifest against their model before anything is touched.
+            # Ranks check a manifest against their model before any change.
             self._publisher.publish(version=init_info.version)
             if self.is_sender:
                 self._updates = ClientUpdates(init_info.bus, client, timeout=init_info.timeout)
@@ -141,14 +141,14 @@ class ShmbusTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmbusTraine
         client: VLLMWeightSyncClient,
         source: VllmSource | None = None,
     ) -> Self:
-        """Publish the weights as they are, and have inference ranks attach, on every rank."""
+        """Publish the current weights, and attach the inference ranks; called on every rank."""
         return cls(init_info, client=client, source=source)
 
     def send_weights(self) -> None:
-        """Publish the next version and load it into all inference ranks; every rank calls this.
+        """Publish the next version and load it into every inference rank; called on every rank.
 
-        In rank 0 UpdateRolledBackError says that all ranks run what they ran before, EngineError
-        that one is not whole; WeightsError that the version before stays in force.
+        In rank 0 UpdateRolledBackError means that every rank runs its previous weights, EngineError
+        that a model is torn; WeightsError that the previous version stays in force.
         """
         version = self.version + 1
         if self._updates is None:

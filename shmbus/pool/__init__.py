@@ -1,14 +1,14 @@
-"""A slot pool: n slots of bytes in shared memory, one publisher or one a rank, many readers.
+"""Slot pool: n slots of bytes in shared memory, one publisher (or one a rank), many readers.
 
-It is a companion segment of a bus, for what is larger than a record: weights, activations. The
-protocol is C (``shmbus_ext/pool``, with its own LAYOUT.md); here are files, deadlines and words.
+A companion segment of a bus for data larger than a record: weights, activations. The protocol
+lives in C (``shmbus_ext/pool``, with its own LAYOUT.md); this room adds files, deadlines and texts.
 
 Invariants:
 
-- What a reader leases is whole, and stays so for as long as it is leased.
-- Whoever dies, at any instruction: the newest whole version stays readable, and the kernel gives
-  back what the dead one held.
-- A slow reader is never taken for a dead one; what the publisher does then is its own choice.
+- A leased version is whole and stays unchanged for the whole lease.
+- After a death at any instruction the newest whole version stays readable, and the kernel returns
+  the dead process's locks.
+- A slow reader never counts as dead; the publisher chooses its own reaction.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How a rank of a publisher gets its pool: rank 0 makes it, the others wait for it.
+"""Attachment of a publisher's rank to its pool: rank 0 creates the pool, higher ranks wait for it.
 
-Invariant: a pool that a living process takes part in is never replaced.
+Invariant: a pool with a living participant is never replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shmbus_ext import _core
 def attach(
     bus: str, kind: str, rank: int, spec: PoolSpec | None, timeout: float
 ) -> tuple[_core.SlotPool, bool]:
-    """Open a pool, or make it; say whether it was made."""
+    """Open or create a pool; return the pool, and True for a new file."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -37,7 +37,7 @@ def attach(
             if rank == 0 and spec is None:
                 raise
             if rank == 0 and spec is not None:
-                with contextlib.suppress(errors.BusExistsError):  # another was faster
+                with contextlib.suppress(errors.BusExistsError):  # a concurrent creator was faster
                     return create_handle(bus, kind, spec), True
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
@@ -62,7 +62,7 @@ def _is_enough(pool: _core.SlotPool, spec: PoolSpec) -> bool:
 
 
 def _remove_small(bus: str, kind: str, pool: _core.SlotPool, spec: PoolSpec) -> None:
-    """Remove a pool that is too small, unless a living process takes part in it."""
+    """Remove a pool of insufficient size, unless a living process takes part in it."""
     status = status_of_pool(bus, kind, pool)
     users = [f"rank {rank.rank} (pid {rank.pid})" for rank in status.ranks if rank.state == "alive"]
     users += [f"{it.label} (pid {it.pid})" for it in status.readers if it.state == "alive"]
@@ -74,12 +74,12 @@ def _remove_small(bus: str, kind: str, pool: _core.SlotPool, spec: PoolSpec) -> 
             f"expected {spec.slots} of {spec.slot_bytes}; {', '.join(users[:4])} use it. Close "
             "those, or publish under another name"
         )
-    with contextlib.suppress(errors.BusNotFoundError):  # another was faster
+    with contextlib.suppress(errors.BusNotFoundError):  # a concurrent process removed it first
         unlink_pool(bus, kind)
 
 
 def identity_of(path: str) -> os.stat_result | None:
-    """Return which file a pool's name leads to; None where it was removed meanwhile."""
+    """Return the file behind a pool's name; None after its removal."""
     try:
         return os.stat(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A slot pool as a file: its sizes, and how it is created, opened and removed."""
+"""File of a slot pool: sizes, creation, opening and removal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shmbus_ext import _core
 
 
 def copy_bytes(target: Any, source: Any) -> None:
-    """Copy one buffer into another, by non-temporal stores where they are worth it."""
+    """Copy one buffer into another, with non-temporal stores for large buffers."""
     if memoryview(target).nbytes != memoryview(source).nbytes:
         raise ValueError(
             f"copy_bytes: expected two buffers of one length, got {memoryview(target).nbytes} and "
@@ -25,15 +25,15 @@ def copy_bytes(target: Any, source: Any) -> None:
     _core.pool_copy(target, source)
 
 
-#: Bytes whose digest is one number: a wrong one is named to within this much.
+#: Bytes covered by one digest; a damaged version is located to within this many bytes.
 DEFAULT_BLOCK_BYTES = 16 << 20
 
-#: Seconds that opening waits for a pool that is still allocated: zeroing tens of GiB takes as long.
+#: Seconds to wait for a pool during its allocation: zeroing tens of GiB takes as long.
 OPEN_WAIT_S = 30.0
 
 
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pool is to be."""
+    """Sizes and limits of a new pool."""
 
     slot_bytes: int | str
     slots: int = 2
@@ -44,7 +44,7 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def companion_of(bus: str, kind: str) -> Companion[_core.SlotPool]:
-    """Return what makes and opens the file of a pool."""
+    """Return the creator and opener of a pool's file."""
     return Companion(
         _core.SlotPool,
         _core.POOL_LAYOUT_VERSION,
@@ -62,7 +62,7 @@ def pool_path(bus: str, kind: str) -> str:
 
 
 def create_pool(bus: str, kind: str, spec: PoolSpec) -> None:
-    """Create a pool, with all memory of its first slots."""
+    """Create a pool and allocate the memory of its first slots."""
     create_handle(bus, kind, spec).close()
 
 
@@ -92,12 +92,12 @@ def create_handle(bus: str, kind: str, spec: PoolSpec) -> _core.SlotPool:
 def open_pool(
     bus: str, kind: str, *, read_only: bool = False, wait_s: float | None = None
 ) -> _core.SlotPool:
-    """Open a pool; waits for a creator that is still allocating it."""
+    """Open a pool; wait for a creator in the middle of the allocation."""
     deadline = time.monotonic() + (OPEN_WAIT_S if wait_s is None else wait_s)
     companion = companion_of(bus, kind)
     return companion.open(f"{bus}:{kind}", read_only=read_only, deadline=deadline)
 
 
 def unlink_pool(bus: str, kind: str) -> None:
-    """Remove a pool's name; its memory is freed when the last process has closed it."""
+    """Remove a pool's name; the kernel frees its memory after the last process closes it."""
     companion_of(bus, kind).unlink()

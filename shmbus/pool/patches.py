@@ -1,13 +1,13 @@
-"""Patches of versions: what changed since the version before, beside the whole of it.
+"""Patches of versions: the changes since the previous version, stored beside the whole version.
 
-Most elements of a set of weights stay the same, bit for bit, from step to step. A publisher that
-writes a version piece by piece compares it with the version before, and packs what differs; a
-reader that has exactly that version writes only those elements.
+Most elements of a set of weights stay the same, bit for bit, from step to step. A publisher with
+piecewise writes compares a version with the previous one and packs the differences; a reader with
+exactly the previous version writes only those elements.
 
 Invariants:
 
 - A patch is a shortcut: the whole version lies in the same slot, under the same lease.
-- A reader learns whether the bytes that it patched were those of the base, where it patched them.
+- A reader learns whether the patched bytes matched the base at the patched places.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Where elements lie in a version's bytes."""
+    """Place of elements in a version's bytes."""
 
     offset: int
     rows: int
@@ -36,7 +36,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class PatchRun(msgspec.Struct, frozen=True):
-    """What changed in one piece."""
+    """Changes in one piece."""
 
     rank: int
     place: int
@@ -47,7 +47,7 @@ class PatchRun(msgspec.Struct, frozen=True):
 
 
 class VersionPatch:
-    """What leads from one version to another."""
+    """Path from a base version to its successor."""
 
     def __init__(
         self, lease: _core.PoolLease, base_sequence: int, base_version: int, runs: list[PatchRun]
@@ -60,7 +60,7 @@ class VersionPatch:
         self.size: Final = sum(run.size for run in runs)
 
     def apply(self, run: PatchRun, target: Any, offset: int = 0) -> bool:
-        """Apply what changed in one piece."""
+        """Apply the changes of one piece."""
         return _core.pool_patch_apply(self._lease, run.rank, run.place, target, offset)
 
     def listed(self, run: PatchRun) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
@@ -74,7 +74,7 @@ class VersionPatch:
 
 
 def find_patch(lease: _core.PoolLease) -> VersionPatch | None:
-    """Read the patch of a leased version, checked against its checksums, where it has one."""
+    """Read the patch of a leased version, checked against its checksums; None without a patch."""
     found = _core.pool_patch_runs(lease)
     if found is None:
         return None
@@ -105,7 +105,7 @@ def put_piece(write: VersionWrite, piece: Piece, source: Any) -> int | None:
 
 
 def has_patch(write: VersionWrite) -> bool:
-    """Whether a version gets a patch, as far as it is written, or has one after its end."""
+    """Return whether the version gets a patch (as written so far), or already ends with one."""
     return _core.pool_patch_is_made(write.buffer)
 
 
@@ -115,15 +115,15 @@ def same_bytes(one: Any, other: Any) -> bool:
 
 
 def export_patch(lease: _core.PoolLease) -> tuple[int, bytes] | None:
-    """Return its base's sequence and a patch as bytes; None where there is no sound one."""
+    """Return the base's sequence and the patch as bytes; None without a sound patch."""
     return _core.pool_patch_bytes(lease)
 
 
 def take_patch(write: VersionWrite, exported: Any) -> bool:
-    """Write a version by a patch of another pool; False where it replaces what is not there."""
+    """Write a version by a patch of another pool; False if its base differs."""
     return _core.pool_patch_take(write.buffer, exported)
 
 
 def patched_crc(exported: Any, payload: Any) -> int | None:
-    """Return the checksum of all elements that an exported patch is about; None if it is none."""
+    """Return the checksum of all elements in an exported patch; None if the patch is invalid."""
     return _core.pool_patch_crc(exported, payload)

@@ -1,9 +1,10 @@
-"""Publishing into a slot pool: deadlines, policies and ranks around the protocol in C.
+"""Publication into a slot pool: deadlines, policies and ranks around the protocol in C.
 
 Invariants:
 
-- `VersionWrite` ends in exactly one way: readers get the version whole, or what was newest stays.
-- Every wait has a deadline, looks again at the locks of those it waits for, and names them.
+- A `VersionWrite` ends in exactly one way: readers get the whole version, or the previous version
+  stays the newest.
+- Every wait has a deadline, rechecks the locks of the awaited processes, and names them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ WhenHeld: TypeAlias = Literal["wait", "skip", "grow"]
 #: Seconds for readers to let go of a slot, and for ranks to write their pieces.
 DEFAULT_TIMEOUT_S: Final = 60.0
 
-#: How a piece ends that will not be written.
+#: Final states of a piece without data.
 _FINAL: Final = (_core.PIECE_DEAD, _core.PIECE_FAILED)
 
 
@@ -78,7 +79,7 @@ class PoolPublisher(_core.ClosedByBlock):
         self.rank, self.world_size = rank, world_size
         self._pid = os.getpid()
         self.when_held, self.timeout = when_held, timeout
-        # Ranks that were there in this process's time: one that died before it may be on its way.
+        # Ranks seen alive by this process; a rank dead since before may be restarting.
         self._seen: set[int] = set()
         self._path = pool_path(bus, kind)
         self._pool, made = attach(bus, kind, rank, spec, timeout)
@@ -86,7 +87,7 @@ class PoolPublisher(_core.ClosedByBlock):
             self._identity = identity_of(self._path)
             claimed = self._pool.claim_writer(rank, label)
         except BaseException:
-            # One that this call has made has nothing in it.
+            # A pool created by this call is empty.
             self._identity = identity_of(self._path)
             self.close(remove=made)
             raise
@@ -123,7 +124,7 @@ class PoolPublisher(_core.ClosedByBlock):
         text: str = "",
         patch: bool = False,
     ) -> VersionWrite | None:
-        """Begin to write a version; ranks above 0 join the one that rank 0 has begun."""
+        """Begin to write a version; ranks above 0 join the version of rank 0."""
         version, size = check_int64("version", version), check_bytes("size", size)
         if meta is not None and not isinstance(meta, bytes):
             raise TypeError(f"meta: expected bytes or None, got {type(meta).__name__}")
@@ -253,16 +254,16 @@ class PoolPublisher(_core.ClosedByBlock):
         """Leave the pool."""
         if self._pool.closed:
             return
-        # While the rank is this process's, so that no successor has taken the pool over; a forked
-        # child is none, and a pool that was made anew under the name is somebody else's.
+        # Only while this process holds the rank: no successor has taken over the pool. A forked
+        # child holds no rank, and a recreated pool of the same name belongs to its new publisher.
         if remove and os.getpid() == self._pid and self._has_name():
-            with contextlib.suppress(errors.BusNotFoundError):  # it is gone already
+            with contextlib.suppress(errors.BusNotFoundError):  # already removed
                 unlink_pool(self.bus, self.kind)
         self._pool.close()
 
 
 class VersionWrite:
-    """A version while it is written: in a ``with`` block, whose end publishes it."""
+    """Version under construction: a ``with`` block publishes it at its end."""
 
     def __init__(self, publisher: PoolPublisher, write: _core.PoolWrite) -> None:
         self._publisher = publisher
@@ -273,7 +274,7 @@ class VersionWrite:
 
     @property
     def meta(self) -> bytes:
-        """Return what rank 0 said of the version."""
+        """Return rank 0's meta of the version."""
         return self._write.meta
 
     @property
@@ -286,7 +287,7 @@ class VersionWrite:
         return np.frombuffer(memoryview(self._write), np.uint8)
 
     def finish(self, *, digests: bool = False) -> None:
-        """Publish it; returns when every rank's piece is there and readers get it."""
+        """Publish the version, after every rank's piece arrived; readers get it at return."""
         if self._publisher.rank == 0:
             self.await_ranks()
             self._write.finish(digests)
@@ -295,11 +296,11 @@ class VersionWrite:
             self._await_outcome()
 
     def give_up(self, reason: str = "") -> None:
-        """Leave what was newest in force."""
+        """Abandon the version; the previous one stays in force."""
         self._write.give_up(fit_text("reason", reason, _core.POOL_ERROR_BYTES))
 
     def await_ranks(self) -> None:
-        """In rank 0: wait until the pieces of all other ranks are there, as `finish` does."""
+        """In rank 0: wait for the pieces of the higher ranks, as `finish` does."""
         try:
             self._await_pieces()
         except BaseException:

@@ -1,9 +1,9 @@
-"""Reading a slot pool: the newest version, leased, and what this process says of it.
+"""Reader of a slot pool: leases of the newest version, and the reader's row in the segment.
 
 Invariants:
 
-- A lease is whole, and lasts until it and every array made of its buffer are gone.
-- A wait has a deadline, and notices that the pool was removed.
+- A leased version is whole; the lease lasts until it and every array of its buffer are gone.
+- A wait has a deadline and notices the pool's removal.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from shmbus.segment.names import leads_to
 from shmbus.segment.peer_wait import SLICE_S, wait_for
 from shmbus_ext import _core
 
-#: Seconds that one sleep lasts at most; between two, whether the pool still has its name.
+#: Longest single sleep in seconds; between two sleeps the reader rechecks the pool's name.
 _SLEEP_S: Final = 10 * SLICE_S
 
 
 class PoolReader(_core.ClosedByBlock):
-    """Leases versions of a pool, and says in its row what it runs."""
+    """Lease versions of a pool, and report the running version in the reader's row."""
 
     def __init__(
         self, bus: str, kind: str, *, label: str = "", device: str = "", keeps_row: bool = False
@@ -63,7 +63,7 @@ class PoolReader(_core.ClosedByBlock):
             self._pool.refused(1, ran, RESTARTED_CODE, said)
 
     def _ran_before(self, label: str) -> int | None:
-        """Return the version of a dead reader of that label; None without a reader."""
+        """Return the version of a dead reader with the label; None without a reader."""
         for row in status_of_pool(self.bus, self.kind, self._pool).readers:
             if row.label == label and row.state == "dead":
                 return row.refused_version if row.applied_version is None else row.applied_version
@@ -76,7 +76,7 @@ class PoolReader(_core.ClosedByBlock):
 
     @property
     def identity(self) -> tuple[int, int | None]:
-        """Return what tells this pool from another one of its name, by which sequences count."""
+        """Return the pool's creation time and inode: sequences compare only within one identity."""
         inode = None if self._identity is None else self._identity.st_ino
         return self._pool.created_unix_ns, inode
 
@@ -112,7 +112,7 @@ class PoolReader(_core.ClosedByBlock):
         )
 
     def at(self, version: int) -> VersionLease:
-        """Lease a version that need not be the newest; it is there while somebody keeps it."""
+        """Lease a version by number; an old version lasts while a reader leases it."""
         got = _core.pool_lease_version(self._pool, check_int64("version", version))
         if isinstance(got, _core.PoolLease):
             return VersionLease(self, got)
@@ -125,7 +125,7 @@ class PoolReader(_core.ClosedByBlock):
         )
 
     def is_removed(self) -> bool:
-        """Whether the pool has lost its name, so that nothing more is published into it."""
+        """Return whether the pool lost its name: no further version will come."""
         return self._identity is None or not leads_to(self._path, self._identity)
 
     def _removed(self) -> errors.BusRemovedError | None:
@@ -152,35 +152,35 @@ class PoolReader(_core.ClosedByBlock):
         )
 
     def applied(self, lease: VersionLease) -> None:
-        """Say that this process runs a version, and nothing of another."""
+        """Report a version as the only one running in this process."""
         self._pool.applied(lease.sequence, lease.version)
-        if self._said_refused:  # of a newer version, where this one is the way back
+        if self._said_refused:  # after the refusal of a newer version, the way back
             self._said_refused = False
             self._pool.refused(0, 0, 0, "")
 
     def loading(self, lease: VersionLease, code: int) -> None:
-        """Say that this process began to load a version, and runs no whole one until `applied`."""
+        """Report the start of a load: the process runs no whole version until `applied`."""
         self.refused(lease, code, "it is being loaded")
-        # What it ran is no more, also where that was this version, or a newer one.
+        # The previous version is gone, even if it was this version or a newer one.
         self._pool.applied(0, 0)
 
     def refused(self, lease: VersionLease, code: int, reason: str) -> None:
-        """Say that this process could not take a version; what it runs stays."""
+        """Report a version as refused; the running one stays."""
         self._said_refused = True
         text = fit_text("reason", reason, _core.POOL_ERROR_BYTES)
         self._pool.refused(lease.sequence, lease.version, code, text)
 
     def close(self) -> None:
-        """Leave the pool; leases that are out keep what they need.
+        """Leave the pool; open leases keep their slots.
 
-        With `keeps_row` the row stays behind as after a death, so that a server's next process is
+        With `keeps_row` the row stays behind as after a death: a server's next process is then
         known to lack weights.
         """
         self._pool.close()
 
 
 class VersionLease(_core.ClosedByBlock):
-    """One version, whole and unchanged for as long as this object or an array of it lives."""
+    """A whole version, unchanged while this object or an array of its bytes lives."""
 
     def __init__(self, reader: PoolReader, lease: _core.PoolLease) -> None:
         self._reader = reader
@@ -206,7 +206,7 @@ class VersionLease(_core.ClosedByBlock):
         return np.frombuffer(memoryview(self.buffer), np.uint8)
 
     def meta(self) -> bytes:
-        """Return what the version says of itself, copied and checked."""
+        """Return the version's own meta, copied and checked."""
         found = self.buffer.meta()
         if found is None:
             raise DamagedError(
@@ -216,7 +216,7 @@ class VersionLease(_core.ClosedByBlock):
         return found
 
     def check(self, first: int = 0, count: int = 1 << 31) -> None:
-        """Compare blocks with their digests; nothing to compare where there are none."""
+        """Compare blocks with their digests; a version without digests passes."""
         wrong = self.buffer.check(first, count)
         if wrong is not None:
             block = self._reader.pool.block_bytes
@@ -227,9 +227,9 @@ class VersionLease(_core.ClosedByBlock):
             )
 
     def patch(self) -> VersionPatch | None:
-        """Return what changed since the version before, where the publisher has made that."""
+        """Return the changes since the previous version; None if the publisher made no patch."""
         return find_patch(self.buffer)
 
     def close(self) -> None:
-        """Let go of it; arrays that are left keep the slot until they are gone."""
+        """End the lease; surviving arrays keep the slot until their release."""
         self._lease = None

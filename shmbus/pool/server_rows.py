@@ -37,11 +37,11 @@ from shmbus.pool.status import (
 from shmbus.segment.names import leads_to
 from shmbus_ext import _core
 
-#: The pool that has weights.
+#: Pool of the weights.
 WEIGHTS: Final = "weights"
-#: Bytes of a row's label, 48, less those of " rank 99999".
+#: Bytes of a row's label, 48, minus those of " rank 99999".
 MOST_NAME_BYTES: Final = 37
-#: Hexadecimal digits that tell addresses apart which begin alike.
+#: Hexadecimal digits that distinguish addresses of a common prefix.
 DIGITS: Final = 8
 #: Seconds for which rows count as fresh: a restart of a server takes longer.
 FRESH_S: Final = 0.05
@@ -79,7 +79,7 @@ def rows_of_server(bus: str, address: str) -> list[ReaderStatus]:
     """Return the rows of a server's living ranks; empty before the first pool of weights."""
     try:
         readers = read_pool(bus, WEIGHTS).readers
-    except (BusNotFoundError, LayoutMismatchError):  # the pool is being made, too
+    except (BusNotFoundError, LayoutMismatchError):  # the pool is still under construction
         return []
     begins = f"{row_name(address)}{_RANK}"
     return [row for row in readers if row.state == "alive" and row.label.startswith(begins)]
@@ -109,9 +109,9 @@ class ServerVersion(msgspec.Struct, frozen=True, kw_only=True):
     oldest: int | None = None
     newest: int | None = None
     why: str = ""
-    #: Row and pid of each rank, which change when a server restarts.
+    #: Row and pid of every rank; a server's restart changes them.
     processes: tuple[tuple[int, int], ...] = ()
-    #: The publication that all ranks run, as in salts of requests; "" without one publication.
+    #: Publication running on all ranks, as in salts of requests; "" without a common publication.
     life: str = ""
     #: Time of the version's publication; None after the reuse of the version's slot.
     published_unix_ns: int | None = None
@@ -124,7 +124,7 @@ def server_versions(pool: PoolStatus, trainers: int) -> dict[str, ServerVersion]
         name = server_of_label(row.label)
         if name:
             rows = ranks.setdefault(name, {})
-            # The dead row of a rank that came back in a second row says nothing any more.
+            # A dead row is obsolete after its rank came back in a second row.
             if row.label not in rows or row.state == "alive":
                 rows[row.label] = row
     return {
@@ -228,7 +228,7 @@ class ServerRows:
         found = server_versions(status, trainers)
         if removed and not opened and not any(row.state == "alive" for row in status.readers):
             self._lose()
-            self._close()  # the memory of the removed pool is free then
+            self._close()  # frees the memory of the removed pool
             return self._lost
         if found:
             self._lost = {}
@@ -247,7 +247,7 @@ class ServerRows:
         try:
             found = open_pool(self._bus, WEIGHTS, read_only=True, wait_s=0)
         except (BusNotFoundError, LayoutMismatchError, PermissionError):
-            return False  # no pool, half of one, or another user's
+            return False  # no pool, half a pool, or a foreign user's
         self._close()
         self._pool, self._identity = found, identity_of(self._path)
         return True
@@ -284,7 +284,7 @@ class ServerRows:
         return min(found, default=trainers)
 
     def all_unknown(self, trainers: int) -> bool:
-        """Return whether the bus has servers, all of unknown version."""
+        """Return whether the bus has servers and knows no server's version."""
         servers = self.read(trainers)
         return bool(servers) and all(each.oldest is None for each in servers.values())
 

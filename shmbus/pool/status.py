@@ -1,7 +1,7 @@
-"""What a slot pool holds, who reads it, and who holds what: seen from outside, nothing is written.
+"""Status of a slot pool: contents, readers and slot holders, seen from outside without a write.
 
-Rows come from processes that may be dead or hostile: they are shown, and decide nothing.
-Of pools beside buses, what cannot be opened is left out: `shmbus gc` lists every file.
+Rows come from processes that may be dead or hostile: they are displayed and decide nothing.
+Unreadable pools beside buses are omitted: `shmbus gc` lists every file.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shmbus.segment.cache_salt import life_name
 from shmbus.segment.names import SHM_DIRECTORY, parse_companion
 from shmbus_ext import _core
 
-#: What a pool's file begins with; other companions begin with something else.
+#: First bytes of a pool's file; the files of different companions begin differently.
 _MAGIC: Final = b"SHBPOOL1"
-#: What a row says while a version is being loaded, so that the reader runs no whole one.
+#: Row code during a load: the reader runs no whole version.
 LOADING_CODE: Final = 4
-#: What a relay says in the row of a reader on another node: a version is there, and not loaded.
+#: Row code by a relay for a reader on a remote node: a version arrived but is not loaded.
 ARRIVED_CODE: Final = 5
 #: Code of a restarted server's rank, until the rank has loaded a version.
 RESTARTED_CODE: Final = 6
@@ -48,7 +48,7 @@ class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that writes."""
+    """Writing process."""
 
     rank: int
     state: Literal["alive", "dead"]
@@ -59,7 +59,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReaderStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that reads."""
+    """Reading process."""
 
     reader: int
     state: Literal["alive", "dead"]
@@ -68,7 +68,7 @@ class ReaderStatus(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     applied_version: int | None
     applied_sequence: int | None
-    #: Name of the running publication, unique among all pools, as in salts; None before the first.
+    #: Name of the running publication, unique among pools, as in salts; None before the first.
     applied_life: str | None = None
     refused_version: int | None
     error_code: int
@@ -77,7 +77,7 @@ class ReaderStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_refused(self) -> bool:
-        """Whether it could not take a version, rather than has not loaded it yet."""
+        """Return whether the reader rejected a version, as opposed to a pending load."""
         waits = self.error_code in (LOADING_CODE, ARRIVED_CODE, RESTARTED_CODE)
         return self.refused_version is not None and not waits
 
@@ -111,7 +111,7 @@ def read_pool(bus: str, kind: str) -> PoolStatus:
 
 
 def status_of_pool(bus: str, kind: str, pool: _core.SlotPool) -> PoolStatus:
-    """Describe a pool that is open."""
+    """Describe an open pool."""
     rows = _core.pool_rows(pool)
     life = rows["life"]
     readers = [_reader(row, life) for row in rows["readers"]]
@@ -188,7 +188,7 @@ def _reader(row: dict[str, Any], life: int) -> ReaderStatus:
 
 
 def describe_holders(status: PoolStatus) -> str:
-    """Say who keeps the slots that a publisher could not take."""
+    """Name the holders of the slots that blocked a publisher."""
     parts = [
         f"slot {slot.slot} (version {slot.version}) by {', '.join(slot.held_by)}"
         for slot in status.slots
@@ -217,7 +217,7 @@ def find_pools(bus: str | None = None) -> list[tuple[str, str]]:
 def _first_bytes(path: str) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # removed meanwhile, another user's, or no file
+    except OSError:  # removed meanwhile, a foreign user's, or no file
         return b""
     try:
         return os.read(fd, len(_MAGIC))
@@ -228,18 +228,18 @@ def _first_bytes(path: str) -> bytes:
 
 
 def read_pools(bus: str | None = None) -> list[PoolStatus]:
-    """Read the status of each pool that can be read."""
+    """Read the status of every readable pool."""
     found = []
     for name, kind in find_pools(bus):
         try:
             found.append(read_pool(name, kind))
-        except (errors.ShmbusError, PermissionError):  # gone, another user's, or damaged
+        except (errors.ShmbusError, PermissionError):  # gone, a foreign user's, or damaged
             continue
     return found
 
 
 def describe_pool(status: PoolStatus) -> str:
-    """Say in a line what a pool holds, who publishes it, and who runs an older version."""
+    """Summarize a pool in a line: version, publisher, and readers of older versions."""
     newest = "no version yet" if status.version is None else f"version {status.version}"
     publisher = next((rank for rank in status.ranks if rank.rank == 0), None)
     who = "no publisher"

@@ -1,7 +1,7 @@
-"""Tensors of a step, from one process to one other on the same machine.
+"""Tensors of a step, sent from one process to a second process on the same machine.
 
-``TensorChannel.create`` is the sending side, ``TensorChannel.open`` the receiving one. What both
-sides expect of the tensors is stated in the segment, so that a difference is an error on both.
+``TensorChannel.create`` opens the sending side, ``TensorChannel.open`` the receiving side. The
+segment states both sides' expectations; a difference raises an error on both sides.
 """
 
 from __future__ import annotations

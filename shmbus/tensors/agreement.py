@@ -1,9 +1,10 @@
-"""Specs of both sides: stated in the segment, and compared.
+"""Comparison of both sides' specs, stated in the segment.
 
 Invariants:
 
-- Every wait looks here first, so a difference ends it on both sides, whoever came second.
-- What a process has stated is held against nobody who came after its end.
+- Every wait checks the specs first; a mismatch ends the wait on both sides, in any order of
+  arrival.
+- A dead process's statement never counts against a process started after its end.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from shmbus.channel.endpoint import Endpoint
 from shmbus.errors import DamagedError
 from shmbus.tensors.views import DTYPE_BYTES, has_memory
 
-#: Of a dimension: more than any memory has, and every reader's integers hold it.
+#: Limit of a dimension: above any memory, within every reader's integers.
 _MOST_SIZE: Final = (1 << 63) - 1
 
 
 class SpecMismatchError(ChannelError):
-    """What is sent is not what is expected; both sides get it, with both specs."""
+    """Mismatch of sent and expected tensors; both sides get the error, with both specs."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One tensor of a step."""
+    """Dtype and shape of one tensor of a step."""
 
     dtype: str
     shape: tuple[int | None, ...]
@@ -41,7 +42,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one side has stated in the segment."""
+    """Statement of one side in the segment."""
 
     specs: dict[str, TensorSpec]
     exact: bool = True
@@ -53,7 +54,7 @@ _STATEMENTS: Final = msgspec.msgpack.Decoder(Statement)
 
 
 def parse_specs(specs: Mapping[Any, Any]) -> dict[str, TensorSpec]:
-    """Check what a user says of the tensors."""
+    """Check a user's specs."""
     if not isinstance(specs, Mapping):
         raise TypeError(f"specs: expected (dtype, shape) by name, got {type(specs).__name__}")
     parsed = {}
@@ -92,7 +93,7 @@ def _parsed_size(name: str, size: object) -> int | None:
 
 
 def unsendable(tensor: torch.Tensor, device: torch.device) -> str:
-    """Say why a tensor cannot be sent from a device; empty where it can."""
+    """Return the reason why a device cannot send a tensor; empty for a sendable tensor."""
     if torch.nn.parameter.is_lazy(tensor):
         return "expected a shape, got a parameter before its module's first forward pass"
     if tensor.device != device:
@@ -120,7 +121,7 @@ def unsendable(tensor: torch.Tensor, device: torch.device) -> str:
 
 
 def is_there(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor has memory for all of its elements, on its device."""
+    """Return whether a strided tensor holds memory for every element, on its device."""
     try:
         return has_memory(tensor) and tensor.untyped_storage().device == tensor.device
     except NotImplementedError:  # torch's word for a tensor without a storage
@@ -128,7 +129,7 @@ def is_there(tensor: torch.Tensor) -> bool:
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    """Describe tensors as they are."""
+    """Return the specs of tensors."""
     return {
         name: TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in tensors.items()
@@ -136,7 +137,7 @@ def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
 
 
 def differences(sent: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> list[str]:
-    """Say where two specs contradict each other; a free dimension contradicts nothing."""
+    """List the contradictions of two specs; a free dimension contradicts nothing."""
     found = [
         f"tensor {name!r} is expected ({expected[name]}) and not sent"
         for name in sorted(expected.keys() - sent.keys())
@@ -158,7 +159,7 @@ def differences(sent: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpe
 def step_differences(
     step: Mapping[str, TensorSpec], sender: Statement | None, receiver: Statement | None
 ) -> list[str]:
-    """Say how a step differs from what was agreed."""
+    """List the differences between a step and the agreement."""
     found: list[str] = []
     if receiver is not None:
         found += differences(step, receiver.specs)
@@ -184,7 +185,7 @@ def size_of(spec: TensorSpec) -> int:
 
 
 def acked_step_of(state: object) -> int:
-    """Return what a `state_dict` says; TypeError or ValueError for anything else."""
+    """Return the step in a `state_dict`; raise TypeError or ValueError for anything else."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state: expected what state_dict() returned, got {type(state).__name__}")
     if "acked_step" not in state:
@@ -193,7 +194,7 @@ def acked_step_of(state: object) -> int:
 
 
 class Agreement:
-    """One side's look at both statements."""
+    """Record of one side's comparisons with the peer."""
 
     def __init__(self, endpoint: Endpoint, side: str) -> None:
         self._endpoint = endpoint
@@ -203,27 +204,27 @@ class Agreement:
         self.own: Statement | None = None
         self.other: Statement | None = None
         alive, claims = endpoint.presence(self._other)
-        # Which process of the other side had ended before this one came; 0 for none.
+        # Claim number of a peer already gone at this side's start; 0 for none.
         self._gone_before = 0 if alive else claims
-        # Which one's difference was told here.
+        # Claim number of the peer in the last reported mismatch.
         self._told = 0
-        # What was compared already: both statements as they are, and a step like the last one.
+        # Cache of earlier comparisons: both statements unchanged, and a step like the previous one.
         self._agreed = False
         self._passed: Mapping[str, TensorSpec] | None = None
         endpoint.on_wake = self.check
 
     @property
     def sender(self) -> Statement | None:
-        """Return what the sender has stated."""
+        """Return the sender's statement."""
         return self.own if self._side == "sender" else self.other
 
     @property
     def receiver(self) -> Statement | None:
-        """Return what the receiver has stated."""
+        """Return the receiver's statement."""
         return self.own if self._side == "receiver" else self.other
 
     def state(self, statement: Statement) -> None:
-        """State what this side says."""
+        """Publish this side's specs in the segment."""
         _, claim = self._endpoint.presence(self._side)
         statement = msgspec.structs.replace(statement, claim=claim)
         if statement == self.own:
@@ -239,12 +240,12 @@ class Agreement:
         self._agreed, self._passed = False, None
 
     def forget_own(self) -> None:
-        """Let the next step say what is sent: that which has stated it was not sent."""
+        """Let the next step restate the specs: the step behind the old statement was never sent."""
         self.own = None
         self._agreed, self._passed = False, None
 
     def check(self) -> None:
-        """Compare with the other side."""
+        """Compare with the peer."""
         if self._endpoint.stated(self._other) != self._seen:
             version, data = self._endpoint.statement(self._other)
             if version == 0:
@@ -276,11 +277,11 @@ class Agreement:
         raise self.mismatch(found)
 
     def has_passed(self, step: Mapping[str, TensorSpec]) -> bool:
-        """Whether these very specs were those of the last step that passed."""
+        """Return whether the previous passing step used exactly these specs."""
         return step is self._passed
 
     def differences_of(self, step: Mapping[str, TensorSpec]) -> list[str]:
-        """Say how a step differs from what is expected, and where it is sent from what is sent."""
+        """List a step's differences from the agreed specs, on either side."""
         if step == self._passed:
             return []
         sender = self.own if self._side == "sender" else None
@@ -292,7 +293,7 @@ class Agreement:
         return found
 
     def _forget_the_gone(self) -> bool:
-        """Forget the other statement where it is not to be held against this side."""
+        """Forget the peer's statement unless it binds this side."""
         assert self.other is not None
         claim = self.other.claim
         alive, newest = self._endpoint.presence(self._other)
@@ -306,7 +307,7 @@ class Agreement:
         return True
 
     def mismatch(self, found: list[str]) -> SpecMismatchError:
-        """Say what differs, with both specs."""
+        """Build the error with the differences and both specs."""
         sent = "nothing yet" if self.sender is None else show(self.sender.specs)
         expected = "nothing yet" if self.receiver is None else show(self.receiver.specs)
         return SpecMismatchError(

@@ -14,7 +14,7 @@ from shmbus.tensors.sender import TensorSender
 
 
 class TensorChannel:
-    """Named tensors of a step, from one process to one other on the same machine."""
+    """Named tensors of a step, sent from one process to a second process on the same machine."""
 
     @staticmethod
     def create(
@@ -28,26 +28,26 @@ class TensorChannel:
         timeout: float = DEFAULT_TIMEOUT_S,
         label: str = "",
     ) -> TensorSender:
-        """Create a channel, or go on where its last sender has ended.
+        """Create a channel, or continue after its last sender's end.
 
         Parameters
         ----------
         name : str
-            As a bus is named, such as "run1.hidden".
+            Name in the form of a bus name, for example "run1.hidden".
         slots : int, optional
-            Steps that may be on their way, 1 to 8; 2 where nothing is said.
+            Steps in flight, 1 to 8; default 2.
         carrier : "auto" | "host" | "memfd" | "cuda" | Carrier
-            Which memory; "auto" is "cuda" where a CUDA device is given, and "host" elsewhere.
+            Kind of memory; "auto" means "cuda" with a CUDA device, else "host".
         device : str, optional
-            Where the tensors are, such as "cuda:0"; the CPU where nothing is said.
+            Device of the tensors, for example "cuda:0"; default CPU.
         max_bytes : int | str, optional
-            Bytes that a step may have; "16GiB" where nothing is said.
+            Limit of a step's bytes; default "16GiB".
         specs : mapping of name to (dtype, shape), optional
-            What is sent; the first step says it where this does not.
+            Sent tensors; by default the first step states them.
         timeout : float
-            Seconds that a wait lasts where nothing else is said.
+            Default seconds of a wait.
         label : str
-            For messages; the script's name by default.
+            Name in messages; default: the script's name.
 
         Returns
         -------
@@ -56,13 +56,13 @@ class TensorChannel:
         Raises
         ------
         TypeError, ValueError
-            An argument is none, or belongs to another carrier.
+            An argument is invalid, or belongs to another carrier.
         DeviceMismatchError
             This process does not see the device.
         BusBusyError
             Another living process sends.
         LayoutMismatchError
-            What is there is no channel of this version.
+            The existing file is no channel of this version.
         CapacityError
             /dev/shm is full.
         """
@@ -80,25 +80,26 @@ class TensorChannel:
         device: str | None = None,
         views: bool = False,
     ) -> TensorReceiver:
-        """Open a channel to receive, from the oldest step that was not acknowledged.
+        """Open a channel to receive, from the oldest unacknowledged step.
 
         Parameters
         ----------
         name : str
-            Of the channel.
+            Name of the channel.
         specs : mapping of name to (dtype, shape)
-            What is expected; None in a shape for a dimension that may vary.
+            Expected tensors; None in a shape for a variable dimension.
         timeout : float
-            Seconds that a wait lasts where nothing else is said.
+            Default seconds of a wait.
         wait : float
             Seconds to wait for the channel to be created.
         label : str
-            For messages; the script's name by default.
+            Name in messages; default: the script's name.
         device : str, optional
-            Which CUDA device reads what comes by the carrier "cuda"; by default the sender's.
+            CUDA device for reading with the carrier "cuda"; default: the sender's.
         views : bool
-            Carriers "memfd" and "cuda": hand out views in place of copies. They must be gone when
-            their step's context ends, which waits for the device's work; if not, that is an error.
+            Carriers "memfd" and "cuda": hand out views in place of copies. Release them before the
+            step's context ends; the context waits for the device's work and raises on a surviving
+            view.
 
         Returns
         -------
@@ -107,13 +108,13 @@ class TensorChannel:
         Raises
         ------
         TypeError, ValueError
-            An argument is none.
+            An argument is invalid.
         BusNotFoundError
-            There is no such channel.
+            The channel does not exist.
         BusBusyError
             Another living process receives.
         LayoutMismatchError
-            What is there is no channel of this version.
+            The existing file is no channel of this version.
         """
         check_flag("views", views)
         reading = None if device is None else known_device(device)
@@ -135,19 +136,19 @@ class TensorChannel:
         receivers: int,
         slices: Mapping[str, int] | None = None,
     ) -> ChannelGroup:
-        """Say which ranks of an engine send to which of a trainer; every rank says the same.
+        """Map an engine's sending ranks to a trainer's receiving ranks.
 
-        Equal counts are paired by rank. With more receivers each sender deals its steps among
-        some of them, with more senders each receiver takes from some.
+        Every rank passes equal counts. Equal counts are paired by rank. With more receivers, a
+        sender deals its steps among several; with more senders, a receiver takes from several.
 
         Parameters
         ----------
         name : str
             Channels are called ``NAME.sender.receiver``, by ranks.
         senders, receivers : int
-            How many; one is a multiple of the other.
+            Counts of ranks; the larger count must be a multiple of the smaller.
         slices : mapping of str to int, optional
-            Tensors of which each sender has a slice, and the dimension that joins them.
+            Tensors sliced over the senders, with the dimension of the join.
 
         Returns
         -------

@@ -1,7 +1,7 @@
-"""Which memory carries the tensors: a tagged type for each, so that no option is for another one.
+"""Carriers of tensors: a tagged type for every kind of memory, with only its own options.
 
-Invariant: a carrier that was constructed is one that this machine may use; nothing is allocated,
-shared or mapped to find out.
+Invariant: this machine supports every constructed carrier; the check allocates, shares and maps
+nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from shmbus.tensors.device.memory import refusals
 class HostCarrier(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="host"
 ):
-    """Tensors of the CPU in /dev/shm: one copy in, and views in place of one out.
+    """CPU tensors in /dev/shm: one copy in, zero-copy views out.
 
     Attributes
     ----------
     slots : int
-        Steps that may be on their way, 1 to 8.
+        Steps in flight, 1 to 8.
     max_bytes : int | str
-        Bytes that a step may have; address space, and no memory before it is used.
+        Limit of a step's bytes: address space, and no memory before its use.
     """
 
     slots: int = 2
@@ -40,16 +40,16 @@ class HostCarrier(
 class MemfdCarrier(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="memfd"
 ):
-    """Tensors of the CPU in memory outside of /dev/shm: one copy in, one out.
+    """CPU tensors in memory outside of /dev/shm: one copy in, one out.
 
-    For a container whose /dev/shm is small. What is on its way goes with the sender's process.
+    For a container with a small /dev/shm. Steps in flight are lost with the sender's process.
 
     Attributes
     ----------
     slots : int
-        Steps that may be on their way, 1 to 8.
+        Steps in flight, 1 to 8.
     max_bytes : int | str
-        Bytes that a step may have.
+        Limit of a step's bytes.
     """
 
     slots: int = 2
@@ -62,23 +62,23 @@ class MemfdCarrier(
 class CudaCarrier(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cuda"
 ):
-    """Tensors of a CUDA device in memory of shmbus's own there, exported once.
+    """CUDA tensors in device memory allocated by shmbus and exported once.
 
-    One copy in and one out, or views. What is on its way goes with the sender's process.
+    One copy in and one out, or views. Steps in flight are lost with the sender's process.
 
     Attributes
     ----------
     device : str
-        Such as "cuda:0"; the sender's tensors are there. The receiver is on the same one, or on
-        one with peer access to it.
+        Device of the sender's tensors, for example "cuda:0". The receiver uses the same device, or
+        a device with peer access to it.
     slots : int
-        Steps that may be on their way, 1 to 8.
+        Steps in flight, 1 to 8.
     max_bytes : int | str
-        Bytes that a step may have.
+        Limit of a step's bytes.
     kind : "auto" | "vmm" | "ipc"
-        Exported by file descriptor, or by a handle of 64 bytes; "auto" asks what the device can.
+        Export by file descriptor, or by a handle of 64 bytes; "auto" asks the device's support.
     colocated : bool
-        Whether both processes are on one machine's devices.
+        Whether both processes use devices of one machine.
     """
 
     device: str
@@ -116,12 +116,12 @@ class CudaCarrier(
         return torch.device(self.device).index or 0
 
     def memory_kind(self) -> Literal["vmm", "ipc"]:
-        """Return which kind of memory this device can have; nothing is allocated to find out.
+        """Return the supported kind of memory of the device, without an allocation.
 
         Raises
         ------
         ValueError
-            It cannot have what was asked for; with each reason.
+            The device does not support the requested kind; the message lists every reason.
         """
         refused = refusals(self.index)
         kinds: tuple[Literal["vmm", "ipc"], ...] = ("vmm", "ipc")
@@ -152,7 +152,7 @@ def _check_slots(slots: int) -> None:
 
 
 def choose_carrier(carrier: str | Carrier, **options: Any) -> Carrier:
-    """Take a carrier by its name and options, or as it was made."""
+    """Return a carrier from a name and options, or the given instance."""
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(carrier, (HostCarrier, MemfdCarrier, CudaCarrier)):
         if given:

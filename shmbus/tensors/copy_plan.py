@@ -1,14 +1,14 @@
-"""Copies of many tensors: small ones of a device together, large ones by themselves.
+"""Copies of many tensors: small device tensors together, large tensors by themselves.
 
-On a device a copy costs some microseconds of the host whatever its size, so a thousand small ones
-take longer than the model's bytes; one launch for all of them is slower by the byte, so large ones
-go alone. Between host memory and a device, neighbours cross in one piece, into or out of a chunk on
-the device, where one launch puts them in their places while the next chunk crosses: 64-KiB tensors
-one by one reach a sixth of the rate of PCIe. Rows of larger tensors the kernel itself reads, where
-the memory is registered. Pure decisions are in `split` and `plan`, which batches execute.
+A device copy costs the host some microseconds at any size, and a thousand small copies take longer
+than the model's bytes; one launch for all is slower by the byte, and large tensors go alone.
+Between host memory and a device, neighbours cross in one piece, into or out of a chunk on the
+device, where one launch scatters them while the next chunk crosses: single 64-KiB tensors reach a
+sixth of the rate of PCIe. The kernel itself reads rows of larger tensors from registered memory.
+Pure decisions live in `split` and `plan`; batches execute them.
 
-Invariants: a run has no byte of a tensor that is not copied with it; a chunk is written again only
-when the device has done with it; `settle` returns when every byte is where it belongs.
+Invariants: a run contains only bytes of its copied tensors; a chunk is rewritten only after the
+device finished with it; `settle` returns after every byte reached its target.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from shmbus.tensors.copy_table import (
 )
 from shmbus.tensors.views import ALIGNMENT, byte_view, copy_tensor, count_writes, is_plain_copy
 
-#: Bytes of a chunk: 0.6 ms of PCIe, beside which what a launch costs is nothing.
+#: Bytes of a chunk: 0.6 ms of PCIe, against which the cost of a launch vanishes.
 CHUNK_BYTES: Final = 32 << 20
 
-#: While one crosses, another one is unpacked; reading them takes what comparing 4,096 tensors does.
+#: A chunk crosses while another unpacks; reading all four takes as long as comparing 4,096 tensors.
 CHUNKS: Final = 4
 
 
 class Part(NamedTuple):
-    """A span, or a part of one: which, from which byte of the memory, to which."""
+    """A span or its part: the span's number, first byte in the memory, end."""
 
     which: int
     start: int
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Neighbours in host memory: which, from which byte, to which."""
+    """Neighbours in host memory: their numbers, first byte and end."""
 
     members: list[Part]
     start: int
@@ -83,23 +83,25 @@ def plan(
 
 
 class HostTransfers:
-    """The way between host memory and one device: a stream and some chunks; one for a process."""
+    """Stream and chunks between host memory and one device; a process shares one instance."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.RLock()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.inference_mode(False):  # else they could not be written in any other mode
+        # tensors of inference mode are read-only in every other mode
+        with torch.inference_mode(False):
             self.chunks = [
                 torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=device) for _ in range(CHUNKS)
             ]
-        #: What a chunk's last use has to do before the next.
+        #: Pending work of a chunk's last use, awaited before the next use.
         self.free: list[torch.cuda.Event | None] = [None] * CHUNKS
-        self._first = torch.cuda.current_stream(device).record_event()  # the memory was torch's
+        # torch owned the memory before
+        self._first = torch.cuda.current_stream(device).record_event()
         self.stream.wait_event(self._first)
 
     def settle(self) -> None:
-        """Wait until every byte is there."""
+        """Wait until every byte arrived."""
         self.stream.synchronize()
         torch.cuda.current_stream(self.device).synchronize()
 
@@ -111,7 +113,7 @@ def transfers_of(device: torch.device) -> HostTransfers:
 
 
 class _Step(NamedTuple):
-    """A run, made ready: which chunk it takes, its bytes on both sides, and what is in it."""
+    """A prepared run: chunk, bytes on both sides, members."""
 
     turn: int
     memory: torch.Tensor
@@ -131,7 +133,7 @@ class _Step(NamedTuple):
 
 
 class HostBatch:
-    """Copies between host memory and a device that are begun together, again and again."""
+    """Repeatable batch of copies between host memory and a device."""
 
     def __init__(self, transfers: HostTransfers, pairs: Sequence[Pair]) -> None:
         self._transfers = transfers
@@ -157,7 +159,7 @@ class HostBatch:
             which, start, end = run.members[0]
             lone = members[which]
             is_whole = len(run.members) == 1 and end - start == _size(lone[0])
-            # By itself a small one would cost a transfer and a launch.
+            # A small copy by itself would cost a transfer and a launch.
             if is_whole and end - start < LARGE_BYTES and self._may_read(lone):
                 rows.append(lone)
             else:
@@ -166,7 +168,7 @@ class HostBatch:
         self.nbytes = sum(_size(target) for target, _ in pairs)
 
     def _may_read(self, pair: Pair) -> bool:
-        """Whether the kernel can read a source where it is."""
+        """Return whether the kernel can read a source in place."""
         return self._to_device and may_cut() and pair[1].is_pinned() and spans_of(*pair) is not None
 
     def _ready(self, turn: int, run: Run, pairs: Sequence[Pair], host: int) -> _Step:
@@ -188,7 +190,7 @@ class HostBatch:
         return _Step(turn, memory, chunk, table, outside, inside)
 
     def begin(self) -> None:
-        """Begin to copy, after what the device's current stream was asked to do before."""
+        """Begin to copy, after the work already queued on the device's current stream."""
         way = self._transfers
         current = torch.cuda.current_stream(way.device)
         if self._rows is not None:
@@ -196,7 +198,7 @@ class HostBatch:
         if self._to_device:
             for step in self._steps[:CHUNKS]:
                 way.free[step.turn] = self._read(step)
-            # The next run is asked for as soon as its chunk is: PCIe never waits for this loop.
+            # A free chunk gets the next run at once: PCIe never waits for this loop.
             for number, step in enumerate(self._steps):
                 self._unpack(step, current)
                 for follows in self._steps[number + CHUNKS : number + CHUNKS + 1]:
@@ -212,7 +214,7 @@ class HostBatch:
             copy_tensor(target, source)
 
     def _read(self, step: _Step) -> torch.cuda.Event:
-        """Bring a run into its chunk; returns what says that it is there."""
+        """Bring a run into its chunk; return the arrival event."""
         way = self._transfers
         if (free := way.free[step.turn]) is not None:
             way.stream.wait_event(free)
@@ -222,7 +224,7 @@ class HostBatch:
         return arrived
 
     def _unpack(self, step: _Step, current: torch.cuda.Stream) -> None:
-        """Put a run that was asked for into its tensors."""
+        """Scatter an arrived run into its tensors."""
         arrived = self._transfers.free[step.turn]
         assert arrived is not None
         current.wait_event(arrived)
@@ -230,7 +232,7 @@ class HostBatch:
         self._transfers.free[step.turn] = current.record_event()
 
     def _write(self, step: _Step, current: torch.cuda.Stream) -> None:
-        """Gather a run in its chunk, and bring it to host memory."""
+        """Gather a run in its chunk for the transfer to host memory."""
         way = self._transfers
         if (free := way.free[step.turn]) is not None:
             current.wait_event(free)
@@ -242,7 +244,7 @@ class HostBatch:
 
 
 def _runs(pairs: Sequence[Pair], host: int) -> Iterator[tuple[Run, list[Pair]]]:
-    """Yield runs of neighbours in the same memory, and what their members are numbers of."""
+    """Yield runs of neighbours in the same memory, with the pairs behind their members' numbers."""
     memories: dict[int, list[Pair]] = {}
     for pair in pairs:
         memories.setdefault(pair[host].untyped_storage().data_ptr(), []).append(pair)
@@ -254,7 +256,7 @@ def _runs(pairs: Sequence[Pair], host: int) -> Iterator[tuple[Run, list[Pair]]]:
 
 
 def _may_be_cut(pair: Pair, host: int) -> bool:
-    """Whether a copy is one of bytes, at addresses that suit the kernel in a chunk too."""
+    """Return whether a copy moves plain bytes at kernel-aligned addresses, also within a chunk."""
     there = pair[1 - host]
     return (
         may_cut()
@@ -266,7 +268,7 @@ def _may_be_cut(pair: Pair, host: int) -> bool:
 
 
 def _is_one_of_bytes(pair: Pair) -> bool:
-    """Whether a contiguous copy is one of bytes: torch would resolve a lazy one too early."""
+    """Return whether a contiguous copy moves plain bytes: no lazy tensor for torch to resolve."""
     target, source = pair
     lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in pair)
     return target.dtype == source.dtype and not lazy
@@ -282,22 +284,22 @@ def _size(tensor: torch.Tensor) -> int:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as its bytes."""
-    # Not `view`: one element is contiguous whatever its stride.
+    # Not `view`: a single element counts as contiguous at any stride.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _bytes(first: torch.Tensor, run: Run) -> torch.Tensor:
-    """View a run in the memory of one of its members."""
+    """View a run in the memory of a member."""
     made = torch.empty(0, dtype=torch.uint8)
     return made.set_(first.untyped_storage(), run.start, (run.end - run.start,), (1,))
 
 
-#: Bytes from which a copy of its own is faster than a launch that cuts tensors into pieces.
+#: Size from which a separate copy beats a launch that cuts tensors into pieces.
 HUGE_BYTES: Final = 64 << 20
 
 
 def split(pairs: Iterable[Pair]) -> tuple[list[Pair], list[list[Pair]]]:
-    """Say which copies go alone, and which together."""
+    """Separate lone copies from copies batched together."""
     alone: list[Pair] = []
     together: dict[torch.device, list[Pair]] = {}
     for target, source in pairs:
@@ -314,7 +316,7 @@ def _is_small(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 class Batch:
-    """Copies that are begun together, again and again: sorted once."""
+    """Repeatable batch of copies, sorted once."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         alone, together = split(pairs)
@@ -335,7 +337,7 @@ class Batch:
         self.nbytes = sum(target.numel() * target.element_size() for target, _ in pairs)
 
     def begin(self) -> None:
-        """Copy each source into its target; on a device, only ordered on its current stream."""
+        """Copy every source into its target; a device copy is only queued on its stream."""
         for table in self._tables:
             table.begin()
         for to, of in self._plain:
@@ -347,7 +349,7 @@ class Batch:
 
 
 class CopyPlan:
-    """Copies that are made again and again; those between host and device in transfers."""
+    """Repeatable copies; copies between host and device run as transfers."""
 
     def __init__(self, pairs: Sequence[Pair], *, whole: Sequence[bool] | None = None) -> None:
         crossing: dict[torch.device, list[Pair]] = {}
@@ -360,7 +362,7 @@ class CopyPlan:
                 crossing.setdefault(source.device, []).append(pair)
             else:
                 rest.append(pair)
-        # In one order everywhere, since the ways are locked together.
+        # A fixed order: a plan holds the locks of several transfers at the same time.
         self.crossing = [
             (way, HostBatch(way, crossing[way.device]))
             for way in map(transfers_of, sorted(crossing, key=str))
@@ -372,7 +374,7 @@ class CopyPlan:
         self.nbytes = self._rest.nbytes + sum(batch.nbytes for _, batch in self.crossing)
 
     def begin(self) -> None:
-        """Copy; what stays on a device is only ordered on its current stream."""
+        """Begin the copies; device copies are only queued on the current stream."""
         with ExitStack() as stack:
             for way, batch in self.crossing:
                 stack.enter_context(way.lock)
@@ -382,13 +384,13 @@ class CopyPlan:
         count_writes(self._targets)
 
     def copy(self) -> None:
-        """Copy; when it returns, every byte is there."""
+        """Copy, and return after every byte arrived."""
         self.begin()
         for device in self._busy:
             torch.cuda.current_stream(device).synchronize()
 
 
 def settle_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for the current streams of the devices that these tensors are on."""
+    """Wait for the current streams of the tensors' devices."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

@@ -1,8 +1,8 @@
-"""Tensors of a device as pieces of equal size, for one launch that copies all of them.
+"""Device tensors as pieces of equal size, for one launch of all copies.
 
-A launch a tensor costs the host some microseconds, so that tensors of a few MiB wait for it; one
-launch for all, of pieces that each processor can take one of, runs at the rate of memory. `cut` is
-pure. Where there is no Triton, nothing is cut, and tensors are copied as torch does it.
+A launch per tensor costs the host some microseconds, and tensors of a few MiB wait for it; one
+launch for all, with a piece per processor, runs at the rate of memory. `cut` is pure. Without
+Triton nothing is cut, and torch copies the tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-#: A tensor to write, and what is written into it.
+#: A target tensor and its source.
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
-#: Bytes from which a copy of its own is faster: 2 us on a device of 2 TB/s, what a launch costs.
+#: Bytes from which a copy of its own is faster: 2 us on a device of 2 TB/s, the cost of a launch.
 LARGE_BYTES: Final = 4 << 20
 
 #: Bytes of a piece, which a program of the kernel moves at once.
@@ -30,14 +30,14 @@ PIECE_BYTES: Final = 32 << 10
 WORD_BYTES: Final = 8
 ADDRESS_BYTES: Final = 16
 
-#: Bytes of a row below which a strided copy is torch's: a table of shorter ones is as long as they.
+#: Row bytes below which torch makes a strided copy: a table of shorter rows is as long as the data.
 ROW_BYTES: Final = 256
 
 Table = npt.NDArray[np.int64]
 
 
 class Cut(NamedTuple):
-    """Pieces by how they are copied, each int64 [pieces, 4]: to, from, words, none."""
+    """Pieces by kind of copy, int64 [pieces, 4]: target, source, words, unused."""
 
     whole: Table
     rest: Table
@@ -45,7 +45,7 @@ class Cut(NamedTuple):
 
 
 def spans_of(target: torch.Tensor, source: torch.Tensor) -> Table | None:
-    """Return the runs of bytes of a copy, [runs, 3]: to, from, bytes; None where it has others."""
+    """Return a copy's byte runs, [runs, 3]: target, source, bytes; None if unfit for the kernel."""
     size = target.element_size()
     lazy = any(each.is_conj() or each.is_neg() for each in (target, source))
     if (target.dtype, target.shape) != (source.dtype, source.shape) or lazy or not target.numel():
@@ -92,7 +92,7 @@ def _table(to: Table, of: Table, count: Table) -> Table:
 
 @functools.cache
 def may_cut() -> bool:
-    """Whether there is what the kernel needs."""
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -111,32 +111,32 @@ def import_kernels(module: str) -> None:
 
 
 def prepare_copies(device: torch.device) -> None:
-    """Import what copies on a device, where this process may have tensors on one."""
+    """Import the device copy code, if this process may hold device tensors."""
     if device.type == "cuda" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         import_kernels("shmbus.tensors.copy_kernel")
 
 
 def is_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a copy is one of runs of bytes, on one CUDA device, that suit the kernel."""
+    """Return whether a CUDA copy within one device suits the kernel."""
     return (
         target.is_cuda and target.device == source.device and spans_of(target, source) is not None
     )
 
 
 class CopyTable:
-    """Copies to one device, cut and ready to be launched, again and again.
+    """Copies to one device, cut and ready for repeated launches.
 
-    Sources may be registered memory of the host, which the kernel reads over PCIe.
+    Sources may be registered host memory; the kernel reads them over PCIe.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
-        self._pairs = pairs  # their memory has to stay
+        self._pairs = pairs  # keeps their memory alive
         spans = [spans_of(*pair) for pair in pairs]
         found = cut(np.concatenate([each for each in spans if each is not None]))
         device = pairs[0][0].device
         self._device = device
         kinds = zip(found, (True, False, False), (False, False, True), strict=True)
-        #: Each with whether its pieces are whole, and whether they are of bytes.
+        #: Per table: flags for whole pieces, and for a bytewise copy.
         self._tables = [
             (torch.from_numpy(table).to(device), whole, odd)
             for table, whole, odd in kinds

@@ -1,13 +1,13 @@
-"""Channels between ranks of an engine and ranks of a trainer: who has which, and whose turn it is.
+"""Channels between ranks of an engine and ranks of a trainer, with the order of turns.
 
 Invariants:
 
-- Each pair of ranks has a channel of its own, ``NAME.sender.receiver``. Of a sender's steps each
-  belongs to one of its receivers, by its number, whatever happens to others.
-- A receiver that has died is named once, and then its steps are left for its successor: those of
-  the others go on.
-- Slices of a step are acknowledged together. Where a death comes between, what some channels have
-  acknowledged is not handed out again from the others.
+- Every pair of ranks owns a channel, ``NAME.sender.receiver``. A sender's step belongs to one of
+  its receivers by number, independent of the remaining receivers.
+- A dead receiver is reported once; then its steps wait for its successor while the remaining
+  receivers continue.
+- Slices of a step are acknowledged together. After a death in between, steps acknowledged on some
+  channels are not handed out again from the remaining channels.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from shmbus.errors import WaitTimeoutError
 from shmbus.tensors.receiver import StepItem, TensorReceiver
 from shmbus.tensors.sender import TensorSender
 
-#: Seconds that one of several channels is waited for before the others are looked at again.
+#: Seconds to wait for one of several channels before polling the rest again.
 TURN_S: Final = 0.005
 
 
 class ChannelGroup:
-    """Which channels there are between senders and receivers; it opens none by itself."""
+    """Map of channels between senders and receivers; opens no channel by itself."""
 
     def __init__(
         self,
@@ -61,20 +61,20 @@ class ChannelGroup:
         self._pairs = [(i * self.senders // many, i * self.receivers // many) for i in range(many)]
 
     def sender(self, rank: int, **options: Any) -> GroupSender:
-        """Become a sender, of one receiver or several; options as of `TensorChannel.create`."""
+        """Become a sender for one or more receivers; options as of `TensorChannel.create`."""
         rank = check_int("rank", rank, 0, self.senders - 1)
         names = [f"{self.name}.{s}.{r}" for s, r in self._pairs if s == rank]
         return GroupSender(self.name, _all(self._create, names, options))
 
     def receiver(self, rank: int, **options: Any) -> GroupReceiver:
-        """Become a receiver, of one sender or several; options as of `TensorChannel.open`."""
+        """Become a receiver from one or more senders; options as of `TensorChannel.open`."""
         rank = check_int("rank", rank, 0, self.receivers - 1)
         names = [f"{self.name}.{s}.{r}" for s, r in self._pairs if r == rank]
         return GroupReceiver(self.name, _all(self._open, names, options), self._slices)
 
 
 def _all(make: Callable[..., Any], names: Sequence[str], options: Mapping[str, Any]) -> list[Any]:
-    """Make a side of each channel, or of none."""
+    """Open a side of every channel, or of none."""
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(make(name, **options)) for name in names]
         stack.pop_all()
@@ -82,18 +82,18 @@ def _all(make: Callable[..., Any], names: Sequence[str], options: Mapping[str, A
 
 
 class _Side(ClosedForReason):
-    """One rank's sides of its channels."""
+    """Channel sides of a single rank."""
 
     def __init__(self, name: str, channels: Sequence[Any]) -> None:
         self.name = name
         self._channels = channels
 
     def state_dict(self) -> dict[str, int]:
-        """Return the last acknowledged step of each channel, for a checkpoint."""
+        """Return the last acknowledged step of every channel, for a checkpoint."""
         return {each.name: each.acked_step for each in self._channels}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after a checkpoint's steps, of either side; ranks' states may be joined to one."""
+        """Resume after a checkpoint's steps, of either side; ranks' states may be joined."""
         for each in self._channels:
             if each.name not in state:
                 raise ValueError(
@@ -104,20 +104,20 @@ class _Side(ClosedForReason):
             each.load_state_dict({"acked_step": state[each.name]})
 
     def close(self, reason: str = "") -> None:
-        """Leave every channel, with a reason for the other side."""
+        """Leave every channel, with a reason for the peers."""
         with contextlib.ExitStack() as stack:
             for each in self._channels:
                 stack.callback(each.close, reason)
 
 
 class GroupSender(_Side):
-    """A sending rank of a group: its steps go to its receivers in turn."""
+    """Sending rank of a group; deals steps to the receivers in turn."""
 
     _channels: Sequence[TensorSender]
 
     @property
     def next_step(self) -> int:
-        """Return the next step of this rank that a living receiver, or one to come, waits for."""
+        """Return this rank's next step with a living or future receiver."""
         steps = [self._step_of(each) for each in self._channels if _may_receive(each)]
         return min(steps or map(self._step_of, self._channels))
 
@@ -136,7 +136,7 @@ class GroupSender(_Side):
         tensors, meta, timeout
             As for `TensorSender.send`.
         step : int, optional
-            Which of this rank's; `next_step` by default. Receivers number theirs by themselves.
+            This rank's step number; `next_step` by default. Receivers count their own steps.
 
         Returns
         -------
@@ -146,21 +146,21 @@ class GroupSender(_Side):
         Raises
         ------
         PeerGoneError
-            A receiver has died, which is told once; nothing was sent. `next_step` says which step
-            of another one is next, and comes back to the dead one's when it has a successor.
+            A receiver died, reported once; nothing was sent. `next_step` then names the next step
+            of a living receiver, and returns to the dead receiver's steps once a successor runs.
         StepOrderError
-            That receiver's next step is another one.
+            The receiver expects another step.
         ShmbusError
-            Whatever else `TensorSender.send` raises.
+            Any other error of `TensorSender.send`.
         """
         return self._deal(step, lambda each: each.send(tensors, meta=meta, timeout=timeout))
 
     def skip(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:
-        """Say that a step has no tensors; its receiver gets StepSkippedError."""
+        """Announce a step without tensors; its receiver gets StepSkippedError."""
         return self._deal(step, lambda each: each.skip(reason=reason, timeout=timeout))
 
     def fail(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:
-        """Say that a step could not be made; its receiver gets StepFailedError."""
+        """Announce a failed step; its receiver gets StepFailedError."""
         return self._deal(step, lambda each: each.fail(reason=reason, timeout=timeout))
 
     def _deal(self, step: int | None, action: Callable[[TensorSender], int]) -> int:
@@ -179,13 +179,13 @@ class GroupSender(_Side):
         return number
 
     def _step_of(self, channel: TensorSender) -> int:
-        """Return the number that a channel's next step has among those of this rank."""
+        """Return the rank's number of a channel's next step."""
         place = self._channels.index(channel)
         return channel._writer.next_step * len(self._channels) + place
 
 
 def _may_receive(channel: TensorSender) -> bool:
-    """Whether a channel has a receiver, or awaits its first."""
+    """Return whether a channel's receiver lives, or never came yet."""
     alive, claims = channel._channel.presence("receiver")
     return alive or claims == 0
 
@@ -204,7 +204,7 @@ class GroupReceiver(_Side):
         self._turn = 0
 
     def recv(self, timeout: float | None = None) -> StepItem:
-        """Wait for a step of the sender whose turn it is, or of another that has one.
+        """Wait for a step of the sender in turn, or of another sender with a step.
 
         Parameters
         ----------
@@ -219,14 +219,15 @@ class GroupReceiver(_Side):
         Raises
         ------
         PeerGoneError
-            A sender has died, which is told once; called again, the others go on. With slices its
-            successor is waited for.
+            A sender died, reported once; a repeated call serves the remaining senders. With slices
+            the call waits for the successor.
         StepSkippedError, StepFailedError
-            A step comes without tensors; with slices, one sender's word holds for the whole step.
+            A step comes without tensors; with slices, one sender's announcement covers the whole
+            step.
         ChannelClosedError
-            All senders have ended; with slices, one.
+            Every sender ended; with slices, one sender.
         ShmbusError
-            Whatever else `TensorReceiver.recv` raises.
+            Any other error of `TensorReceiver.recv`.
         """
         if self._item is not None:
             self._item.drop()
@@ -268,13 +269,13 @@ class GroupReceiver(_Side):
         return time.monotonic() + float(channel.timeout if timeout is None else timeout)
 
     def _joined(self, timeout: float | None) -> StepItem:
-        """Receive the same step of every sender, and put its slices together."""
+        """Receive the same step of every sender, and join its slices."""
         deadline = self._deadline(timeout)
         wanted = max(each.acked_step for each in self._channels) + 1
         items: list[StepItem] = []
         try:
             for each in self._channels:
-                # What another channel has acknowledged was trained, or told as skipped.
+                # Steps acknowledged on a second channel were trained on, or reported as skipped.
                 while each.acked_step + 1 < wanted:
                     with contextlib.suppress(StepSkippedError, StepFailedError):
                         each.recv(max(deadline - time.monotonic(), 0.0)).ack()

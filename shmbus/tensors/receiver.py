@@ -1,8 +1,8 @@
-"""Receiving tensors: in the segment, or from the sender's exported memory.
+"""Receiver of tensors, from the segment or from the sender's exported memory.
 
-Invariants: a step is acknowledged when its context ends without an exception, and only then. Its
-tensors are views, or copies; those that outlive the context keep their values. A buffer is given
-back to the sender only when this process's device has read what it was asked to read of it.
+Invariants: a step is acknowledged exactly when its context ends without an exception. Its
+tensors are views, or copies; tensors that outlive the context keep their values. A buffer returns
+to the sender only after this process's device finished its queued reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shmbus.tensors.device.arena import ArenaView, BufferLostError, BufferName, 
 from shmbus.tensors.step_table import Places, check_places, decode_meta, decode_places, head_of
 from shmbus.tensors.views import payload_tensor, tensor_at
 
-#: A step's tensors, and what has to be done before its slot is given back.
+#: A step's tensors, and the action before its slot is returned.
 Opened: TypeAlias = tuple[dict[str, torch.Tensor], Callable[[], None]]
 
 
@@ -47,8 +47,8 @@ class StepReader:
             check_places(places, message.memory.bytes, what)
             if not places.tensors:
                 return {}, _nothing
-            # By a memoryview, which the tensors keep. Of the object alone torch keeps no export, by
-            # which the channel knows that they outlive their step.
+            # The tensors keep the memoryview. From the bare object torch would keep no export, and
+            # the channel detects surviving tensors by the export.
             payload = payload_tensor(memoryview(message.memory))
             return {each.name: tensor_at(payload, each) for each in places.tensors}, _nothing
         memory = self._map(message, places, what)
@@ -109,7 +109,7 @@ class StepReader:
             copy = source.clone()
             event.record(current)
         else:
-            # Beside the caller's own work: the bytes are there, and nothing of that ends first.
+            # A separate stream beside the caller's queued work: the bytes already arrived.
             stream = self._stream(device)
             with torch.cuda.stream(stream):
                 copy = source.clone()
@@ -119,7 +119,7 @@ class StepReader:
         return {each.name: tensor_at(copy, each) for each in places.tensors}, event.synchronize
 
     def _payload(self, name: BufferName, memory: Memory) -> torch.Tensor:
-        """Return a buffer's bytes, viewed once for each generation."""
+        """Return a buffer's bytes, viewed once per generation."""
         known, payload = self._payloads.get(name.number, (None, None))
         if payload is None or known != name:
             payload = memory.tensor()
@@ -127,7 +127,7 @@ class StepReader:
         return payload
 
     def _end_of_work(self, device: torch.device) -> None:
-        """Wait for what the current stream was asked to do; no longer where it is done."""
+        """Wait for the current stream's queued work, without delay on an idle stream."""
         current = torch.cuda.current_stream(device)
         if not current.query():
             event = self._event(device)
@@ -135,7 +135,7 @@ class StepReader:
             event.synchronize()
 
     def _event(self, device: torch.device) -> torch.cuda.Event:
-        """Return an event of a device; of no more than one step at a time something is awaited."""
+        """Return the device's event; at most one step at a time awaits it."""
         found = self._events.get(device)
         if found is None:
             found = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -155,18 +155,18 @@ class StepReader:
 
 
 def _nothing() -> None:
-    """Nothing has to be done."""
+    """Do nothing."""
 
 
-#: Bytes of a refusal that are stated: a statement has 64 KiB, most of it for specs.
+#: Limit of a stated refusal's bytes: a statement holds 64 KiB, mostly for specs.
 _REFUSED_BYTES = 2000
 
-#: Heads that are kept: of each slot's buffer, where steps are alike, with as many again.
+#: Cached heads: one per slot buffer for uniform steps, plus an equal reserve.
 _HEADS: Final = 16
 
 
 class StepItem(Mapping[str, torch.Tensor]):
-    """A step's tensors by name, with its `step` and `meta`; leaving its context acknowledges it."""
+    """Mapping of a step's tensors by name; leaving the context acknowledges the step."""
 
     def __init__(
         self,
@@ -184,12 +184,12 @@ class StepItem(Mapping[str, torch.Tensor]):
         self.meta = meta
 
     def ack(self) -> None:
-        """Acknowledge the step, once; its slot may be written again.
+        """Acknowledge the step, once; its slot may be rewritten.
 
         Raises
         ------
         ChannelError
-            A view of exported memory is still there; the step comes again.
+            A view of exported memory survives; the step comes again.
         """
         if self._open:
             self._open = False
@@ -202,7 +202,7 @@ class StepItem(Mapping[str, torch.Tensor]):
             self._channel.ack()
 
     def drop(self) -> None:
-        """Give the step back without an acknowledgement: it comes again."""
+        """Return the step without an acknowledgement: it comes again."""
         if self._open:
             self._open = False
             self._tensors = {}
@@ -261,7 +261,7 @@ class TensorReceiver(ClosedForReason):
             self.close(f"{type(error).__name__}: {error}")
             raise
         self._item: StepItem | None = None
-        # Heads of late, with what was read of them: the next step's is one of them, as a rule.
+        # Recent heads with their decoded places and specs; the next step usually reuses a head.
         self._heads: dict[bytes, tuple[Places, dict[str, TensorSpec]]] = {}
 
     @property
@@ -275,14 +275,14 @@ class TensorReceiver(ClosedForReason):
         return self._channel.acked_step
 
     def recv(self, timeout: float | None = None, *, step: int | None = None) -> StepItem:
-        """Wait for the oldest step that was not acknowledged.
+        """Wait for the oldest unacknowledged step.
 
         Parameters
         ----------
         timeout : float, optional
             Seconds.
         step : int, optional
-            Which one is expected, to be sure.
+            Expected step, as a check.
 
         Returns
         -------
@@ -292,17 +292,18 @@ class TensorReceiver(ClosedForReason):
         Raises
         ------
         SpecMismatchError
-            What is sent is not what is expected; the sender gets it too.
+            Sent and expected tensors differ; the sender gets the error too.
         StepSkippedError, StepFailedError
-            The step comes without tensors, and why; the next call has the next step.
+            The step comes without tensors, for the stated reason; the next call returns the next
+            step.
         DeviceMismatchError
-            The tensors are on a device that this process does not see, or cannot read.
+            This process does not see the tensors' device, or cannot read it.
         StepOrderError
             `step` was acknowledged already, or is not the next.
         WaitTimeoutError, PeerGoneError, ChannelClosedError
-            Nothing came, and why.
+            No step came; the message gives the reason.
         DamagedError
-            What came is not what was sent.
+            The received step is damaged.
         """
         if self._item is not None:
             self._item.drop()
@@ -331,7 +332,7 @@ class TensorReceiver(ClosedForReason):
         try:
             tensors, finish = self._reader.open(message, places)
         except BaseException:
-            self._channel.drop()  # it comes again, unless it was acknowledged as lost
+            self._channel.drop()  # comes again, unless acknowledged as lost
             raise
         return StepItem(self._channel, message.step, tensors, meta, finish)
 
@@ -340,23 +341,23 @@ class TensorReceiver(ClosedForReason):
         return {"acked_step": self._channel.acked_step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after a checkpoint's last acknowledged step.
+        """Resume after a checkpoint's last acknowledged step.
 
         Parameters
         ----------
         state : mapping
-            Of `state_dict`. Earlier steps that come again are acknowledged unseen; a later one
-            than the next raises StepOrderError.
+            Result of `state_dict`. Repeated earlier steps are acknowledged unseen; a step beyond
+            the next raises StepOrderError.
         """
         self._channel.resume_after(acked_step_of(state))
 
     def close(self, reason: str = "") -> None:
-        """Leave the channel; a step that is not acknowledged stays for a successor.
+        """Leave the channel; an unacknowledged step stays for a successor.
 
         Parameters
         ----------
         reason : str
-            For the sender.
+            Text for the sender.
         """
         try:
             self._channel.close(reason)

@@ -1,8 +1,8 @@
-"""The kernel that writes changed elements of many tensors where a device has them, by one launch.
+"""Kernel that writes changed elements of many device tensors in place, in one launch.
 
-It needs Triton, so it is imported just before it runs.
+The kernel needs Triton and is therefore imported just before its launch.
 
-Invariant: a program writes elements of one copy, each of which comes once.
+Invariant: a program writes elements of one copy, each element once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 #: 64-bit numbers of a program in the table: first change, changes; elements of a row of the piece,
-#: those between two rows, and before the first; the first of the source; for each of three
+#: elements between two rows, and before the first; first element of the source; for each of three
 #: dimensions its step in the source, its size, its step in the target; the target's address, the
 #: digest's number, the base's address or 0.
 ENTRY: Final = 18
@@ -33,7 +33,7 @@ def launch(
     salt: int,
     every: int,
 ) -> None:
-    """Write, or digest what is there, on the current stream."""
+    """Write changes, or digest the present elements, on the current stream."""
     word = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}[width]
     grid = (len(table), 1, 1)
     scatter_changes[grid](
@@ -49,14 +49,14 @@ def scatter_changes(
     values,  # of WORD [changes]
     digests,  # int64 [runs]
     salt,  # int64
-    every,  # of which elements the base is asked for
+    every,  # the base is compared at every N-th element
     WORD: tl.constexpr,
     WIDTH: tl.constexpr,
     WRITE: tl.constexpr,
     ENTRY_WORDS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Write some changes of one copy, or digest what they would be written over."""
+    """Write some changes of a copy, or digest the old elements."""
     entry = table + tl.program_id(0).to(tl.int64) * ENTRY_WORDS
     first = tl.load(entry)
     lane = tl.arange(0, LANES)
@@ -82,7 +82,7 @@ def scatter_changes(
         base = tl.load(entry + 17)
         factor = 2 * place + 1
         if base != 0:
-            # Of a part nobody has made a digest: it is compared with the base itself.
+            # A part without a digest is compared with the base itself.
             inside = inside & (place % every == 0)
             there = base.to(tl.pointer_type(WORD))
             was = tl.load(there + at, mask=inside, other=0).to(tl.int64)

@@ -1,10 +1,10 @@
-"""Sending tensors, and how a step's get to where the receiver reads them.
+"""Sender of tensors, and writers of a step into the memory read by the receiver.
 
-Invariants: a step is checked whole before a byte of it is written; each tensor is copied once. A
-step is committed when all of its bytes are there, never before, so a sender that dies has sent a
-step whole or not at all; a buffer is written only while no receiver reads it.
-What follows a copy of a device runs after it, one at a time, in order, and none after one that has
-raised until that was told; a process waits on events of its own only.
+Invariants: a step is checked whole before its first byte is written; every tensor is copied once. A
+step is committed only after its last byte arrived: a dead sender sent a step whole or not at all; a
+buffer is written only while no receiver reads it. Actions after a device copy run one at a time, in
+order; after an exception no action runs until the exception was raised to the caller; a process
+waits only on its own events.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from shmbus.tensors.device.driver import CudaDriverError
 from shmbus.tensors.step_table import StepForm, encode_head, encode_meta
 from shmbus.tensors.views import byte_view, copy_tensor, payload_tensor, tensor_at
 
-#: Seconds that a caller waits itself for the end of a small copy: what a device takes to change
-#: over from another process, and as much again.
+#: Seconds of the caller's own wait for a small copy: a device's switch from another process, twice.
 SOON_S: Final = 0.00025
 
 _Task: TypeAlias = tuple[torch.cuda.Event, Callable[[], None]]
@@ -63,13 +62,13 @@ class Completion:
 
     @property
     def pending(self) -> int:
-        """Return how many actions are on their way."""
+        """Return the number of pending actions."""
         return self._pending
 
     def after(
         self, device: torch.device, action: Callable[[], None], *, soon: bool = False
     ) -> None:
-        """Run an action once a device has done what its current stream was asked to do."""
+        """Run an action after the work queued on the device's current stream."""
         event = self._record(device)
         self._settle(0 if event is None else self._depth - 1)
         if event is None:
@@ -87,20 +86,20 @@ class Completion:
         self._queue.put((event, action))
 
     def _record(self, device: torch.device) -> torch.cuda.Event | None:
-        """Return what happens when the device has got so far; None where it has already."""
+        """Return an event at the end of the queued work; None without device work."""
         if device.type != "cuda":
             return None
-        # To make an event takes longer than to record one again.
+        # Creating an event takes longer than recording an old one again.
         event = self._idle.pop() if self._idle else _new_event()
         event.record(torch.cuda.current_stream(device))
         return event
 
     def settle(self) -> None:
-        """Wait until nothing is on its way."""
+        """Wait for every pending action."""
         self._settle(0)
 
     def check(self) -> None:
-        """Raise what an action has raised, without waiting where none has."""
+        """Raise an action's exception, without a wait if no action failed."""
         if self._error is not None:
             self._settle(0)
 
@@ -115,7 +114,7 @@ class Completion:
                 raise error
 
     def close(self) -> None:
-        """Wait for what is on its way, and end the thread; may be called twice."""
+        """Wait for pending actions and end the thread; idempotent."""
         try:
             self.settle()
         finally:
@@ -135,7 +134,7 @@ class Completion:
                 event.synchronize()
                 if self._error is None:
                     action()
-            except BaseException as raised:  # settle raises it, where the caller is
+            except BaseException as raised:  # settle raises it in the caller
                 error = raised
             self._idle.append(event)
             del event, action, task
@@ -147,7 +146,7 @@ class Completion:
 
 
 def _new_event() -> torch.cuda.Event:
-    """Return an event for which a thread sleeps."""
+    """Return an event whose wait sleeps instead of spinning."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
@@ -159,18 +158,19 @@ def _is_soon(event: torch.cuda.Event) -> bool:
     return False
 
 
-#: Of a slot where the tensors lie elsewhere: a step's table, at most 16 MiB, on a page of its own.
+#: Slot bytes with tensors outside the segment: a step's table, at most 16 MiB, on a page of its
+#: own.
 TABLE_BYTES: Final = (16 << 20) + 4096
 
 
-#: Of a step on a device that is copied, as a rule, before a thread could be asked to wait for it.
+#: Size of a device step whose copy usually ends before a thread could take over the wait.
 SOON_BYTES: Final = 1 << 20
 
 
 def open_writer(
     name: str, carrier: Carrier, *, timeout: float, label: str
 ) -> tuple[ChannelSender, StepWriter]:
-    """Become the sender of a channel, with what its carrier needs."""
+    """Become the sender of a channel, with the memory of its carrier."""
     kind: MemoryKind = "memfd"
     if isinstance(carrier, CudaCarrier):
         kind = carrier.memory_kind()
@@ -182,7 +182,7 @@ def open_writer(
     if isinstance(carrier, HostCarrier):
         return channel, SlotWriter(channel)
     try:
-        # What a dead sender had on its way lay in its memory; a living receiver may have mapped it.
+        # A dead sender's unread steps lay in its memory; a living receiver may still map them.
         channel.withdraw()
         index = carrier.index if isinstance(carrier, CudaCarrier) else 0
         device = torch.device("cpu") if kind == "memfd" else torch.device("cuda", index)
@@ -194,7 +194,7 @@ def open_writer(
 
 
 class SlotWriter:
-    """Steps lie in the segment: one copy, and the receiver's views are in place."""
+    """Writer of steps into the segment: one copy in, zero-copy views for the receiver."""
 
     def __init__(self, channel: ChannelSender) -> None:
         self._channel = channel
@@ -207,7 +207,7 @@ class SlotWriter:
 
     @property
     def next_step(self) -> int:
-        """Return the step that is written next."""
+        """Return the next step to write."""
         return self._channel.next_step
 
     def write(
@@ -217,7 +217,7 @@ class SlotWriter:
         more: bytes,
         timeout: float | None,
     ) -> None:
-        """Copy a step's tensors into its slot, and send it."""
+        """Copy a step's tensors into a slot, and send the step."""
         table = encode_head(form) + more
         memory = self._channel.begin(form.size, len(table), timeout=timeout)
         if form.places:
@@ -225,10 +225,10 @@ class SlotWriter:
         self._channel.commit(table)
 
     def settle(self) -> None:
-        """Do nothing: a step is sent when `write` returns."""
+        """Do nothing: `write` already sent the step."""
 
     def close(self, *, drain: bool) -> None:
-        """Do nothing: the segment keeps what was sent."""
+        """Do nothing: the segment keeps sent steps."""
 
 
 def _copy_in(memory: Any, form: StepForm, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -253,7 +253,7 @@ class _Targets(NamedTuple):
 
 
 class ExportedWriter:
-    """Steps lie in memory of the sender's own, exported once: one copy in, and at most one out."""
+    """Writer of steps into the sender's exported memory: one copy in, and at most one out."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class ExportedWriter:
         self._closed = False
         self._grown_at = 0
         self._written = 0
-        # What was made for the last step of each buffer.
+        # Targets of the last step by buffer.
         self._targets: dict[int, _Targets] = {}
         self.growths = 0
         self.device = device
@@ -276,9 +276,9 @@ class ExportedWriter:
 
     @property
     def next_step(self) -> int:
-        """Return the step that is written next; raises what kept an earlier one from being sent."""
+        """Return the next step to write; raise the error of an unsent earlier step."""
         self._completion.check()
-        # With an action on its way this side alone knows how many steps there are.
+        # While an action is pending, only this side knows the number of steps.
         return self._written if self._completion.pending else self._channel.next_step
 
     def write(
@@ -288,7 +288,7 @@ class ExportedWriter:
         more: bytes,
         timeout: float | None,
     ) -> None:
-        """Copy a step's tensors into the next buffer, and have it sent when they are there."""
+        """Copy a step's tensors into the next buffer, and send the step after their arrival."""
         step = self.next_step
         number = step % self._channel.slots
         self._make_room(step, form.size, timeout)
@@ -305,7 +305,7 @@ class ExportedWriter:
         )
 
     def _targets_of(self, number: int, form: StepForm) -> _Targets:
-        """Return where the tensors of a step go in a buffer."""
+        """Return the targets of a step's tensors in a buffer."""
         name, payload = self._arena.buffer(number, max(form.size, 1))
         ready = self._targets.get(number)
         if ready is None or ready.form is not form or ready.name != name:
@@ -315,7 +315,7 @@ class ExportedWriter:
         return ready
 
     def _make_room(self, step: int, size: int, timeout: float | None) -> None:
-        """Have the next buffer be large enough; no receiver reads what is freed for that."""
+        """Make the next buffer large enough; free only buffers without readers."""
         if size > self._max_bytes:
             raise CapacityError(
                 f"channel {self._channel.name!r}: step {step} has {size} bytes, a buffer may grow "
@@ -339,7 +339,7 @@ class ExportedWriter:
                 f"{size} bytes ({error}); nothing was sent, and the channel stays usable: free "
                 "some, or send less"
             ) from error
-        self._targets.pop(number, None)  # they look into what was replaced
+        self._targets.pop(number, None)  # the old targets point into the replaced buffer
         self._grown_at = step
         self.growths += 1
 
@@ -353,14 +353,14 @@ class ExportedWriter:
         self._completion.settle()
 
     def close(self, *, drain: bool) -> None:
-        """Let go of the buffers, once the receiver has had what is in them."""
+        """Release the buffers after the receiver acknowledged their steps."""
         if self._closed:
             return
         self._closed = True
         try:
             self._completion.close()
             if drain:
-                # Its end, or none by the deadline: what it has not opened is lost to it then.
+                # After the deadline, or the receiver's end, unopened steps are lost.
                 with contextlib.suppress(ShmbusError):
                     self._channel.wait_acked(self._channel.sent_step)
         finally:
@@ -368,7 +368,7 @@ class ExportedWriter:
             self._arena.close()
 
 
-#: Writes steps of a channel into one kind of memory, and sends each once it is there.
+#: Writer of a channel's steps into one kind of memory; sends every step after its bytes arrived.
 StepWriter: TypeAlias = SlotWriter | ExportedWriter
 
 
@@ -388,7 +388,7 @@ class TensorSender(ClosedForReason):
         declared = None if specs is None else Statement(parse_specs(specs))
         self._channel, self._writer = open_writer(name, carrier, timeout=timeout, label=label)
         self._agreement = Agreement(self._channel, "sender")
-        # Of the last step: what was checked and computed for it holds for those that are like it.
+        # Form of the last step; its checks and results also hold for uniform successors.
         self._form: StepForm | None = None
         self._form_key: list[tuple[str, torch.dtype, torch.Size]] = []
         if declared is not None:
@@ -405,13 +405,13 @@ class TensorSender(ClosedForReason):
 
     @property
     def next_step(self) -> int:
-        """Return the step that is sent next."""
+        """Return the next step to send."""
         self._writer.settle()
         return self._channel.next_step
 
     @property
     def acked_step(self) -> int:
-        """Return the last step that the receiver has acknowledged."""
+        """Return the last step acknowledged by the receiver."""
         return self._channel.acked_step
 
     def send(
@@ -422,17 +422,17 @@ class TensorSender(ClosedForReason):
         meta: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Copy a step's tensors into a slot and send them; they may be changed afterwards.
+        """Copy a step's tensors into a slot and send them; the caller may change them afterwards.
 
         Parameters
         ----------
         tensors : mapping of str to Tensor
-            Contiguous, not empty, with memory, on the carrier's device; of a CUDA device they may
-            be changed on the stream that is current now. A step may have a meta alone.
+            Contiguous, not empty, with memory, on the carrier's device. CUDA tensors may be changed
+            on the stream current at the call. A step may consist of a meta alone.
         step : int, optional
-            Which step it is, to be sure.
+            Expected step, as a check.
         meta : mapping, optional
-            What MessagePack can hold, of at most 16 MiB.
+            Values for MessagePack, at most 16 MiB.
         timeout : float, optional
             Seconds to wait for a slot.
 
@@ -446,11 +446,11 @@ class TensorSender(ClosedForReason):
         ValueError, TypeError
             A tensor cannot be sent; the message names it. Nothing was sent.
         SpecMismatchError
-            The step is not what was agreed, or the receiver expects something else.
+            The step differs from the agreement, or from the receiver's expectation.
         StepOrderError
             Another step is next.
         WaitTimeoutError, PeerGoneError, ChannelClosedError
-            No slot became free, and why.
+            No slot became free; the message gives the reason.
         CapacityError
             The memory is full, or the step is larger than `max_bytes`.
         """
@@ -472,7 +472,7 @@ class TensorSender(ClosedForReason):
         try:
             self._send(dict(tensors), number, extra, timeout)
         except SpecMismatchError:
-            raise  # both sides are held to what has contradicted each other
+            raise  # the contradicting statements bind both sides
         except BaseException:
             if undeclared:
                 self._agreement.forget_own()
@@ -493,12 +493,12 @@ class TensorSender(ClosedForReason):
         self._writer.write(tensors, form, extra, timeout)
 
     def _is_like_the_last(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a step can be sent as the last one was: it has the same tensors to look at."""
+        """Return whether a step matches the last form: names, dtypes, shapes and layout."""
         key = self._form_key
         device = self._writer.device
         if len(key) != len(tensors):
             return False
-        tensor: Any  # whatever the caller gave
+        tensor: Any  # any value from the caller
         for (name, tensor), (known, dtype, shape) in zip(tensors.items(), key, strict=True):
             if not (
                 name == known
@@ -513,7 +513,7 @@ class TensorSender(ClosedForReason):
         return True
 
     def _agreed_form(self, tensors: Mapping[str, torch.Tensor], step: int) -> StepForm:
-        """Check a step against what was agreed."""
+        """Check a step against the agreement."""
         self._check_tensors(tensors, step)
         specs = specs_of(tensors)
         if self._agreement.own is None:
@@ -527,12 +527,12 @@ class TensorSender(ClosedForReason):
         return self._form
 
     def skip(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:
-        """Say that a step has no tensors: the receiver gets StepSkippedError for it.
+        """Announce a step without tensors: the receiver gets StepSkippedError.
 
         Parameters
         ----------
         reason : str
-            Its first 159 bytes are kept.
+            Text, cut to its first 159 bytes.
         step, timeout
             As for `send`.
 
@@ -545,12 +545,12 @@ class TensorSender(ClosedForReason):
         return self._channel.skip(reason, step=step, timeout=timeout)
 
     def fail(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:
-        """Say that a step could not be made: the receiver gets StepFailedError for it.
+        """Announce a failed step: the receiver gets StepFailedError.
 
         Parameters
         ----------
         reason : str
-            Its first 159 bytes are kept.
+            Text, cut to its first 159 bytes.
         step, timeout
             As for `send`.
 
@@ -567,31 +567,31 @@ class TensorSender(ClosedForReason):
         return {"acked_step": self._channel.acked_step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after a checkpoint's last acknowledged step; `next_step` says with which.
+        """Resume after a checkpoint's last acknowledged step; `next_step` names the next.
 
         Parameters
         ----------
         state : mapping
-            Of `state_dict`, of either side.
+            Result of `state_dict`, of either side.
 
         Raises
         ------
         ChannelError
-            A living receiver has steps on their way which the checkpoint does not know.
+            A living receiver holds steps in flight unknown to the checkpoint.
         """
         self._writer.settle()
         self._channel.resume_after(acked_step_of(state))
 
     def close(self, reason: str = "") -> None:
-        """End the channel; the receiver gets what is on its way, and then ChannelClosedError.
+        """End the channel; the receiver gets the steps in flight, and then ChannelClosedError.
 
-        Memory of this process's own goes with it: without a reason, the receiver is waited for
-        first, up to the channel's timeout.
+        Memory exported by this process ends with the channel: without a reason, the call first
+        waits for the receiver, up to the channel's timeout.
 
         Parameters
         ----------
         reason : str
-            For the receiver.
+            Text for the receiver.
         """
         try:
             self._writer.close(drain=not reason)

@@ -1,7 +1,7 @@
-"""Where a step's tensors lie in its payload: the table that travels as meta. Pure.
+"""Table of a step's tensors in its payload, sent as meta. Pure.
 
-A message's meta is a head, which is the same for all steps that are alike, and then what the user
-adds, if anything: | bytes of the head, 4, little-endian | table | meta of the user |.
+A message's meta is a head, equal for uniform steps, followed by the user's optional
+meta: | bytes of the head, 4, little-endian | table | meta of the user |.
 
 Invariant of a checked table: each tensor lies inside the payload, with the bytes of its shape.
 """
@@ -18,7 +18,7 @@ from shmbus.tensors.agreement import TensorSpec, size_of
 from shmbus.tensors.device.arena import BufferName
 from shmbus.tensors.views import ALIGNMENT, DTYPE_BYTES, TensorPlace
 
-#: Bytes in front of a table, which say where it ends.
+#: Length prefix of a table, in bytes.
 _LENGTH_BYTES: Final = 4
 
 
@@ -34,7 +34,7 @@ _PLACES: Final = msgspec.msgpack.Decoder(Places)
 
 
 class StepForm:
-    """What steps of the same names, dtypes and shapes have in common."""
+    """Common form of steps with equal names, dtypes and shapes."""
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
         self.specs: Final = specs
@@ -48,21 +48,21 @@ class StepForm:
         self.size: Final = end
 
 
-#: Characters of a meta that a message shows.
+#: Characters of a meta shown in a message.
 _SHOWN_META: Final = 200
 
 
 def encode_head(form: StepForm, buffer: BufferName | None = None) -> bytes:
-    """Return the head of the meta of steps of this form."""
+    """Return the head of the meta for a form's steps."""
     table = msgspec.msgpack.encode(Places(form.places, buffer))
     return (_LENGTH_BYTES + len(table)).to_bytes(_LENGTH_BYTES, "little") + table
 
 
 def encode_meta(meta: Mapping[str, Any] | None) -> bytes:
-    """Return what follows the head."""
+    """Encode the meta behind the head."""
     if meta is None:
         return b""
-    # What the receiver cannot read would come to it again and again.
+    # An unreadable meta would reach the receiver again and again.
     _require_texts(meta)
     try:
         return msgspec.msgpack.encode(dict(meta)) if meta else b""
@@ -88,7 +88,7 @@ def head_of(data: bytes) -> bytes:
 
 
 def decode_places(head: bytes, what: str) -> Places:
-    """Decode a head; `check_places` compares it with its payload."""
+    """Decode a head; `check_places` compares the places with the payload."""
     try:
         return _PLACES.decode(head[_LENGTH_BYTES:])
     except msgspec.MsgspecError as error:
@@ -96,7 +96,7 @@ def decode_places(head: bytes, what: str) -> Places:
 
 
 def decode_meta(data: bytes, what: str) -> dict[str, Any]:
-    """Decode what follows the head."""
+    """Decode the meta behind the head."""
     if not data:
         return {}
     try:

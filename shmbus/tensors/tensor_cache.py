@@ -1,10 +1,10 @@
-"""Tensors as they were seen: whether anything but values of them has changed since.
+"""Cache of seen tensors: detects any change beyond their values.
 
-A trainer and a server exchange the same thousand tensors again and again, and to look at each of
-them in full costs more than to begin to copy all of them.
+A trainer and a server exchange the same thousand tensors again and again, and a full inspection
+of every tensor costs more than the start of every copy.
 
-Invariant: tensors that count as the same lie in the same memory, seen alike, so that what was found
-out of them holds; what cannot be told counts as changed.
+Invariant: tensors count as the same only with the same memory and the same layout: earlier
+findings still hold. Undetectable cases count as changed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 from shmbus.tensors.views import is_elsewhere, is_sharded
 
-#: What tells how a tensor lies in its memory.
+#: Attributes of a tensor's layout in its memory.
 _LAYOUT: Final = (
     attrgetter("dtype"), attrgetter("shape"), methodcaller("stride"), attrgetter("device"),
 )  # fmt: skip
-#: Dtypes without lazy negatives and conjugates, which are parts of complex numbers.
+#: Dtypes without lazy negatives and conjugates; laziness belongs to complex numbers.
 _NEVER_LAZY: Final = frozenset(
     value
     for value in vars(torch).values()
@@ -30,21 +30,21 @@ _NEVER_LAZY: Final = frozenset(
     and value not in (torch.float16, torch.float32, torch.float64)
 )
 
-#: Where tensors lie, and how; equal only where it is the same.
+#: Memory and layout of tensors; equal only for the same memory and layout.
 _Look: TypeAlias = tuple[object, object]
 
 
 def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether they are the same objects, in the same order."""
+    """Return whether two sequences hold the same objects in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
 class SeenTensors:
-    """Tensors by name, as they were when this was made."""
+    """Tensors by name, as seen at construction."""
 
     def __init__(self, tensors: Mapping[str, object]) -> None:
         self._names, self._tensors = _tensors_of(tensors)
-        # What is tied comes once. What a DTensor or another wrapper stands for may move unseen.
+        # Tied tensors come once. Memory behind a DTensor or another wrapper may move unseen.
         self._once = tuple({id(tensor): tensor for tensor in self._tensors}.values())
         self._told = not any(is_sharded(each) or is_elsewhere(each) for each in self._once)
         if self._told:
@@ -53,14 +53,14 @@ class SeenTensors:
 
     @property
     def can_tell(self) -> bool:
-        """Return whether `still` may ever be true."""
+        """Return whether `still` can detect every move of these tensors."""
         return self._told
 
     def still(self, tensors: Mapping[str, object]) -> bool:
-        """Whether these are the same tensors by name, and lie where and how they did."""
+        """Return whether the tensors match by name, with unchanged memory and layout."""
         if not self._told:
             return False
-        # The very same objects need not be asked what they are.
+        # Identical objects need no inspection.
         names: list[str] = list(tensors)
         found: Sequence[object] = list(tensors.values())
         if len(found) != len(self._tensors):
@@ -80,12 +80,12 @@ def _tensors_of(found: Mapping[str, object]) -> tuple[list[str], list[torch.Tens
 
 
 def _any_lazy(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether any stands for the negative, or the conjugate, of what lies in its memory."""
+    """Return whether a tensor lazily negates or conjugates its memory."""
     return any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors))
 
 
 def _look_at(tensors: tuple[torch.Tensor, ...]) -> _Look:
-    # By columns: a tuple a tensor takes twice as long, and there may be thousands.
+    # By columns: a tuple per tensor takes twice as long for thousands of tensors.
     return (
         [*map(torch.Tensor.data_ptr, tensors)],
         [[*map(ask, tensors)] for ask in _LAYOUT],

@@ -38,7 +38,7 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 
 
 class TensorPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tensor and its bytes."""
+    """A tensor's spec and bytes."""
 
     name: str
     dtype: str
@@ -47,7 +47,7 @@ class TensorPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     size: int
 
 
-#: It takes half a second to load, so it is never loaded here: where nobody has, nothing is one.
+#: Never imported here, at half a second: before anyone imported it, no DTensor exists.
 _MODULE: Final = "torch.distributed.tensor"
 
 _first_use = threading.Lock()
@@ -60,7 +60,7 @@ def payload_tensor(memory: Any) -> torch.Tensor:
     if _warned or not memoryview(memory).readonly:
         return torch.frombuffer(memory, dtype=torch.uint8)
     with _first_use, warnings.catch_warnings():
-        # Torch says once a process that it knows no read-only tensors.
+        # Torch warns once per process about missing support for read-only tensors.
         warnings.filterwarnings("ignore", message=".*not writable")
         made = torch.frombuffer(memory, dtype=torch.uint8)
         _warned = True
@@ -68,7 +68,7 @@ def payload_tensor(memory: Any) -> torch.Tensor:
 
 
 def unowned(payload: torch.Tensor) -> torch.Tensor:
-    """View the same bytes without keeping them: for whoever keeps their memory in another way."""
+    """View the same bytes without keeping them: the caller keeps their memory alive."""
     span: Any = (ctypes.c_uint8 * payload.numel()).from_address(payload.data_ptr())
     return torch.frombuffer(span, dtype=torch.uint8)
 
@@ -99,7 +99,7 @@ def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def is_plain_copy(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a copy is one of bytes, in host memory."""
+    """Return whether a copy moves plain bytes in host memory."""
     return (
         target.dtype == source.dtype
         and target.device.type == source.device.type == "cpu"
@@ -112,7 +112,7 @@ def is_plain_copy(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether all elements of a tensor lie in its storage."""
+    """Return whether every element of a tensor lies in its storage."""
     count = tensor.numel()
     if count == 0:
         return True
@@ -124,20 +124,20 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in other tensors, as those of a wrapper do."""
+    """Return whether a tensor wraps further tensors with the elements."""
     return torch.Tensor.data_ptr(tensor) == 0 and torch.Tensor.numel(tensor) > 0
 
 
 def byte_view(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """View a contiguous CPU tensor as its bytes."""
-    # Contiguous is also a single element of any stride, which a view as bytes would refuse.
+    """View a contiguous tensor of the CPU as bytes."""
+    # A single element counts as contiguous at any stride, but a view as bytes would refuse it.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     array: npt.NDArray[np.uint8] = flat.numpy()
     return array
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Return whether this is a DTensor."""
-    # Another thread may be about to load it: until the class is there, nothing is one.
+    """Return whether a value belongs to class DTensor."""
+    # Another thread may be importing the module: before the class exists, no DTensor exists.
     kind = getattr(sys.modules.get(_MODULE), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)

@@ -10,8 +10,9 @@
 
 Invariants:
 
-- A reader has one version, whole, whoever died when; or an error that says what it has instead.
-- Nothing that is read is unpickled; everything that is read is checked before a byte is used.
+- A reader gets one whole version, whichever process died; or an error that names the version still
+  in force.
+- Nothing read is unpickled; every byte read is checked before its use.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Atropos's bridge file: a trainer on the memory of an engine that its patched vLLM has exported.
+"""Atropos's bridge file: a trainer on the engine memory exported by its patched vLLM.
 
-``vllm_bridge_config.json`` says which tensors an engine has on its device, each with the eight
-parts of a handle of torch's. They are opened, and a model's parameters become views of them.
-Nothing guards such an engine: its server has to be paused for a step by its own means.
+``vllm_bridge_config.json`` lists an engine's device tensors, each with the eight parts of a torch
+handle. shmbus opens them, and a model's parameters become views of them. Nothing guards such an
+engine: pause its server for a step by the server's own means.
 
-Invariants: what is read is typed and checked whole, and every handle is opened, before a parameter
+Invariants: the file is typed and checked whole, and every handle is opened, before a parameter
 of the model changes; nothing is unpickled.
 
 Source: example_trainer/model.py, example_trainer/vllm_patching/patched_gpu_runner.py and README.md
@@ -30,9 +30,9 @@ from shmbus.weights.manifest import Slice
 from shmbus.weights.shared_model import put_views
 
 FILE: Final = "vllm_bridge_config.json"
-#: Bytes of a file that is read: a thousand tensors with handles have one megabyte.
+#: Limit of the file's bytes: a thousand tensors with handles take one megabyte.
 _MAX_BYTES: Final = 64 << 20
-#: Parts of fused tensors, in the order of their rows, and what the whole is called.
+#: Parts of fused tensors in row order, by the fused name.
 _FUSED: Final = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -62,7 +62,7 @@ class _Handle(msgspec.Struct, kw_only=True):
 
 
 class _File(msgspec.Struct, kw_only=True):
-    """The file, as far as it counts here."""
+    """Fields of the file used here."""
 
     tp_degree: int = 1
     dp_shard_degree: int = 1
@@ -73,29 +73,29 @@ class _File(msgspec.Struct, kw_only=True):
 
 
 def attach_bridge(model: torch.nn.Module, path: Path | str | None = None) -> Path:
-    """Make a model's parameters views of an engine's, by its bridge file; nothing is copied.
+    """Make a model's parameters views of an engine's, by its bridge file; zero-copy.
 
     Parameters
     ----------
     model : torch.nn.Module
         In the checkpoint's names; its parameters may be on the meta device.
     path : path, optional
-        The file; where it is not there, $LOGDIR, the working directory, and ``atropos_bridge`` in
-        the directory of temporary files are tried.
+        The file; if missing, $LOGDIR, the working directory, and ``atropos_bridge`` in the
+        directory of temporary files are tried.
 
     Returns
     -------
     Path
-        The file that was taken.
+        The chosen file.
 
     Raises
     ------
     WeightsError
-        There is no file, it has no handles, or the engine that wrote it has ended.
+        The file is missing, lists no handles, or its engine ended.
     ManifestError
-        It contradicts itself or does not fit the model; all faults are named.
+        The file contradicts itself or does not fit the model; every fault is named.
     TypeError
-        The model is none.
+        The model is invalid.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -205,7 +205,7 @@ def _opened(handle: _Handle) -> torch.Tensor:
 def _views_for(
     model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Look up the model's tensors, fused ones by their parts, and what does not fit."""
+    """Look up the model's tensors, fused tensors by their parts, and list the misfits."""
     state = model.state_dict(keep_vars=True)
     slices: dict[str, Slice] = {}
     for whole, tensor in tensors.items():

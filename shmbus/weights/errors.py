@@ -1,11 +1,11 @@
-"""What only weights raise, beside the errors of `shmbus.errors`.
+"""Errors of weights, beside the errors of `shmbus.errors`.
 
 ::
 
     WeightsError
-     +-- ManifestError          what is published, and what a model wants, do not agree
-     +-- PatchBaseError         a patch for another version than the one that is there
-     +-- VersionOrderError      a number that this publisher has used, or one below
+     +-- ManifestError          the published tensors and the model disagree
+     +-- PatchBaseError         a patch for a version that the model does not hold
+     +-- VersionOrderError      a version number not above the publisher's last
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Final
 
 from shmbus.errors import DamagedError, DeviceMismatchError, WeightsError
 
-#: What a reader's row says, for programs: why it could not take a version.
+#: Code of a reader's row, for programs: the reason for a refusal.
 MANIFEST_CODE = 1
 TORN_CODE = 2
 LOAD_CODE = 3
 
-#: What a version raises that a reader cannot take, and refuses in its row.
+#: Errors of an unusable version, which the reader refuses in its row.
 UNUSABLE: Final = (WeightsError, DamagedError, DeviceMismatchError)
 
-#: Faults that a message names; all of them are in the error's list.
+#: Limit of faults in a message; the error's list holds every fault.
 FAULTS_SHOWN = 12
 
 
@@ -33,7 +33,7 @@ class ManifestError(WeightsError):
     Attributes
     ----------
     faults : list[str]
-        All of them; nothing was changed.
+        Every fault; nothing was changed.
     """
 
     def __init__(self, what: str, faults: Sequence[str]) -> None:
@@ -48,12 +48,12 @@ class ManifestError(WeightsError):
 
 
 class PatchBaseError(WeightsError):
-    """There is no patch for the version that a model has; nothing was changed.
+    """No patch starts from the model's version; nothing was changed.
 
     Attributes
     ----------
     base : int | None
-        What the patch is for; None where the version has none.
+        Base of the existing patch; None without a patch.
     """
 
     def __init__(self, message: str, base: int | None) -> None:
@@ -65,4 +65,4 @@ class PatchBaseError(WeightsError):
 
 
 class VersionOrderError(WeightsError):
-    """A number of a version that is not above the one before; nothing was published."""
+    """A version number at or below the previous number; nothing was published."""

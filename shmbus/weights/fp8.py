@@ -1,12 +1,12 @@
-"""Weights in fp8 by blocks, made where they are published: half the bytes, and a scale a block.
+"""Block-wise fp8 weights, quantised at publication: half the bytes, and a scale per block.
 
-The form is that of DeepSeek-V3's checkpoints: a matrix in float8_e4m3fn, and ``NAME_scale_inv`` in
-float32, which has for each block of 128 x 128 elements by what they are multiplied.
+The form of DeepSeek-V3's checkpoints: a matrix in float8_e4m3fn, and ``NAME_scale_inv`` in
+float32 with the multiplier of each block of 128 x 128 elements.
 
 Invariants:
 
-- A scale and the elements that it is of are in one version, and so always fit.
-- A block is quantised by the rank that has all of it: a shard that cuts one is an error.
+- A scale and its elements share one version, and therefore always fit.
+- The rank with the whole block quantises it: a shard boundary within a block is an error.
 
 Source: ``weight_dequant`` in inference/kernel.py of DeepSeek-V3.
 """
@@ -24,7 +24,7 @@ from shmbus.weights.source import LocalPiece, WeightSource, require_source
 
 #: Elements of a block's side.
 BLOCK: Final = 128
-#: What the scales of a tensor are called, after its own name.
+#: Suffix of a tensor's scales, after the tensor's name.
 SUFFIX: Final = "_scale_inv"
 #: The largest number of float8_e4m3fn.
 LARGEST: Final = 448.0
@@ -46,21 +46,21 @@ def quantize_blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Fp8BlockSource:
-    """Another source's matrices in fp8, with their scales.
+    """A wrapped source's matrices in fp8, with their scales.
 
     Parameters
     ----------
     source : WeightSource
-        Such as a `ModuleSource`. What it casts to counts for the other tensors alone: matrices are
-        quantised from what it has.
+        For example a `ModuleSource`. Its cast applies only to the unquantised tensors: matrices are
+        quantised from the source's own values.
     only : callable, optional
-        By name, which matrices; all that are floating-point by default. Servers keep embeddings,
-        the head and routers in their own dtype, so leave those out.
+        Selects matrices by name; every floating-point matrix by default. Servers keep embeddings,
+        the head and routers in their own dtype: leave those out.
 
     Raises
     ------
     TypeError
-        An argument is none.
+        An argument is invalid.
     """
 
     def __init__(self, source: WeightSource, *, only: Callable[[str], bool] | None = None) -> None:
@@ -73,12 +73,12 @@ class Fp8BlockSource:
             for param in source.params()
             if len(param.shape) == 2
             and getattr(torch, param.dtype).is_floating_point
-            and getattr(torch, param.dtype).itemsize > 1  # an fp8 matrix has its scales already
+            and getattr(torch, param.dtype).itemsize > 1  # an fp8 matrix comes with its scales
             and (only is None or only(param.name))
         }
 
     def params(self) -> list[ParamMeta]:
-        """Return all tensors, a matrix's scales right after it."""
+        """Return every tensor, a matrix's scales right after it."""
         found = []
         for param in self._source.params():
             if param.name not in self._chosen:
@@ -90,7 +90,7 @@ class Fp8BlockSource:
         return found
 
     def aliases(self) -> Mapping[str, str]:
-        """Return the other names of tied tensors, and of their scales."""
+        """Return the aliases of tied tensors, and of their scales."""
         found = dict(self._source.aliases())
         scales = {name + SUFFIX: of + SUFFIX for name, of in found.items() if of in self._chosen}
         return found | scales
@@ -121,7 +121,7 @@ class Fp8BlockSource:
         return found
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        """Yield what this rank writes.
+        """Yield this rank's pieces.
 
         Parameters
         ----------
@@ -131,7 +131,7 @@ class Fp8BlockSource:
         Yields
         ------
         LocalPiece
-            Quantised ones are made for this version.
+            Quantised pieces belong to this version only.
 
         Raises
         ------

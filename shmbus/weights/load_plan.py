@@ -1,19 +1,19 @@
-"""What an engine's own loader did with a version, as a plan: which bytes of it went where.
+"""Recorded plan of an engine's own loader: targets of a version's bytes.
 
-A loader is run once under `LoadRecorder`, which sees every operation of torch on the version's
-bytes. Copies become a plan, by which each later version is gathered without the loader; what cannot
-be recorded goes through the loader each time.
+A loader runs once under `LoadRecorder`, which observes every torch operation on the version's
+bytes. Copies become a plan, and later versions are gathered by the plan without the loader; tensors
+beyond recording go through the loader each time.
 
 Invariants:
 
-- A tensor is in the plan only if all that became of it were copies into memory that the model has
-  now, and no operation computed with it.
-- What shares a module with a tensor that is not in the plan is not in it either: engines load a
+- A tensor is in the plan only if its every use was a copy into memory still owned by the model, and
+  no operation computed with it.
+- The plan also excludes every tensor that shares a module with an excluded tensor: engines load a
   module as a whole.
-- Targets of a plan do not overlap, so its copies may be made in any order.
+- Targets of a plan do not overlap; its copies may run in any order.
 
-What goes past torch, such as a kernel that is launched on addresses, is not seen, and what it fills
-is never taken for a copy; an engine that keeps such weights elsewhere has to say it (`may_plan`).
+Work outside of torch, like a kernel launched on addresses, stays invisible, and its results
+never count as copies; an engine with weights in such places has to report them (`may_plan`).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.weights.manifest import Manifest
 
-#: torch has no types for it.
+#: torch ships it untyped.
 StorageWeakRef: Any = _StorageWeakRef
 
-#: Operations that look at no element of what they are given.
+#: Operations that read no element of their arguments.
 _BLIND: Final = (
     "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones",
     "new_full", "is_same_size", "record_stream", "set_", "resize_", "is_pinned",
 )  # fmt: skip
-#: Operations that are dispatched, and seen there.
+#: Namespaces of dispatched operations, observed at dispatch.
 _OWN: Final = ("aten", "prim", "prims")
 _COPIES: Final = ("_to_copy", "clone")
 _CONSTANTS: Final = ("fill_", "zero_")
 
-#: Bytes that are kept at once while a plan is compared.
+#: Bytes held at once during a comparison of a plan.
 LOT_BYTES: Final = 256 << 20
 _WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -61,7 +61,7 @@ class _Box(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor, shift: int = 0) -> _Box:
         start = int(tensor.storage_offset()) * tensor.element_size() + shift
-        # What a dimension of one element steps by means nothing.
+        # The stride of a one-element dimension carries no meaning.
         lies = zip(tensor.shape, tensor.stride(), strict=True)
         strides = tuple(step if size > 1 else 0 for size, step in lies)
         return cls(start, tuple(tensor.shape), strides, tensor.dtype)
@@ -80,7 +80,7 @@ class _Box(NamedTuple):
         return self._replace(start=self.start + nbytes)
 
     def is_disjoint(self, other: _Box) -> bool:
-        """Whether no byte is in both, as far as it is easily told."""
+        """Return whether no byte lies in both boxes; False if a cheap test cannot decide."""
         if self.end <= other.start or other.end <= self.start:
             return True
         if (self.strides, self.dtype) != (other.strides, other.dtype):
@@ -106,12 +106,12 @@ class _Box(NamedTuple):
             if step > 0:
                 found[dim], left = divmod(left, step)
                 if row is not None and (found[dim] + self.sizes[dim] - 1) * step >= row:
-                    return None  # it goes on in the next row
+                    return None  # continues in the next row
                 row = step
         return None if left else found
 
     def part(self, own: _Box, of: _Box) -> _Box | None:
-        """Return where this has what `of` is of `own`, which was copied from this."""
+        """Return this box's part behind `of`, given `own` (the copy of this box around `of`)."""
         firsts = of.firsts(own.start) if of.start >= own.start else None
         if firsts is None or any(
             first + size > room
@@ -124,26 +124,26 @@ class _Box(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A copy: what it writes, and where in a version its elements lie."""
+    """A copy: its target, and the place of its elements in a version."""
 
     target: torch.Tensor
     source: _Box
 
 
 class _Memory:
-    """A storage that copies of a version's bytes have reached."""
+    """A storage reached by copies of a version's bytes."""
 
     def __init__(self, tensor: torch.Tensor, owners: frozenset[int]) -> None:
         self.alive = StorageWeakRef(tensor.untyped_storage())
         self.owners = owners
-        self.copies: list[tuple[_Box, _Box]] = []  # of it, of a version
-        #: Names of tensors of which something else than copies is here.
+        self.copies: list[tuple[_Box, _Box]] = []  # in this storage, in the version
+        #: Names of tensors present here in a form beyond copies.
         self.mixed: set[str] = set()
         self.passed_on = False
 
 
 class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees what a loader does with the tensors of a version; a ``with`` block around its calls."""
+    """Recorder of a loader's use of a version's tensors; a ``with`` block around its calls."""
 
     def __init__(self, model: torch.nn.Module, manifest: Manifest) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -152,7 +152,8 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ordered = sorted((place.offset, place.size, place.name) for place in manifest.tensors)
         self._starts = [offset for offset, _, _ in ordered]
         self._places = ordered
-        #: Memory of versions, by address: what to add to an offset in it, and whether it is there.
+        #: Memory of versions, by address: a reference to detect its end, and a shift for offsets in
+        #: it.
         self._sources: dict[int, tuple[Any, int]] = {}
         self._memories: dict[int, _Memory] = {}
         self._modules: dict[int, torch.nn.Module] = {}
@@ -160,16 +161,16 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._read: set[str] = set()
         self._computed: set[str] = set()
         self._owned: dict[str, set[int]] = {}
-        #: Memory that was filled with what is none of a version's bytes, as far as that is seen.
+        #: Memory filled with bytes foreign to the version, as far as observed.
         self._foreign: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: else torch imports its compiler, which takes seconds of a pause."""
+        """Return False: torch would import its compiler otherwise, seconds within a pause."""
         return False
 
     def add_source(self, tensor: torch.Tensor, offset: int) -> None:
-        """Know a tensor for what lies at an offset of a version."""
+        """Register a tensor as the bytes at an offset of a version."""
         start = int(tensor.storage_offset()) * tensor.element_size()
         storage = tensor.untyped_storage()
         self._sources[storage.data_ptr()] = StorageWeakRef(storage), offset - start
@@ -201,15 +202,15 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._done(func, args, kwargs, made)
         return made
 
-    # -- what operations do ------------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------------
 
     def _source(self, tensor: torch.Tensor) -> _Box | None:
-        """Return where in a version a tensor lies."""
+        """Return the place of a tensor in a version."""
         address = tensor.untyped_storage().data_ptr()
         known = self._sources.get(address)
         if known is None:
             return None
-        if known[0].expired():  # another tensor has that memory now
+        if known[0].expired():  # another tensor reused the memory
             del self._sources[address]
             return None
         return _Box.of(tensor, known[1])
@@ -223,7 +224,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known
 
     def _end(self, memory: _Memory) -> None:
-        """Judge memory that is gone, or is none of the model: what was copied on is elsewhere."""
+        """Judge freed or foreign memory: without an onward copy its tensors leave the plan."""
         if not memory.passed_on:
             self._computed |= self._names_in(memory)
 
@@ -234,7 +235,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._places[bisect.bisect_right(self._starts, box.start) - 1][2]
 
     def _names(self, tensor: torch.Tensor) -> set[str]:
-        """Return which tensors of a version something is, or was made of."""
+        """Return the names of version tensors behind a tensor, directly or by copies."""
         box = self._source(tensor)
         if box is not None:
             first = bisect.bisect_right(self._starts, box.start) - 1
@@ -272,7 +273,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _owners_of(self, target: torch.Tensor) -> frozenset[int]:
-        """Return the modules that have this memory."""
+        """Return the ids of the modules that own the memory."""
         address = target.untyped_storage().data_ptr()
         for _ in range(2):
             found = self._owners.get(address)
@@ -291,7 +292,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frozenset()
 
     def _traced(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Box, _Box]] | None:
-        """Say which bytes of a version a copy brings; None where it is not told."""
+        """Return the version's bytes in a copy; None if they cannot be traced."""
         to = _Box.of(target)
         if target.shape != source.shape or target.is_complex() or source.is_complex():
             return None
@@ -306,7 +307,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inside = [(own, src) for own, src in memory.copies if not own.is_disjoint(of)]
             if all(of.start <= own.start and own.end <= of.end for own, _ in inside):
                 return [(own.moved(to.start - of.start), src) for own, src in inside]
-        # A part of one copy, and cast once more: that is one cast, if nothing was lost before.
+        # A part of one copy with a second cast equals a single cast, if the first lost nothing.
         for own, src in memory.copies:
             if (own.strides, own.dtype) == (of.strides, of.dtype) and _is_wider(
                 own.dtype, src.dtype
@@ -317,7 +318,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _make_room(self, memory: _Memory, boxes: list[_Box]) -> bool:
-        """Forget copies that are overwritten; False where one is so in part."""
+        """Forget overwritten copies; return False after a partial overwrite."""
         kept = []
         for own, src in memory.copies:
             hit = [box for box in boxes if not own.is_disjoint(box)]
@@ -329,7 +330,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def _overwritten(self, target: torch.Tensor) -> None:
-        """Learn that something else is there now, which is not a version's."""
+        """Record that a target holds foreign content now."""
         memory = None if target.is_meta else self._memory(target)
         if memory is None:
             return
@@ -339,7 +340,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._computed |= names
 
     def _done(self, func: Any, args: tuple[Any, ...], kwargs: Any, made: Any) -> None:
-        """Look at any other operation: a view is nothing, all else is not told."""
+        """Inspect any further operation: ignore views, exclude the rest."""
         given = [*_tensors(args), *_tensors(kwargs)]
         names = set().union(*(self._names(each) for each in given)) if given else set()
         if not names:
@@ -365,7 +366,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def plan(
         self, tensors: Mapping[str, torch.Tensor], may_plan: Callable[[torch.nn.Module], bool]
     ) -> LoadPlan:
-        """Return what was recorded, as far as it gives what the loader gave of the same tensors."""
+        """Return the recorded plan, limited to tensors with results equal to the loader's."""
         kept = self._kept(may_plan)
         plan = self._without(self._closed(self._computed), kept)
         wrong = plan.differing(plan.pairs(tensors))
@@ -377,7 +378,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _kept(
         self, may_plan: Callable[[torch.nn.Module], bool]
     ) -> list[tuple[torch.Tensor, _Memory]]:
-        """Return the model's memory that copies have filled; judge what is in it, and all else."""
+        """Return the model's memory filled by copies; judge the memory's content."""
         there = {
             each.untyped_storage().data_ptr(): each
             for module in self._model.modules()
@@ -396,7 +397,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._computed |= self._names_in(memory)
             for name in self._names_in(memory):
                 self._owned.setdefault(name, set()).update(owners)
-        # What was read in a way that is not seen has filled something with what is not known.
+        # Unobserved reads filled a parameter with unknown content: suspect every tensor not read.
         if any(
             address in there and isinstance(there[address], torch.nn.Parameter)
             for address in self._foreign
@@ -405,7 +406,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return kept
 
     def _without(self, refused: set[str], kept: list[tuple[torch.Tensor, _Memory]]) -> LoadPlan:
-        """Make the plan of all that is not refused."""
+        """Build the plan without the refused tensors."""
         copies = [
             Recorded(box.view(tensor.untyped_storage(), tensor.device), src)
             for tensor, memory in kept
@@ -422,7 +423,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _closed(self, names: set[str]) -> set[str]:
-        """Add what shares a module with one of these, again and again."""
+        """Add every tensor of a shared module, transitively."""
         sharing: dict[int, set[str]] = {}
         for name, owners in self._owned.items():
             for owner in owners:
@@ -437,7 +438,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Calls(TorchFunctionMode):
-    """Sees calls of operations that are not torch's own, some of which it would not dispatch."""
+    """Observer of non-torch operations, including undispatched calls."""
 
     def __init__(self, recorder: LoadRecorder) -> None:
         super().__init__()
@@ -456,7 +457,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _writes(func: Any) -> bool:
-    """Whether an operation writes what it is given."""
+    """Return whether an operation writes an argument."""
     each = (
         [func] if hasattr(func, "_schema") else [getattr(func, name) for name in func.overloads()]
     )
@@ -468,7 +469,7 @@ def _writes(func: Any) -> bool:
 
 
 class LoadPlan:
-    """Which bytes of a version go where in a model."""
+    """Copies from a version's bytes into a model."""
 
     def __init__(
         self,
@@ -481,17 +482,17 @@ class LoadPlan:
         self.manifest: Final = manifest
         self._seen = seen
         self.copies: Final = copies
-        #: Tensors that the loader has to load each time, and the modules that they go into.
+        #: Tensors left to the loader each time, and their modules.
         self.refused: Final = refused
         self.modules: Final = modules
         self.nbytes: Final = sum(each.target.nbytes for each in copies)
 
     def still(self, model: torch.nn.Module, manifest: Manifest) -> bool:
-        """Whether it holds for that model and what a version has."""
+        """Return whether the plan still fits the model and the manifest."""
         return manifest == self.manifest and self._seen.still(model.state_dict(keep_vars=True))
 
     def pairs(self, tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
-        """Return its copies out of a version, all of whose tensors lie in one memory."""
+        """Return the copies out of a version stored in one memory."""
         if not self.copies:
             return []
         first = next(iter(tensors.values()))
@@ -500,14 +501,14 @@ class LoadPlan:
 
     @torch.no_grad()
     def differing(self, pairs: list[Pair]) -> set[str]:
-        """Make the copies anew over what the loader left; tensors of which another came out."""
+        """Repeat the copies over the loader's result; return tensors with a different outcome."""
         wrong: set[str] = set()
         names = list(self.names())
         for first, last in _lots([target.nbytes for target, _ in pairs]):
             lot = pairs[first:last]
             before = [target.clone() for target, _ in lot]
             for target, _ in lot:
-                bits(target).bitwise_not_()  # what is not copied is wrong then
+                bits(target).bitwise_not_()  # makes every uncopied element wrong
             CopyPlan(lot).copy()
             for (target, _), was, name in zip(lot, before, names[first:last], strict=True):
                 if not torch.equal(bits(was), bits(target)):
@@ -516,7 +517,7 @@ class LoadPlan:
         return wrong
 
     def names(self) -> Iterator[str]:
-        """Yield each copy's tensor."""
+        """Yield the tensor name of every copy."""
         places = sorted((place.offset, place.size, place.name) for place in self.manifest.tensors)
         starts = [offset for offset, _, _ in places]
         for each in self.copies:
@@ -524,7 +525,7 @@ class LoadPlan:
 
 
 def _lots(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Cut a list into runs of so many bytes."""
+    """Cut a list into runs of limited bytes."""
     first = held = 0
     for last, size in enumerate(sizes):
         if held and held + size > LOT_BYTES:
@@ -536,18 +537,18 @@ def _lots(sizes: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether a dtype has each number that another has."""
+    """Return whether a dtype represents every number of a second dtype."""
     both_float = dtype.is_floating_point and other.is_floating_point
     return dtype == other or (both_float and torch.promote_types(dtype, other) == dtype)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View elements as whole numbers of the same size, which are equal where their bits are."""
+    """View elements as integers of the same size, equal exactly for equal bits."""
     return tensor.view(_WHOLE[tensor.element_size()])
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield a module's parameters and buffers that have memory, without its children's."""
+    """Yield a module's own parameters and buffers with memory, without its children's."""
     for each in (*module._parameters.values(), *module._buffers.values()):
         if each is not None and not each.is_meta and each.numel():
             yield each

@@ -1,7 +1,7 @@
-"""Copying a version into a model in place: the whole check first, then the bytes.
+"""Copies of a version into a model in place: the whole check first, then the bytes.
 
 Invariant: no element of the model is written before every name, shape and dtype was compared. If a
-copy fails after that, the error says that the model is torn.
+copy fails afterwards, the error reports a torn model.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest, Slice, require_slices, view_of
 from shmbus.weights.source import dtype_name, local_part
 
-#: What `load_into` writes into: a module, or tensors by name.
+#: Target of `load_into`: a module, or tensors by name.
 Targets = torch.nn.Module | Mapping[str, torch.Tensor]
 
 
 class Fit(NamedTuple):
-    """How a version and a model have to fit, as `Weights.load_into` says."""
+    """Required fit of a version and a model; see `Weights.load_into`."""
 
     strict: bool = True
     cast: bool = False
@@ -35,7 +35,7 @@ class Fit(NamedTuple):
 
 
 def named_of(model: Targets | Mapping[str, object]) -> Mapping[str, object]:
-    """Return what a module has, or what was given, by name: tensors, and what else there may be."""
+    """Return a module's entries, or the given mapping, by name; values may be no tensors."""
     if isinstance(model, torch.nn.Module):
         return model.state_dict(keep_vars=True)
     if not isinstance(model, Mapping):
@@ -46,7 +46,7 @@ def named_of(model: Targets | Mapping[str, object]) -> Mapping[str, object]:
 
 
 def targets_of(model: Targets | Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module, or those that were given, by name."""
+    """Return a module's tensors, or the given tensors, by name."""
     found: Any = named_of(model)
     if isinstance(found, dict) and all(
         issubclass(kind, torch.Tensor) for kind in set(map(type, found.values()))
@@ -56,13 +56,13 @@ def targets_of(model: Targets | Mapping[str, object]) -> dict[str, torch.Tensor]
 
 
 class LoadCache:
-    """What was checked of a buffer and a model, for the next version in that buffer."""
+    """Checks of a buffer and a model, reused for the next version in the buffer."""
 
     def __init__(self) -> None:
         self._kept: tuple[tuple[bool, bool], SeenTensors, Loading] | None = None
 
     def get(self, named: Mapping[str, object], how: tuple[bool, bool]) -> Loading | None:
-        """Return what was paired for these targets, by the same strictness and casting."""
+        """Return the loading cached for these targets with the same strictness and casting."""
         if self._kept is None or self._kept[0] != how or not self._kept[1].still(named):
             return None
         return self._kept[2]
@@ -70,7 +70,7 @@ class LoadCache:
     def put(
         self, targets: Mapping[str, torch.Tensor], how: tuple[bool, bool], loading: Loading
     ) -> None:
-        """Keep what was paired, and the targets."""
+        """Cache a loading with its targets."""
         self._kept = how, SeenTensors(targets), loading
 
 
@@ -81,7 +81,7 @@ def paired(
     targets: Mapping[str, torch.Tensor],
     fit: Fit,
 ) -> dict[str, Pair]:
-    """Check everything, and say what is to be copied into what."""
+    """Check everything, and return the pairs to copy."""
     targets = {name: target.detach() for name, target in targets.items()}
     require_slices(fit.slices)
     destinations = _destinations(targets, fit.slices or {})
@@ -107,16 +107,16 @@ def paired(
 
 
 class Loading:
-    """What is copied into a model, checked and sorted; the same again for each version."""
+    """Copies into a model, checked and sorted once, repeatable for every version."""
 
     def __init__(self, pairs: Mapping[str, Pair]) -> None:
         self._plan = CopyPlan([*pairs.values()])
-        #: Of what is written.
+        #: Devices of the targets.
         self.devices = self._plan.devices
 
     @torch.no_grad()
     def copy(self, version: int) -> int:
-        """Copy; returns the bytes written, all of them there."""
+        """Copy; return the bytes written, after their arrival."""
         try:
             self._plan.copy()
         except (RuntimeError, OSError, CudaDriverError) as error:
@@ -130,7 +130,7 @@ class Loading:
 def _destinations(
     targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]
 ) -> dict[str, torch.Tensor]:
-    """Target tensors by the names that are published: fused ones by their parts."""
+    """Return target tensors by published names: fused tensors by their parts."""
     fused = {part.of for part in slices.values()}
     found = {name: tensor for name, tensor in targets.items() if name not in fused}
     for name, part in slices.items():
@@ -158,7 +158,7 @@ def _faults(
     destinations: Mapping[str, torch.Tensor],
     fit: Fit,
 ) -> list[str]:
-    """Everything that does not fit, in the order missing, unexpected, shape, dtype."""
+    """List every misfit, in the order missing, unexpected, shape, dtype."""
     places, slices = manifest.by_name(), fit.slices or {}
     missing, unexpected, shapes, dtypes = [], [], [], []
     for name, part in slices.items():
@@ -185,14 +185,14 @@ def _faults(
 
 
 def _tied(manifest: Manifest, pairs: Mapping[str, Pair]) -> list[str]:
-    """Destinations that overlap, and do not get the same bytes of one published tensor."""
+    """List overlapping destinations fed from different published bytes."""
     spans = sorted(
         (str(target.device), target.data_ptr(), _end_of(target), name)
         for name, (target, _) in pairs.items()
         if target.numel()
     )
     faults = []
-    reach: list[tuple[str, int, int, str]] = []  # those that may overlap what follows
+    reach: list[tuple[str, int, int, str]] = []  # earlier spans that may overlap the next
     for span in spans:
         device, start, _, name = span
         reach = [other for other in reach if other[0] == device and other[2] > start]
@@ -212,10 +212,10 @@ def _end_of(tensor: torch.Tensor) -> int:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether any byte belongs to both, whose spans overlap."""
+    """Return whether two tensors with overlapping spans share a byte."""
     if one.is_contiguous() and other.is_contiguous():
         return True
-    # By addresses alone: nothing is read, and a device's are as good.
+    # By addresses alone: nothing is read, and device addresses work too.
     return np.shares_memory(np.asarray(_Addresses(one)), np.asarray(_Addresses(other)))
 
 
@@ -234,7 +234,7 @@ class _Addresses:
 
 
 def _is_one(manifest: Manifest, one: str, other: str, pairs: Mapping[str, Pair]) -> bool:
-    """Whether two destinations lie to each other as their sources in one published tensor do."""
+    """Return whether two destinations relate like their sources in one published tensor."""
     (target, source), (target2, source2) = pairs[one], pairs[other]
     there = (target2.data_ptr() - target.data_ptr()) // target.element_size()
     here = (source2.data_ptr() - source.data_ptr()) // source.element_size()
@@ -247,7 +247,7 @@ def _is_one(manifest: Manifest, one: str, other: str, pairs: Mapping[str, Pair])
 
 
 def _uncovered(targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> list[str]:
-    """Fused tensors that their parts do not make up: each row has to come once."""
+    """List incompletely covered fused tensors: each row must come exactly once."""
     parts: dict[str, list[Slice]] = {}
     for part in slices.values():
         parts.setdefault(part.of, []).append(part)
@@ -256,7 +256,7 @@ def _uncovered(targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice])
         whole = targets.get(name)
         dim = found[0].dim
         if whole is None or not 0 <= dim < whole.dim():
-            continue  # that is said of the slice
+            continue  # reported for the slice
         end, made_up = 0, True
         for part in sorted(found, key=lambda part: part.start):
             made_up = made_up and part.dim == dim and part.start == end
@@ -272,7 +272,7 @@ def _uncovered(targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice])
 
 
 def _unwritable(target: torch.Tensor) -> str:
-    """Say why nothing can be copied into a tensor in place; empty where it can."""
+    """Return the reason against copies into a tensor in place; empty for a writable tensor."""
     if target.is_meta:
         return "is on the meta device and has no memory"
     local = target.to_local() if is_sharded(target) else target

@@ -32,29 +32,29 @@ from shmbus.weights.source import ModuleSource
 
 _TENSORS: Final = "adapter_model.safetensors"
 _CONFIG: Final = "adapter_config.json"
-#: What PEFT's tensors of an adapter have in their names: the kind, then the adapter's own name.
+#: Name parts of PEFT's adapter tensors: the kind, then the adapter's own name.
 _OWN: Final = re.compile(
     r"\.(lora_[A-Za-z_]+|modules_to_save|token_adapter\.trainable_tokens_delta)\.([^.]+)(?=\.|$)"
 )
-#: Of these, modules that are trained whole: their files have the names of the model.
+#: Kind of wholly trained modules: their files use the model's names.
 _WHOLE: Final = "modules_to_save"
 #: DoRA's magnitudes: a layer in the model, a tensor in the files.
 _MAGNITUDE: Final = "lora_magnitude_vector"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 #: Random bytes of a life.
 _LIFE_BYTES: Final = 8
-#: How names of publications end: the version, then the life.
+#: Suffix of a publication's name: the version, then the life.
 ENDING: Final = r"(\d+)(?:-[0-9a-f]{16})?"
 
 
 class LoraVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter that was written.
+    """A written adapter.
 
     Attributes
     ----------
     name : str
-        What servers call it: NAME-vVERSION-LIFE, where LIFE is random. A worker finds the name
-        among a server's models, as the last that begins with NAME-vVERSION-.
+        Name for servers: NAME-vVERSION-LIFE, where LIFE is random. A worker takes the last of a
+        server's models with the prefix NAME-vVERSION-.
     path : str
         Its folder.
     version : int
@@ -70,20 +70,20 @@ class LoraVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoraFiles:
-    """Writes versions of an adapter in PEFT's form.
+    """Writer of an adapter's versions in PEFT's form.
 
-    A life begins with this object, and with each version below the one before.
+    A life begins with this object, and again with every version below the previous one.
 
     Parameters
     ----------
     directory : path
-        Made if need be; on tmpfs, such as "/dev/shm/run1-adapters", for speed.
+        Created if needed; use tmpfs, for example "/dev/shm/run1-adapters", for speed.
     name : str
         The adapter's: letters, digits, dots, dashes, underscores.
     config : mapping
-        PEFT's adapter_config.json, such as ``peft_config.to_dict()``.
+        PEFT's adapter_config.json, for example ``peft_config.to_dict()``.
     keep : int
-        Versions that stay, with those that servers still have (`forget`).
+        Number of kept versions, besides versions still held by servers (`forget`).
 
     Raises
     ------
@@ -119,7 +119,7 @@ class LoraFiles:
         self._config = json.dumps(dict(config), indent=2, sort_keys=True, default=_plain).encode()
         self._directory.mkdir(parents=True, exist_ok=True)
         require_own_folder(str(self._directory), f"adapters {name!r}")
-        # By a trainer that died. Other adapters there may be in the middle of theirs.
+        # Leftovers of a dead trainer. Different adapters may be in the middle of a write.
         left = re.compile(rf"\.new-{re.escape(name)}-[0-9a-f]{{8}}")
         for each in self._directory.iterdir():
             if left.fullmatch(each.name):
@@ -131,7 +131,7 @@ class LoraFiles:
         Parameters
         ----------
         state : mapping of Tensor
-            By PEFT's names, such as `lora_state` gives.
+            By PEFT's names, as returned by `lora_state`.
         version : int
             0 or more.
 
@@ -142,11 +142,11 @@ class LoraFiles:
         Raises
         ------
         TypeError, ValueError
-            The version is no int64, or negative; or something is no tensor.
+            The version is no int64, or negative; or a value is no tensor.
         ManifestError
-            A tensor has a name or a dtype that safetensors has not.
+            A tensor's name or dtype is unknown to safetensors.
         WeightsError
-            There are no tensors, or the version was written in this life, or could not be written.
+            The state is empty, or the version was written in this life, or could not be written.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -163,7 +163,7 @@ class LoraFiles:
         faults = faults_in_file({key: value.dtype for key, value in state.items()})
         if faults:
             raise ManifestError(f"adapter {name!r} was not written", faults)
-        # A file has each tensor's bytes once, and those of two that share memory are refused.
+        # A file stores each tensor's bytes once and refuses tensors with shared memory.
         tensors = {
             key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()
         }
@@ -190,7 +190,7 @@ class LoraFiles:
         return LoraVersion(name=name, path=str(target.resolve()), version=version, size=size)
 
     def versions(self) -> list[int]:
-        """Return which versions the directory has, of whichever life, lowest first."""
+        """Return the directory's versions of every life, in rising order."""
         return sorted({version for version, _ in self._folders()})
 
     def _folders(self) -> list[tuple[int, str]]:
@@ -198,12 +198,12 @@ class LoraFiles:
         return sorted((int(match[1]), match[0]) for match in found if match)
 
     def forget(self, version: int) -> None:
-        """Remove a version of each life, if there; servers that have loaded it keep it.
+        """Remove a version of each life, if present; servers with the version loaded keep it.
 
         Parameters
         ----------
         version : int
-            Which one.
+            Version number.
         """
         for number, folder in self._folders():
             if number == version:
@@ -220,24 +220,24 @@ def past_keeping(names: Sequence[str], newest: str, keep: int) -> list[str]:
 def lora_state(model: torch.nn.Module, *, adapter: str = "default") -> dict[str, torch.Tensor]:
     """Collect an adapter's tensors of a PEFT model, by the names of PEFT's files.
 
-    These are LoRA's and DoRA's, and the modules and tokens that are trained beside them.
+    The result holds the tensors of LoRA and DoRA, and modules and tokens trained beside them.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Such as ``get_peft_model(...)``.
+        For example ``get_peft_model(...)``.
     adapter : str
-        Which one.
+        Name of the adapter.
 
     Returns
     -------
     dict of Tensor
-        Detached; of the model's own memory.
+        Detached, in the model's own memory.
 
     Raises
     ------
     WeightsError
-        The model has no such adapter, or trains what is no part of it.
+        The model lacks the adapter, or trains tensors outside of it.
     """
     named = model.state_dict(keep_vars=True)
     found: dict[int, tuple[str, torch.Tensor]] = {}
@@ -279,7 +279,7 @@ def lora_source(model: torch.nn.Module, *, adapter: str = "default") -> ModuleSo
 
 
 def _check_biases(model: torch.nn.Module, adapter: str) -> None:
-    """Refuse an adapter that trains biases of the base, which it would share with every other."""
+    """Refuse an adapter that trains the base's biases: every adapter would share them."""
     configs = getattr(model, "peft_config", None)
     config = configs.get(adapter) if isinstance(configs, Mapping) else None
     bias = getattr(config, "bias", "none")
@@ -297,7 +297,7 @@ def _is_of(name: str, adapter: str) -> bool:
 
 
 def _file_name(name: str) -> str:
-    """Take the adapter's own name out: PEFT's files have none."""
+    """Remove the adapter's own name: PEFT's files omit it."""
     match = _OWN.search(name)
     if match is None:
         return name
@@ -310,7 +310,7 @@ def _file_name(name: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """Say sets and enumerations as JSON has them."""
+    """Convert sets and enumerations to JSON types."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return str(getattr(value, "value", value))

@@ -1,9 +1,9 @@
-"""The manifest: which tensors a version has, and where each of them lies.
+"""Manifest: names and places of a version's tensors.
 
-It is MessagePack, decoded into typed structs; nothing that is read is ever unpickled. It is checked
-whole, against itself and against the model, before a byte of either is touched.
+The manifest is MessagePack, decoded into typed structs; nothing read is ever unpickled. It is
+checked whole, against itself and against the model, before a byte of either is touched.
 
-Invariants of a manifest that was checked: names are unique; every tensor lies inside the payload,
+Invariants of a checked manifest: names are unique; every tensor lies inside the payload,
 aligned, with the bytes of its shape; no two overlap; each alias and slice leads to a tensor.
 """
 
@@ -31,22 +31,22 @@ __all__ = [
     "view_of",
 ]
 
-#: The form of the manifest; a reader refuses another.
+#: Format number; a reader refuses a different format.
 FORMAT: Final = 1
 
-#: Slices of slices: expert i of a stack, then its gate half. Deeper ones are a circle.
+#: Slices of slices: expert i of a stack, then its gate half. A deeper chain is a circle.
 _MAX_DEPTH: Final = 4
 
 
 class ParamMeta(msgspec.Struct, frozen=True):
-    """A tensor of the whole model, as every rank knows it.
+    """A tensor of the whole model, known to every rank.
 
     Attributes
     ----------
     name, dtype : str
-        As in the checkpoint; torch's name of what is published, such as "bfloat16".
+        As in the checkpoint; torch's name of the published dtype, for example "bfloat16".
     shape : tuple of int
-        Of the whole tensor, whatever part of it this rank has.
+        Of the whole tensor, independent of this rank's part.
     """
 
     name: str
@@ -55,16 +55,16 @@ class ParamMeta(msgspec.Struct, frozen=True):
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A name for a part of another tensor, such as q of a fused qkv or expert 7 of a stack.
+    """Name for a part of a tensor, for example q of a fused qkv or expert 7 of a stack.
 
     Attributes
     ----------
     of : str
         The tensor, or another slice.
     dim, start, length : int
-        Which part of which dimension.
+        Dimension of the cut, first index and length of the part.
     drop_dim : bool
-        Whether a part of length 1 loses that dimension.
+        Whether a part of length 1 loses the dimension.
     """
 
     of: str
@@ -75,7 +75,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All tensors of a version."""
+    """Tensors of a version."""
 
     format: int = FORMAT
     model: str = ""
@@ -93,7 +93,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         slices: Mapping[str, Slice] | None = None,
         model: str = "",
     ) -> Manifest:
-        """Give each tensor its place, one after the other."""
+        """Assign consecutive places to tensors."""
         tensors = []
         end = 0
         require_slices(slices)
@@ -117,12 +117,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return planned
 
     def encode(self) -> bytes:
-        """Return it as MessagePack."""
+        """Encode as MessagePack."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, data: bytes, payload_bytes: int) -> Manifest:
-        """Read a manifest and check it whole."""
+        """Decode a manifest and check it whole."""
         what = "the manifest of these weights cannot be used, and nothing was read of them"
         try:
             found = msgspec.msgpack.decode(data, type=cls)
@@ -134,7 +134,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
     def check(self, what: str) -> None:
-        """Check it against itself."""
+        """Check the manifest against itself."""
         faults = [] if self.format == FORMAT else [f"format {self.format}, expected {FORMAT}"]
         names: dict[str, TensorPlace] = {}
         for tensor in self.tensors:
@@ -185,17 +185,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return faults
 
     def names(self) -> list[str]:
-        """Return all names: tensors, aliases, slices."""
+        """Return every name: tensors, aliases, slices."""
         return [tensor.name for tensor in self.tensors] + [*self.aliases, *self.slices]
 
     def root(self, name: str) -> str:
-        """Return the tensor that has what a name stands for."""
+        """Return the tensor behind a name."""
         while name in self.slices:
             name = self.slices[name].of
         return self.aliases.get(name, name)
 
     def by_name(self) -> dict[str, TensorPlace]:
-        """Return each tensor by its names, aliases included."""
+        """Return the tensors by name, aliases included."""
         found = {tensor.name: tensor for tensor in self.tensors}
         return found | {alias: found[name] for alias, name in self.aliases.items()}
 
@@ -227,7 +227,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def require_slices(slices: object) -> None:
-    """Raise TypeError unless it is Slices by name, or None."""
+    """Raise TypeError unless the value maps names to Slices, or is None."""
     if slices is not None and not isinstance(slices, Mapping):
         raise TypeError(f"slices: expected Slices by name, got {type(slices).__name__}")
     for name, part in (slices or {}).items():
@@ -241,7 +241,7 @@ def _require_params(params: Sequence[object]) -> None:
     for param in params:
         if not isinstance(param, ParamMeta):
             raise TypeError(f"params: expected ParamMetas, got {type(param).__name__}")
-        # Structs are checked where they are read, not where they are made.
+        # msgspec checks structs on decoding, not on construction.
         name: object = param.name
         shape: object = param.shape
         if not isinstance(name, str):

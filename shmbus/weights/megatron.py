@@ -1,13 +1,13 @@
-"""Shards of a decoder as Megatron Core lays it out, in the names and shapes of its checkpoint.
+"""Shards of a decoder in Megatron Core's layout, in the names and shapes of its checkpoint.
 
-What a rank has is a part of the layers (pipeline), of each layer's matrices (tensor), of its
-experts (expert), and with a sharded optimizer some rows of that (data). q, k and v are fused by
-head group: for each group its query heads, its key, its value. Gate and up are fused, one after the
-other. The vocabulary is padded. All of that is views; nothing is copied or gathered.
+A rank holds a part of the layers (pipeline), of each layer's matrices (tensor), of the experts
+(expert), and with a sharded optimizer some rows of these (data). q, k and v are fused by head
+group: per group the query heads, the key, the value. Gate and up are fused, one after the other.
+The vocabulary is padded. Shards are views; nothing is copied or gathered.
 
 Source: megatron/core/transformer/attention.py, mlp.py, moe/experts.py and
-megatron/core/tensor_parallel/layers.py of Megatron Core 0.14; names of checkpoints as those of
-Llama, Qwen2, Qwen3 and Qwen3-MoE have them.
+megatron/core/tensor_parallel/layers.py of Megatron Core 0.14; checkpoint names as in Llama, Qwen2,
+Qwen3 and Qwen3-MoE.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shmbus.weights.sharded_source import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronLayout:
-    """A decoder's sizes, and which part of it a rank has.
+    """Sizes of a decoder, and a rank's part of it.
 
     Attributes
     ----------
     hidden, heads, kv_heads, head_dim, inner, vocab : int
         As in the checkpoint's configuration; `vocab` without padding.
     experts, expert_inner : int
-        Of a mixture of experts: how many in each layer, and their inner size.
+        Mixture of experts: experts per layer, and their inner size.
     tp, tp_rank, ep, ep_rank, etp, etp_rank : int
         Sizes of tensor, expert and expert-tensor parallelism, and this rank's place in each.
     first_layer : int
@@ -73,7 +73,7 @@ class MegatronLayout:
 
 
 class _Segment(NamedTuple):
-    """Rows of what a rank has, and where they lie in the checkpoint."""
+    """Rows of a rank's parameter, and their place in the checkpoint."""
 
     rows: int
     name: str
@@ -81,7 +81,7 @@ class _Segment(NamedTuple):
     start: tuple[int, ...]
 
 
-#: Layer's parameter -> the checkpoint's, of what every rank of a tensor group has alike.
+#: Layer's parameter -> the checkpoint's, for parameters equal on every rank of a tensor group.
 _ALIKE = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -101,16 +101,16 @@ def megatron_shards(
     *,
     first_row: dict[str, int] | None = None,
 ) -> Iterator[Shard]:
-    """Yield the shards of what a rank has.
+    """Yield a rank's shards.
 
     Parameters
     ----------
     named : iterable of (str, Tensor)
-        Megatron Core's parameters by their own names, such as ``named_parameters()`` gives.
+        Megatron Core's parameters by their own names, for example ``named_parameters()``.
     layout : MegatronLayout
-        Which part of the model this rank has.
+        This rank's part of the model.
     first_row : dict, optional
-        Of parameters of which this rank has some rows only, the first of them.
+        First row of each parameter held only in part by this rank.
 
     Yields
     ------
@@ -119,7 +119,7 @@ def megatron_shards(
     Raises
     ------
     ValueError
-        A parameter is none that is known here, or has another shape than the layout says.
+        A parameter is unknown, or its shape contradicts the layout.
     """
     for name, tensor in named:
         own = name.removeprefix("module.")
@@ -127,7 +127,7 @@ def megatron_shards(
         at = -(first_row or {}).get(name, 0)
         for rows, of, shape, start in segments:
             first, last = max(at, 0), min(at + rows, len(tensor))
-            room = max(0, min(shape[0] - start[0], rows))  # without what pads a vocabulary
+            room = max(0, min(shape[0] - start[0], rows))  # without the padding of a vocabulary
             last = min(last, at + room)
             if first < last:
                 begin = (start[0] + first - at, *start[1:])
@@ -147,7 +147,7 @@ def _segments(name: str, tensor: torch.Tensor, layout: MegatronLayout) -> Iterat
         yield from _of_layer(at, found[2], tensor, layout)
     elif name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         own = "lm_head.weight" if name.startswith("output") else "model.embed_tokens.weight"
-        # Padded to the same rows in each rank: as many as the whole of what this one has.
+        # Padding gives every rank equal rows; this parameter holds exactly one rank's rows.
         rows = -(-layout.vocab // (VOCAB_MULTIPLE * layout.tp)) * VOCAB_MULTIPLE
         yield _Segment(rows, own, (layout.vocab, hidden), (layout.tp_rank * rows, 0))
     elif name == "decoder.final_layernorm.weight":
@@ -198,7 +198,7 @@ def _of_layer(
 def _of_qkv(
     at: str, kind: str, width: tuple[int, ...], layout: MegatronLayout
 ) -> Iterator[_Segment]:
-    """By head group: its queries, its key, its value."""
+    """Yield segments by head group: queries, key, value."""
     size, queries = layout.head_dim, layout.heads // layout.kv_heads
     groups = layout.kv_heads // layout.tp
     zeros = (0,) * len(width)
@@ -222,7 +222,7 @@ def _of_mlp(
     hidden: int,
     width: tuple[int, ...],
 ) -> Iterator[_Segment]:
-    """Gate, then up, in rows; down in columns."""
+    """Yield gate, then up, in rows; down in columns."""
     ranks, rank = parts
     own = inner // ranks
     zeros = (0,) * len(width)

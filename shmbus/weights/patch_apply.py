@@ -1,14 +1,14 @@
-"""Bringing a model from the version before to this one by what changed.
+"""Update of a model from the previous version by a patch.
 
 Invariants:
 
-- A patch is applied only to tensors that this subscriber has loaded with exactly its base, and that
-  nothing else has written since, as far as torch counts writes; the patch itself finds what torch
-  missed where it writes. Whoever is in doubt loads the whole version.
-- Tensors that a patch cannot be applied to in place, such as parts, casts, or those on a device,
-  are copied whole if anything of them changed.
-- A model that follows by patches is compared with the manifest once: after that it is enough that
-  its tensors are the same ones, at the same place, and were not written.
+- A patch applies only to tensors loaded by this subscriber with exactly the patch's base, and not
+  written since, as far as torch counts writes; the patch itself detects writes missed by torch at
+  the patched places. In doubt the whole version is loaded.
+- Tensors beyond an in-place patch, like parts, casts, or device tensors, are copied whole after any
+  change of them.
+- A model that follows by patches is compared with the manifest once: afterwards unchanged
+  identity, memory and write counts of its tensors suffice.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from shmbus.weights.manifest import Manifest, TensorPlace
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import dtype_name
 
-#: Tensors that are compared after a patch where a sample is asked for.
+#: Tensors compared after a patch when a sample is requested.
 SAMPLED_TENSORS: Final = 4
 
 
 class PlainModel:
-    """A model whose tensors are the published ones, element by element, in memory of the host."""
+    """Model whose host tensors correspond to the published tensors, element by element."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PlainModel:
     def still(
         self, manifest: Manifest, how: tuple[bool, bool], named: Mapping[str, object]
     ) -> bool:
-        """Whether these are its tensors, where they were and not written since."""
+        """Return whether the tensors stayed unmoved and unwritten."""
         return (
             manifest is self._manifest
             and how == self._how
@@ -69,7 +69,7 @@ class PlainModel:
         )
 
     def apply(self, patch: VersionChanges) -> int | None:
-        """Change what changed: bytes of the tensors that did; None where one was not the base's."""
+        """Apply changes; return the bytes of changed tensors, or None after a base mismatch."""
         written = 0
         try:
             for name, memory in self._memory:
@@ -83,7 +83,7 @@ class PlainModel:
 
 
 class LoadedModel:
-    """Which version a model has, by what was loaded into it last."""
+    """Record of a model's version by the last load."""
 
     def __init__(self) -> None:
         self._known = False
@@ -93,7 +93,7 @@ class LoadedModel:
         self._plain: PlainModel | None = None
 
     def forget(self) -> None:
-        """Know nothing, such as while a model is written."""
+        """Forget everything, for example during a write of the model."""
         self._known = False
 
     def remember(
@@ -103,16 +103,16 @@ class LoadedModel:
         pairs: Mapping[str, Pair],
         plain: PlainModel | None = None,
     ) -> None:
-        """Know that these tensors have that version, and what was found out of them."""
+        """Record a version of these tensors, with the results of earlier checks."""
         self._origin, self._sequence = origin, sequence
         self._state, self._plain, self._known = _state_of(pairs), plain, True
 
     def followed(self, sequence: int) -> None:
-        """Know that the model that had a version has another one now, by its patch."""
+        """Record the step from the known version to the next, by a patch."""
         self._sequence, self._known = sequence, True
 
     def has(self, origin: object, sequence: int, pairs: Mapping[str, Pair]) -> bool:
-        """Whether these tensors are known to have that version still."""
+        """Return whether the tensors still hold the version."""
         return self._is(origin, sequence) and self._state == _state_of(pairs)
 
     def plain(
@@ -123,7 +123,7 @@ class LoadedModel:
         how: tuple[bool, bool],
         named: Mapping[str, object],
     ) -> PlainModel | None:
-        """Return a plain model that is known to have that version still; it is compared no more."""
+        """Return a plain model still known to hold the version, without another comparison."""
         found = self._plain if self._is(origin, sequence) else None
         return found if found is not None and found.still(manifest, how, named) else None
 
@@ -132,21 +132,22 @@ class LoadedModel:
 
 
 def _state_of(pairs: Mapping[str, Pair]) -> tuple[object, ...]:
-    """List what differs where other memory is meant, or torch has written the same."""
+    """Return a state list that changes with a tensor's memory or with a write by torch."""
     found = []
     for name, (target, _) in pairs.items():
         at = (target.data_ptr(), target.device, target.dtype, tuple(target.shape), target.stride())
-        # Of inference tensors and wrappers no writes are counted: such a list equals no other.
+        # torch counts no writes of inference tensors and wrappers: make the list unequal to any
+        # list.
         uncounted = target.is_inference() or is_elsewhere(target)
         found.append((name, at, object() if uncounted else target._version))
     return tuple(found)
 
 
 def _is_plain(manifest: Manifest, place: TensorPlace, name: str, target: torch.Tensor) -> bool:
-    """Whether the target has the tensor's own elements, in its own order."""
+    """Return whether the target holds the tensor's own elements in order."""
     return (
         name not in manifest.slices
-        and tuple(target.shape) == place.shape  # not a shard of it
+        and tuple(target.shape) == place.shape  # not a shard
         and target.device.type == "cpu"
         and target.is_contiguous()
         and dtype_name(target.dtype) == place.dtype
@@ -160,7 +161,7 @@ def plain_model(
     named: Mapping[str, object],
     pairs: Mapping[str, Pair],
 ) -> PlainModel | None:
-    """Return what is worth to be kept of a model that was paired with a version."""
+    """Return the reusable part of a model paired with a version."""
     if any(isinstance(value, torch.Tensor) and value.is_inference() for value in named.values()):
         return None
     places = manifest.by_name()
@@ -176,9 +177,9 @@ def plain_model(
 def apply_changes(
     version: int, manifest: Manifest, pairs: Mapping[str, Pair], patch: VersionChanges
 ) -> int | None:
-    """Change what changed, in tensors that have the patch's base."""
+    """Apply the changes to tensors with the patch's base."""
     places = manifest.by_name()
-    done: set[tuple[int, int]] = set()  # tied tensors of the model are one
+    done: set[tuple[int, int]] = set()  # tied tensors count once
     copied: dict[str, Pair] = {}
     written = 0
     for name, pair in pairs.items():
@@ -203,7 +204,7 @@ def apply_changes(
 def compare(
     manifest: Manifest, pairs: Mapping[str, Pair], patch: VersionChanges, *, sample: bool
 ) -> bool:
-    """Compare a model that was patched with the whole version, bit for bit."""
+    """Compare a patched model with the whole version, bit for bit."""
     places = manifest.by_name()
     plain = [
         (name, target)

@@ -1,7 +1,7 @@
-"""Patches of weights: where pieces of tensors lie, how large patches may grow, when to try one.
+"""Patches of weights: places of pieces, limits of a patch's size, the policy of attempts.
 
-Invariants: a box of a tensor gives the same pieces in the same order each time, so that a piece's
-patch is found again; a piece is cut the same way each time, whatever it is cast from.
+Invariants: a box of a tensor always yields the same pieces in the same order, to find a piece's
+patch again; a piece is cut the same way for every source dtype.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shmbus.tensors.views import DTYPE_BYTES, byte_view
 from shmbus.weights.manifest import Manifest, TensorPlace
 from shmbus.weights.source import LocalPiece
 
-#: Where elements lie in a version, and those elements.
+#: Place of elements in a version, and the elements.
 PlacedBytes: TypeAlias = tuple[Piece, npt.NDArray[np.uint8]]
 
-#: Bytes that are cast at once before they are compared: they stay in a cache.
+#: Bytes cast at once before a comparison: small enough to stay in a cache.
 _SCRATCH_BYTES: Final = 1 << 20
 
 
@@ -48,7 +48,7 @@ def contiguous_parts(
 
 
 def _is_plain(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is what is published of it."""
+    """Return whether a tensor's memory equals the published bytes."""
     plain = tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous()
     return plain and not (tensor.is_conj() or tensor.is_neg())
 
@@ -56,7 +56,7 @@ def _is_plain(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
 def placed_bytes(
     place: TensorPlace, start: tuple[int, ...], part: torch.Tensor
 ) -> Iterator[PlacedBytes]:
-    """Cut a contiguous part of a tensor by where its rows lie in a version."""
+    """Cut a contiguous part of a tensor by the places of its rows in a version."""
     flat, at = byte_view(part), 0
     for where in pieces_of(place, start, part.shape):
         end = at + where.rows * where.row_bytes
@@ -65,11 +65,11 @@ def placed_bytes(
 
 
 class ComparedPieces:
-    """Pieces that a source gives again, cut once."""
+    """Reusable pieces of a source, cut once."""
 
     def __init__(self, pieces: Sequence[LocalPiece], places: Mapping[str, TensorPlace]) -> None:
         self.pieces: Final = pieces
-        #: None for those that have to be cast or put together anew for each version.
+        #: None for pieces to be cast or joined anew for each version.
         self.parts: Final[list[list[PlacedBytes] | None]] = []
         self.nbytes = 0
         for piece in pieces:
@@ -98,19 +98,19 @@ class VersionChanges:
         self._runs = _runs_by_offset(patch.runs, manifest)
 
     def changed(self, name: str) -> bool:
-        """Whether anything of a tensor changed."""
+        """Return whether a tensor changed."""
         place = self._places[name]
         return place.size > 0 and any(run.changes for run in self._runs[place.offset])
 
     def apply(self, name: str, memory: npt.NDArray[np.uint8]) -> bool:
-        """Change a tensor's bytes, which are the base's; False where they were not."""
+        """Patch a tensor's base bytes; return False for a different base."""
         offset = self._places[name].offset
         return all(
             self._patch.apply(run, memory, offset) for run in self._runs[offset] if run.changes
         )
 
     def runs(self) -> Iterator[tuple[str, list[PatchRun]]]:
-        """Yield each tensor of which something changed, and what did."""
+        """Yield every changed tensor with its changes."""
         names = {place.offset: place.name for place in self._manifest.tensors if place.size}
         for offset, runs in self._runs.items():
             changed = [run for run in runs if run.changes]
@@ -118,11 +118,11 @@ class VersionChanges:
                 yield names[offset], changed
 
     def listed(self, run: PatchRun) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
-        """List what a run writes: numbers of elements of its piece, and their bytes."""
+        """List a run's writes: element numbers within its piece, and their bytes."""
         return self._patch.listed(run)
 
     def same(self, name: str, target: torch.Tensor) -> bool:
-        """Compare a contiguous CPU tensor with what was published."""
+        """Compare a contiguous CPU tensor with the published tensor."""
         place = self._places[name]
         published = memoryview(self._lease.buffer)
         return same_bytes(published[place.offset : place.offset + place.size], byte_view(target))
@@ -138,20 +138,20 @@ def _runs_by_offset(runs: list[PatchRun], manifest: Manifest) -> dict[int, list[
     return found
 
 
-#: Share of elements that makes a patch not worth its memory: at a tenth it costs as much as a copy.
+#: Share of elements above which a patch wastes memory: at a tenth it costs as much as a copy.
 DEFAULT_SHARE: Final = 0.05
 
 #: Elements whose changes share a byte of a patch (`shmbus_ext/pool/patch_code.h`).
 _SPAN: Final = 256
 
-#: Bytes of a patch that a tensor or a rank takes beside its changes.
+#: Patch bytes per tensor or rank, beside the changes.
 _BYTES_A_TENSOR: Final = 80
 _BYTES_A_RANK: Final = 4096
 
 #: Ranks write pieces of uneven sizes into even shares of a patch.
 _UNEVEN: Final = 1.25
 
-#: Versions that go out without an attempt after one whose patch did not fit, at most.
+#: Limit of versions published without an attempt after an oversized patch.
 _LONGEST_PAUSE: Final = 16
 
 
@@ -167,12 +167,12 @@ def patch_share(patches: bool | float) -> float:
 
 
 def element_width(dtype: str) -> int:
-    """Return the bytes in which elements of a dtype are compared: 1, 2 or 4."""
+    """Return the bytes per compared element of a dtype: 1, 2 or 4."""
     return min(DTYPE_BYTES[dtype], 4)
 
 
 def patch_capacity(manifest: Manifest, share: float, ranks: int) -> int:
-    """Compute the bytes of a slot that patches take."""
+    """Compute a slot's bytes for patches."""
     if share == 0:
         return 0
     total = 0.0
@@ -230,21 +230,21 @@ def pieces_of(place: TensorPlace, start: Sequence[int], sizes: Sequence[int]) ->
 
 
 class PatchPolicy:
-    """When a version is compared with the one before: always, but for a while after a failure."""
+    """Policy of comparisons with the previous version: always, but paused after a failure."""
 
     def __init__(self) -> None:
         self._pause = 0
         self._left = 0
 
     def wants(self) -> bool:
-        """Whether the next version is to have a patch."""
+        """Return whether the next version should get a patch."""
         if self._left:
             self._left -= 1
             return False
         return True
 
     def ended(self, *, begun: bool, made: bool) -> None:
-        """Learn what became of an attempt."""
+        """Record the outcome of an attempt."""
         if made:
             self._pause = 0
         elif begun:

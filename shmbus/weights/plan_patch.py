@@ -1,11 +1,11 @@
-"""A patch through a plan: only the elements that changed, where an engine's rank has them.
+"""Patch through a plan: writes only the changed elements of an engine's rank.
 
-A patch says which elements of which tensor of a version changed; a plan says where they are in a
-model. On a CUDA device one launch looks all of them up and one writes them; elsewhere torch does.
+A patch lists changed elements by tensor of a version; a plan maps them to places in a model. On a
+CUDA device one launch looks up every change and one writes them; elsewhere torch does.
 
-Invariant: nothing is written unless the elements that would be were those of the patch's base: by
-the digest that guards every patch, or, of a part of a tensor, of which nobody has made one, by the
-base's own bytes; on a device those of each 16th element, since they come over PCIe.
+Invariant: nothing is written unless the elements to overwrite equal the patch's base: checked by
+the digest that guards every patch, or, for a part of a tensor without its own digest, against the
+base's own bytes; on a device at each 16th element, because the base comes over PCIe.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from shmbus.weights.patches import VersionChanges
 _SALT: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 #: Threads that read a patch; more wait for memory.
 _READERS: Final = 8
-#: Runs that a thread lists one after the other.
+#: Runs listed by a thread per turn.
 _RUNS: Final = 64
-#: Numbers of elements that fit into an index of the device.
+#: Limit of element numbers in a device index.
 _MOST_ELEMENTS: Final = 1 << 31
 _INTEGER: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-#: Changes of a program of the kernel, its dimensions, and of which elements it asks for the base.
+#: Changes per kernel program, dimensions, and the stride of elements compared with the base.
 LANES: Final = 1024
 DIMS: Final = 3
 EVERY: Final = 16
-#: A dimension that is none: every element is in its first part.
+#: Unused dimension: every element lies in its first part.
 _NO_DIM: Final = (1 << 62, 1, 0)
 
 
 class _Changes(NamedTuple):
-    """A run, its copies, and what it writes."""
+    """A run with its copies and writes."""
 
     run: PatchRun
     copies: list[Recorded]
@@ -52,12 +52,12 @@ class _Changes(NamedTuple):
 
 
 class PlanPatch:
-    """What is written of one patch into one model; made by `of`."""
+    """Writes of one patch into one model; built by `of`."""
 
     def __init__(self, writes: list[_TorchScatter] | list[_KernelScatter]) -> None:
         self._writes = writes
         self._whole: list[Pair] = []
-        #: Whether something changed that the loader has to load.
+        #: True if a changed tensor needs the loader.
         self.needs_loader = False
 
     @classmethod
@@ -68,7 +68,7 @@ class PlanPatch:
         pairs: list[Pair],
         base: torch.Tensor | None,
     ) -> PlanPatch | None:
-        """Look up what a patch changes; None where the model does not have its base."""
+        """Look up a patch's changes; return None if the model holds a different base."""
         by_tensor: dict[str, list[tuple[Recorded, Pair]]] = {}
         for name, each, pair in zip(plan.names(), plan.copies, pairs, strict=True):
             by_tensor.setdefault(name, []).append((each, pair))
@@ -107,7 +107,7 @@ class PlanPatch:
 def _listed(
     changes: VersionChanges, sparse: list[tuple[PatchRun, list[Recorded]]]
 ) -> Iterator[_Changes]:
-    """Yield what runs write, read by several threads."""
+    """Yield the writes of runs, read by several threads."""
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
         parts = [sparse[at : at + _RUNS] for at in range(0, len(sparse), _RUNS)]
         found = readers.map(lambda part: [changes.listed(run) for run, _ in part], parts)
@@ -118,7 +118,7 @@ def _listed(
 
 
 def _is_sparse(each: Recorded, runs: list[PatchRun]) -> bool:
-    """Whether elements of a copy can be written one by one."""
+    """Return whether a copy allows writes of single elements."""
     size = each.source.dtype.itemsize
     dims = sum(step > 0 for step in each.source.strides)
     return (
@@ -139,7 +139,7 @@ def _dims_of(each: Recorded) -> list[tuple[int, int, int]]:
 
 
 def _is_whole(each: Recorded, run: PatchRun) -> bool:
-    """Whether a copy has all of a run's piece."""
+    """Return whether a copy contains a run's whole piece."""
     source, piece, width = each.source, run.piece, run.piece.width
     end = piece.offset + (piece.rows - 1) * piece.stride + piece.row_bytes
     step = 1
@@ -166,7 +166,7 @@ class _TorchScatter:
     def all_of(
         cls, listed: Iterator[_Changes], base: torch.Tensor | None
     ) -> list[_TorchScatter] | None:
-        """Look up all changes; None where the model has another base."""
+        """Look up every change; return None if the model holds a different base."""
         made = []
         for run, copies, elements, values in listed:
             width = run.piece.width
@@ -198,14 +198,14 @@ class _TorchScatter:
 
 
 def _rows_of(run: PatchRun) -> tuple[int, int, int]:
-    """Return elements of a row, those between two rows, and those before the first."""
+    """Return the elements of a row, between two rows, and before the first."""
     piece, width = run.piece, run.piece.width
     length = piece.row_bytes // width
     return length, (piece.stride // width - length if piece.rows > 1 else 0), piece.offset // width
 
 
 def _flat(target: torch.Tensor) -> torch.Tensor:
-    """View all of the memory that a tensor lies in, element by element."""
+    """View a tensor's whole memory, element by element."""
     storage = target.untyped_storage()
     count = storage.nbytes() // target.element_size()
     made = torch.empty(0, dtype=target.dtype, device=target.device)
@@ -213,7 +213,7 @@ def _flat(target: torch.Tensor) -> torch.Tensor:
 
 
 def _placed(each: Recorded, at: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where elements of a version are in a target's memory, and which of them are at all."""
+    """Return the places of version elements in a target's memory, and a mask of valid ones."""
     left = at - each.source.start // width
     to = torch.full_like(left, int(each.target.storage_offset()))
     inside = left >= 0
@@ -233,7 +233,7 @@ def _digest(values: torch.Tensor, places: torch.Tensor, width: int) -> torch.Ten
 
 
 class _KernelScatter:
-    """Changes of elements of one width, all of a device's copies together."""
+    """Changes of equal width, for every copy of a device together."""
 
     def __init__(self, device: torch.device, width: int, found: list[_Changes]) -> None:
         self._device, self._width = device, width
@@ -256,7 +256,7 @@ class _KernelScatter:
     def all_of(
         cls, listed: Iterator[_Changes], base: torch.Tensor | None
     ) -> list[_KernelScatter] | None:
-        """Look up all changes; None where the model has another base."""
+        """Look up every change; return None if the model holds a different base."""
         widths: dict[int, list[_Changes]] = {}
         for each in listed:
             widths.setdefault(each.run.piece.width, []).append(each)
@@ -271,7 +271,7 @@ class _KernelScatter:
         return made
 
     def _compare(self, found: list[_Changes], base: int) -> bool:
-        """Make the table of all copies, and see whether what they have is the base's."""
+        """Build the table of every copy, and compare the present elements with the base."""
         rows: list[tuple[int, ...]] = []
         wanted: list[int] = []
         first = 0
@@ -296,7 +296,7 @@ class _KernelScatter:
                 wanted.append(_signed(run.base_digest) if is_whole else 0)
             first += len(elements)
         table = np.array(rows, np.int64)
-        # A program has some changes of one copy.
+        # A program handles some changes of a copy.
         parts = -(-table[:, 1] // LANES)
         which = np.repeat(np.arange(len(table)), parts)
         ahead = (np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)) * LANES

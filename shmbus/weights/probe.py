@@ -1,7 +1,7 @@
-"""Which carrier serves: questions about this machine, and nothing else.
+"""Choice of a carrier, by read-only questions about this machine.
 
-Invariant: nothing is allocated, shared or mapped here, and no device gets a context. A probe that
-shares a tensor can wedge a device that several processes use.
+Invariant: a probe allocates, shares and maps nothing, and creates no device context: a probe that
+shares a tensor can wedge a device used by several processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checked_device(device: str | torch.device) -> torch.device:
-    """Return a device that this process has."""
+    """Return a device visible to this process."""
     wanted = known_device(device)
     count = torch.cuda.device_count() if wanted.type == "cuda" else 0
     known = wanted.type == "cpu" or (wanted.type == "cuda" and (wanted.index or 0) < count)
@@ -41,14 +41,14 @@ def checked_device(device: str | torch.device) -> torch.device:
 def probe_carriers(
     device: str | torch.device = "cpu", *, size: int = 0, directory: Path | str | None = None
 ) -> Choice:
-    """Say which carrier would be chosen, and why not the others.
+    """Return the carrier that would be chosen, with the reasons against the rest.
 
     Parameters
     ----------
     device : str | torch.device
-        Where the weights go.
+        Target device of the weights.
     size : int
-        Bytes that all slots need together; 0 where that is not known, or they are there.
+        Bytes of every slot together; 0 if unknown or already allocated.
     directory : path, optional
         For the carrier "checkpoint".
 
@@ -59,11 +59,11 @@ def probe_carriers(
     Raises
     ------
     WeightsError
-        None can serve; the message has each reason.
+        No carrier can serve; the message lists every reason.
     DeviceMismatchError
-        The device is not here.
+        The device is missing.
     TypeError, ValueError
-        An argument is none.
+        An argument is invalid.
     """
     checked = checked_device(device)
     size = check_int64("size", size)
@@ -90,7 +90,7 @@ def choose(
     *,
     directory: Path | str | None = None,
 ) -> Choice:
-    """Choose a carrier, or check the one that was asked for."""
+    """Choose a carrier, or check the requested one."""
     check_choice("carrier", carrier, ("auto", *CARRIERS))
     if directory is not None:
         check_path("directory", directory)

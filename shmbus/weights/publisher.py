@@ -1,12 +1,12 @@
-"""Publishing weights: each rank writes its own pieces, and readers get whole versions.
+"""Publication of weights: each rank writes its own pieces, and readers get whole versions.
 
 Invariants:
 
-- A version is published whole or not at all: an error names what failed, and which one is in force.
-- What `publish` has returned for is copied: the parameters may change from then on.
-- One version at a time: a second call waits for the one under way.
-- Numbers rise within a life; a life begins with a publisher, or where `new_life` says so. Readers
-  follow the order of publications, so a life may begin with any number.
+- A version is published whole or not at all: an error names the failure and the version in force.
+- `publish` returns after the copy: the parameters may change from then on.
+- One version at a time: a second call waits for the first.
+- Numbers rise within a life; a life begins with a publisher, or with a call of `new_life`. Readers
+  follow the order of publications, and a life may begin with any number.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from shmbus.weights.source import LocalPiece, WeightSource, require_source
 
 logger = logging.getLogger(__name__)
 
-#: Default for `timeout`, in seconds: ranks and readers that need longer for a copy have stopped.
+#: Default for `timeout`, in seconds: ranks and readers with a slower copy have stopped.
 PUBLISH_TIMEOUT_S: Final = 60.0
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a version.
+    """Result of a publication.
 
     Attributes
     ----------
     version : int
         As given.
     skipped : bool
-        Whether readers held every slot, and ``when_held="skip"`` went on without it.
+        Whether ``when_held="skip"`` dropped the version because readers held every slot.
     copied_bytes : int
-        Bytes that this rank wrote.
+        Bytes written by this rank.
     copied_s, seconds : float
         Seconds until the parameters were copied, and until the version was whole.
     changed : int | None
-        Elements of this rank that changed since the version before, where a patch says which;
-        None where the version has no patch.
+        Elements of this rank changed since the previous version, from the patch; None without a
+        patch.
     """
 
     version: int
@@ -75,9 +75,9 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Publication:
-    """A version that is being published by a thread.
+    """Version in publication by a thread.
 
-    The parameters must not change until `wait_copied` has returned.
+    The parameters must not change until `wait_copied` returned.
     """
 
     def __init__(self, version: int) -> None:
@@ -89,7 +89,7 @@ class Publication:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, either way."""
+        """Return whether the publication ended, in success or failure."""
         return self._ended.is_set()
 
     def wait_copied(self, timeout: float | None = None) -> None:
@@ -103,7 +103,7 @@ class Publication:
         Raises
         ------
         WaitTimeoutError
-            They are still being copied.
+            The copy still runs.
         """
         check_timeout(timeout, "timeout")
         if not self._copied.wait(timeout):
@@ -115,12 +115,12 @@ class Publication:
             raise self._error
 
     def wait(self, timeout: float | None = None) -> Published:
-        """Wait until readers get it.
+        """Wait until readers get the version.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds; None waits for the end, which the publisher's own deadlines bound.
+            Seconds; None waits for the end, bounded by the publisher's own deadlines.
 
         Returns
         -------
@@ -129,7 +129,8 @@ class Publication:
         Raises
         ------
         WaitTimeoutError, WeightsError
-            It is still under way, and goes on; or it failed, and what was newest stays in force.
+            The publication still runs, and continues; or it failed, and the previous version stays
+            in force.
         """
         check_timeout(timeout, "timeout")
         if not self._ended.wait(timeout):
@@ -148,39 +149,39 @@ class Publication:
 
 
 class WeightPublisher:
-    """Publishes the weights of a bus.
+    """Publish the weights of a bus.
 
     Parameters
     ----------
     bus : str
-        The bus that they belong to; that need not exist.
+        Bus of the weights; it need not exist.
     source : WeightSource
-        Such as ``ModuleSource(model)``. Its names, dtypes and shapes are read now.
+        For example ``ModuleSource(model)``. Its names, dtypes and shapes are read now.
     carrier : "auto" | "shm" | "cuda_vmm" | "cuda_ipc" | "memfd" | "checkpoint"
-        How they travel; "auto" asks `probe_carriers`.
+        Transport of the weights; "auto" asks `probe_carriers`.
     device : str | torch.device
-        Carriers "cuda_vmm" and "cuda_ipc": the CUDA device on which versions lie; in ranks above 0
-        the one from which they write.
+        Carriers "cuda_vmm" and "cuda_ipc": the CUDA device of the versions; in ranks above 0
+        the device of the writes.
     slots, max_slots : int, int | None
-        Versions that have memory, and to how many that may grow; not of a checkpoint.
+        Versions with memory, and the limit of their growth; not of a checkpoint.
     rank, world_size : int
-        This process among those that write a version together. Every rank publishes each version.
+        This process among the joint writers of a version. Every rank publishes each version.
     when_held : "wait" | "skip" | "grow"
-        What happens where slow readers hold every slot but the newest.
+        Reaction to slow readers that hold every slot but the newest.
     timeout : float
         Seconds to wait for readers and for other ranks.
     digests : bool
-        Compute a digest of each block, which costs another pass over memory.
+        Compute a digest of each block, at the cost of another pass over memory.
     patches : bool | float
-        Carrier "shm": whether a version also says which elements changed since the one before; a
-        number is the share of elements up to which it does, 0.05 where it is True.
+        Carrier "shm": publish the changed elements with a version; a number limits their share of
+        the elements, True means 0.05.
     directory : path, optional
-        Carrier "checkpoint": where files go.
+        Carrier "checkpoint": directory of the files.
     keep : bool
-        Whether the weights stay when this publisher is closed, as they do after a death, and after
-        an exception that leaves its ``with`` block.
+        Whether the weights survive `close`, as they survive a death, and an exception in the
+        ``with`` block.
     label : str
-        For messages, and for `shmbus weights`.
+        Name in messages and in `shmbus weights`.
 
     Raises
     ------
@@ -189,9 +190,9 @@ class WeightPublisher:
     BusBusyError
         Another process publishes these weights.
     WeightsError, DeviceMismatchError
-        The carrier cannot serve here, or the device is not here.
+        The carrier cannot serve on this machine, or the device is missing.
     TypeError, ValueError
-        An option is invalid, or is another carrier's.
+        An option is invalid, or belongs to another carrier.
     CapacityError
         The slots do not fit /dev/shm, or the device.
 
@@ -233,7 +234,7 @@ class WeightPublisher:
         self._keep = keep
         self._lock = threading.Lock()
         self._closed, self._pid = False, os.getpid()
-        #: The number that was published last in this life; None before the first.
+        #: Last published number of this life; None before the first.
         self.version: int | None = None
         self.manifest: Final = Manifest.plan(
             source.params(), aliases=source.aliases(), slices=source.slices(), model=bus
@@ -267,14 +268,14 @@ class WeightPublisher:
         )
 
     def publish(self, version: int, *, text: str = "") -> Published:
-        """Publish the parameters as they are now; returns when readers get them.
+        """Publish the parameters as they are now; return when readers get them.
 
         Parameters
         ----------
         version : int
-            An int64, above the one before; a publisher's first may be any, as after `new_life`.
+            An int64 above the previous one; free for a publisher's first, and after `new_life`.
         text : str
-            A name for it.
+            Name of the version.
 
         Returns
         -------
@@ -283,15 +284,15 @@ class WeightPublisher:
         Raises
         ------
         PeerGoneError, WaitTimeoutError
-            Another rank has ended; or readers or ranks, which are named, took too long.
+            A peer rank ended; or the named readers or ranks took too long.
         ManifestError
-            The model is not the one that this publisher was made for.
+            The model changed its names, shapes or dtypes since the publisher's start.
         VersionOrderError
-            The version is not above the one before.
+            The version is not above the previous one.
         WeightsError
-            Another rank could not write its pieces.
+            A peer rank could not write its pieces.
         BusClosedError, BusRemovedError
-            This publisher is closed, or the weights were removed under it.
+            This publisher is closed, or the weights were removed meanwhile.
         TypeError, ValueError
             The version is no int64.
         """
@@ -299,10 +300,10 @@ class WeightPublisher:
         return self._publish(check_int64("version", version), text, threading.Event())
 
     def new_life(self) -> None:
-        """Say that training went back, as to a checkpoint: the next version may have any number.
+        """Announce a return to an earlier state, for example a checkpoint.
 
-        Readers that wait for a newer version get the next one all the same. Each rank says so; a
-        new publisher begins a life by itself.
+        The next version may carry any number. Waiting readers get it all the same. Each rank calls
+        `new_life`; a new publisher begins a life by itself.
         """
         self.version = None
 
@@ -332,20 +333,20 @@ class WeightPublisher:
 
         def run() -> None:
             try:
-                # What the caller has asked its device to compute comes before the copies.
+                # The caller's queued device work comes before the copies.
                 with torch.cuda.stream(stream):
                     result = self._publish(publication.version, text, publication._copied)
-            except BaseException as error:  # it is raised by the waits
+            except BaseException as error:  # raised by the waits
                 publication._end(None, error)
             else:
                 publication._end(result, None)
 
-        # No daemon: at the interpreter's end it is waited for, as a device's work cannot be ended.
+        # No daemon: the interpreter waits for it at exit, because device work cannot be cancelled.
         threading.Thread(target=run, name=f"publish {version}").start()
         return publication
 
     def _require_open(self) -> None:
-        # Asked before the lock, which in a forked child another thread of the parent may have had.
+        # Checked before the lock: in a forked child a thread of the parent may have held the lock.
         if os.getpid() != self._pid:
             raise BusClosedError(
                 f"the publisher of bus {self.bus!r} was made in process {self._pid}, before a "
@@ -392,7 +393,7 @@ class WeightPublisher:
             )
 
     def _warn_of_earlier_run(self, version: int) -> None:
-        """Warn before weights older than the samples that the bus has."""
+        """Warn before weights older than the bus's samples."""
         try:
             with Bus.open(self.bus) as bus:
                 newest = bus.policy_version
@@ -438,7 +439,7 @@ class WeightPublisher:
         return written
 
     def _require_all(self, written: int, sizes: dict[str, int], lasting: set[str]) -> None:
-        """Raise ManifestError where a tensor did not come, or came more than once."""
+        """Raise ManifestError for a tensor that never came, or came twice."""
         known = {tensor.name: tensor.size for tensor in self.manifest.tensors}
         faults = [
             f"{name!r}: {size} bytes came, of {known[name]}"
@@ -456,9 +457,9 @@ class WeightPublisher:
             )
 
     def close(self) -> None:
-        """Wait for the version under way, and leave; the weights go too, unless `keep`.
+        """Wait for the version in publication, and leave; the weights go too, unless `keep`.
 
-        In a forked child nothing goes but what the child has: its parent publishes.
+        In a forked child only the child's own resources go: its parent publishes.
         """
         self._close(keep=self._keep)
 
@@ -470,7 +471,7 @@ class WeightPublisher:
         with self._lock:
             if not self._closed:
                 self._writer.close(remove=self.rank == 0 and not keep)
-                self._closed = True  # last: who was interrupted here may call it again
+                self._closed = True  # last: an interrupted caller may call again
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"rank {self.rank} of {self.world_size}"
@@ -480,7 +481,7 @@ class WeightPublisher:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # Readers go on with what was published where its trainer fails, as where it dies.
+        # Readers keep the published weights after their trainer's failure, as after its death.
         self._close(keep=self._keep or error is not None)
 
 

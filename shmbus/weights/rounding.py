@@ -32,9 +32,9 @@ ROUNDINGS: Final = ("nearest", "stochastic")
 #: cache; a chunk of a device outweighs a kernel launch.
 HOST_CHUNK_ELEMENTS: Final = 1 << 20
 DEVICE_CHUNK_ELEMENTS: Final = 1 << 24
-#: Low bits of a float32 that each 16-bit dtype lacks.
+#: Low bits of a float32 missing from each 16-bit dtype.
 DROPPED_BITS: Final = {torch.bfloat16: 16, torch.float16: 13}
-#: Below the smallest normal float16 the grid is even; 2 ** 24 is one over its step.
+#: Below the smallest normal float16 the grid is even, with step 2**-24.
 HALF_NORMAL: Final = 2.0**-14
 HALF_STEPS: Final = 2.0**24
 
@@ -57,7 +57,7 @@ def round_stochastically(
 
 
 def loses_bits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a cast of the tensor drops bits that can be rounded stochastically."""
+    """Return whether a cast drops bits open to stochastic rounding."""
     return dtype in DROPPED_BITS and tensor.dtype in (torch.float32, torch.float64)
 
 
@@ -82,7 +82,7 @@ def require_range(peaks: Mapping[str, torch.Tensor]) -> None:
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype, noise: torch.Tensor) -> torch.Tensor:
-    """Return float32 values that the dtype represents exactly."""
+    """Return float32 values representable exactly in the dtype."""
     dropped = DROPPED_BITS[dtype]
     found = (values.view(torch.int32) + noise).bitwise_and_(-1 << dropped).view(torch.float32)
     if dtype == torch.float16:

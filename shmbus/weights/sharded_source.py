@@ -1,11 +1,11 @@
-"""Weights of any layout: each rank names what it has, and where that lies in the whole model.
+"""Weights of any layout: each rank names its shards, with their place in the whole model.
 
-A shard is a part of a tensor of the checkpoint, as a view of whatever this rank has; ranks tell
-each other of their shards once, names and boxes alone, and each writes its own into its place.
+A shard is a part of a checkpoint tensor, as a view of this rank's memory; ranks exchange their
+shards once, names and boxes only, and every rank writes its own in place.
 
-Invariants: no rank gathers a tensor; shards of all ranks are each tensor exactly once, but for
-those that several have alike, of which one writes; a hole or an overlap is refused by name before a
-byte is written.
+Invariants: no rank gathers a tensor; the ranks' shards cover a tensor exactly once, apart from
+replicated shards, written by one rank; a hole or an overlap is refused by name before a byte is
+written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shmbus.weights.manifest import ParamMeta, Slice
 from shmbus.weights.rounding import ROUNDINGS, Rounding
 from shmbus.weights.source import EvenShares, LocalPiece, dtype_name, local_part
 
-#: What every rank said, in the order of ranks, for what this one says.
+#: Exchange of a message: from this rank's bytes to every rank's, in rank order.
 Exchange: TypeAlias = Callable[[bytes], Sequence[bytes]]
 
 
@@ -36,11 +36,11 @@ class Shard:
     name : str
         As in the checkpoint.
     shape, start : tuple of int
-        Of the whole tensor, and where the part begins in each dimension.
+        Of the whole tensor, and the part's first index in each dimension.
     tensor : Tensor
-        The part: a view of what this rank has, of any strides.
+        The part: a view of this rank's memory, of any strides.
     dtype : torch.dtype, optional
-        What is published, cast while it is copied; the tensor's own by default.
+        Published dtype, cast during the copy; the tensor's own by default.
     """
 
     __slots__ = ("dtype", "name", "shape", "start", "tensor")
@@ -65,7 +65,7 @@ class Shard:
 
 
 class _Box(msgspec.Struct, frozen=True, array_like=True):
-    """What other ranks know of a shard."""
+    """A shard as known to every rank."""
 
     name: str
     dtype: str
@@ -87,15 +87,15 @@ class _Box(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShardedSource:
-    """A source of named shards, one of them a rank's.
+    """A source of named shards, a part of them per rank.
 
     Parameters
     ----------
     shards : callable
-        Returns this rank's shards; called for each version, since a trainer may move what it has.
+        Returns this rank's shards; called for every version, because a trainer may move its memory.
     exchange : callable, optional
-        From what this rank says, bytes, to what all ranks said, in the order of ranks; called once.
-        By default ranks of ``torch.distributed`` gather it, and without that there is one rank.
+        From this rank's bytes to every rank's, in the order of ranks; called once. By default ranks
+        of ``torch.distributed`` gather them; otherwise a single rank is assumed.
     slices : mapping of Slice, optional
         Names for parts.
     rounding : "nearest" | "stochastic"
@@ -104,9 +104,9 @@ class ShardedSource:
     Raises
     ------
     ManifestError
-        Shards leave a hole, overlap, or disagree about a tensor; all of them are named.
+        Shards leave a hole, overlap, or disagree about a tensor; every fault is named.
     TypeError
-        It is no function.
+        An argument is no function.
 
     Examples
     --------
@@ -139,11 +139,11 @@ class ShardedSource:
         self._pieces: dict[_Box, tuple[object, LocalPiece]] = {}
 
     def params(self) -> list[ParamMeta]:
-        """Return all tensors of the whole model, in the order in which ranks named them."""
+        """Return every tensor of the whole model, in the order of the ranks' names."""
         return self._params
 
     def aliases(self) -> Mapping[str, str]:
-        """Return none: a tied tensor is one shard, or two."""
+        """Return no aliases: a tied tensor counts as one shard, or two."""
         return {}
 
     def slices(self) -> Mapping[str, Slice]:
@@ -151,7 +151,7 @@ class ShardedSource:
         return self._slices
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        """Yield the shards that this rank writes.
+        """Yield the shards written by this rank.
 
         Parameters
         ----------
@@ -165,7 +165,7 @@ class ShardedSource:
         Raises
         ------
         ManifestError
-            The rank has other shards than it said, or there are more or fewer ranks.
+            The rank's shards differ from its announcement, or the number of ranks changed.
         """
         ranks = {each for writers in self._writers.values() for each in writers}
         if ranks and max(ranks) >= world_size:
@@ -185,7 +185,7 @@ class ShardedSource:
             raise ManifestError(f"rank {rank} has other shards than when it was made", faults)
 
     def _piece(self, box: _Box, shard: Shard) -> LocalPiece:
-        """Return the piece of before, where the shard still is the same memory."""
+        """Return the previous piece if the shard's memory is unchanged."""
         tensor = shard.tensor
         look = tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device
         lazy = tensor.is_conj() or tensor.is_neg()
@@ -212,7 +212,7 @@ def _box_of(shard: Shard) -> _Box:
 
 
 def _checked(boxes: Sequence[Sequence[_Box]]) -> list[ParamMeta]:
-    """Return what shards of all ranks make up together; they are each tensor once."""
+    """Return the tensors formed by every rank's shards; refuse holes and overlaps."""
     tensors: dict[str, dict[Any, tuple[_Box, int]]] = {}
     params: dict[str, ParamMeta] = {}
     faults = []
@@ -244,7 +244,7 @@ def _checked(boxes: Sequence[Sequence[_Box]]) -> list[ParamMeta]:
 
 
 def _writers(boxes: Sequence[Sequence[_Box]]) -> dict[_Box, tuple[int, ...]]:
-    """Choose who writes each shard, the first of those that have it: the least loaded."""
+    """Map every shard to its holders, its writer first: the least loaded."""
     having: dict[_Box, list[int]] = {}
     for rank, said in enumerate(boxes):
         for box in dict.fromkeys(said):
@@ -259,7 +259,7 @@ def _writers(boxes: Sequence[Sequence[_Box]]) -> dict[_Box, tuple[int, ...]]:
 
 
 def _gather(said: bytes) -> Sequence[bytes]:
-    """Gather what ranks say; as bytes, so that nothing is unpickled."""
+    """Gather the ranks' messages as bytes, without pickle."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [said]
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
@@ -276,14 +276,14 @@ def _gather(said: bytes) -> Sequence[bytes]:
 def module_shards(
     model: torch.nn.Module, *, rename: Callable[[str], str] | None = None
 ) -> Iterator[Shard]:
-    """Yield what this rank has of a module: of each DTensor, as FSDP2 makes them, its own part.
+    """Yield a rank's shards of a module: of each DTensor, as made by FSDP2, its own part.
 
     Parameters
     ----------
     model : torch.nn.Module
         Its parameters and persistent buffers.
     rename : callable, optional
-        From the module's names to those of the checkpoint.
+        From the module's names to the checkpoint's.
 
     Yields
     ------
@@ -300,20 +300,20 @@ def module_shards(
 
 
 class ExportedSource:
-    """What a trainer exports as whole tensors, one after the other, on every rank in lockstep.
+    """Whole tensors exported by a trainer, one after the other, on every rank in lockstep.
 
-    As Megatron-Bridge does. Each rank writes its share of them, and keeps none.
+    Megatron-Bridge exports in this way. Each rank writes its share of them, and keeps none.
 
     Parameters
     ----------
     export : callable
         Returns an iterator of names and tensors, the same on every rank; called for each version,
-        and once more to learn what there is.
+        and once more to list the tensors.
 
     Raises
     ------
     TypeError
-        It is no function.
+        The argument is no function.
     """
 
     def __init__(self, export: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
@@ -325,13 +325,13 @@ class ExportedSource:
         self._params: list[ParamMeta] | None = None
 
     def params(self) -> list[ParamMeta]:
-        """Return what is exported, learned once."""
+        """Return the exported tensors, listed once."""
         if self._params is None:
             self._params = [_meta_of(name, tensor) for name, tensor in self._export()]
         return self._params
 
     def aliases(self) -> Mapping[str, str]:
-        """Return none: what is tied is exported once, or twice."""
+        """Return no aliases: tied tensors are exported once, or twice."""
         return {}
 
     def slices(self) -> Mapping[str, Slice]:
@@ -339,7 +339,7 @@ class ExportedSource:
         return {}
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        """Yield this rank's share, and go through all of it, as the other ranks do.
+        """Yield this rank's share; iterate over everything, in step with every rank.
 
         Parameters
         ----------
@@ -353,7 +353,7 @@ class ExportedSource:
         Raises
         ------
         ManifestError
-            Something else is exported than at first.
+            The exported tensors differ from the first export.
         """
         known = iter(self.params())
         shares = EvenShares(world_size)

@@ -1,12 +1,12 @@
-"""The file of a model that is shared as one copy: header, manifest, and the tensors in its places.
+"""File of a model's single shared copy: header, manifest, and the tensors in place.
 
 Invariants:
 
-- A file that has its name is whole, with the values of all tensors. One that a living process has
-  open is never replaced, and who makes one removes no other that lives.
-- Nothing that is read from a file bounds an access before it was compared with its own size.
-- Locks are those of a descriptor that is not mapped: a forked child, which has the mapping, does
-  not keep them.
+- A file under its final name is whole, with the values of every tensor. A file opened by a living
+  process is never replaced, and a creator removes no living process's file.
+- Nothing read from a file bounds an access before a comparison with the file's own size.
+- Locks belong to a descriptor without a mapping: a forked child inherits the mapping and does
+  not keep the locks.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from shmbus.weights.manifest import Manifest
 
 KIND: Final = "shared"
 MAGIC: Final = b"shmbusS2"
-#: magic, version, stepping, bytes of the manifest, bytes of the payload, where the payload begins;
-#: whose exported memory the payload is instead, 0 where it is in the file.
+#: magic, version, stepping, bytes of the manifest, bytes of the payload, start of the payload;
+#: owner of exported memory that holds the payload instead, 0 for a payload in the file.
 HEADER: Final = struct.Struct("<8sqQQQQQ")
 VERSION_AT: Final = 8
 STEPPING_AT: Final = 16
 HEADER_BYTES: Final = 4096
 _PAGE: Final = 4096
-#: Bytes of a manifest; a larger one is damage.
+#: Limit of a manifest's bytes; a larger value means damage.
 _MAX_MANIFEST_BYTES: Final = 64 << 20
 
 
@@ -59,7 +59,7 @@ class SharedFile(LockedFile):
 
     @contextlib.contextmanager
     def made(self, manifest: Manifest, version: int, owner: int = 0) -> Iterator[None]:
-        """Make the file under another name, for a ``with`` block that fills it; then name it."""
+        """Create the file under a temporary name, filled by the ``with`` block; then rename it."""
         with contextlib.ExitStack() as stack:
             left = _locked_leftover(self.path, self.bus, stack)
             _remove_unfinished(self.path)
@@ -70,7 +70,7 @@ class SharedFile(LockedFile):
                 if left:
                     os.rename(self._fresh, self.path)
                 else:
-                    # Not over what another one has made meanwhile, as a rename would.
+                    # A link, unlike a rename, fails over a concurrently created file.
                     os.link(self._fresh, self.path)
                     os.unlink(self._fresh)
             except (FileExistsError, FileNotFoundError) as error:
@@ -78,7 +78,7 @@ class SharedFile(LockedFile):
             self._fresh = ""
 
     def _begin(self, manifest: Manifest, version: int, owner: int) -> None:
-        """Allocate all of it, and write what stands before the weights."""
+        """Allocate the whole file, and write the bytes before the weights."""
         said = manifest.encode()
         at = -(-(HEADER_BYTES + len(said)) // _PAGE) * _PAGE
         try:
@@ -98,7 +98,7 @@ class SharedFile(LockedFile):
             ) from error
 
     def map(self, *, writable: bool) -> mmap.mmap:
-        """Map it by another descriptor."""
+        """Map the file by another descriptor."""
         fd = os.open(self._fresh or self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if not os.path.samestat(os.fstat(fd), os.fstat(self.fd)):
@@ -109,8 +109,8 @@ class SharedFile(LockedFile):
             os.close(fd)
 
     def remove(self) -> None:
-        """Remove its names; whoever has it open keeps what it has. Another file stays."""
-        # Nobody else's has the name that it is made under; a child of its maker has no descriptor.
+        """Remove the file's names; processes with an open file keep it. A newer file stays."""
+        # The temporary name is unique to this file; a creator's forked child holds no descriptor.
         if self._fresh and not self.forked:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._fresh)
@@ -120,7 +120,7 @@ class SharedFile(LockedFile):
 
 
 def _locked_leftover(path: str, bus: str, stack: contextlib.ExitStack) -> bool:
-    """Keep everybody from a file that nobody has open, until the stack ends; False without one."""
+    """Lock an unused file until the stack ends; return False without one."""
     try:
         file = open_own(path, os.O_RDWR, _title(bus))
     except FileNotFoundError:
@@ -134,9 +134,9 @@ def _locked_leftover(path: str, bus: str, stack: contextlib.ExitStack) -> bool:
 
 
 def _remove_unfinished(path: str) -> None:
-    """Remove what processes that have ended were making, which is as large as a model."""
+    """Remove dead processes' unfinished files, each as large as a model."""
     for left in glob.glob(f"{glob.escape(path)}.new-*"):
-        # What another user has put there is not ours to remove.
+        # Never remove a foreign user's file.
         with contextlib.suppress(OSError, LayoutMismatchError):
             file = open_own(left, os.O_RDWR, "unfinished shared weights")
             try:
@@ -167,7 +167,7 @@ def open_file(bus: str, timeout: float) -> SharedFile:
             fcntl.flock(file.fd, fcntl.LOCK_SH)
             if leads_to(file.path, os.fstat(file.fd)):
                 return file
-            # Its trainer has ended meanwhile, or another one has begun.
+            # Its trainer ended meanwhile, or a new one began.
             file.close()
         except FileNotFoundError as error:
             if time.monotonic() >= deadline:
@@ -182,7 +182,7 @@ def open_file(bus: str, timeout: float) -> SharedFile:
 
 
 def check_file(file: int, path: str) -> None:
-    """Refuse what is no such file, before a byte of it is mapped."""
+    """Refuse a foreign file, before a byte of it is mapped."""
     found = os.fstat(file)
     head = os.pread(file, HEADER.size, 0)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
@@ -200,7 +200,7 @@ def check_file(file: int, path: str) -> None:
 
 
 def shared_state(bus: str) -> tuple[int, bool] | None:
-    """Ask what a shared copy is, without attaching."""
+    """Return a shared copy's version and state, without attaching."""
     path = path_of(bus)
     with contextlib.suppress(FileNotFoundError):
         file = open_own(path, os.O_RDONLY, _title(bus))

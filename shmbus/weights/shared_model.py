@@ -10,17 +10,18 @@
         with shared.reading(timeout=5.0) as version:  # one forward pass, or a whole request
             model(tokens)
 
-On a CUDA device the tensors lie in memory that is exported once, by whichever side has them: an
-engine shares with ``writes=False``, and the trainer attaches with ``writable=True``.
+On a CUDA device the tensors lie in memory exported once, by either side: an engine shares with
+``writes=False``, and the trainer attaches with ``writable=True``.
 
 Invariants:
 
 - A reader inside `reading` meets one version only, and neither it nor the trainer's step starves.
-- Who steps holds both bytes of a file; a reader holds the second, and passes the first to get it.
-  So whoever waits to step keeps new readers out. Threads of one process, which the file's locks do
-  not tell apart, the guard itself keeps apart; what is held ends with its object, or its process.
-- A trainer that dies in a step, or whose step raises, leaves the word `stepping` behind: readers
-  get an error, and nobody generates with a mix.
+- A stepping process holds both bytes of a file; a reader holds the second, and passes the first on
+  its way. A waiting stepper therefore keeps new readers out. The file's locks do not distinguish
+  threads of one process, and the guard itself keeps them apart; a lock ends with its object, or its
+  process.
+- A trainer's death or exception in a step leaves the word `stepping` behind: readers get an error,
+  and no server generates with a mix.
 - A model is attached whole or not at all: every parameter and buffer is found first.
 """
 
@@ -78,7 +79,7 @@ from shmbus.weights.shared_file import (
 )
 from shmbus.weights.source import ModuleSource
 
-#: Bytes of the file that are locked; what they hold does not matter.
+#: Locked bytes of the file; their content does not matter.
 _GATE: Final = 0
 _DATA: Final = 1
 _WRITER: Final = 2
@@ -87,25 +88,25 @@ _RETRY_S: Final = 0.0002
 
 
 class StepGuard:
-    """The locks of one open file."""
+    """Locks of one open file."""
 
     def __init__(self, file: LockedFile) -> None:
         self._file = file
-        # Held again by what is collected in the middle of a block under it.
+        # Reentrant: garbage collection may end an object inside a block under the lock.
         self._threads = threading.RLock()
-        #: Of this process: readers, and the one who steps, by their ids.
+        #: Readers and stepper in this process, by object id.
         self._readers: set[int] = set()
         self._stepper: int | None = None
-        #: Whether that one keeps readers out.
+        #: Whether the stepper keeps readers out.
         self._excludes = False
 
     @property
     def steps(self) -> bool:
-        """Whether this process steps."""
+        """Return whether a stepper runs in the process."""
         return self._stepper is not None
 
     def become_writer(self) -> bool:
-        """Be the one that steps, until the file is closed; False where another one is."""
+        """Become the only stepping process until the file is closed; False if another does."""
         return self._lock(_WRITER, fcntl.F_WRLCK)
 
     def _lock(self, byte: int, kind: int) -> bool:
@@ -115,24 +116,24 @@ class StepGuard:
 
 
 class Reading:
-    """A reader of this process."""
+    """Reader in the current process."""
 
     def __init__(self, guard: StepGuard) -> None:
         self._guard = guard
 
     def begin(self, timeout: float | None) -> bool:
-        """Begin to read; False where a step took longer than that."""
+        """Begin to read; return False if a step outlasts the timeout."""
         return _until(self._try, timeout)
 
     def _try(self) -> bool:
         guard = self._guard
-        # All of it under the threads' lock: the file has one lock of each byte for all of them.
+        # Everything under the threads' lock: every thread shares the process's one lock per byte.
         with guard._threads:
             if guard._stepper is not None and guard._excludes:
                 return False
             began = False
             try:
-                # Said first, so that `end` undoes whatever of the rest has happened.
+                # Registered first: `end` undoes any later part.
                 guard._readers.add(id(self))
                 began = guard._lock(_GATE, fcntl.F_RDLCK) and guard._lock(_DATA, fcntl.F_RDLCK)
                 guard._lock(_GATE, fcntl.F_UNLCK)
@@ -142,9 +143,10 @@ class Reading:
                     self.end()
 
     def end(self) -> None:
-        """End reading; may be called twice."""
+        """End reading; idempotent."""
         guard = self._guard
-        if guard._file.fd < 0:  # closed, or a forked child, where another thread's lock stays
+        # closed, or a forked child, where a thread of the parent may hold the lock
+        if guard._file.fd < 0:
             return
         with guard._threads:
             if id(self) not in guard._readers:
@@ -156,20 +158,20 @@ class Reading:
             guard._readers.discard(id(self))
 
     def __del__(self) -> None:
-        # Its constructor may have been interrupted, or its end.
+        # An interrupt may have hit the constructor, or `end`.
         if hasattr(self, "_guard") and id(self) in self._guard._readers:
             self.end()
 
 
 class Stepping:
-    """The one who steps."""
+    """Stepper in the current process."""
 
     def __init__(self, guard: StepGuard, *, excludes: bool) -> None:
         self._guard = guard
         self._excludes = excludes
 
     def begin(self, timeout: float | None) -> bool:
-        """Begin to step; False where a reader stayed longer than that, or another one steps."""
+        """Begin to step; return False if a reader outlasts the timeout, or another stepper runs."""
         deadline = None if timeout is None else time.monotonic() + timeout
         began = False
         try:
@@ -186,7 +188,7 @@ class Stepping:
                 self.end()
 
     def _claim(self) -> bool:
-        """Be the one of this process."""
+        """Become the process's stepper."""
         guard = self._guard
         with guard._threads:
             if guard._stepper is not None:
@@ -205,11 +207,11 @@ class Stepping:
         """Be alone."""
         guard = self._guard
         with guard._threads:
-            # The file's lock would become this process's own readers' end.
+            # A write lock would replace the read lock of this process's own readers.
             return not guard._readers and guard._lock(_DATA, fcntl.F_WRLCK)
 
     def end(self) -> None:
-        """End stepping; may be called twice."""
+        """End stepping; idempotent."""
         guard = self._guard
         if guard._file.fd < 0:
             return
@@ -247,11 +249,11 @@ class SharedModel(ClosedByWith):
         self._file = file
         self._writable = writable
         self._remove = False
-        #: Whose tensors these are, in the process that steps.
+        #: Model of these tensors, in the stepping process.
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._guard = StepGuard(file)
         self._map = file.map(writable=writable)
-        #: What exports the memory, in the process that has it.
+        #: Exporter of the memory, in its owning process.
         self._arena = arena
         _, _, _, said, size, at, owner = HEADER.unpack_from(self._map)
         self.manifest: Final = Manifest.decode(
@@ -262,27 +264,27 @@ class SharedModel(ClosedByWith):
         elif owner:
             payload = _mapped(self.bus, owner, size, writable=writable)
         else:
-            # From its own first byte on, which is where the manifest's offsets count from.
+            # From its own first byte on, the origin of the manifest's offsets.
             payload = payload_tensor(memoryview(self._map)[at : at + size])
         self._device: Final = payload.device
-        #: Whether another process has the memory, and with it the file.
+        #: True if another process owns the memory and the file.
         self._is_guest = owner != 0 and arena is None
         self._tensors = {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
-        #: The version that the last forward pass of this process met.
+        #: Version of this process's last forward pass.
         self._met = self.version
 
     @property
     def version(self) -> int:
-        """Return what the last whole step made; -1 before the first."""
+        """Return the version of the last whole step; -1 before the first."""
         return int(struct.unpack_from("<q", self._map, VERSION_AT)[0])
 
     @property
     def torn(self) -> bool:
-        """Whether a step was begun and not ended; True also while it is under way."""
+        """Return whether a step began without an end; True also during a step."""
         return bool(struct.unpack_from("<Q", self._map, STEPPING_AT)[0])
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """View a tensor, an alias or a slice; in a server's process a store into it ends that."""
+        """View a tensor, an alias or a slice; a store into a server's view ends the process."""
         what = f"shared weights of bus {self.bus!r}"
         return view_of(self._tensors, self.manifest, name, what)
 
@@ -290,12 +292,12 @@ class SharedModel(ClosedByWith):
 
     @contextlib.contextmanager
     def reading(self, *, timeout: float | None = None) -> Iterator[int]:
-        """Keep the trainer from stepping, for a ``with`` block; threads may share it.
+        """Hold off the trainer's step, for a ``with`` block; threads may share it.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for a step that is under way; None waits for ever.
+            Seconds to wait for a running step; None waits for ever.
 
         Yields
         ------
@@ -322,7 +324,7 @@ class SharedModel(ClosedByWith):
                     "load whole weights in `with shared.stepping(version, heal=True)`"
                 )
             version = self.version
-            if version != self._met:  # torch counts no write of another process
+            if version != self._met:  # torch counts only this process's writes
                 count_writes(self._tensors.values())
                 self._met = version
             yield version
@@ -331,7 +333,7 @@ class SharedModel(ClosedByWith):
             reading.end()
 
     def _settle(self) -> None:
-        """Wait until the device has done what this process asked of it."""
+        """Wait for the device work queued by this process."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -341,7 +343,7 @@ class SharedModel(ClosedByWith):
             raise BusClosedError(f"shared weights of bus {self.bus!r} {what}; attach again")
 
     def _require_in_place(self) -> None:
-        """Raise WeightsError where the model has a tensor that nobody else would see change."""
+        """Raise WeightsError for a tensor whose changes no peer would see."""
         model = None if self._model is None else self._model()
         if model is None:
             return
@@ -378,14 +380,14 @@ class SharedModel(ClosedByWith):
         Parameters
         ----------
         version : int
-            What the weights are after it.
+            Version after the block.
         timeout : float, optional
             Seconds to wait for readers; None waits for ever.
         guard : "lock" | "none"
-            "none" steps beside readers, which then meet a mix of two versions: only where they are
-            paused otherwise, such as by `EngineFleet.step`.
+            "none" steps beside readers, who then meet a mix of two versions: use it only while the
+            readers are paused by other means, for example by `EngineFleet.step`.
         heal : bool
-            Whether the block loads all weights anew, so that it may begin with torn ones.
+            Whether the block reloads every weight and may begin with torn ones.
 
         Yields
         ------
@@ -394,11 +396,11 @@ class SharedModel(ClosedByWith):
         Raises
         ------
         WeightsError
-            This process only reads, or steps already; or the model has a tensor that is not shared.
+            This process only reads, or steps already; or a tensor of the model is not shared.
         WaitTimeoutError, BusClosedError
             A reader did not leave, and nothing was changed; or this copy was closed.
         DamagedError
-            A step before was not ended.
+            An earlier step never ended.
         TypeError, ValueError
             The version is no int64, or an option is invalid.
         """
@@ -423,7 +425,7 @@ class SharedModel(ClosedByWith):
             struct.pack_into("<Q", self._map, STEPPING_AT, 1)
             yield
             self._settle()
-            # Not after an exception: some parameters may be new by then.
+            # Not after an exception: some parameters may already be new.
             struct.pack_into("<q", self._map, VERSION_AT, version)
             struct.pack_into("<Q", self._map, STEPPING_AT, 0)
         finally:
@@ -432,8 +434,8 @@ class SharedModel(ClosedByWith):
     # -- its end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave; tensors that are left stay readable. The file goes with the one that shared it."""
-        # In a forked child there is nothing to remove: the parent goes on with it.
+        """Leave; surviving tensors stay readable. The sharing process also removes the file."""
+        # A forked child removes nothing: the parent continues with the file.
         if self._remove:
             self._file.remove()
         self._file.close()
@@ -441,12 +443,12 @@ class SharedModel(ClosedByWith):
             self._arena.close()
 
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer refuse a step outside of `stepping`: servers would meet half of it.
+        """Make an optimizer refuse a step outside of `stepping`: servers would meet half of it.
 
         Parameters
         ----------
         optimizer : torch.optim.Optimizer
-            Of these parameters.
+            Optimizer of these parameters.
 
         Raises
         ------
@@ -476,31 +478,31 @@ def share_model(
 ) -> SharedModel:
     """Move a model's parameters and persistent buffers into shared memory.
 
-    The parameters stay the objects that they are, so an optimizer goes on with them.
+    The parameter objects stay the same, and an optimizer continues with them.
 
     Parameters
     ----------
     bus : str
-        The bus that they belong to; it need not exist.
+        Bus of the weights; it need not exist.
     model : torch.nn.Module
-        On the CPU, or all of it on one CUDA device, whose memory is exported then.
+        On the CPU, or wholly on one CUDA device, whose memory is then exported.
     slices : mapping of Slice, optional
-        Names for parts, such as q_proj of a fused qkv_proj.
+        Names for parts, for example q_proj of a fused qkv_proj.
     version : int
-        What they are now.
+        Current version.
     writes : bool
-        Whether this process steps; an engine that has the memory does not, and the trainer attaches
-        with ``writable=True``.
+        Whether this process steps; False for an engine that owns the memory, with a trainer
+        attached by ``writable=True``.
 
     Returns
     -------
     SharedModel
-        Writable; its end removes the file's name, and leaves the model as it is.
+        Writable; its end removes the file's name, and leaves the model unchanged.
 
     Raises
     ------
     BusBusyError
-        A living process shares or reads that bus's weights already.
+        A living process shares or reads the bus's weights already.
     WeightsError
         Parameters are on several devices, or one is a shard; or the device exports no memory.
     ManifestError
@@ -538,10 +540,10 @@ def share_model(
                 _tie(model, alias, shared)
         shared._model = weakref.ref(model)
         if arena is not None:
-            torch.cuda.empty_cache()  # where they were, for other processes
+            torch.cuda.empty_cache()  # frees the old memory for other processes
         return shared
     except BaseException:
-        # What was moved has its values, and its memory as long as it lives.
+        # Moved tensors keep their values, and their memory for life.
         file.remove()
         file.close()
         if arena is not None:
@@ -550,7 +552,7 @@ def share_model(
 
 
 def _exported_kind(device: torch.device) -> MemoryKind | None:
-    """Return what exports a device's memory; None for the host's, which the file has."""
+    """Return the export kind of a device's memory; None for host memory in the file."""
     if device.type == "cpu":
         return None
     why = refusals(device.index or 0).get("vmm", "")
@@ -568,7 +570,7 @@ def _arena_of(bus: str, device: torch.device) -> Arena | None:
 
 
 def _mapped(bus: str, owner: int, size: int, *, writable: bool) -> torch.Tensor:
-    """Map what another process exports."""
+    """Map another process's exported memory."""
     view = ArenaView(memory_socket(KIND, bus), or_owner=True, writable=writable)
     try:
         memory = view.memory(BufferName(0, owner))
@@ -585,7 +587,7 @@ def _mapped(bus: str, owner: int, size: int, *, writable: bool) -> torch.Tensor:
 
 
 def _tie(model: torch.nn.Module, name: str, shared: SharedModel) -> None:
-    """Point a second name of a tied tensor at the one copy, where it is an object of its own."""
+    """Point a tied tensor's second object at the one copy."""
     value = model.state_dict(keep_vars=True)[name]
     view = shared[name]
     if value.data_ptr() != view.data_ptr():
@@ -600,7 +602,7 @@ def attach_model(
     strict: bool = True,
     writable: bool = False,
 ) -> SharedModel:
-    """Make a model's parameters views of the trainer's; nothing is copied.
+    """Make a model's parameters views of the trainer's; zero-copy.
 
     Parameters
     ----------
@@ -611,23 +613,23 @@ def attach_model(
     timeout : float
         Seconds to wait for the trainer.
     strict : bool
-        Whether the model has to have each published tensor.
+        Whether the model must contain each published tensor.
     writable : bool
-        Whether this process is the next trainer, and goes on with the copy that the servers have.
+        Whether this process is the next trainer, and continues with the servers' copy.
 
     Returns
     -------
     SharedModel
-        Unless it is writable, a store into the model's parameters ends the process.
+        Unless writable, a store into the model's parameters ends the process.
 
     Raises
     ------
     WaitTimeoutError
         Nobody shares them.
     BusBusyError
-        It is to be writable, and the trainer lives.
+        With `writable`: the trainer lives.
     ManifestError
-        What does not fit, all of it; nothing was changed.
+        Lists every misfit; nothing was changed.
     TypeError, ValueError
         The model or the timeout is invalid.
     """
@@ -655,7 +657,7 @@ def attach_model(
 
 
 def put_views(model: torch.nn.Module, found: Mapping[str, torch.Tensor], *, writable: bool) -> None:
-    """Make all of a model's tensors views, or none; what was tied stays one object."""
+    """Make every tensor of a model a view, or none; tied tensors stay one object."""
     made: dict[tuple[int, int], torch.nn.Parameter] = {}
     with contextlib.ExitStack() as undo:
         for module_name, module in model.named_modules(remove_duplicate=False):
@@ -664,7 +666,7 @@ def put_views(model: torch.nn.Module, found: Mapping[str, torch.Tensor], *, writ
                 if old is None or prefix + leaf not in found:
                     continue
                 view = found[prefix + leaf]
-                # Where the trainer's are not tied, each has its own values.
+                # The trainer's untied tensors carry separate values.
                 one = id(old), view.data_ptr()
                 if one not in made:
                     wants = writable and old.requires_grad
@@ -682,7 +684,7 @@ def put_views(model: torch.nn.Module, found: Mapping[str, torch.Tensor], *, writ
 def _views_for(
     shared: SharedModel, model: torch.nn.Module, *, strict: bool
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Look up views by the model's names, and all that does not fit."""
+    """Look up views by the model's names, and list every misfit."""
     names = set(shared.manifest.names())
     found: dict[str, torch.Tensor] = {}
     faults: list[str] = []
@@ -698,7 +700,7 @@ def _views_for(
         elif view.dtype != old.dtype:
             faults.append(f"dtype of {name!r}: expected {old.dtype}, got {view.dtype}")
         found[name] = view
-    # Such as rotary frequencies: nobody publishes them, and on the meta device they are nothing.
+    # For example rotary frequencies: never published, and without values on the meta device.
     faults += [
         f"buffer {name!r} is on the meta device and is not published; make it before attaching"
         for name, buffer in model.named_buffers()

@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 
 class LocalPiece:
-    """The part of a tensor that this rank writes.
+    """Part of a tensor written by this rank.
 
     Parameters
     ----------
     name : str
         The tensor.
     start : tuple of int
-        Where the part begins in each dimension of the whole.
+        First index of the part in each dimension of the whole.
     tensor : Tensor
-        The part, of any dtype and strides; it is cast while it is copied.
+        The part, of any dtype and strides; cast during the copy.
     lasting : bool
-        Whether the source gives this object again, so that what was found out about it is kept.
+        Whether the source reuses this object, to keep the results of earlier checks.
     rounding : "nearest" | "stochastic"
         Of a cast from float32 or float64 to a 16-bit dtype.
 
     Raises
     ------
     TypeError
-        It is no tensor, or the start is no tuple of ints.
+        The value is no tensor, or the start is no tuple of ints.
     """
 
     __slots__ = ("lasting", "name", "rounding", "start", "tensor")
@@ -70,19 +70,19 @@ class LocalPiece:
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """What a publisher asks for: the names are those of vLLM's weight transfer."""
+    """Interface of a publisher's source, with the names of vLLM's weight transfer."""
 
     def params(self) -> list[ParamMeta]:
         """Return all tensors of the whole model, in the order of the layers."""
 
     def aliases(self) -> Mapping[str, str]:
-        """Return other names of tied tensors: other name -> name."""
+        """Return aliases of tied tensors: alias -> name."""
 
     def slices(self) -> Mapping[str, Slice]:
         """Return names for parts of tensors."""
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        """Yield what this rank writes; called for each version.
+        """Yield this rank's pieces; called for each version.
 
         Parameters
         ----------
@@ -96,7 +96,7 @@ class WeightSource(Protocol):
 
 
 class EvenShares:
-    """Divides tensors that all ranks have alike; all ranks that ask alike are answered alike."""
+    """Division of replicated tensors among ranks; equal calls give equal answers on every rank."""
 
     def __init__(self, world_size: int) -> None:
         self._written = [0] * world_size
@@ -114,8 +114,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def local_part(name: str, tensor: DTensor) -> tuple[tuple[int, ...], torch.Tensor, bool]:
-    """Find what a rank has of a DTensor."""
-    # Whoever has a DTensor has loaded this.
+    """Return a rank's part of a DTensor."""
+    # Already loaded: the caller holds a DTensor.
     from torch.distributed.tensor import Replicate, Shard
 
     for placement in tensor.placements:
@@ -126,7 +126,7 @@ def local_part(name: str, tensor: DTensor) -> tuple[tuple[int, ...], torch.Tenso
                 "published stay in force"
             )
     coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:  # this rank is not part of the mesh
+    if coordinate is None:  # this rank lies outside of the mesh
         return (0,) * tensor.dim(), tensor.to_local(), False
     start = [0] * tensor.dim()
     sizes = list(tensor.shape)
@@ -152,35 +152,35 @@ def local_part(name: str, tensor: DTensor) -> tuple[tuple[int, ...], torch.Tenso
 
 
 class ModuleSource:
-    """The parameters and persistent buffers of a module.
+    """Parameters and persistent buffers of a module.
 
-    Tied tensors are published once, with aliases. A DTensor, as FSDP2 and tensor parallelism make
-    them, is published in whole-model coordinates: each rank writes its own shard. What all ranks
-    have alike is shared out among them, so that each copies its part.
+    Tied tensors are published once, with aliases. A DTensor, as made by FSDP2 and tensor
+    parallelism, is published in whole-model coordinates: each rank writes its own shard. Replicated
+    tensors are divided among the ranks.
 
     Parameters
     ----------
     model : torch.nn.Module
         Read anew for each version.
     dtype : torch.dtype, optional
-        What floating-point tensors are published as, such as torch.bfloat16 for float32 masters;
+        Published dtype of floating-point tensors, for example torch.bfloat16 for float32 masters;
         their own by default.
     rounding : "nearest" | "stochastic"
         Of casts to a 16-bit dtype. "stochastic" lets updates smaller than half a step of the
         bfloat16 grid reach an engine in the mean; the version number seeds the random bits.
     rename : callable, optional
-        From the module's names to those of the checkpoint.
+        From the module's names to the checkpoint's.
     slices : mapping of Slice, optional
         Names for parts, in the checkpoint's names.
     buffers : bool
         Whether persistent buffers are published too.
     only : callable, optional
-        By the module's names, which tensors are published, such as those of an adapter.
+        Selects published tensors by the module's names, for example an adapter's.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is none, such as a dtype without fractions.
+        An argument is invalid, for example a dtype without fractions.
     """
 
     def __init__(
@@ -214,10 +214,10 @@ class ModuleSource:
         self._only = only
 
     def _named(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Tensors by name, and aliases. What is one object under two names is tied."""
+        """Return tensors by name, and aliases. One object under two names counts as tied."""
         state = self._model.state_dict(keep_vars=True)
         if self._seen is None or not self._seen.still(state):
-            self._seen = None  # of a model that cannot be read nothing is known
+            self._seen = None  # an unreadable model leaves no cache
             self._pieces = {}
             self._found = self._read(state)
             self._seen = SeenTensors(state)
@@ -252,14 +252,14 @@ class ModuleSource:
         return self._dtype if cast and self._dtype is not None else tensor.dtype
 
     def params(self) -> list[ParamMeta]:
-        """Return all tensors of the whole model."""
+        """Return every tensor of the whole model."""
         return [
             ParamMeta(name, dtype_name(self._published_dtype(tensor)), tuple(tensor.shape))
             for name, tensor in self._named()[0].items()
         ]
 
     def aliases(self) -> Mapping[str, str]:
-        """Return the other names of tied tensors."""
+        """Return the aliases of tied tensors."""
         return self._named()[1]
 
     def slices(self) -> Mapping[str, Slice]:
@@ -267,7 +267,7 @@ class ModuleSource:
         return self._slices
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        """Yield what this rank writes.
+        """Yield this rank's pieces.
 
         Parameters
         ----------
@@ -299,7 +299,7 @@ class ModuleSource:
                 if first:
                     yield LocalPiece(name, start, local, rounding=self._rounding)
                 continue
-            # Alike on all ranks, so all of them come to the same division.
+            # Equal on every rank: every rank computes the same division.
             if shares.next(detached.numel() * detached.element_size()) == rank:
                 start = (0,) * detached.dim()
                 yield LocalPiece(name, start, detached, rounding=self._rounding)
@@ -308,7 +308,7 @@ class ModuleSource:
 def target_of_piece(
     place: TensorPlace | None, whole: torch.Tensor | None, piece: LocalPiece
 ) -> torch.Tensor:
-    """Return the part of a published tensor that a piece is."""
+    """Return a piece's part of a published tensor."""
     if place is None or whole is None:
         raise ManifestError(
             "the model is not the one that this publisher was made for",
@@ -334,7 +334,7 @@ def target_of_piece(
 
 
 def require_source(source: object) -> None:
-    """Raise TypeError unless it is a WeightSource."""
+    """Raise TypeError for a value without the WeightSource interface."""
     if not isinstance(source, WeightSource):
         raise TypeError(
             "source: expected a WeightSource, such as ModuleSource(model), got "
@@ -343,7 +343,7 @@ def require_source(source: object) -> None:
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    """Equal for tensors that are the same elements, seen alike."""
+    """Return a key, equal for tensors with the same elements and layout."""
     local = tensor.to_local() if is_sharded(tensor) else tensor
     if local.numel() == 0 or is_sharded(tensor):
         return id(tensor)
@@ -359,7 +359,7 @@ def _checked_start(name: str, start: object) -> tuple[int, ...]:
 
 
 def _checked_dtype(dtype: object) -> torch.dtype | None:
-    """Return what floating-point tensors are published as; whole numbers would lose them."""
+    """Return the published dtype of floating-point tensors; refuse lossy integers."""
     found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if found is None:
         return None

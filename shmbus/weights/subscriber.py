@@ -1,10 +1,10 @@
-"""Reading weights: leased views of the newest version, and a model that gets all of it.
+"""Reader of weights: leased views of the newest version, and whole loads into a model.
 
 Invariants:
 
 - A version is checked whole before a tensor of it is handed out.
-- What this process runs, and why it does not run the newest, is in its row: `applied` is said after
-  the last byte was copied, `refused` before the error is raised.
+- The reader's row names the running version, and the reason against the newest: `applied` is
+  recorded after the last byte was copied, `refused` before the error is raised.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from shmbus.weights.probe import choose
 Verify: TypeAlias = Literal["off", "sample", "all"]
 
 
-#: Versions of which a subscriber knows when it got them: more than anybody has behind the newest.
+#: Versions with an arrival remembered by a subscriber, above any lag behind the newest.
 MET: Final = 64
 
 
 class Place(NamedTuple):
-    """Where a version is in the order of publications."""
+    """Place of a version in the order of publications."""
 
     origin: object
     sequence: int
@@ -76,7 +76,7 @@ def _is_newer(
     known: Place | None,
     before: tuple[int, Place] | None,
 ) -> bool:
-    """Whether the newest version follows one that has a number."""
+    """Return whether the newest version follows the version with a known number."""
     if known is not None:
         return place.origin != known.origin or place.sequence > known.sequence
     if version > newer_than:
@@ -86,34 +86,34 @@ def _is_newer(
 
 
 class WeightSubscriber(ClosedByWith):
-    """Reads the weights of a bus; they need not be there yet.
+    """Read the weights of a bus, published now or later.
 
     Parameters
     ----------
     bus : str
-        The bus that they belong to.
+        Bus of the weights.
     device : str | torch.device
-        Where they go; said in this process's row.
+        Target device; shown in this process's row.
     carrier : "auto" | "shm" | "cuda_vmm" | "cuda_ipc" | "memfd" | "checkpoint"
-        As the publisher's; "auto" takes whichever but "checkpoint" it chose.
+        As the publisher's; "auto" takes any carrier of the publisher but "checkpoint".
     verify : "off" | "sample" | "all"
-        Whether digests of some blocks, or of all, are compared before a version is handed out. The
+        Compare digests of some blocks, or of every block, before a version is handed out. The
         publisher has to compute them. After a patch, tensors of the model are compared too.
     patches : bool
-        Whether `Weights.load_into` changes only what changed, where the model still is what this
-        subscriber loaded into it before, and the publisher has made a patch from that version.
-        Whoever writes parameters past torch, as through ``.data``, must not ask for it.
+        Let `Weights.load_into` change only the changed elements, if the model still holds this
+        subscriber's last load, and the publisher made a patch from that version. Not for programs
+        that write parameters past torch, for example through ``.data``.
     directory : path, optional
-        Carrier "checkpoint": where files are.
+        Carrier "checkpoint": directory of the files.
     label : str
-        For messages, and for `shmbus weights`.
+        Name in messages and in `shmbus weights`.
 
     Raises
     ------
     DeviceMismatchError, WeightsError
-        The device is not here, or the carrier cannot serve here.
+        The device is missing, or the carrier cannot serve on this machine.
     TypeError, ValueError
-        An option is invalid, or is another carrier's.
+        An option is invalid, or belongs to another carrier.
 
     Examples
     --------
@@ -141,7 +141,7 @@ class WeightSubscriber(ClosedByWith):
         prepare_copies(torch.device(device))
         self._verify: Final[Verify] = verify
         self._loaded = LoadedModel() if patches else None
-        #: The place of each of the last versions that this subscriber got, by number.
+        #: Places of this subscriber's last versions, by number.
         self._met: dict[int, Place] = {}
         self._closed = False
         self._reader: ReaderCarrier = carrier_class(self.carrier.name).reader(
@@ -164,11 +164,11 @@ class WeightSubscriber(ClosedByWith):
         Raises
         ------
         WaitTimeoutError
-            There is none yet.
+            No version came.
         ManifestError, DamagedError
-            Its manifest cannot be used, or its bytes are not what was published.
+            The manifest is unusable, or the bytes differ from the published ones.
         BusBusyError, BusClosedError
-            There is no place for another reader, or this subscriber is closed.
+            The reader table is full, or this subscriber is closed.
         """
         check_timeout(timeout, "timeout")
         return self._open(0, timeout)
@@ -179,21 +179,21 @@ class WeightSubscriber(ClosedByWith):
         Parameters
         ----------
         newer_than : int, optional
-            The number that the caller has: a version that this subscriber got after it counts
-            whatever its number, as training may have gone back. Of one that it never got, a larger
-            number counts, or a new life that begins while this waits. None takes any.
+            The caller's number: any version received by this subscriber after it counts, whatever
+            its number, because training may have gone back. For a number never received, a larger
+            number counts, or a new life begun during the wait. None takes any.
         timeout : float, optional
             Seconds; None waits for ever.
 
         Returns
         -------
         int
-            The newest version, which `latest` leases.
+            The newest version, leased by `latest`.
 
         Raises
         ------
         WaitTimeoutError, ManifestError, DamagedError, BusBusyError, BusClosedError
-            None came, or as for `latest`.
+            No version came, or as for `latest`.
         """
         check_timeout(timeout, "timeout")
         if newer_than is not None:
@@ -216,12 +216,12 @@ class WeightSubscriber(ClosedByWith):
                 )
 
     def at(self, version: int) -> Weights:
-        """Lease a version that need not be the newest: the way back after a failed update.
+        """Lease a version by number: the way back after a failed update.
 
         Parameters
         ----------
         version : int
-            Its number. It is there as long as somebody leases it.
+            Its number. An old version lasts while a reader leases it.
 
         Returns
         -------
@@ -231,7 +231,7 @@ class WeightSubscriber(ClosedByWith):
         Raises
         ------
         WaitTimeoutError, ManifestError, DamagedError, BusBusyError, BusClosedError
-            It is not there, or as for `latest`.
+            The version is gone, or as for `latest`.
         """
         version = check_int64("version", version)
         self._require_open()
@@ -239,7 +239,7 @@ class WeightSubscriber(ClosedByWith):
 
     @property
     def removed(self) -> bool:
-        """Whether the weights that it reads were removed, so that nothing newer comes there."""
+        """Return whether the weights were removed and end here."""
         return self._reader.removed()
 
     def _require_open(self) -> None:
@@ -266,7 +266,7 @@ class WeightSubscriber(ClosedByWith):
         return weights
 
     def close(self) -> None:
-        """Leave; weights that are out keep what they need."""
+        """Leave; open weights keep their memory."""
         self._closed = True
         self._loaded = None
         self._reader.close()
@@ -277,21 +277,21 @@ class WeightSubscriber(ClosedByWith):
 
 
 class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
-    """One whole version: tensors by name, which are views of shared memory.
+    """A whole version: tensors by name, views of shared memory.
 
-    A view is read-only, though torch has no such thing: a store into it ends the process. It keeps
-    its slot from the publisher for as long as it lives; copy what is to stay.
+    A view is read-only, a property unknown to torch: a store into it ends the process. A view keeps
+    its slot from the publisher for its whole life; copy lasting data.
 
     Attributes
     ----------
     version, sequence : int
-        The publisher's number, and publications before it, and one.
+        The publisher's number; the count of publications up to and including this version.
     text : str
         The publisher's name for it.
     manifest : Manifest
         Its tensors.
     loaded : "whole" | "patch" | None
-        How `load_into` brought a model to this version, once it has.
+        Method of the last `load_into`; None before the first.
     """
 
     def __init__(
@@ -345,18 +345,18 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         cast: bool = False,
         slices: Mapping[str, Slice] | None = None,
     ) -> int:
-        """Copy this version into parameters in place; checks all of it before the first byte.
+        """Copy this version into parameters in place; check everything before the first byte.
 
         Parameters
         ----------
         model : torch.nn.Module | mapping of Tensor
             Of a DTensor, the local shard is written, and only its part is read.
         strict : bool
-            Whether each tensor of one side has to be on the other.
+            Whether the tensors of both sides must match completely.
         cast : bool
             Whether dtypes may differ.
         slices : mapping of Slice, optional
-            Where a published tensor is a part of a fused one of the model: its name -> the part.
+            Places of published tensors within fused tensors of the model: name -> part.
 
         Returns
         -------
@@ -366,9 +366,9 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         Raises
         ------
         ManifestError
-            What does not fit, all of it; nothing was changed.
+            Lists every misfit; nothing was changed.
         DamagedError
-            A copy failed: the model has some of this version.
+            A copy failed: the model holds a part of this version.
         BusClosedError, TypeError
             These weights are closed, or an option is invalid.
         """
@@ -398,33 +398,33 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         return paired(self.version, self.manifest, self._views(), targets, fit)
 
     def prepare(self, device: torch.device) -> None:
-        """Have copies to a device be as fast as they can, before any is made.
+        """Speed up copies to a device, in advance.
 
         Parameters
         ----------
         device : torch.device
-            Where they go. For a CUDA device the slot's memory is registered, once.
+            Target device. For a CUDA device the slot's memory is registered, once.
         """
         self._open().prepare([device])
 
     def lasting(self) -> tuple[LoadCache, dict[str, torch.Tensor]] | None:
-        """Return what the next version in this memory has too, and views that keep no lease."""
+        """Return checks reusable for the next version in this memory, and lease-free views."""
         carried = self._open()
         cache = carried.cache
         return None if cache is None else (cache, carried.borrow())
 
     def changes(self) -> tuple[VersionChanges, torch.Tensor | None] | None:
-        """Return what changed since the version before, and the bytes of that, as far as there."""
+        """Return the changes since the previous version, and the base's bytes if present."""
         carried = self._open()
         patch = carried.patch()
         return None if patch is None else (patch, carried.base(patch))
 
     def report_loading(self) -> None:
-        """Say that something else loads this version: none runs whole until `report_applied`."""
+        """Report a load by other code: no whole version runs until `report_applied`."""
         self._open().report_loading()
 
     def _prepared(self, carried: CarriedVersion, named: Mapping[str, object], fit: Fit) -> Loading:
-        """Say what is copied into what; what was checked before is not checked again."""
+        """Return the copies to make; reuse earlier checks."""
         cache = None if fit.slices else carried.cache
         found = None if cache is None else cache.get(named, fit[:2])
         if found is None:
@@ -437,11 +437,11 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         return found
 
     def report_applied(self) -> None:
-        """Say that this process runs this version, where something else has loaded it."""
+        """Report this version as running, after a load by other code."""
         self._open().report_applied()
 
     def report_refused(self, reason: str, *, code: int = LOAD_CODE) -> None:
-        """Say that this process could not take this version; what it runs stays.
+        """Report this version as refused; the running version stays.
 
         Parameters
         ----------
@@ -460,7 +460,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         named: Mapping[str, object],
         fit: Fit,
     ) -> int:
-        """Change what changed, if that is enough; else copy everything."""
+        """Apply only the changes if possible; otherwise copy everything."""
         how, origin, patch = fit[:2], carried.origin, carried.patch()
         if patch is not None and not fit.slices and self._compares == "off":
             checked = known.plain(origin, patch.base_sequence, self.manifest, how, named)
@@ -487,7 +487,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         return written
 
     def _apply(self, patch: VersionChanges, pairs: Mapping[str, Pair]) -> int | None:
-        """Apply a patch, and compare as this subscriber does; None where all has to be copied."""
+        """Apply a patch, and verify as configured; return None if a whole copy is needed."""
         written = apply_changes(self.version, self.manifest, pairs, patch)
         if written is None or self._compares == "off":
             return written
@@ -495,37 +495,37 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         return written if compare(self.manifest, pairs, patch, sample=sample) else None
 
     def patch_base(self) -> int | None:
-        """Return the version from which a patch leads to this one; None where there is no patch."""
+        """Return the base version of this version's patch; None without a patch."""
         patch = self._open().patch()
         return None if patch is None else patch.base_version
 
     def apply_patch(
         self, model: Targets, *, base: int, slices: Mapping[str, Slice] | None = None
     ) -> int:
-        """Bring a model from one version to this one by what changed, and by nothing else.
+        """Bring a model from a base version to this one by the patch alone.
 
-        For those who know what their model has; `load_into` finds out by itself.
+        For callers that know their model's version; `load_into` determines it by itself.
 
         Parameters
         ----------
         model : torch.nn.Module | mapping of Tensor
-            With the base in it, bit for bit.
+            Holds the base, bit for bit.
         base : int
-            The version that it has.
+            The model's version.
         slices : mapping of Slice, optional
             As for `load_into`.
 
         Returns
         -------
         int
-            Bytes of the tensors in which something changed.
+            Bytes of the changed tensors.
 
         Raises
         ------
         PatchBaseError, ManifestError
-            This version has no patch for that base, or does not fit. Nothing was changed.
+            This version carries no patch for the base, or does not fit. Nothing was changed.
         DamagedError
-            The model did not have the base: it has some of this version.
+            The model did not hold the base: it now holds a part of this version.
         BusClosedError
             These weights are closed.
         """
@@ -559,8 +559,8 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         return written
 
     def close(self) -> None:
-        """Let go; views that are left keep the slot."""
-        # Called again by who was interrupted here, it has to find what holds the slot.
+        """Release the version; surviving views keep the slot."""
+        # A second call after an interrupt here must still find the slot's holder.
         if self._carried is not None:
             self._carried.close()
         self._carried = self._tensors = None

@@ -1,16 +1,16 @@
-"""Numbered buffers that one process owns and others map: how memory grows while it is shared.
+"""Numbered buffers of one owning process, mapped by readers: shared memory that can grow.
 
 Invariants:
 
-- Descriptors go over a Unix socket to processes of this user only: both sides ask the kernel who is
-  at the other end. What cannot be sent costs its asker only; a wait has a deadline; a server that
-  nobody has any more ends as a closed one does.
-- A buffer never changes its size or its address under a reader: one that is too small is replaced,
-  under a new generation, and the name of what is read is (number, generation).
-- What was replaced is kept until the owner is told that nobody reads it any more, and while it is
-  kept nothing else is replaced: there is at most one buffer more than numbers.
-- No generation of an owner is one of its predecessor's, so nobody reads the memory of a dead owner
-  where that of its successor is meant.
+- Descriptors go over a Unix socket to processes of this user only: both sides ask the kernel for
+  the peer's uid. An unsendable descriptor fails only its requester; every wait has a deadline; an
+  unreferenced server stops like a closed one.
+- A buffer never changes its size or its address under a reader: a larger replacement gets a new
+  generation, and readers name memory by (number, generation).
+- The owner keeps a replaced buffer until its readers are gone, and meanwhile replaces no second
+  buffer: at most one buffer exists beyond the numbers.
+- Owners never share a generation with a predecessor: no reader mistakes a dead owner's memory for
+  the successor's.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from shmbus import ShmbusError
 from shmbus.errors import PeerGoneError
 from shmbus.tensors.device.memory import DeviceHandle, DeviceMemory, HostMemory, device_of
 
-#: Seconds that one asker may take; each has a thread, and there are a few.
+#: Seconds granted to one client, a holder of one of MAX_ASKERS threads.
 ASK_S: Final = 5.0
-#: Askers that are served at once; more wait in the socket's queue.
+#: Clients served at once; more wait in the socket's queue.
 MAX_ASKERS: Final = 16
 #: Bytes of a question or of the message that comes with a descriptor.
 MAX_MESSAGE_BYTES: Final = 4096
-#: Between two tries to reach a server that is not there yet, seconds.
+#: Seconds between two attempts to reach a server during its start.
 RETRY_S: Final = 0.02
 
 
 class DescriptorServer:
-    """Gives a descriptor and a message to each process of this user that asks."""
+    """Server of descriptors and messages for processes of this user."""
 
     def __init__(self, path: str, give: Callable[[bytes], tuple[bytes, int | None]]) -> None:
         self.path = path
@@ -59,7 +59,7 @@ class DescriptorServer:
         except BaseException:
             self._socket.close()
             raise
-        # Who drops a server without a close has it ended too: its thread knows it weakly.
+        # The thread holds a weak reference: a dropped server stops even without `close`.
         self._end = weakref.finalize(self, _stop_listening, self._socket, path, self._pid)
         arguments = (weakref.ref(self), self._socket)
         self._thread = threading.Thread(
@@ -69,7 +69,7 @@ class DescriptorServer:
 
     def _answer(self, connection: socket.socket) -> None:
         try:
-            with connection, contextlib.suppress(OSError):  # the asker has gone
+            with connection, contextlib.suppress(OSError):  # lost client
                 connection.settimeout(ASK_S)
                 if _peer_uid(connection) != os.geteuid():
                     return
@@ -88,7 +88,7 @@ class DescriptorServer:
             self._slots.release()
 
     def close(self) -> None:
-        """Stop listening and remove the socket; may be called twice."""
+        """Stop listening and remove the socket; idempotent."""
         if os.getpid() == self._pid:
             self._end()
             self._thread.join()
@@ -110,7 +110,7 @@ def _serve(found: weakref.ref[DescriptorServer], listening: socket.socket) -> No
 
 
 def _stop_listening(listening: socket.socket, path: str, pid: int) -> None:
-    """Remove a socket and wake who waits for it, in the process that listens."""
+    """Remove the socket and wake the listening thread, in the listening process only."""
     if os.getpid() != pid:
         return
     with contextlib.suppress(FileNotFoundError):
@@ -157,7 +157,7 @@ def fetch_descriptor(
 
 
 def _clear_place(path: str) -> None:
-    """Remove the socket of a server that died; nothing else."""
+    """Remove a dead server's socket; nothing else."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -182,43 +182,43 @@ def _peer_uid(connection: socket.socket) -> int:
 
 MemoryKind = Literal["vmm", "ipc", "memfd"]
 
-#: Seconds that an owner may take to answer: it duplicates a descriptor.
+#: Seconds granted to an owner for duplicating a descriptor.
 FETCH_S: Final = 10.0
 
 
 class BufferLostError(ShmbusError):
-    """The process that owns a buffer has replaced it, or died and left a successor."""
+    """Buffer replaced by its owner, or lost with a dead owner whose successor runs."""
 
 
 class Memory(Protocol):
-    """What a buffer is made of: `DeviceMemory` or `HostMemory`."""
+    """Memory of a buffer: `DeviceMemory` or `HostMemory`."""
 
     handle: DeviceHandle
     nbytes: int
     device: torch.device
 
     def descriptor(self) -> int:
-        """Return a new file descriptor of it, which is the caller's to close."""
+        """Return a new file descriptor, closed by the caller."""
 
     def tensor(self) -> torch.Tensor:
-        """Return all its bytes, uint8."""
+        """Return the whole memory as uint8."""
 
     def lend(self) -> tuple[torch.Tensor, weakref.ref[Any]]:
-        """Return the same, and what tells whether a tensor of it is still there."""
+        """Return `tensor()` and a weak reference, dead once no tensor of the memory survives."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the memory."""
 
 
 class BufferName(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Which buffer: its number, and the generation of its memory."""
+    """Number of a buffer and generation of its memory."""
 
     number: int
     generation: int
 
 
 def allocator(kind: MemoryKind, device: int = 0) -> Callable[[int], Memory]:
-    """Return what allocates memory of a kind."""
+    """Return the allocator for a kind of memory."""
     if kind == "memfd":
         return HostMemory.allocate
     return lambda nbytes: DeviceMemory.allocate(nbytes, device, kind)
@@ -232,7 +232,7 @@ def open_memory(
     or_owner: bool = False,
     writable: bool = False,
 ) -> Memory:
-    """Map what another process has allocated, of whichever kind."""
+    """Map foreign memory of any kind."""
     try:
         handle = DeviceHandle.decode(message)
         if handle.kind == "memfd":
@@ -254,12 +254,12 @@ class Arena:
         self._allocate = allocate
         self._lock = threading.Lock()
         self._buffers: dict[int, tuple[BufferName, Memory, torch.Tensor]] = {}
-        # Still given to who asks: the message that names one may not have been read yet.
+        # Still served: a message with the old name may be unread.
         self._replaced: dict[BufferName, Memory] = {}
-        # Far enough apart from the predecessor's, which nobody can ask any more.
+        # Random start, far from the predecessor's generations, now beyond any request.
         self.owner = int.from_bytes(os.urandom(5), "little") << 16
         self._next = self.owner
-        # Weakly: an arena that nobody has any more goes at once, and its server and memory with it.
+        # A weak method: an unreferenced arena ends at once, together with its server and memory.
         give = weakref.WeakMethod(self._give)
 
         def answer(question: bytes) -> tuple[bytes, int | None]:
@@ -286,26 +286,26 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all buffers, those that were replaced and are still read included."""
+        """Return the bytes of all buffers, including replaced buffers under readers."""
         kept = sum(memory.nbytes for memory in self._replaced.values())
         return kept + sum(memory.nbytes for _, memory, _ in self._buffers.values())
 
     @property
     def replaced(self) -> bool:
-        """Whether a buffer that was replaced may still be read."""
+        """Return whether readers may still use a replaced buffer."""
         return bool(self._replaced)
 
     def has(self, number: int) -> bool:
-        """Whether there is a buffer of that number, of whatever size."""
+        """Return whether a buffer with the number exists, at any size."""
         return number in self._buffers
 
     def fits(self, number: int, nbytes: int) -> bool:
-        """Whether a buffer has so many bytes."""
+        """Return whether a buffer holds at least the given bytes."""
         found = self._buffers.get(number)
         return found is not None and found[1].nbytes >= nbytes
 
     def buffer(self, number: int, nbytes: int) -> tuple[BufferName, torch.Tensor]:
-        """Return a buffer of at least so many bytes; replaces one that is too small."""
+        """Return a buffer of at least the given bytes; replace a smaller one."""
         if not self.fits(number, nbytes):
             if self._replaced and self.has(number):
                 raise RuntimeError(
@@ -323,14 +323,14 @@ class Arena:
         return name, tensor
 
     def let_go(self) -> None:
-        """Free what was replaced: whoever read it reads its successor now, or has gone."""
+        """Free replaced buffers: their readers use the successors now, or are gone."""
         with self._lock:
             replaced, self._replaced = self._replaced, {}
         for memory in replaced.values():
             memory.close()
 
     def close(self) -> None:
-        """Stop listening, and let go of all buffers; readers keep what they have mapped."""
+        """Stop listening and release every buffer; readers keep their mappings."""
         self._server.close()
         self.let_go()
         with self._lock:
@@ -340,7 +340,7 @@ class Arena:
 
 
 class ArenaView:
-    """Another process's side."""
+    """Reader's view of an owner's buffers."""
 
     def __init__(
         self,
@@ -356,13 +356,13 @@ class ArenaView:
         self._mapped: dict[int, tuple[BufferName, Memory]] = {}
 
     def memory(self, name: BufferName) -> Memory:
-        """Return a buffer, mapped to be read; it stays so until another generation is asked for."""
+        """Return a buffer mapped for reading, valid until a request for a newer generation."""
         found = self._mapped.get(name.number)
         if found is not None and found[0] == name:
             return found[1]
         question = msgspec.msgpack.encode(name)
         try:
-            # Who names a buffer listens already.
+            # The owner of a named buffer listens already.
             answer = fetch_descriptor(self._path, question, self._timeout, await_server=False)
         except ValueError as error:
             raise BufferLostError(f"the memory of {name} is not there any more: {error}") from error
@@ -375,7 +375,7 @@ class ArenaView:
         return memory
 
     def close(self) -> None:
-        """Let go of all buffers; tensors that look into them stay valid."""
+        """Release every buffer; tensors of their memory stay valid."""
         mapped: Any = self._mapped
         self._mapped = {}
         for _, memory in mapped.values():

@@ -1,7 +1,7 @@
-"""The CUDA driver's calls for memory between processes, by ctypes: torch has no names for them.
+"""CUDA driver calls for memory between processes, by ctypes: torch exposes none of them.
 
-Invariants: nothing here is loaded before it is asked for; each call's status is looked at, and an
-error carries the driver's own name of it.
+Invariants: the driver is loaded on first use; every call's status is checked, and an error carries
+the driver's own name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from shmbus import ShmbusError
 
-#: What `cuda.h` calls these numbers.
+#: Constants of `cuda.h`.
 MEMORY_PINNED: Final = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 HANDLE_POSIX_FD: Final = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 LOCATION_DEVICE: Final = 1  # CU_MEM_LOCATION_TYPE_DEVICE
@@ -31,11 +31,11 @@ ATTRIBUTE_UNIFIED: Final = 41  # CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING
 
 
 class CudaDriverError(ShmbusError):
-    """A call of the CUDA driver failed; the message has its name, and the driver's of the error."""
+    """Failed call of the CUDA driver; the message names the call and the driver's error."""
 
 
 class Location(ctypes.Structure):
-    """``CUmemLocation``: a kind of place, and which of that kind."""
+    """``CUmemLocation``: a kind of place, and the number within the kind."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
@@ -52,7 +52,7 @@ class AllocationFlags(ctypes.Structure):
 
 
 class AllocationProperties(ctypes.Structure):
-    """``CUmemAllocationProp``: what `cuMemCreate` is asked for."""
+    """``CUmemAllocationProp``: properties of a `cuMemCreate` allocation."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -64,18 +64,18 @@ class AllocationProperties(ctypes.Structure):
 
     @classmethod
     def exportable(cls, device: int) -> AllocationProperties:
-        """Memory of a device that a file descriptor can stand for."""
+        """Return properties of device memory exportable by file descriptor."""
         return cls(MEMORY_PINNED, HANDLE_POSIX_FD, Location(LOCATION_DEVICE, device))
 
 
 class AccessDescription(ctypes.Structure):
-    """``CUmemAccessDesc``: who may do what with a mapping."""
+    """``CUmemAccessDesc``: access rights of a mapping."""
 
     _fields_ = (("location", Location), ("flags", ctypes.c_int))
 
     @classmethod
     def of(cls, device: int, *, writable: bool) -> AccessDescription:
-        """Return what lets a device read, or also write."""
+        """Return the access right of a device: reading, or reading and writing."""
         return cls(
             Location(LOCATION_DEVICE, device), ACCESS_READ_WRITE if writable else ACCESS_READ
         )
@@ -141,7 +141,7 @@ def driver() -> ctypes.CDLL:
 
 
 def missing() -> str | None:
-    """Say why there is no driver; None where there is one. Makes no context."""
+    """Return the reason for a missing driver, or None; create no context."""
     try:
         driver()
     except CudaDriverError as error:
@@ -168,9 +168,9 @@ def attribute(device: int, number: int) -> int:
 
 @contextlib.contextmanager
 def in_context(device: int) -> Iterator[None]:
-    """Make torch's context of a device the thread's own, once the device has done its work."""
+    """Make torch's context of a device current in this thread, after the device's pending work."""
     with torch.cuda.device(device):
-        torch.cuda.synchronize(device)  # makes the context where there was none yet
+        torch.cuda.synchronize(device)  # creates a missing context
         yield
 
 

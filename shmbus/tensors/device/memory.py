@@ -1,17 +1,17 @@
-"""Memory that one process allocates and others map: by file descriptor, or by a device's handle.
+"""Memory shared between processes: by file descriptor, or by a device's handle.
 
-Of the host it is a memfd, which needs no room in /dev/shm and no device.
+Host memory is a memfd, independent of /dev/shm and of any device.
 
 Invariants:
 
-- The memory is ours, not torch's: its caching allocator, its reference counts over processes and
-  its expandable segments have no part in it. It is exported once, for its life.
-- A mapping lives as long as a tensor that looks into it, whatever is closed first, and in the
-  process that made it only; what was opened to be read is mapped read-only.
-- A message names a device by its UUID, never by a number, which means another device in a process
-  that sees others; nothing of one is used before its bounds are checked.
-- With "vmm" the physical memory lives until the last process has unmapped it, so a dead exporter
-  leaves its readers whole. With "ipc" it ends with the process that allocated it.
+- shmbus owns the memory, not torch: torch's caching allocator, reference counts across processes
+  and expandable segments play no part. The memory is exported once, for its life.
+- A mapping lives as long as a tensor of its memory, in any order of closing, and only in the
+  process of its creation; memory opened for reading is mapped read-only.
+- A message names a device by UUID, because numbers differ between processes with different visible
+  devices; a message's fields are used only after their bounds were checked.
+- With "vmm" the physical memory lives until the last process unmapped it: readers survive a dead
+  exporter. With "ipc" the memory ends with the allocating process.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shmbus.tensors.device import driver
 from shmbus.tensors.device.driver import CudaDriverError, call, in_context
 
 UUID_BYTES: Final = 16
-#: Of memory that no device has.
+#: UUID of host memory.
 NO_UUID: Final = bytes(UUID_BYTES)
-#: Above every device of this decade; a larger number is a damaged message.
+#: Above every device of this decade; a larger number means a damaged message.
 MAX_BYTES: Final = 1 << 44
-#: Of one message, with its largest handle.
+#: Limit of one message, with its largest handle.
 MAX_MESSAGE_BYTES: Final = 512
 _FAILED: Final = ctypes.c_void_p(-1).value
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -48,9 +48,9 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class _HostMapping:
-    """Addresses of this process that lead to the memory; unmapped with the last reference."""
+    """Mapped addresses of host memory; unmapped with the last reference."""
 
-    #: Before there is one, as where the constructor was interrupted.
+    #: None until mapped, for example after an interrupted constructor.
     address: int | None = None
 
     def __init__(self, descriptor: int, nbytes: int, *, writable: bool) -> None:
@@ -68,9 +68,9 @@ class _HostMapping:
 
 
 class HostMemory:
-    """Bytes of the host that other processes can map; made by `allocate` or `open`."""
+    """Host memory mappable by any process; created by `allocate` or `open`."""
 
-    #: Before there are any, as where the constructor was interrupted.
+    #: None until set, for example after an interrupted constructor.
     _mapping: _HostMapping | None = None
     _descriptor = -1
 
@@ -83,7 +83,7 @@ class HostMemory:
 
     @classmethod
     def allocate(cls, nbytes: int) -> HostMemory:
-        """Allocate memory that can be exported: zeroed, and all of it there."""
+        """Allocate exportable memory: zeroed, and fully backed."""
         if nbytes <= 0:
             raise ValueError(f"host memory: expected more than 0 bytes, got {nbytes}")
         descriptor = os.memfd_create("shmbus", os.MFD_CLOEXEC)
@@ -99,7 +99,7 @@ class HostMemory:
     def open(
         cls, handle: DeviceHandle, descriptor: int | None, *, writable: bool = False
     ) -> HostMemory:
-        """Map what another process has allocated."""
+        """Map memory of a foreign process."""
         if descriptor is None:
             raise ValueError("host memory: expected a file descriptor")
         found = os.fstat(descriptor).st_size
@@ -110,26 +110,27 @@ class HostMemory:
         return cls(_HostMapping(descriptor, handle.mapped_nbytes, writable=writable), handle, -1)
 
     def descriptor(self) -> int:
-        """Return a new file descriptor of it, for another process; the caller closes it."""
+        """Return a new file descriptor for another process; the caller closes it."""
         if self._descriptor < 0:
             raise ValueError("this host memory is closed, or another process's")
         return os.dup(self._descriptor)
 
     def tensor(self) -> Tensor:
-        """Return all its bytes: uint8 [nbytes], on the CPU. No copy."""
+        """Return the whole memory: uint8 [nbytes], on the CPU, zero-copy."""
         return self.lend()[0]
 
     def lend(self) -> tuple[Tensor, weakref.ref[Any]]:
-        """Return `tensor()`, and what tells whether a tensor of that memory is still there."""
+        """Return `tensor()` and a weak reference, dead once no tensor of the memory survives."""
         if self._mapping is None:
             raise ValueError("this host memory is closed")
-        # An array of ctypes can carry its mapping along, and torch keeps what it made a tensor of.
+        # A ctypes array can carry its mapping along, and torch keeps the array behind a tensor
+        # alive.
         span: Any = (ctypes.c_uint8 * self.nbytes).from_address(self._mapping.address or 0)
         span.mapping = self._mapping
         return torch.frombuffer(span, dtype=torch.uint8), weakref.ref(span)
 
     def close(self) -> None:
-        """Let go of it; may be called twice. Tensors that look into it stay valid."""
+        """Release the memory; idempotent. Existing tensors stay valid."""
         self._mapping = None
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
@@ -144,7 +145,7 @@ class HostMemory:
 
 
 class DeviceHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="device-memory/1"):
-    """What another process needs in order to map memory that this one allocated."""
+    """Handle by which a second process maps this process's memory."""
 
     kind: Literal["vmm", "ipc", "memfd"]
     uuid: bytes
@@ -153,12 +154,12 @@ class DeviceHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     handle: bytes = b""
 
     def encode(self) -> bytes:
-        """Return it as MessagePack."""
+        """Encode the handle as MessagePack."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, message: bytes) -> DeviceHandle:
-        """Check and return what another process sent."""
+        """Decode and check a foreign process's handle."""
         if len(message) > MAX_MESSAGE_BYTES:
             raise ValueError(
                 f"device memory: expected a message of at most {MAX_MESSAGE_BYTES} bytes, got "
@@ -183,12 +184,12 @@ class DeviceHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 
 
 def uuid_of(device: torch.device | int) -> bytes:
-    """Return the 16 bytes that name a CUDA device on all its host's processes."""
+    """Return the 16 bytes that name a CUDA device in every process of its host."""
     return bytes.fromhex(str(torch.cuda.get_device_properties(device).uuid).replace("-", ""))
 
 
 def device_of(uuid: bytes) -> int:
-    """Return the number that this process has for a device."""
+    """Return this process's number of a device."""
     seen = [uuid_of(number) for number in range(torch.cuda.device_count())]
     if uuid in seen:
         return seen.index(uuid)
@@ -203,7 +204,7 @@ Kind = Literal["vmm", "ipc"]
 
 
 def refusals(device: int) -> dict[str, str]:
-    """Say for each kind why a device cannot have it; empty where it can have both."""
+    """Return the reasons against unsupported kinds of memory, by kind."""
     why = driver.missing()
     if why is not None:
         return {"vmm": why, "ipc": why}
@@ -218,16 +219,16 @@ def refusals(device: int) -> dict[str, str]:
 
 
 class _Mapping:
-    """Addresses of this process that lead to device memory; unmapped with the last reference."""
+    """Mapped addresses of device memory; unmapped with the last reference."""
 
     def __init__(self, device: int, nbytes: int) -> None:
         self.device = device
         self.nbytes = nbytes
         self.address = 0
-        self.handle = 0  # of VMM: what the driver calls the physical memory
+        self.handle = 0  # VMM: the driver's handle of the physical memory
         self.reserved = 0
         self.kind: Kind = "vmm"
-        self.opened = False  # of "ipc": whether it was opened here, not allocated
+        self.opened = False  # "ipc": True for opened memory, False for allocated memory
         self._pid = os.getpid()
 
     def map_vmm(self, handle: int, *, writable: bool) -> None:
@@ -238,7 +239,7 @@ class _Mapping:
         self.reserved = address.value
         call("cuMemMap", self.reserved, self.nbytes, 0, handle, 0)
         self.address = self.reserved
-        # A copy between devices runs on the source's: each that has tensors writes its own.
+        # A device copy runs on the source's device: every peer with tensors needs write access.
         devices = [self.device, *(_peers_of(self.device) if writable else ())]
         access = (driver.AccessDescription * len(devices))(
             *(driver.AccessDescription.of(device, writable=writable) for device in devices)
@@ -246,17 +247,17 @@ class _Mapping:
         call("cuMemSetAccess", self.address, self.nbytes, ctypes.byref(access), len(devices))
 
     def __del__(self) -> None:
-        # A forked child has no context, and its parent has the mapping.
+        # A forked child lacks the context; the parent owns the mapping.
         if os.getpid() == self._pid and (self.reserved or self.address or self.handle):
             try:
                 self._free()
             except (CudaDriverError, RuntimeError):
-                # The process ends, and its context with it: the driver frees all of it.
+                # At the process's end the driver frees the whole context.
                 if not sys.is_finalizing():
                     raise
 
     def _free(self) -> None:
-        with in_context(self.device):  # waits for the device, where work may still read it
+        with in_context(self.device):  # waits for device work that may still read the memory
             address, self.address = self.address, 0
             if self.kind == "ipc":
                 if address:
@@ -273,12 +274,12 @@ class _Mapping:
 
 
 def _peers_of(device: int) -> list[int]:
-    """Return the devices of this process that can reach a device's memory by themselves."""
+    """Return this process's devices with peer access to a device's memory."""
     others = (other for other in range(torch.cuda.device_count()) if other != device)
     return [other for other in others if torch.cuda.can_device_access_peer(other, device)]
 
 
-#: This process's own memory of kind "ipc", by handle: the driver opens one in other processes only.
+#: This process's own "ipc" memory by handle: the driver opens a handle only in foreign processes.
 _own: weakref.WeakValueDictionary[bytes, _Mapping] = weakref.WeakValueDictionary()
 
 
@@ -297,7 +298,7 @@ class _Span:
 
 
 class DeviceMemory:
-    """Bytes on a CUDA device that other processes can map; made by `allocate` or `open`."""
+    """Device memory mappable by any process; created by `allocate` or `open`."""
 
     def __init__(self, mapping: _Mapping, handle: DeviceHandle) -> None:
         self._mapping: _Mapping | None = mapping
@@ -307,7 +308,7 @@ class DeviceMemory:
 
     @classmethod
     def allocate(cls, nbytes: int, device: int, kind: Kind = "vmm") -> DeviceMemory:
-        """Allocate memory that can be exported; its content is arbitrary."""
+        """Allocate exportable memory with arbitrary content."""
         if nbytes <= 0:
             raise ValueError(f"device memory: expected more than 0 bytes, got {nbytes}")
         uuid = uuid_of(device)
@@ -349,7 +350,7 @@ class DeviceMemory:
         device: int | None = None,
         writable: bool = False,
     ) -> DeviceMemory:
-        """Map what another process has allocated."""
+        """Map memory of a foreign process."""
         if handle.kind == "memfd":
             raise ValueError("device memory: expected kind 'vmm' or 'ipc', got 'memfd'")
         if (descriptor is None) != (handle.kind == "ipc"):
@@ -388,7 +389,7 @@ class DeviceMemory:
         return cls(mapping, handle)
 
     def descriptor(self) -> int:
-        """Return a new file descriptor of it, for another process; the caller closes it."""
+        """Return a new file descriptor for another process; the caller closes it."""
         mapping = self._open_mapping()
         if self.handle.kind != "vmm":
             raise ValueError("device memory of kind 'ipc' has a handle, and no file descriptor")
@@ -401,16 +402,16 @@ class DeviceMemory:
         return found.value
 
     def tensor(self) -> Tensor:
-        """Return all its bytes: uint8 [nbytes], on `device`. No copy."""
+        """Return the whole memory: uint8 [nbytes], on `device`, zero-copy."""
         return self.lend()[0]
 
     def lend(self) -> tuple[Tensor, weakref.ref[Any]]:
-        """Return `tensor()`, and what tells whether a tensor of that memory is still there."""
+        """Return `tensor()` and a weak reference, dead once no tensor of the memory survives."""
         span: Any = _Span(self._open_mapping(), self.nbytes)
         return torch.as_tensor(span, device=self.device), weakref.ref(span)
 
     def close(self) -> None:
-        """Let go of it; may be called twice. Tensors that look into it stay valid."""
+        """Release the memory; idempotent. Existing tensors stay valid."""
         self._mapping = None
 
     def _open_mapping(self) -> _Mapping:

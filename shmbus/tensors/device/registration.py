@@ -1,9 +1,9 @@
-"""Host memory that CUDA reads and writes directly, because it was told of it.
+"""Registration of host memory for direct access by CUDA.
 
 Invariants:
 
-- Registered memory is unregistered once, by the process that registered it.
-- An error that is handled here is cleared, so torch does not raise it at its next launch.
+- The registering process unregisters its memory exactly once.
+- A handled error is cleared; otherwise torch would raise it at its next launch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 
 _PAGE: Final = 4096
 
-#: cudaHostRegisterPortable | cudaHostRegisterMapped: for all contexts, with an address there.
+#: cudaHostRegisterPortable | cudaHostRegisterMapped: for every context, with a device address.
 REGISTER_FLAGS: Final = 0x01 | 0x02
-#: cudaHostRegisterReadOnly: of pages that this process may not write.
+#: cudaHostRegisterReadOnly: for pages without write permission.
 REGISTER_READ_ONLY: Final = 0x08
 
 
 class Registration:
-    """Memory of this process that CUDA reads directly, until `close`."""
+    """Memory of this process with direct CUDA reads, until `close`."""
 
     def __init__(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
         self._address = 0
@@ -40,7 +40,7 @@ class Registration:
         self.device_shift = _device_address(address) - address
 
     def close(self) -> None:
-        """Unregister the memory; not in a forked child, whose parent has the registration."""
+        """Unregister the memory, except in a forked child: the parent owns the registration."""
         address, self._address = self._address, 0
         if address and os.getpid() == self._pid:
             status = int(_cudart().cudaHostUnregister(address))
@@ -62,18 +62,18 @@ def _device_address(address: int) -> int:
         )
         if status == 0 and pointer.value:
             return pointer.value
-    # With unified addressing, which every 64-bit Linux has, the two are the same.
+    # Unified addressing, present on every 64-bit Linux, makes both addresses equal.
     return address
 
 
 def _forget_last_error() -> None:
-    """Clear CUDA's last error, which was handled: torch would raise it at its next launch."""
+    """Clear CUDA's last, already handled error: torch would raise it at the next launch."""
     for library in _cuda_runtimes():
         library.cudaGetLastError()
 
 
 def _cuda_runtimes() -> Iterator[ctypes.CDLL]:
-    """Find the CUDA runtime that torch has loaded, by the name it was linked with."""
+    """Yield torch's loaded CUDA runtime, by its link name."""
     major = (torch.version.cuda or "").partition(".")[0]
     for name in (f"libcudart.so.{major}", None):
         with contextlib.suppress(OSError):
@@ -83,7 +83,7 @@ def _cuda_runtimes() -> Iterator[ctypes.CDLL]:
 
 
 class RegisteredSlots:
-    """Memory of payloads that was registered, by its address."""
+    """Registered payload memory by address."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,7 +99,7 @@ class RegisteredSlots:
             return self._slots[key] is not None
 
     def close(self) -> None:
-        """Unregister all of it; may be called twice."""
+        """Unregister every payload; idempotent."""
         with self._lock:
             slots, self._slots = self._slots, {}
         for registration in slots.values():
@@ -108,7 +108,7 @@ class RegisteredSlots:
 
 
 def _register(address: int, nbytes: int, *, read_only: bool) -> Registration | None:
-    # Not every device can be told that it may only read, and not every one has to be.
+    # Some devices reject a read-only registration, and some need no such flag.
     for flag in (read_only, False) if read_only else (False,):
         try:
             return Registration(address, nbytes, read_only=flag)

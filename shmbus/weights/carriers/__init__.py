@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CARRIERS", "carrier_class"]
 
-#: Each carrier's class by its name, imported when it is first used. Of those that may be chosen
-#: without being asked for, the first that serves is "auto".
+#: Carrier classes by name, imported on first use. "auto" takes the first usable carrier that
+#: permits an automatic choice.
 CARRIERS: Final = {
     "shm": "shmbus.weights.carriers.pooled:ShmCarrier",
     "checkpoint": "shmbus.weights.carriers.checkpoint:CheckpointCarrier",

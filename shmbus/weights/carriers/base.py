@@ -1,7 +1,7 @@
-"""The interface of a carrier: how it is chosen, a writer's side, a reader's side.
+"""Interface of a carrier: its choice, a writer's side, a reader's side.
 
-Invariants that every carrier keeps: a version that a reader gets was finished by its writer; what
-was newest stays so until then; a reader's views do not change for as long as it has them.
+Invariants of every carrier: a reader gets only finished versions; until then the previous version
+stays the newest; a reader's views never change during their life.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import LocalPiece
 
-#: One that is read, and one that is written.
+#: A slot for readers, and a slot for the writer.
 DEFAULT_SLOTS: Final = 2
 
 
 class WriterOptions(NamedTuple):
-    """What a publisher was told; see `WeightPublisher`."""
+    """Options of a publisher; see `WeightPublisher`."""
 
     bus: str
     manifest: Manifest
@@ -42,7 +42,7 @@ class WriterOptions(NamedTuple):
 
 
 class ReaderOptions(NamedTuple):
-    """What a subscriber was told; see `WeightSubscriber`."""
+    """Options of a subscriber; see `WeightSubscriber`."""
 
     bus: str
     device: torch.device
@@ -51,39 +51,39 @@ class ReaderOptions(NamedTuple):
 
 
 class VersionSink(Protocol):
-    """A version that is being written."""
+    """Version under construction."""
 
-    #: Elements of this rank that changed, once it is finished; None where there is no patch.
+    #: Number of this rank's changed elements, set by `finish`; None without a patch.
     changed: int | None
 
     def put(self, piece: LocalPiece) -> int:
-        """Copy a piece to its place; its bytes there."""
+        """Copy a piece to its place; return its bytes."""
 
     def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
-        """Copy pieces that their source gives again for the next version; their bytes there."""
+        """Copy pieces that their source reuses for the next version; return their bytes."""
 
     def settle(self) -> None:
-        """Wait until all pieces are copied: the parameters may change then."""
+        """Wait until every piece is copied: from then on the parameters may change."""
 
     def finish(self) -> None:
-        """Make the version the newest, once all ranks have written theirs."""
+        """Make the version the newest, after every rank wrote its pieces."""
 
     def give_up(self, reason: str) -> None:
-        """Leave what was newest in force."""
+        """Abandon the version; the previous one stays in force."""
 
 
 class WriterCarrier(Protocol):
     """A publisher's side."""
 
     def begin(self, version: int, text: str) -> VersionSink | None:
-        """Begin a version; None where the policy skipped it."""
+        """Begin a version; return None if the policy skipped it."""
 
     def close(self, *, remove: bool) -> None:
-        """Leave; remove: nobody is to find the weights any more."""
+        """Leave; with `remove`, hide the weights from later readers."""
 
 
 class CarriedVersion(Protocol):
-    """A version of a reader, until it is closed; nothing comes of what its carrier has not."""
+    """A reader's version, until closed; the carrier ignores unsupported calls."""
 
     version: int
     sequence: int
@@ -96,81 +96,81 @@ class CarriedVersion(Protocol):
 
     @property
     def cache(self) -> LoadCache | None:
-        """Return what was checked of the same memory before; None where none of it lasts."""
+        """Return earlier checks of the same memory; None if none of the memory lasts."""
         return None
 
     def borrow(self) -> dict[str, torch.Tensor]:
-        """Return the same, for as long as this object is open."""
+        """Return `tensors()`, valid until `close`."""
         return self.tensors()
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Have copies to those devices be as fast as they can; what cannot be is no error."""
+        """Speed up copies to the devices where possible; never fail."""
         return
 
     def patch(self) -> VersionChanges | None:
-        """Return what changed since the version before, where the publisher has made that."""
+        """Return the changes since the previous version; None without a patch."""
         return None
 
     def base(self, patch: VersionChanges) -> torch.Tensor | None:
-        """Return the bytes of the version that a patch was made from, where they are still here."""
+        """Return the bytes of the patch's base version while they exist."""
         return None
 
     def verify(self, *, sample: bool) -> None:
-        """Compare digests, of some blocks or of all."""
+        """Compare digests of some blocks, or of every block."""
 
     def report_loading(self) -> None:
-        """Say that this process has begun to load it, and runs no whole version now."""
+        """Report the start of a load: this process runs no whole version now."""
         return
 
     def report_applied(self) -> None:
-        """Say that this process runs it."""
+        """Report the version as running in this process."""
         return
 
     def report_refused(self, code: int, reason: str) -> None:
-        """Say that this process could not take it."""
+        """Report the version as refused by this process."""
         return
 
     def close(self) -> None:
-        """Let go; tensors that are left keep what they need."""
+        """Release the version; surviving tensors keep their memory."""
 
 
 class ReaderCarrier(Protocol):
     """A subscriber's side."""
 
     def latest(self, after: int, timeout: float | None) -> CarriedVersion:
-        """Wait for a version whose sequence is above `after`."""
+        """Wait for a version with a sequence above `after`."""
 
     def at(self, version: int) -> CarriedVersion:
-        """Return a version that is still there, newest or not."""
+        """Return a surviving version, not necessarily the newest."""
 
     def removed(self) -> bool:
-        """Whether what it reads has lost its name, so that nothing newer comes there."""
+        """Return whether the reader's source lost its name: no newer version will come."""
 
     def close(self) -> None:
         """Leave."""
 
 
 class Carrier(ABC):
-    """A way for weights to travel: whether it serves here, and its two sides; see `CARRIERS`."""
+    """Carrier of weights: a check of this machine, and two sides; see `CARRIERS`."""
 
-    #: What speaks for it where it serves.
+    #: Advantages, shown with the choice.
     why: ClassVar[tuple[str, ...]] = ()
-    #: Why "auto" does not choose it; empty where it may.
+    #: Reason against a choice by "auto"; empty if "auto" may choose the carrier.
     by_name_only: ClassVar[str] = ""
-    #: Whether it takes `directory`.
+    #: True for a carrier with the option `directory`.
     takes_directory: ClassVar[bool] = False
-    #: Whether its versions may have patches.
+    #: True for a carrier whose versions may carry patches.
     takes_patches: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
     def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
-        """Say why it cannot serve here, empty where it can; nothing is allocated to find out."""
+        """Return the reason against the carrier on this machine, or ""; allocate nothing."""
 
     @classmethod
     @abstractmethod
     def writer(cls, options: WriterOptions) -> WriterCarrier:
-        """Make a publisher's side; raise where an option is another carrier's."""
+        """Make a publisher's side; raise for another carrier's option."""
 
     @classmethod
     @abstractmethod

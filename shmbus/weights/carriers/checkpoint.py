@@ -1,4 +1,4 @@
-"""The carrier ``checkpoint``: safetensors files in a directory, for engines that reload by a path.
+"""Carrier ``checkpoint``: safetensors files in a directory, for engines that reload by a path.
 
 ::
 
@@ -6,7 +6,7 @@
     DIRECTORY/latest -> version-7-00000003            swapped by a rename
 
 Invariant: `latest` leads to a directory whose file was written whole and synced before the link was
-swapped. Files are read by safetensors, which runs no code of theirs. One process writes into a
+swapped. safetensors reads the files and runs no code from them. One process writes into a
 directory.
 """
 
@@ -47,18 +47,18 @@ from shmbus.weights.source import LocalPiece, dtype_name
 FILE: Final = "model.safetensors"
 _LINK: Final = "latest"
 _NAME: Final = re.compile(r"version-(-?\d+)-(\d+)")
-#: What a file system says that cannot lock a directory.
+#: Errors of a file system without directory locks.
 _NO_LOCKS: Final = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-#: Seconds between two looks at the link; there is no bell on a disk.
+#: Seconds between two polls of the link; a disk offers no bell.
 _POLL_S: Final = 0.05
 
 
-#: Where a header keeps what is no tensor: one of that name makes a file that nobody can read.
+#: Reserved header key for metadata: a tensor of the same name would make the file unreadable.
 METADATA: Final = "__metadata__"
 
 
 def faults_in_file(tensors: Mapping[str, torch.dtype]) -> list[str]:
-    """Find what no file of safetensors can hold."""
+    """List the tensors unfit for a safetensors file."""
     written = {dtype: _is_written(dtype) for dtype in set(tensors.values())}
     faults = []
     for name, dtype in tensors.items():
@@ -81,7 +81,7 @@ def _is_written(dtype: torch.dtype) -> bool:
 
 
 def sync_path(path: Path) -> None:
-    """Have a file, or a folder's names, be on the disk."""
+    """Sync a file, or a folder's names, to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -90,14 +90,14 @@ def sync_path(path: Path) -> None:
 
 
 class CheckpointPlace(NamedTuple):
-    """Where a version lies."""
+    """Place of a version on disk."""
 
     path: Path
     version: int
 
 
 class CheckpointWriter:
-    """One process that writes whole files."""
+    """Single writer of whole files."""
 
     def __init__(self, directory: Path | str, manifest: Manifest, *, keep: int = 2) -> None:
         if keep < 1:
@@ -111,22 +111,22 @@ class CheckpointWriter:
         self._directory.mkdir(parents=True, exist_ok=True)
         require_own_folder(str(self._directory), "checkpoints")
         self._lock = _locked(self._directory)
-        for left in self._directory.glob(".new-*"):  # by a publisher that died
+        for left in self._directory.glob(".new-*"):  # leftover of a dead publisher
             if left.is_symlink():
                 left.unlink(missing_ok=True)
             else:
                 shutil.rmtree(left, ignore_errors=True)
 
     def begin(self, version: int, text: str) -> _CheckpointSink:
-        """Begin a version; its tensors are referred to until it is finished."""
+        """Begin a version; the sink references its tensors until `finish`."""
         return _CheckpointSink(self, version, text)
 
     def close(self, *, remove: bool) -> None:
-        """Leave; `remove` is not obeyed: a checkpoint is kept."""
+        """Leave; ignore `remove`: a checkpoint is kept."""
         self._lock.close()
 
     def write(self, version: int, text: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Write, sync, rename, swap the link, and remove what is old."""
+        """Write, sync, rename, swap the link, and remove old versions."""
         from safetensors import SafetensorError
 
         numbers = [number for number, _ in _published(self._directory)]
@@ -138,7 +138,8 @@ class CheckpointWriter:
         try:
             self._write(name, fresh, link, tensors, metadata)
         except BaseException as error:
-            # A version that is not the newest was not published: nobody may find it by its number.
+            # A name beyond the newest was never published: remove it before a reader finds its
+            # number.
             newest = _newest_in(self._directory)
             for left in (fresh, *([] if newest == name else [self._directory / name])):
                 shutil.rmtree(left, ignore_errors=True)
@@ -173,7 +174,7 @@ class CheckpointWriter:
 
 
 class _CheckpointSink:
-    """Tensors that will be one file."""
+    """Collector of tensors for one file."""
 
     def __init__(self, writer: CheckpointWriter, version: int, text: str) -> None:
         self._writer, self._version, self._text = writer, version, text
@@ -182,7 +183,7 @@ class _CheckpointSink:
         self.changed: int | None = None
 
     def put(self, piece: LocalPiece) -> int:
-        """Take a whole tensor, cast to what is published."""
+        """Take a whole tensor, cast to the published dtype."""
         place = self._places.get(piece.name)
         if place is None or tuple(piece.tensor.shape) != place.shape:
             expected = "no such tensor" if place is None else f"{list(place.shape)} in one piece"
@@ -190,18 +191,18 @@ class _CheckpointSink:
                 f"{piece.name!r}: expected {expected}, got {list(piece.tensor.shape)}; the carrier "
                 "'checkpoint' takes whole tensors from one rank, 'shm' takes shards from all"
             )
-        # A copy even where nothing is cast: the model may go on before the file is written.
+        # Copy even without a cast: the model may change before the file is written.
         made = torch.empty(place.shape, dtype=getattr(torch, place.dtype))
         made.copy_(piece.tensor)
         self._tensors[place.name] = made
         return place.size
 
     def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
-        """Take whole tensors, one by one."""
+        """Take whole tensors, one after the other."""
         return sum(map(self.put, pieces))
 
     def settle(self) -> None:
-        """Do nothing: a piece is copied when `put` returns."""
+        """Do nothing: `put` already copied the piece."""
 
     def finish(self) -> None:
         """Write the file, and make it the newest."""
@@ -218,7 +219,7 @@ class _CheckpointSink:
 
 
 class CheckpointVersion(CarriedVersion):
-    """A file that was read: whole, in memory of its own, and in a directory that has no rows."""
+    """File read whole into its own memory; the directory keeps no reader rows."""
 
     def __init__(self, directory: Path, sequence: int) -> None:
         from safetensors import SafetensorError, safe_open
@@ -255,11 +256,11 @@ class CheckpointVersion(CarriedVersion):
             raise ManifestError("the file does not have what its manifest says", faults)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that were read."""
+        """Return the file's tensors."""
         return self._tensors
 
     def verify(self, *, sample: bool) -> None:
-        """Refuse: the file has no digests."""
+        """Refuse: the file carries no digests."""
         del sample
         raise WeightsError(
             "the carrier 'checkpoint' writes no digests; subscribe with verify='off'"
@@ -271,7 +272,7 @@ class CheckpointVersion(CarriedVersion):
 
 
 class CheckpointReader:
-    """A process that reads the newest file."""
+    """Reader of the newest file."""
 
     def __init__(self, directory: Path | str) -> None:
         self._directory = Path(directory)
@@ -285,7 +286,7 @@ class CheckpointReader:
                 try:
                     return CheckpointVersion(target, sequence)
                 except DamagedError:
-                    if target.exists():  # else a newer one has replaced it
+                    if target.exists():  # otherwise a newer version replaced it
                         raise
             elif deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeoutError(
@@ -296,9 +297,9 @@ class CheckpointReader:
                 time.sleep(_POLL_S)
 
     def at(self, version: int) -> CheckpointVersion:
-        """Return a version that is still there, newest or not."""
+        """Return a surviving version, not necessarily the newest."""
         names: list[str] = []
-        with contextlib.suppress(FileNotFoundError):  # its publisher makes it
+        with contextlib.suppress(FileNotFoundError):  # created later by its publisher
             names = os.listdir(self._directory)
         there = {
             (int(found[1]), int(found[2])): self._directory / name
@@ -314,7 +315,7 @@ class CheckpointReader:
         return CheckpointVersion(there[version, sequence], sequence)
 
     def removed(self) -> bool:
-        """Return False: a directory is looked at anew each time."""
+        """Return False: every poll looks up the directory anew."""
         return False
 
     def _newest(self) -> tuple[int, Path | None]:
@@ -324,7 +325,7 @@ class CheckpointReader:
         return 0, None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class CheckpointCarrier(Carrier):
@@ -335,7 +336,7 @@ class CheckpointCarrier(Carrier):
 
     @classmethod
     def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
-        """Say what is missing."""
+        """Return the missing requirement, else an empty text."""
         del device, size
         if directory is None:
             return "no directory was given (directory=...)"
@@ -345,7 +346,7 @@ class CheckpointCarrier(Carrier):
 
     @classmethod
     def writer(cls, options: WriterOptions) -> CheckpointWriter:
-        """Be the one that writes; ValueError where it is given what files have not."""
+        """Become the writer; raise ValueError for an option without meaning for files."""
         slots, max_slots, when_held = options.slots, options.max_slots, options.when_held
         check_text("when_held", when_held)
         plain = max_slots is None and when_held == "wait"
@@ -370,7 +371,7 @@ class CheckpointCarrier(Carrier):
 
 
 def newest_checkpoints(directory: Path) -> tuple[CheckpointPlace, CheckpointPlace | None]:
-    """Find the version that `latest` leads to, and the one that was published before it."""
+    """Return the version behind `latest`, and the version published before it."""
     newest = (
         directory / os.readlink(directory / _LINK) if (directory / _LINK).is_symlink() else None
     )
@@ -391,14 +392,14 @@ def _place(path: Path) -> CheckpointPlace:
 
 
 def _newest_in(directory: Path) -> str:
-    """Return what the link leads to; empty where there is none."""
+    """Return the link's target; empty without a link."""
     with contextlib.suppress(OSError):
         return os.readlink(directory / _LINK)
     return ""
 
 
 def _locked(directory: Path) -> LockedFile:
-    """Be the one that writes into a directory, until the file is closed or the process ends."""
+    """Become the directory's writer until the file is closed or the process ends."""
     file = LockedFile()
     file.open(os.path.realpath(directory), os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -410,7 +411,7 @@ def _locked(directory: Path) -> LockedFile:
             "a directory of its own"
         ) from error
     except OSError as error:
-        # Some network file systems lock no directories; what is written is whole all the same.
+        # Some network file systems lock no directories; versions are still written whole.
         if error.errno not in _NO_LOCKS:
             file.close()
             raise
@@ -423,7 +424,7 @@ def _published(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _payload_bytes(said: bytes) -> int:
-    """Return what the manifest says: a file has no payload of its own to compare with."""
+    """Return the manifest's total: a file carries no second payload size for a comparison."""
     try:
         return msgspec.msgpack.decode(said, type=Manifest).total
     except msgspec.DecodeError:

@@ -1,11 +1,12 @@
 """Whole versions in exported memory: of a CUDA device, or a memfd of the host.
 
-A pool's slot holds only the name of a buffer, which rank 0 exports once; the other ranks map it,
-and write their own pieces into their place, over peer access or from device to device.
+A pool's slot holds only the name of a buffer, exported once by rank 0; higher ranks map the buffer
+and write their pieces in place, over peer access or from device to device.
 
-Invariants: a version is published when the device has all of its bytes; a slot's buffer is written
-only under the slot's lock, which its readers keep until their device has read it; a rank above 0
-writes into buffers of the rank 0 that began the version, and of no predecessor or successor.
+Invariants: a version is published only after the device holds every byte; a slot's buffer is
+written only under the slot's lock, held by readers until their device finished reading; a higher
+rank writes only into buffers of the rank 0 that began the version, never of a predecessor or
+successor.
 """
 
 from __future__ import annotations
@@ -50,21 +51,21 @@ from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import VersionChanges
 
-#: Bytes that one digest covers, as in a pool.
+#: Bytes per digest, as in a pool.
 BLOCK_BYTES: Final = 16 << 20
 
 _WORD_BYTES: Final = 8
 
 
 def blocks_of(size: int) -> int:
-    """Return how many digests a payload of so many bytes has."""
+    """Return the number of digests for a payload of the given bytes."""
     return -(-size // BLOCK_BYTES)
 
 
 @functools.lru_cache(maxsize=4)
 def _factors(device: torch.device) -> torch.Tensor:
     words = torch.arange(BLOCK_BYTES // _WORD_BYTES, dtype=torch.int64, device=device)
-    # Knuth's multiplier spreads neighbours over all 64 bits; odd, so that no change is lost.
+    # Knuth's multiplier spreads neighbours over all 64 bits; odd, to lose no change.
     return (words * 6364136223846793005 + 1442695040888963407) | 1
 
 
@@ -75,34 +76,34 @@ def block_sum(payload: torch.Tensor, block: int) -> int:
 
 
 def block_sums(payload: torch.Tensor) -> list[int]:
-    """Return the digest of each block."""
+    """Return the digests of every block."""
     return [block_sum(payload, block) for block in range(blocks_of(payload.numel()))]
 
 
-#: Bytes of a slot before its digests, and of each: MessagePack's longest numbers.
+#: Slot bytes before the digests, and per digest: MessagePack's longest numbers.
 _PLACED_BYTES: Final = 64
 _DIGEST_BYTES: Final = 9
 _LENGTH_BYTES: Final = 4
 
-#: Seconds until an interrupt comes again that came where it can stop nothing.
+#: Seconds until a postponed interrupt is raised again.
 AGAIN_S: Final = 0.01
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a slot holds: where the version's bytes are, and their digests."""
+    """Content of a slot: place of the version's bytes, and their digests."""
 
     buffer: BufferName
     total: int
     digests: list[int]
 
     def encode(self) -> bytes:
-        """Return it with its length before it: a slot may be longer."""
+        """Encode with a length prefix: a slot may be longer."""
         data = msgspec.msgpack.encode(self)
         return len(data).to_bytes(_LENGTH_BYTES, "little") + data
 
     @classmethod
     def decode(cls, data: bytes) -> Placed:
-        """Read it back."""
+        """Decode a slot."""
         size = int.from_bytes(data[:_LENGTH_BYTES], "little")
         try:
             return msgspec.msgpack.decode(data[_LENGTH_BYTES : _LENGTH_BYTES + size], type=cls)
@@ -118,11 +119,11 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return _PLACED_BYTES + blocks_of(total) * _DIGEST_BYTES
 
 
-# -- where versions are written -------------------------------------------------------------------
+# -- writers --------------------------------------------------------------------------------------
 
 
 class OwnBuffers:
-    """The buffers of rank 0, one a slot; none is ever replaced."""
+    """Buffers of rank 0, one per slot; never replaced."""
 
     def __init__(self, path: str, kind: MemoryKind, device: torch.device) -> None:
         self._device = device
@@ -130,7 +131,7 @@ class OwnBuffers:
         self.owner = self._arena.owner
 
     def buffer(self, owner: int, slot: int, nbytes: int) -> tuple[BufferName, torch.Tensor]:
-        """Return a slot's buffer; the first time, allocate it."""
+        """Return a slot's buffer; allocate it on first use."""
         assert owner == self.owner
         try:
             return self._arena.buffer(slot, nbytes)
@@ -142,12 +143,12 @@ class OwnBuffers:
             ) from error
 
     def close(self) -> None:
-        """Stop listening, and let go; readers keep what they have mapped."""
+        """Stop listening and release the buffers; readers keep their mappings."""
         self._arena.close()
 
 
 class LeadersBuffers:
-    """The buffers of rank 0, as another rank writes into them."""
+    """Rank 0's buffers, mapped for writing by a higher rank."""
 
     def __init__(self, path: str, device: torch.device, timeout: float) -> None:
         self._path, self._timeout = path, timeout
@@ -162,7 +163,7 @@ class LeadersBuffers:
         )
 
     def buffer(self, owner: int, slot: int, nbytes: int) -> tuple[BufferName, torch.Tensor]:
-        """Return a slot's buffer; the first time, map it."""
+        """Return a slot's buffer; map it on first use."""
         if owner != self._owner:
             self.close()
             self._owner, self._view = owner, self._new_view()
@@ -195,26 +196,27 @@ class LeadersBuffers:
             ) from error
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Release every buffer."""
         self._found = {}
         self._view.close()
 
 
 class ExportedWriter:
-    """The memory of versions that lie in rank 0's buffers."""
+    """Memory of versions in rank 0's buffers."""
 
     def __init__(self, options: WriterOptions, kind: MemoryKind) -> None:
         self._options, self._kind = options, kind
         self._total = options.manifest.total
         self._said = VersionMeta(options.manifest.encode(), "exported")
-        # What rank 0 says is taken by the others: none of them knows whose memory it is before.
+        # Meta from rank 0, adopted by the higher ranks: only rank 0 knows the memory's owner in
+        # advance.
         self.meta: bytes | None = None
         self.slot_bytes = Placed.room(self._total)
         self.patch_bytes = 0
         self.buffers: OwnBuffers | LeadersBuffers | None = None
 
     def open(self) -> None:
-        """Allocate the buffers of all slots, in rank 0: memory is found now, not in a step."""
+        """Allocate the buffers of every slot, in rank 0: fail now rather than during a step."""
         path, device = memory_socket(KIND, self._options.bus), self._options.device
         if self._options.rank:
             self.buffers = LeadersBuffers(path, device, self._options.timeout)
@@ -235,7 +237,7 @@ class ExportedWriter:
         return self._buffer(write)[1]
 
     def _checked(self, write: VersionWrite) -> VersionMeta:
-        """Return what rank 0 says, which has the same manifest."""
+        """Return rank 0's meta after a comparison of the manifests."""
         try:
             said = VersionMeta.decode(write.meta)
         except ManifestError:
@@ -250,14 +252,14 @@ class ExportedWriter:
         return said
 
     def lasting(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the same: it stays until this is closed."""
+        """Return the payload itself: it lasts until `close`."""
         return payload
 
     def register(self, payload: torch.Tensor) -> None:
         """Do nothing: a memfd's pages are not registered."""
 
     def finish(self, write: VersionWrite) -> None:
-        """Publish; a rank above 0 says that its pieces are there."""
+        """Publish in rank 0; report finished pieces in a higher rank."""
         if self._options.rank:
             write.finish()
             return
@@ -267,16 +269,16 @@ class ExportedWriter:
             write.await_ranks()
         said = Placed(name, self._total, block_sums(payload) if digests else []).encode()
         memoryview(write.buffer)[: len(said)] = said
-        # Of the slot, which is small: a scribble over the buffer's name is found.
+        # Digests of the small slot: they reveal a scribble over the buffer's name.
         write.finish(digests=True)
 
     def close(self) -> None:
-        """Let go of the buffers; readers keep what they have mapped."""
+        """Release the buffers; readers keep their mappings."""
         if self.buffers is not None:
             self.buffers.close()
 
 
-# -- where versions are read ----------------------------------------------------------------------
+# -- readers --------------------------------------------------------------------------------------
 
 
 class ExportedReaders:
@@ -284,12 +286,12 @@ class ExportedReaders:
 
     def __init__(self, options: ReaderOptions) -> None:
         device = options.device
-        # A CUDA device also reads what lies on another one, where it has peer access.
+        # A CUDA device also reads a peer device's memory, given peer access.
         index = device.index or 0 if device.type == "cuda" else None
         self._buffers = ArenaView(memory_socket(KIND, options.bus), device=index, or_owner=True)
 
     def open(self, lease: VersionLease) -> ExportedReader:
-        """Map what a version lies in."""
+        """Map a version's buffer."""
         lease.check(0, 1)
         placed = Placed.decode(bytes(memoryview(lease.buffer)))
         try:
@@ -344,15 +346,15 @@ class ExportedReader:
         return self._memory.tensor()
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Do nothing: there is no host memory that stays."""
+        """Do nothing: no host memory lasts."""
 
     def patch(self, manifest: Manifest) -> VersionChanges | None:
-        """Return None: only slots have patches."""
+        """Return None: only slots carry patches."""
         del manifest
         return None
 
     def verify(self, *, sample: bool) -> None:
-        """Compare digests, on the device that reads."""
+        """Compare digests, on the reading device."""
         sums = self._placed.digests
         if not sums:
             raise no_digests(self._version)
@@ -373,7 +375,7 @@ class ExportedReader:
 
 
 class _Held:
-    """A slot's lock, dropped when the device has done what was asked of it on this stream."""
+    """A slot's lock, dropped after the device finished the stream's queued work."""
 
     def __init__(self, buffer: object, device: torch.device) -> None:
         for dead in [known for known in _locks if known() is None]:
@@ -391,13 +393,14 @@ def _let_go(dead: weakref.ref[_Held]) -> None:
     _, device, pid = known
     stream = None
     try:
-        # A forked child has no context, and its parent has the lease.
+        # A forked child lacks the context; the parent owns the lease.
         if device.type == "cuda" and os.getpid() == pid and not sys.is_finalizing():
             stream = torch.cuda.current_stream(device)
             stream.synchronize()
         _locks.pop(dead, None)
     except KeyboardInterrupt:
-        # Nobody would get it from here, and the device may not be done: on both counts, later.
+        # No caller could catch the interrupt here, and the device may be busy: a thread finishes
+        # the work and raises the interrupt later.
         threading.Thread(target=_let_go_later, args=(dead, device, stream)).start()
 
 

@@ -1,9 +1,9 @@
-"""Versions in a slot pool: how ranks write one, and what a reader has of it.
+"""Versions in a slot pool: the writing by ranks, and a reader's version.
 
-Slots, leases, rows and the manifest are the same wherever a version's bytes lie; a backend says
-where: in the slot (`SlotWriter`, `SlotReader`), or in exported memory (`exported`).
+Slots, leases, rows and the manifest are the same for every place of a version's bytes; a backend
+chooses the place: the slot (`SlotWriter`, `SlotReader`), or exported memory (`exported`).
 
-Invariant: a slot that is given up leaves the version before it in force.
+Invariant: an abandoned slot leaves the previous version in force.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ from shmbus.weights.source import LocalPiece, target_of_piece
 
 KIND: Final = "weights"
 
-#: Room for a manifest that grows by a few names before the pool has to be made again.
+#: Spare room: a manifest may gain a few names before the pool must be recreated.
 _META_SPARE: Final = 1.25
-#: Of what a version says of itself, beside its manifest.
+#: Bytes of a version's meta beside the manifest.
 _META_BYTES: Final = 64
-#: Bytes of a device's tensors, made for this version, that are kept to be copied together.
+#: Limit for device tensors created for this version and kept for a joint copy, in bytes.
 PENDING_BYTES: Final = 64 << 20
-#: Blocks that a sample compares: a scribble over a hundredth of the bytes is found once in three
-#: times, and each costs a hundredth of reading a model of a hundred blocks.
+#: Blocks compared by a sample: a scribble over a hundredth of the bytes is found once in three
+#: times, and each block costs a hundredth of reading a model of a hundred blocks.
 SAMPLED_BLOCKS: Final = 4
 
 
 class VersionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="weights"):
-    """What a version says of itself."""
+    """Meta of a version."""
 
     manifest: bytes
     memory: Literal["slot", "exported"] = "slot"
     owner: int = 0
 
     def encode(self) -> bytes:
-        """Return it as MessagePack."""
+        """Encode as MessagePack."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> VersionMeta:
-        """Read it back; ManifestError where it is none."""
+        """Decode; raise ManifestError for invalid data."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
@@ -87,39 +87,39 @@ class VersionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 class WriteMemory(Protocol):
-    """Where a rank writes the bytes of versions."""
+    """Memory for a rank's writes of versions."""
 
-    #: What a version says of itself; None where rank 0 has to say it.
+    #: Meta of a version; None until rank 0 supplies it.
     meta: bytes | None
     slot_bytes: int
     patch_bytes: int
 
     def open(self) -> None:
-        """Take what is needed, once this process is a rank of the pool."""
+        """Acquire resources, once this process is a rank of the pool."""
 
     def payload(self, write: VersionWrite) -> torch.Tensor:
-        """Return the bytes of the version that is being written."""
+        """Return the bytes of the version under construction."""
 
     def lasting(self, payload: torch.Tensor) -> torch.Tensor:
-        """View the same bytes for as long as this memory is open."""
+        """View the same bytes, valid while this memory is open."""
 
     def register(self, payload: torch.Tensor) -> None:
-        """Have devices write host memory directly, where they can."""
+        """Let devices write host memory directly where possible."""
 
     def finish(self, write: VersionWrite) -> None:
-        """Publish the version; nothing of this process looks into its slot any more."""
+        """Publish the version; this process no longer touches its slot."""
 
     def close(self) -> None:
-        """Let go of it; may be called twice."""
+        """Release the memory; idempotent."""
 
 
 class SlotWriter:
-    """The memory of versions that lie in the slots themselves."""
+    """Memory of versions inside the slots."""
 
     def __init__(self, options: WriterOptions) -> None:
         manifest = options.manifest
         self._digests = options.digests
-        #: Slots that devices write directly.
+        #: Slots registered for direct device writes.
         self._registered = RegisteredSlots()
         self.meta: bytes | None = VersionMeta(manifest.encode()).encode()
         self.slot_bytes = manifest.total
@@ -127,14 +127,14 @@ class SlotWriter:
         self.patch_bytes = patch_capacity(manifest, share, options.world_size)
 
     def open(self) -> None:
-        """Do nothing: the pool has the memory."""
+        """Do nothing: the pool owns the memory."""
 
     def payload(self, write: VersionWrite) -> torch.Tensor:
         """View the slot."""
         return payload_tensor(write.buffer)
 
     def lasting(self, payload: torch.Tensor) -> torch.Tensor:
-        """View the slot without keeping it from being finished."""
+        """View the slot without blocking its completion."""
         return unowned(payload)
 
     def register(self, payload: torch.Tensor) -> None:
@@ -151,9 +151,9 @@ class SlotWriter:
 
 
 class _LastingCopies(NamedTuple):
-    """Pieces that a source gives again, and how they are copied into one slot."""
+    """Reusable pieces of a source, with the copies into one slot."""
 
-    pieces: Sequence[LocalPiece]  # kept, so that no other ones are the same objects
+    pieces: Sequence[LocalPiece]  # kept alive: no new object may reuse their ids
     address: int
     plan: CopyPlan
 
@@ -167,9 +167,9 @@ class PoolWriter:
         self.policy = PatchPolicy() if memory.patch_bytes else None
         #: By slot.
         self.known: dict[int, _LastingCopies] = {}
-        #: The same of pieces that are compared, in whichever slot.
+        #: Reusable compared pieces, independent of the slot.
         self.compared: ComparedPieces | None = None
-        #: Where pieces are cast or put together before they are compared; made when first needed.
+        #: Scratch memory for casts and joins before a comparison; allocated on first use.
         self._scratch: torch.Tensor | None = None
         said = len(options.manifest.encode())
         spec = PoolSpec(
@@ -196,7 +196,7 @@ class PoolWriter:
             raise
 
     def begin(self, version: int, text: str) -> _PoolSink | None:
-        """Take a slot, or join the version that rank 0 writes; None where it was skipped."""
+        """Take a slot, or join rank 0's version; return None for a skipped version."""
         memory = self.memory
         wants = self.policy is not None and self.policy.wants()
         write = self._publisher.begin(
@@ -211,9 +211,9 @@ class PoolWriter:
             raise
 
     def scratch(self, size: int) -> torch.Tensor:
-        """Return so many bytes that stay with this writer."""
+        """Return scratch memory of the given bytes, reused by this writer."""
         if self._scratch is None or self._scratch.numel() < size:
-            # Pieces of a device come into it.
+            # The target of copies from a device.
             pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             self._scratch = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         return self._scratch[:size]
@@ -226,12 +226,12 @@ class PoolWriter:
 
 
 class _PoolSink:
-    """A version that is being written."""
+    """Version under construction."""
 
     def __init__(self, writer: PoolWriter, write: VersionWrite, payload: torch.Tensor) -> None:
         self._writer, self._write = writer, write
         self._payload: torch.Tensor | None = payload
-        #: Copies from and to devices, each with whether it is a whole tensor.
+        #: Copies from and to devices, each with a flag for a whole tensor.
         self._pending: list[tuple[Pair, bool]] = []
         self._pending_bytes = 0
         self._compared = has_patch(write)
@@ -241,7 +241,7 @@ class _PoolSink:
         self.changed: int | None = None
 
     def put(self, piece: LocalPiece) -> int:
-        """Copy a piece to its place, cast if need be; those of a device with what follows."""
+        """Copy a piece to its place, cast if needed; collect device pieces for a joint copy."""
         assert self._payload is not None
         target = self._target(self._payload, piece)
         size = target.numel() * target.element_size()
@@ -261,7 +261,7 @@ class _PoolSink:
         return size
 
     def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
-        """Copy pieces that their source gives again, all of them together."""
+        """Copy a source's reusable pieces, together."""
         assert self._payload is not None
         if self._compared:
             return self._put_compared(pieces)
@@ -276,12 +276,12 @@ class _PoolSink:
         return known.plan.nbytes
 
     def _put_compared(self, pieces: Sequence[LocalPiece]) -> int:
-        """Compare pieces that their source gives again."""
+        """Compare a source's reusable pieces."""
         assert self._payload is not None
         known = self._writer.compared
         if known is None or not are_same(known.pieces, pieces):
             for piece in pieces:
-                self._target(self._payload, piece)  # raises where it is not inside its place
+                self._target(self._payload, piece)  # raises for a piece outside its place
             known = self._writer.compared = ComparedPieces(pieces, self._writer.places)
         for piece, parts in zip(pieces, known.parts, strict=True):
             if parts is None:
@@ -300,7 +300,7 @@ class _PoolSink:
         return self._writer.places[piece.name].shape == tuple(piece.tensor.shape)
 
     def _put_part(self, part: PlacedBytes) -> None:
-        """Write bytes to their place, and pack what differs where the version has a patch."""
+        """Write bytes to their place; if the version carries a patch, pack the differences."""
         changes = put_piece(self._write, *part)
         if changes is None:
             self._compared = False
@@ -320,14 +320,14 @@ class _PoolSink:
             self._begin(CopyPlan(pairs, whole=whole))
 
     def settle(self) -> None:
-        """Wait until all pieces are copied."""
+        """Wait until every piece is copied."""
         self._flush()
         if self._payload is not None:
             settle_devices([self._payload])
         self._settled = True
 
     def finish(self) -> None:
-        """Publish; a rank above 0 says that its pieces are there."""
+        """Publish in rank 0; report finished pieces in a higher rank."""
         if not self._settled:
             self.settle()
         self._payload = None
@@ -338,7 +338,7 @@ class _PoolSink:
             self._writer.policy.ended(begun=self._tried, made=made)
 
     def give_up(self, reason: str) -> None:
-        """Leave what was newest in force; its slot is not used before the device has let go."""
+        """Keep the previous version in force; free the slot only after the device released it."""
         self._pending = []
         try:
             if self._payload is not None:
@@ -352,7 +352,7 @@ class _PoolSink:
 
 
 class LostVersionError(WeightsError):
-    """A version whose memory went with its publisher."""
+    """Version whose memory vanished with its publisher."""
 
     def __init__(self, message: str, sequence: int) -> None:
         super().__init__(message)
@@ -360,10 +360,10 @@ class LostVersionError(WeightsError):
 
 
 class VersionMemory(Protocol):
-    """Where a leased version's bytes lie."""
+    """Memory of a leased version's bytes."""
 
     total: int
-    #: What is the same for the next version that lies there, and whether it still is.
+    #: Key of the memory, stable across versions, and a value that reveals a change of it.
     key: object
     identity: object
 
@@ -371,13 +371,13 @@ class VersionMemory(Protocol):
         """View the bytes; the views keep the slot."""
 
     def borrowed(self) -> torch.Tensor:
-        """View the bytes for as long as the version is leased."""
+        """View the bytes, valid during the lease."""
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Have copies to those devices be as fast as they can."""
+        """Speed up copies to the devices where possible."""
 
     def patch(self, manifest: Manifest) -> VersionChanges | None:
-        """Return what changed since the version before, where that is there."""
+        """Return the changes since the previous version, if present."""
 
     def verify(self, *, sample: bool) -> None:
         """Compare digests."""
@@ -406,12 +406,12 @@ class SlotReader:
         return unowned(payload_tensor(self._lease.buffer))
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Register the slot with CUDA, once, where it goes to a device."""
+        """Register the slot with CUDA, once, for copies to a device."""
         if any(device.type == "cuda" for device in devices):
             self._registered.add(payload_tensor(self._lease.buffer), read_only=True)
 
     def patch(self, manifest: Manifest) -> VersionChanges | None:
-        """Return what changed since the version before; None also where that is damaged."""
+        """Return the changes since the previous version; None for a missing or damaged patch."""
         try:
             found = self._lease.patch()
         except DamagedError:
@@ -434,7 +434,7 @@ class SlotReader:
 
 
 def no_digests(version: int) -> WeightsError:
-    """Make the error of a version that cannot be verified."""
+    """Build the error of an unverifiable version."""
     return WeightsError(
         f"version {version} was published without digests, so nothing can be verified; make the "
         "publisher with digests=True, or subscribe with verify='off'"
@@ -442,7 +442,7 @@ def no_digests(version: int) -> WeightsError:
 
 
 class BorrowedTensors:
-    """The tensors of a slot, which keep no lease, and what was checked of them."""
+    """Lease-free tensors of a slot, with earlier checks of them."""
 
     def __init__(self, memory: VersionMemory, manifest: Manifest) -> None:
         payload = memory.borrowed()
@@ -452,7 +452,7 @@ class BorrowedTensors:
 
 
 class PooledVersion:
-    """A leased version, wherever its bytes are; its reader's row says what becomes of it."""
+    """Leased version in any memory; the reader's row records the outcome."""
 
     def __init__(
         self,
@@ -469,29 +469,29 @@ class PooledVersion:
         self.manifest = manifest
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """View every tensor; no byte is copied. The views keep the slot."""
+        """View every tensor, zero-copy. The views keep the slot."""
         payload = self._memory.payload()
         return {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
 
     @property
     def cache(self) -> LoadCache:
-        """Return what was checked of this slot before."""
+        """Return earlier checks of this slot."""
         return self._borrowed.cache
 
     def borrow(self) -> dict[str, torch.Tensor]:
-        """View every tensor for as long as this object is open: made once for each slot."""
+        """View every tensor while this object is open; the views are cached per slot."""
         return self._borrowed.tensors
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Have copies to those devices be as fast as they can."""
+        """Speed up copies to the devices where possible."""
         self._memory.prepare(devices)
 
     def patch(self) -> VersionChanges | None:
-        """Return what changed since the version before, where the publisher has made that."""
+        """Return the changes since the previous version; None without a patch."""
         return self._memory.patch(self.manifest)
 
     def base(self, patch: VersionChanges) -> torch.Tensor | None:
-        """Return the bytes of the version that a patch was made from, where they are still here."""
+        """Return the bytes of the patch's base version while they exist."""
         try:
             lease = self._reader.at(patch.base_version)
         except WaitTimeoutError:
@@ -499,27 +499,27 @@ class PooledVersion:
         return payload_tensor(lease.buffer) if lease.sequence == patch.base_sequence else None
 
     def verify(self, *, sample: bool) -> None:
-        """Compare digests, of some blocks or of all."""
+        """Compare digests of some blocks, or of every block."""
         self._memory.verify(sample=sample)
 
-    # Nothing is said, and nothing fails, once the reader has no row any more.
+    # Without a reader row the reports do nothing.
 
     def report_loading(self) -> None:
-        """Say that this process has begun to load it."""
+        """Report the start of a load."""
         if not self._reader.pool.closed:
             self._reader.loading(self._lease, LOADING_CODE)
 
     def report_applied(self) -> None:
-        """Say that this process runs it."""
+        """Report the version as running in this process."""
         if not self._reader.pool.closed:
             self._reader.applied(self._lease)
 
     def report_refused(self, code: int, reason: str) -> None:
-        """Say that this process could not take it."""
+        """Report the version as refused by this process."""
         if not self._reader.pool.closed:
             self._reader.refused(self._lease, code, reason)
 
     def close(self) -> None:
-        """Let go of the lease; views that are left keep the slot."""
+        """Release the lease; surviving views keep the slot."""
         self._memory.close()
         self._lease.close()

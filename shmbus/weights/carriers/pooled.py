@@ -1,8 +1,8 @@
-"""The carriers over a slot pool: ``shm``, ``cuda_vmm``, ``cuda_ipc`` and ``memfd``; one reader.
+"""Carriers over a slot pool: ``shm``, ``cuda_vmm``, ``cuda_ipc`` and ``memfd``; one reader.
 
-Invariants: a version that cannot be used is refused in the reader's row, and its lease ends; one
-whose memory went with its publisher is no version: what follows it is waited for, and the error
-says so.
+Invariants: an unusable version is refused in the reader's row, and its lease ends; a version whose
+memory vanished with its publisher does not count: the reader waits for the next version, and the
+error says so.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from shmbus.weights.carriers.pool import (
 from shmbus.weights.errors import MANIFEST_CODE, TORN_CODE, UNUSABLE
 from shmbus.weights.manifest import Manifest
 
-#: Seconds between two attempts to find a pool that is not there yet.
+#: Seconds between two attempts to open a missing pool.
 _RETRY_S: Final = 0.05
 _SHM: Final = Path("/dev/shm")
 
 
 class PooledReader:
-    """A subscriber of a pool, whichever carrier its publisher chose."""
+    """Reader of a pool, for any carrier of its publisher."""
 
     def __init__(self, options: ReaderOptions) -> None:
         self._options = options
         self._reader: PoolReader | None = None
         self._registered = RegisteredSlots()
-        #: Maps exported memory; made when a version lies there.
+        #: Maps of exported memory; created for the first exported version.
         self._exports: ExportedReaders | None = None
         self._decoded: tuple[bytes, Manifest] | None = None
         self._borrowed: dict[object, BorrowedTensors] = {}
 
     def latest(self, after: int, timeout: float | None) -> PooledVersion:
-        """Wait for a version; of a pool that is removed and made again, any."""
+        """Wait for a version; after a recreation of the pool, any version counts."""
         deadline = None if timeout is None else time.monotonic() + timeout
         lost: LostVersionError | None = None
         while True:
@@ -67,7 +67,7 @@ class PooledReader:
                 return self._opened(lease, reader)
             except BusRemovedError:
                 self._forget_pool()
-                after, lost = 0, None  # the pool that follows counts from 1
+                after, lost = 0, None  # a new pool counts from 1
             except LostVersionError as error:
                 lost = error
             except WaitTimeoutError as error:
@@ -76,13 +76,13 @@ class PooledReader:
                 raise WeightsError(str(lost)) from error
 
     def at(self, version: int) -> PooledVersion:
-        """Lease a version that is still there, newest or not."""
+        """Lease a surviving version, not necessarily the newest."""
         reader = self._reader = self._reader or self._attach(0.0)
         lease = reader.at(version)
         return self._opened(lease, reader)
 
     def removed(self) -> bool:
-        """Whether the pool that it reads has lost its name."""
+        """Return whether the reader's pool lost its name."""
         return self._reader is not None and self._reader.is_removed()
 
     def _forget_pool(self) -> None:
@@ -93,7 +93,7 @@ class PooledReader:
             reader.close()
 
     def _opened(self, lease: VersionLease, reader: PoolReader) -> PooledVersion:
-        """Check a version; where it cannot be used the reader's row says so."""
+        """Check a version; record an unusable version in the reader's row."""
         try:
             return self._checked(lease, reader)
         except UNUSABLE as error:
@@ -117,7 +117,7 @@ class PooledReader:
         return PooledVersion(lease, reader, manifest, memory, found)
 
     def _manifest(self, data: bytes, total: int) -> Manifest:
-        """Return a manifest, decoded and checked once for all versions that have the same."""
+        """Return a manifest, decoded and checked once for every version with the same bytes."""
         if self._decoded is None or self._decoded[0] != data or self._decoded[1].total != total:
             self._decoded = data, Manifest.decode(data, total)
         return self._decoded[1]
@@ -138,7 +138,7 @@ class PooledReader:
                 time.sleep(_RETRY_S)
 
     def close(self) -> None:
-        """Leave the pool; versions that are out keep what they need."""
+        """Leave the pool; open versions keep their memory."""
         self._registered.close()
         if self._reader is not None:
             self._reader.close()
@@ -155,7 +155,7 @@ class ShmCarrier(Carrier):
 
     @classmethod
     def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
-        """Say what /dev/shm lacks."""
+        """Return the shortage in /dev/shm, else an empty text."""
         del device, directory
         if not os.access(_SHM, os.W_OK):
             return f"{_SHM} is not writable"
@@ -168,7 +168,7 @@ class ShmCarrier(Carrier):
 
     @classmethod
     def reader(cls, options: ReaderOptions) -> PooledReader:
-        """Read whatever the pool has."""
+        """Read a pool of any pooled carrier."""
         return PooledReader(options)
 
 
@@ -193,7 +193,7 @@ class _ExportedCarrier(Carrier):
 
     @classmethod
     def reader(cls, options: ReaderOptions) -> PooledReader:
-        """Read whatever the pool has."""
+        """Read a pool of any pooled carrier."""
         return PooledReader(options)
 
 
@@ -217,6 +217,6 @@ class MemfdCarrier(_ExportedCarrier):
 
     @classmethod
     def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
-        """Say that it is the host's."""
+        """Refuse a CUDA device: the memory belongs to the host."""
         del size, directory
         return "" if device.type == "cpu" else f"its memory is the host's, not that of {device}"
