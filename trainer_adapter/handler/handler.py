@@ -153,7 +153,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         "filtered", and adds one to the groups to sample. For filters beyond equal scores, dropped
         earlier by `skip_zero_variance`. Single rank only. A ValueError makes the group malformed.
     pack_threads : int, optional
-        Threads for packing a batch on the host, the calling thread included; by default a fourth of
+        Threads for copying a batch on the host, the packing thread included; by default a fourth of
         this rank's processors, at most 4. They wait, parked, between batches.
     score_group : callable, optional
         Scores groups with samples put with ``score=None``, before batching: called with the leased

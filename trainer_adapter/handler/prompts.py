@@ -243,8 +243,7 @@ class PromptOffers:
         return _keys_of(one.group for made in self._planner.out.values() for one in made.planned)
 
     def groups_to_save(self) -> list[_Key]:
-        """Return the groups of a rank above 0, possibly unknown to rank 0, which may save earlier.
-        """
+        """Return the groups of a rank above 0, possibly unknown to rank 0 at its save."""
         return [] if self._rank == 0 else list(self._keys_out().elements())
 
     def _count_coming(self) -> int:
