@@ -37,7 +37,7 @@ class LogprobMismatch(NamedTuple):
         Mean absolute difference by cause, over the tokens with a logprob at the engine's dtype: new
         weights, and rounding under equal weights; nan without such a token.
     gap_share : Tensor []
-        ``precision_gap / (precision_gap + policy_change)``, in [0, 1]; nan where both are 0 or nan.
+        ``precision_gap / (precision_gap + policy_change)``, in [0, 1]; nan if both are 0 or nan.
     """
 
     mean: Tensor
