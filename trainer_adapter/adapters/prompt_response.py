@@ -50,7 +50,7 @@ class Parted(NamedTuple):
     response: list[int]
     #: 1 for sampled tokens.
     mask: list[int]
-    #: The sampler's; 0 where the mask is 0.
+    #: Sampler logprobs; 0 under a mask of 0.
     logprobs: list[float] | None
 
 

@@ -276,7 +276,7 @@ def collect(parts: list[Tensor], moves: Moves) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """Its gradient is `_Collect`'s value: without sums, since each row fills one slot at most."""
+    """Gradient by `_Collect`, without sums: each row fills one slot at most."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, moves: Moves) -> tuple[Tensor, ...]:
@@ -289,7 +289,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Its gradient is `_Spread`'s value, with 0 for padding."""
+    """Gradient by `_Spread`, with 0 for padding."""
 
     @staticmethod
     def forward(ctx: Any, moves: Moves, *parts: Tensor) -> Tensor:

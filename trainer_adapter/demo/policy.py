@@ -39,7 +39,7 @@ CLIP_HIGH: Final = 0.28
 #: Weight of the mean token entropy in the objective. Without it the policy settles early on partly
 #: right answers.
 ENTROPY_BONUS: Final = 0.1
-#: Longer gradients are scaled down to this norm.
+#: Gradients are scaled down to this norm.
 MAX_GRAD_NORM: Final = 0.3
 
 

@@ -36,7 +36,7 @@ class StagingBlock:
         self.host = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
         self.array: NDArray[np.uint8] = self.host.numpy()
         self.longs: NDArray[np.int64] = self.array[: size // 8 * 8].view(np.int64)
-        # A waiting thread sleeps, without spinning.
+        # Waiting threads sleep instead of spinning.
         self.done = torch.cuda.Event(blocking=True) if on_cuda else None  # type: ignore[no-untyped-call]
 
 

@@ -147,7 +147,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
     on_metrics : callable, or dict of callables, optional
         Called with separate `metrics` for each batch, before the trainer gets the batch, for
         example ``wandb.log``; or a callable per kind, ``{"reward": ..., "lag": ...}``. `next_batch`
-        raises its exception, and the batch is the next one.
+        raises its exception, and returns the batch on the next call.
     keep_group : callable, optional
         Called with each group as a `ScoredGroup`. A false result drops the group, counts it as
         "filtered", and adds one to the groups to sample. For filters beyond equal scores, dropped
@@ -727,8 +727,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
             list ``prompt`` of token ids, and fields of ``prompt_schema`` become the request's
             fields; the rest, like text, goes into its meta. `next_batch` calls an iterator's `next`
             and waits for it; pass a DataLoader (``batch_size=None``) to load ahead. A source with
-            `load_state_dict`, like torchdata's StatefulDataLoader, resumes by that method; any
-            other source is read again from its start.
+            `load_state_dict`, like torchdata's StatefulDataLoader, resumes by that method; a source
+            without this method is read again from its start.
         ahead : int, default 2
             Batches' worth of prompts kept open while waiting for a batch, so one less during
             training; prompts of ready `prefetch` batches are not counted. A batch is

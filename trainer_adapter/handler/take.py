@@ -27,7 +27,7 @@ __all__ = [
 
 #: Groups taken from the bus in one call.
 TAKE_GROUPS: Final = 64
-#: Seconds of finished groups' wait for the unfinished groups of their take.
+#: Longest wait of finished groups for the unfinished groups of their take, in seconds.
 WORK_SLICE_S: Final = 0.2
 #: Seconds between two notes in the log while no complete group is delivered.
 QUIET_NOTE_S: Final = 30.0

@@ -36,7 +36,7 @@ class RowArrays(NamedTuple):
 
     input_ids: NDArray[np.int64]
     completion_mask: NDArray[np.int64]
-    #: Aligned to its own token; 0 where the mask is 0.
+    #: Each aligned to the row's token; 0 under a mask of 0.
     old_log_probs: NDArray[np.float32]
 
 

@@ -47,7 +47,7 @@ class ShmbusWeights:
         self._publisher: WeightPublisher | None = None
 
     def init_weight_transfer(self) -> None:
-        """Do nothing yet: the first sync makes the publisher, which needs names and shapes."""
+        """Do nothing yet: the first sync makes the publisher with names and shapes."""
 
     def pause(self) -> None:
         """Do nothing: workers keep their leased version."""
@@ -88,7 +88,7 @@ class ShmbusWeights:
         self._tensors = ()
 
     def resume(self) -> None:
-        """Do nothing: workers see the version at their next look."""
+        """Do nothing: workers see the version on their next poll."""
 
     def destroy(self) -> None:
         """Leave; workers keep their leased version."""
