@@ -34,8 +34,7 @@ _OFFER_S: Final = 1.0
 PROMPTS: Final[dict[str, dict[str, Any]]] = {}
 #: Prompts already on the bus.
 OFFERED: Final[set[str]] = set()
-#: verl's limits of tokens, by their names in its configuration, for the sampler without the
-#: configuration.
+#: verl's limits of tokens, by their names in its configuration. The sampler gets no configuration.
 LIMITS: Final[dict[str, int]] = {}
 #: verl's names of a worker's sampling arguments.
 _SAMPLING: Final = (

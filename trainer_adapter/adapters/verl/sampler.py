@@ -213,7 +213,7 @@ class _FromBus:
             except ValueError as error:
                 if self._refused == "raise":
                     self._put(partition, made, consumer)
-                    # The remaining groups come again, too: no group is dropped without a decision.
+                    # The refused group comes again, too: no group is dropped without a decision.
                     for each in groups[place:]:
                         consumer.give_back(each)
                     raise
