@@ -86,7 +86,8 @@ def scored(reward: float | None, meta: Mapping[str, Any] | None = None) -> dict[
 
     Examples
     --------
-    >>> scored(None) {'score': 0.0, 'meta': {'unscorable': True}}
+    >>> scored(None)
+    {'score': 0.0, 'meta': {'unscorable': True}}
     """
     if meta is not None and not isinstance(meta, Mapping):
         raise TypeError(f"meta: expected a mapping or None, got {type(meta).__name__}")
