@@ -4,7 +4,7 @@ Invariants:
 
 - A truncated group (under "drop"), a malformed group and a group refused by the filter are dropped
   alone. The rest of the take waits for its batches.
-- A group with a sample already trained by a checkpoint goes back. The bus's reader ends that
+- A group with a sample already trained before a checkpoint goes back. The bus's reader ends that
   sample, and no later group contains it.
 - Every group ends here or waits in the planner, even after an error. If a signal handler raises,
   the group stays in the inbox, and the next call admits it.
@@ -175,13 +175,13 @@ class Admission:
             self._planner.keep_leased()
 
     def return_trained(self) -> None:
-        """Give back waiting groups already trained by a checkpoint."""
+        """Give back waiting groups already trained before a checkpoint."""
         self._planner.unsettled = True
         self._without_trained(_leased(self._planner.groups))
         self._planner.keep_leased()
 
     def _without_trained(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
-        """Give back groups with samples trained by a checkpoint; return the rest."""
+        """Give back groups with samples trained before a checkpoint; return the rest."""
         if not self.trained:
             return groups
         for group in groups:

@@ -6,7 +6,7 @@ Invariants:
   there. Lasting names are unique, and a restored bus keeps them.
 - A state is plain ints, strs and lists, for any serialiser.
 - A state names everything trained by every rank before the save. So any rank's state is the job's
-  state for any world size. A list of several ranks' states is too, even if a rank saved before
+  state for any world size. A list of several ranks' states works too, even if a rank saved before
   another rank's batch arrived.
 """
 
