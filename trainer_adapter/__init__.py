@@ -1,9 +1,9 @@
-"""What a trainer imports: batches off the bus, advantages, attention over packed rows, and shims.
+"""A trainer's imports: batches off the bus, advantages, attention over packed rows, and shims.
 
 Invariants:
 
-- A name is imported on its first use, so that a rollout worker can use parts of this package
-  without loading torch.
+- A name is imported on its first use, so a rollout worker can use parts of this package without
+  loading torch.
 - Every public name is in `__all__`, sorted.
 """
 
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> object:
             "`pip install torch`, or as https://pytorch.org says for this machine's GPU",
             name="torch",
         ) from error
-    # Python asks here only for names that the module lacks: once for each.
+    # Python asks here only for names missing in the module: once per name.
     globals()[name] = value
     return value
 

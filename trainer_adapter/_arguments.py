@@ -45,14 +45,14 @@ __all__ = [
     "score_error",
 ]
 
-#: Most batches that may be ready ahead: more would only be staler, and hold more of the ring.
+#: Most ready batches: more would only be staler, and hold more of the ring.
 MAX_PREFETCH: Final = 8
-#: Threads that copy a batch at most, and where nobody says how many.
+#: Most threads for copying a batch, and their default.
 MOST_PACK_THREADS: Final = GatherThreads.MOST
 USUAL_PACK_THREADS: Final = 4
-#: Tokens of a batch if neither a number of tokens nor one of groups is given.
+#: Tokens of a batch without a given number of tokens or groups.
 DEFAULT_TOKENS_PER_BATCH: Final = 65_536
-#: Seconds that a batch with a token budget waits to be filled, once it has a group.
+#: Seconds from the first group of a token-budget batch until a partial batch.
 DEFAULT_MAX_WAIT_S: Final = 1.0
 
 
@@ -68,9 +68,9 @@ def check_lengths(trajectories: list[shmbus.Trajectory], lengths: list[int], bud
 
 
 def score_error(trajectories: list[shmbus.Trajectory]) -> ValueError:
-    """Return the error for the first score that no advantage can be computed from."""
-    # By the negation, since a nan, which only a forged record has, compares with nothing. Reading a
-    # score that is not there raises UnscoredError.
+    """Return the error for the first score unfit for advantages."""
+    # By the negation, since a nan, found only in a forged record, compares with nothing. Reading a
+    # missing score raises UnscoredError.
     t = next(t for t in trajectories if not abs(t.score) <= MAX_SCORE)
     return ValueError(
         f"trajectory {t.instance_id!r}[{t.index}] of producer {t.producer_id}: score: "
@@ -79,7 +79,7 @@ def score_error(trajectories: list[shmbus.Trajectory]) -> ValueError:
 
 
 def check_device(device: object) -> torch.device:
-    """Return a device that torch knows and has; raises TypeError or ValueError for another."""
+    """Return a device known to torch and present; raise TypeError or ValueError for any other."""
     found = known_device(f"cuda:{device}" if isinstance(device, int) else device)
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ValueError(
@@ -90,7 +90,7 @@ def check_device(device: object) -> torch.device:
 
 
 def check_fields(fields: object) -> None:
-    """Raise TypeError unless it is None or FieldNames of texts, or None where one is not used."""
+    """Raise TypeError unless fields is None or FieldNames of texts, with None for unused names."""
     if fields is None:
         return
     if not isinstance(fields, FieldNames):
@@ -101,13 +101,13 @@ def check_fields(fields: object) -> None:
 
 
 def check_prefetch(value: object) -> None:
-    """Raise TypeError or ValueError unless it is a number of batches, 0 to `MAX_PREFETCH`."""
+    """Raise TypeError or ValueError for a number of batches outside 0 to `MAX_PREFETCH`."""
     if not 0 <= check_int("prefetch", value) <= MAX_PREFETCH:
         raise ValueError(f"prefetch: expected 0 to {MAX_PREFETCH} batches, got {value}")
 
 
 def check_pack_threads(value: object) -> None:
-    """Raise TypeError or ValueError unless it is a number of threads, 1 to `MOST_PACK_THREADS`."""
+    """Raise TypeError or ValueError for a number of threads outside 1 to `MOST_PACK_THREADS`."""
     if not 1 <= check_int("pack_threads", value) <= MOST_PACK_THREADS:
         raise ValueError(
             f"pack_threads: expected 1 to {MOST_PACK_THREADS} threads, got {value}; a few use all "
@@ -128,7 +128,7 @@ def checked_pack_threads(value: int | None, world_size: int) -> int:
 def check_packing(
     device: object, fields: object, advantages: object, prefetch: object
 ) -> torch.device:
-    """Check what a handler packs batches by, and return the device; raises as each check does."""
+    """Check a handler's packing arguments, and return the device; raise like each check."""
     check_prefetch(prefetch)
     check_fields(fields)
     found = check_device(device)
@@ -154,14 +154,14 @@ def checked_budget(tokens_per_batch: int | None, groups_per_batch: int | None) -
 
 
 def checked_max_wait(max_wait: float | str | None, tokens_per_batch: int | None) -> float | None:
-    """Return `max_wait` with "auto" resolved: a number of groups is waited for."""
+    """Return `max_wait` with "auto" resolved: a batch of a number of groups waits until full."""
     if isinstance(max_wait, str) and max_wait == "auto":
         return None if tokens_per_batch is None else DEFAULT_MAX_WAIT_S
     return check_timeout(max_wait, "max_wait")
 
 
 def check_choices(**given: object) -> None:
-    """Raise TypeError or ValueError unless each argument has one of its values."""
+    """Raise TypeError or ValueError for an argument outside its values."""
     for name, value in given.items():
         check_choice(name, value, _CHOICES[name])
 
@@ -175,7 +175,7 @@ _CHOICES: Final = {
 
 
 def check_consumer_options(options: Mapping[str, object], handler: type) -> None:
-    """Raise TypeError for an option that neither handler nor Consumer has; it names the nearest."""
+    """Raise TypeError for an option unknown to handler and Consumer, with the nearest name."""
     bus = inspect.signature(shmbus.Consumer).parameters.keys() - {"name", "rank", "world_size"}
     for name in options.keys() - bus:
         own = [
@@ -205,7 +205,7 @@ def check_for_ranks(world_size: int, truncated: str, keep_group: object = None) 
 
 
 def check_loader(caller: FrameType) -> None:
-    """Raise TypeError if a torch DataLoader that would collate batches is about to iterate."""
+    """Raise TypeError if a collating torch DataLoader is about to iterate."""
     fetcher = caller.f_locals.get("self")
     if (
         getattr(fetcher, "auto_collation", False)
@@ -219,7 +219,7 @@ def check_loader(caller: FrameType) -> None:
 
 
 class ConsumerOptions(TypedDict, total=False):
-    """Keyword arguments of `shmbus.Consumer`, which documents them; each may be left out."""
+    """Optional keyword arguments of `shmbus.Consumer`, documented there."""
 
     group_timeout: float | None
     on_timeout: Literal["wait", "drop", "partial"]

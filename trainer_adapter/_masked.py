@@ -2,10 +2,10 @@
 
 Invariants:
 
-- Filler, where the mask is False, is replaced by 0 before any arithmetic whose result or gradient
-  could be nan.
+- Filler, where the mask is False, is replaced by 0 before any arithmetic with a possible nan in
+  result or gradient.
 - At least float32 inside, for any dtype of the operands.
-- Nothing makes the host wait for the device.
+- The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def by_sequence(
 
 
 def spread(values: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Give each token the value of its sequence, [S] to [T] or [S, L]; 0 behind the last border."""
+    """Give each token its sequence's value, [S] to [T] or [S, L]; 0 behind the last border."""
     if like.dim() == 2:
         return values[:, None].expand_as(like)
     sequence, _ = sequence_of_tokens(like, cu_seqlens)
@@ -52,8 +52,8 @@ def spread(values: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def sequence_of_tokens(row: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
-    """Return the sequence of each token of a packed row, and the number of sequences plus one."""
-    # The last number is of the tokens behind the last border, which belong to no sequence.
+    """Return each token's sequence in a packed row, and the number of sequences plus one."""
+    # The last number counts the tokens behind the last border, outside of every sequence.
     if cu_seqlens is None:
         raise ValueError(
             "cu_seqlens: expected the borders of the sequences, since packed rows are taken by "
@@ -74,7 +74,7 @@ def sequence_of_tokens(row: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, 
 
 
 def sent(name: str, logprobs: Tensor | None) -> Tensor:
-    """Refuse the None of a batch whose producers sent no logprobs."""
+    """Refuse the None of a batch from producers without logprobs."""
     if logprobs is None:
         raise ValueError(
             f"{name}: expected logprobs of the tokens, got None, since the groups of this batch "

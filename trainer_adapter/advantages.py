@@ -1,10 +1,10 @@
-"""Advantages of trajectories within their groups: how much better each did than its siblings.
+"""Advantages of trajectories within their groups: relative to their siblings.
 
 Invariants:
 
-- Float64 inside, for any dtype of the scores; one pass over all groups, no Python work a sample.
-- A group of one and a group whose scores are all equal, up to rounding, give exactly 0 (kind "none"
-  excepted, which compares nothing). Finite scores never give nan or an infinity.
+- Float64 inside, for any dtype of the scores; one pass over every group, no Python work per sample.
+- A group of one, and a group of equal scores up to rounding, give exactly 0 (except for kind
+  "none", without a comparison). Finite scores never give nan or an infinity.
 - Groups never touch: a group's advantages depend on its own scores only, unless the kind is named
   after the batch.
 """
@@ -32,7 +32,7 @@ DEFAULT_EPS: Final = 1e-6
 """Added to a group's standard deviation, in units of the score. Small beside the spread of any
 score in use; 1e-6 is what verl adds."""
 
-#: What a float holds: an int may be more.
+#: Limit of a float: an int may be larger.
 LARGEST_EPS: Final = sys.float_info.max
 
 FloatArray = npt.NDArray[np.float64]
@@ -43,7 +43,7 @@ Kind = (
     | Callable[[FloatArray, ScoredGroup], Any]
 )
 Std = Literal["bessel", "biased"]
-#: Returns groups of these sizes, of the samples that a mask keeps; None for all.
+#: Returns groups of these sizes, of the samples kept by a mask; None keeps everything.
 SeenGroups = Callable[[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None], Sequence[ScoredGroup]]
 _KINDS: Final = ("grpo", "dr_grpo", "rloo", "batch", "batch_std", "none")
 
@@ -97,39 +97,39 @@ def group_advantages(
         "grpo": ``(score - mean) / (std + eps)`` (Shao et al. 2024, arXiv:2402.03300). "dr_grpo":
         ``score - mean`` (Liu et al. 2025, arXiv:2503.20783). "rloo": the score minus the mean of
         the *others* (Ahmadian et al. 2024, arXiv:2402.14740). "batch": as "grpo", with mean and
-        deviation of all samples given, across groups (REINFORCE++, Hu 2025,
-        arXiv:2501.03262). "batch_std": the mean of the group, the deviation of all samples given
-        (Lite PPO, Liu et al. 2025, arXiv:2508.08221). "none": the score itself. A callable gets
-        each group's scores, float64 [n], and returns as many advantages: array, tensor or list. One
-        of two required parameters gets ``(scores, group)``, and one whose parameter is annotated as
-        a `ScoredGroup` gets that, with lengths, metas, further rewards and truncated flags; here,
-        where there are scores only, it has no more than those.
+        deviation of the whole batch, across groups (REINFORCE++, Hu 2025, arXiv:2501.03262).
+        "batch_std": the mean of the group, the deviation of the whole batch (Lite PPO, Liu et al.
+        2025, arXiv:2508.08221). "none": the score itself. A callable gets each group's scores,
+        float64 [n], and returns the same number of advantages: array, tensor or list. A callable
+        with two required parameters gets ``(scores, group)``, and a callable with a parameter
+        annotated as `ScoredGroup` gets the group, with lengths, metas, further rewards and
+        truncated flags; here the group holds scores only.
     sizes : integers [groups], optional
-        Sizes of groups that lie one after another in `scores`.
+        Sizes of consecutive groups in `scores`.
     group_ids : integers or strings [samples], optional
-        Samples with equal ids are a group, wherever they lie.
+        Samples with equal ids form a group, at any position.
     std : {"bessel", "biased"}
-        Divide the squares by n - 1, as `torch.std`, TRL and verl do, or by n, as `numpy.std` does.
-        The paper leaves it open.
+        Divide the squares by n - 1, like `torch.std`, TRL and verl, or by n, like `numpy.std`. The
+        paper leaves the choice open.
     eps : float
         Added to the standard deviation ("grpo", "batch", "batch_std"), in units of the score.
 
     Returns
     -------
     array, tensor or list
-        Shape, container and device of `scores`; float32, or float64 for float64 scores. It is
-        cut off from the graph: an advantage is a constant of the loss.
+        Shape, container and device of `scores`; float32, or float64 for float64 scores. Detached
+        from the graph: an advantage is a constant of the loss.
 
     Raises
     ------
     TypeError, ValueError
-        For scores that are not real, finite and within 1e38, or arguments that do not fit.
+        For scores that are not real, finite and within 1e38, or invalid arguments.
 
     Notes
     -----
-    A group of one, and a group of scores that are equal up to 2**-20 of the largest, give 0: with
-    nothing to compare there is nothing to learn, and 0 / 0 must not reach the weights. Under
-    "batch" it is the batch that is compared, so there a group of one has an advantage too.
+    A group of one, and a group of scores equal up to 2**-20 of the largest, give 0: without a
+    comparison, nothing can be learned, and 0 / 0 must not reach the weights. "batch" compares
+    across the batch, so a group of one gets an advantage too.
     """
     values, kept = _as_float64(scores)
     if sizes is not None and group_ids is not None:
@@ -160,9 +160,9 @@ def advantages_for_groups(
     excluded: npt.NDArray[np.bool_] | None = None,
     groups: SeenGroups | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Turn the scores of a ragged batch into advantages, all groups at once.
+    """Turn the scores of a ragged batch into advantages, every group at once.
 
-    Samples that are excluded have 0, and their scores count for no other sample.
+    Excluded samples get 0, and their scores count for no other sample.
     """
     values, _ = _as_float64(_as_array("scores", scores))
     if values.ndim != 1:
@@ -182,7 +182,7 @@ def advantages_for_groups(
 
 
 def check_kind(name: str, kind: object) -> None:
-    """Raise ValueError unless it is a kind of advantages."""
+    """Raise ValueError for an unknown kind of advantages."""
     if not (callable(kind) or (isinstance(kind, str) and kind in _KINDS)):
         raise ValueError(
             f"{name}: expected {', '.join(map(repr, _KINDS))} or a callable, got {kind!r}; "
@@ -194,7 +194,7 @@ def check_kind(name: str, kind: object) -> None:
 
 
 def _as_array(name: str, given: object) -> npt.NDArray[Any]:
-    """Return what was given as an array; TypeError or ValueError, by its name, for what is none."""
+    """Return the argument as an array; TypeError or ValueError, with its name, for a non-array."""
     # An array of NumPy itself needs no look at a module that few processes load.
     is_subclass = isinstance(given, np.ndarray) and type(given) is not np.ndarray
     if is_subclass and isinstance(given, np.ma.MaskedArray):
@@ -214,7 +214,7 @@ def _as_array(name: str, given: object) -> npt.NDArray[Any]:
 def _as_float64(
     scores: npt.NDArray[Any] | Tensor | Sequence[Any],
 ) -> tuple[FloatArray, type[np.floating[Any]]]:
-    """Return the scores as float64 on the host, and the type that the result shall have."""
+    """Return the scores as float64 on the host, and the floating type of the result."""
     host = scores
     if isinstance(scores, Tensor):
         # numpy knows no bfloat16, and float64 holds every other floating type.
@@ -225,7 +225,7 @@ def _as_float64(
     source = scores.dtype if isinstance(scores, Tensor) else array.dtype
     stays = source in (torch.float64, np.dtype(np.float64))
     values = array.astype(np.float64)
-    # Written so that a nan, which compares with nothing, is found too.
+    # Negated, to find a nan too, which compares with nothing.
     if values.size and not (
         np.maximum.reduce(values, axis=None) <= MAX_SCORE
         and np.minimum.reduce(values, axis=None) >= -MAX_SCORE
@@ -330,13 +330,13 @@ def _by_deviation(
     std: Std,
     eps: float,
 ) -> FloatArray:
-    """Divide by the standard deviation of groups, and eps; 0 where nothing deviates."""
+    """Divide by the standard deviation of groups, and eps; 0 without deviation."""
     # In units of the largest: no square can under- or overflow.
     unit = np.where(largest > 0, largest, 1.0)
     squares = np.square(deviations / np.repeat(unit, counts))
     divisors = np.maximum(counts - 1, 1) if std == "bessel" else counts
     sums = np.add.reduceat(squares, np.cumsum(counts) - counts)
-    with np.errstate(over="ignore"):  # eps in such units may be infinite, and all is 0 then
+    with np.errstate(over="ignore"):  # eps may become infinite in this unit; every result is 0 then
         scale = np.sqrt(sums / divisors) + eps / unit
     scale = np.where(largest > 0, scale, np.inf)
     found: FloatArray = centred / np.repeat(unit, counts) / np.repeat(scale, counts)
@@ -344,7 +344,7 @@ def _by_deviation(
 
 
 def _checked_sizes(sizes: npt.NDArray[Any], samples: int) -> npt.NDArray[np.int64]:
-    """Return the sizes of the groups that have samples."""
+    """Return the sizes of non-empty groups."""
     if sizes.ndim != 1 or (sizes.dtype.kind not in "iu" and sizes.size):
         raise TypeError(
             f"sizes: expected integers [groups], got {sizes.dtype} of shape {sizes.shape}; "
@@ -391,9 +391,9 @@ def _by_callable(
 
 
 def _as_real(given: Any) -> FloatArray | None:
-    """Return a callable's result as float64 on the host; None if it is not real."""
+    """Return a callable's result as float64 on the host; None for a non-real result."""
     if isinstance(given, Tensor):
-        # numpy knows neither bfloat16 nor a tensor that has a graph or lies on a device.
+        # numpy knows neither bfloat16 nor a tensor with a graph or on a device.
         given = None if given.is_complex() else given.detach().to("cpu", torch.float64)
     try:
         array = np.asarray(given)

@@ -5,8 +5,8 @@ Pure functions: equal lengths give equal parts, on every rank and every machine.
 Invariants:
 
 - Every item is in exactly one part, and the items of a part are in ascending order.
-- `balance` keeps the bound of longest-first greedy, with which it starts; a second method replaces
-  the result only if it is better. The fullest part has at most ``4/3 - 1/(3 * parts)`` times the
+- `balance` starts with longest-first greedy and keeps its bound; a second method replaces the
+  result only by a better division. The fullest part has at most ``4/3 - 1/(3 * parts)`` times the
   tokens of the best division (Graham 1969, "Bounds on Multiprocessing Timing Anomalies", SIAM J.
   Appl. Math. 17(2)), and no two parts differ by more than the longest item.
 """
@@ -40,29 +40,28 @@ def balance(lengths: Lengths, parts: int, *, fill_all: bool = True) -> Parts:
     Parameters
     ----------
     lengths : sequence or array of int, [n]
-        Tokens of each item, 0 or more; or any other whole-numbered cost.
+        Tokens of each item, 0 or more; or a different whole-numbered cost.
     parts : int
-        How many, for instance data-parallel ranks.
+        Number of parts, for instance data-parallel ranks.
     fill_all : bool
-        Require an item in every part, since a rank without one would leave its peers waiting.
+        Require an item in every part, since a rank without items would leave its peers waiting.
 
     Returns
     -------
     list[list[int]], [parts]
-        Positions of the items of each part. The largest sum of lengths is at most
-        ``4/3 - 1/(3 * parts)`` times the smallest possible, and no two sums differ by more than
-        the longest item.
+        Positions of the items of each part. The largest sum of lengths is at most ``4/3 - 1/(3 *
+        parts)`` times the smallest possible, and no two sums differ by more than the longest item.
 
     Raises
     ------
     TypeError, ValueError
-        A negative length; no part; with `fill_all`, fewer items than parts; parts that are no int.
+        A negative length; no part; with `fill_all`, fewer items than parts; parts of another type
+        than int.
 
     Notes
     -----
-    Longest-first greedy (Graham 1969), and, where that is quick, the largest differencing method
-    (Karmarkar and Karp 1982, UCB/CSD 82/113), which is closer to the best where items are few; the
-    better one is taken.
+    The better of longest-first greedy (Graham 1969) and, if quick, the largest differencing method
+    (Karmarkar and Karp 1982, UCB/CSD 82/113), closer to the best for few items.
     """
     parts = check_int("parts", parts, 1)
     costs: list[int] = np.asarray(lengths).tolist()
@@ -89,13 +88,13 @@ def by_budget(lengths: Lengths, budget: int) -> Parts:
     Returns
     -------
     list[list[int]]
-        Positions of the items of each part; at most ``11/9`` of the fewest parts possible, plus
-        one (first-fit decreasing: Dosa 2007), and balanced where that many parts allow it.
+        Positions of the items of each part; at most ``11/9`` of the fewest parts possible, plus one
+        (first-fit decreasing: Dosa 2007), balanced if the number of parts allows.
 
     Raises
     ------
     TypeError, ValueError
-        An item above the budget; the message names it. Or a budget that is no int.
+        An item above the budget, named in the message. Or a budget of another type than int.
     """
     budget = check_int("budget", budget)
     costs: list[int] = np.asarray(lengths).tolist()
@@ -134,7 +133,7 @@ def _balance(
     if 1 < parts < len(lengths) and len(lengths) * parts <= DIFFERENCING_WORK:
         other = _by_differencing(lengths, parts, order)
         sums = _sums(lengths, other)
-        # Compared from the fullest part down; the first method stays where neither is better.
+        # Compared from the fullest part down; a tie keeps the first method.
         if all(other) and sums[0] <= most and (not shared or sums < _sums(lengths, shared)):
             shared = other
     return [sorted(part) for part in shared]
@@ -152,7 +151,7 @@ def _sums(lengths: Sequence[int], parts: Parts) -> list[int]:
 def _longest_first(
     lengths: Sequence[int], parts: int, order: Sequence[int], most: float = math.inf
 ) -> Parts:
-    """Give each item, the longest first, to the emptiest part; no parts if one exceeds `most`."""
+    """Give each item, the longest first, to the emptiest part; no parts if `most` is exceeded."""
     shared: Parts = [[] for _ in range(parts)]
     # By tokens, then by items: an item of length 0 goes to an empty part.
     least = [(0, 0, part) for part in range(parts)]
@@ -166,7 +165,7 @@ def _longest_first(
 
 
 def _by_differencing(lengths: Sequence[int], parts: int, order: Sequence[int]) -> Parts:
-    """Join the two most uneven divisions, the fullest to the emptiest, until one is left."""
+    """Join the two most uneven divisions, fullest to emptiest, until one division remains."""
     # A division: its spread, negated for the heap; a number to break ties; (sum, items), fullest
     # first, with sums relative to the emptiest part.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
@@ -197,9 +196,9 @@ def _by_differencing(lengths: Sequence[int], parts: int, order: Sequence[int]) -
 
 
 def _first_fit(lengths: Sequence[int], order: Sequence[int], budget: int, most: int) -> Parts:
-    """Put each item, the longest first, into the first part that has room; `most` parts at most."""
+    """Put each item, the longest first, into the first part with room; `most` parts at most."""
     shared: Parts = [[] for _ in range(most)]
-    # A tree of maxima over the room of each part: leaf `leaves + p` is part p.
+    # A tree of maxima over the room of each part: leaf `leaves + p` stands for part p.
     leaves = 1 << (most - 1).bit_length()
     room = [budget] * (2 * leaves)
     for item in order:

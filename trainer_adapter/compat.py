@@ -1,12 +1,12 @@
-"""Names that other packages moved or changed, with one meaning for all their versions.
+"""Names moved or changed by foreign packages, with one meaning for every version.
 
-- `unpad_input`, `pad_input`: padded to packed and back, as `flash_attn.bert_padding` has it, and
-  without flash-attn. There `unpad_input` returned four values up to 2.6.3 and five from 2.7.0; here
-  it returns five, always. For any torch from 2.6 on.
+- `unpad_input`, `pad_input`: padded to packed and back, like `flash_attn.bert_padding`, and without
+  flash-attn. There `unpad_input` returned four values up to 2.6.3 and five from 2.7.0; here always
+  five. For any torch from 2.6 on.
 - `HuggingFaceStorageReader`: absent in torch 2.6; private in 2.7; public with a `token` in 2.8, and
   without it from 2.9 on. Written for torch 2.6 to 2.15.
 
-docs/compat.md has which versions each was run with.
+docs/compat.md lists the tested versions.
 
 Invariants:
 
@@ -27,7 +27,7 @@ __all__ = ["HuggingFaceStorageReader", "pad_input", "unpad_input"]
 
 
 class _Take(torch.autograd.Function):
-    """Rows by an index without repeats, so that the gradient is an assignment, not a sum."""
+    """Rows by an index without repeats: the gradient is an assignment, not a sum."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, indices: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Place(torch.autograd.Function):
-    """The inverse of `_Take`: rows put where they were taken from, zeros elsewhere."""
+    """The inverse of `_Take`: rows put back to their origin, zeros elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, indices: Tensor, count: int) -> Tensor:
@@ -64,7 +64,7 @@ def _placed(rows: Tensor, indices: Tensor, count: int) -> Tensor:
 def unpad_input(
     hidden: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Pack the tokens that a mask marks.
+    """Pack the tokens marked by a mask.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def unpad_input(
     attention_mask : Tensor [B, L], bool or integer
         Nonzero for tokens.
     unused_mask : Tensor [B, L], bool or integer, optional
-        Nonzero for places that are packed as well, but hold no token yet.
+        Nonzero for places to pack without a token yet.
 
     Returns
     -------
@@ -90,14 +90,14 @@ def unpad_input(
     Raises
     ------
     TypeError
-        For what is no tensor, and for a mask that is neither bool nor integer.
+        For a non-tensor, and for a mask neither bool nor integer.
     ValueError
-        For shapes that do not fit together.
+        For mismatched shapes.
 
     Notes
     -----
-    Signature and results are those of flash-attn 2.7, https://github.com/Dao-AILab/flash-attention.
-    The host waits for the device once, to learn T and `max_seqlen`.
+    Signature and results equal flash-attn 2.7, https://github.com/Dao-AILab/flash-attention. The
+    host waits for the device once, to learn T and `max_seqlen`.
     """
     _check_tensors(hidden=hidden, attention_mask=attention_mask)
     tokens = _checked_mask(attention_mask, hidden, "attention_mask")
@@ -132,20 +132,20 @@ def pad_input(hidden: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tenso
     Returns
     -------
     Tensor [batch, seqlen, ...]
-        Zeros where no token was put.
+        Zeros in places without a token.
 
     Raises
     ------
     TypeError
-        For what is no tensor, for indices that are not integers, and sizes that are no int.
+        For a non-tensor, for non-integer indices, and for sizes of another type than int.
     ValueError
-        For another number of indices than of tokens, and for a negative size.
+        For unequal numbers of indices and tokens, and for a negative size.
     IndexError
         For an index beyond ``batch * seqlen``.
 
     Notes
     -----
-    Signature and result are those of flash-attn, https://github.com/Dao-AILab/flash-attention.
+    Signature and result equal flash-attn, https://github.com/Dao-AILab/flash-attention.
     """
     _check_tensors(hidden=hidden, indices=indices)
     batch, seqlen = _checked_size("batch", batch), _checked_size("seqlen", seqlen)
@@ -171,7 +171,7 @@ def _check_tensors(**given: object) -> None:
 
 
 def _checked_size(name: str, value: Any) -> Any:
-    """Return a size; under torch.compile it may be one that is not known yet."""
+    """Return a size, possibly still unknown under torch.compile."""
     whole = isinstance(value, (int, torch.SymInt)) or hasattr(value, "__index__")
     if isinstance(value, bool) or not whole:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
@@ -195,7 +195,7 @@ def _checked_mask(mask: Tensor, hidden: Tensor, name: str) -> Tensor:
     return mask.to(hidden.device) != 0
 
 
-# Where torch has, or had, the reader: the newest place first.
+# Places of the reader in torch's versions: the newest place first.
 _READERS: Final = (
     ("torch.distributed.checkpoint.hf_storage", "HuggingFaceStorageReader"),
     ("torch.distributed.checkpoint", "HuggingFaceStorageReader"),
@@ -209,11 +209,11 @@ def HuggingFaceStorageReader(path: str, *, token: str | None = None, **options: 
     Parameters
     ----------
     path : str
-        Folder with the checkpoint, or an fsspec URL of one.
+        Folder with the checkpoint, or its fsspec URL.
     token : str, optional
-        For torch 2.7 and 2.8, which pass it to the hub.
+        For torch 2.7 and 2.8; passed to the hub.
     **options
-        Other arguments of this torch's class, for instance ``thread_count`` in 2.13.
+        Further arguments of this torch's class, for instance ``thread_count`` in 2.13.
 
     Returns
     -------
@@ -222,10 +222,10 @@ def HuggingFaceStorageReader(path: str, *, token: str | None = None, **options: 
     Raises
     ------
     ImportError
-        This torch has no reader (2.6), or its reader needs a package that is not installed
-        (huggingface_hub, for 2.7); the message names the next step.
+        This torch lacks the reader (2.6), or the reader's package (huggingface_hub, for 2.7); the
+        message names the next step.
     TypeError
-        A token or an option that this torch's class does not take.
+        A token or an option unsupported by this torch's class.
     """
     found: Any = None
     problem = ""

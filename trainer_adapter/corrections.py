@@ -1,14 +1,14 @@
-"""Corrections for samples of another policy, and losses that take ratios another way than PPO.
+"""Corrections for samples of another policy, and losses with other ratios than PPO's.
 
-Two policies differ from the trainer's: that of an older version, and that of the inference engine,
-which has the same weights and other kernels. `importance_correction` weighs the second against the
-first; `gspo_loss` and `cispo_loss` stand in for `losses.policy_loss`. Pure functions, no state.
+Two policies differ from the trainer's: an older version's, and the inference engine's, with the
+same weights and other kernels. `importance_correction` weighs the second against the first;
+`gspo_loss` and `cispo_loss` stand in for `losses.policy_loss`. Pure functions, no state.
 
 Invariants:
 
 - Filler, where `loss_mask` is False, is never exponentiated and never counted, nan included.
-- At least float32 inside; gradients flow to the present policy's logprobs only.
-- Nothing makes the host wait for the device.
+- At least float32 inside; gradients flow to the current policy's logprobs only.
+- The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ Lengths = TypeVar("Lengths", Tensor, Any)
 
 
 class Correction(NamedTuple):
-    """Weights of tokens, and figures to monitor; none has a graph.
+    """Weights of tokens, and figures to monitor, detached from the graph.
 
     Attributes
     ----------
     weights : Tensor [T] or [S, L]
         For `policy_loss(weights=)`; 1 at filler.
     kept : Tensor, bool, same shape
-        The loss mask without the tokens whose weight is 0. Pass it as `loss_mask` to leave them out
-        of the count that the loss is divided by, too.
+        The loss mask without the tokens of weight 0. Pass it as `loss_mask` to leave them out of
+        the loss's divisor, too.
     mean_ratio : Tensor []
-        Mean over the trained tokens of the ratio before it was cut.
+        Mean over the trained tokens of the uncut ratio.
     cut_fraction : Tensor []
-        Share of the trained tokens whose ratio was out of bounds.
+        Share of the trained tokens with a ratio out of bounds.
     effective_fraction : Tensor []
         Effective sample size of the weights over the trained tokens, ``sum(w) ** 2 / sum(w ** 2)``
         (Kish 1965), as a share of them. Far below 1, a few tokens decide the step.
@@ -94,7 +94,7 @@ def importance_correction(
     low: float | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Correction:
-    """Weigh tokens by the trainer's probability over that of the engine that sampled them.
+    """Weigh tokens by the trainer's probability over the sampling engine's.
 
     Parameters
     ----------
@@ -102,13 +102,12 @@ def importance_correction(
         Natural logarithms of the same tokens under the same weights.
     loss_mask : Tensor, bool, same shape
     level : {"token", "sequence", "geometric"}
-        The ratio of each token; the product over the trained tokens of a sequence, which is
-        unbiased and of large variance; or the geometric mean over them, which is comparable
-        between lengths.
+        The ratio of each token; the product over the trained tokens of a sequence, unbiased with a
+        large variance; or their geometric mean, comparable between lengths.
     mode : {"truncate", "mask", "reject"}
         A ratio beyond its bounds becomes the bound (truncated importance sampling, TIS); or 0
-        (masked, MIS); or it becomes 0, and every other one 1: what is far off is left out, and
-        nothing is weighed.
+        (masked, MIS); or it becomes 0, and every ratio within bounds 1: outliers are left out, and
+        the rest is unweighted.
     high : float
         Largest ratio, more than 0. 2 is usual for tokens.
     low : float, optional
@@ -123,7 +122,7 @@ def importance_correction(
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit together.
+        For mismatched arguments.
 
     Notes
     -----
@@ -131,8 +130,8 @@ def importance_correction(
     Off-Policy RL Training" (https://fengyao.notion.site/off-policy-rl); sequence-level TIS and MIS,
     and the geometric mean, J. Liu et al. 2025, "When Speed Kills Stability"
     (https://richardli.xyz/rl-collapse). Bounds on both sides of masked tokens are IcePop's (Ling
-    Team 2025, arXiv:2510.18855). Reference: TRL's ``vllm_importance_sampling_mode``, whose
-    "token_truncate", "token_mask", "sequence_truncate" and "sequence_mask" these are, and verl's
+    Team 2025, arXiv:2510.18855). Reference: TRL's ``vllm_importance_sampling_mode``, with the equal
+    modes "token_truncate", "token_mask", "sequence_truncate" and "sequence_mask", and verl's
     rollout correction.
     """
     check_choice("level", level, _LEVELS, "'token' is usual")
@@ -235,12 +234,12 @@ def gspo_loss(
     sample_of: Tensor | None = None,
     sample_tokens: Tensor | None = None,
 ) -> PolicyLoss:
-    """Compute the policy loss of GSPO: one clipped ratio a sequence.
+    """Compute the policy loss of GSPO: a clipped ratio per sequence.
 
     ``-min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A)`` with `sequence_ratios` as ``s`` (Zheng
-    et al. 2025, arXiv:2507.18071, equation 5). It is computed by tokens as GSPO-token (equations
-    13 and 14): where all tokens of a sequence have one advantage, value and gradient are GSPO's,
-    and where they differ each token has its own.
+    et al. 2025, arXiv:2507.18071, equation 5). Computed by tokens as GSPO-token (equations 13 and
+    14): with equal advantages within a sequence, value and gradient are GSPO's; with different
+    advantages each token uses its own.
 
     Parameters
     ----------
@@ -251,8 +250,7 @@ def gspo_loss(
     cu_seqlens : Tensor [S + 1], optional
         Borders of the sequences; packed rows need it.
     clip_low, clip_high : float
-        How far a sequence's ratio may fall below and rise above 1; by default those of the paper,
-        section 5.1.
+        Limits of a sequence's ratio below and above 1; by default from the paper, section 5.1.
     weights : Tensor, same shape, optional
         Factor of each token's loss, for instance from `importance_correction`.
     normalisation, denominator, sample_of, sample_tokens
@@ -265,7 +263,7 @@ def gspo_loss(
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit together.
+        For mismatched arguments.
     """
     check_clip(clip_low, clip_high, "3e-4 and 4e-4 are GSPO's")
     old_logprobs = checked_operands(logprobs, old_logprobs, advantages, loss_mask, weights)
@@ -273,7 +271,7 @@ def gspo_loss(
     with torch.no_grad():
         ratios = sequence_ratios(logprobs, old_logprobs, loss_mask, cu_seqlens=cu_seqlens)
         fixed = spread(ratios, present, cu_seqlens)
-    # Its value is the sequence's ratio, its gradient that of the token's logprob times it.
+    # Value: the sequence's ratio. Gradient: the gradient of the token's logprob, times the ratio.
     ratio = fixed * (present - present.detach()).exp()
     units = Units(normalisation, cu_seqlens, denominator, sample_of, sample_tokens)
     return clipped_loss(ratio, advantages, loss_mask, (clip_low, clip_high), weights, units)
@@ -347,7 +345,7 @@ def overlong_penalty(lengths: Lengths, *, longest: int, buffer: int, scale: floa
     """Compute DAPO's soft punishment of overlong samples, to add to their scores.
 
     0 up to ``longest - buffer`` tokens, then falling in a straight line to ``-scale`` at `longest`,
-    and that beyond (Yu et al. 2025, DAPO, arXiv:2503.14476, equation 13, with L_max = `longest` and
+    constant beyond (Yu et al. 2025, DAPO, arXiv:2503.14476, equation 13, with L_max = `longest` and
     L_cache = `buffer`; there 20,480 and 4,096).
 
     Parameters
@@ -355,21 +353,21 @@ def overlong_penalty(lengths: Lengths, *, longest: int, buffer: int, scale: floa
     lengths : Tensor, array or sequence of int
         Tokens of the samples' completions.
     longest : int
-        From here on a sample gets all of the punishment.
+        From here on a sample gets the full punishment.
     buffer : int
-        Over how many tokens before that it grows; 1 to `longest`.
+        Number of tokens of its growth before `longest`; 1 to `longest`.
     scale : float
         The largest punishment, in units of the score.
 
     Returns
     -------
     Tensor or array
-        As many values, 0 or less; float64, a tensor for a tensor.
+        The same number of values, 0 or less; float64, a tensor for a tensor.
 
     Raises
     ------
     ValueError
-        For a buffer that does not lie below `longest`, or a scale that is not positive.
+        For a buffer not below `longest`, or a non-positive scale.
     """
     for name, value in (("longest", longest), ("buffer", buffer), ("scale", scale)):
         check_number(name, value)
@@ -385,7 +383,7 @@ def overlong_penalty(lengths: Lengths, *, longest: int, buffer: int, scale: floa
     return -scale * np.clip(counted / buffer, 0.0, 1.0)
 
 
-# --- what they share
+# --- shared parts
 
 
 def _joined(

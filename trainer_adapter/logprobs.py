@@ -2,7 +2,7 @@
 
 Invariants:
 
-- Each logprob is aligned to its own token, and 0 for a token that is not trained.
+- Each logprob is aligned to its own token, and 0 for an untrained token.
 - Float32 at least inside; beside the logits, memory is bounded by chunks of rows.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 __all__ = ["logit_rows", "token_logprobs"]
 
-#: Logits that are widened to float32 at a time.
+#: Logits widened to float32 at a time.
 CHUNK_LOGITS: Final = 1 << 26
 
 
@@ -56,27 +56,26 @@ def token_logprobs(
     Parameters
     ----------
     logits : Tensor [R, V] or [K, V], floating
-        Of the model's rows: those of the tokens, or of the prefix tree; or of `rows` alone.
+        Of the model's rows: rows of the tokens, or of the prefix tree; or of `rows` alone.
     batch : Batch or MicroBatch
         Packed, or of the prefix layout.
     rows : int64 [K], optional
-        Of `logit_rows`, where the logits are of these alone.
+        From `logit_rows`, if the logits cover these rows alone.
     temperature : float
         Of the sampling: logits are divided by it.
     support : str, optional
-        The extra field of kind "support" with the ids that each token was sampled among: the
-        logprobs are those of the softmax over these, as vLLM's ``processed_logprobs`` are.
+        The extra field of kind "support" with each token's candidate ids: the softmax then covers
+        these ids only, like vLLM's ``processed_logprobs``.
 
     Returns
     -------
     Tensor [T], float32, or float64 for float64
-        Aligned to the tokens; 0 where nothing is trained, and for the first token of a sequence.
+        Aligned to the tokens; 0 for untrained tokens, and for the first token of a sequence.
 
     Raises
     ------
     ValueError
-        The batch is padded, the logits are of another number of rows, or the batch has no such
-        extra field.
+        A padded batch, a wrong number of rows of logits, or a batch without this extra field.
     """
     before = _predictors(batch)
     count = _row_count(batch) if rows is None else len(rows)
@@ -87,7 +86,7 @@ def token_logprobs(
         )
     wanted = batch.loss_mask & (before >= 0)
     if count == 0:
-        # Nothing is trained: no row has logits, and the graph goes through none of them.
+        # Nothing is trained: no row carries logits, and the graph passes through no row.
         wide = torch.promote_types(logits.dtype, torch.float32)
         none: Tensor = torch.zeros(len(before), dtype=wide, device=logits.device)
         return none + logits.sum(dtype=wide)
@@ -105,7 +104,7 @@ def token_logprobs(
 
 
 def _predictors(batch: Any) -> Tensor:
-    """Return for each token the row whose logits are its own, -1 for none: int64 [T]."""
+    """Return for each token the row with its logits, -1 for no row: int64 [T]."""
     if batch.layout == "padded":
         raise ValueError("batch: expected layout 'packed' or 'prefix', got 'padded'; pack it so")
     tree = batch.prefix_tree
@@ -121,7 +120,7 @@ def _row_count(batch: Any) -> int:
 
 
 class _Support(NamedTuple):
-    """The M ids that places were sampled among, and which of the T places have any."""
+    """M candidate ids of places, and the places with ids among the T."""
 
     places: Tensor  # int64 [M]
     ids: Tensor  # int64 [M]
@@ -142,8 +141,8 @@ def _support(batch: Any, name: str, at: Tensor, wanted: Tensor) -> _Support:
 class _Logprobs(torch.autograd.Function):
     """The logprob of one token a place, [T]; backward computes the softmax again, by chunks."""
 
-    # A row may have several places: the tokens that follow a shared prefix. So gradients are added
-    # up before they are rounded to the dtype of the logits.
+    # A row may have several places: the tokens after a shared prefix. So gradients are summed
+    # before rounding to the dtype of the logits.
 
     @staticmethod
     def forward(
@@ -188,7 +187,7 @@ class _Logprobs(torch.autograd.Function):
         for part in _chunks(logits):
             softmax = (logits[part].to(total.dtype) / ctx.temperature - total[part, None]).exp_()
             softmax.mul_(-of_rows[part, None])
-            # Without a wait for which are of this chunk: the others add 0 to its first row.
+            # Without a wait for this chunk's members: foreign rows add 0 to its first row.
             inside = (rows >= part.start) & (rows < part.stop)
             own = torch.where(inside, rows - part.start, 0)
             softmax.index_put_((own, columns), torch.where(inside, values, 0), accumulate=True)

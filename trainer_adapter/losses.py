@@ -2,10 +2,10 @@
 
 Invariants:
 
-- Filler, where `loss_mask` is False, is never exponentiated and never counted, nan included: it
-  is replaced by 0 before any arithmetic whose result or gradient could be nan.
+- Filler, where `loss_mask` is False, is never exponentiated and never counted, nan included:
+  replaced by 0 before any arithmetic with a possible nan in result or gradient.
 - At least float32 inside, for any dtype of the operands.
-- Nothing makes the host wait for the device.
+- The host never waits for the device.
 - A mask without tokens gives a loss of 0 with gradients of 0, never nan.
 """
 
@@ -40,7 +40,7 @@ _NORMALISATIONS: Final = get_args(Normalisation)
 
 
 class Units(NamedTuple):
-    """What a loss is averaged over."""
+    """Units of a loss's average."""
 
     normalisation: Normalisation
     cu_seqlens: Tensor | None = None
@@ -120,7 +120,7 @@ def policy_loss(
 
 
 def check_clip(clip_low: float, clip_high: float, usual: str) -> None:
-    """Raise ValueError for bounds of a ratio that are none."""
+    """Raise ValueError for invalid bounds of a ratio."""
     check_number("clip_low", clip_low)
     check_number("clip_high", clip_high)
     if not 0 <= clip_low <= 1 or not clip_high >= 0:
@@ -154,7 +154,7 @@ def clipped_loss(
     weights: Tensor | None,
     units: Units,
 ) -> PolicyLoss:
-    """Compute the clipped loss of ratios, which have the graph."""
+    """Compute the clipped loss of ratios, which carry the graph."""
     gain = real(advantages.detach(), loss_mask)
     clipped = ratio.clamp(1.0 - clip[0], 1.0 + clip[1])
     losses = -torch.minimum(ratio * gain, clipped * gain)
@@ -187,11 +187,11 @@ def kl_estimate(
     *,
     kind: Literal["k1", "k2", "k3"] = "k3",
 ) -> Tensor:
-    """Estimate KL(policy || reference) for each token that the policy sampled.
+    """Estimate KL(policy || reference) for each token sampled by the policy.
 
-    With ``d = reference_logprobs - logprobs``: k1 is ``-d`` (unbiased, of either sign), k2 is
-    ``d ** 2 / 2`` (biased, small variance), k3 is ``exp(d) - 1 - d`` (unbiased, not
-    negative, the one in GRPO). Source: J. Schulman, "Approximating KL Divergence", 2020,
+    With ``d = reference_logprobs - logprobs``: k1 is ``-d`` (unbiased, of either sign), k2 is ``d
+    ** 2 / 2`` (biased, small variance), k3 is ``exp(d) - 1 - d`` (unbiased, not negative, used in
+    GRPO). Source: J. Schulman, "Approximating KL Divergence", 2020,
     http://joschu.net/blog/kl-approx.html.
 
     Parameters
@@ -209,7 +209,7 @@ def kl_estimate(
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit together.
+        For mismatched arguments.
     """
     check_choice("kind", kind, ("k1", "k2", "k3"), "'k3' is GRPO's")
     reference_logprobs = sent("reference_logprobs", reference_logprobs)
@@ -233,30 +233,31 @@ def aggregate_loss(
     sample_of: Tensor | None = None,
     sample_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Bring losses of tokens down to one number.
+    """Reduce losses of tokens to one number.
 
     Parameters
     ----------
     losses : Tensor [T] or [S, L], floating
     loss_mask : Tensor, bool, same shape
     normalisation : {"token", "sequence", "sample", "constant"}
-        "token": the sum over the number of tokens, so that each token weighs the same (DAPO,
-        arXiv:2503.14476). "sequence": the mean over sequences of the mean over their tokens
-        (GRPO, arXiv:2402.03300); a sequence without tokens counts for nothing. "sample": the same
-        over samples, each of which may have several sequences, as an agent's has. "constant": the
-        sum over `denominator`, so that a length never matters (Dr. GRPO, arXiv:2503.20783).
+        "token": the sum over the number of tokens, with equal weight per token (DAPO,
+        arXiv:2503.14476). "sequence": the mean over sequences of the mean over their tokens (GRPO,
+        arXiv:2402.03300); a sequence without tokens counts for nothing. "sample": the same over
+        samples, possibly of several sequences, like an agent's. "constant": the sum over
+        `denominator`, independent of lengths (Dr. GRPO, arXiv:2503.20783).
     cu_seqlens : Tensor [S + 1], int32 or int64, optional
-        Borders of the sequences; "sequence" and "sample" need it for packed losses. Tokens from the
-        last border on belong to no sequence.
+        Borders of the sequences; "sequence" and "sample" need it for packed losses. Tokens after
+        the last border belong to no sequence.
     denominator : float or Tensor [], optional
-        Divide by this instead of the tokens, sequences or samples here: their number over all ranks
-        and micro-batches of a step, which makes gradient accumulation exact. 0 is fine where the
-        mask has no token.
+        Divisor in place of the tokens, sequences or samples here: their number over the ranks and
+        micro-batches of a step, for exact gradient accumulation. 0 is allowed for a mask without
+        tokens.
     sample_of : Tensor [S], integers, optional
-        The sample of each sequence, as `Batch.sample_of` has it; "sample" needs it, or the next.
+        The sample of each sequence, from `Batch.sample_of`; "sample" needs `sample_of` or
+        `sample_tokens`.
     sample_tokens : Tensor [S], optional
-        The trained tokens of each sequence's sample, where some of its sequences are elsewhere: as
-        `MicroBatch.sample_tokens` has them.
+        The trained tokens of each sequence's sample, if some of its sequences lie elsewhere: from
+        `MicroBatch.sample_tokens`.
 
     Returns
     -------
@@ -265,7 +266,7 @@ def aggregate_loss(
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit together.
+        For mismatched arguments.
     """
     hint = "'token' weighs all tokens the same"
     check_choice("normalisation", normalisation, _NORMALISATIONS, hint)
@@ -285,7 +286,7 @@ def aggregate_loss(
                 f"shape {tuple(whole.shape)}; pass part.sample_tokens"
             )
         whole = whole.clamp(min=1)
-        # Of a sample whose sequences are not all here, its share counts.
+        # A sample with sequences elsewhere counts by its share here.
         total, count = (sums / whole).sum(), (counts / whole).sum()
     else:
         if denominator is None:
@@ -299,7 +300,7 @@ def aggregate_loss(
     if not isinstance(denominator, Tensor):
         _check_denominator(denominator)
         denominator = total.new_full((), denominator)
-    # Where nothing is trained, the whole batch's number of tokens may be 0 too.
+    # Without trained tokens, the whole batch's number of tokens may be 0 too.
     return total / torch.where(count > 0, denominator, 1)
 
 
@@ -315,7 +316,7 @@ def _whole_samples(counts: Tensor, sample_of: Tensor | None) -> Tensor:
 
 
 def samples_sum(values: Tensor, sample_of: Tensor) -> Tensor:
-    """Return for each sequence the sum of a value over the sequences of its sample."""
+    """Return for each sequence a value's sum over the sequences of its sample."""
     ordered, order = torch.sort(sample_of)
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[1:] = ordered[1:] != ordered[:-1]

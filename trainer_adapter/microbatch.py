@@ -2,8 +2,9 @@
 
 Invariants:
 
-- Every sequence is in exactly one micro-batch; its tokens, advantages and all else are unchanged.
-- Losses that are divided by the whole batch's counts add up to the loss of the whole batch.
+- Every sequence is in exactly one micro-batch; its tokens, advantages and further values are
+  unchanged.
+- Losses divided by the whole batch's counts add up to the loss of the whole batch.
 - Groups, and the rows of a sample, may be split, since their advantages were computed before. The
   whole batch is acknowledged.
 """
@@ -43,17 +44,18 @@ class MicroBatch(TensorHolder):
     scores, policy_versions, newest_policy_versions, sample_of : Tensor [S]
     instance_ids : list[str]
     group_sizes : int64, on the host
-        Sequences of each group that has any here, in order.
+        Sequences here per group, in order, without empty groups.
     sequence_indices : int64 [S], on the host
         Positions in the batch.
     batch_loss_tokens : Tensor []
-        Tokens that the whole batch trains: the denominator of "token" normalisation.
+        Trained tokens of the whole batch: the denominator of "token" normalisation.
     batch_sequences : Tensor []
-        Sequences of the whole batch that train a token: that of "sequence" normalisation.
+        Sequences of the whole batch with a trained token: the denominator of "sequence"
+        normalisation.
     batch_samples : Tensor []
-        Samples of the whole batch that train a token: that of "sample" normalisation.
+        Samples of the whole batch with a trained token: the denominator of "sample" normalisation.
     sample_tokens : Tensor [S]
-        Tokens that the whole batch trains of each sequence's sample.
+        Trained tokens, in the whole batch, of each sequence's sample.
     layout : "packed" | "padded" | "prefix"
     prefix_tree : PrefixTree or None
         As in the batch, of these sequences.
@@ -104,27 +106,27 @@ class MicroBatch(TensorHolder):
 def micro_batches(
     batch: Batch, *, max_tokens: int | None = None, count: int | None = None
 ) -> list[MicroBatch]:
-    """Cut a batch into micro-batches with about as many tokens each.
+    """Cut a batch into micro-batches with about equal numbers of tokens.
 
     Parameters
     ----------
     batch : Batch
     max_tokens : int, optional
-        As few as fit: none has more tokens than this; in a padded batch, sequences times the
-        longest of them; with a prefix tree, rows of it. Groups stay together where they fit.
+        Most tokens of a micro-batch, for the fewest micro-batches; in a padded batch, sequences
+        times the longest of them; with a prefix tree, its rows. Groups stay together if they fit.
     count : int, optional
-        Instead: exactly so many, each with at least one sequence.
+        Instead: the exact number, with at least one sequence in every micro-batch.
 
     Returns
     -------
     list[MicroBatch]
-        Each with its sequences in the batch's order.
+        With their sequences in the batch's order.
 
     Raises
     ------
     TypeError, ValueError
-        Both or neither was given; a value that is not an int of 1 or more; a sequence of more
-        than `max_tokens`; fewer than `count` sequences.
+        Both or neither given; a value not an int of 1 or more; a sequence above `max_tokens`
+        tokens; fewer sequences than `count`.
 
     Notes
     -----
@@ -199,7 +201,7 @@ def _padded_parts(lengths: list[int], max_tokens: int) -> list[list[int]]:
 def _prefix_parts(
     batch: Batch, segments: Segments, max_tokens: int | None, count: int | None
 ) -> list[list[int]]:
-    """Put groups together, and cut those that do not fit: a cut computes what was shared twice."""
+    """Join groups, and cut oversized groups: a cut recomputes shared prefixes."""
     items: list[list[int]] = []
     rows: list[int] = []
     last = 0
@@ -227,7 +229,7 @@ def _prefix_parts(
 def _trained_tokens(batch: Batch) -> Tensor:
     if batch.layout == "padded":
         return batch.loss_mask.sum(dim=1)
-    # Counts at the borders; none of them waits for the device.
+    # Counts at the borders, without a wait for the device.
     ends = torch.cumsum(torch.nn.functional.pad(batch.loss_mask, (1, 0)), dim=0)
     return ends[batch.cu_seqlens.long()].diff()
 
@@ -294,7 +296,7 @@ def select(values: Tensor, positions: Tensor) -> Tensor:
 
 
 def _places(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions of runs of rows, one behind the other."""
+    """Return the positions of consecutive runs of rows."""
     before = np.cumsum(counts) - counts
     return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
 

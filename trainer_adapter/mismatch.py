@@ -37,7 +37,7 @@ class LogprobMismatch(NamedTuple):
         Mean absolute difference by cause, over the tokens with a logprob at the engine's dtype: new
         weights, and rounding under equal weights; nan without such a token.
     gap_share : Tensor []
-        ``precision_gap / (precision_gap + policy_change)``, in [0, 1]; nan where both are 0 or nan.
+        ``precision_gap / (precision_gap + policy_change)``, in [0, 1]; nan if both are 0 or nan.
     """
 
     mean: Tensor
@@ -59,7 +59,7 @@ class LogprobMismatch(NamedTuple):
         Returns
         -------
         dict of str to float
-            Without the figures that are nan.
+            Without figures of nan.
         """
         values = torch.stack([value.float() for value in self]).tolist()
         named = zip(self._fields, values, strict=True)
@@ -141,7 +141,7 @@ def _mean(values: Tensor, mask: Tensor, empty: float = 0.0) -> Tensor:
 
 
 def _percentile(values: Tensor, mask: Tensor, share: float) -> Tensor:
-    """Return the value that `share` of the masked values do not exceed; 0 without any."""
+    """Return the value not exceeded by `share` of the masked values; 0 without values."""
     padded = torch.nn.functional.pad(torch.where(mask, values, -1.0).flatten(), (1, 0), value=-1.0)
     ordered = padded.sort().values
     above = ((1 - share) * mask.sum()).floor().long()

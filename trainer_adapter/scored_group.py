@@ -1,9 +1,9 @@
-"""ScoredGroup: what a callable for advantages, or a filter, sees of one group.
+"""ScoredGroup: the view of one group for a callable for advantages, or a filter.
 
 Invariants:
 
-- Metas are decoded, and fields looked up, only when they are asked for.
-- A value that a group does not have is an error that names its sample, never a filler.
+- Metas are decoded, and fields looked up, only on request.
+- A value missing in a group is an error with the sample's name, never a filler.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ TRUNCATED_REASONS: Final = frozenset({"length", "max_tokens", "abort"})
 """Values of ``meta["finish_reason"]`` of a truncated sample: servers say "length" or "max_tokens"
 where a limit was reached, and "abort" where a request was cancelled."""
 
-#: Where a meta may have several rewards, each by its name.
+#: Keys of a meta with several rewards by name.
 REWARD_KEYS: Final = ("scores", "rewards")
 
 Sight = typing.Literal["scores", "group", "both"]
 
 
 def meta_value(meta: object, key: str) -> Any:
-    """Return a value of a meta; None if it is missing or cannot be hashed."""
+    """Return a value of a meta; None if missing or unhashable."""
     value = meta.get(key) if isinstance(meta, dict) else None
     if isinstance(value, dict):
         # SGLang's finish_reason is {"type": "length", "length": 512}.
@@ -43,7 +43,7 @@ def meta_value(meta: object, key: str) -> Any:
 class ScoredGroup:
     """One group of n samples, in the order of their indices.
 
-    A trainer gets it from a handler; for a test of its own callable it can make one.
+    A trainer gets a ScoredGroup from a handler, or makes its own to test a callable.
 
     Parameters
     ----------
@@ -117,14 +117,14 @@ class ScoredGroup:
 
     @functools.cached_property
     def metas(self) -> list[Any]:
-        """The meta of each sample, None where it has none."""
+        """The meta of each sample, None without a meta."""
         if self._trajectories is not None:
             return [t.meta for t in self._trajectories]
         return list(self._known("metas", self._metas))
 
     @functools.cached_property
     def truncated(self) -> NDArray[np.bool_]:
-        """Which samples were cut off, by their ``meta["finish_reason"]``, bool [n]."""
+        """Samples cut off, by their ``meta["finish_reason"]``, bool [n]."""
         reasons = [meta_value(meta, "finish_reason") for meta in self.metas]
         return np.array([reason in TRUNCATED_REASONS for reason in reasons], np.bool_)
 
@@ -165,7 +165,7 @@ class ScoredGroup:
         Parameters
         ----------
         name : str
-            Of an array field with one element, or a key of the meta, or of its ``"scores"`` or
+            An array field of one element, or a key of the meta, or of its ``"scores"`` or
             ``"rewards"``.
 
         Returns
@@ -175,7 +175,7 @@ class ScoredGroup:
         Raises
         ------
         ValueError
-            A sample has no such number; the message names it.
+            A sample without this number, named in the message.
         """
         return np.array([self._reward(name, index) for index in range(len(self))], np.float64)
 
@@ -231,7 +231,7 @@ def groups_of(
 
 
 def sight_of(function: Callable[..., Any]) -> Sight:
-    """Find out what a callable for advantages wants to see, by its signature."""
+    """Find the expected view of a callable for advantages, by its signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -17,7 +17,7 @@ from shmbus.recorder.refusals import CallRefusal, bad_request
 #: Encodings by zlib's number of window bits.
 _ENCODINGS: Final = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _RAW_DEFLATE: Final = -15
-#: Bytes of one step of decompression; other sessions run between two steps.
+#: Bytes per step of decompression; further sessions run between two steps.
 _PIECE: Final = 1 << 20
 
 
@@ -50,7 +50,7 @@ async def read_body(request: web.BaseRequest, limit: int, take: Callable[[int], 
 
 
 class _Inflater:
-    """One encoded body; gzip may have several members."""
+    """One encoded body; gzip may contain several members."""
 
     def __init__(self, bits: int) -> None:
         self._bits = bits

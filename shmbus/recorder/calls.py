@@ -2,11 +2,11 @@
 
 Invariants:
 
-- An answer is recorded before its client can have read its end, so that the client's next call
-  finds it, and is taken out where its client has not received it. What was not answered whole is
-  not recorded. No engine is asked for an answer that is recorded.
-- An answer that cannot be trained on ends its session: nothing of that sample is trained.
-- A chunk goes out as soon as it has come; nothing waits for the next.
+- An answer is recorded before its client can finish reading, for the client's next call to find,
+  and removed if never received. A partial answer is not recorded. A recorded answer is never
+  requested from an engine again.
+- An answer unfit for training ends its session: nothing of the sample is trained.
+- A chunk goes out immediately; nothing waits for the next chunk.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def decoded(raw: bytes | bytearray) -> dict[str, Any]:
-    """Return a body as the object that it has to be."""
+    """Decode a body and require a JSON object."""
     try:
         found = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -98,7 +98,7 @@ class Calls:
             work.cancel()
             end = session.end
             if call.delivers or (end is None and not session.sealed):
-                raise  # its client has gone
+                raise  # the client is gone
             return await call.cut_off()
         finally:
             session.finish_call(work, time.monotonic())
@@ -107,7 +107,7 @@ class Calls:
         self, request: web.BaseRequest, session: Session, asked: tuple[str, str],
         raw: bytearray | None,
     ) -> web.Response:  # fmt: skip
-        """Answer what makes no tokens, such as the list of models, as the engine does."""
+        """Forward a request without tokens, like the list of models, to the engine."""
         try:
             async with self._engines.ask(
                 self._engines.pick(session), *asked, raw,
@@ -121,7 +121,7 @@ class Calls:
 
 
 class _Call:
-    """One call under way."""
+    """A call in progress."""
 
     def __init__(
         self, calls: Calls, request: web.BaseRequest, session: Session, path: str, raw: bytearray
@@ -135,18 +135,18 @@ class _Call:
         self._reading: Reading
         self._begun: EngineVersion
         self._turns: list[Turn] = []
-        #: Unconfirmed answers of earlier calls; whether the client marks this call as a retry.
+        #: Unconfirmed answers of earlier calls; True if the client marks this call as a retry.
         self._earlier = list(session.answers)
         self._is_retry = request.headers.get(_RETRIES, "0").strip() not in ("", "0")
         self._recorded = False
         self._answer: Answer | None = None
         #: True during the transfer of a whole answer.
         self.delivers = False
-        #: The client's stream, once its head has gone out.
+        #: The client's stream, after its head.
         self._stream: web.StreamResponse | None = None
 
     async def run(self) -> web.StreamResponse:
-        """Ask an engine, and another one where that does not answer."""
+        """Ask an engine, and the next engine on a failure."""
         self._take_body()
         error: Exception | None = None
         tries = min(limits.MAX_TRIES, len(self._calls._engines.all) + 1)
@@ -203,7 +203,7 @@ class _Call:
         call.update(settings.require_sampling | settings.force_sampling)
 
     async def _ask(self, engine: Engine) -> web.StreamResponse:
-        """Ask one engine; EngineGone where nothing of an answer has gone out."""
+        """Ask one engine; EngineGone if nothing of an answer went out."""
         calls, dialect = self._calls, self._dialect
         assert self._begun.span is not None
         self._reading = Reading(
@@ -218,7 +218,7 @@ class _Call:
         body = _encode(self._reading.body)
         async with calls._engines.ask(engine, "POST", dialect.endpoint, body, headers) as answer:
             if answer.status != HTTPStatus.OK:
-                # What the engine refuses is the client's to know, as the engine says it.
+                # The client learns the engine's refusal unchanged.
                 said = await _whole(answer)
                 return web.Response(status=answer.status, body=said, headers=_JSON)
             if answer.content_type == "text/event-stream":
@@ -256,7 +256,7 @@ class _Call:
         return await connection.deliver(self._request, response, self._settler(), limits.DELIVER_S)
 
     async def _as_stream(self, read: dict[str, Any]) -> web.StreamResponse:
-        """Send a whole answer as a stream of one chunk, which a client has asked for."""
+        """Send a whole answer as a stream of one chunk, for a client's stream request."""
         try:
             chunk = _turned(self._dialect.chunk, as_chunk(read), self._reading.prompt_tokens)
         except BadAnswer as error:
@@ -276,19 +276,19 @@ class _Call:
         return self._stream
 
     async def _send(self, events: bytes) -> web.StreamResponse:
-        """Send events to the client; ConnectionResetError where it has gone, and is to blame."""
+        """Send events to the client; ConnectionResetError, blaming the client, if gone."""
         try:
             stream = await self._begin_stream()
             await stream.write(events)
         except aiohttp.ClientError as error:
-            # The library's writer raises what its client does.
+            # The library's writer raises errors caused by its client.
             raise ConnectionResetError(str(error)) from error
         if self._answer is not None:
             self._answer.is_sent = True
         return stream
 
     async def _end_stream(self, events: bytes | None = None) -> web.StreamResponse:
-        """Send the last events: by default those of a whole answer."""
+        """Send the last events: by default the end of a whole answer."""
         stream = await self._send(self._dialect.done() if events is None else events)
         await connection_of(self._request).finish(stream)
         return stream
@@ -301,7 +301,7 @@ class _Call:
         try:
             while data := await answer.content.read(limits.STREAM_PIECE):
                 if len(data) == limits.STREAM_PIECE:
-                    # An engine ahead of this process: other sessions have their turn.
+                    # An engine ahead of this process: let the remaining sessions run.
                     await asyncio.sleep(0)
                 out, broken = b"", None
                 for found in parser.feed(data):
@@ -314,7 +314,7 @@ class _Call:
                         broken = error
                         break
                 if not self._recorded and self._reading.complete:
-                    # Its client may stop reading here.
+                    # The client may stop reading here.
                     self._take_turns(engine)
                     await self._begin_stream()
                     self._record()
@@ -344,13 +344,13 @@ class _Call:
         return _turned(self._dialect.chunk, read, self._reading.prompt_tokens)
 
     async def _break_off(self, engine: Engine, error: Exception) -> web.StreamResponse:
-        """End a stream that the engine did not end, or not well."""
+        """End a stream without a valid end from the engine."""
         gone = not isinstance(error, BadAnswer) or error.engine_gone
         said = f"{engine.url}: {str(error) or type(error).__name__}"
         if gone:
             engine.failures += 1
         if self._recorded and gone:
-            # All tokens have come, so the answer stays recorded.
+            # Every token came, so the answer stays recorded.
             logger.info("%s: after a whole answer: %s", self._session.place, said)
             return await self._end_stream()
         if self._stream is None and gone:
@@ -393,12 +393,12 @@ class _Call:
         return functools.partial(self._calls._sessions.settle, self._answer)
 
     def _unusable(self, error: BadAnswer) -> CallRefusal:
-        """End the session for an answer that cannot be trained on."""
+        """End the session for an answer unfit for training."""
         self._calls._fail(self._session, "bad_answer", str(error))
         return _bad_gateway("bad_answer", str(error))
 
     async def cut_off(self) -> web.StreamResponse:
-        """End an answer whose session has ended: with an error of the stream, or a status."""
+        """End an answer of an ended session: with an error of the stream, or a status."""
         end = self._session.end
         code, reason = ("scored", "it has its score") if end is None else end
         message = f"the session of {self._session.place} has ended: {reason}"
@@ -434,7 +434,7 @@ def _turned(turn: Callable[..., _T], *answer: Any) -> _T:
 
 
 async def _drain(answer: aiohttp.ClientResponse) -> None:
-    """Read the end of an answer's body, so that its connection serves the next call too."""
+    """Read the end of an answer's body, to reuse its connection for the next call."""
     with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
         await asyncio.wait_for(answer.content.read(1), limits.DRAIN_S)
 
@@ -470,7 +470,7 @@ def _no_engine(error: Exception) -> CallRefusal:
 
 def _bad_gateway(code: str, said: str) -> CallRefusal:
     return CallRefusal(
-        # After a 502 it would be asked again, by a session that has ended.
+        # After a 502 the client would ask again, with an ended session.
         HTTPStatus.NOT_FOUND,
         code,
         f"the engine's answer cannot be trained on: {said}; the sample failed: end this rollout",

@@ -1,6 +1,6 @@
-"""``shmbus proxy NAME``: its options, and what it needs; found by its entry point.
+"""``shmbus proxy NAME``: its options and requirements; found by its entry point.
 
-Invariant: importing this loads nothing of the extra; `run` does.
+Invariant: importing this module loads nothing of the extra; `run` does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What engines are asked for beside a client's own wishes, and how it is read and taken out again.
+"""Additions to a client's call for engines, and their removal from the answer.
 
 Two endpoints carry token ids: chat completions and completions. Sources: vLLM 0.32,
 vllm/entrypoints/openai/{chat_completion,completion}/{protocol,serving}.py; SGLang 0.5.23,
@@ -6,9 +6,9 @@ sglang/srt/entrypoints/openai/{protocol,serving_chat,serving_completions}.py.
 
 Invariants:
 
-- What a client did not ask for, it does not get; what it asked for is as the engine said it.
-- An answer of which a token lacks its id, its finite logprob, or its place is no answer: BadAnswer.
-- Work on a chunk of a stream is as long as the chunk, whatever came before.
+- A client gets only requested fields, with the engine's values unchanged.
+- An answer with a token without id, finite logprob, or place is invalid: BadAnswer.
+- Work on a chunk of a stream is proportional to the chunk, for any preceding length.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Kind: TypeAlias = Literal["vllm", "sglang"]
 Endpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions"]
 
 CHAT: Final = "/v1/chat/completions"
-#: How vLLM names a token of a logprob by its id.
+#: vLLM's name of a logprob's token by its id.
 _BY_ID: Final = "token_id:"
 
 _IDS: Final = frozenset({int})
 _NUMBERS: Final = frozenset({int, float})
 
-#: What makes an answer something else than a sample, by what it is.
+#: Options that make an answer unsampled, with the reason.
 _UNSAMPLED: Final = {
     "use_beam_search": "an answer of a beam search is not sampled",
     "echo": "an echo has no logprobs of its own",
@@ -41,7 +41,7 @@ _UNSAMPLED: Final = {
 
 
 class BadAnswer(Exception):
-    """An engine's answer that cannot be trained on; `engine_gone` where another may answer."""
+    """An engine's answer unfit for training; `engine_gone` if a different engine may answer."""
 
     def __init__(self, message: str, *, engine_gone: bool = False) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class BadAnswer(Exception):
 
 
 def refuse_unsampled(body: dict[str, Any]) -> str | None:
-    """Say why a call cannot be recorded, whatever the engine answers."""
+    """Return the reason if a call cannot be recorded for any answer."""
     for name, why in _UNSAMPLED.items():
         if body.get(name):
             return f"{name}: {why}; expected a call without it"
@@ -83,7 +83,7 @@ def _one_canonical(role: object, content: object, calls: list[tuple[Any, Any]]) 
 
 
 def canonical(endpoint: str, body: dict[str, Any]) -> str:
-    """Return a conversation in a form that the next call of its client begins with."""
+    """Return a conversation in a canonical form, a prefix of the client's next call."""
     if endpoint != CHAT:
         prompt = body.get("prompt")
         return prompt if isinstance(prompt, str) else ""
@@ -110,7 +110,7 @@ def _answers_of(chat: bool, body: dict[str, Any]) -> int:
 
 
 class _Choice:
-    """One answer to a prompt, as it comes."""
+    """One incoming answer to a prompt."""
 
     def __init__(self) -> None:
         self.prompt: array[int] | None = None
@@ -136,7 +136,7 @@ def _append(kept: array[Any], values: Any, kinds: frozenset[type], what: str) ->
 
 
 class Reading:
-    """One call: the body that the engine gets, and its answer, read and made the client's."""
+    """One call: the engine's body, and the answer, read and translated for the client."""
 
     def __init__(
         self,
@@ -171,16 +171,16 @@ class Reading:
         self._usage: dict[str, Any] | None = None
         self._version: int | None = None
         self._turns: list[Turn] = []
-        #: What the engine is sent.
+        #: Body for the engine.
         self.body = dict(body)
         self._ask(kind, options, cache_salt)
 
-    # -- what is asked for ----------------------------------------------------------------------
+    # -- requested fields -----------------------------------------------------------------------
 
     def _ask(self, kind: Kind, options: dict[str, Any], cache_salt: str | None) -> None:
         body = self.body
         if not self._wants_logprobs:
-            # SGLang gives none for 0.
+            # SGLang returns no logprobs for 0.
             body["logprobs"] = True if self._chat else int(kind == "sglang")
         if self._stream:
             body["stream_options"] = {**options, "include_usage": True}
@@ -195,11 +195,11 @@ class Reading:
             if not self._wants_logprobs:
                 body["return_tokens_as_token_ids"] = True
             if not self._wants_reasoning:
-                # Without it vLLM hides the ids of what was thought.
+                # Otherwise vLLM hides the ids of reasoning tokens.
                 body["include_reasoning"] = True
             return
         if self._chat:
-            # `return_token_ids` is refused there in a stream.
+            # SGLang refuses `return_token_ids` in a stream.
             body |= {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
         else:
             body["return_token_ids"] = True
@@ -210,16 +210,16 @@ class Reading:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, as far as they are known."""
+        """Known tokens of the prompt."""
         return len(self._prompt or ())
 
     @property
     def version(self) -> int | None:
-        """The weights' version by the engine's own word, as SGLang says it."""
+        """The weights' version reported by the engine itself, as in SGLang."""
         return self._version
 
     def read(self, answer: dict[str, Any]) -> dict[str, Any] | None:
-        """Take a whole answer, or a chunk of a stream; return what of it is the client's."""
+        """Take a whole answer, or a chunk of a stream; return the client's part."""
         try:
             return self._read(answer)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -308,7 +308,7 @@ class Reading:
             kept.arguments.setdefault(at, []).append(arguments)
 
     def _take_extension(self, found: Any) -> None:
-        """Take what SGLang says beside the choices."""
+        """Take SGLang's fields beside the choices."""
         if not isinstance(found, dict):
             return
         self._take_prompt(found.get("input_ids"))
@@ -319,12 +319,12 @@ class Reading:
         for kept in self._choices.values():
             kept.experts = found.get("routed_experts") or kept.experts
 
-    # -- what the client gets -------------------------------------------------------------------
+    # -- the client's part ----------------------------------------------------------------------
 
     def _of_client(
         self, answer: dict[str, Any], choices: list[dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """Take out what the client did not ask for; None where nothing is left."""
+        """Remove fields not requested by the client; None if nothing remains."""
         extension = answer.get("sglext")
         if isinstance(extension, dict):
             for name in ("input_ids", "output_ids", "routed_experts"):
@@ -344,7 +344,7 @@ class Reading:
         return answer
 
     def _of_choice(self, choice: dict[str, Any]) -> bool:
-        """Take out of a choice what was not asked for; whether something is left of it."""
+        """Remove fields not requested from a choice; return False if nothing remains."""
         if not self._wants_ids:
             for name in ("token_ids", "prompt_token_ids"):
                 if choice.get(name) is not None:
@@ -360,22 +360,22 @@ class Reading:
                     said.pop(name, None)
                 elif name in said:
                     said[name] = None
-        # vLLM sends a chunk without words only because its ids were asked for.
+        # vLLM sends a chunk without words only for the requested ids.
         silent = self._stream and self._chat and not said
         return not (silent and not choice.get("finish_reason") and not choice.get("logprobs"))
 
-    # -- what is trained ------------------------------------------------------------------------
+    # -- trained values -------------------------------------------------------------------------
 
     @property
     def complete(self) -> bool:
-        """Whether all choices have come, and ended, with their ids."""
+        """True if every choice came, and ended, with its ids."""
         return len(self._choices) >= self._expected and all(
             kept.finish_reason is not None and kept.ids is not None
             for kept in self._choices.values()
         )
 
     def turns(self, versions: Span) -> list[Turn]:
-        """Return the answers of a call that has ended, after their checks."""
+        """Return the answers of an ended call, after their checks."""
         if len(self._choices) < self._expected or any(
             kept.finish_reason is None for kept in self._choices.values()
         ):
@@ -415,7 +415,7 @@ class Reading:
         )  # fmt: skip
 
     def check_usage(self) -> None:
-        """Compare what was recorded with what the engine counted itself."""
+        """Compare the recorded tokens with the engine's own count."""
         turns = self._turns
         said = (self._usage or {}).get("completion_tokens")
         sampled = sum(len(turn.output) for turn in turns)

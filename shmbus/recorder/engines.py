@@ -1,9 +1,9 @@
-"""The engines: one client for all, which of them a session stays at, and how they are.
+"""The engines: one client for every engine, the assignment of sessions, and engine states.
 
 Invariants:
 
-- A session stays at its engine as long as that answers: its prefix cache knows the conversation.
-- A call goes to another engine only while nothing of an answer has gone out.
+- A session stays at its answering engine, since the prefix cache there knows the conversation.
+- A call goes to another engine only while nothing of an answer went out.
 - A reset of a pooled connection costs one retry on a fresh connection and leaves the engine's state
   unchanged.
 """
@@ -27,11 +27,11 @@ from shmbus.recorder.sessions import Session
 
 logger = logging.getLogger(__name__)
 
-#: Statuses of an engine that cannot answer now, whatever it was asked.
+#: Statuses of an engine unable to answer any call now.
 _UNABLE: Final = frozenset({500, 502, 503, 504})
 
 
-#: Headers that engines read; keys, lengths and encodings are of this hop alone.
+#: Headers read by engines; keys, lengths and encodings belong to this hop alone.
 _PASSED: Final = frozenset({
     "anthropic-beta", "anthropic-version", "traceparent", "tracestate", "user-agent",
     "x-data-parallel-rank", "x-request-id",
@@ -40,7 +40,7 @@ _PROBE: Final = aiohttp.ClientTimeout(total=limits.PROBE_S)
 
 
 class EngineGone(Exception):
-    """No engine has answered."""
+    """Every engine failed to answer."""
 
 
 class Engine:
@@ -51,16 +51,16 @@ class Engine:
         self.kind: Kind = "vllm"
         self.state: Literal["unknown", "up", "slow", "down"] = "unknown"
         self.why = ""
-        #: Calls in flight, and those that it did not answer.
+        #: Calls in flight, and unanswered calls.
         self.calls = 0
         self.failures = 0
-        #: Whether it has said what it is.
+        #: True once the kind of the engine is known.
         self.known = False
-        #: Seconds that its last probe took.
+        #: Seconds of its last probe.
         self.probe_s = 0.0
 
     def down(self, why: str) -> None:
-        """Note that it did not answer."""
+        """Note a failure to answer."""
         self.failures += 1
         if self.state != "down":
             logger.warning("engine %s: %s", self.url, why)
@@ -68,7 +68,7 @@ class Engine:
 
 
 class Engines:
-    """All engines of a recorder."""
+    """The engines of a recorder."""
 
     def __init__(self, urls: tuple[str, ...], key: str | None) -> None:
         self.all = [Engine(url) for url in dict.fromkeys(urls)]
@@ -79,7 +79,7 @@ class Engines:
         self._probing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Open the clients, and look at each engine."""
+        """Open the clients, and probe each engine."""
         pooled = aiohttp.TCPConnector(limit=0, keepalive_timeout=limits.POOLED_S)
         self._client = self._open_client(pooled)
         self._fresh = self._open_client(aiohttp.TCPConnector(limit=0, force_close=True))
@@ -126,7 +126,7 @@ class Engines:
             async with self._fresh.get(engine.url + "/health", timeout=_PROBE) as answer:
                 status = answer.status
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            # One that computes may not answer in time, and one that is gone refuses.
+            # A busy engine may miss the timeout; a dead engine refuses.
             if isinstance(error, asyncio.TimeoutError) and engine.state in ("up", "slow"):
                 engine.state, engine.why = "slow", f"no answer within {limits.PROBE_S:g} s"
             else:
@@ -140,7 +140,7 @@ class Engines:
         engine.why = ""
 
     async def _recognize(self, engine: Engine) -> None:
-        """Learn whether an engine is vLLM or SGLang: its models say who owns them."""
+        """Learn if an engine is vLLM or SGLang, from the owner of its models."""
         assert self._fresh is not None
         async with self._fresh.get(engine.url + "/v1/models", timeout=_PROBE) as answer:
             if answer.status != 200:
@@ -179,7 +179,7 @@ class Engines:
         body: bytes | bytearray | None,
         headers: Mapping[str, str],
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Ask one engine; EngineGone where it does not begin to answer."""
+        """Ask one engine; EngineGone without the begin of an answer."""
         engine.calls += 1
         try:
             try:
@@ -194,7 +194,7 @@ class Engines:
                     raise EngineGone(f"{engine.url}: {answer.status}: {said}")
                 yield answer
             finally:
-                # Closing an answer that goes on tells the engine that nobody waits for it.
+                # Closing an unfinished answer tells the engine to stop.
                 answer.close() if not answer.content.at_eof() else answer.release()
         finally:
             engine.calls -= 1
@@ -226,5 +226,5 @@ async def _note_reuse(session: object, context: Any, found: object) -> None:
 
 
 def headers_of(request: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers of a client that are its engine's to see."""
+    """Return the headers of a client meant for its engine."""
     return {name: value for name, value in request.items() if name.lower() in _PASSED}

@@ -9,16 +9,16 @@ from typing import Any, Final
 
 import msgspec
 
-#: Bytes of one event: a prompt of 200,000 token ids in its first one, five times over.
+#: Bytes of one event: a first event with a prompt of 200,000 token ids, five times over.
 MAX_EVENT_BYTES: Final = 8 << 20
-#: How a stream of OpenAI's form says that it has ended.
+#: End mark of a stream in OpenAI's form.
 DONE: Final = b"[DONE]"
 
 _encode = msgspec.json.Encoder().encode
 
 
 class EventTooLarge(Exception):
-    """An event that does not end."""
+    """An event beyond the limit."""
 
 
 class EventParser:
@@ -31,7 +31,7 @@ class EventParser:
         self._held = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take bytes; return the data of each event that they complete."""
+        """Take bytes; return the data of each event completed by them."""
         found = []
         piece, *pieces = data.split(b"\n")
         self._line.append(piece)
@@ -51,7 +51,7 @@ class EventParser:
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """Return an event; its name is left out where a stream has none."""
+    """Return an event, without a name for nameless streams."""
     body = data if isinstance(data, bytes) else _encode(data)
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + body + b"\n\n"

@@ -1,8 +1,9 @@
-"""One recorder: its sessions, the samples that it has in hand itself, and who is told of them.
+"""One recorder: its sessions, its own samples in hand, and reports of their ends.
 
-A session that a worker opens stays the worker's: it takes the rows and puts them. One that a
-harness opens over HTTP is the recorder's own: it takes the prompt and puts the sample. Either way
-one producer has the request in hand, and its death has it asked of others.
+A session opened by a worker stays the worker's: the worker takes the rows and puts them. A session
+opened by a harness over HTTP is the recorder's own: the recorder takes the prompt and puts the
+sample. Either way one producer holds the request, and its death hands the request to the remaining
+producers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from shmbus.session import PackedArray, PackedRow, PackedSample
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks for requests that dead workers had in hand, and notes of the file.
+#: Seconds between two looks for requests of dead workers, and between two notes of the file.
 _SLOW_SWEEP_S = 1.0
 
 
@@ -47,28 +48,28 @@ class Recorder:
         self.engines = Engines(settings.engines, settings.engine_key)
         self.versions = EngineVersions(self.producer, settings.assume_trainer_version)
         self.calls = Calls(settings, self.sessions, self.engines, self.versions, self.fail)
-        #: Bytes of bodies that are being handled.
+        #: Bytes of bodies in progress.
         self.body_bytes = 0
-        #: Set when the bus has gone: the process ends.
+        #: Set after the removal of the bus: the process ends.
         self.gone = asyncio.Event()
         self._file = RecorderFile(settings.bus)
-        #: Where it is.
+        #: Own address.
         self.url = ""
         self._tasks: set[asyncio.Task[Any]] = set()
-        #: Sessions that this round of looks has still to check.
+        #: Sessions not yet checked in this round.
         self._unchecked: list[Session] = []
 
     # -- life -----------------------------------------------------------------------------------
 
     async def start(self, url: str) -> None:
-        """Begin to look after engines and sessions, and say where it is."""
+        """Start the checks of engines and sessions, and publish the address."""
         self.url = url
         await self.engines.start()
         self._write_note()
         self._later(self._sweep())
 
     async def close(self) -> None:
-        """Leave: what it has in hand is asked of others."""
+        """Leave: requests in hand go to the remaining producers."""
         self._file.close()
         for session in self.sessions:
             self.end(session, "recorder_ended", "the recorder ends")
@@ -102,7 +103,7 @@ class Recorder:
                 self.gone.set()
                 return
             except Exception:
-                # Without it no session would end by itself.
+                # The sweep must survive errors: it alone ends sessions.
                 logger.exception("the sweep failed, and goes on")
 
     def _check_some(self, now_s: float) -> None:
@@ -153,7 +154,7 @@ class Recorder:
             )
         )
 
-    # -- which sessions go on -------------------------------------------------------------------
+    # -- checks of sessions ---------------------------------------------------------------------
 
     def _is_wanted(self, session: Session) -> bool:
         if session.is_own:
@@ -161,7 +162,7 @@ class Recorder:
         return self.producer.requests._holds(session.hold)
 
     def _check(self, session: Session, now_s: float) -> None:
-        """End a session that nobody waits for, that is too old, or whose harness has died."""
+        """End an unwanted session, a stale session, or a session of a dead harness."""
         if session.putting is not None:
             return
         if not self._is_wanted(session):
@@ -194,7 +195,7 @@ class Recorder:
     # -- ends -----------------------------------------------------------------------------------
 
     def end(self, session: Session, code: str, reason: str) -> bool:
-        """End a session, and give back what the recorder has in hand for it."""
+        """End a session, and give back its sample if the recorder holds it."""
         if not self.sessions.end(session, code, reason):
             return False
         logger.info("%s: %s: %s", session.place, code, reason)
@@ -203,9 +204,9 @@ class Recorder:
         return True
 
     def fail(self, session: Session, code: str, reason: str) -> bool:
-        """End a session whose sample failed; where its engine is to blame it is only given back.
+        """End a session with a failed sample; an engine's failure only gives the sample back.
 
-        A worker's sample is failed by its worker, who learns the reason from `rows`.
+        A worker fails its own sample, after learning the reason from `rows`.
         """
         if not session.is_own or code == "engine":
             return self.end(session, code, reason)
@@ -218,7 +219,7 @@ class Recorder:
     # -- opening --------------------------------------------------------------------------------
 
     def open_for(self, ticket: Ticket) -> Session:
-        """Open a session for a sample that a worker has in hand."""
+        """Open a session for a sample in a worker's hand."""
         if not self.producer.requests._holds(ticket):
             raise CallRefusal(
                 HTTPStatus.CONFLICT,
@@ -230,7 +231,7 @@ class Recorder:
         return self.sessions.open(place, ticket, False, time.monotonic())
 
     async def open_next(self, wait_s: float) -> Session | None:
-        """Open a session for the next prompt of the bus; None where none came in time."""
+        """Open a session for the next prompt of the bus; None after the timeout."""
         self.sessions.require_room()
         request = await self.producer.requests.anext(wait_s)
         if request is None:
@@ -245,7 +246,7 @@ class Recorder:
     # -- samples --------------------------------------------------------------------------------
 
     def seal(self, session: Session) -> dict[str, Any]:
-        """Have a session make no more calls; returns its sample, or fails it and refuses."""
+        """Refuse further calls of a session; return its sample, or fail it and refuse."""
         session.require_open()
         session.sealed = True
         session.cancel_calls()
@@ -298,7 +299,7 @@ class Recorder:
         return msgspec.msgpack.encode(packed)
 
     async def score(self, session: Session, score: object, meta: dict[str, Any]) -> bool:
-        """Put a harness's sample; False where it is not wanted any more."""
+        """Put a harness's sample; False if unwanted by now."""
         if not session.is_own:
             raise CallRefusal(
                 HTTPStatus.CONFLICT,
@@ -325,7 +326,7 @@ class Recorder:
             sample["rows"] = session.transcript.rows()
             session.score = float(score)  # type: ignore[arg-type]
             sample["meta"] |= meta
-            # It goes on where its client goes: a second request for it finds it.
+            # The put outlives its client: a second request finds the put.
             session.putting = self._later(self._put(session, sample))
         done: bool = await asyncio.shield(session.putting)
         return done
@@ -334,7 +335,7 @@ class Recorder:
         try:
             put = await self.producer.requests.aanswer(session.hold, score=session.score, **sample)
         except (TypeError, ValueError, OverflowError, shmbus.RecordTooLargeError) as error:
-            # The bus's schema, or its size, has no place for it.
+            # The bus's schema or size does not fit the sample.
             self.fail(session, "refused", f"{type(error).__name__}: {error}")
             raise CallRefusal(
                 HTTPStatus.UNPROCESSABLE_ENTITY, "refused", f"the bus refuses the sample: {error}"

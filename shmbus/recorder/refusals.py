@@ -1,8 +1,8 @@
-"""What clients are told where a call is refused: a status that they understand, and what to do.
+"""Refusals of calls: a status understood by clients, and the next step.
 
-Clients of OpenAI and Anthropic try again after 408, 409, 429 and 5xx, and raise at once for others;
-what lies over them, such as LiteLLM and its harnesses, tries again after all but a few. So a
-session that is over is 404, at which each of them ends, and engines that are gone are 503.
+Clients of OpenAI and Anthropic retry after 408, 409, 429 and 5xx, and raise at once otherwise;
+higher layers, like LiteLLM and its harnesses, retry almost every status. So an ended session is
+404, the end for every client, and missing engines are 503.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KINDS: Final = {
 
 
 def kind_of(status: int) -> str:
-    """Return what APIs call such an error."""
+    """Return the APIs' name of an error."""
     return _KINDS.get(status, "api_error")
 
 
@@ -45,5 +45,5 @@ class CallRefusal(Refusal):
 
 
 def bad_request(code: str, message: str) -> CallRefusal:
-    """Refuse what a client has to write in another way."""
+    """Refuse a malformed call."""
     return CallRefusal(HTTPStatus.BAD_REQUEST, code, message)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 OPTIONS: Final = ("temperature", "top_p", "top_k")
-#: Fields of vLLM and SGLang that limit tokens by a grammar, whatever their value.
+#: Fields of vLLM and SGLang that limit tokens by a grammar, for any value.
 _GRAMMARS: Final = (
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "structural_tag", "regex", "json_schema", "ebnf",

@@ -2,9 +2,9 @@
 
 Invariants:
 
-- Every request is answered or its connection ends. A refusal says what to do, in a body that
-  clients of OpenAI and of Anthropic show.
-- No key is logged, and none is in an error.
+- Every request is answered or its connection ends. A refusal names the next step, in a body shown
+  by clients of OpenAI and of Anthropic.
+- No key appears in logs or errors.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from shmbus.recorder.settings import Settings
 from shmbus.session import Opened
 
 logger = logging.getLogger(__name__)
-#: A line for each request that is refused or fails.
+#: A line for each refused or failed request.
 access_logger = logging.getLogger("shmbus.recorder.access")
 
 Route = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 SessionRoute = Callable[[web.BaseRequest, Session], Awaitable[web.StreamResponse]]
 
-#: What makes no tokens, and is the engine's to answer.
+#: Requests without tokens, answered by the engine.
 _PASSED: Final = frozenset({
     ("GET", "/v1/models"), ("POST", "/v1/messages/count_tokens"), ("POST", "/tokenize"),
     ("POST", "/detokenize"),
 })  # fmt: skip
-#: Where a key may lie in the address, for harnesses that take no other.
+#: Prefix of a key in the address, for harnesses without further options.
 _IN_PATH: Final = "/s/"
 
 _encode = msgspec.json.Encoder().encode
@@ -99,7 +99,7 @@ class Server:
         status = sent = 0
         try:
             response = await self._guarded(request, path, key)
-            # A stream has gone; any other goes now.
+            # A stream is already sent; a whole answer goes now.
             status, sent = response.status, response.content_length or response.body_length
             return response
         finally:
@@ -113,7 +113,7 @@ class Server:
     async def _guarded(
         self, request: web.BaseRequest, path: str, key: str | None
     ) -> web.StreamResponse:
-        """Answer, whatever happens in the route."""
+        """Answer, even after an error in the route."""
         try:
             if self._loopback_only:
                 require_loopback_name(request, "the recorder")
@@ -166,14 +166,14 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _body(self, request: web.BaseRequest) -> AsyncIterator[bytearray]:
-        """Have a body, within its limit and the budget of all."""
+        """Read a body, within its limit and the shared budget."""
         with self._recorder.room() as take:
             yield await read_body(request, self._recorder.settings.body_limit, take)
 
     async def _object(self, request: web.BaseRequest) -> dict[str, Any]:
         async with self._body(request) as raw:
             try:
-                # Python's own reader takes NaN, so that such a score is refused by its name.
+                # Python's own reader accepts NaN; the score check then refuses it by name.
                 found = json.loads(raw or b"{}")
             except (ValueError, RecursionError) as error:
                 raise bad_request("invalid_json", f"expected a body of JSON: {error}") from error
@@ -245,7 +245,7 @@ class Server:
         return await connection.deliver(request, response, settle, limits.DELIVER_S)
 
     async def _tell(self, request: web.BaseRequest, session: Session) -> web.StreamResponse:
-        """Say how a session goes on; refuse one that has ended."""
+        """Report the state of a session; refuse an ended session."""
         self._recorder.require_wanted(session)
         transcript = session.transcript
         answer = {
@@ -354,7 +354,7 @@ def _address_of(request: web.BaseRequest) -> tuple[str, str | None]:
         key, _, rest = path.removeprefix(_IN_PATH).partition("/")
         path = f"/{rest}"
     while path.startswith("/v1/v1/"):
-        # Anthropic's clients add the version themselves: one base URL does for all.
+        # Anthropic's clients add the version themselves: one base URL serves every client.
         path = path.removeprefix("/v1")
     if key is None:
         given = bearer_of(request.headers.get("Authorization", ""))
@@ -389,7 +389,7 @@ def _refused(refusal: Refusal) -> web.Response:
 
 @contextlib.asynccontextmanager
 async def serving(settings: Settings) -> AsyncIterator[Recorder]:
-    """Serve in the block; what is yielded knows its address."""
+    """Serve in the block; the yielded recorder knows its address."""
     async with contextlib.AsyncExitStack() as stack:
         recorder = Recorder(settings)
         stack.push_async_callback(recorder.close)
@@ -402,7 +402,7 @@ async def serving(settings: Settings) -> AsyncIterator[Recorder]:
 
 
 def serve(settings: Settings, say: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT; 1 where the bus was removed."""
+    """Serve until SIGTERM or SIGINT; return 1 after a removal of the bus."""
 
     async def record(stop: asyncio.Event) -> int:
         async with serving(settings) as recorder:

@@ -1,11 +1,11 @@
-"""Sessions: which key is which sample, what it has recorded, and how it ends. No clock, no socket.
+"""Sessions: keys of samples, their recorded answers, and their ends. No clock, no socket.
 
 Invariants:
 
-- A session ends once, by one word and one sentence, which its later callers are told.
-- From its end on it records nothing; its calls in flight are cancelled.
-- What all sessions keep is counted, and bounded with the bodies of calls.
-- An undelivered answer is removed, unless a later call continues the answer or the worker has the
+- A session ends once, with one word and one sentence, reported to its later callers.
+- After its end a session records nothing; its calls in flight are cancelled.
+- Bytes kept by sessions are counted, and bounded together with the bodies of calls.
+- An undelivered answer is removed, unless a later call continues the answer or the worker holds the
   rows.
 """
 
@@ -31,7 +31,7 @@ _ITEM_BYTES: Final = 512
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Which sample of which group a session makes."""
+    """The group and index of a session's sample."""
 
     instance_id: str
     index: int
@@ -49,7 +49,7 @@ class End(NamedTuple):
 
 
 def over(place: Place, end: End) -> CallRefusal:
-    """Return what a caller of a session that has ended is told."""
+    """Return the refusal for a caller of an ended session."""
     return CallRefusal(
         HTTPStatus.NOT_FOUND,
         end.code,
@@ -71,7 +71,7 @@ class Answer:
         self.prompt = hashlib.blake2b(turn.prompt.tobytes()).digest(), hash(turn.said)
         self.recorded: list[Recorded] = []
         self.response_id = response_id
-        #: True once the last token of a stream has left this process.
+        #: True once the last token of a stream left this process.
         self.is_sent = False
         #: The client reset the connection after the last token of a stream: either the client
         #: stopped reading, or the answer was lost.
@@ -125,27 +125,27 @@ class Session:
     def __init__(self, key: str, place: Place, hold: Any, is_own: bool, now_s: float) -> None:
         self.key = key
         self.place = place
-        #: What says that the sample is still wanted: a worker's ticket, or the recorder's request,
-        #: which a harness scores over HTTP.
+        #: Proof of the demand for the sample: a worker's ticket, or the recorder's request, scored
+        #: by a harness over HTTP.
         self.hold = hold
         self.is_own = is_own
         self.opened_s = self.last_s = now_s
         self.transcript = Transcript()
-        #: What calls of the responses API leave for later ones, by the response's id.
+        #: Items left by calls of the responses API for later calls, by the response's id.
         self.history: dict[str, list[Any]] = {}
         #: Answers without confirmed delivery.
         self.answers: list[Answer] = []
-        #: The engine that it stays at.
+        #: The session's engine.
         self.engine: Any = None
-        #: Whether no engine answered the last call.
+        #: True if no engine answered the last call.
         self.no_engine = False
-        #: Whether a call has the trainer's version by assumption.
+        #: True if a call assumed the trainer's version.
         self.assumed = False
         self.calls = 0
         self.end: End | None = None
-        #: No call may be made any more: its rows were given, or its score is being put.
+        #: Closed for calls: the rows were given, or the score put.
         self.sealed = False
-        #: The score, and the task that puts it.
+        #: The score, and its putting task.
         self.score: float | None = None
         self.putting: Any = None
         #: Bytes of the conversations in `history`.
@@ -159,16 +159,16 @@ class Session:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it keeps."""
+        """Bytes of the session."""
         return self.transcript.nbytes + self.history_bytes
 
     def require_open(self) -> None:
-        """Refuse a call of a session that has ended."""
+        """Refuse a call of an ended session."""
         if self.end is not None:
             raise over(self.place, self.end)
 
     def begin(self, bounds: Settings, call: object, cancel: Callable[[], object]) -> None:
-        """Count a call, and note what cancels it; refuse what is beyond the bounds."""
+        """Count a call, and note its cancellation; refuse calls beyond the bounds."""
         self.require_open()
         if self.sealed:
             raise CallRefusal(
@@ -199,18 +199,18 @@ class Session:
         self._running[call] = lambda: None
 
     def finish_call(self, call: object, now_s: float) -> None:
-        """Note that a call has ended."""
+        """Note the end of a call."""
         self.last_s = now_s
         self._running.pop(call, None)
 
     def cancel_calls(self) -> None:
-        """Have the calls in flight end, and their engine do something else."""
+        """Cancel the calls in flight, to free their engine."""
         for cancel in list(self._running.values()):
             cancel()
 
 
 class Sessions:
-    """All sessions of a recorder, and what they have counted."""
+    """The sessions of a recorder, and their counters."""
 
     def __init__(self, bounds: Settings) -> None:
         self._bounds = bounds
@@ -229,11 +229,11 @@ class Sessions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all of them keep."""
+        """Bytes of the open sessions."""
         return self._nbytes
 
     def require_room(self) -> None:
-        """Refuse one session more than there may be."""
+        """Refuse a session above the limit."""
         if len(self._open) >= self._bounds.sessions:
             raise CallRefusal(
                 HTTPStatus.TOO_MANY_REQUESTS,
@@ -257,7 +257,7 @@ class Sessions:
         return self._open.get(key)
 
     def of_key(self, key: str | None) -> Session:
-        """Return the session of a key; refuse one that there is not, or that has ended."""
+        """Return the session of a key; refuse an unknown key or an ended session."""
         session = self._open.get(key or "")
         if session is not None:
             return session
@@ -299,7 +299,7 @@ class Sessions:
         return answer, went_on
 
     def settle(self, answer: Answer, delivered: bool) -> None:
-        """Confirm a delivered answer, undo a lost one."""
+        """Confirm a delivered answer, undo a lost answer."""
         session = answer.session
         if session is None or answer not in session.answers:
             return
@@ -322,13 +322,13 @@ class Sessions:
         session.history.pop(answer.response_id, None)
 
     def keep(self, session: Session, nbytes: int) -> None:
-        """Count what a session keeps beside its tokens."""
+        """Count bytes of a session beside its tokens."""
         if session.end is None:
             session.history_bytes += nbytes
             self._nbytes += nbytes
 
     def end(self, session: Session, code: str, reason: str) -> bool:
-        """End a session; False where it has ended already."""
+        """End a session; False if already ended."""
         if session.end is not None:
             return False
         self._nbytes -= session.nbytes

@@ -1,4 +1,4 @@
-"""Settings of a recorder, and its limits, each with its unit and its reason."""
+"""Settings of a recorder, and its limits, with units and reasons."""
 
 from __future__ import annotations
 
@@ -13,64 +13,64 @@ BODY_S: Final = 20.0
 BODY_BYTES_PER_S: Final = 256 << 10
 #: Seconds for a client to read an answer.
 DELIVER_S: Final = 300.0
-#: Bytes of all bodies that are read, and of what sessions keep.
+#: Bytes of bodies in progress, and of sessions.
 MEMORY: Final = 2 << 30
-#: What a body of JSON takes while it is read, sent on and turned, in parts of its own size.
+#: Memory of a JSON body while read, sent on and translated, in parts of its own size.
 BODY_PARTS: Final = 6
-#: Sessions at once, calls of a session, and those of it at once: sub-agents, not a flood.
+#: Sessions at once, calls of a session, and its calls at once: sub-agents, not a flood.
 MAX_SESSIONS: Final = 4096
 MAX_CALLS: Final = 1000
 MAX_CALLS_AT_ONCE: Final = 64
 #: Tokens of a session's rows: several contexts of 256k, as compacted conversations have.
 MAX_TOKENS: Final = 1 << 20
-#: Seconds without a call after which a session that was opened over HTTP fails: its harness died.
+#: Seconds without a call until a session opened over HTTP fails: its harness died.
 IDLE_S: Final = 600.0
-#: Seconds that an engine may send nothing: a long prefill behind a pause.
+#: Longest silence of an engine, in seconds: a long prefill behind a pause.
 ENGINE_SILENCE_S: Final = 900.0
-#: Seconds for a connection to an engine; one that is full of connections takes none.
+#: Seconds for a connection to an engine; an engine at its connection limit accepts none.
 CONNECT_S: Final = 15.0
 #: Idle seconds of a pooled connection to an engine: uvicorn closes connections after 5.
 POOLED_S: Final = 3.0
 #: Bytes of a stream between two turns of the event loop: less than a millisecond of work.
 STREAM_PIECE: Final = 16 << 10
-#: Seconds for what comes behind the last event of a stream: the end of its body, at once.
+#: Seconds for the rest behind the last event of a stream: the end of its body, at once.
 DRAIN_S: Final = 0.1
-#: Engines that are asked for one answer, one after the other.
+#: Engines asked in turn for one answer.
 MAX_TRIES: Final = 3
-#: Seconds between two tries where all engines have been asked, such as while one is restarted.
+#: Seconds between two tries after every engine was asked, for example during a restart.
 RETRY_S: Final = 0.5
 #: Seconds that a call waits for an engine of known weights, as `EngineFleet.catch_up` brings to a
 #: restarted engine; seconds until the next try of a refused client.
 VERSION_WAIT_S: Final = 30.0
 VERSION_RETRY_S: Final = 5
-#: Seconds between two looks at engines, and after which one that answers counts as slow.
+#: Seconds between two probes of engines, and the answer time of a slow engine.
 PROBE_S: Final = 2.0
 SLOW_S: Final = 1.0
-#: Seconds between two looks at which sessions are still wanted.
+#: Seconds between two looks for unwanted sessions.
 SWEEP_S: Final = 0.5
-#: Sessions of one such look, some 1 ms of work; the next look goes on with the others.
+#: Sessions per look, some 1 ms of work; the next look continues.
 SWEEP_SESSIONS: Final = 512
-#: Sessions that ended, of which late callers are told why.
+#: Ended sessions kept to tell late callers the reason.
 KEEP_ENDED: Final = 65_536
-#: Sessions that the file for the page names.
+#: Sessions named in the page's file.
 SHOWN_SESSIONS: Final = 48
-#: Connections, and seconds that one may stay without a request: agents think, and run tools.
+#: Connections, and their idle seconds: agents think, and run tools.
 MAX_CONNECTIONS: Final = 16_384
 IDLE_CONNECTION_S: Final = 600.0
-#: Bytes of an engine's answer that is no stream: 64k tokens with logprobs and routed experts.
+#: Bytes of an engine's whole answer: 64k tokens with logprobs and routed experts.
 ANSWER_LIMIT: Final = 256 << 20
-#: Seconds that `POST /sessions` may wait for a prompt.
+#: Longest wait of `POST /sessions` for a prompt, in seconds.
 MAX_WAIT_S: Final = 300.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a recorder serves one bus."""
+    """Settings of a recorder for one bus."""
 
     bus: str
     engines: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8080
-    #: What opens sessions; None where nothing is asked for.
+    #: Secret for opening sessions; None for open access.
     token: str | None = None
     engine_key: str | None = None
     body_limit: int = BODY_LIMIT
@@ -78,9 +78,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     sessions: int = MAX_SESSIONS
     calls: int = MAX_CALLS
     tokens: int = MAX_TOKENS
-    #: Without a call, after which a session that was opened over HTTP fails.
+    #: Seconds without a call until a session opened over HTTP fails.
     idle_s: float = IDLE_S
-    #: Versions behind the trainer's from which a session ends.
+    #: Versions behind the trainer's until a session ends.
     max_lag: int | None = None
     #: Sampling options set in every call; sampling options that no call may contradict.
     force_sampling: dict[str, float] = {}

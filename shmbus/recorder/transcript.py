@@ -1,11 +1,12 @@
-"""What a session's calls sampled, joined into rows of one sample. Pure: no clock, no socket.
+"""Sampled tokens of a session's calls, joined into rows of one sample. Pure: no clock, no socket.
 
 Invariants:
 
-- A token is trained once at most, and only if the engine sampled it; its logprob is its own.
-- A call whose prompt begins with a whole row continues the longest such row; any other begins one.
-- Text is never made into tokens here: where the engine's ids differ, they are others.
-- Rows are a tree: a row holds the tokens behind its prefix, and its parent holds the prefix.
+- A token is trained once at most, and only if sampled by the engine, with its own logprob.
+- A call with a whole row at the start of its prompt continues the longest such row; any other call
+  begins a row.
+- Text is never tokenized here: different ids from the engine count as different tokens.
+- Rows form a tree: a row holds the tokens behind its prefix, and its parent holds the prefix.
 - A call compares each token of the tree with the prompt once at most.
 """
 
@@ -29,13 +30,13 @@ _FIRST_LOOK: Final = 256
 
 
 class Span(NamedTuple):
-    """The oldest and the newest version of the weights that something met."""
+    """The oldest and the newest version of the weights met."""
 
     oldest: int
     newest: int
 
     def join(self, other: Span | None) -> Span:
-        """Return what both met."""
+        """Return the union of two spans."""
         if other is None:
             return self
         return Span(min(self.oldest, other.oldest), max(self.newest, other.newest))
@@ -49,11 +50,11 @@ class Turn(NamedTuple):
     logprobs: NDArray[np.float32]
     versions: Span
     finish_reason: str = "stop"
-    #: What was asked and answered, as a client's next call begins; it tells drift, and is never
+    #: Question and answer, in the form of a client's next call; used to detect drift, never
     #: trained.
     said: str = ""
     answer: str = ""
-    #: [tokens, layers, experts] of all tokens but the last, which no forward pass has seen.
+    #: [tokens, layers, experts] of every token except the last, unseen by a forward pass.
     experts: NDArray[Any] | None = None
     #: Sampling options of the call, by name.
     sampling: Mapping[str, float] = {}
@@ -82,7 +83,7 @@ class Recorded:
 
 
 class _Row:
-    """One row: its parent's first `prefix` tokens, then its own, as bytes that grow."""
+    """One row: its parent's first `prefix` tokens, then its own, as growing bytes."""
 
     __slots__ = ("experts", "heard", "last", "logprobs", "mask", "parent", "prefix", "tokens")
 
@@ -93,7 +94,7 @@ class _Row:
         self.tokens = bytearray()
         self.mask = bytearray()
         self.logprobs = bytearray()
-        #: Routed experts of its own tokens, one array behind the other.
+        #: Routed experts of its own tokens, in consecutive arrays.
         self.experts: list[NDArray[Any]] = []
         #: Length and digest of the conversation up to its last answer.
         self.heard = (0, b"")
@@ -188,7 +189,7 @@ class Transcript:
 
     @property
     def sampled(self) -> int:
-        """Tokens that the engine sampled."""
+        """Tokens sampled by the engine."""
         return sum(each.sampled for each in self.recorded)
 
     @property
@@ -207,17 +208,17 @@ class Transcript:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows; a shared prefix counts once."""
+        """Tokens of the rows; a shared prefix counts once."""
         return sum(len(row.mask) for row in self._rows)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it occupies."""
+        """Bytes of the transcript."""
         routed = sum(each.nbytes for row in self._rows for each in row.experts)
         return self.tokens * _TOKEN_BYTES + routed
 
     def add(self, turn: Turn) -> bool:
-        """Take an answer; whether it went on with its conversation's tokens, or had none to."""
+        """Take an answer; False if it drifts from its conversation's tokens."""
         recorded = Recorded(turn)
         self.recorded.append(recorded)
         self.versions = turn.versions.join(self.versions)
@@ -292,7 +293,7 @@ class Transcript:
                 each.parent = row
 
     def branches(self) -> list[Branch]:
-        """Return the rows as a tree: each has a sampled token."""
+        """Return the rows as a tree: each contains a sampled token."""
         numbers = {row: number for number, row in enumerate(self._rows)}
         return [
             Branch(None if row.parent is None else numbers[row.parent], row.prefix, row.fields())

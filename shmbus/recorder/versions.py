@@ -61,14 +61,14 @@ class EngineVersions:
         return self.of(url).span is not None
 
     def is_assumed(self, url: str, begun: EngineVersion) -> bool:
-        """Return whether a call that ends now has the trainer's version by assumption."""
+        """Return True for a call that ends now with the trainer's version by assumption."""
         return "trainer" in (begun.by, self.of(url).by)
 
     def met(self, url: str, begun: EngineVersion, said: int | None) -> Span:
-        """Return the versions that an answer met; `said` by the answer itself.
+        """Return the versions met by an answer; `said` by the answer itself.
 
-        BadAnswer for an engine without known weights, so that the call goes to the next engine, and
-        for an answer that says an unpublished version.
+        BadAnswer for an engine without known weights, to send the call to the next engine, and for
+        an answer with an unpublished version.
         """
         now = self.of(url, afresh=True)
         if begun.span is None or now.span is None:

@@ -1,4 +1,4 @@
-"""Other training stacks on a bus, through the hooks that they offer: one module a stack.
+"""Training stacks on a bus, through their own hooks: one module per stack.
 
-Invariant: importing a module here loads neither torch nor the stack that it adapts.
+Invariant: importing a module here loads neither torch nor the adapted stack.
 """

@@ -1,15 +1,15 @@
 """Atropos without HTTP: environments put their groups into the bus, trainers take batches from it.
 
-Everything that an environment sends goes through one method of BaseEnv; `ShmbusEnv` has it. The
-groups and batches are those of the HTTP gateway, so environments and trainers of both kinds share
-one bus.
+An environment sends everything through one method of BaseEnv; `ShmbusEnv` overrides this method.
+Groups and batches equal the HTTP gateway's, so environments and trainers of both kinds share one
+bus.
 
 Invariants:
 
-- Importing this needs no atroposlib: the mix-in knows one name of BaseEnv, and no other.
-- What `_send_scored_data_to_api` was given is put whole, also where its task is cancelled.
-- A batch is leased until the next one is asked for, or `ack`.
-- A group that Atropos cannot have is dropped, and named in the log; those around it go on.
+- Importing this module needs no atroposlib: the mix-in knows a single name of BaseEnv.
+- The argument of `_send_scored_data_to_api` is put whole, even if its task is cancelled.
+- A batch is leased until the next request for a batch, or `ack`.
+- A group unfit for Atropos is dropped, and named in the log; its neighbours continue.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from trainer_adapter.adapters.optional_imports import BUS_VARIABLE
 __all__ = ["AtroposTrainer", "ShmbusEnv"]
 
 logger = logging.getLogger(__name__)
-#: What is under way; a loop keeps no reference of its own.
+#: Running puts; a loop keeps no reference of its own.
 _putting: set[asyncio.Future[int]] = set()
 
 
 class ShmbusEnv:
     """Sends the groups of an Atropos environment through a bus of this machine.
 
-    Name it before BaseEnv in the class statement. The bus is the class's `shmbus_bus`, or that of
-    the variable SHMBUS_BUS. Registration and throttling go on over HTTP: they ask the gateway of
-    the same bus.
+    Name it before BaseEnv in the class statement. The bus is the class's `shmbus_bus`, or the
+    variable SHMBUS_BUS. Registration and throttling still use HTTP, with the gateway of the same
+    bus.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class ShmbusEnv:
                 {**sample, "instance_id": key, "group_size": len(samples), "index": index}
                 for index, sample in enumerate(samples)
             ]
-        # All in one call, which checks all before it puts the first.
+        # In a single call, which checks every sample before the first put.
         putting = asyncio.ensure_future(producer.aput_many(put))
         _putting.add(putting)
         putting.add_done_callback(_putting.discard)
@@ -100,7 +100,7 @@ class ShmbusEnv:
         await asyncio.shield(putting)
 
 
-#: Groups that one take leases.
+#: Groups leased by one take.
 _TAKE_GROUPS: Final = 256
 
 
@@ -109,7 +109,7 @@ def _waiting(group: shmbus.Group) -> Waiting:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has: numbers of NumPy, and a path as its text."""
+    """Return a JSON value: NumPy numbers as plain numbers, and a path as its text."""
     return value.item() if hasattr(value, "item") else os.fspath(value)
 
 
@@ -132,7 +132,7 @@ def _checked_minimums(minimums: object) -> dict[int, float]:
 
 
 class AtroposTrainer:
-    """Takes the batches that `GET /batch` of the gateway would answer, without HTTP.
+    """Takes the batches of the gateway's `GET /batch`, without HTTP.
 
     Parameters
     ----------
@@ -143,12 +143,12 @@ class AtroposTrainer:
     minimums : mapping of int to float, optional
         The least share of each batch, by the number of an environment.
     url : str, optional
-        The gateway of the bus: `register` tells it that a trainer is here, so that environments
-        may begin. If the gateway reads the bus, for a trainer that took its batches over HTTP, it
-        leaves that to this one.
+        The gateway of the bus: `register` announces the trainer to it, and environments may begin.
+        A gateway already reading the bus for an HTTP trainer hands the reading over to this
+        trainer.
     keep_batches : int
-        Batches that stay leased, and are delivered again to the next trainer if this process
-        dies: 1 acknowledges a batch when the next one is asked for.
+        Leased batches, delivered again to the next trainer if this process dies: 1 acknowledges a
+        batch on the request for the next.
     **options : object
         Of `shmbus.Consumer`.
 
@@ -157,8 +157,8 @@ class AtroposTrainer:
     BusNotFoundError, BusBusyError, LayoutMismatchError, DaemonUnavailableError
         As for `shmbus.Consumer`.
     TypeError, ValueError
-        An argument is of another kind; the batch size is less than 1, keep_batches less than 0, a
-        share not within 0 and 1, or the url none.
+        An argument of the wrong type; a batch size below 1, keep_batches below 0, a share outside 0
+        to 1, or an invalid url.
 
     Examples
     --------
@@ -199,7 +199,7 @@ class AtroposTrainer:
         except shmbus.BusBusyError:
             if url is None:
                 raise
-            # Maybe the gateway reads it, for a trainer that asked it for batches before.
+            # The gateway may read the bus, for an earlier trainer over HTTP.
             self.register()
             self._consumer = shmbus.Consumer(name, **options)
 
@@ -215,7 +215,7 @@ class AtroposTrainer:
         num_steps: int = 1 << 30,
         token: str | None = None,
     ) -> None:
-        """Tell the gateway of this bus that a trainer reads it, so that environments may begin.
+        """Tell the gateway of this bus about its new trainer; environments may then begin.
 
         Parameters
         ----------
@@ -229,9 +229,9 @@ class AtroposTrainer:
         Raises
         ------
         ValueError
-            There is no url.
+            The url is missing.
         OSError
-            The gateway does not answer, or refuses.
+            The gateway is unreachable, or refuses.
         """
         if self._url is None:
             raise ValueError("url: expected that of the gateway, got none; give it to the trainer")
@@ -251,18 +251,18 @@ class AtroposTrainer:
             answer.read()
 
     def get_batch(self, timeout: float | None = 0.0) -> dict[str, Any]:
-        """Return the next batch, as `GET /batch` answers it; acknowledges the one before.
+        """Return the next batch in the form of `GET /batch`; acknowledge the previous batch.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for one: None waits for ever, 0 does not wait.
+            Seconds to wait: None waits for ever, 0 does not wait.
 
         Returns
         -------
         dict
             ``{"batch": [ScoredDataGroup, ...]}`` with lists of int and float, exactly `batch_size`
-            sequences; ``{"batch": None}`` where there is none in time.
+            sequences; ``{"batch": None}`` after the timeout.
 
         Raises
         ------
@@ -280,7 +280,7 @@ class AtroposTrainer:
         return {"batch": None}
 
     def _read(self, groups: list[shmbus.Group]) -> list[dict[str, Any]] | None:
-        """Return the groups of a batch; None where one had to be dropped, and the others wait."""
+        """Return the groups of a batch; None after a drop, while the remaining groups wait."""
         batch: list[dict[str, Any]] = []
         unusable: list[shmbus.Group] = []
         for group in groups:
@@ -316,7 +316,7 @@ class AtroposTrainer:
             return self._take(deadline)
 
     def _end_before_next(self) -> None:
-        """Acknowledge what a request for another batch ends."""
+        """Acknowledge the batches ended by a request for another batch."""
         self._end(self._keep - 1 if self._keep else 0)
 
     def _take(self, deadline: float | None) -> list[shmbus.Group] | None:
@@ -327,7 +327,7 @@ class AtroposTrainer:
                 groups = [each.group for each in chosen]
                 self._given.append(groups)
                 return groups
-            # Groups that make no batch do not put the end off.
+            # Groups without a batch do not postpone the deadline.
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             found = self._consumer.take(_TAKE_GROUPS, timeout=left)
             if not found:
@@ -339,18 +339,18 @@ class AtroposTrainer:
             self._queue.add(_waiting(group), None)
 
     def ack(self) -> None:
-        """Acknowledge all batches that were given: the trainer is done with them."""
+        """Acknowledge every batch returned: the trainer is done."""
         with self._lock:
             self._end(0)
 
     def _end(self, keep: int) -> None:
         while len(self._given) > keep:
-            # A call that Ctrl-C has interrupted may have acknowledged it.
+            # A call interrupted by Ctrl-C may have acknowledged the batch.
             self._consumer.ack(still_leased(self._given[0]))
             del self._given[0]
 
     def close(self) -> None:
-        """Leave the bus; what was not acknowledged is delivered to the next trainer."""
+        """Leave the bus; unacknowledged groups are delivered to the next trainer."""
         self._consumer.close()
 
     def __enter__(self) -> AtroposTrainer:

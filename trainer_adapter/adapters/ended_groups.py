@@ -1,9 +1,9 @@
-"""Groups that have ended: those that were asked for and never come, those that a call has ended.
+"""Ended groups: requested groups that never come, and groups ended by a call.
 
 Invariants:
 
-- A group is called ended only where its request is over and the caller has not had it.
-- What is open is read only after something was dropped: it has every prompt.
+- A group counts as ended only after its request ended without a delivery to the caller.
+- Open requests are read only after a drop: the state holds every prompt.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _SETTLE_S: Final = 10.0
 
 
 def still_leased(groups: Iterable[shmbus.Group]) -> list[shmbus.Group]:
-    """Return the groups that no call has ended yet."""
+    """Return the groups still leased."""
     return [group for group in groups if group.state == "leased"]
 
 
 class EndedGroups:
-    """Finds out which of the groups that a trainer waits for will not come."""
+    """Finds awaited groups that will not come."""
 
     def __init__(self, consumer: shmbus.Consumer) -> None:
         self._consumer: Final = consumer
@@ -35,7 +35,7 @@ class EndedGroups:
         self._look_until_s = 0.0
 
     def among(self, wanted: Iterable[Key]) -> list[Key]:
-        """Return which groups have ended."""
+        """Return the ended groups."""
         dropped = sum(self._consumer.stats().dropped.values())
         now_s = time.monotonic()
         if dropped != self._dropped:
@@ -48,7 +48,7 @@ class EndedGroups:
         return [key for key in wanted if key not in is_open]
 
     def raise_for(self, wanted: Iterable[Key]) -> None:
-        """Raise where a group has ended that a step cannot do without."""
+        """Raise if a group necessary for a step ended."""
         ended = self.among(wanted)
         if ended:
             raise RuntimeError(
@@ -59,7 +59,7 @@ class EndedGroups:
             )
 
     def why(self) -> str:
-        """Say what was dropped since this object was made."""
+        """Describe the drops since this object was made."""
         counts = {
             reason: count - self._before.get(reason, 0)
             for reason, count in self._consumer.stats().dropped.items()

@@ -1,10 +1,10 @@
-"""The names of other stacks that adapters use, and what is said where they are not there.
+"""Names of foreign stacks used by adapters, and the error for missing names.
 
 Invariants:
 
-- A stack is imported when a name of it is needed, never before.
-- What fails is an ImportError that names the missing names, the installed versions and the tested
-  ones; the cause is chained to it.
+- A stack is imported on the first use of a name, never earlier.
+- A failure is an ImportError with the missing names, the installed versions and the tested
+  versions; the cause is chained.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-#: The variable that names the bus, where a stack's configuration has no place for it.
+#: The variable with the bus's name, for stacks without a place in their configuration.
 BUS_VARIABLE: Final = "SHMBUS_BUS"
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack as an adapter knows it."""
+    """A stack from the view of an adapter."""
 
     name: str
-    #: The versions that the tests ran with, by distribution.
+    #: The versions used in the tests, by distribution.
     tested: Mapping[str, str]
-    #: What pip is told to install.
+    #: Requirement for pip.
     install: str
 
     def versions(self) -> str:
@@ -51,7 +51,7 @@ class Stack:
         except ModuleNotFoundError as error:
             cause, reason = error, f"the module {error.name} is not there"
         except (ImportError, SyntaxError) as error:
-            # A SyntaxError is the stack's answer to a Python that is too old for it.
+            # A SyntaxError means a Python too old for the stack.
             cause, reason = error, f"it does not import ({type(error).__name__}: {error})"
         raise ImportError(
             f"the {self.name} adapter needs {', '.join(names)} of {module}, and {reason}: "

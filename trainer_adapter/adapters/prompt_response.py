@@ -1,10 +1,11 @@
-"""A token row as prompt and response, as stacks want it that have the two apart.
+"""A token row as prompt and response, for stacks with separate arguments.
 
 Invariants:
 
-- What comes before the first sampled token is the prompt; all else is the response, with its mask.
-- What is missing, or would become other numbers, is an error that names the sample and the field,
-  and is never filled in.
+- The tokens before the first sampled token form the prompt; the rest is the response, with its
+  mask.
+- A missing field, or a lossy conversion, is an error with the sample and the field, never filled
+  in.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import shmbus
 from shmbus.rows import SHARED_PREFIX
 
 _LARGEST: Final = np.iinfo(np.int64).max
-#: Kinds of dtypes that a field may have, and what they are called.
+#: Accepted kinds of dtypes per field, and their names.
 _KINDS: Final = {
     "tokens": ("biu", "whole numbers below 2**63"),
     "loss_mask": ("biuf", "numbers"),
@@ -28,7 +29,7 @@ _KINDS: Final = {
 
 
 def not_of_its_kind(name: str, array: NDArray[Any]) -> tuple[str, str] | None:
-    """Say what was expected and what came, where a field would become other numbers."""
+    """Return the expected and the actual kind if a conversion would change a field's numbers."""
     kinds, expected = _KINDS[name]
     if array.dtype.kind not in kinds:
         return expected, str(array.dtype)
@@ -38,7 +39,7 @@ def not_of_its_kind(name: str, array: NDArray[Any]) -> tuple[str, str] | None:
 
 
 def shared_name(t: shmbus.Trajectory) -> str | None:
-    """Return a field that its whole group has, for which these stacks have no place."""
+    """Return a field shared by the whole group, without a place in these stacks."""
     return next((name for name in t.keys() if name.startswith(SHARED_PREFIX)), None)  # noqa: SIM118
 
 
@@ -47,9 +48,9 @@ class Parted(NamedTuple):
 
     prompt: list[int]
     response: list[int]
-    #: 1 for what was sampled.
+    #: 1 for sampled tokens.
     mask: list[int]
-    #: The sampler's; 0 where the mask is.
+    #: Sampler logprobs; 0 under a mask of 0.
     logprobs: list[float] | None
 
 
@@ -85,7 +86,7 @@ def part_row(t: shmbus.Trajectory, row: Mapping[str, NDArray[Any]], logprobs: bo
 
 
 def experts_of(t: shmbus.Trajectory, row: Mapping[str, NDArray[Any]]) -> NDArray[np.int16] | None:
-    """Return the experts that a row's tokens were routed to; None where it says none."""
+    """Return the routed experts of a row's tokens, if the row holds them."""
     array = row.get("routed_experts")
     if array is None:
         return None

@@ -1,6 +1,6 @@
-"""What of a stack's data set goes along with a request: the values that MessagePack has.
+"""Part of a stack's data set sent along with a request: the values supported by MessagePack.
 
-Invariant: a value that cannot go along is named in the log, once for each column.
+Invariant: an unsupported value is named in the log, once per column.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, Final
 import msgspec
 
 _LOG: Final = logging.getLogger("shmbus.adapters")
-#: What was named already: the stack and the column.
+#: Already reported pairs of stack and column.
 _named: Final[set[tuple[str, str]]] = set()
 
 
 def columns_for(
     stack: str, values: Mapping[str, Any], taken: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return what of a row of a data set a request's meta can have."""
+    """Return the part of a data set's row fit for a request's meta."""
     found = {}
     for name, value in values.items():
         if name in taken:

@@ -6,15 +6,15 @@
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             return make_generator("run1", sample_retries=2)
 
-SkyRL's TrajectoryID(instance_id, repetition_id) is the key of a bus and a sample's index. A rollout
-that fails is asked for again alone (`sample_retries`), where SkyRL would end the step.
+SkyRL's TrajectoryID(instance_id, repetition_id) is the key of a bus and a sample's index. A failed
+rollout is requested again alone (`sample_retries`), where SkyRL would end the step.
 
 Invariants:
 
-- Each output stands at the place of its input, whatever order the workers answer in.
-- Calls that overlap, as in the fully asynchronous trainer, each get their own groups, also where
-  one of them is cancelled.
-- Importing this loads neither torch nor SkyRL.
+- Each output stands at the place of its input, for any order of the workers' answers.
+- Overlapping calls, as in the fully asynchronous trainer, each get their own groups, even if one
+  call is cancelled.
+- Importing this module loads neither torch nor SkyRL.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["GenerateByBus", "make_generator"]
 
 #: Its generators need Python 3.12.
 _SKYRL: Final = Stack("SkyRL", {"skyrl": "0.3.0"}, "skyrl==0.3.0 with Python 3.12")
-#: Seconds of one wait for groups, and of a call's default in all.
+#: Seconds of one wait for groups, and a call's default wait in total.
 _LOOK_S: Final = 0.2
 GENERATE_TIMEOUT_S: Final = 3600.0
 _TAKE_GROUPS: Final = 64
@@ -51,29 +51,29 @@ class _Output(NamedTuple):
 
 
 class _OneTake(NamedTuple):
-    """Has one call take at a time, in the event loop that it belongs to."""
+    """Lock for a single taking call at a time, with its event loop."""
 
     loop: asyncio.AbstractEventLoop
     lock: asyncio.Lock
 
 
 class GenerateByBus:
-    """What `make_generator` adds to SkyRL's GeneratorInterface.
+    """Addition of `make_generator` to SkyRL's GeneratorInterface.
 
     Parameters
     ----------
     bus : str
     logprobs : bool
-        Whether the sampler's logprobs are needed, as for SkyRL's off-policy correction.
+        True to require the sampler's logprobs, as for SkyRL's off-policy correction.
     timeout : float
         Seconds for the groups of one call.
     **options : object
-        Of `shmbus.Consumer`, such as `sample_retries`.
+        Of `shmbus.Consumer`, for example `sample_retries`.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is of another kind, or an option unknown.
+        An argument of the wrong type, or an unknown option.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class GenerateByBus:
         Parameters
         ----------
         input_batch : GeneratorInput
-            With trajectory_ids. A request's ``meta`` has "prompt", "env_class", "env_extras" and
+            With trajectory_ids. A request's ``meta`` holds "prompt", "env_class", "env_extras" and
             "sampling_params" of its prompt.
 
         Returns
@@ -114,11 +114,11 @@ class GenerateByBus:
         Raises
         ------
         TimeoutError
-            Groups are missing; says which, and what workers there are.
+            Groups are missing; the message names them, and the workers.
         RuntimeError
-            The bus dropped a group of this call, as stale or failed; says which.
+            The bus dropped a group of this call, as stale or failed; named in the message.
         ValueError
-            There are no trajectory_ids, or a sample is not what the trainer can take.
+            Missing trajectory_ids, or a sample unfit for the trainer.
         """
         ids, prompts = input_batch.get("trajectory_ids"), input_batch.get("prompts") or []
         if not ids or len(ids) != len(prompts):
@@ -127,7 +127,7 @@ class GenerateByBus:
                 f"{len(ids) if ids else 'none'} for {len(prompts)}; SkyRL's trainers give them"
             )
         metadata = input_batch.get("batch_metadata")
-        # SkyRL's phases are called as the splits are.
+        # SkyRL's phases share the names of splits.
         split = str(metadata.training_phase) if metadata is not None else "train"
         consumer = self._attached().consumer
         if metadata is not None and metadata.global_step > consumer.policy_version:
@@ -195,7 +195,7 @@ class GenerateByBus:
                 )  # fmt: skip
                 return
             except shmbus.BusFullError:
-                # A full lane is emptied by groups that are taken meanwhile.
+                # Taking groups meanwhile empties a full lane.
                 self._check(key, deadline)
                 await self._take(split)
 
@@ -222,11 +222,11 @@ class GenerateByBus:
         )
 
     async def _take(self, split: str) -> bool:
-        """Take what is there, for whoever waits for it; whether anything was."""
+        """Take available groups for every waiting call; return False for no groups."""
         loop = asyncio.get_running_loop()
         if self._taking is None or self._taking.loop is not loop:
             self._taking = _OneTake(loop, asyncio.Lock())
-        # A call that is cancelled must not take along what came for another one.
+        # A cancelled call must not take another call's groups along.
         return await asyncio.shield(self._take_for_all(self._taking.lock, split))
 
     async def _take_for_all(self, lock: asyncio.Lock, split: str) -> bool:
@@ -237,7 +237,7 @@ class GenerateByBus:
             for group in groups:
                 key = (group.instance_id, group.round)
                 if key not in self._wanted:
-                    # Of a call that gave up, or of a trainer before.
+                    # From an abandoned call, or from an earlier trainer.
                     consumer.drop(group)
                     continue
                 try:
@@ -305,7 +305,7 @@ def make_generator(bus: str, **options: Any) -> Any:
     Raises
     ------
     ImportError
-        SkyRL is not there, or has other names.
+        SkyRL is missing, or uses different names.
     """
     (interface,) = _SKYRL.needed("skyrl.train.generators.base", "GeneratorInterface")
     return type("ShmbusGenerator", (GenerateByBus, interface), {})(bus, **options)

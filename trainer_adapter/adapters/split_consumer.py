@@ -1,7 +1,7 @@
 """Groups of training and of evaluation for one trainer, with a daemon or without.
 
-Invariant: without a daemon one Consumer takes every split, as it is the only reader; with one each
-split has a Consumer of its own.
+Invariant: without a daemon one Consumer takes every split, as the only reader; with a daemon each
+split gets a separate Consumer.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, Final
 import shmbus
 from shmbus.segment.names import check_name
 
-#: Options that an adapter chooses itself, and why.
+#: Options reserved for an adapter, with the reason.
 BY_CALLS: Final = {"split": "training and evaluation are told apart by the trainer's calls"}
 
 
 def check_options(bus: str, options: dict[str, Any], taken: Mapping[str, str] = BY_CALLS) -> None:
-    """Refuse what is no bus, no option of a consumer, or the adapter's to choose."""
+    """Refuse an invalid bus, an unknown consumer option, or an option reserved for the adapter."""
     check_name(bus)
     for name in taken.keys() & options.keys():
         raise TypeError(f"{name}: {taken[name]}; leave it out")
@@ -26,7 +26,7 @@ def check_options(bus: str, options: dict[str, Any], taken: Mapping[str, str] = 
 
 
 class SplitConsumer:
-    """A Consumer of "train" that takes other splits, too."""
+    """A Consumer of "train" with takes of further splits."""
 
     def __init__(self, bus: str, **options: Any) -> None:
         self._bus: Final = bus

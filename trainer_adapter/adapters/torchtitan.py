@@ -1,4 +1,4 @@
-"""Groups of a bus as torchtitan's training samples, and the batches that its batcher makes of them.
+"""Groups of a bus as torchtitan's training samples, and its batcher's batches of these samples.
 
 ::
 
@@ -7,10 +7,10 @@
 
 Invariants:
 
-- torchtitan packs: what comes out is what its Batcher makes of its own TrainingSampleGroup.
-- A group is acknowledged only after `ShmbusBatches.ack`; what was collected for a batch that never
-  was full stays leased.
-- Importing this loads neither torch nor torchtitan.
+- torchtitan packs: the output comes from its Batcher and its own TrainingSampleGroup.
+- A group is acknowledged only after `ShmbusBatches.ack`; groups collected for a never full batch
+  stay leased.
+- Importing this module loads neither torch nor torchtitan.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainer_adapter.adapters.prompt_response import not_of_its_kind
 __all__ = ["ShmbusBatches", "sample_group"]
 
 _TORCHTITAN: Final = Stack("torchtitan", {"torchtitan": "0.3.0"}, "torchtitan==0.3.0")
-#: Seconds of one wait for groups; between two of them Ctrl-C is seen to.
+#: Seconds of one wait for groups; Ctrl-C takes effect between two waits.
 _LOOK_S: Final = 1.0
 _TYPES: Final = "torchtitan.experiments.rl.types"
 _NEEDED: Final = ("RolloutTurnID", "TrainingSample", "TrainingSampleGroup")
@@ -52,14 +52,14 @@ def sample_group(
     Parameters
     ----------
     group : Group
-        Leased; the result has copies. Each row of a sample becomes a TrainingSample.
+        Leased; the result holds copies. Each row of a sample becomes a TrainingSample.
     group_id : int
         Unique in the run.
     advantages : str
-        "dr_grpo", torchtitan's default: the score less the group's mean; or "grpo", "rloo" or
+        "dr_grpo", torchtitan's default: the score minus the group's mean; or "grpo", "rloo" or
         "none", as for `trainer_adapter.group_advantages`.
     drop_equal : bool
-        Whether a group of equal scores has no samples, as with torchtitan's
+        True to return no samples for a group of equal scores, as with torchtitan's
         ``drop_zero_std_reward_groups``.
     types : module, optional
         torchtitan's.
@@ -71,9 +71,10 @@ def sample_group(
     Raises
     ------
     ValueError
-        A sample lacks a field, or one does not fit; says which. Or the kind compares across groups.
+        A sample with a missing or invalid field, named in the message. Or the kind compares across
+        groups.
     ImportError
-        torchtitan is not there, or has other names.
+        torchtitan is missing, or uses different names.
     """
     from trainer_adapter.advantages import group_advantages
 
@@ -151,7 +152,7 @@ def _field(t: shmbus.Trajectory, row: Any, name: str) -> Any:
             f"group {t.instance_id!r}, sample {t.index}, field {name!r}: expected {wrong[0]}, got "
             f"{wrong[1]}; put token ids, a mask of what was sampled, and the sampler's logprobs"
         )
-    # torchtitan's lists are of int and of float.
+    # torchtitan's lists contain int and float.
     if name == "tokens" and array.dtype.kind == "b":
         return array.astype(np.int64)
     return array.astype(np.float64) if name == "logprobs" and array.dtype.kind != "f" else array
@@ -163,27 +164,27 @@ def _types() -> ModuleType:
 
 
 class ShmbusBatches:
-    """Batches of torchtitan, of the groups of a bus.
+    """torchtitan batches of a bus's groups.
 
     Parameters
     ----------
     bus : str
     batcher : torchtitan.experiments.rl.components.batcher.Batcher
-        Built as its controller builds it; it says how many groups make a batch.
+        Built like its controller's; sets the number of groups per batch.
     advantages : str
     drop_equal : bool
         As for `sample_group`.
     types : module, optional
         torchtitan's.
     **options : object
-        Of `shmbus.Consumer`, such as `max_policy_lag`.
+        Of `shmbus.Consumer`, for example `max_policy_lag`.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is of another kind, or the advantages are unknown.
+        An argument of the wrong type, or unknown advantages.
     ImportError
-        torchtitan is not there, or has other names.
+        torchtitan is missing, or uses different names.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class ShmbusBatches:
         Returns
         -------
         TrainingBatch or None
-            None where groups are missing; those that came stay for the next call.
+            None for missing groups; groups already here stay for the next call.
 
         Raises
         ------
@@ -253,12 +254,12 @@ class ShmbusBatches:
                 return None
 
     def ack(self, policy_version: int | None = None) -> None:
-        """Acknowledge the groups of all batches that were returned: they were trained.
+        """Acknowledge the groups of every batch returned, after training.
 
         Parameters
         ----------
         policy_version : int, optional
-            The version that the step made, for the workers.
+            The version made by the step, for the workers.
         """
         if self._given:
             self._consumer.ack(still_leased(self._given))
@@ -267,5 +268,5 @@ class ShmbusBatches:
             self._consumer.policy_version = policy_version
 
     def close(self) -> None:
-        """Leave the bus; what was not acknowledged is delivered to the next trainer."""
+        """Leave the bus; unacknowledged groups are delivered to the next trainer."""
         self._consumer.close()

@@ -31,7 +31,7 @@ MOST_TOKENS: Final = 2**31 - 1
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a call, but for its operands."""
+    """The arguments of a call, without its operands."""
 
     #: Tensor [S + 1], int32 or int64
     cu_seqlens_q: Tensor
@@ -56,7 +56,7 @@ class Call:
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    """Raise TypeError or ValueError for operands that do not fit together."""
+    """Raise TypeError or ValueError for mismatched operands."""
     is_cast = _autocast_dtype(q) is not None
     for name, operand in (("q", q), ("k", k), ("v", v)):
         if not isinstance(operand, Tensor):
@@ -105,7 +105,7 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
 
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast as autocast does; here, so that all backends, compiled or eager, get the same."""
+    """Cast like autocast; here, for equal results of every backend, compiled or eager."""
     dtype = _autocast_dtype(q)
     if dtype is None or q.dtype == torch.float64:
         return q, k, v
@@ -113,7 +113,7 @@ def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _autocast_dtype(q: object) -> torch.dtype | None:
-    """Return the dtype of autocast, None while it is off."""
+    """Return the dtype of autocast, None while off."""
     if not isinstance(q, Tensor) or q.device.type not in ("cpu", "cuda"):
         return None
     kind = q.device.type
@@ -132,7 +132,7 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
             f"scale: expected a number, got {type(scale).__name__}; None is head_dim ** -0.5"
         ) from None
     except OverflowError:
-        given = math.inf  # an int that no float holds
+        given = math.inf  # an int beyond every float
     if not math.isfinite(given):
         raise ValueError(f"scale: expected a finite number, got {given}; None is head_dim ** -0.5")
     return given
@@ -158,7 +158,7 @@ def checked_window(window_size: tuple[int, int]) -> Window:
 def checked_max(value: SupportsIndex, name: str) -> int:
     """Return a longest length as an integer."""
     try:
-        # A length that torch.compile leaves open stays so: `index` would make a graph for each.
+        # Keep a length left open by torch.compile: `index` would make a graph for each.
         is_open = isinstance(value, torch.SymInt)
         length: Any = value if is_open or isinstance(value, int) else operator.index(value)
     except TypeError:

@@ -1,12 +1,12 @@
-"""`varlen_attention` as one operator of torch, which compiled models run without a graph break.
+"""`varlen_attention` as one operator of torch, without a graph break in compiled models.
 
-SDPA's path decides by the values of the borders, and the choice of a backend by the longest
+SDPA's path depends on the values of the borders, and the choice of a backend on the longest
 lengths: no tracer can follow the first, and makes a graph for each outcome of the second. As an
-operator both are opaque: the graph has one node for forward and one for backward.
+operator both are opaque: the graph holds one node for forward and one for backward.
 
 Invariants:
 
-- Values and gradients are those of the eager call.
+- Values and gradients equal the eager call's.
 - Backward computes forward again, from the operands alone: an operator's own graph does not outlive
   its call. Eager calls do not need this second forward.
 """
@@ -47,7 +47,7 @@ def varlen_operator(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int,
     max_k: int, scale: float, left: int, right: int, return_lse: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend, by the backend that an eager call takes."""
+    """Attend, by the backend of an eager call."""
     with torch.no_grad():
         out, lse = _eager(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale, left, right, return_lse,

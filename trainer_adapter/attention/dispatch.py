@@ -5,8 +5,8 @@ Below both callers: the eager front (`varlen.py`) and the operator for compiled 
 
 Invariants:
 
-- Each backend gives the same values and gradients. A backend that would not is refused by its
-  obstacle function.
+- Each backend gives the same values and gradients. A deviating backend is refused by its obstacle
+  function.
 - Borders on a CUDA device stay unread unless SDPA runs, since reading them makes the host wait.
 """
 
@@ -47,12 +47,12 @@ def attention_backend(
     window_size: tuple[int, int] = (-1, -1),
     backend: Backend = "auto",
 ) -> Literal["native", "flash", "sdpa"]:
-    """Tell which backend `varlen_attention` takes for these arguments.
+    """Return the backend of `varlen_attention` for these arguments.
 
-    ``"auto"`` takes the native kernel where it can run and is right: on CUDA from compute
-    capability 8.0 on, in float16 and bfloat16, with a torch that has it (2.10; windows and other
-    scales than the default from 2.11), if it supports the head dimension and the window. Otherwise
-    flash-attn, if it is installed and can run; otherwise SDPA, which always can.
+    ``"auto"`` takes the native kernel if it runs correctly: on CUDA from compute capability 8.0 on,
+    in float16 and bfloat16, with torch 2.10 or later (windows and non-default scales from 2.11),
+    for supported head dimensions and windows. Otherwise flash-attn, if installed and able to run;
+    otherwise SDPA, which always runs.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def attention_backend(
     Raises
     ------
     ValueError
-        For another `backend`, and for one that cannot run; the message says why.
+        For an unknown `backend`, and for a backend that cannot run, with the reason.
     """
     check_choice("backend", backend, _BACKENDS, "'auto' fits every device")
     if backend == "sdpa":
@@ -93,8 +93,8 @@ def attention_backend(
 
 
 def is_native_of_any_length(q: Tensor, k: Tensor, call: Call, backend: Backend) -> bool:
-    """Whether the native kernel takes calls like this whatever their lengths, borders unread."""
-    # Then a compiled model has the kernel's own nodes, and one graph serves all batches.
+    """Return True if the native kernel takes calls of every length, with borders unread."""
+    # Then a compiled model uses the kernel's own nodes, and one graph serves every batch.
     return (
         backend in ("auto", "native")
         and not is_for_lengths_to_decide(call.window)
@@ -142,7 +142,7 @@ def _run_kernel(
 
 
 def _is_readable(borders: Tensor) -> bool:
-    """Whether the host reads the borders; it would have to wait for those on the device."""
+    """Return True for borders on the host; for borders on the device the host would wait."""
     return borders.device.type == "cpu"
 
 
@@ -171,7 +171,7 @@ def _run_sdpa(
 def _checked_lengths(borders: Tensor, tokens: int, longest: int, name: str) -> IntArray:
     """Bring the borders to the host, check them, and return the lengths [S]."""
     # The host waits for the device once a batch, not in every layer: the lengths are cached on the
-    # tensor until it is written to.
+    # tensor until a write to it.
     kept: tuple[int, int, IntArray] | None = getattr(borders, "_shmbus_lengths", None)
     version = -1 if borders.is_inference() else borders._version
     if kept is None or kept[:2] != (version, tokens) or version < 0:

@@ -1,7 +1,7 @@
-"""The flash-attn package as a backend of `varlen_attention`, where it is installed.
+"""The installed flash-attn package as a backend of `varlen_attention`.
 
 Written for flash-attn 2.6 to 2.8 (`flash_attn.flash_attn_varlen_func`): from 2.1 on it aligns
-bottom-right, from 2.6 on its log-sum-exp is [heads, tokens]. Version 3 is another package.
+bottom-right, from 2.6 on its log-sum-exp has shape [heads, tokens]. Version 3 is another package.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def flash_function() -> tuple[Callable[..., Any] | None, str]:
 def flash_obstacle(
     q: Tensor, k: Tensor, max_q: int, max_k: int, window: tuple[int, ...]
 ) -> str | None:
-    """Say why flash-attn cannot run this call, or would be wrong; None if it can."""
+    """Return the reason if flash-attn cannot run this call, or would be wrong; else None."""
     if not q.is_cuda or torch.version.hip is not None:
         return f"it needs a CUDA device, got {q.device}"
     function, reason = flash_function()
@@ -52,8 +52,8 @@ def flash_obstacle(
         return f"it needs a head dimension that is a multiple of 8 up to 256, got {head_dim}"
     if q.numel() == 0 or k.numel() == 0:
         return "it needs at least one query and one key token"
-    # As in torch's kernel, which is the same: for a row far above its first key, the limits would
-    # have another meaning.
+    # As in torch's equal kernel: for a row far above its first key, the limits would change their
+    # meaning.
     left, right = window
     if max_q > max_k and (right >= max_k or (left != -1 and right == -1)):
         return f"window {window} with max_q {max_q} above max_k {max_k} is not what it computes"

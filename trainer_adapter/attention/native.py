@@ -2,8 +2,8 @@
 
 Written for torch 2.10 (the first with the kernel) to 2.15; windows and scales need 2.11.
 
-Invariant: `native_obstacle` refuses a call that the kernel cannot run, and one whose result would
-differ from that of the other backends.
+Invariant: `native_obstacle` refuses a call if the kernel cannot run it, or would give a different
+result from the remaining backends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _find_native_once = functools.cache(_find_native)
 
 
 def native_entry() -> NativeEntry | None:
-    """Return torch's function with its parameters; None if this torch has none."""
+    """Return torch's function with its parameters, if this torch provides it."""
     # torch.compile traces through functools.cache, with a warning.
     return _find_native() if torch.compiler.is_compiling() else _find_native_once()
 
@@ -58,7 +58,7 @@ def native_entry() -> NativeEntry | None:
 def native_obstacle(
     q: Tensor, k: Tensor, max_q: int, max_k: int, default_scale: bool, window: tuple[int, ...]
 ) -> str | None:
-    """Say why the native kernel cannot run this call, or would be wrong; None if it can."""
+    """Return the reason if the native kernel cannot run this call, or would be wrong; else None."""
     if not q.is_cuda or torch.version.hip is not None:
         return f"it needs a CUDA device, got {q.device} with torch {torch.__version__}"
     entry = native_entry()
@@ -86,9 +86,9 @@ def native_obstacle(
 
 
 def is_for_lengths_to_decide(window: tuple[int, ...]) -> bool:
-    """Whether the longest lengths decide if the native kernel is right for a window."""
-    # The kernel reads a right limit of max_k or more as no limit, and sets max_k where only the
-    # left is limited. For a row far above its first key, neither has the same meaning.
+    """Return True if the native kernel's fitness for a window depends on the longest lengths."""
+    # The kernel reads a right limit of max_k or more as no limit, and sets max_k for a left limit
+    # alone. For a row far above its first key, both change their meaning.
     left, right = window
     return right > 0 or (left != UNLIMITED and right == UNLIMITED)
 
@@ -114,6 +114,6 @@ def call_native(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Te
     out, lse = entry.function(
         q, k, v, *borders, call.max_q, call.max_k, return_aux=entry.lse_request, **options
     )
-    # For rows that see nothing, FlashAttention-2 gives plus infinity and 3 gives minus.
+    # For rows without visible keys, FlashAttention-2 gives plus infinity and 3 gives minus.
     lse = lse.detach()
     return out, lse.masked_fill(lse == math.inf, -math.inf)

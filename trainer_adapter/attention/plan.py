@@ -1,12 +1,12 @@
-"""The plan of a packed batch for SDPA: which sequences share a call, by lengths and window alone.
+"""The plan of a packed batch for SDPA: groups of sequences per call, by lengths and window alone.
 
 A *bucket* is one call: one sequence, or several of like shape padded to one.
 
 Invariants:
 
 - Pure numpy: no tensor, no device, no clock. Equal lengths give equal plans.
-- A plan holds only rows that see a key and keys that a row sees, each in one slot of one bucket.
-  So no row in it is blind; SDPA kernels disagree on blind rows.
+- A plan holds only rows with a visible key and keys visible to a row, each in one slot of one
+  bucket. So a plan contains no blind row; SDPA kernels disagree on blind rows.
 - Padding never costs more than one further call for each bucket.
 """
 
@@ -46,16 +46,15 @@ Kind = Literal["full", "causal", "band"]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences that share one SDPA call, without blind rows and unseen keys."""
+    """Sequences of one SDPA call, without blind rows and unseen keys."""
 
-    #: "full": each row sees each key. "causal": the diagonal begins in the first row, and what it
-    #: hides includes all padding. "band": anything else.
+    #: "full": each row sees each key. "causal": the diagonal begins in the first row, and hides all
+    #: padding. "band": any other case.
     kind: Kind
-    #: Shape that all are padded to.
+    #: Common padded shape.
     rows: int
     keys: int
-    #: int64 [B]. Of each sequence: its real rows and keys, and the key that its first row is
-    #: aligned with.
+    #: int64 [B]. Real rows and keys of each sequence, and the key aligned with its first row.
     row_counts: IntArray
     key_counts: IntArray
     diagonals: IntArray
@@ -67,14 +66,14 @@ class Moves:
 
     #: Packed row of each slot, or -1 for padding.
     slots: IntArray
-    #: int64 [T]. Slot of each packed row, or -1 for a row that is in no bucket.
+    #: int64 [T]. Slot of each packed row, or -1 for a row outside of every bucket.
     places: IntArray
-    #: Sequences of the bucket; slots of them all; the packed row that it begins with where its
-    #: slots are rows that lie behind each other, and -1 where they are not.
+    #: Sequences of the bucket; their total of slots; the first packed row of consecutive slots, and
+    #: -1 for scattered slots.
     counts: tuple[int, ...]
     sizes: tuple[int, ...]
     starts: tuple[int, ...]
-    #: Slots and packed rows are the same.
+    #: Slots equal packed rows.
     identity: bool
 
 
@@ -121,14 +120,14 @@ def make_plan(lengths_q: bytes, lengths_k: bytes, window: Window, work: int, dev
             neighbours = group[-1] - group[0] == len(group) - 1
             shares = _worth_sharing(rows[group], keys[group], costs, bool(whole and neighbours))
             groups += [(kind, group)] if shares else [(kind, [i]) for i in group]
-    # In the order of the batch, sequences that each go alone are views of it.
+    # In the order of the batch, sequences with their own call stay views of the batch.
     groups.sort(key=lambda group: group[1][0])
     return _laid_out(groups, n_q, n_k, rows, keys, diagonal, window)
 
 
 def _worth_sharing(rows: IntArray, keys: IntArray, costs: tuple[int, int], together: bool) -> bool:
-    """Whether one call for all costs less than one for each, with the copies that it needs."""
-    # Sequences that are neighbours in the packed row, and of one shape, need no copy.
+    """Return True if a shared call costs less than separate calls, copies included."""
+    # Neighbours in the packed row, of one shape, need no copy.
     call_work, move_keys = costs
     slots = int(rows.max()) * len(rows), int(keys.max()) * len(rows)
     padding = slots[0] * int(keys.max()) - int((rows * keys).sum())
@@ -164,9 +163,9 @@ def _grouped(
     window: Window,
 ) -> list[list[int]]:
     """Group sequences of one kind, the largest first, into calls."""
-    # A sequence joins the open group if all padding in it, which is moved and attended as what is
-    # real, then stays below the work of one more call. So padding costs at most as much as the
-    # calls do, and equal lengths share one for free.
+    # A sequence joins the open group if the whole padding, moved and attended like real tokens,
+    # then stays below the work of one more call. So padding costs at most as much as the calls, and
+    # equal lengths share a call for free.
     call_work, move_keys = costs
     order = candidates[np.lexsort((keys[candidates], rows[candidates]))][::-1]
     groups: list[list[int]] = []
@@ -220,6 +219,6 @@ def _moves(groups: list[tuple[IntArray, IntArray]], tokens: int) -> Moves:
 
 
 def _first_of_run(rows: IntArray) -> int:
-    """Return the first of rows that lie behind each other, -1 if these do not."""
+    """Return the first of consecutive rows, -1 for scattered rows."""
     first = int(rows[0])
     return first if np.array_equal(rows, np.arange(first, first + len(rows))) else -1

@@ -1,13 +1,13 @@
-"""Attention over the rows of a `PrefixTree`: each row sees the rows of its own sequences before it.
+"""Attention over the rows of a `PrefixTree`: each row sees the preceding rows of its own sequences.
 
-On a CUDA device it is one call of FlexAttention, whose block mask is made from the tree alone.
-Elsewhere each segment is a sequence of `varlen_attention`, with the keys of its whole path.
+On a CUDA device one call of FlexAttention, with a block mask made from the tree alone. Elsewhere
+each segment is a sequence of `varlen_attention`, with the keys of its whole path.
 
 Invariants:
 
-- Each row has the result, and the sum of the gradients, that it has in every sequence by itself.
+- Each row gets the result, and the sum of the gradients, of a separate run of every sequence.
 - No mask of rows times rows is made: blocks are found from the borders of their rows.
-- Gradients of rows that several segments see are added up in float32.
+- Gradients of rows visible to several segments are added up in float32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 #: Rows of a block of FlexAttention's masks.
 BLOCK: Final = 128
-#: Of FlexAttention's kernels; float64 has none.
+#: FlexAttention's kernels; they lack float64.
 _FLEX_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 _BACKENDS: Final = ("auto", "flex", "native", "flash", "sdpa")
 
@@ -52,24 +52,24 @@ def prefix_attention(
     enable_gqa: bool = False,
     backend: PrefixBackend = "auto",
 ) -> Tensor:
-    """Attend, causally, within each sequence of a batch whose shared prefixes are there once.
+    """Attend, causally, within each sequence of a batch with shared prefixes stored once.
 
     Parameters
     ----------
     q : Tensor [R, H_q, D], floating
     k, v : Tensor [R, H_kv, D], same dtype and device as `q`
-        Under autocast all three are cast to its dtype first.
+        Under autocast the operands are cast to its dtype first.
     tree : PrefixTree
-        Of R rows: `Batch.prefix_tree`, or that of a micro-batch.
+        Of R rows: `Batch.prefix_tree`, or a micro-batch's tree.
     scale : float, optional
         Factor of the scores; ``D ** -0.5`` by default.
     window : int
-        How many tokens before itself a row sees; -1 for all.
+        Number of visible tokens before a row; -1 without a limit.
     enable_gqa : bool
-        Allow H_kv < H_q, where H_q is a multiple of it.
+        Allow H_kv < H_q, for multiples of H_kv.
     backend : {"auto", "flex", "native", "flash", "sdpa"}
-        "flex": `torch.nn.attention.flex_attention`, compiled, of a CUDA device with Triton. Any
-        other gathers the keys of each path for `varlen_attention`, which takes it.
+        "flex": `torch.nn.attention.flex_attention`, compiled, of a CUDA device with Triton. The
+        remaining backends gather the keys of each path for `varlen_attention`.
 
     Returns
     -------
@@ -78,11 +78,11 @@ def prefix_attention(
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit together, and for a backend that cannot run here.
+        For mismatched arguments, and for a backend that cannot run here.
 
     Notes
     -----
-    Under `torch.compile` it breaks the graph.
+    Breaks the graph under `torch.compile`.
     """
     check_choice("backend", backend, _BACKENDS, "'auto' fits every device")
     if not isinstance(tree, PrefixTree):
@@ -106,7 +106,7 @@ def prefix_attention(
         try:
             return _flex(q, k, v, tree, checked_scale(scale, q.shape[-1]), window)
         except _compile_errors() as error:
-            # Of this torch, GPU or compiler: it will not be otherwise for the next call.
+            # A property of this torch, GPU or compiler, so the next call would fail too.
             _refused.append(str(error))
             logger.warning(
                 "FlexAttention cannot be compiled here, so the keys of each path are gathered, "
@@ -115,7 +115,7 @@ def prefix_attention(
     return _by_paths(q, k, v, tree, scale, window, backend)
 
 
-#: Why FlexAttention could not be compiled in this process, once it was tried.
+#: Reason of FlexAttention's failed compilation in this process, after a try.
 _refused: Final[list[str]] = []
 
 
@@ -130,7 +130,7 @@ def _compile_errors() -> tuple[type[BaseException], ...]:
 
 
 def _flex_obstacle(q: Tensor) -> str:
-    """Say why FlexAttention cannot run; empty if it can."""
+    """Return the reason if FlexAttention cannot run, else an empty text."""
     if not q.is_cuda:
         return f"it needs a CUDA device, got {q.device}"
     if q.dtype not in _FLEX_DTYPES:
@@ -178,12 +178,12 @@ def _by_flex(
 def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Lengths differ from batch to batch: one kernel serves them all.
+    # Lengths differ from batch to batch: one kernel serves every length.
     return torch.compile(flex_attention, dynamic=True)
 
 
 def block_mask(tree: PrefixTree, window: int, device: torch.device) -> Any:
-    """Make FlexAttention's mask: which blocks of keys each block of rows sees, and by what rule."""
+    """Make FlexAttention's mask: the visible blocks of keys per block of rows, and the rule."""
     from torch.nn.attention.flex_attention import BlockMask
 
     partial, full = visible_blocks(tree, window)
@@ -205,13 +205,13 @@ def block_mask(tree: PrefixTree, window: int, device: torch.device) -> Any:
 
 
 def visible_blocks(tree: PrefixTree, window: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Tell which blocks of keys a block of rows sees in part, and which as a whole."""
+    """Return the blocks of keys visible to a block of rows in part, and as a whole."""
     segments = tree.segments
     ends, positions = segments.ends, segments.positions
     starts = np.arange(0, len(ends), BLOCK)
     first, last = starts, np.minimum(starts + BLOCK, len(ends)) - 1
     most, least = np.maximum.reduceat(ends, starts), np.minimum.reduceat(ends, starts)
-    # A block of rows, [:, None], lies behind a block of keys, [None, :], or is the same.
+    # A block of rows, [:, None], lies behind a block of keys, [None, :], or coincides.
     behind = first[:, None] > last[None, :]
     some = behind & (first[:, None] < most[None, :])
     full = behind & (last[:, None] < least[None, :])
@@ -242,7 +242,7 @@ def _by_paths(
 
 
 def _paths_on(tree: PrefixTree, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    """Return the rows of all paths, and borders and longest lengths for `varlen_attention`."""
+    """Return the rows of every path, and borders and longest lengths for `varlen_attention`."""
     found = tree.kept.get(("paths", device))
     if found is None:
         segments = tree.segments

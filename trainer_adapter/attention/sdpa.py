@@ -2,8 +2,8 @@
 
 Invariants:
 
-- Buckets have the layout of SDPA's operands: [sequences, heads, slots, head dimension].
-- Where the tokens of a bucket are contiguous in the packed row, its operands are views of the row.
+- Buckets use the layout of SDPA's operands: [sequences, heads, slots, head dimension].
+- If the tokens of a bucket are contiguous in the packed row, its operands are views of the row.
 - Each token is copied to its bucket at most once, and back once; as many as possible in one kernel,
   since short calls wait for the host to launch kernels.
 - Padding is zeros in a bucket, and is not copied back.
@@ -40,7 +40,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def attend_by_plan(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Tensor:
     """Attend by a plan."""
     if not plan.buckets:
-        # Connected to the operands, so that their gradients exist, and are 0.
+        # Connected to the operands, to give them gradients of 0.
         return q.new_zeros(q.shape) + (q[:0].sum() + k[:0].sum() + v[:0].sum())
     outs = [
         _attend_bucket(*operands, plan.window, scale)
@@ -65,8 +65,8 @@ def _attend_bucket(
     if len(q) > 1:
         keys, values = (x.repeat_interleave(shared, dim=1) for x in (k, v))
         return _attend(bucket, q, keys, values, window, scale)
-    # Key heads become the batch dimension, and each is a view for all its query heads. SDPA's own
-    # enable_gqa may not use the fused kernels, and then needs rows x keys memory.
+    # Key heads become the batch dimension, each a view for its query heads. SDPA's own enable_gqa
+    # may not use the fused kernels, and then needs rows x keys memory.
     rows = q.squeeze(0).unflatten(0, (-1, shared))  # type: ignore[no-untyped-call]
     keys, values = (x.squeeze(0).unsqueeze(1).expand(-1, shared, -1, -1) for x in (k, v))
     return _attend(bucket, rows, keys, values, window, scale).flatten(0, 1).unsqueeze(0)
@@ -85,8 +85,8 @@ def _attend(
         counts = torch.from_numpy(bucket.key_counts).to(q.device)
         mask = torch.arange(bucket.keys, device=q.device) < counts[:, None, None, None]
         if q.device.type == "cpu" and q.dtype == torch.float32:
-            # Under a mask the CPU's kernel rounds scaled scores one way forward, another backward.
-            # Short sequences, whose weights are near 1, show it in the gradient of their values.
+            # Under a mask the CPU's kernel rounds scaled scores differently forward and backward.
+            # Short sequences, with weights near 1, show it in the gradient of their values.
             return F.scaled_dot_product_attention(q * scale, k, v, attn_mask=mask, scale=1.0)
         return attention(q, k, v, attn_mask=mask)
     alone = len(bucket.row_counts) == 1
@@ -104,9 +104,9 @@ def _attend(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
     """Attend by torch; the gradient of the result comes in the result's own layout."""
-    # cuDNN keeps one backward plan for the shapes and strides of a call, whatever those of the
-    # gradient are: after a gradient of another layout, as that of a log-sum-exp, it would read
-    # beside it (seen with torch 2.11 on an H200).
+    # cuDNN keeps one backward plan for the shapes and strides of a call, regardless of the
+    # gradient's: after a gradient of another layout, like a log-sum-exp's, it would read out of
+    # place (seen with torch 2.11 on an H200).
     out = F.scaled_dot_product_attention(q, k, v, **given)
     if out.requires_grad and out.device.type == "cuda":
         out.register_hook(  # type: ignore[no-untyped-call]
@@ -133,7 +133,7 @@ def _key_range(bucket: Bucket, first: int, last: int, window: Window) -> tuple[i
 def _visible(
     bucket: Bucket, rows: tuple[int, int], keys: tuple[int, int], window: Window, device: Any
 ) -> Tensor:
-    """Tell which of these keys each of these rows sees: bool [B, rows, keys]."""
+    """Compute the visibility of these keys to these rows: bool [B, rows, keys]."""
     left, right = window
     facts = np.stack([bucket.row_counts, bucket.key_counts, bucket.diagonals])
     row_counts, key_counts, diagonals = (
@@ -147,7 +147,7 @@ def _visible(
         visible = visible & (distance <= right)
     if left != UNLIMITED:
         visible = visible & (distance >= -left)
-    # A row of padding sees all keys: if it saw none, its nan could spoil the gradients.
+    # A row of padding sees every key: without a visible key its nan could spoil the gradients.
     return visible | (row >= row_counts)
 
 
@@ -179,11 +179,11 @@ def log_sum_exp(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
 
 
 class _DifferentiableLse(torch.autograd.Function):
-    """Give a log-sum-exp its gradient, which the backends leave out."""
+    """Give a log-sum-exp its gradient, missing in the backends."""
 
-    # Its gradient to a row's query is the key that attention expects there, that is attention with
-    # the keys for values; its gradient to the keys is the one that those values get where each
-    # row's output gradient is its query. So a backend needs no more than its own `attend`.
+    # Its gradient to a row's query is the expected key of attention, computed by attention with the
+    # keys for values; its gradient to the keys equals the gradient of those values with each row's
+    # query as its output gradient. So a backend needs only its own `attend`.
 
     @staticmethod
     def forward(
@@ -206,7 +206,7 @@ class _DifferentiableLse(torch.autograd.Function):
 
 
 def differentiable_lse(q: Tensor, k: Tensor, lse: Tensor, scale: float, attend: Attend) -> Tensor:
-    """Connect a log-sum-exp to its queries and keys, so that it has a gradient."""
+    """Connect a log-sum-exp to its queries and keys, to make it differentiable."""
     connected: Tensor = _DifferentiableLse.apply(  # type: ignore[no-untyped-call]
         q, k, lse, scale, attend
     )
@@ -217,16 +217,16 @@ def differentiable_lse(q: Tensor, k: Tensor, lse: Tensor, scale: float, attend: 
 
 
 class _Rows(NamedTuple):
-    """Moves as index tensors on a device; slots are those of all buckets that move, in order."""
+    """Moves as index tensors on a device; slots cover every moving bucket, in order."""
 
     of_slots: Tensor  # packed row of each slot, 0 for padding
-    padding: Tensor | None  # the slots of padding, if there are any
-    to_rows: list[Tensor]  # a bucket each: packed row of each slot, T for padding
-    absent: Tensor | None  # packed rows in no bucket, if there are any
-    places: Tensor  # slot of each packed row among those of all buckets, 0 where absent
+    padding: Tensor | None  # padded slots, if any
+    to_rows: list[Tensor]  # per bucket: packed row of each slot, T for padding
+    absent: Tensor | None  # packed rows in no bucket, if any
+    places: Tensor  # slot of each packed row over the buckets, 0 where absent
 
 
-# All layers of a model use the same moves, so they are copied to the device once.
+# The layers of a model use the same moves, so they are copied to the device once.
 _rows: weakref.WeakKeyDictionary[Moves, dict[torch.device, _Rows]] = weakref.WeakKeyDictionary()
 
 
@@ -260,7 +260,7 @@ def _made_on(moves: Moves, device: torch.device) -> _Rows:
 
 def spread(x: Tensor, moves: Moves) -> list[Tensor]:
     """Copy packed rows to the buckets."""
-    # torch's own operators where nothing moves: their graph is lighter.
+    # Without moves torch's own operators: their graph is lighter.
     if moves.starts == (0,) and moves.sizes == (len(x),):
         return [x.unflatten(0, (moves.counts[0], -1)).transpose(1, 2)]  # type: ignore[no-untyped-call]
     parts: tuple[Tensor, ...] = _Spread.apply(x, moves)  # type: ignore[no-untyped-call]
@@ -276,7 +276,7 @@ def collect(parts: list[Tensor], moves: Moves) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """Its gradient is `_Collect`'s value: neither adds up, since each row has one slot at most."""
+    """Gradient by `_Collect`, without sums: each row fills one slot at most."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, moves: Moves) -> tuple[Tensor, ...]:
@@ -289,7 +289,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Its gradient is `_Spread`'s value, which makes that of padding 0."""
+    """Gradient by `_Spread`, with 0 for padding."""
 
     @staticmethod
     def forward(ctx: Any, moves: Moves, *parts: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ def _spread(x: Tensor, moves: Moves) -> list[Tensor]:
 
 
 def _bucket(x: Tensor, first: int, length: int, count: int) -> Tensor:
-    """See rows from `first` on as [count, H, length, D]: in one step, since there are many."""
+    """View rows from `first` on as [count, H, length, D]: in one step, for many calls."""
     to_row, to_head, to_value = x.stride()
     return x.as_strided(
         (count, x.shape[1], length, x.shape[2]),
@@ -353,7 +353,7 @@ def _taken(slots: list[Tensor], moves: Moves) -> Tensor:
 
 
 def _put(slots: list[Tensor], moves: Moves) -> Tensor:
-    # One more row, as the target of all padding.
+    # One more row, as the target of the padding.
     packed = slots[0].new_empty((len(moves.places) + 1, *slots[0].shape[1:]))
     placed = list(zip(slots, moves.starts, strict=True))
     staying = [(part, start) for part, start in placed if start >= 0]

@@ -1,12 +1,12 @@
 """`varlen_attention` as an attention function of Hugging Face's transformers.
 
-Written for transformers 4.53 (the first with `AttentionMaskInterface`) to 5; docs/compat.md has
-which versions it was run with.
+Written for transformers 4.53 (the first with `AttentionMaskInterface`) to 5; docs/compat.md lists
+the tested versions.
 
 Invariants:
 
 - No row of the result depends on another sequence of a packed batch, for any mask.
-- An option that cannot be computed here is refused, never ignored.
+- An unsupported option is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def register_with_transformers(name: str = "shmbus_varlen", *, backend: Backend 
     Raises
     ------
     ImportError
-        There is no transformers 4.53 or later here.
+        transformers 4.53 or later is missing.
 
     Notes
     -----
-    With a ``prefix_tree`` it is `prefix_attention`. Else the borders of sequences are taken from
-    ``cu_seq_lens_q`` and the like, as transformers' own flash attention takes them. Without them, a
-    single row is split at each 0 of ``position_ids``; without those, a mask marks padding;
+    With a ``prefix_tree`` the function runs `prefix_attention`. Else the borders of sequences come
+    from ``cu_seq_lens_q`` and the like, as in transformers' own flash attention. Without borders, a
+    single row is split at each 0 of ``position_ids``; without positions, a mask marks padding;
     otherwise each row is a sequence. Causal attention, sliding windows and a cache of keys are
     supported; dropout, soft caps and attention sinks are refused.
     """
@@ -124,7 +124,7 @@ def transformers_inputs(batch: Any) -> dict[str, Any]:
 
 
 def _mask(*arguments: Any, attention_mask: Tensor | None = None, **facts: Any) -> Tensor | None:
-    """Pass on a mask of padding [B, K], and nothing where there is no padding."""
+    """Pass on a mask of padding [B, K], or None without padding."""
     kv_length = facts.get("kv_length")
     if attention_mask is None or attention_mask.dim() != 2:
         return None
@@ -149,7 +149,7 @@ def _forward(
     window = options.get("sliding_window")
     left = -1 if window is None else int(window) - 1
     rows, length = query.shape[0], query.shape[2]
-    # [B, L, H, D], as the projections gave it.
+    # [B, L, H, D], the layout of the projections.
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     tree = options.get("prefix_tree")
     if tree is not None:
@@ -164,7 +164,7 @@ def _forward(
         k_packed, _, cu_k, max_k, _ = unpad_input(k, mask)
         v_packed, *_ = unpad_input(v, mask)
         q_packed, places, cu_q, max_q, _ = unpad_input(q, mask[:, -length:])
-        # A row of padding alone has no queries, so its keys are never seen.
+        # A row of padding alone yields no queries, so its keys are never seen.
     else:
         (cu_q, max_q), (cu_k, max_k) = _borders(query, key, options)
         q_packed, k_packed, v_packed = (x.flatten(0, 1) for x in (q, k, v))
@@ -227,7 +227,7 @@ def _even(rows: int, length: int, like: Tensor) -> Tensor:
 
 
 def _from_positions(positions: Tensor) -> tuple[Tensor, int]:
-    """Find the borders of one packed row, in which a sequence begins at each position 0."""
+    """Find the borders of one packed row: a sequence begins at each position 0."""
     # Cached on the tensor, since every layer needs it.
     kept: tuple[int, Tensor, int] | None = getattr(positions, "_shmbus_borders", None)
     version = -1 if positions.is_inference() else positions._version

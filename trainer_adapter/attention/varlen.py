@@ -1,17 +1,17 @@
 """`varlen_attention`: checks the arguments, chooses a backend, and runs it.
 
 A packed batch is one row of tokens, its sequences end to end. Three backends give the same results:
-torch's own kernel (`native.py`), flash-attn where it is installed (`flash.py`), and
+torch's own kernel (`native.py`), flash-attn if installed (`flash.py`), and
 `scaled_dot_product_attention` (SDPA) by a plan: one call for one sequence, or for several of like
 shape padded to one (`plan.py`, `sdpa.py`). `dispatch.py` chooses among them.
 
 Invariants:
 
-- Each sequence has the result and the gradient that it would have alone: no row sees a key of
-  another sequence, not even a nan there.
-- Rows and keys are aligned at the last of each (bottom-right). A row that may see nothing gets 0,
-  its log-sum-exp is minus infinity, and no gradient flows from it. Such rows never reach SDPA,
-  whose kernels disagree on them.
+- Each sequence gets the result and the gradient of a separate call: no row sees a key of another
+  sequence, not even a nan there.
+- Rows and keys are aligned at their ends (bottom-right). A row without visible keys gets 0, its
+  log-sum-exp is minus infinity, and no gradient flows from it. Such rows never reach SDPA, since
+  its kernels disagree on them.
 - Beyond operands and result, memory grows with single sequences, never with the packed length
   squared.
 """
@@ -97,7 +97,7 @@ def varlen_attention(
     ----------
     q : Tensor [T_q, H_q, D], floating
     k, v : Tensor [T_k, H_kv, D], same dtype and device as `q`
-        Under autocast all three are cast to its dtype first.
+        Under autocast the operands are cast to its dtype first.
     cu_seqlens_q, cu_seqlens_k : Tensor [S + 1], int32 or int64
         Borders of the S sequences, from 0 to T. Sequences may be empty.
     max_q, max_k : int
@@ -106,9 +106,9 @@ def varlen_attention(
         Factor of the scores; ``D ** -0.5`` by default.
     window_size : (int, int)
         Row i sees the keys from ``i + n_k - n_q - left`` to ``i + n_k - n_q + right``; -1 is no
-        limit. ``(-1, 0)`` is causal, aligned bottom-right where lengths differ.
+        limit. ``(-1, 0)`` is causal, aligned bottom-right for different lengths.
     enable_gqa : bool
-        Allow H_kv < H_q, where H_q is a multiple of it.
+        Allow H_kv < H_q, for multiples of H_kv.
     return_lse : bool
         Also return the log-sum-exp of the scaled scores.
     backend : {"auto", "native", "flash", "sdpa"}
@@ -117,26 +117,25 @@ def varlen_attention(
     Returns
     -------
     out : Tensor [T_q, H_q, D], dtype of `q`, or of autocast
-        0 in rows that may see nothing.
+        0 in rows without visible keys.
     lse : Tensor [H_q, T_q], float32, or float64 for float64 input
-        Only with `return_lse`; differentiable; -inf in rows that may see nothing.
+        Only with `return_lse`; differentiable; -inf in rows without visible keys.
 
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit together, and for ``"native"`` where it cannot run. The
-        *values* of `cu_seqlens` are checked where they are on the CPU or SDPA runs; elsewhere a
-        check would make the host wait for the device.
+        For mismatched arguments, and for ``"native"`` if it cannot run. The *values* of
+        `cu_seqlens` are checked on the CPU or if SDPA runs; elsewhere a check would make the host
+        wait for the device.
 
     Notes
     -----
-    The meaning is that of FlashAttention-2 (Dao 2023, arXiv:2307.08691), version 2.1 and later.
+    Semantics of FlashAttention-2 (Dao 2023, arXiv:2307.08691), version 2.1 and later.
 
-    Under `torch.compile` there is no graph break, and batches of any lengths share a graph, the
-    second: torch leaves a size open once it has seen two of it, so sizes (tokens, sequences,
-    longest) that first change in different batches cost a graph each. By SDPA, with `return_lse`,
-    with borders on the host and with windows that reach to the right, backward then runs forward
-    once more.
+    `torch.compile` runs without a graph break, and batches of any lengths share a graph, the
+    second: torch leaves a size open after two values, so sizes (tokens, sequences, longest) with a
+    first change in different batches cost a graph each. By SDPA, with `return_lse`, with borders on
+    the host and with windows to the right, backward then runs forward once more.
     """
     check_flag("enable_gqa", enable_gqa)
     check_flag("return_lse", return_lse)
@@ -154,7 +153,7 @@ def varlen_attention(
     if torch.compiler.is_compiling() and (
         return_lse or not is_native_of_any_length(q, k, call, backend)
     ):
-        # What lengths and borders decide is decided when it runs: no graph depends on them.
+        # Decisions by lengths and borders fall at run time: no graph depends on them.
         out, lse = varlen_operator(
             q, k, v, cu_seqlens_q, cu_seqlens_k, call.max_q, call.max_k, call.scale, *call.window,
             return_lse, backend,

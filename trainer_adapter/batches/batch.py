@@ -1,9 +1,9 @@
-"""Batch: the tensors of one training step, in packed rows or padded ones.
+"""Batch: the tensors of one training step, in packed or padded rows.
 
 Invariants:
 
 - A batch holds whole groups, each with its samples ordered by index.
-- `cu_seqlens` says where each sequence begins in the packed row, in either layout.
+- `cu_seqlens` holds each sequence's start in the packed row, in either layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PER_TOKEN: Final = ("tokens", "position_ids", "loss_mask", "logprobs", "advantag
 
 
 def _not_given() -> Any:
-    """Stand for a tensor that a caller leaves out."""
+    """Stand for a tensor left out by the caller."""
     return None
 
 
@@ -39,10 +39,10 @@ def _not_given() -> Any:
 class Batch(TensorHolder):
     """One batch of whole groups. T tokens in S sequences, the longest of L tokens.
 
-    Its tensors may share one block of memory, which lives as long as any of them. `clone` a tensor
-    that you keep longer than the rest.
+    Its tensors may share one block of memory, alive until the last tensor goes. `clone` a tensor to
+    keep it longer.
 
-    `to` and `pin_memory` return a copy of the same groups, which `OnlineDataHandler.ack` takes as
+    `to` and `pin_memory` return a copy of the same groups, accepted by `OnlineDataHandler.ack` as
     well. A batch pickles without its groups: they are leased to this process.
 
     Attributes
@@ -51,13 +51,13 @@ class Batch(TensorHolder):
     position_ids : int64 [T] or [S, L]
         From 0 in every sequence.
     cu_seqlens : int32 [S + 1]
-        Where each sequence begins in the packed row; kept for padded batches too.
+        Start of each sequence in the packed row; kept for padded batches too.
     max_seqlen : int
         L.
     loss_mask : bool [T] or [S, L]
     logprobs : float32 [T] or [S, L], or None
-        The producer's, aligned to their own token; 0 where loss_mask is False. None where the
-        groups have none, or where ``FieldNames(logprobs=None)`` says that none are read.
+        The producer's, aligned to their own token; 0 where loss_mask is False. None if the groups
+        carry none, or under ``FieldNames(logprobs=None)``.
     advantages : float32 [T] or [S, L]
         Broadcast from the group, or the producer's own.
     scores : float32 [S]
@@ -66,31 +66,30 @@ class Batch(TensorHolder):
         The oldest of each sample.
     newest_policy_versions : int64 [S]
     sample_of : int32 [S]
-        Which sample each sequence belongs to, from 0 in the batch's order. A sample that was put
-        with ``rows=`` is a sequence for each row; all others are one.
+        Sample of each sequence, from 0 in the batch's order. A sample put with ``rows=`` forms a
+        sequence per row; any other sample forms a single sequence.
     group_sizes : int64 [G]
         Sequences of each group, in order: samples, or the rows of samples.
     groups : list[shmbus.Group]
-        The leased groups, which `OnlineDataHandler.ack` acknowledges together; none in a batch that
-        was pickled.
+        The leased groups, acknowledged together by `OnlineDataHandler.ack`; empty after pickling.
     layout : "packed" | "padded" | "prefix"
-        A batch of the last one is packed, and has a `prefix_tree`.
+        A "prefix" batch is packed, with a `prefix_tree`.
     step : int
-        The handler's count of batches, from 0; -1 for one that `pack` made.
+        The handler's count of batches, from 0; -1 for a batch of `pack`.
     transport : str
-        How it was moved to its device: "cpu", "gather", "pinned" or "copy" (`GpuPacker`).
+        Transport to its device: "cpu", "gather", "pinned" or "copy" (`GpuPacker`).
     extra : dict[str, Tensor | list]
-        The `extra_fields` that were asked for. "token": [T, ...] or [S, L, ...]; "sequence":
-        [S, ...]; "ragged" and "group": [rows, ...]; "support": [ids]; "meta": a list of S values.
+        The requested `extra_fields`. "token": [T, ...] or [S, L, ...]; "sequence": [S, ...];
+        "ragged" and "group": [rows, ...]; "support": [ids]; "meta": a list of S values.
     extra_offsets : dict[str, int64]
-        Where the rows of each sequence begin, [S + 1], of a "ragged" one; of each group, [G + 1],
-        of a "group" one; of each token, [T + 1], of a "support" one.
+        Start of the rows of each sequence, [S + 1], for a "ragged" field; of each group, [G + 1],
+        for a "group" field; of each token, [T + 1], for a "support" field.
     extra_kinds : dict[str, str]
-        The kind of each.
+        The kind of each extra field.
     facts : BatchFacts or None
-        What is known of it on the host.
+        Facts of the batch on the host.
     prefix_tree : PrefixTree or None
-        What sequences of a group share, once: the model's input of ``layout="prefix"``.
+        Shared prefixes of the sequences of a group, once: the model's input of ``layout="prefix"``.
     """
 
     tokens: Tensor
@@ -113,12 +112,12 @@ class Batch(TensorHolder):
     extra_kinds: dict[str, str] = field(default_factory=dict)
     facts: BatchFacts | None = None
     prefix_tree: PrefixTree | None = None
-    # By a factory, so that the class has no attribute of these names: see __getattr__.
+    # By a factory: the class must lack attributes of these names, see __getattr__.
     newest_policy_versions: Tensor = field(default_factory=_not_given)
     sample_of: Tensor = field(default_factory=_not_given)
 
     def __post_init__(self) -> None:
-        # A batch that a caller makes: samples of one row, each of one policy.
+        # A batch made by a caller: samples of one row, each of one policy.
         if self.newest_policy_versions is None:
             self.newest_policy_versions = self.policy_versions
         if self.sample_of is None:
@@ -126,14 +125,14 @@ class Batch(TensorHolder):
 
     @classmethod
     def of_facts(cls, facts: BatchFacts, **parts: Any) -> Batch:
-        """Make a batch whose tensors of sequences are made when they are first asked for.
+        """Make a batch with sequence tensors created on first use.
 
         Parameters
         ----------
         facts : BatchFacts
             Of samples of one row each.
         **parts
-            The other attributes, but for those that have a default.
+            The remaining attributes without a default.
 
         Returns
         -------
@@ -143,7 +142,7 @@ class Batch(TensorHolder):
         vars(made).update(parts, facts=facts)
         return made
 
-    if not TYPE_CHECKING:  # mypy would let any name pass
+    if not TYPE_CHECKING:  # else mypy would accept any name
 
         def __getattr__(self, name: str) -> Any:
             make = MADE_LATER.get(name)
@@ -153,7 +152,7 @@ class Batch(TensorHolder):
             return found
 
     def _complete(self) -> None:
-        """Make what nobody has asked for yet."""
+        """Make the tensors not yet requested."""
         for name in MADE_LATER:
             getattr(self, name)
 
@@ -168,7 +167,7 @@ class Batch(TensorHolder):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence; without waiting for the device, of a batch that was packed."""
+        """Tokens of each sequence; for a packed batch without waiting for the device."""
         if self.facts is not None:
             return [int(length) for length in self.facts.lengths.tolist()]
         return [int(length) for length in self.cu_seqlens.diff().tolist()]
@@ -179,8 +178,8 @@ class Batch(TensorHolder):
         Returns
         -------
         dict
-            The attributes of this batch; tensors are not copied. `extra` and `extra_offsets` are
-            dicts in it.
+            The attributes of this batch; tensors are not copied. `extra` and `extra_offsets` stay
+            nested dicts.
         """
         self._complete()
         left_out = ("groups", "facts")
@@ -211,8 +210,8 @@ def _known(batch: Batch) -> BatchFacts:
     return batch.facts
 
 
-#: Tensors that a trainer rarely reads, and how each is made: of memory of its own, so that what is
-#: written to one changes nothing else. And the fields that most batches lack.
+#: Rarely read tensors, and their makers: in separate memory, since a write to a tensor must not
+#: change the rest. Also the fields absent from most batches.
 MADE_LATER: Final[dict[str, Callable[[Batch], Any]]] = {
     "scores": lambda batch: torch.from_numpy(_known(batch).scores.astype(np.float32)),
     "policy_versions": lambda batch: torch.from_numpy(_known(batch).policy_versions.copy()),
@@ -228,7 +227,7 @@ MADE_LATER: Final[dict[str, Callable[[Batch], Any]]] = {
 
 
 def _own(values: Tensor) -> Tensor:
-    """Return a tensor that pickles without the rest of the block that it lies in."""
+    """Return a tensor that pickles without the rest of its block."""
     whole = values.untyped_storage().nbytes()
     return values if whole == values.numel() * values.element_size() else values.clone()
 
@@ -240,7 +239,7 @@ def _shape(value: Any) -> str:
 
 
 def pad_batch(batch: Batch) -> None:
-    """Turn a packed batch into a padded one, in place, on its device."""
+    """Turn a packed batch into a padded batch, in place, on its device."""
     device = batch.tokens.device
     borders = batch.cu_seqlens.to(torch.int64)
     total = len(batch.tokens)
@@ -275,37 +274,37 @@ def copy_to_device(batch: Batch, device: torch.device) -> Batch:
 class BatchFacts(NamedTuple):
     """Figures of the N samples, S sequences and G groups of a batch; N is S without rows."""
 
-    #: int64 [4, N]. Of each sample its score, the bits of a float64, its policy version, the newest
-    #: one, and its tokens.
+    #: int64 [4, N]. Per sample: score as the bits of a float64, oldest policy version, newest
+    #: policy version, tokens.
     samples: NDArray[np.int64]
-    #: int64 [G]. Samples of each group.
+    #: int64 [G]. Samples per group.
     group_sizes: NDArray[np.int64]
-    #: Of all sequences.
+    #: Total of the sequences.
     tokens: int
-    #: int64 [S] or None. Tokens of each sequence, where samples have several.
+    #: int64 [S] or None. Tokens of each sequence, if samples hold several.
     row_lengths: NDArray[np.int64] | None = None
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """Of each sample: float64 [N]."""
+        """Score per sample: float64 [N]."""
         scores: NDArray[np.float64] = self.samples[0].view(np.float64)
         return scores
 
     @property
     def policy_versions(self) -> NDArray[np.int64]:
-        """Of each sample the oldest: int64 [N]."""
+        """Oldest version per sample: int64 [N]."""
         versions: NDArray[np.int64] = self.samples[1]
         return versions
 
     @property
     def newest_policy_versions(self) -> NDArray[np.int64]:
-        """Of each sample: int64 [N]."""
+        """Newest version per sample: int64 [N]."""
         newest: NDArray[np.int64] = self.samples[2]
         return newest
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sequence: int64 [S]."""
+        """Tokens per sequence: int64 [S]."""
         if self.row_lengths is not None:
             return self.row_lengths
         lengths: NDArray[np.int64] = self.samples[3]

@@ -1,13 +1,13 @@
-"""Columns: arrays that a complete group was given after its samples were put.
+"""Columns: arrays added to a complete group after its samples were put.
 
-Reference logprobs, a teacher's, values: whoever computes them does so once a group is complete.
-They come to a batch as extra fields do.
+Reference logprobs, a teacher's logprobs, values: computed only after a group is complete. They
+reach a batch like extra fields.
 
 Invariants:
 
-- A column has one array a sample, of one dtype and one row shape in all samples of a batch: a row a
-  token, or, of kind "sequence", one array or number a sample.
-- All groups of a batch have the same columns.
+- A column holds one array per sample, of one dtype and one row shape across a batch: a row per
+  token, or, of kind "sequence", one array or number per sample.
+- The groups of a batch carry the same columns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["add_columns", "check_columns", "column_names"]
 def check_columns(
     group: shmbus.Group, given: Any, tokens: str, wanted: ExtraFields | None
 ) -> dict[str, list[NDArray[Any]]]:
-    """Return what a group is to be given as arrays of its samples; raises for what does not fit."""
+    """Return columns given to a group, as arrays of its samples; raise for a mismatch."""
     if not isinstance(given, Mapping):
         raise TypeError(
             f"annotate_group: expected a dict of names and arrays for group "
@@ -68,7 +68,7 @@ def check_columns(
 
 
 def as_array(one: Any) -> NDArray[Any]:
-    """Return an array of one sample; a tensor may have a graph, lie on a device, or be bfloat16."""
+    """Return an array of one sample; a tensor may carry a graph, or a device, or bfloat16."""
     if hasattr(one, "detach"):
         one = one.detach().cpu()
         one = (one.float() if one.dtype == torch.bfloat16 else one).numpy()
@@ -76,7 +76,7 @@ def as_array(one: Any) -> NDArray[Any]:
 
 
 def column_kind(wanted: ExtraFields | None, name: str) -> str:
-    """Return the kind of a column: what `extra_fields` says, or "token"."""
+    """Return the kind of a column: its kind in `extra_fields`, or "token"."""
     declared = None if wanted is None else wanted.declared(name)
     kind = "token" if declared is None else declared.kind
     if kind not in ("token", "sequence"):
@@ -88,7 +88,7 @@ def column_kind(wanted: ExtraFields | None, name: str) -> str:
 
 
 def column_names(groups: Sequence[shmbus.Group]) -> tuple[str, ...]:
-    """Return the columns of groups; raises ValueError where one lacks what others have."""
+    """Return the columns of groups; raise ValueError for a group with a missing column."""
     if not any([group.annotated for group in groups]):
         return ()
     names = sorted({name for group in groups for name in group.columns})
@@ -103,7 +103,7 @@ def column_names(groups: Sequence[shmbus.Group]) -> tuple[str, ...]:
 
 
 def add_columns(batch: Batch, groups: Sequence[shmbus.Group], wanted: ExtraFields | None) -> None:
-    """Give a batch that is packed, and not padded, the columns of its groups."""
+    """Add the columns of its groups to a packed batch."""
     for name in column_names(groups):
         arrays = [one for group in groups for one in group.columns[name]]
         owners = [(group, t) for group in groups for t in group.trajectories]

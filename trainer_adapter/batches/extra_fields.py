@@ -1,11 +1,11 @@
-"""Extra fields of a batch: any array of a sample, or a value of its meta, packed with the tokens.
+"""Extra fields of a batch: arrays of a sample, or a value of its meta, packed with the tokens.
 
 Invariants:
 
-- One `ExtraFields` knows one dtype and one row shape of each field: what was declared, or what the
-  first sample had. A sample that differs is refused, so batches can be joined and compared.
-- Bytes are copied as they are; a change of dtype comes after it, on the batch's device.
-- A sample without an optional field gets its fill; one without another field is refused.
+- One `ExtraFields` knows one dtype and one row shape per field: the declared form, or the first
+  sample's. A sample of a different form is refused, so batches can be joined and compared.
+- Bytes are copied unchanged; a change of dtype follows on the batch's device.
+- A sample without an optional field gets its fill; a sample without a required field is refused.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _CODES: Final = {
     "support": bus_extras.RAGGED,
     "group": bus_extras.RAGGED,
 }
-#: Kinds with any number of rows a sample.
+#: Kinds with a free number of rows per sample.
 _OF_ROWS: Final = ("ragged", "support", "group")
-#: What the field is called that has the length of a token's part of a "support" one.
+#: Suffix of the field with the lengths of each token's part of a "support" field.
 COUNTS: Final = "_counts"
 
-#: Dtypes that NumPy lacks: an array of integers, or of void, of so many bytes is their bits.
+#: Dtypes missing in NumPy: integers or void items of this many bytes carry their bits.
 _BYTES_OF_BITS: Final = {
     getattr(torch, name): width
     for name, width in (
@@ -52,34 +52,34 @@ _BYTES_OF_BITS: Final = {
     )
     if hasattr(torch, name)
 }  # fmt: skip
-#: Each field begins on a cache line, which suits every dtype.
+#: Each field begins on a cache line, a valid alignment for every dtype.
 ALIGN: Final = 64
 
 
 class ExtraField(msgspec.Struct, frozen=True, kw_only=True):
-    """One extra field, where its kind alone does not say enough.
+    """One extra field with details beyond its kind.
 
     Attributes
     ----------
     kind : "token" | "ragged" | "sequence" | "support" | "group" | "meta"
-        "token": a row a token, [n, ...], packed as the tokens are, [T, ...]. "ragged": any number
-        of rows, joined along the first dimension. "sequence": an array of one shape a sample,
-        stacked, [S, ...]. "support": the ids that each token was sampled among, integers, all of a
-        sample in one array, beside a "token" field NAME_counts of how many are each token's, 0 for
-        all of the vocabulary. "group": what `Producer.put_group` was given as ``shared=``, once a
-        group, joined along the first dimension. "meta": a value of the meta, one a sample, in a
+        "token": a row per token, [n, ...], packed like the tokens, [T, ...]. "ragged": a free
+        number of rows, joined along the first dimension. "sequence": an array of one shape per
+        sample, stacked, [S, ...]. "support": the ids in each token's sampling mask, integers, a
+        sample's ids in one array, beside a "token" field NAME_counts with the number of ids per
+        token, 0 for the whole vocabulary. "group": the ``shared=`` of `Producer.put_group`, once
+        per group, joined along the first dimension. "meta": a value of the meta per sample, in a
         list.
     dtype : torch.dtype or str, optional
-        Of the batch's tensor; the record's without it. Integers of two bytes are the bits of a
-        "bfloat16", and those of one byte the bits of a "float8", since NumPy has neither.
+        Of the batch's tensor; by default the record's. Two-byte integers are the bits of a
+        "bfloat16", and one-byte integers the bits of a "float8", since NumPy lacks both.
     shape : tuple of int, optional
-        Of a row: without the dimension that counts tokens or rows. The first sample decides where
-        neither this nor `fill` is given; with `fill` it is () unless said.
+        Of a row: without the dimension of tokens or rows. The first sample decides without `shape`
+        and `fill`; with `fill` the default is ().
     fill : number, or any value for "meta"; optional
-        Stands for a sample that lacks the field; without it such a group is malformed. It needs a
-        `dtype`. A "ragged" field of such a sample has no rows.
+        Stands for a sample without the field; without a fill such a group is malformed. Requires a
+        `dtype`. A "ragged" field of such a sample gets no rows.
     field : str, optional
-        The producers' name of it, if it is another one than the batch's.
+        The producers' name of the field, if different from the batch's.
     """
 
     kind: ExtraKind
@@ -90,7 +90,7 @@ class ExtraField(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def optional(self) -> bool:
-        """Whether a sample may lack it."""
+        """True if a sample may lack the field."""
         return self.fill is not msgspec.UNSET
 
 
@@ -98,7 +98,7 @@ GivenExtraFields: TypeAlias = "Mapping[str, ExtraKind | ExtraField]"
 
 
 class _Form(NamedTuple):
-    """What all rows of a field are: in the records, and as a tensor of the same bytes."""
+    """Form of a field's rows: in the records, and as a tensor of the same bytes."""
 
     dtype: np.dtype[Any]
     sizes: tuple[int, ...]
@@ -121,7 +121,7 @@ class _Field(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """One array field of a batch: its form, its rows of each sample, and where its bytes begin."""
+    """One array field of a batch: its form, its rows per sample, and the start of its bytes."""
 
     field: _Field
     form: _Form
@@ -141,22 +141,22 @@ class MeasuredExtras(NamedTuple):
     columns: list[_Column]
     #: Values of the meta, by the field's name.
     metas: dict[str, list[Any]]
-    #: What the array fields take in one block.
+    #: Size of the array fields in one block.
     nbytes: int
 
     def packed_into(self, block: NDArray[np.uint8]) -> tuple[PackedExtra, ...]:
-        """Return where each array field goes in a block of `nbytes`."""
+        """Return the place of each array field in a block of `nbytes`."""
         return tuple(
             PackedExtra(*_spec(one.field, one.form), block[one.at : one.at + one.nbytes])
             for one in self.columns
         )
 
     def specs(self) -> tuple[ExtraSpec, ...]:
-        """Return what a kernel's plan needs to know of each array field."""
+        """Return the specification of each array field for a kernel's plan."""
         return tuple(_spec(one.field, one.form) for one in self.columns)
 
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Return where each array field begins in the block, and the widest word of its rows."""
+        """Return the start of each array field in the block, and the widest word of its rows."""
         return tuple((one.at, math.gcd(one.form.row_bytes, 8)) for one in self.columns)
 
     def row_sources(self) -> dict[str, str]:
@@ -169,11 +169,11 @@ class MeasuredExtras(NamedTuple):
 
     @property
     def lacking(self) -> bool:
-        """Whether a sample lacks an optional array field: its bytes have to be 0."""
+        """True if a sample lacks an optional array field: its bytes must be 0."""
         return any(bool(one.lacks.any()) for one in self.columns)
 
     def values(self, block: Tensor) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]]:
-        """Make a batch's extra fields of the block that they were copied to."""
+        """Make a batch's extra fields from the block of copied bytes."""
         extra: dict[str, Any] = dict(self.metas)
         kinds = dict.fromkeys(self.metas, "meta")
         offsets: dict[str, Tensor] = {}
@@ -208,7 +208,7 @@ class ExtraFields:
 
     @classmethod
     def of(cls, given: GivenExtraFields | ExtraFields | None) -> ExtraFields | None:
-        """Return an ExtraFields as it is, one of a mapping, or None where no field is asked for."""
+        """Return an ExtraFields unchanged, a new ExtraFields for a mapping, or None for None."""
         if given is None or isinstance(given, ExtraFields):
             return given
         made = cls(given)
@@ -220,7 +220,7 @@ class ExtraFields:
         return {one.name: one.source for one in self._arrays if one.given.kind == "support"}
 
     def declared(self, name: str) -> ExtraField | None:
-        """Return what was declared of a name of the batch; None for nothing."""
+        """Return the declaration of a name of the batch, if any."""
         return next((one.given for one in (*self._arrays, *self._metas) if one.name == name), None)
 
     @property
@@ -244,7 +244,7 @@ class ExtraFields:
             for one, rows in zip(arrays, found, strict=True):
                 if one.given.kind == "group" and not one.given.optional:
                     _require_shared(one, rows.rows, trajectories)
-            # All are checked before one is kept: a batch that is refused decides nothing.
+            # Check every field before storing a form: a refused batch decides nothing.
             forms = [
                 self._form(one, rows, trajectories) for one, rows in zip(arrays, found, strict=True)
             ]
@@ -285,7 +285,7 @@ class ExtraFields:
 def _require_shared(
     field: _Field, rows: NDArray[np.int64], trajectories: list[shmbus.Trajectory]
 ) -> None:
-    """Raise ValueError for a group whose first sample lacks what all have in common."""
+    """Raise ValueError for a group with a missing shared field in its first sample."""
     before = None
     for t, count in zip(trajectories, rows.tolist(), strict=True):
         group = t.instance_id, t.round
@@ -297,7 +297,7 @@ def _require_shared(
 def of_groups(
     extra_offsets: dict[str, Tensor], kinds: dict[str, str], sizes: NDArray[np.int64]
 ) -> None:
-    """Make the borders of samples those of groups, of the fields that groups have once."""
+    """Turn the borders of samples into borders of groups, for fields stored once per group."""
     starts = torch.from_numpy(np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]))
     for name, kind in kinds.items():
         if kind == "group":
@@ -366,7 +366,7 @@ def declared_dtype(field: ExtraField) -> torch.dtype | None:
 
 def _spec(field: _Field, form: _Form | None) -> ExtraSpec:
     code = _CODES[field.given.kind]
-    # Of a group, one sample has it.
+    # One sample carries the field for its group.
     optional = field.given.optional or field.given.kind == "group"
     if form is None:
         return ExtraSpec(field.source, code, optional)
@@ -386,8 +386,9 @@ def _column(
 
 
 def _bits_of(dtype: np.dtype[Any], target: torch.dtype | None) -> torch.dtype | None:
-    """Return the torch dtype of the same bytes; None where there is none."""
-    # What stands in for a dtype that NumPy lacks says its name; a dtype of ml_dtypes has it.
+    """Return the torch dtype of the same bytes, if any."""
+    # A stand-in for a dtype missing in NumPy names the dtype in its metadata; ml_dtypes in its own
+    # name.
     said: Mapping[str, Any] = dtype.metadata or {}
     name = said.get("shmbus", dtype.name if dtype.kind == "V" else None)
     known = None if name is None else getattr(torch, name, None)
@@ -415,7 +416,7 @@ def _dtype_of_bits(target: torch.dtype) -> np.dtype[Any]:
 
 
 def _tensor(one: _Column, block: Tensor, borders: NDArray[np.int64]) -> Tensor:
-    """Return the rows of one field, as the dtype that was asked for, with its fill."""
+    """Return the rows of one field, in the requested dtype, with its fill."""
     form, field = one.form, one.field
     flat = block[one.at : one.at + one.nbytes].view(form.bits)
     values = flat.view(int(borders[-1]), *form.sizes)

@@ -1,6 +1,6 @@
-"""Samples that are found wrong while they are packed, such as by a nan that would reach a loss.
+"""Samples found invalid while packing, for example with a nan on its way to a loss.
 
-Invariant: the error names the sample, so that its group alone can be dropped.
+Invariant: the error names the sample, so only its group is dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class SampleError(ValueError):
-    """A sample that no batch may have; its group alone is dropped."""
+    """A sample unfit for a batch; drop only its group."""
 
     def __init__(self, message: str, sample: int) -> None:
         super().__init__(message)
@@ -33,13 +33,13 @@ class SampleError(ValueError):
 
 
 class NotFiniteError(SampleError):
-    """A sample has a nan, an infinity or a positive logprob at a token that is trained."""
+    """A sample with a nan, an infinity or a positive logprob at a trained token."""
 
 
 def require_finite(
     arrays: PackedBatch, trajectories: list[shmbus.Trajectory], names: FieldNames
 ) -> None:
-    """Raise NotFiniteError for the first logprob that is none, or advantage that is not finite."""
+    """Raise NotFiniteError for the first invalid logprob or non-finite advantage."""
     wrong = np.flatnonzero(~is_logprob(arrays.logprobs))
     token = int(wrong[0]) if len(wrong) else find_not_finite(arrays.advantages)
     name, values = (
@@ -50,7 +50,7 @@ def require_finite(
 
 
 def is_logprob(values: Any) -> Any:
-    """Whether numbers are finite and, but for rounding, at most 0; of an array or a tensor."""
+    """Test numbers, in an array or a tensor, for finite and, except for rounding, at most 0."""
     return (values <= MAX_LOGPROB) & (values > -math.inf)
 
 
@@ -74,6 +74,6 @@ def not_finite(
 
 
 def group_of_sample(groups: list[shmbus.Group], sample: int) -> int:
-    """Return the position of the group that has a sample."""
+    """Return the position of a sample's group."""
     ends = itertools.accumulate(len(group) for group in groups)
     return next(number for number, end in enumerate(ends) if sample < end)

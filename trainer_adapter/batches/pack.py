@@ -1,4 +1,4 @@
-"""Groups into batches: packed rows without padding, or padded ones.
+"""Groups into batches: packed rows without padding, or padded rows.
 
 Invariants:
 
@@ -56,7 +56,7 @@ FieldNames = bus_gather.FieldNames
 
 
 class HostPacker:
-    """Packs leased groups into batches by the processor, with options that are checked once."""
+    """Packs leased groups into batches on the host, with options checked once."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class HostPacker:
                 block = _block(packed, memory)
                 packed = bus_gather.gather(groups, names, block, compared, (), self._threads)
             if packed is None:
-                bus_gather.measure(groups, names)  # which says what is refused
+                bus_gather.measure(groups, names)  # raises the error of the invalid sample
         else:
             packed, extras, extra = self._gather_extras(groups, memory, compared)
         assert isinstance(packed, bus_gather.PackedBatch), "the block is large enough"
@@ -116,7 +116,7 @@ class HostPacker:
             if flags is not None:
                 apply_flags(flags, packed)
         if not packed.finite:
-            # The flags may have left the values that are not finite out of the loss.
+            # The flags may have removed the non-finite values from the loss.
             require_finite(packed, packed.trajectories, names)
         facts = BatchFacts(packed.samples, packed.sizes, packed.total)
         from_numpy = torch.from_numpy
@@ -152,7 +152,7 @@ class HostPacker:
         memory: BatchMemory | None,
         compared: NDArray[np.float32],
     ) -> tuple[bus_gather.PackedBatch | int | None, MeasuredExtras, dict[str, Any]]:
-        """Gather with extra fields, whose sizes are known before there is memory for them."""
+        """Gather with extra fields, measured before the memory is allocated."""
         assert self._extra_fields is not None
         names = self._names
         measured = bus_gather.measure(groups, names)
@@ -169,7 +169,7 @@ class HostPacker:
         return packed, extras, dict(zip(parts, values, strict=True))
 
     def close(self) -> None:
-        """End its threads; it may be called twice, and in a child of a fork."""
+        """End its threads; idempotent, and callable in a child of a fork."""
         if self._threads is not None:
             self._threads.close()
 
@@ -177,7 +177,7 @@ class HostPacker:
 def compared_scores(
     groups: list[shmbus.Group], kind: Kind, names: FieldNames, withholding: Withholding
 ) -> NDArray[np.float32]:
-    """Return the advantages of samples, 0 for those that are left out of the baseline."""
+    """Return the advantages of samples, 0 for samples outside the baseline."""
     trajectories, sizes = bus_gather.members(groups)
     excluded = withholding.excluded(trajectories) if withholding.excludes else None
 
@@ -218,24 +218,24 @@ def pack(
     groups : shmbus.Group or iterable of them
         Leased, of one Consumer.
     advantages : "grpo" | "dr_grpo" | "rloo" | "batch" | "batch_std" | "none" or callable
-        As for `group_advantages`; token-level advantages that a producer sent win.
+        As for `group_advantages`; token-level advantages sent by a producer win.
     layout : "packed" | "padded" | "prefix"
-        All sequences in one row, with `Batch.cu_seqlens` for their borders; or a row for each,
-        padded to the longest; or packed, with `Batch.prefix_tree`.
+        "packed": every sequence in one row, with borders in `Batch.cu_seqlens`. "padded": a row per
+        sequence, padded to the longest. "prefix": packed, with `Batch.prefix_tree`.
     device : torch.device or str
-        Where the batch's tensors are.
+        Device of the batch's tensors.
     fields : FieldNames, optional
-        How producers call the arrays.
+        Producers' names of the arrays.
     memory : BatchMemory, optional
-        The pool for the batch's memory; new memory without it.
+        The pool for the batch's memory; by default new memory.
     truncated : "keep" | "mask" | "exclude"
         "mask" leaves truncated samples, by their ``meta["finish_reason"]``, out of the loss; their
         scores still count for their groups. "exclude" leaves their scores out too.
     extra_fields : dict of str to kind or ExtraField, optional
-        Further fields for `Batch.extra`: "token", "ragged", "sequence" or "meta", as `ExtraField`
-        explains them.
+        Further fields for `Batch.extra`: "token", "ragged", "sequence" or "meta", explained in
+        `ExtraField`.
     pack_threads : int
-        Threads that copy, the caller's among them. They start and end with the call; a `HostPacker`
+        Copying threads, the caller's included. They start and end with the call; a `HostPacker`
         keeps them.
 
     Returns
@@ -245,21 +245,20 @@ def pack(
     Raises
     ------
     TypeError, ValueError
-        Arguments that do not fit; no group; a trajectory without tokens, without a field that
-        another sample of its group has, with fields that do not fit together, or with logprobs or
-        advantages that are not finite where the loss mask is True; logprobs in some groups only; an
-        extra field that is missing, or of another dtype or shape than in the others; for
-        ``layout="prefix"``, samples of a group with other prompts, or a row without the prefix that
-        its `prefix_length` says.
+        Invalid arguments; no group; a trajectory without tokens, without a field present in another
+        sample of its group, with mismatched fields, or with non-finite logprobs or advantages where
+        the loss mask is True; logprobs in some groups only; an extra field missing, or of a
+        deviating dtype or shape; for ``layout="prefix"``, samples of a group with different
+        prompts, or a row without the prefix of its `prefix_length`.
     OSError
-        So many threads cannot be started.
+        The system refused to start the threads.
 
     Notes
     -----
-    A sample that was put with ``rows=`` is a sequence for each row, with the sample's advantage.
+    A sample put with ``rows=`` forms a sequence per row, with the sample's advantage.
 
-    A sample whose meta has ``set_advantage_to_zero: True`` gets advantages of 0, even if it sent
-    its own; its score still counts for its group.
+    A sample with ``set_advantage_to_zero: True`` in its meta gets advantages of 0, even over its
+    own; its score still counts for its group.
     """
     chosen = [groups] if isinstance(groups, shmbus.Group) else list(groups)
     if not chosen:
@@ -280,15 +279,15 @@ def pack(
 
 
 class RowSplit(NamedTuple):
-    """How N samples are S sequences."""
+    """Split of N samples into S sequences."""
 
-    #: int64 [S]. Tokens of each sequence.
+    #: int64 [S]. Tokens per sequence.
     lengths: NDArray[np.int64]
-    #: int64 [S]. The sample of each.
+    #: int64 [S]. Sample per sequence.
     sample_of: NDArray[np.int64]
-    #: int64 [S]. Where each begins within its sample.
+    #: int64 [S]. Start of each sequence within its sample.
     starts: NDArray[np.int64]
-    #: Of each sample, the names of the fields of its rows; None where it was put without rows.
+    #: Per sample, the field names of its rows; None for a sample put without rows.
     cut_fields: list[frozenset[str] | None]
 
     @classmethod
@@ -321,7 +320,7 @@ class RowSplit(NamedTuple):
 
     @property
     def borders(self) -> NDArray[np.int32]:
-        """Where each sequence begins in the packed row: int32 [S + 1]."""
+        """Start of each sequence in the packed row: int32 [S + 1]."""
         borders = np.zeros(len(self.lengths) + 1, np.int32)
         np.cumsum(self.lengths, out=borders[1:])
         return borders
@@ -356,7 +355,7 @@ def split_rows(batch: Batch, split: RowSplit, ragged: dict[str, str]) -> None:
 
 
 def _split_ragged(batch: Batch, name: str, source: str, split: RowSplit) -> None:
-    """Cut the rows of a field that is of rows, and repeat those of one that is of samples."""
+    """Cut a per-row field at the rows, and repeat a per-sample field for its rows."""
     borders = batch.extra_offsets[name].numpy()
     cut = np.array([names is not None and source in names for names in split.cut_fields])
     cut = cut[split.sample_of]

@@ -1,16 +1,16 @@
-"""The prefixes that sequences of a group share: each once, as a tree of segments.
+"""Shared prefixes of a group's sequences: each prefix once, as a tree of segments.
 
 Sequences of one group mostly begin alike: with the prompt, and in an agent's tree with each turn
-before a branch. What a causal model computes of a token depends on the tokens before it alone, so
-it is the same in all sequences that begin with these. A *segment* is a run of tokens that the same
-sequences share; a sequence is the path of segments from a root to its leaf.
+before a branch. A causal model's output for a token depends on the preceding tokens alone, so
+sequences with equal beginnings share it. A *segment* is a run of tokens shared by the same
+sequences; a sequence is the path of segments from a root to its leaf.
 
 Invariants:
 
-- Rows are the tokens of all segments, depth first: below a segment lie those behind it. So row k is
+- Rows are the tokens of the segments, depth first: a segment's successors lie below it. So row k is
   on the path to row q if, and only if, ``k <= q < ends[k]``.
-- Sequences share a segment only if all that the model sees up to its end is the same in them.
-- Nothing is decided by what is trained: rows are computed once, and what is per sequence stays so.
+- Sequences share a segment only if the model's whole input up to its end is equal in them.
+- Training decides nothing here: rows are computed once, and per-sequence values stay per sequence.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = ["PrefixTree", "Segments", "share_prefixes"]
 
 IntArray = NDArray[np.int64]
 
-#: Rows that a segment saves at least: a tile of the attention kernels. Answers that begin with the
-#: same few words are no segments.
+#: Least rows saved by a segment: a tile of the attention kernels. Answers with the same first few
+#: words form no segment.
 LEAST_SAVED: Final = 128
 
 
@@ -40,16 +40,16 @@ LEAST_SAVED: Final = 128
 class Segments:
     """The shape of a tree of N segments and S sequences, on the host."""
 
-    #: int64 [N]. Tokens of each segment.
+    #: int64 [N]. Tokens per segment.
     lengths: IntArray
-    #: int64 [N]. The segment before each, -1 at the beginning of a sequence.
+    #: int64 [N]. The preceding segment, -1 at the beginning of a sequence.
     parents: IntArray
-    #: int64 [S]. The segment that each sequence ends with.
+    #: int64 [S]. The last segment of each sequence.
     leaves: IntArray
 
     @cached_property
     def borders(self) -> IntArray:
-        """Where each segment begins in the rows: int64 [N + 1]."""
+        """Start of each segment in the rows: int64 [N + 1]."""
         return _borders(self.lengths)
 
     @cached_property
@@ -63,12 +63,12 @@ class Segments:
 
     @cached_property
     def positions(self) -> IntArray:
-        """Of each row, its position in a sequence: int64 [R]."""
+        """Position of each row in a sequence: int64 [R]."""
         return runs(self.depths, self.lengths)
 
     @cached_property
     def ends(self) -> IntArray:
-        """Of each row, where the rows behind it in a sequence end: int64 [R]."""
+        """End of the successors of each row: int64 [R]."""
         last = self.borders[1:].copy()
         for at in range(len(last) - 1, -1, -1):
             if (parent := self.parents[at]) >= 0:
@@ -77,14 +77,14 @@ class Segments:
 
     @cached_property
     def predictors(self) -> IntArray:
-        """Of each row, the one before it in a sequence, -1 for none: int64 [R]."""
+        """Preceding row of each row in a sequence, -1 at the start: int64 [R]."""
         rows = np.arange(int(self.borders[-1])) - 1
         before = np.where(self.parents < 0, -1, self.borders[self.parents + 1] - 1)
         rows[self.borders[:-1]] = before
         return rows
 
     def path(self, segment: int) -> list[int]:
-        """Return the segments from a root to this one."""
+        """Return the path from a root to this segment, inclusive."""
         found = []
         while segment >= 0:
             found.append(segment)
@@ -100,11 +100,11 @@ class Segments:
 
     @cached_property
     def paths(self) -> tuple[IntArray, IntArray]:
-        """The rows that each segment's last row sees, its own among them: [P], and [N + 1]."""
+        """Rows visible to each segment's last row, itself included: [P], and [N + 1]."""
         return self.rows_of(np.arange(len(self.lengths)))
 
     def select(self, sequences: Sequence[int]) -> tuple[Segments, IntArray]:
-        """Return the tree of some sequences, and the rows of this one that it has."""
+        """Return the tree of some sequences, and its rows in the original tree."""
         leaves = self.leaves[list(sequences)]
         kept = sorted({one for leaf in set(leaves.tolist()) for one in self.path(leaf)})
         number = np.full(len(self.lengths) + 1, -1, np.int64)
@@ -116,7 +116,7 @@ class Segments:
 
 @dataclass(eq=False)
 class PrefixTree(TensorParts):
-    """T tokens of S sequences in R rows: what sequences of a group share is there once.
+    """T tokens of S sequences in R rows: each shared prefix of a group once.
 
     A model computes the R rows; losses are of the T tokens. `rows` leads from the tokens to the
     rows, `sources` back to the first token of each row.
@@ -130,7 +130,7 @@ class PrefixTree(TensorParts):
     sources : int64 [R]
         The first token of each row, among the T.
     predictors : int64 [R]
-        The row whose logits are those of this row's token; -1 at the beginning of a sequence.
+        The row with the logits of this row's token; -1 at the beginning of a sequence.
     ends : int32 [R]
         Row q sees row k if ``k <= q < ends[k]``.
     segments : Segments
@@ -144,7 +144,7 @@ class PrefixTree(TensorParts):
     predictors: Tensor
     ends: Tensor
     segments: Segments
-    #: What kernels of attention keep of it, by window and device.
+    #: Data kept by attention kernels, by window and device.
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -204,7 +204,7 @@ def share_prefixes(
     group_sizes: IntArray,
     inputs: IntArray | None = None,
 ) -> PrefixTree:
-    """Find what sequences of each group share; `inputs` tells apart those with other inputs."""
+    """Find shared prefixes in each group; sequences with different `inputs` share nothing."""
     borders = _borders(lengths)
     views = [tokens[borders[at] : borders[at + 1]] for at in range(len(lengths))]
     builder = _Builder(views)
@@ -229,13 +229,13 @@ class _Builder:
         self._views = views
         self.lengths: list[int] = []
         self.parents: list[int] = []
-        #: Of each segment, a sequence that has it, where it begins there, and its tokens.
+        #: Per segment: one of its sequences, the start there, and the tokens.
         self.pieces: list[tuple[int, int, int]] = []
         self.leaves = np.full(len(views), -1, np.int64)
 
     def add(self, members: list[int]) -> None:
         """Add sequences of one group."""
-        # Members, the tokens of their path so far, and its last segment.
+        # Members, the tokens of their path up to here, and its last segment.
         open_ = [(members, 0, -1)]
         while open_:
             members, depth, parent = open_.pop()
@@ -257,7 +257,7 @@ class _Builder:
             open_ += [(each, depth, parent) for each in reversed(ahead.values())]
 
     def _shared(self, members: list[int], depth: int) -> int:
-        """Count the tokens from a depth on that all have in common."""
+        """Count the common tokens of the members from a depth on."""
         first = self._views[members[0]][depth:]
         shared = len(first)
         for at in members[1:]:
@@ -276,7 +276,7 @@ class _Builder:
 
 
 def same_tokens(one: NDArray[Any], other: NDArray[Any]) -> int:
-    """Count the tokens that two sequences have in common from their beginning."""
+    """Count the common tokens of two sequences from their beginning."""
     shortest = min(len(one), len(other))
     differ = one[:shortest] != other[:shortest]
     first = int(differ.argmax()) if shortest else 0
@@ -284,7 +284,7 @@ def same_tokens(one: NDArray[Any], other: NDArray[Any]) -> int:
 
 
 def runs(starts: IntArray, lengths: IntArray) -> IntArray:
-    """Return runs of numbers, one behind the other."""
+    """Return consecutive runs of numbers, joined."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
@@ -295,7 +295,7 @@ def _borders(lengths: IntArray) -> IntArray:
 
 
 def _tree(segments: Segments, tokens: Tensor) -> PrefixTree:
-    """Derive all tensors from the shape, on the device of the tokens."""
+    """Derive the tensors from the shape, on the device of the tokens."""
     rows, _ = segments.rows_of(segments.leaves)
     sources = np.empty(len(tokens), np.int64)
     sources[rows[::-1]] = np.arange(len(rows))[::-1]

@@ -1,7 +1,7 @@
-"""What sequences of a batch share, found in its packed tensors, after the checks of prompts.
+"""Shared prefixes of a batch, found in its packed tensors after the checks of prompts.
 
-Invariant: what is said to be shared and is not is an error that names sample and field, so that its
-group alone is dropped; what differs in another input than tokens is not shared.
+Invariant: a falsely declared shared prefix is an error with sample and field, to drop only its
+group; sequences with a difference in an input beside tokens share nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["PrefixError", "share_in_batch"]
 
 
 class PrefixError(SampleError):
-    """A sample does not begin with what its group shares."""
+    """A sample without the shared beginning of its group."""
 
 
 def share_in_batch(batch: Batch, trajectories: list[shmbus.Trajectory], names: FieldNames) -> None:
@@ -44,7 +44,7 @@ def _check_prompts(
     trajectories: list[shmbus.Trajectory],
     names: FieldNames,
 ) -> None:
-    """Raise PrefixError for a sample whose prompt, what is masked at its beginning, is another."""
+    """Raise PrefixError for a sample with a different prompt (masked tokens at its beginning)."""
     mask, borders = batch.loss_mask.numpy(), batch.cu_seqlens.tolist()
     sample_of = batch.sample_of.tolist()
     last = 0
@@ -53,11 +53,11 @@ def _check_prompts(
         shown: tuple[int, int] | None = None
         for at in range(first, last):
             if at > first and sample_of[at] == sample_of[at - 1]:
-                continue  # another row of the sample
+                continue  # a further row of the sample
             trained = mask[borders[at] : borders[at + 1]]
             prompt = int(trained.argmax())
             if not trained[prompt]:
-                continue  # nothing says where its prompt ends
+                continue  # unknown end of the prompt
             if shown is None:
                 shown = at, prompt
                 continue
@@ -79,7 +79,7 @@ def _check_rows(
     trajectories: list[shmbus.Trajectory],
     names: FieldNames,
 ) -> None:
-    """Raise PrefixError for a row that no other row of its sample begins like."""
+    """Raise PrefixError for a row without its declared prefix in a second row of its sample."""
     first = 0
     for sample, t in enumerate(trajectories):
         rows = row_lengths(t)
@@ -114,7 +114,7 @@ def _error(
 
 
 def _inputs(batch: Batch) -> NDArray[np.int64] | None:
-    """Tell sequences apart by their "ragged" fields, such as images; None without such fields."""
+    """Tell sequences apart by their "ragged" fields, like images; None without such fields."""
     ragged = [name for name, kind in batch.extra_kinds.items() if kind == "ragged"]
     if not ragged:
         return None

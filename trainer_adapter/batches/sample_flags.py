@@ -1,10 +1,10 @@
-"""Single samples without a part in the loss: by their meta, or since they are too old.
+"""Single samples without a part in the loss: by their meta, or by their age.
 
 Invariants:
 
-- A sample never leaves its group: it is acknowledged with the others, and its score counts for
-  their baseline unless the option is "exclude".
-- Only meta that contains one of the words is decoded.
+- A sample never leaves its group: it is acknowledged with the group, and its score counts for the
+  baseline except under "exclude".
+- Only meta with one of the words is decoded.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ __all__ = [
 
 Truncated = Literal["keep", "mask", "exclude", "drop"]
 Stale = Literal["drop", "mask", "exclude"]
-#: Whether a sample is too old now.
+#: Tests a sample's age.
 IsOld = Callable[[shmbus.Trajectory], bool]
 
-#: What keeps a sample in its group and out of the loss.
+#: Options to keep a sample in its group and out of the loss.
 _WITHHELD: Final = ("mask", "exclude")
-#: Words in an encoded meta that may be a request.
+#: Words in an encoded meta, a possible request.
 ZEROING_WORDS: Final = (b"set_advantage_to_zero",)
 TRUNCATED_WORDS: Final = tuple(reason.encode() for reason in sorted(TRUNCATED_REASONS))
 
-#: Bits of a sample's flags: no token of it is trained; its advantages are 0.
+#: Bits of a sample's flags: every token masked; advantages of 0.
 MASKED: Final = 1
 ZEROED: Final = 2
 
 
 class Withholding(NamedTuple):
-    """Which samples have no part in the loss, and which of these none in the baseline either."""
+    """Samples without a part in the loss, or in loss and baseline."""
 
     truncated: Truncated = "keep"
-    #: With `is_old`: "mask" or "exclude" for samples that are too old.
+    #: With `is_old`: "mask" or "exclude" for samples beyond the age.
     stale: Stale = "drop"
     is_old: IsOld | None = None
 
     @property
     def excludes(self) -> bool:
-        """Whether samples may be left out of the baseline."""
+        """True if samples may be left out of the baseline."""
         return "exclude" in (self.truncated, self.stale)
 
     def excluded(self, trajectories: list[shmbus.Trajectory]) -> NDArray[np.bool_] | None:
-        """Return which samples are left out of the baseline; None for none."""
+        """Return a mask of the samples outside the baseline, or None."""
         found = np.zeros(len(trajectories), np.bool_)
         if self.truncated == "exclude":
             found[_truncated(trajectories)] = True
@@ -71,13 +71,13 @@ class Withholding(NamedTuple):
         return found if found.any() else None
 
     def old(self, trajectories: list[shmbus.Trajectory]) -> list[int]:
-        """Return the positions of samples that are withheld since they are too old."""
+        """Return the positions of samples withheld for their age."""
         is_old = self.is_old
         return [] if is_old is None else [at for at, t in enumerate(trajectories) if is_old(t)]
 
 
 def is_truncated(group: shmbus.Group) -> bool:
-    """Whether a sample of a leased group was truncated, by its ``meta["finish_reason"]``."""
+    """Return True if ``meta["finish_reason"]`` reports a truncated sample in a leased group."""
     trajectories = group.trajectories
     return any(
         meta_value(trajectories[position].meta, "finish_reason") in TRUNCATED_REASONS
@@ -86,7 +86,7 @@ def is_truncated(group: shmbus.Group) -> bool:
 
 
 def count_truncated(groups: list[shmbus.Group]) -> int:
-    """Return how many samples of leased groups were truncated."""
+    """Count the truncated samples of leased groups."""
     trajectories = [t for group in groups for t in group.trajectories]
     return sum(
         meta_value(trajectories[position].meta, "finish_reason") in TRUNCATED_REASONS
@@ -95,14 +95,14 @@ def count_truncated(groups: list[shmbus.Group]) -> int:
 
 
 def request_words(truncated: Truncated) -> tuple[bytes, ...]:
-    """Return the words of which each flagged sample's meta contains one."""
+    """Return the words searched in metas; each flagged sample contains one."""
     return ZEROING_WORDS + TRUNCATED_WORDS if truncated in _WITHHELD else ZEROING_WORDS
 
 
 def sample_flags(
     trajectories: list[shmbus.Trajectory], withholding: Withholding
 ) -> NDArray[np.uint8] | None:
-    """Collect the flags of samples; None where no sample has any."""
+    """Collect the flags of samples; None without flags."""
     asked = _requesting(trajectories, ZEROING_WORDS, "set_advantage_to_zero", bool)
     cut = _truncated(trajectories) if withholding.truncated in _WITHHELD else []
     cut = cut + withholding.old(trajectories)

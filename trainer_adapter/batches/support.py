@@ -1,9 +1,9 @@
-"""Sampling masks: the ids that each token was sampled among, by top-k, top-p or a grammar.
+"""Sampling masks: the candidate ids of each token, by top-k, top-p or a grammar.
 
-A policy that samples so is the softmax over these alone; `token_logprobs(support=)` replays it.
+Such a policy is the softmax over these ids alone; `token_logprobs(support=)` replays it.
 
-Invariant: the ids of the tokens lie one behind the other in the order of the packed tokens, and a
-mask that excludes the token that was sampled never reaches a loss.
+Invariant: the ids of the tokens lie consecutively in the order of the packed tokens, and a mask
+without the sampled token never reaches a loss.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["join_support"]
 
 
 class SupportError(SampleError):
-    """A sample's sampling mask is none."""
+    """A sample with an invalid sampling mask."""
 
 
 def join_support(

@@ -1,7 +1,7 @@
-"""What a batch and a micro-batch have in common: tensors that move together.
+"""Common base of batch and micro-batch: tensors moved together.
 
-Invariant: a copy has every tensor of the original on the one device, those in its dicts too, and
-all else as it is.
+Invariant: a copy keeps every tensor of the original on the one device, tensors in its dicts
+included, and the rest unchanged.
 """
 
 from __future__ import annotations
@@ -41,43 +41,43 @@ def indexable(values: Tensor) -> Tensor:
 
 
 class TensorParts:
-    """Tensors and values in attributes, which move to a device together."""
+    """Tensors and values in attributes, moved to a device together."""
 
     def to(self: PartsT, device: torch.device | str | int, *, non_blocking: bool = False) -> PartsT:
-        """Return a copy whose tensors are on a device.
+        """Return a copy with its tensors on a device.
 
         Parameters
         ----------
         device : torch.device, str or int
             As for `torch.Tensor.to`.
         non_blocking : bool
-            Do not wait for copies from pinned memory; see `pin_memory`. Keep the original until
-            the copies are done.
+            Do not wait for copies from pinned memory; see `pin_memory`. Keep the original until the
+            copies finish.
 
         Returns
         -------
         Batch, MicroBatch or PrefixTree
-            Of the same sequences. Tensors that are on the device already are not copied.
+            Of the same sequences. Tensors already on the device are not copied.
         """
         return self._with(lambda one: one.to(device, non_blocking=non_blocking))
 
     def pin_memory(self: PartsT, device: torch.device | str | None = None) -> PartsT:
-        """Return a copy whose tensors are in pinned memory; a DataLoader calls this.
+        """Return a copy with its tensors in pinned memory; a DataLoader calls this.
 
         Parameters
         ----------
         device : torch.device or str, optional
-            The accelerator; the present one without it. torch has deprecated the argument.
+            The accelerator; by default the current one. torch deprecated the argument.
 
         Returns
         -------
         Batch, MicroBatch or PrefixTree
-            Of the same sequences. Tensors on an accelerator stay as they are.
+            Of the same sequences. Tensors on an accelerator stay unchanged.
 
         Raises
         ------
         RuntimeError
-            torch has no accelerator here.
+            torch finds no accelerator.
         """
         return self._with(lambda one: one.pin_memory() if one.device.type == "cpu" else one)
 
@@ -105,16 +105,16 @@ class TensorHolder(TensorParts):
 
     @property
     def sequences(self) -> int:
-        """S, how many sequences there are."""
+        """S, the number of sequences."""
         return len(self.instance_ids)
 
     @property
     def num_sequences(self) -> int:
-        """S, how many sequences there are."""
+        """S, the number of sequences."""
         return len(self.instance_ids)
 
     @property
     def num_tokens(self) -> int:
-        """T, the tokens of all sequences, padding not counted."""
+        """T, the tokens of the sequences, without padding."""
         facts = getattr(self, "facts", None)
         return int(self.cu_seqlens[-1]) if facts is None else facts.tokens

@@ -1,6 +1,6 @@
-"""``shmbus demo``: its options, and what it needs; the command line finds it by its entry point.
+"""``shmbus demo``: options and requirements; the command line finds the command by its entry point.
 
-Invariant: importing this loads no torch; `run` does.
+Invariant: importing this module loads no torch; `run` does.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo; 1 with a hint where its extra is not installed."""
+    """Run the demo; return 1 with a hint if its extra is not installed."""
     needed = ("torch", "matplotlib")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:

@@ -1,16 +1,16 @@
-"""The policy's training side, in torch: a small decoder-only transformer, and a GRPO step of it.
+"""The policy's training side, in torch: a small decoder-only transformer, and its GRPO step.
 
-It reads a packed batch as the trainer's handler gives it, with attention through
-`varlen_attention`, so that sequences of any lengths share one row of tokens and no padding is
-computed. `sampler.py` runs the same weights in numpy; `PolicyConfig` fixes the flat layout.
+The policy reads a packed batch of the trainer's handler, with attention through `varlen_attention`:
+sequences of any lengths share one row of tokens and no padding is computed. `sampler.py` runs the
+same weights in numpy; `PolicyConfig` fixes the flat layout.
 
 Invariants:
 
-- A sequence's output depends on that sequence alone, not on its neighbours in the row.
-- The ratio is taken against the logprobs of the tokens, by the policy version that sampled them, so
-  batches a few versions old are corrected for and then clipped.
-- Every completion token weighs the same, whatever the length of its sequence.
-- A batch whose loss or gradient is not finite changes no weight.
+- A sequence's output depends on its own tokens alone, not on its neighbours in the row.
+- The ratio is taken against the logprobs of the tokens under their sampling policy version, so
+  batches a few versions old are corrected and then clipped.
+- Every completion token weighs the same, for any length of its sequence.
+- A batch with a non-finite loss or gradient changes no weight.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from trainer_adapter.batches.batch import Batch
 from trainer_adapter.demo.sampler import NORM_EPS, PolicyConfig
 from trainer_adapter.losses import policy_loss
 
-#: Peak learning rate of Adam, the steps over which it is reached, and Adam's averaging factors.
+#: Peak learning rate of Adam, its warm-up steps, and Adam's averaging factors.
 LEARNING_RATE: Final = 3e-3
 WARMUP_STEPS: Final = 10
 BETAS: Final = (0.9, 0.99)
 #: The ratio is clipped to ``[1 - CLIP_LOW, 1 + CLIP_HIGH]``.
 CLIP_LOW: Final = 0.2
 CLIP_HIGH: Final = 0.28
-#: Weight of the mean token entropy in the objective. Without it the policy settles early on answers
-#: that are partly right.
+#: Weight of the mean token entropy in the objective. Without it the policy settles early on partly
+#: right answers.
 ENTROPY_BONUS: Final = 0.1
-#: Gradients longer than this are scaled down to it.
+#: Gradients are scaled down to this norm.
 MAX_GRAD_NORM: Final = 0.3
 
 
 class Policy(nn.Module):
-    """The transformer that the demo trains from random weights."""
+    """The transformer, trained by the demo from random weights."""
 
     def __init__(self, config: PolicyConfig, seed: int = 0) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Policy(nn.Module):
         return self._norm(x, w["final_norm"])
 
     def export_weights(self) -> npt.NDArray[np.float32]:
-        """Return all weights as one flat vector."""
+        """Return the weights as one flat vector."""
         with torch.no_grad():
             ordered = [self.weights[name].reshape(-1) for name, _ in self.config.parameters()]
             flat: npt.NDArray[np.float32] = torch.cat(ordered).numpy()
@@ -87,7 +87,7 @@ class Policy(nn.Module):
 def _initial(
     config: PolicyConfig, name: str, shape: tuple[int, ...], generator: torch.Generator
 ) -> Tensor:
-    """Return random weights: norms 1, head 0 (a uniform policy explores best), others normal."""
+    """Return random weights: norms 1, head 0 (a uniform policy explores best), the rest normal."""
     if name.endswith("norm"):
         return torch.ones(shape)
     if name == "head":
@@ -99,7 +99,7 @@ def _initial(
 
 
 class StepResult(NamedTuple):
-    """The mean reward of a batch's sequences; whether the step was applied, its gradient finite."""
+    """Mean reward of a batch's sequences; False for a step skipped on a non-finite gradient."""
 
     mean_score: float
     applied: bool
@@ -142,12 +142,12 @@ class Learner:
 
 
 def token_logprobs(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the policy's logprob of each completion token, and the entropy at it."""
+    """Return the policy's logprob of each completion token, and the entropy there."""
     where = batch.loss_mask.nonzero().squeeze(1)
     if bool((batch.position_ids[where] == 0).any()):
         raise ValueError("a sequence begins with a completion token: nothing predicts it")
     states = policy(batch.tokens, batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
-    # The token at i is predicted by the state at i - 1; the head runs on those rows alone.
+    # The state at i - 1 predicts the token at i; the head runs on those rows alone.
     all_logprobs = torch.log_softmax(states[where - 1] @ policy.weights["head"], dim=-1)
     picked = all_logprobs.gather(1, batch.tokens[where, None]).squeeze(1)
     return picked, -(all_logprobs.exp() * all_logprobs).sum(-1)

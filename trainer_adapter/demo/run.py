@@ -1,4 +1,4 @@
-"""The demo itself: one trainer, several workers, one bus, and a policy that learns through them.
+"""The demo: one trainer, several workers, one bus, and a policy that learns through them.
 
 Order of an iteration: take a batch of whole groups, step, publish the new weights, announce their
 version on the bus, acknowledge the batch. At the end of the run (after the last step, Ctrl-C or an
@@ -32,21 +32,21 @@ from trainer_adapter.demo.view import Point, Summary, ledger_text, plot_reward, 
 from trainer_adapter.demo.worker import Supervisor, WeightsChannel, WorkerConfig
 from trainer_adapter.handler.handler import OnlineDataHandler
 
-#: Ring for records; they are small here, so this is ample.
+#: Ring for records; ample for these small records.
 CAPACITY: Final = "32MiB"
-#: Groups in a batch: enough that the direction of a step is not noise.
+#: Groups in a batch: enough to keep noise out of a step's direction.
 GROUPS_PER_BATCH: Final = 48
-#: Prompts that are open while the trainer waits for a batch, in batches.
+#: Open prompts while the trainer waits for a batch, in batches.
 AHEAD_BATCHES: Final = 2
-#: Groups whose oldest sample is more versions behind are dropped: older ones slow the learning.
+#: Groups with an oldest sample further behind, in versions, are dropped: they slow the learning.
 MAX_POLICY_LAG: Final = 4
-#: Seconds after which a group that lost its worker is dropped.
+#: Seconds until a group of a lost worker is dropped.
 GROUP_TIMEOUT_S: Final = 5.0
-#: Steps between two evaluations on held-out prompts, and how many prompts those are.
+#: Steps between two evaluations on held-out prompts, and their number of prompts.
 EVALUATE_EVERY: Final = 20
 HELD_OUT_PROMPTS: Final = 256
 REWARD_TARGET: Final = 0.9
-#: Seconds to wait for the first complete group before something must be wrong.
+#: Seconds to wait for the first complete group before an error.
 FIRST_BATCH_S: Final = 60.0
 #: Seconds between two looks after the workers while the trainer waits; and between two lines.
 TEND_S: Final = 0.25
@@ -54,7 +54,7 @@ SHOW_PERIOD_S: Final = 5.0
 
 
 class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says."""
+    """Options of the command line."""
 
     workers: int = 4
     group_size: int = 8
@@ -73,7 +73,7 @@ class Demo:
         self.task = SortTask()
         shape = PolicyConfig()
         torch.manual_seed(config.seed)
-        # The workers need the other cores; batches this small gain nothing from threads.
+        # The workers need the remaining cores; batches this small gain nothing from threads.
         torch.set_num_threads(1)
         self.learner = Learner(Policy(shape, seed=config.seed))
         self.sampler = Sampler(shape)
@@ -133,7 +133,7 @@ class Demo:
         handler: OnlineDataHandler,
         supervisor: Supervisor,
     ) -> None:
-        """Take all steps."""
+        """Take every step."""
         self.began_s = time.monotonic()
         self._evaluate()
         self.offer(handler)
@@ -155,7 +155,7 @@ class Demo:
         handler.offer(prompts, ahead=AHEAD_BATCHES, group_size=self.config.group_size)
 
     def _next_batch(self, handler: OnlineDataHandler, supervisor: Supervisor) -> Batch:
-        """Wait in short turns, so that dead workers are restarted while the trainer waits."""
+        """Wait in short turns, to restart dead workers during the trainer's wait."""
         deadline = time.monotonic() + FIRST_BATCH_S
         while True:
             supervisor.tend()
@@ -163,12 +163,12 @@ class Demo:
                 return handler.next_batch(timeout=TEND_S)
             self._show(handler, supervisor)
             if time.monotonic() > deadline:
-                # The message of this error says what is missing.
+                # The message of this error names the missing parts.
                 return handler.next_batch(timeout=0)
 
     def _evaluate(self) -> None:
         self.sampler.load(self.learner.policy.export_weights())
-        # The same draws each time, so that the curve shows the policy and not the dice.
+        # The same draws each time: the curve shows the policy and not the dice.
         self.last = evaluate(self.sampler, self.task, self.held_out, np.random.default_rng(1))
         self.evaluations.append(Point(self._seconds(), self.learner.steps, self.last.mean_reward))
 

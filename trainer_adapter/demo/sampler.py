@@ -1,15 +1,15 @@
 """The policy's inference side: the same transformer as `policy.py`, in numpy, for rollout workers.
 
-A worker that samples with numpy starts in a tenth of a second where one that imports torch takes
-a second or two of CPU time. So a killed worker is soon replaced, and four workers leave most of a
-two-core machine to the trainer. The weights are one flat float32 vector, whose layout is defined
-here once (`PolicyConfig.parameters`) and used by both sides.
+A numpy worker starts in a tenth of a second; importing torch takes a second or two of CPU time. So
+a killed worker is soon replaced, and four workers leave most of a two-core machine to the trainer.
+The weights are one flat float32 vector, with its layout defined here once
+(`PolicyConfig.parameters`) and used by both sides.
 
 Invariants:
 
 - Nothing here imports torch.
-- `logprobs[i]` is the logprob under the policy of `tokens[i]`, given the tokens before it; it
-  agrees with the packed torch forward to float32 rounding, whatever else is in the batch.
+- `logprobs[i]` is the logprob under the policy of `tokens[i]`, given the preceding tokens; it
+  agrees with the packed torch forward to float32 rounding, for any further content of the batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PolicyConfig:
     width: int = 64
     layers: int = 1
     heads: int = 8
-    #: Positions that have an embedding.
+    #: Positions with an embedding.
     max_len: int = SortTask().max_len
 
     @property
@@ -50,7 +50,7 @@ class PolicyConfig:
 
     def parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield name and shape of each weight, in the order of the flat vector."""
-        # Matrices are stored [in, out], so that both sides compute ``x @ w``.
+        # Matrices are stored [in, out], since both sides compute ``x @ w``.
         w = self.width
         yield "token_embedding", (VOCAB_SIZE, w)
         yield "position_embedding", (self.max_len, w)
@@ -71,7 +71,7 @@ class PolicyConfig:
 
 
 class Sample(NamedTuple):
-    """One sampled sequence of n tokens, in the fields that go through the bus."""
+    """One sampled sequence of n tokens, in the fields of the bus."""
 
     #: ndarray, int32 [n]. Prompt, then completion.
     tokens: IntArray
@@ -83,7 +83,7 @@ class Sample(NamedTuple):
 
     @property
     def completion(self) -> IntArray:
-        """The sampled tokens, with the EOS if there is one."""
+        """The sampled tokens, including an EOS if present."""
         return self.tokens[self.prompt_len :]
 
     def fields(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Sampler:
     def __init__(self, config: PolicyConfig, weights: FloatArray | None = None) -> None:
         self.config = config
         self._flat: FloatArray = np.zeros(config.num_parameters, np.float32)
-        #: Views of it, by name.
+        #: Views of the weights, by name.
         self._w: dict[str, FloatArray] = {}
         start = 0
         for name, shape in config.parameters():
@@ -119,7 +119,7 @@ class Sampler:
     def sample(
         self, prompts: Sequence[IntArray], max_completion_len: int, rng: np.random.Generator
     ) -> list[Sample]:
-        """Sample a completion of each prompt, all in one batch."""
+        """Sample a completion of each prompt, in one batch."""
         lens = np.array([len(p) for p in prompts])
         count, longest = len(prompts), int(lens.max())
         if longest + max_completion_len > self.config.max_len:
@@ -138,7 +138,7 @@ class Sampler:
         states = states[np.arange(count), lens - 1]
         tokens = np.full((count, max_completion_len), EOS, np.int32)
         logprobs = np.zeros((count, max_completion_len), np.float32)
-        # Finished rows leave the batch: `rows` maps what is left to the rows of the result.
+        # Finished rows leave the batch: `rows` maps the remaining rows to the rows of the result.
         rows = np.arange(count)
         for step in range(max_completion_len):
             token, logprob = _draw(self._norm(states, "final_norm") @ self._w["head"], rng)

@@ -1,14 +1,14 @@
 """The demo's verifiable task: put the digits of a prompt in ascending order.
 
 A prompt is a row of digits followed by ``SEP``; the right completion is the same digits, sorted,
-followed by ``EOS``. The reward pays for each position that is right, not only for a perfect answer,
-so a policy that starts from random weights finds it worth climbing.
+followed by ``EOS``. The reward pays for each right position, not only for a perfect answer, so even
+a policy of random weights can climb it.
 
 Invariants:
 
 - A prompt belongs to one split for ever, by a hash of its digits *as a multiset*: the answers of
   the held-out split are never seen in training, in any order of the digits.
-- The reward lies in [0, 1], and is 1 for the right answer and for nothing else.
+- The reward lies in [0, 1], and reaches 1 only for the right answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 SEP: Final = 10
 EOS: Final = 11
 VOCAB_SIZE: Final = 12
-#: Share of all digit multisets that training never sees.
+#: Share of the digit multisets never seen in training.
 HELD_OUT_SHARE: Final = 0.2
 
 Split = Literal["train", "held_out"]
@@ -40,7 +40,7 @@ class SortTask:
 
     @property
     def max_completion_len(self) -> int:
-        """Tokens after which a completion is cut: one more than the longest answer with EOS."""
+        """Limit of a completion's tokens: one more than the longest answer with EOS."""
         return self.max_digits + 2
 
     @property
@@ -49,7 +49,7 @@ class SortTask:
         return self.max_digits + 1 + self.max_completion_len
 
     def sample_prompt(self, rng: np.random.Generator, split: Split = "train") -> IntArray:
-        """Draw one prompt of a split."""
+        """Draw a prompt of a split."""
         while True:
             n = int(rng.integers(self.min_digits, self.max_digits + 1))
             digits = rng.integers(0, 10, size=n, dtype=np.int32)
@@ -67,7 +67,7 @@ class SortTask:
 
 
 def split_of(digits: IntArray) -> Split:
-    """Return the split that a row of digits belongs to, in any order of the digits."""
+    """Return the split of a row of digits, for any order of the digits."""
     key = bytes(np.sort(digits).astype(np.uint8))
     return "held_out" if zlib.crc32(key) < HELD_OUT_SHARE * 2**32 else "train"
 
@@ -78,9 +78,9 @@ def answer(prompt: IntArray) -> IntArray:
 
 
 def reward(prompt: IntArray, completion: IntArray) -> float:
-    """Score a completion: the share of its positions that hold the right token."""
-    # A completion with one wrong digit of six still earns most of it, so a mean of 0.9 is not 90 %
-    # of the prompts solved: `solved` says that.
+    """Score a completion: the share of its positions with the right token."""
+    # A completion with one wrong digit of six still earns most of it, so a mean of 0.9 does not
+    # mean 90 % of the prompts solved: see `solved`.
     right = answer(prompt)
     shared = min(len(right), len(completion))
     hits = int(np.count_nonzero(right[:shared] == completion[:shared]))
@@ -88,10 +88,10 @@ def reward(prompt: IntArray, completion: IntArray) -> float:
 
 
 def solved(prompt: IntArray, completion: IntArray) -> bool:
-    """Tell whether a completion is exactly right, with no partial credit."""
+    """Return True for an exactly right completion, without partial credit."""
     return bool(np.array_equal(answer(prompt), completion))
 
 
 def text_of(tokens: IntArray) -> str:
-    """Write tokens for a human: ``3142> 1234.``, where ``>`` is ``SEP`` and ``.`` is ``EOS``."""
+    """Write tokens for a human: ``3142> 1234.``, with ``>`` for ``SEP`` and ``.`` for ``EOS``."""
     return "".join(("0123456789>."[int(t)] + (" " if t == SEP else "")) for t in tokens).rstrip()

@@ -10,7 +10,7 @@ import shmbus
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One moment of the run: the mean reward of its batch, or of held-out prompts."""
+    """A moment of the run: the mean reward of its batch, or of held-out prompts."""
 
     seconds: float
     step: int
@@ -49,14 +49,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_summary(summary: Summary, directory: Path) -> Path:
-    """Write ``summary.json``; returns its path."""
+    """Write ``summary.json``; return its path."""
     path = directory / "summary.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return path
 
 
 def plot_reward(summary: Summary, directory: Path) -> Path:
-    """Draw reward over time into ``reward.png``; returns its path."""
+    """Draw reward over time into ``reward.png``; return its path."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -86,7 +86,7 @@ def plot_reward(summary: Summary, directory: Path) -> Path:
 
 
 def ledger_text(ledger: shmbus.Ledger) -> str:
-    """Render the ledger as an account that anybody can add up."""
+    """Render the ledger as an account that adds up."""
     rows = [
         ("acknowledged", ledger.acknowledged), ("leased", ledger.leased),
         ("stashed", ledger.stashed), ("in the ring", ledger.in_ring),

@@ -1,14 +1,14 @@
-"""A rollout worker of the demo, as a process of its own, and what keeps them running: no torch.
+"""A rollout worker of the demo, as a separate process, and its supervisor: no torch.
 
-A worker takes prompts that the trainer requests, many samples at once, and puts the answers
-interleaved, some of them a round later, as rollouts of different lengths would finish. So the
-groups of all workers mix in the ring. What a worker that is killed had in hand is taken by others.
+A worker takes prompts requested by the trainer, many samples at once, and puts the answers
+interleaved, some of them a round later, like rollouts of different lengths. So the groups of the
+workers mix in the ring. The remaining workers take over a killed worker's prompts.
 
 Invariants:
 
-- A set of weights that `WeightsChannel.newest` returns is one that `publish` was given, whole.
-- Only processes that a `Supervisor` started are ever ended, by their own handle; after `stop` none
-  of them is left. They live in sessions of their own, so that Ctrl-C reaches the trainer alone.
+- Weights from `WeightsChannel.newest` equal the whole weights of one `publish`.
+- A `Supervisor` ends only its own processes, by their handles; after `stop` no process remains.
+  They live in separate sessions, so Ctrl-C reaches the trainer alone.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
 from trainer_adapter.demo.sampler import PolicyConfig, Sampler
 from trainer_adapter.demo.task import SortTask, reward
 
-#: Seconds that a worker waits for a prompt before it checks whether the trainer is there still.
+#: Seconds of a worker's wait for a prompt, before a look for the trainer.
 REQUEST_WAIT_S: Final = 0.5
-#: Share of the samples at hand that finish a round later.
+#: Share of the samples at hand with a finish one round later.
 KEPT_BACK_SHARE: Final = 0.3
-#: Seconds that a put waits for space.
+#: Seconds of a put's wait for space.
 PUT_TIMEOUT_S: Final = 30.0
-#: Samples that a worker makes as one batch.
+#: Samples of a worker in one batch.
 SAMPLES_AT_ONCE: Final = 48
-#: Sets of weights that are kept while workers are stopped: one has some hundred kilobytes.
+#: Sets of weights kept while workers are stopped, each of some hundred kilobytes.
 MAX_WEIGHT_SETS: Final = 8
-#: Seconds between two kills in chaos mode, on average: each is drawn between half and one and a
-#: half of it. And unplanned deaths of one worker in a row before the demo gives up.
+#: Mean seconds between two kills in chaos mode: drawn between half and one and a half times this
+#: value. And unplanned deaths of one worker in a row before the demo gives up.
 CHAOS_PERIOD_S: Final = 3.0
 MAX_UNEXPECTED_DEATHS: Final = 5
 
@@ -49,7 +49,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class WeightsChannel:
-    """The way back, through a slot pool: one trainer publishes weights, all workers read."""
+    """The way back, through a slot pool: one trainer publishes weights, every worker reads."""
 
     def __init__(self, bus: str, size: int, *, create: bool = False) -> None:
         self._bytes = 4 * size
@@ -62,12 +62,12 @@ class WeightsChannel:
             self._end = PoolReader(bus, "weights", label="demo worker")
 
     def publish(self, weights: FloatArray, version: int) -> None:
-        """Write one set; the one before it stays readable until the next."""
+        """Write one set; the previous set stays readable until the next."""
         with self._end.begin(version, self._bytes) as write:
             np.copyto(write.view().view(np.float32), weights)
 
     def newest(self, known: int = -1) -> tuple[int, FloatArray] | None:
-        """Copy the newest set, with its version; None where it is the known one."""
+        """Copy the newest set, with its version; None for the known version."""
         try:
             lease = self._end.latest(timeout=0)
         except shmbus.WaitTimeoutError:
@@ -89,9 +89,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
     bus: str
     seed: int
-    #: Process id of the trainer: the worker ends when that is gone.
+    #: Process id of the trainer: its end ends the worker.
     parent: int
-    #: Which worker it is, and how often it was restarted: its randomness follows from both.
+    #: Number of the worker, and its count of restarts, together the seed of its randomness.
     number: int = 0
     life: int = 0
 
@@ -122,7 +122,7 @@ class Worker:
                 self.sample(requests)
 
     def take(self) -> list[shmbus.Request]:
-        """Take samples to make, as many as one batch of the sampler; wait where there is none."""
+        """Take samples to make, up to one batch of the sampler; wait if none came."""
         found: list[shmbus.Request] = []
         while len(found) < SAMPLES_AT_ONCE:
             request = self.producer.requests.next(timeout=0)
@@ -130,7 +130,7 @@ class Worker:
                 break
             found.append(request)
         if not found:
-            # Nothing to do: what was kept back finishes now.
+            # Nothing to do: the samples kept back finish now.
             self.send(len(self.unsent))
             request = self.producer.requests.next(timeout=REQUEST_WAIT_S)
             found += [] if request is None else [request]
@@ -147,7 +147,7 @@ class Worker:
         self.send(round(len(self.unsent) * (1 - KEPT_BACK_SHARE)))
 
     def send(self, count: int) -> None:
-        """Put so many of the samples at hand, in random order."""
+        """Put a number of the samples at hand, in random order."""
         order = self.rng.permutation(len(self.unsent))
         chosen = [self.unsent[i] for i in order[:count]]
         self.unsent = [self.unsent[i] for i in order[count:]]
@@ -156,7 +156,7 @@ class Worker:
 
 
 class WorkersFailedError(RuntimeError):
-    """A worker dies again and again by itself; its last words are in the message."""
+    """A worker dies repeatedly by itself; its last output ends the message."""
 
 
 class Supervisor:
@@ -189,12 +189,12 @@ class Supervisor:
 
     @property
     def alive(self) -> int:
-        """Workers that run now."""
+        """Running workers."""
         return sum(worker.poll() is None for worker in self._workers)
 
     @property
     def restarts(self) -> int:
-        """How often a worker was started again."""
+        """Number of restarts of workers."""
         return sum(self._lives)
 
     def tend(self) -> None:

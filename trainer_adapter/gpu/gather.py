@@ -1,14 +1,14 @@
 """Packing of leased groups by a kernel that reads the ring itself.
 
-A batch is one block of memory on the device, and one launch that fills it: the table is in pinned
-memory, from which the kernel reads and to which it reports. Small batches wait for the host, and
-each allocation, copy and view costs some of its time.
+A batch is one block of memory on the device, filled by one launch: the table lies in pinned memory,
+for the kernel to read and to report to. Small batches wait for the host, and each allocation, copy
+and view costs some of its time.
 
 Invariants:
 
 - Only `Pending.finish` waits for the device.
-- The ring and the tables are kept until the kernel has read them.
-- The values are those of the host's gather, for records of any dtype.
+- The ring and the tables are kept until the kernel's reads end.
+- The values equal the host's gather, for records of any dtype.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from trainer_adapter.gpu.memory import Staging, StagingBlock
 
 __all__ = ["Pending", "SeveralRowsError", "begin_gather", "copy_extras"]
 
-#: Tokens that the parts of a block are rounded up to: they begin on multiples of as many bytes,
-#: more than vector loads need.
+#: The parts of a block are rounded up to this many tokens: they begin on multiples of as many
+#: bytes, more than vector loads need.
 PART_TOKENS: Final = 64
 #: Bytes of table for a sequence of up to 4,000 tokens; longer ones need a second attempt.
 USUAL_TABLE_BYTES: Final = 160
-#: Field kinds of a launch that packs no token.
+#: Field kinds of a launch without token fields.
 NO_FIELDS: Final = (0, -1, -1, -1)
-#: Dtypes of a batch's tensors; of the others int64.
+#: Dtypes of a batch's tensors; int64 by default.
 TYPES: Final = {
     "loss_mask": torch.bool,
     "logprobs": torch.float32,
@@ -65,12 +65,12 @@ TYPES: Final = {
     "cu_seqlens": torch.int32,
     "scores": torch.float32,
 }
-#: What an event is created with so that a thread that waits for it sleeps instead of spinning.
+#: Argument of an event for sleeping waits, without spinning.
 BLOCKING: Final = True
 
 
 class SeveralRowsError(ValueError):
-    """A sample was put with rows: each is a sequence of its own, which the kernel cannot make."""
+    """A sample put with rows: the kernel cannot make a sequence per row."""
 
 
 class Pending:
@@ -95,11 +95,11 @@ class Pending:
 
     @property
     def arrived(self) -> bool:
-        """Whether `finish` would not wait."""
+        """True if `finish` would not wait."""
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def finish(self) -> Batch:
-        """Wait until the batch is on the device, and return it."""
+        """Wait until the batch reaches the device, and return it."""
         self._wait()
         if self._check is not None:
             self._check()
@@ -109,10 +109,10 @@ class Pending:
     def _wait(self) -> None:
         if self._done is not None:
             self._done.synchronize()
-        self._done = None  # it is another batch's from now on
+        self._done = None  # another batch reuses the event
 
     def __del__(self) -> None:
-        # The memory that the kernel reads must not be used again before it is done.
+        # The kernel's memory must not be reused before the end of its reads.
         if not sys.is_finalizing():
             self._wait()
 
@@ -191,7 +191,7 @@ def begin_gather(
 
 
 def _facts(table: GatherTable) -> BatchFacts:
-    """Return what is known on the host."""
+    """Return the batch's facts on the host."""
     known = np.frombuffer(table.known, np.int64)
     of_samples = 4 * len(table.instance_ids)
     return BatchFacts(known[:of_samples].reshape(4, -1), known[of_samples:], table.tokens)
@@ -206,7 +206,7 @@ def _plan(
     words: tuple[bytes, ...] = (),
     flags: NDArray[np.uint8] | None = None,
 ) -> tuple[StagingBlock, GatherTable]:
-    """Make the kernel's table in a block that is large enough."""
+    """Make the kernel's table in a sufficiently large block."""
     block = staging.take(len(groups) * groups[0].size * USUAL_TABLE_BYTES)
     while True:
         table = plan_gather(
@@ -225,7 +225,7 @@ def _plan(
 
 
 class _Block:
-    """Memory of a device that a batch lies in: what the table says as it is, and its tokens."""
+    """Device memory of a batch: the table's known part unchanged, and its tokens."""
 
     def __init__(self, table: GatherTable, device: torch.device) -> None:
         self._table = table
@@ -235,12 +235,12 @@ class _Block:
         loss_mask = position_ids + wide * 8
         logprobs = loss_mask + wide
         advantages = logprobs + wide * 4
-        #: Where each part begins, in the kernel's order.
+        #: Start of each part, in the kernel's order.
         self.places = 0, tokens, position_ids, loss_mask, logprobs, advantages
         self.memory = torch.empty(advantages + wide * 4, dtype=torch.uint8, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors of the batch that lie here."""
+        """Return the tensors of the batch in this block."""
         names = (*PER_TOKEN, "cu_seqlens", "scores", "policy_versions", "group_sizes")
         return {name: self.view(name) for name in names}
 
@@ -278,7 +278,7 @@ def _launch(block: StagingBlock, table: GatherTable, device: torch.device) -> _B
 
 @functools.cache
 def _kernel() -> Any:
-    """Import what needs Triton, when it is needed."""
+    """Import the Triton parts on first use."""
     from trainer_adapter.gpu import kernel
 
     return kernel
@@ -291,7 +291,7 @@ def _raise_not_finite(
     names: FieldNames,
     groups: list[shmbus.Group],
 ) -> None:
-    """Raise, with the value and its sample, where the kernel has found one that is read."""
+    """Raise an error with value and sample, if the kernel found a non-finite value in use."""
     found = block.longs[table.found_at // 8 :][:1].view(np.int32).tolist()
     for wrong, column, name in zip(found, PER_TOKEN[3:], names.as_tuple()[2:], strict=True):
         if wrong:
@@ -319,7 +319,7 @@ def copy_extras(
     """Start the copies of extra fields, on the current stream."""
     trajectories = members(groups)[0]
     measured = wanted.measure(trajectories, lengths, column_names(groups))
-    # Rows of a sample that lacks an optional field are not copied.
+    # Rows of a sample without an optional field are not copied.
     make = torch.zeros if measured.lacking else torch.empty
     there = make(measured.nbytes, dtype=torch.uint8, device=device)
     if measured.columns:
@@ -339,7 +339,7 @@ def _copy(
 ) -> None:
     from trainer_adapter.gpu.kernel import launch_copy
 
-    # At most one chunk a sample and field that is not full.
+    # At most one partial chunk per sample and field.
     most = measured.nbytes // CHUNK_BYTES + len(trajectories) * len(measured.columns)
     block = staging.take(most * CHUNK_ENTRY_BYTES)
     blocks.append(block)

@@ -1,15 +1,15 @@
-"""The kernel that turns records in registered host memory into a packed batch on the device.
+"""The kernel from records in registered host memory to a packed batch on the device.
 
-It needs Triton, so it is imported just before it runs.
+Needs Triton, so imported just before its run.
 
 Invariants:
 
-- A program reads one chunk of one sequence, and writes the same chunk of every output, which no
-  other program writes. The programs after the chunks copy words to the batch unchanged.
-- The values are those of the host's gather: integers widened, logprobs 0 where the mask is False,
-  a producer's own advantages before those of its group.
-- The table is read from host memory, and values that are not finite are reported there: a batch is
-  one launch, with no copy before or after it.
+- A program reads one chunk of one sequence, and writes the same chunk of every output, exclusively.
+  The programs after the chunks copy words to the batch unchanged.
+- The values equal the host's gather: integers widened, logprobs 0 where the mask is False, a
+  producer's own advantages before the group's.
+- The table is read from host memory, and non-finite values are reported there: a batch is one
+  launch, with no copy before or after it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WARPS: Final = 16
 """Warps of a program. With `CHUNK_TOKENS`, a thread reads four tokens of a field: one vector of 16
 bytes. On an H200, 50 of 55 GB/s; with twice as many tokens a thread, 36; with four times, 25."""
 
-#: As numpy's kinds; a bool is a byte.
+#: In numpy's kinds; a bool takes a byte.
 TYPES: Final = {
     "b1": tl.int8, "i1": tl.int8, "u1": tl.uint8, "i2": tl.int16, "u2": tl.uint16,
     "i4": tl.int32, "u4": tl.uint32, "i8": tl.int64, "u8": tl.uint64,
@@ -49,8 +49,8 @@ OF_BATCH: Final = (
     torch.int32, torch.int64, torch.int64, torch.bool, torch.float32, torch.float32,
 )  # fmt: skip
 
-# The compiled kernel for fields of these kinds on a device. Triton has a cache too, but inspects
-# each argument at each launch, which is most of a launch's cost.
+# The compiled kernel for fields of these kinds on a device. Triton's own cache inspects each
+# argument at each launch, most of a launch's cost.
 _compiled: dict[tuple[tuple[int, ...], int | None], Any] = {}
 
 
@@ -63,7 +63,7 @@ def launch(
     batch: Tensor,
     batch_at: Sequence[int],
 ) -> None:
-    """Start the kernel on the current stream, for chunks whose sequences have the same fields."""
+    """Start the kernel on the current stream, for chunks of sequences with the same fields."""
     blocks = chunks - words // -CHUNK_TOKENS
     key = (kinds, batch.device.index)
     found = _compiled.get(key)
@@ -90,13 +90,13 @@ def launch(
 
 @functools.cache
 def _constants(kinds: tuple[int, int, int, int]) -> tuple[Any, ...]:
-    """Return the kernel's constants for these fields; a missing field has any type."""
+    """Return the kernel's constants for these fields; a missing field gets an arbitrary type."""
     types = [TYPES[KINDS[kind].str[1:]] if kind >= 0 else tl.int8 for kind in kinds]
     there = [kind >= 0 for kind in kinds[1:]]
     return (*types, *there, CHUNK_WORDS, CHUNK_TOKENS, MAX_LOGPROB)
 
 
-#: Words that rows are copied in, by their bytes; and how many of them a program moves at a time.
+#: Words for copying rows, by their bytes; and the number of words per step of a program.
 COPY_TYPES: Final = {
     1: (tl.int8, torch.uint8),
     2: (tl.int16, torch.int16),
@@ -123,10 +123,10 @@ def copy_rows(
     ENTRY: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Copy one chunk of rows as they are, in words that divide them."""
+    """Copy one chunk of rows unchanged, in words that divide them."""
     program = tl.program_id(0)
     chunk = tl.load(chunks + program.to(tl.int64) * ENTRY + tl.arange(0, ENTRY))
-    # A record's field begins on a cache line, and a chunk is a multiple of that.
+    # A record's field begins on a cache line, and a chunk is a multiple of a line.
     source = tl.multiple_of(_word(chunk, 0, ENTRY).to(tl.pointer_type(WORD)), 16)
     at = _word(chunk, 1, ENTRY)
     count = _word(chunk, 2, ENTRY)
@@ -141,14 +141,14 @@ def copy_rows(
 
 @triton.jit
 def _word(words, position, WORDS: tl.constexpr):
-    """Return one of a chunk's words, which were loaded together."""
+    """Return a word of a chunk loaded as a whole."""
     return tl.sum(tl.where(tl.arange(0, WORDS) == position, words, 0), axis=0)
 
 
 @triton.jit(do_not_specialize=["count", "fact_words"])
 def pack_records(
     chunks,  # int64 [count, WORDS]: of `shmbus.batch.gather_plan.plan_gather`, for this launch
-    found,  # int32 [2]: not 0 where a logprob, and where an advantage, is not finite
+    found,  # int32 [2]: not 0 for a non-finite logprob, and for a non-finite advantage
     facts,  # int32 [fact_words], to be copied
     facts_there,  # int32 [fact_words]
     tokens,  # int64 [T]
@@ -169,7 +169,7 @@ def pack_records(
     CHUNK: tl.constexpr,
     LARGEST_LOGPROB: tl.constexpr,
 ):
-    """Pack one chunk; the upper-case dtypes are those of the records."""
+    """Pack one chunk; the upper-case dtypes describe the records."""
     program = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     if program >= count:
@@ -186,8 +186,8 @@ def pack_records(
         orders = _word(chunk, 6, WORDS)
         masked, zeroed = (orders & 1) != 0, (orders & 2) != 0
         gain = (orders >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        # All fields of the record are loaded before the first is used. Each begins on a cache line,
-        # so whole vectors can be read.
+        # Every field of the record is loaded before the first use. Each begins on a cache line, for
+        # reads of whole vectors.
         address = tl.multiple_of(_word(chunk, 0, WORDS).to(tl.pointer_type(TOKENS)), 16)
         ids = tl.load(address + lane, mask=inside, other=0)
         if HAS_MASK:

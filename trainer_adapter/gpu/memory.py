@@ -15,12 +15,12 @@ from trainer_adapter.batches.memory import BatchMemory
 
 __all__ = ["PinnedMemory", "RegisteredRing", "Staging", "StagingBlock"]
 
-#: Bytes that a block of `Staging` is rounded up to: the table of half a million tokens.
+#: Blocks of `Staging` are rounded up to this many bytes: the table of half a million tokens.
 STAGING_BYTES: Final = 1 << 16
 
 
 class PinnedMemory(BatchMemory):
-    """Batch memory that is pinned, so that the device reads it without the driver's staging."""
+    """Pinned batch memory: the device reads it without the driver's staging."""
 
     def fresh(self, size: int) -> NDArray[np.uint8]:
         """Return a new pinned block."""
@@ -36,14 +36,14 @@ class StagingBlock:
         self.host = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
         self.array: NDArray[np.uint8] = self.host.numpy()
         self.longs: NDArray[np.int64] = self.array[: size // 8 * 8].view(np.int64)
-        # A thread that waits for it sleeps instead of spinning.
+        # Waiting threads sleep instead of spinning.
         self.done = torch.cuda.Event(blocking=True) if on_cuda else None  # type: ignore[no-untyped-call]
 
 
 class Staging:
     """Pool of pinned staging blocks for one device; a block is reused after `give_back`."""
 
-    # A block that is never given back is freed by torch, once the copies from and to it are done.
+    # torch frees a block never given back, after the copies from and to it.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -53,7 +53,7 @@ class Staging:
         """Return a block from the pool, or a new one."""
         while self._idle:
             block = self._idle.pop()
-            # A block that is too small now will be too small again.
+            # A block too small now will be too small again.
             if block.array.nbytes >= size:
                 return block
         return StagingBlock(-(-size // STAGING_BYTES) * STAGING_BYTES, self._device)
@@ -76,7 +76,7 @@ class RegisteredRing:
         self.device_shift = self._registration.device_shift
 
     def close(self) -> None:
-        """Unregister it, once nothing reads it; may be called twice."""
+        """Unregister the ring after its last read; idempotent."""
         registration = self._registration
         if registration is not None and os.getpid() == self._pid:
             self._stream.synchronize()

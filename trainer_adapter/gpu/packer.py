@@ -1,22 +1,22 @@
-"""From the ring to a packed batch on a GPU, by the fastest transport that this machine supports.
+"""From the ring to a packed batch on a GPU, by this machine's fastest supported transport.
 
 - ``gather``: the ring is registered with CUDA once, and one kernel reads the records over PCIe,
   straight into the packed batch on the device. The CPU makes a table of some 90 bytes a sequence,
-  and 64 more for each further 2,048 tokens of it. Extra fields are copied by a second kernel, with
-  a launch for each.
-- ``pinned``: packed by the CPU into pinned memory, and copied from there without waiting.
-  So go batches of shared prefixes and of sampling masks, which are checked on the host.
-- ``copy``: packed by the CPU, and copied as pageable memory. So go batches with samples of several
-  rows where ``gather`` is the transport of the others: the kernel packs a record as one sequence.
+  and 64 more for each further 2,048 tokens of it. A second kernel copies extra fields, with a
+  launch for each.
+- ``pinned``: packed by the CPU into pinned memory, and copied from there without waiting. Also used
+  for batches of shared prefixes and of sampling masks, checked on the host.
+- ``copy``: packed by the CPU, and copied as pageable memory. Beside ``gather``, also used for
+  batches with samples of several rows: the kernel packs a record as one sequence.
 
 Invariants:
 
-- A batch that `pack` or `Pending.finish` returns is on the device: nothing reads the ring for it
-  any more, so it may be acknowledged. The waiting thread sleeps.
-- Packing runs on a stream of its own, and does not wait for training on other streams.
-- One thread at a time makes batches; a second one gets an error.
-- The ring is unregistered before its mapping goes away, whichever of packer and Consumer ends
-  first; groups of another Consumer are read from that one's ring.
+- A batch returned by `pack` or `Pending.finish` lies on the device and may be acknowledged: nothing
+  reads the ring for the batch any more. The waiting thread sleeps.
+- Packing runs on a separate stream, and does not wait for training on the remaining streams.
+- One thread at a time makes batches; a second thread gets an error.
+- The ring is unregistered before its mapping goes away, in either order of the packer's and the
+  Consumer's end; groups of another Consumer are read from its own ring.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class GpuPacker:
             "is_old": is_old,
             "extra_fields": ExtraFields.of(extra_fields),
         }
-        # What sequences share is found on the host; a batch is padded on the device.
+        # Shared prefixes are found on the host; padding happens on the device.
         first: Layout = "prefix" if layout == "prefix" else "packed"
         self._host = HostPacker(**self._options, layout=first, pack_threads=pack_threads)
         self._layout: Layout = layout
@@ -105,7 +105,7 @@ class GpuPacker:
         self.transport: Transport = transport
 
     def pack(self, groups: list[shmbus.Group]) -> Batch:
-        """Pack leased groups into one batch on the device, and wait until it is there."""
+        """Pack leased groups into one batch on the device, and wait for it."""
         return self.begin(groups).finish()
 
     def begin(self, groups: list[shmbus.Group]) -> Pending:
@@ -140,12 +140,12 @@ class GpuPacker:
             batch.transport = transport
             if self._layout == "padded":
                 pad_batch(batch)
-            # The host's batch is kept until the copies from it are done.
+            # Keep the host's batch until its copies end.
             return Pending(batch, self._stream, keep=packed)
 
     def deliver(self, batch: Batch) -> Batch:
-        """Record that the calling thread's current stream uses a batch; call it once a batch."""
-        # Its memory belongs to the packer's stream: without this, it could be used again there
+        """Record the use of a batch by the calling thread's current stream; call once per batch."""
+        # Its memory belongs to the packer's stream: without this call, the stream could reuse it
         # while kernels of the current stream still read it.
         stream = torch.cuda.current_stream(self.device)
         tree = () if batch.prefix_tree is None else vars(batch.prefix_tree).values()
@@ -156,7 +156,7 @@ class GpuPacker:
         return batch
 
     def close(self) -> None:
-        """Unregister the ring, which keeps the memory of its Consumer until then."""
+        """Unregister the ring, which keeps its Consumer's memory until then."""
         self._host.close()
         ring, self._ring = self._ring, None
         if ring is not None:
@@ -200,13 +200,13 @@ class GpuPacker:
 
 
 def _on(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
-    """Make a stream the current one, by its own context manager if it has one, which is faster."""
+    """Make a stream the current stream, by its own faster context manager if available."""
     itself: Any = stream
     return itself if hasattr(itself, "__enter__") else torch.cuda.stream(itself)
 
 
 class OneThread:
-    """Guards an object that one thread at a time may use; to enter by ``with``."""
+    """Guards an object for one thread at a time; entered by ``with``."""
 
     def __init__(self, name: str, remedy: str) -> None:
         self._name = name

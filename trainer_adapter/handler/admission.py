@@ -1,16 +1,16 @@
-"""Admission of groups that the bus delivered: which may go into a batch, and how the others end.
+"""Admission of delivered groups: planner, give-back or drop.
 
 Invariants:
 
-- A truncated group (under "drop"), a malformed one and one that the filter refuses are dropped.
-  Each costs itself only: all others wait for their batches.
-- A group with a sample that a checkpoint had trained goes back: whoever reads the bus ends that
-  sample, and no group has it any more.
-- Every group ends here, or waits in the planner, even if an error is raised. Where a signal's
-  handler raises, it stays in the inbox, and is admitted by the next call.
-- Once a group with logprobs was admitted, one without them is malformed. A batch of both kinds has
-  no ratio for a part of its tokens; one of the few without them would come at an odd step, and stop
-  a loss that needs them. The other way round nothing that is good would be left.
+- A truncated group (under "drop"), a malformed group and a group refused by the filter are dropped
+  alone. The rest of the take waits for its batches.
+- A group with a sample already trained before a checkpoint goes back. The bus's reader ends that
+  sample, and no later group contains it.
+- Every group ends here or waits in the planner, even after an error. If a signal handler raises,
+  the group stays in the inbox, and the next call admits it.
+- After the first admitted group with logprobs, a group without them is malformed. A mixed batch
+  lacks a ratio for part of its tokens; a rare group without logprobs would arrive at an arbitrary
+  step and stop a loss that needs them. The reverse rule would reject every good group.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class SampleAge:
-    """Whether single samples are too old now, where a stale one does not cost its group."""
+    """Age limit of single samples: a stale sample does not cost its group."""
 
     def __init__(self, max_policy_lag: int, stale_share: float) -> None:
         self.consumer: shmbus.Consumer | None = None
@@ -51,7 +51,7 @@ class SampleAge:
 
     @classmethod
     def of(cls, stale: Stale, options: ConsumerOptions) -> SampleAge | None:
-        """Return what judges samples; None where stale groups are dropped."""
+        """Return the age test, or None if stale groups are dropped."""
         if stale == "drop":
             return None
         lag = options.get("max_policy_lag")
@@ -63,13 +63,13 @@ class SampleAge:
         return cls(check_count("max_policy_lag", lag, 0), options.get("stale_share", 0.0))
 
     def __call__(self, sample: shmbus.Trajectory) -> bool:
-        """Whether this sample is."""
+        """Return True if the sample is too old."""
         assert self.consumer is not None
         return is_stale([sample], self.consumer.policy_version - self._lag, self._share)
 
 
 class Admission:
-    """Passes groups that were taken from the bus to the planner, or ends them."""
+    """Passes groups taken from the bus to the planner, or ends them."""
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ class Admission:
 
     def admit(self) -> None:
         """Have the groups of the inbox wait for their batches, or end them."""
-        # Where it is interrupted, the groups stay in the inbox until it is called again; those that
-        # have ended are passed over then.
+        # After an interruption the groups stay in the inbox until the next call, which skips ended
+        # groups.
         groups = self._without_trained(_leased(self._planner.inbox))
         if self._truncated == "drop":
             cut = [group for group in groups if is_truncated(group)]
@@ -147,7 +147,7 @@ class Admission:
         self._planner.keep_leased()
 
     def drop_without_logprobs(self, groups: list[shmbus.Group]) -> None:
-        """End groups that were admitted before the first one that has logprobs."""
+        """End groups admitted before the first group with logprobs."""
         for group in groups:
             self.drop(group, self._lacks_logprobs(group))
 
@@ -159,14 +159,14 @@ class Admission:
         )
 
     def stale(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
-        """Return the groups among these that are too old now."""
+        """Return the groups now beyond the age limit."""
         if self._max_policy_lag is None:
             return []
         bound = self._consumer.policy_version - self._max_policy_lag
         return [g for g in groups if is_stale(g.trajectories, bound, self._stale_share)]
 
     def return_stale(self) -> None:
-        """Give waiting groups that are too old to the Consumer, which drops and counts them."""
+        """Give stale waiting groups to the Consumer, which drops and counts them."""
         stale = self.stale(self._planner.groups)
         if stale:
             self._planner.unsettled = True
@@ -175,13 +175,13 @@ class Admission:
             self._planner.keep_leased()
 
     def return_trained(self) -> None:
-        """Give back waiting groups that a checkpoint had trained."""
+        """Give back waiting groups already trained before a checkpoint."""
         self._planner.unsettled = True
         self._without_trained(_leased(self._planner.groups))
         self._planner.keep_leased()
 
     def _without_trained(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
-        """Give back groups with samples that a checkpoint had trained; return the others."""
+        """Give back groups with samples trained before a checkpoint; return the rest."""
         if not self.trained:
             return groups
         for group in groups:
@@ -190,7 +190,7 @@ class Admission:
         return _leased(groups)
 
     def _measure(self, groups: list[shmbus.Group]) -> list[tuple[shmbus.Group, int]]:
-        """Pair each group with its tokens; raises if one of them is malformed."""
+        """Pair each group with its token count; raise for a malformed group."""
         try:
             measured = measure(groups, self._fields)
         except MixedLogprobsError:

@@ -1,13 +1,13 @@
-"""The state of an OnlineDataHandler in a checkpoint, so that nothing is trained twice or skipped.
+"""The state of an OnlineDataHandler in a checkpoint: no sample is trained twice or skipped.
 
 Invariants:
 
-- A sample is known by its lasting name: the identity of the bus that it was put onto, its producer
-  and its sequence number there. No two samples share one, and a restored bus keeps it.
+- A sample's lasting name is the identity of its original bus, its producer and its sequence number
+  there. Lasting names are unique, and a restored bus keeps them.
 - A state is plain ints, strs and lists, for any serialiser.
-- It names what all ranks had trained when it was saved. So any rank's state is the job's, whatever
-  its world size is; those of several ranks together are, too, also where one saved before another
-  had its batch.
+- A state names everything trained by every rank before the save. So any rank's state is the job's
+  state for any world size. A list of several ranks' states works too, even if a rank saved before
+  another rank's batch arrived.
 """
 
 from __future__ import annotations
@@ -36,16 +36,15 @@ class HandlerState(msgspec.Struct, frozen=True):
     rank: int
     step: int
     policy_version: int
-    #: The identity of its bus.
+    #: Identity of the bus.
     bus: str
-    #: Lasting names of the samples of all batches that were yielded, on any rank, and that may come
-    #: again.
+    #: Lasting names of the samples of batches yielded on every rank, if the samples may come again.
     trained: set[bytes]
-    #: Requests that were offered and not trained, as `shmbus.Consumer.state_dict` has them.
+    #: Requests offered and not trained, in the form of `shmbus.Consumer.state_dict`.
     requests: Any = None
-    #: Where it stands in the prompts of `OnlineDataHandler.offer`.
+    #: Position in the prompts of `OnlineDataHandler.offer`.
     offer: Any = None
-    #: Of a rank that saves no requests, the groups of its own batches that were yielded.
+    #: For a rank without saved requests: the groups of its own yielded batches.
     groups: list[Key] = []
 
     def as_dict(self) -> dict[str, Any]:
@@ -59,7 +58,7 @@ class HandlerState(msgspec.Struct, frozen=True):
             "step": self.step,
             "policy_version": self.policy_version,
             "bus": self.bus,
-            # No dict: a distributed checkpoint loads only keys that the handler has already.
+            # Not a dict: a distributed checkpoint loads only keys already present in the handler.
             "trained": [[identity, rows] for identity, rows in trained.items()],
         }
         if self.requests is not None:
@@ -72,7 +71,7 @@ class HandlerState(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, state: Any) -> HandlerState:
-        """Read a dict of `as_dict`, or a list of those that the ranks of one job saved."""
+        """Read a dict of `as_dict`, or a list of such dicts saved by the ranks of a job."""
         if not isinstance(state, (list, tuple)):
             return cls._parse_one(state)
         if not state:
@@ -136,7 +135,7 @@ class HandlerState(msgspec.Struct, frozen=True):
 def part_trained(
     opened: Iterable[dict[str, Any]], trained: Counter[Key]
 ) -> tuple[list[Key], list[dict[str, Any]]]:
-    """Part open requests into the keys of those that are trained, and the others."""
+    """Split open requests into the keys of trained requests, and the remaining requests."""
     left, found, rest = trained.copy(), [], []
     for each in opened:
         key = (each["instance_id"], each["round"], each["split"])
@@ -149,7 +148,7 @@ def part_trained(
 
 
 def _names(trained: Iterable[tuple[str, Iterable[Iterable[Any]]]]) -> set[bytes]:
-    """Return the names in a state; there may be very many."""
+    """Return the names in a state; a state may hold very many."""
     pack = _NAME.pack
     found = set()
     for identity, rows in trained:

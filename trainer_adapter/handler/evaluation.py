@@ -1,6 +1,6 @@
-"""Evaluation beside training: groups of another split, in the process that trains.
+"""Evaluation beside training: groups of another split, in the trainer's process.
 
-Invariant: what is evaluated is never in a batch, and what is trained on never in an evaluation.
+Invariant: evaluated groups never enter a batch, and training groups never enter an evaluation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainer_adapter.handler.group_calls import GroupScoring
 
 __all__ = ["MOST_AT_ONCE", "Evaluation"]
 
-#: Groups that one take brings at the most.
+#: Upper limit of groups per take.
 MOST_AT_ONCE = 64
 
 
@@ -29,18 +29,18 @@ class Evaluation:
         self._consumer = consumer
         self._fields = fields
         self._scoring = scoring
-        #: Consumers of other splits, where a daemon serves the bus.
+        #: Consumers of further splits, if a daemon serves the bus.
         self._evaluators: dict[str, shmbus.Consumer] = {}
 
     def close(self) -> None:
-        """Leave the bus with all that were made for other splits."""
+        """Close the consumers of further splits."""
         for consumer in self._evaluators.values():
             consumer.close()
 
     def take(
         self, split: str = "eval", *, max_groups: int = MOST_AT_ONCE, timeout: float | None = 0.1
     ) -> list[shmbus.Group]:
-        """Take complete groups of another split than "train", as `shmbus.Consumer.take` does."""
+        """Take complete groups of a split beside "train", like `shmbus.Consumer.take`."""
         if split == "train":
             raise ValueError("split: expected another than 'train', whose groups come as batches")
         if not self._consumer.has_daemon:

@@ -1,15 +1,15 @@
-"""Callables that work on complete groups before these go into a batch: they score, or add columns.
+"""Callables on complete groups before batching: scoring, and additional columns.
 
 Invariants:
 
-- What a group's call raises is raised once the wait for all calls of the take is over, so that
-  those that succeeded are kept.
-- A wait that is over leaves the calls under way, and no group waits for that of another for longer.
-- A group leaves here with all of its samples scored, and with its columns; or it ends here, or it
-  waits here, leased, for the next attempt.
-- What was done is not done again in this process. After a death the group is delivered again as its
-  producers put it, and all is done anew: a score is never lost apart from its group.
-- Nothing here refers to the handler, which a waiting thread would keep alive.
+- An exception of a group's call is raised after the wait for every call of the take, to keep the
+  successful calls.
+- The end of a wait leaves unfinished calls running. No group waits longer for another group's call.
+- A group leaves with every sample scored and with its columns, or ends here, or waits here, leased,
+  for the next attempt.
+- Finished work is not repeated in this process. After a death the group is delivered again in its
+  producers' form, and the work starts from scratch: a score is never lost apart from its group.
+- Nothing here refers to the handler, since a waiting thread would keep the handler alive.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["AnnotateGroup", "GroupAnnotation", "GroupScoring", "ScoreGroup", "group_scoring"]
 
-#: Calls of a coroutine function with one group before it is dropped: several helpers may answer.
+#: Calls of a coroutine function per group before the drop: several helpers may answer.
 CALL_ATTEMPTS: Final = 3
-#: Seconds between two reports of a call that lasts.
+#: Seconds between two reports of a slow call.
 REPORT_S: Final = 60.0
 
 #: Drops groups that no helper can serve; with several ranks no rank may.
 Drop: TypeAlias = Callable[[list[shmbus.Group]], None]
 
-#: Scores a group: a number for each sample, or None to drop it. It may be a coroutine function.
+#: Scores a group: a number per sample, or None to drop the group. May be a coroutine function.
 ScoreGroup: TypeAlias = Callable[[shmbus.Group], Any]
-#: Returns, by name, an array of each sample of a group. It may be a coroutine function.
+#: Returns arrays per sample, by name. May be a coroutine function.
 AnnotateGroup: TypeAlias = Callable[[shmbus.Group], Any]
 
 
@@ -95,10 +95,10 @@ class GroupCalls:
         settle: Callable[[shmbus.Group, Any], None],
         wait_s: float | None,
     ) -> None:
-        """Call it with each group, wait so long, and settle what has been returned.
+        """Call the callable with each group, wait, and settle the returned results.
 
-        A group with a call under way is waited for again by the next run. Without `wait_s` and a
-        limit a function runs in the caller's thread.
+        The next run waits again for a group with a call under way. Without `wait_s` and a limit a
+        function runs in the caller's thread.
         """
         if self._loop is None and wait_s is None and self._call_timeout_s is None:
             for group in groups:
@@ -111,7 +111,7 @@ class GroupCalls:
             self._wait(groups, deadline_s)
             self._settle(groups, settle)
             return
-        for group in groups:  # one after the other
+        for group in groups:  # sequentially
             self._begin(group)
             self._wait([group], deadline_s)
             self._settle([group], settle)
@@ -132,7 +132,7 @@ class GroupCalls:
         return await self._function(group)
 
     def _wait(self, groups: Sequence[shmbus.Group], deadline_s: float) -> None:
-        """Wait for the calls with these groups; one beyond its limit is cancelled and repeated."""
+        """Wait for the calls of these groups; cancel and repeat a call beyond its limit."""
         while True:
             running = [
                 call for group in groups if not (call := self._under_way[id(group)]).future.done()
@@ -166,7 +166,7 @@ class GroupCalls:
             self._begin(call.group, call.attempts + 1)
 
     def _report(self, call: _Call, now_s: float) -> None:
-        """Tell once a minute of the call that has lasted longest."""
+        """Report the longest-running call once a minute."""
         if now_s < max(call.began_s, self._reported_s) + REPORT_S:
             return
         self._reported_s = now_s
@@ -180,7 +180,7 @@ class GroupCalls:
     def _settle(
         self, groups: Sequence[shmbus.Group], settle: Callable[[shmbus.Group, Any], None]
     ) -> None:
-        """Settle the calls that have ended, and raise the first error."""
+        """Settle the ended calls, and raise the first error."""
         errors: list[BaseException] = []
         for group in groups:
             call = self._under_way[id(group)]
@@ -213,7 +213,7 @@ class GroupCalls:
             self._drop([group])
 
     def close(self) -> None:
-        """End what is under way, and the thread; who waits for it gets BusClosedError."""
+        """End running calls and the thread; waiting callers get BusClosedError."""
         if self._loop is not None:
             self._loop.close()
 
@@ -221,7 +221,7 @@ class GroupCalls:
 def _in_thread(
     function: Callable[[shmbus.Group], Any], group: shmbus.Group
 ) -> concurrent.futures.Future[Any]:
-    """Call a function in a thread of its own, which no exit of the process waits for."""
+    """Call a function in a separate thread, not awaited at process exit."""
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
 
@@ -238,10 +238,10 @@ def _in_thread(
 
 
 class _LoopThread:
-    """One event loop in a thread of its own, begun by the first use."""
+    """One event loop in a separate thread, started by the first use."""
 
-    # Clients of servers belong to the loop in which they were first used, so there is one for all
-    # calls; and the caller's thread may have a loop that runs, as in a notebook.
+    # Clients of servers belong to the loop of their first use, so every call shares a single loop.
+    # The caller's thread may run its own loop, as in a notebook.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -282,7 +282,7 @@ class _LoopThread:
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped; what is under way then ends by its cancellation."""
+    """Run the loop until it stops; then cancel the remaining calls."""
     try:
         loop.run_forever()
         loop.run_until_complete(_cancel(asyncio.all_tasks(loop)))
@@ -306,7 +306,7 @@ def _stop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class GroupScoring:
-    """Has a callable score what producers left open."""
+    """Scores samples left open by producers, through a callable."""
 
     def __init__(
         self,
@@ -322,24 +322,24 @@ class GroupScoring:
 
     @property
     def is_async(self) -> bool:
-        """Whether the scores are made in another thread."""
+        """True if another thread computes the scores."""
         return self._calls.is_async
 
     def run(
         self, groups: list[shmbus.Group], wait_s: float | None = None, *, trained: bool = True
     ) -> None:
-        """Score the samples of groups that have no score yet."""
+        """Score the samples of groups without a score."""
         unscored = [group for group in groups if not self.is_done(group)]
         if unscored:
             settle = functools.partial(self._settle, trained=trained)
             self._calls.run(unscored, settle, wait_s)
 
     def is_done(self, group: shmbus.Group) -> bool:
-        """Whether it has all scores, or has ended."""
+        """Return True if every sample is scored or the group ended."""
         return group.state != "leased" or all([t.scored for t in group.trajectories])
 
     def _settle(self, group: shmbus.Group, given: Any, *, trained: bool) -> None:
-        """Give a group its scores, or end it."""
+        """Store a group's scores, or end the group."""
         if given is None and self._drop is not None:
             self._drop([group])
             return
@@ -351,7 +351,7 @@ class GroupScoring:
             self._drop([group])
 
     def close(self) -> None:
-        """End what is under way; who waits for scores gets BusClosedError."""
+        """End running calls; callers waiting for scores get BusClosedError."""
         self._calls.close()
 
 
@@ -362,7 +362,7 @@ def group_scoring(
     drop_equal: bool,
     call_timeout_s: float | None,
 ) -> GroupScoring | None:
-    """Return what scores groups by a callable; None for None, TypeError for what is neither."""
+    """Return the scoring by a callable, or None for None; TypeError for a non-callable."""
     if score_group is None:
         return None
     return GroupScoring(score_group, drop, drop_equal=drop_equal, call_timeout_s=call_timeout_s)
@@ -374,7 +374,7 @@ def _are_equal(scores: Any) -> bool:
 
 def _checked(group: shmbus.Group, given: Any) -> NDArray[np.float64]:
     count = len(group.trajectories)
-    # A tensor may have a graph, or lie on a device.
+    # A tensor may carry a graph, or lie on a device.
     host = given.detach().cpu() if hasattr(given, "detach") else given
     try:
         scores = np.asarray(host, np.float64)
@@ -392,7 +392,7 @@ def _checked(group: shmbus.Group, given: Any) -> NDArray[np.float64]:
 
 
 class GroupAnnotation:
-    """Has a callable add columns to groups that have none."""
+    """Adds missing columns to groups, through callables."""
 
     def __init__(
         self,
@@ -405,18 +405,18 @@ class GroupAnnotation:
         given: Any = annotate_group
         passes = given if isinstance(given, Sequence) else [given]
         self._passes = [GroupCalls("annotate_group", one, drop, call_timeout_s) for one in passes]
-        #: Groups on their way, by identity, each with the passes that it has.
+        #: Groups in progress, by identity, each with its count of finished passes.
         self._begun: dict[int, tuple[shmbus.Group, int]] = {}
         self._tokens = tokens
         self._extra_fields = extra_fields
 
     @property
     def is_async(self) -> bool:
-        """Whether all columns are made in another thread."""
+        """True if another thread computes every column."""
         return all(calls.is_async for calls in self._passes)
 
     def run(self, groups: list[shmbus.Group], wait_s: float | None) -> None:
-        """Add the columns of groups that have none yet."""
+        """Add missing columns to groups."""
         deadline_s = None if wait_s is None else time.monotonic() + wait_s
         for number, calls in enumerate(self._passes):
             due = [g for g in groups if g.state == "leased" and self._count(g) == number]
@@ -424,14 +424,14 @@ class GroupAnnotation:
             calls.run(due, self._settle, left_s)
 
     def is_done(self, group: shmbus.Group) -> bool:
-        """Whether it has all columns, or has ended."""
+        """Return True if the group's columns are complete or the group ended."""
         if group.state == "leased" and self._count(group) < len(self._passes):
             return False
         self._begun.pop(id(group), None)
         return True
 
     def _count(self, group: shmbus.Group) -> int:
-        """Return how many passes a group has had; all, where it has columns and none is due."""
+        """Return a group's count of finished passes; the maximum if its columns are complete."""
         found = self._begun.get(id(group))
         return (len(self._passes) if group.annotated else 0) if found is None else found[1]
 
@@ -442,6 +442,6 @@ class GroupAnnotation:
         group.columns.update(columns)
 
     def close(self) -> None:
-        """End what is under way; who waits for it gets BusClosedError."""
+        """End running calls; waiting callers get BusClosedError."""
         for calls in self._passes:
             calls.close()

@@ -2,13 +2,13 @@
 
 Invariants:
 
-- A batch holds whole groups. They stay leased until `ack`, so a trainer that dies before gets all
-  of them again.
-- A group that was taken is in exactly one place, which the planner keeps, until it ends.
-- An exception of a signal's handler loses no group and doubles none: the next call finishes what
-  was cut short. A batch that leaves `next_batch` by an exception comes again; one that was returned
+- A batch holds whole groups. They stay leased until `ack`, so a trainer that dies earlier gets the
+  groups again.
+- A taken group is in exactly one place, recorded by the planner, until its end.
+- An exception of a signal handler neither loses nor duplicates a group: the next call finishes the
+  interrupted work. A batch that leaves `next_batch` by an exception comes again; a returned batch
   is the caller's, and in `out`, until `ack` or `give_back`.
-- After `load_state_dict`, samples that the checkpoint had trained are acknowledged and not yielded.
+- After `load_state_dict`, samples trained before the checkpoint are acknowledged and not yielded.
 """
 
 from __future__ import annotations
@@ -74,110 +74,108 @@ from trainer_adapter.handler.take import (
 from trainer_adapter.scored_group import ScoredGroup
 
 if TYPE_CHECKING:
-    # Of no package that is needed at run time; typing has it from Python 3.11 on.
+    # Not a runtime dependency; typing exports Unpack from Python 3.11 on.
     from typing_extensions import Unpack
 
 __all__ = ["OnlineDataHandler"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds of a timeout from which its error says what stands in the way.
+#: Timeout in seconds from which the error names the cause.
 SENTENCE_S: Final = 0.2
 
 
 class OnlineDataHandler(IterableDataset[Batch]):
     """Takes complete groups from a bus and yields them as batches of tensors.
 
-    It is a torch `IterableDataset`, for a DataLoader with ``batch_size=None`` and no workers.
+    A torch `IterableDataset`, for a DataLoader with ``batch_size=None`` and no workers.
 
     Parameters
     ----------
     bus : str
         Name of the bus.
     tokens_per_batch : int, optional
-        A batch holds as many whole groups as fit into this many tokens, 65,536 by default. Padding
-        is not counted, not even in the padded layout. A larger group is a batch by itself; a longer
-        *sequence* is malformed.
+        Token budget of a batch of whole groups, 65,536 by default. Padding is not counted, not even
+        in the padded layout. A larger group forms a batch alone; a longer *sequence* is malformed.
     groups_per_batch : int, optional
-        Instead: exactly so many groups a batch.
+        Instead: an exact number of groups per batch.
     advantages : "grpo" | "dr_grpo" | "rloo" | "batch" | "batch_std" | "none" or callable
         As for `group_advantages`.
     layout : "packed" | "padded" | "prefix"
-        All sequences in one row, with `Batch.cu_seqlens` for their borders; or a row for each,
-        padded to the longest; or packed, with what sequences of a group share once for the model,
-        in `Batch.prefix_tree`. Then samples of a group have one prompt.
+        "packed": every sequence in one row, with borders in `Batch.cu_seqlens`. "padded": a row per
+        sequence, padded to the longest. "prefix": packed, with the shared prefix of a group's
+        sequences stored once for the model, in `Batch.prefix_tree`; samples of a group then share
+        one prompt.
     device : torch.device or str
-        Where the batch's tensors are. With "cuda" the GPU reads the ring itself where it can.
+        Device of the batch's tensors. With "cuda" the GPU reads the ring directly if supported.
     rank, world_size : int
-        This rank gets its shard of each step: disjoint from those of other ranks, balanced by
-        tokens, and formed as soon as each rank gets a group. More than one rank need the daemon
-        (`shmbus serve`). A rank that starts again first gets the groups that it had not
-        acknowledged, as the same batches. `max_policy_lag` applies before a shard is formed, never
-        after.
+        This rank gets its shard of each step: disjoint from the shards of the remaining ranks,
+        balanced by tokens, and formed as soon as each rank gets a group. Several ranks need the
+        daemon (`shmbus serve`). A restarted rank first gets its unacknowledged groups, as the same
+        batches. `max_policy_lag` applies before a shard is formed, never after.
     max_wait : float, optional
-        Seconds after its first group in which a batch is yielded though it is not full, if each
-        rank has a group; None waits until it is full. By default 1 for a token budget, and None for
-        a number of groups.
+        Seconds after its first group until a partial batch is yielded, if each rank gets a group;
+        None waits for a full batch. By default 1 for a token budget, and None for a number of
+        groups.
     fields : FieldNames, optional
         Producers' names of the arrays.
     malformed : "raise" | "drop"
-        A group whose arrays do not fit together is dropped and counted in either case; "raise"
-        also raises its ValueError, once, and iteration can continue.
+        A group of mismatched arrays is dropped and counted in either case; "raise" also raises its
+        ValueError, once, and iteration can continue.
     truncated : "keep" | "mask" | "exclude" | "drop"
-        Treatment of truncated samples, whose ``meta["finish_reason"]`` is "length", "max_tokens" or
-        "abort": train them as others; leave them out of the loss, while their scores still count
-        for their groups; leave their scores out of the groups' baselines too; or drop their whole
-        group. `truncated_groups` counts the groups dropped so; the ledger has them under
+        Treatment of truncated samples, with ``meta["finish_reason"]`` "length", "max_tokens" or
+        "abort": train them normally; leave them out of the loss, while their scores still count for
+        their groups; leave their scores out of the groups' baselines too; or drop their whole
+        group. `truncated_groups` counts these dropped groups, found in the ledger under
         "malformed".
     stale_samples : "drop" | "mask" | "exclude"
         Treatment of samples more than `max_policy_lag` versions behind, by `stale_share`: drop
         their whole group, or leave those samples alone out of the loss when their batch is packed,
         and under "exclude" out of the baseline.
     prefetch : int
-        Batches that a thread keeps ready, on their device, while the step runs; 0, the default, for
-        no thread. A batch is made ready when it is full or, while the trainer waits, when
-        `max_wait` is over. A ready batch that is too old after `set_policy_version` is recalled and
-        made from newer groups; a shard is not.
+        Batches kept ready on their device by a thread during the step; 0, the default, for no
+        thread. A batch becomes ready when full or, while the trainer waits, after `max_wait`. A
+        ready batch too old after `set_policy_version` is recalled and made from newer groups; a
+        shard is not.
     progress : bool or file
-        Write a line of progress to stderr, or to a file, now and then. ``handler.progress.line`` is
-        the present one in any case.
+        Write a line of progress to stderr, or to a file, now and then. ``handler.progress.line``
+        holds the current line in any case.
     extra_fields : dict of str to kind or ExtraField, optional
-        Further fields for `Batch.extra`: "token" (a row a token), "ragged" (rows joined),
-        "sequence" (an array a sample, stacked) or "meta" (a value of the meta). `ExtraField` has
-        dtype, shape, and a fill for a sample without it; else such a group is malformed.
+        Further fields for `Batch.extra`: "token" (a row per token), "ragged" (rows joined),
+        "sequence" (an array per sample, stacked) or "meta" (a value of the meta). `ExtraField` sets
+        dtype, shape, and a fill for a sample without the field; else such a group is malformed.
     on_metrics : callable, or dict of callables, optional
-        Called with `metrics` of its own for each batch, before the trainer gets it, such as
-        ``wandb.log``; or one a kind, ``{"reward": ..., "lag": ...}``. Its exception is raised by
-        `next_batch`, and the batch is the next one.
+        Called with separate `metrics` for each batch, before the trainer gets the batch, for
+        example ``wandb.log``; or a callable per kind, ``{"reward": ..., "lag": ...}``. `next_batch`
+        raises its exception, and returns the batch on the next call.
     keep_group : callable, optional
-        Called with each group as a `ScoredGroup`; one for which it is not true is dropped, counted
-        as "filtered", and one more to sample. For a filter by other than equal scores,
-        which `skip_zero_variance` drops before. With one rank only. A ValueError of it makes the
-        group malformed.
+        Called with each group as a `ScoredGroup`. A false result drops the group, counts it as
+        "filtered", and adds one to the groups to sample. For filters beyond equal scores, dropped
+        earlier by `skip_zero_variance`. Single rank only. A ValueError makes the group malformed.
     pack_threads : int, optional
-        Threads that copy a batch on the host, the packing one among them; by default a fourth of
-        the processors of this rank, at most 4. They wait, parked, between batches.
+        Threads for copying a batch on the host, the packing thread included; by default a fourth of
+        this rank's processors, at most 4. They wait, parked, between batches.
     score_group : callable, optional
-        Scores groups with samples that were put with ``score=None``, before they go into a batch:
-        called with the leased `shmbus.Group`, it returns a number for each sample, of which those
-        that have a score keep theirs; or None, and the group is dropped as "filtered" (with one
-        rank only). A coroutine function scores all groups of a take at the same time. What it
-        raises is raised by `next_batch`, and the groups wait for the next call; for an
-        `UnservedGroupError` the group is dropped as "filtered" (with one rank only).
+        Scores groups with samples put with ``score=None``, before batching: called with the leased
+        `shmbus.Group`, the callable returns a number per sample (existing scores win), or None, and
+        the group is dropped as "filtered" (single rank only). A coroutine function scores the
+        groups of a take concurrently. `next_batch` raises its exceptions, and the groups wait for
+        the next call; after an `UnservedGroupError` the group is dropped as "filtered" (single rank
+        only).
     annotate_group : callable, or list of them, optional
-        Adds arrays to each group before it goes into a batch, such as reference logprobs: called
-        with the leased `shmbus.Group`, scored, it returns a dict of names and lists, of an array a
-        sample with a row a token. They come to `Batch.extra` as `extra_fields` do, which may say
-        "sequence" for one that has an array or a number a sample. A coroutine function annotates
-        all groups of a take at the same time; `shmbus.Columns` is one, for annotators in processes
-        of their own. Of a list, each one sees what those before it added, in `Group.columns`. What
-        it raises is raised as by `score_group`.
+        Adds arrays to each group before batching, for example reference logprobs: called with the
+        leased, scored `shmbus.Group`, the callable returns a dict of names and lists: an array per
+        sample with a row per token. The arrays reach `Batch.extra` like `extra_fields`; declare
+        "sequence" there for an array or a number per sample. A coroutine function annotates the
+        groups of a take concurrently; `shmbus.Columns` is a ready-made coroutine function, for
+        annotators in separate processes. Each callable of a list sees the additions of the earlier
+        callables in `Group.columns`. Exceptions are raised as by `score_group`.
     call_timeout : float, optional
-        Seconds that a call of `score_group` or `annotate_group` may take for a group; None for any
-        time. A coroutine is cancelled then, and called again, three times at the most; then, and
-        for a function at once, its group is dropped as "filtered", or with several ranks an
-        `UnservedGroupError` is raised. A function runs in a thread of its own under this limit, and
-        wherever a batch without `prefetch` is awaited with a timeout.
+        Seconds per group for a call of `score_group` or `annotate_group`; None for no limit. A late
+        coroutine is cancelled and called again, at most three times. After the third time, and for
+        a function at once, its group is dropped as "filtered", or with several ranks an
+        `UnservedGroupError` is raised. A function runs in a separate thread under this limit, and
+        when a batch without `prefetch` is awaited with a timeout.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, stale_share,
         skip_zero_variance, duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout,
@@ -186,7 +184,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
     Raises
     ------
     TypeError, ValueError
-        Arguments that do not fit.
+        Invalid arguments.
     BusNotFoundError, BusBusyError, LayoutMismatchError
         As for `shmbus.Consumer`.
     """
@@ -296,7 +294,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 tokens_per_batch=tokens_per_batch,
                 malformed=malformed,
                 truncated=truncated,
-                # A shard stays as it is: all ranks make as many batches.
+                # A shard never changes: every rank makes the same number of batches.
                 max_policy_lag=None if world_size > 1 else max_policy_lag,
                 stale_share=consumer_options.get("stale_share", 0.0),
                 extra_fields=options["extra_fields"],
@@ -319,7 +317,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             with shmbus.Bus.open(self._consumer.name) as handle:
                 self._identity = handle.identity
         except BaseException:
-            # Who keeps the exception keeps this handler, which nobody was given.
+            # The raised exception keeps this unreachable handler alive.
             self._consumer.close()
             raise
 
@@ -335,20 +333,20 @@ class OnlineDataHandler(IterableDataset[Batch]):
 
     @property
     def step(self) -> int:
-        """How many batches were yielded: the step of the next one.
+        """Number of yielded batches: the step of the next batch.
 
-        After an optimizer step it is the policy version of the samples to come, ready batches or
-        not: ``handler.set_policy_version(handler.step)``.
+        After an optimizer step, the policy version of the samples to come, regardless of ready
+        batches: ``handler.set_policy_version(handler.step)``.
         """
         return self._planner.step
 
     @property
     def closed(self) -> bool:
-        """Whether the handler, or its consumer, is closed."""
+        """True if the handler or its consumer is closed."""
         return self._closed or self._consumer.closed
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches until `close`, or the end of what `offer` was given.
+        """Yield batches until `close`, or the end of the prompts of `offer`.
 
         An exception does not end the iteration.
         """
@@ -371,7 +369,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             raise
 
     def iter(self, timeout: float | None = None) -> Iterator[Batch]:
-        """Yield batches until `close` or the end of the prompts, and wait only so long for each.
+        """Yield batches until `close` or the end of the prompts, with a time limit for each.
 
         Parameters
         ----------
@@ -385,7 +383,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Raises
         ------
         TimeoutError
-            As for `next_batch`. It ends this iteration; another one goes on behind it.
+            As for `next_batch`. The error ends this iteration; a new iteration continues after it.
         ValueError, BusClosedError
             As for `next_batch`.
         """
@@ -409,8 +407,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for it; None waits for ever, with a note in the log every half minute
-            that names what is missing. What a prompt iterator takes comes on top.
+            Seconds to wait; None waits for ever, with a note of the missing parts in the log every
+            half minute. Time spent in a prompt iterator comes on top.
 
         Returns
         -------
@@ -419,28 +417,28 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Raises
         ------
         TimeoutError
-            There is no batch in time: the groups that are held stay so for the next call. Or, at
-            once, none can come: what this handler has requested has ended, no producer is attached,
-            and nothing is on the bus. The message tells what is held and open, what was dropped
-            since the last such message and why, how many batches are out, and what to do.
+            No batch in time: held groups stay held for the next call. Or, at once, no batch can
+            come: this handler's requests have ended, no producer is attached, and the bus is empty.
+            The message reports held and open groups, drops since the last such message with
+            reasons, the number of batches out, and the remedy.
         EOFError
-            All prompts of `offer` are trained or given up.
+            Every prompt of `offer` is trained or given up.
         ValueError
-            A group is malformed, under ``malformed="raise"``. It has been dropped.
+            A group is malformed, under ``malformed="raise"``, and was dropped.
         BusClosedError
             The handler is closed, or was made before a fork.
 
         Notes
         -----
-        After an exception, that of a signal's handler too, the next call goes on, with the same
-        batch where one was on its way. What was returned is in `out` until `ack` or `give_back`.
+        After an exception, even of a signal handler, the next call continues, with the same batch
+        if already begun. A returned batch is in `out` until `ack` or `give_back`.
         """
         check_timeout(timeout)
         first: list[MadeBatch[Batch] | BaseException] = []
         try:
             return self._next_batch(timeout, first)
         except BaseException:
-            # It has not reached the caller.
+            # The batch did not reach the caller.
             last = self._planner.last_out
             if last is not None and any(last is one for one in first):
                 with self._locked():
@@ -450,7 +448,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
     def _next_batch(
         self, timeout: float | None, handed_out: list[MadeBatch[Batch] | BaseException]
     ) -> Batch:
-        """Wait for the next batch, and note what is handed out before it is."""
+        """Wait for the next batch, and note the result before handing it out."""
         began_s = time.monotonic()
         self._warn_of_earlier_run()
         self._settle()
@@ -464,7 +462,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 raise self._timeout_error(timeout)
             self._metrics.measure(time.monotonic() - began_s)
             with self._locked():
-                # Else a group had to be dropped, or a batch was recalled.
+                # Else a group was dropped, or a batch recalled.
                 if self._planner.ready:
                     handed_out.append(self._planner.ready[0])
                     return self._hand_out(began_s)
@@ -472,7 +470,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 left_s = max(0.0, began_s + timeout - time.monotonic())
 
     def _warn_of_earlier_run(self) -> None:
-        """Warn once, before the first batch, of samples that another run may have left."""
+        """Warn once, before the first batch, of samples possibly left by an earlier run."""
         (version, waiting), self._found = self._found, (0, 0)
         if waiting and self._consumer.policy_version == version:
             name = self._consumer.name
@@ -484,7 +482,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             )  # fmt: skip
 
     def _settle(self) -> None:
-        """Finish what an exception of a signal's handler has cut short in the call before."""
+        """Finish work interrupted by a signal handler's exception in the previous call."""
         planner = self._planner
         if planner.unsettled or (planner.inbox and self._prefetcher is None):
             with self._locked():
@@ -493,7 +491,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
                     self._admission.admit()
 
     def _make_next(self, timeout: float | None) -> bool:
-        """Make the next batch, unless a group of it has to be dropped; False after the timeout."""
+        """Make the next batch unless its group must be dropped; False after the timeout."""
         planner, admission = self._planner, self._admission
         if self._ready_is_stale():
             planner.recall(time.monotonic())
@@ -510,7 +508,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         return True
 
     def _wait_for_ready(self, prefetcher: Prefetcher, timeout: float | None) -> bool:
-        """Wait for a batch of the thread; one that has become too old is recalled."""
+        """Wait for a batch of the thread; recall a batch too old by now."""
         prefetcher.require_own_process()
         if not prefetcher.wait(timeout, QUIET_NOTE_S, self._note_quiet, self._look):
             return False
@@ -528,7 +526,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         return bool(self._admission.stale([one.group for one in ready[0].planned]))
 
     def _hand_out(self, began_s: float) -> Batch:
-        """Count the first batch that is ready as a step, and return it."""
+        """Count the first ready batch as a step, and return it."""
         first = self._planner.ready[0]
         if isinstance(first, MadeBatch):
             batch = first.batch
@@ -543,7 +541,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         return self._planner.hand_out(self._planner.step)
 
     def _look(self, asked: bool, deadline_s: float | None) -> float | None:
-        """Offer prompts before a wait; raises where nothing can come any more."""
+        """Offer prompts before a wait; raise if no batch can come any more."""
         if asked and self._prompts.is_hopeless():
             raise TimeoutError(
                 "no batch can come: what was requested has ended, nothing is on the bus, and no "
@@ -554,7 +552,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
     def _make(self) -> None:
         """Pack the next batch of the planner; after a failure its groups still wait."""
         if self._planner.unsettled:
-            # Of the groups that are left a batch may not be due.
+            # The remaining groups may not make a batch due.
             self._planner.keep_leased()
             return
         planned = self._planner.next_groups()
@@ -575,14 +573,15 @@ class OnlineDataHandler(IterableDataset[Batch]):
             self._planner.made(planned, batch, packed_s)
 
     def _timeout_error(self, timeout: float | None) -> TimeoutError:
-        # Who polls catches many of these, and a look at the whole bus takes milliseconds.
+        # A polling caller catches many of these errors, and a look at the whole bus takes
+        # milliseconds.
         said = self._sentence() if timeout is None or timeout >= SENTENCE_S else ""
         return TimeoutError(
             f"no {self._awaited} within {timeout:g} s{said}; {self._what_is_there()}"
         )
 
     def _sentence(self) -> str:
-        """Return what `shmbus status` says in its first line, as the rest of a sentence."""
+        """Return the first line of `shmbus status`, as the rest of a sentence."""
         said = wait_sentence(self._consumer.name, self._planner.missing_text)
         return f": {said.removesuffix('.')}" if said else ""
 
@@ -602,7 +601,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
 
     @property
     def out(self) -> list[Batch]:
-        """The batches that the trainer has: returned, and neither acknowledged nor given back."""
+        """Batches at the trainer: returned, and neither acknowledged nor given back."""
         return [made.batch for made in self._planner.out.values()]
 
     def ack(self, batch: Batch) -> None:
@@ -616,23 +615,23 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Raises
         ------
         ProtocolError
-            It was acknowledged or given back already, or is not of this handler.
+            The batch was already acknowledged or given back, or belongs to another handler.
 
         Notes
         -----
-        After an exception of a signal's handler, such as KeyboardInterrupt, call it again: it does
-        what is left to do, or raises ProtocolError since nothing is.
+        After an exception of a signal handler, like KeyboardInterrupt, call `ack` again: the call
+        finishes the remaining work, or raises ProtocolError if nothing remains.
 
-        To lose nothing when the trainer returns to a checkpoint, save ``state_dict()`` before you
-        acknowledge the batches that it covers.
+        To lose nothing on a return to a checkpoint, save ``state_dict()`` before acknowledging the
+        batches in it.
         """
         self._require_out(batch, "ack")
-        # Those that are acknowledged were so by a call that was interrupted.
+        # An interrupted call may have acknowledged some groups already.
         self._consumer.ack([group for group in batch.groups if group.state != "acknowledged"])
         self._planner.acknowledged(batch.step)
 
     def give_back(self, batch: Batch) -> None:
-        """Return a batch that was not trained on; the next batch is made from its groups.
+        """Return an untrained batch; its groups make the next batch.
 
         Parameters
         ----------
@@ -647,7 +646,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         self._require_out(batch, "give back")
         if self._world_size > 1:
             self._consumer.note_trained(batch.groups, -1)
-        # Not to the consumer: groups that wait here would be delivered before them.
+        # Not to the consumer, which would deliver the groups waiting here first.
         with self._locked():
             self._planner.give_back(batch.step, time.monotonic())
             if self._prefetcher is not None:
@@ -664,7 +663,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         if not isinstance(batch, Batch):
             raise TypeError(f"cannot {verb} it: expected a Batch, got {type(batch).__name__}")
         out = self._planner.out_as(batch.step)
-        # A copy on another device has the list of the original.
+        # A copy on another device shares the list of the original.
         if out is not None and out.groups is batch.groups:
             return
         if all(group.state == "acknowledged" for group in batch.groups):
@@ -681,85 +680,86 @@ class OnlineDataHandler(IterableDataset[Batch]):
     def request(
         self, instance_id: str | int, *, round: int | None = None, split: str = "train", **more: Any
     ) -> int:
-        """Offer one group to the workers, as `shmbus.Consumer.request` does, which says how.
+        """Offer one group to the workers; details in `shmbus.Consumer.request`.
 
-        After `load_state_dict` a trainer goes over its data again, from where the checkpoint stood.
-        What it had offered after that and the bus has still is not offered twice.
+        After `load_state_dict` a trainer repeats its data from the checkpoint's position. A later
+        offer still on the bus is not offered twice.
 
         Parameters
         ----------
         instance_id : str or int
             The prompt's key.
         round : int, optional
-            Which repetition of the prompt this is.
+            Repetition number of the prompt.
         split : str, default "train"
-            What the group is for.
+            Purpose of the group.
         **more
-            All others of `shmbus.Consumer.request`, the prompt's fields too.
+            Further arguments of `shmbus.Consumer.request`, including the prompt's fields.
 
         Returns
         -------
         int
-            The request's number; 0 where it was offered before the restart.
+            The request's number; 0 if offered before the restart.
         """
         return self._prompts.request(instance_id, round=round, split=split, **more)
 
     def offer(self, prompts: Any, ahead: int = 2, group_size: int = 8) -> None:
-        """Keep prompts open for the workers, whatever becomes of each, from now to their end.
+        """Keep prompts open for the workers until the prompts end.
 
-        `next_batch` goes on offering, before it waits and while it does. What counts is what is
-        open or on its way to a batch, so a group that fails, is late, stale, malformed or filtered
-        is replaced. Prompts from others, such as a `Feeder`, count too.
+        `next_batch` continues the offers, before and during its wait. The count covers prompts open
+        or on their way to a batch, so a failed, late, stale, malformed or filtered group is
+        replaced. Prompts of a separate `Feeder` count too.
 
-        `state_dict` has the position. After `load_state_dict`, which comes first, the same call,
-        with the same data from their start in the same order, goes on at the exact prompt: each is
-        trained at most once, and none is left out but those that were given up. A prompt's round,
-        `round` of a `Request`, is its place in all that was offered, so an id may come again.
+        `state_dict` contains the position. After `load_state_dict`, which comes first, the same
+        call with the same data from their start in the same order continues at the exact prompt:
+        each is trained at most once, and only given-up prompts are left out. A prompt's round,
+        `round` of a `Request`, is its place in the whole sequence of offers, so an id may come
+        again.
 
-        With several ranks the call is made on each: rank 0 offers for all, and it does nothing on
-        others.
+        With several ranks every rank makes the call: rank 0 offers for the job, and the call does
+        nothing on the remaining ranks.
 
         Parameters
         ----------
         prompts : iterable, or data set with a length and ``__getitem__``
-            Of dicts, or of (id, prompt) pairs. A dict may have ``instance_id`` (its place by
-            default), ``group_size``, ``need``, ``priority`` and ``meta``. Of the others, arrays, a
-            list ``prompt`` of token ids, and what ``prompt_schema`` has are the request's fields;
-            all else, such as text, is put into its meta. An iterator's `next` is called by
-            `next_batch`, which waits for it; give a DataLoader (``batch_size=None``) to have that
-            done ahead. One with `load_state_dict`, as torchdata's StatefulDataLoader, goes on by
-            that; another is gone through again.
+            Dicts, or (id, prompt) pairs. A dict may contain ``instance_id`` (its place by default),
+            ``group_size``, ``need``, ``priority`` and ``meta``. Of the remaining items, arrays, a
+            list ``prompt`` of token ids, and fields of ``prompt_schema`` become the request's
+            fields; the rest, like text, goes into its meta. `next_batch` calls an iterator's `next`
+            and waits for it; pass a DataLoader (``batch_size=None``) to load ahead. A source with
+            `load_state_dict`, like torchdata's StatefulDataLoader, resumes by that method; a source
+            without this method is read again from its start.
         ahead : int, default 2
-            How many batches' worth of prompts are kept open when a batch is waited for, so one less
-            while it is trained; those of ready batches, of `prefetch`, are not counted. A batch is
+            Batches' worth of prompts kept open while waiting for a batch, so one less during
+            training; prompts of ready `prefetch` batches are not counted. A batch is
             `groups_per_batch` of each rank; or `tokens_per_batch` by the mean of the last 64
-            groups' tokens, and 8 groups until the first has come.
+            groups' tokens, and 8 groups until the first group.
         group_size : int, default 8
-            Samples of each group that does not say it itself.
+            Samples per group without its own `group_size`.
 
         Raises
         ------
         TypeError, ValueError
-            An argument is wrong, or the data are others than those of the checkpoint. A prompt that
-            is wrong is left out, and its error is raised once, here or by `next_batch`, which goes
-            on behind it.
+            An argument is invalid, or the data differ from the checkpoint's. An invalid prompt is
+            left out, and its error is raised once, here or by `next_batch`, which continues after
+            it.
         Exception
-            What the iterator raises, here or by `next_batch`, which goes on at the same prompt.
+            An exception of the iterator, here or by `next_batch`, which retries the same prompt.
 
         Notes
         -----
-        When there are no more prompts, and nothing is open or on its way, ``for batch in handler``
-        ends, and `next_batch` raises EOFError. The last batch has the groups that are left, with
-        `groups_per_batch` too; with several ranks, those that do not fill a step stay on the bus,
-        and rank 0 alone is told.
+        With no more prompts, and no group open or on its way, ``for batch in handler`` ends, and
+        `next_batch` raises EOFError. The last batch holds the remaining groups, even with
+        `groups_per_batch`; with several ranks, groups short of a full step stay on the bus, and
+        only rank 0 learns of the end.
 
-        Called again, it goes on at the same position, or, where all had been offered, begins anew.
+        A repeated call continues at the same position, or, after the last prompt, begins anew.
         """
         self._prompts.offer(prompts, ahead, group_size)
 
     @property
     def restored_requests(self) -> RestoredRequests | None:
-        """What `load_state_dict` did with requests; None before, and on ranks other than 0."""
+        """Outcome of `load_state_dict` for requests; None before, and on ranks above 0."""
         return self._prompts.restored
 
     # -- evaluation -----------------------------------------------------------------------------
@@ -767,27 +767,27 @@ class OnlineDataHandler(IterableDataset[Batch]):
     def take(
         self, split: str = "eval", *, max_groups: int = MOST_AT_ONCE, timeout: float | None = 0.1
     ) -> list[shmbus.Group]:
-        """Take complete groups of another split than "train", as `shmbus.Consumer.take` does.
+        """Take complete groups of a split beside "train", like `shmbus.Consumer.take`.
 
         Parameters
         ----------
         split : str, default "eval"
-            As `request` or `shmbus.Producer.put` was given it.
+            Split given to `request` or `shmbus.Producer.put`.
         max_groups : int, default 64
-            The most to take.
+            Upper limit of groups.
         timeout : float, optional
             Seconds to wait for the first: None waits for ever, 0 does not wait.
 
         Returns
         -------
         list of shmbus.Group
-            To be acknowledged by the caller: ``with group:`` does. With a `score_group` they are
-            scored; what it raises is raised here, and they are given back.
+            To be acknowledged by the caller, for example by ``with group:``. A `score_group` scores
+            them; its exceptions are raised here, and the groups given back.
 
         Raises
         ------
         ValueError
-            The split is "train", whose groups come as batches.
+            The split is "train", delivered as batches only.
         TypeError, BusClosedError, BusRemovedError, StallError, DaemonUnavailableError
             As for `shmbus.Consumer.take`.
         """
@@ -798,26 +798,26 @@ class OnlineDataHandler(IterableDataset[Batch]):
     ) -> dict[str, float]:
         """Take groups of another split, acknowledge them, and return figures to log.
 
-        Offer them by `request` with ``split="eval"`` and a high priority, so that workers take them
-        first. No batch is made meanwhile: keep no more prompts for training in the lane than the
-        bus has room for, or call this with ``timeout=0`` between steps, for what there is.
+        Offer them by `request` with ``split="eval"`` and a high priority, so workers take them
+        first. No batch is made meanwhile: keep fewer training prompts in the lane than the bus can
+        hold, or call with ``timeout=0`` between steps, for the groups already there.
 
         Parameters
         ----------
         groups : int
-            How many to take.
+            Number of groups to take.
         timeout : float, optional
-            Seconds to wait for all of them together: None waits for ever, 0 does not wait.
+            Seconds to wait for the whole number: None waits for ever, 0 does not wait.
         split : str, default "eval"
-            Which.
+            Split of the groups.
 
         Returns
         -------
         dict of str to float
-            By names that begin with the split: ``eval/groups``, which is less than asked for where
-            the time was over first, and, of what came, ``eval/samples``; ``eval/reward/mean`` and
-            ``/std``, and ``/best``, the mean of each group's best sample; ``eval/length/mean`` in
-            tokens; ``eval/lag/mean`` and ``/max`` in versions.
+            Names begin with the split: ``eval/groups``, less than requested after a timeout, and,
+            of the received groups, ``eval/samples``; ``eval/reward/mean`` and ``/std``, and
+            ``/best``, the mean of each group's best sample; ``eval/length/mean`` in tokens;
+            ``eval/lag/mean`` and ``/max`` in versions.
 
         Raises
         ------
@@ -845,11 +845,11 @@ class OnlineDataHandler(IterableDataset[Batch]):
 
     @property
     def refill(self) -> int:
-        """Groups for training that were dropped since the handler was made: so many to replace.
+        """Training groups dropped since the handler was made: the number to replace.
 
-        For any reason, on the whole bus: failed, late, stale, too many, malformed, truncated,
+        Every reason counts, on the whole bus: failed, late, stale, too many, malformed, truncated,
         without variance, refused by `keep_group` or `score_group`. `offer` replaces them itself;
-        workers that choose their prompts read the same count by `Producer.groups_dropped`.
+        workers with their own choice of prompts read the same count as `Producer.groups_dropped`.
         """
         return self._metrics.refill
 
@@ -864,22 +864,22 @@ class OnlineDataHandler(IterableDataset[Batch]):
 
     @property
     def truncated_groups(self) -> int:
-        """Groups that were dropped under ``truncated="drop"``."""
+        """Groups dropped under ``truncated="drop"``."""
         return self._admission.truncated_groups
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Return figures of the batches since the last call, for a logger of experiments.
+        """Return figures of the batches since the last call, for an experiment logger.
 
         Parameters
         ----------
         prefix : str
-            Put before each name, such as "rollout/".
+            Put before each name, for example "rollout/".
 
         Returns
         -------
         dict[str, float]
-            The names are in docs/trainer.md. Those of batches are left out where there was none
-            since the last call. Truncated samples are counted from the first call on.
+            The names are in docs/trainer.md. Figures of batches are left out without a batch since
+            the last call. Truncated samples are counted from the first call on.
 
         Raises
         ------
@@ -906,26 +906,26 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Raises
         ------
         TypeError, ValueError
-            It is no int, negative, or goes back. `load_state_dict` may set it back.
+            The version is no int, negative, or goes back. Only `load_state_dict` may set it back.
         """
         self._consumer.policy_version = version
         self._found = 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, so that no trajectory is repeated or skipped.
+        """Return the state for a checkpoint: no trajectory is repeated or skipped.
 
-        Batches that were yielded count as trained, acknowledged or not, as for torch's
-        StatefulDataLoader; give back what of `out` the trainer has lost. A daemon is asked for the
-        requests; where it is gone, that is a DaemonUnavailableError, and nothing is lost.
+        Yielded batches count as trained, acknowledged or not, as in torch's StatefulDataLoader;
+        give back batches of `out` lost by the trainer. A daemon supplies the requests; without the
+        daemon the call raises DaemonUnavailableError, and nothing is lost.
 
         Returns
         -------
         dict
-            Plain ints, strs and lists, for any serialiser. With requests that are not trained it
-            has these too, with their prompts; of several ranks, rank 0 has them.
+            Plain ints, strs and lists, for any serialiser. Includes untrained requests with their
+            prompts; of several ranks, only rank 0 includes them.
         """
         self._prompts.settle()
-        # Behind what is left of a checkpoint, since that may end while this goes on.
+        # After the remains of a checkpoint, since they may end meanwhile.
         known = self._consumer.trained_before(self.step)
         trained = set(known.names)
         for made in self._planner.out.values():
@@ -942,22 +942,22 @@ class OnlineDataHandler(IterableDataset[Batch]):
         ).as_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue from a checkpoint. Its policy version is set, even if it is a lower one.
+        """Continue from a checkpoint. Its policy version is set, even to a lower value.
 
-        Requests that it had not trained and that the bus has not are offered again. Those that were
-        offered after it was saved, and that the bus has, are not offered again by `request`.
+        Untrained requests missing on the bus are offered again. `request` does not repeat requests
+        offered after the save and still on the bus.
 
         Parameters
         ----------
         state : dict or list of dict
-            From `state_dict` of any rank, of a job of any world size; or those of several of its
+            From `state_dict` of any rank, of a job of any world size; or the states of several
             ranks, saved at one step.
 
         Raises
         ------
         ValueError
-            It is not a handler's state, or of another version, or a list of several steps; or it is
-            of another data set than `offer` was given, or of another rank.
+            Not a handler's state, an unknown version, or a list from different steps; or the state
+            belongs to another data set of `offer`, or to another rank.
         """
         saved = HandlerState.parse(state)
         self._found = 0, 0
@@ -973,9 +973,9 @@ class OnlineDataHandler(IterableDataset[Batch]):
         self._prompts.restore_requests(saved.requests, saved.bus == self._identity)
 
     def close(self) -> None:
-        """Leave the bus. Groups that are not acknowledged are delivered to the next reader.
+        """Leave the bus. Unacknowledged groups are delivered to the next reader.
 
-        It may be called twice; after an exception of a signal's handler, call it again.
+        Idempotent; after an exception of a signal handler, call `close` again.
         """
         self._closed = True
         self.progress.end()
@@ -994,7 +994,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
 
     @property
     def transport(self) -> str:
-        """How batches are moved to their device: "cpu", "gather", "pinned" or "copy"."""
+        """Transport of batches to their device: "cpu", "gather", "pinned" or "copy"."""
         return "cpu" if self._gpu is None else self._gpu.transport
 
     def __reduce__(self) -> str | tuple[Any, ...]:

@@ -2,11 +2,10 @@
 
 Invariants:
 
-- A batch costs little until somebody reads, or some dozens of them are counted together: vector
-  operations on the host. Nothing waits for a device.
-- What is counted is bounded, however many batches come between two calls.
-- Each reader has a meter of its own: the calls of `metrics` and `on_metrics` take nothing from each
-  other.
+- Counting a batch is cheap until a read, or until some dozens of batches are counted together by
+  vector operations on the host. Nothing waits for a device.
+- Memory is bounded for any number of batches between two calls.
+- Each reader owns a meter: the calls of `metrics` and `on_metrics` take nothing from each other.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ Metrics: TypeAlias = "dict[str, float]"
 Callback: TypeAlias = "Callable[[Metrics], object]"
 OnMetrics: TypeAlias = "Callback | Mapping[str, Callback]"
 
-#: The kinds of metrics: what stands before the slash of their names.
+#: Kinds of metrics: the part of a name before the slash.
 KINDS: Final = (
     "reward", "lag", "length", "batch", "share", "time", "rate", "drops", "refill", "bus",
 )  # fmt: skip
 
 
-#: Batches and samples that are counted together, where nobody reads in between.
+#: Batches and samples counted together if no reader comes in between.
 PENDING_BATCHES: Final = 256
 PENDING_SAMPLES: Final = 16_384
 
 
 def checked_on_metrics(given: Any) -> OnMetrics | None:
-    """Return what is None, a callable, or callables by kind; raises TypeError or ValueError."""
+    """Check for None, a callable, or callables by kind; raise TypeError or ValueError."""
     if given is None or callable(given):
         return cast("Callback | None", given)
     if not isinstance(given, Mapping) or not all(callable(one) for one in given.values()):
@@ -69,7 +68,7 @@ def checked_on_metrics(given: Any) -> OnMetrics | None:
 
 
 class Moments(NamedTuple):
-    """Count, mean, sum of squared deviations and bounds of values, which can be joined."""
+    """Count, mean, sum of squared deviations and bounds of values; joinable."""
 
     size: int = 0
     mean: float = 0.0
@@ -79,7 +78,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of_rows(cls, rows: NDArray[np.float64]) -> list[Moments]:
-        """Take those of each row of an array, in a few calls for all of them."""
+        """Compute the moments of each row of an array, in a few calls for the whole array."""
         count = rows.shape[1]
         means = np.add.reduce(rows, axis=1) / count
         rest = rows - means[:, None]
@@ -89,7 +88,7 @@ class Moments(NamedTuple):
         return [cls(count, *each) for each in zip(*columns, strict=True)]
 
     def joined(self, other: Moments) -> Moments:
-        """Return those of both sets of values (Chan, Golub and LeVeque 1979)."""
+        """Return the moments of both sets of values (Chan, Golub and LeVeque 1979)."""
         total = self.size + other.size
         step = other.mean - self.mean
         return Moments(
@@ -107,18 +106,18 @@ class Moments(NamedTuple):
 
 
 class BatchFigures(NamedTuple):
-    """What a meter is told of one batch."""
+    """A meter's input for one batch."""
 
     facts: BatchFacts
-    #: Of the trainer, when it got the batch.
+    #: The trainer's version on receipt of the batch.
     policy_version: int
-    #: Its truncated sequences.
+    #: Truncated sequences.
     truncated: int
-    #: The share of its budget that it uses.
+    #: Used share of the budget.
     fill: float
-    #: Seconds that the trainer waited for it.
+    #: Seconds of the trainer's wait.
     waited_s: float
-    #: Seconds that packing took, and the way to the device.
+    #: Seconds of packing and of the way to the device.
     packed_s: float
 
 
@@ -146,16 +145,16 @@ class BatchMeter:
             self._add_up()
 
     def _add_up(self) -> None:
-        """Count the batches that wait for it, in one array: each call of NumPy costs."""
+        """Count the pending batches in one array: every NumPy call costs."""
         pending, self._pending = self._pending, []
         self._pending_samples = 0
         if not pending:
             return
         facts = [one.facts for one in pending]
         versions = [one.policy_version for one in pending]
-        # One array a batch, since each is in no near cache by now.
+        # One array per batch, since the samples have left the near caches by now.
         table = np.concatenate([one.samples for one in facts], axis=1)
-        # Not by the count, which an exception of a signal's handler may have left behind.
+        # Not by the count, possibly left behind by a signal handler's exception.
         rows = np.empty((2, table.shape[1]))
         rows[0] = table[0].view(np.float64)
         rows[1] = np.repeat(versions, [one.samples.shape[1] for one in facts]) - table[1]
@@ -240,7 +239,7 @@ class BatchMeter:
 
 
 class HandlerMetrics:
-    """Counts the batches of a handler, for those who read figures and those who are called."""
+    """Counts the batches of a handler, for readers of figures and for callbacks."""
 
     def __init__(
         self,
@@ -263,7 +262,7 @@ class HandlerMetrics:
 
     @property
     def refill(self) -> int:
-        """Groups for training that were dropped since the handler was made."""
+        """Training groups dropped since the handler was made."""
         return self._consumer.stats().groups_dropped - self._dropped_before
 
     def read(self, prefix: str) -> Metrics:
@@ -273,7 +272,7 @@ class HandlerMetrics:
         return {prefix + name: value for name, value in found.items()} if prefix else found
 
     def measure(self, waited_s: float) -> None:
-        """Count the first batch that is ready, once, and call `on_metrics`."""
+        """Count the first ready batch, once, and call `on_metrics`."""
         ready = self._planner.ready
         if not ready or ready[0] is self._measured or not isinstance(ready[0], MadeBatch):
             return

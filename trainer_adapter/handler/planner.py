@@ -1,7 +1,7 @@
-"""Which groups make the next batch, and when: a pure state machine, as the stash is.
+"""Contents and time of the next batch: a pure state machine, like the stash.
 
 No clock (time is an argument), no thread, no lock, no socket, no torch. The handler takes groups
-from the bus and packs them; `Prefetcher` does so in a thread. Both decide by this planner, and
+from the bus and packs them; `Prefetcher` repeats this in a thread. Both decide by this planner, and
 keep their groups here. A group moves through three places, each a field of `BatchPlanner`::
 
     waiting --made--> ready --hand_out--> out --acknowledged-->
@@ -10,17 +10,17 @@ keep their groups here. A group moves through three places, each a field of `Bat
 
 Invariants:
 
-- A group is in exactly one of these places until it ends. While its batch is being packed it still
-  waits, so a failure in between needs nothing undone.
-- A batch is the first groups that wait, and whole: up to a budget of tokens, a number of groups,
-  or one shard.
-- A shard, which is a rank's part of a step, is never cut and never joined with another, however
-  often its groups go and return: all ranks make as many batches.
+- A group is in exactly one place until its end. While its batch is being packed the group still
+  waits, so a failure in between needs no undo.
+- A batch takes the first waiting groups, whole: up to a budget of tokens, a number of groups, or
+  one shard.
+- A shard, a rank's part of a step, is never cut and never joined with another, however often its
+  groups go and return: every rank makes the same number of batches.
 - The time of `max_wait` runs exactly while a group waits.
 - Each change is one assignment: of a new `_Places`, or of one attribute. So an exception of a
-  signal's handler, which may come between any two steps, finds all groups in the old places or all
-  in the new.
-- Where several threads change places, they do so under a lock of theirs; `acknowledged` needs none.
+  signal handler between any two steps finds every group in its old place or every group in its new
+  place.
+- Threads change places under a shared lock; `acknowledged` needs no lock.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ __all__ = ["BatchPlanner", "MadeBatch", "PlannedGroup"]
 
 BatchT = TypeVar("BatchT")
 
-#: Groups whose tokens tell how many make a batch, and how many do until the first has come.
+#: Groups for the mean of tokens per group, and the assumed number of groups per batch before the
+#: first group.
 RECENT_GROUPS: Final = 64
 FIRST_GROUPS: Final = 8
 
 
 class PlannedGroup(NamedTuple):
-    """A group with its tokens, all samples together, and the number of its shard."""
+    """A group with the tokens of its samples together, and the number of its shard."""
 
     group: shmbus.Group
     tokens: int
@@ -53,7 +54,7 @@ class PlannedGroup(NamedTuple):
 
 @dataclass(slots=True)
 class MadeBatch(Generic[BatchT]):
-    """A packed batch with its groups, the seconds it took, and whether it was acknowledged."""
+    """A packed batch with its groups, its packing seconds, and its acknowledgement."""
 
     batch: BatchT
     planned: list[PlannedGroup]
@@ -62,7 +63,7 @@ class MadeBatch(Generic[BatchT]):
 
 
 class _Places(NamedTuple):
-    """Where all groups are, at one instant; never changed, only replaced."""
+    """Places of the groups at one instant; never changed, only replaced."""
 
     inbox: list[shmbus.Group]
     waiting: tuple[PlannedGroup, ...] = ()
@@ -80,7 +81,7 @@ class _Places(NamedTuple):
         ready: tuple[MadeBatch[Any] | BaseException, ...] | None = None,
         out: dict[int, MadeBatch[Any]] | None = None,
     ) -> _Places:
-        """Return them with other groups that wait; the time of the wait runs while there is one."""
+        """Return the places with new waiting groups; the wait's time runs while a group waits."""
         waiting = tuple(waiting)
         since_s = self.since_s if self.waiting else None
         return _Places(
@@ -118,44 +119,44 @@ class BatchPlanner(Generic[BatchT]):
 
     @property
     def inbox(self) -> list[shmbus.Group]:
-        """Groups that were taken and not admitted yet; extend it by what a take returns."""
+        """Groups taken and not yet admitted; extended by the result of a take."""
         return self._places.inbox
 
     @property
     def waiting(self) -> tuple[PlannedGroup, ...]:
-        """Groups that are in no batch yet, in their order."""
+        """Groups outside of batches, in their order."""
         return self._places.waiting
 
     @property
     def ready(self) -> tuple[MadeBatch[BatchT] | BaseException, ...]:
-        """Batches that were packed and not handed out, and errors in the place of their batches."""
+        """Batches packed and not handed out, and errors in the place of their batches."""
         return self._places.ready
 
     @property
     def out(self) -> dict[int, MadeBatch[BatchT]]:
-        """Batches that the trainer has, by their step, until it acknowledges them."""
+        """Batches at the trainer, by step, until their acknowledgement."""
         return {step: made for step, made in self._places.out.items() if not made.ended}
 
     @property
     def last_out(self) -> MadeBatch[BatchT] | None:
-        """The batch that was handed out last, if it is out."""
+        """The last batch handed out, if still out."""
         made = self._places.out.get(self._places.step - 1)
         return None if made is None or made.ended else made
 
     @property
     def step(self) -> int:
-        """The step of the next batch that is handed out."""
+        """The step of the next batch."""
         return self._places.step
 
-    # -- groups that wait -----------------------------------------------------------------------
+    # -- waiting groups -------------------------------------------------------------------------
 
     @property
     def groups(self) -> list[shmbus.Group]:
-        """The groups that wait, in their order."""
+        """The waiting groups, in their order."""
         return [planned.group for planned in self.waiting]
 
     def add(self, groups: Iterable[tuple[shmbus.Group, int]], now_s: float) -> None:
-        """Have groups of the inbox wait, behind all others, and empty the inbox."""
+        """Append groups of the inbox to the waiting groups, and empty the inbox."""
         shard = next(self._shards)
         places = self._places
         new = [PlannedGroup(group, tokens, shard) for group, tokens in groups]
@@ -163,7 +164,7 @@ class BatchPlanner(Generic[BatchT]):
         self._places = places.with_waiting([*places.waiting, *new], now_s, inbox=[])
 
     def adopt(self, groups: list[shmbus.Group]) -> None:
-        """Put groups into the inbox that are nowhere else."""
+        """Put groups found nowhere else into the inbox."""
         places = self._places
         made = [one for one in (*places.ready, *places.out.values()) if isinstance(one, MadeBatch)]
         known = {id(group) for group in places.inbox}
@@ -172,21 +173,21 @@ class BatchPlanner(Generic[BatchT]):
         places.inbox.extend([group for group in groups if id(group) not in known])
 
     def keep(self, keeps: Callable[[shmbus.Group], bool]) -> None:
-        """Forget waiting groups, which the caller ends."""
+        """Forget waiting groups; the caller ends them."""
         places = self._places
         kept = [planned for planned in places.waiting if keeps(planned.group)]
         self._places = places.with_waiting(kept, None)
 
     def keep_leased(self) -> None:
-        """Forget the waiting groups whose lease has ended."""
+        """Forget the waiting groups with an ended lease."""
         self.keep(lambda group: group.state == "leased")
         self.unsettled = False
 
-    # -- when a batch is due --------------------------------------------------------------------
+    # -- due batches ----------------------------------------------------------------------------
 
     @property
     def full(self) -> bool:
-        """Whether no other group could go into the next batch."""
+        """True if no further group fits into the next batch."""
         if self._world_size != 1:
             return bool(self.waiting)
         if self._groups is not None:
@@ -197,7 +198,7 @@ class BatchPlanner(Generic[BatchT]):
         )
 
     def due(self, now_s: float, *, awaited: bool = True) -> bool:
-        """Whether to make a batch: a full one, or an awaited one that has waited long enough."""
+        """Return True for a full batch, or an awaited batch after its longest wait."""
         if self.full or (self.last and self.waiting):
             return True
         left_s = self.left_s(now_s) if awaited else None
@@ -231,9 +232,9 @@ class BatchPlanner(Generic[BatchT]):
 
     @property
     def batch_groups(self) -> int:
-        """How many groups make a batch of each rank, all together; estimated from their tokens."""
-        # A budget of tokens is divided by the mean of the last 64 groups; before the first group it
-        # is taken to hold 8.
+        """Groups in one batch of every rank together; estimated from their tokens."""
+        # A budget of tokens is divided by the mean of the last 64 groups; before the first group
+        # the estimate is 8.
         if self._groups is not None:
             return self._groups * self._world_size
         mean = sum(self._recent) / len(self._recent) if self._recent else 0
@@ -243,11 +244,11 @@ class BatchPlanner(Generic[BatchT]):
     # -- batches --------------------------------------------------------------------------------
 
     def next_groups(self) -> list[PlannedGroup]:
-        """Return the groups of the next batch, which still wait until it is `made`."""
+        """Return the groups of the next batch, still waiting until `made`."""
         return list(itertools.islice(self.waiting, self._count()))
 
     def made(self, planned: list[PlannedGroup], batch: BatchT, packed_s: float = 0.0) -> None:
-        """Move groups from those that wait to a batch that is ready."""
+        """Move waiting groups to a ready batch."""
         places = self._places
         if not places.waiting or places.waiting[0] is not planned[0]:
             raise RuntimeError(
@@ -258,12 +259,12 @@ class BatchPlanner(Generic[BatchT]):
         self._places = places.with_waiting(places.waiting[len(planned) :], None, ready=ready)
 
     def add_error(self, error: BaseException) -> None:
-        """Put an error into the place of a batch, behind those that are ready."""
+        """Put an error into the place of a batch, behind the ready batches."""
         places = self._places
         self._places = places._replace(ready=(*places.ready, error))
 
     def hand_out(self, step: int) -> BatchT:
-        """Move the first batch that is ready to those that are out."""
+        """Move the first ready batch to the batches out."""
         places = self._places
         first, *ready = places.ready
         if isinstance(first, BaseException):
@@ -277,7 +278,7 @@ class BatchPlanner(Generic[BatchT]):
         return made.batch
 
     def take_back(self) -> None:
-        """Make the batch that was handed out last the first of the ready ones again."""
+        """Make the last batch handed out the first ready batch again."""
         places = self._places
         step = places.step - 1
         out = self.out
@@ -285,31 +286,31 @@ class BatchPlanner(Generic[BatchT]):
         self._places = places._replace(ready=ready, out=out, step=step)
 
     def out_as(self, step: int) -> BatchT | None:
-        """Return the batch that was handed out as this step; None if it has ended, or is back."""
+        """Return the batch handed out as this step; None after its end or return."""
         made = self._places.out.get(step)
         return None if made is None or made.ended else made.batch
 
     def acknowledged(self, step: int) -> None:
-        """Forget a batch that was out."""
+        """Forget a batch after its acknowledgement."""
         made = self._places.out[step]
         made.ended = True
-        # Its memory is the next batch's.
+        # The next batch reuses its memory.
         made.batch, made.planned = cast("BatchT", None), []
 
     def give_back(self, step: int, now_s: float) -> None:
-        """Have the groups of a batch that was out wait again, before all others."""
-        # Ready batches are recalled, since they are behind it in order.
+        """Put the groups of an out batch before the waiting groups."""
+        # Ready batches follow in order, so they are recalled too.
         places = self._recalled(now_s)
         out = self.out
         made = out.pop(step)
         self._places = places.with_waiting([*made.planned, *places.waiting], now_s, out=out)
 
     def recall(self, now_s: float) -> None:
-        """Have the groups of all ready batches wait again, in their order; errors stay."""
+        """Put the groups of every ready batch back to the waiting groups, in order; errors stay."""
         self._places = self._recalled(now_s)
 
     def begin_at(self, step: int, now_s: float) -> None:
-        """Recall the batches that are ready, and count steps from this one on."""
+        """Recall the ready batches, and count steps from this number on."""
         self._places = self._recalled(now_s)._replace(step=step)
 
     def _recalled(self, now_s: float) -> _Places:
@@ -341,7 +342,7 @@ class BatchPlanner(Generic[BatchT]):
 
     @property
     def least_groups(self) -> int:
-        """The fewest groups of which a step can be formed; of one rank, a batch at the end."""
+        """Minimum of groups for a step; on a single rank, for the last batch."""
         if self._world_size > 1 and self._max_wait_s is None and self._groups is not None:
             return self._groups * self._world_size
         return self._world_size

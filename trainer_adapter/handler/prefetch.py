@@ -1,16 +1,15 @@
-"""A thread that has the next batches packed, and on their device, while the step runs.
+"""A thread packs the next batches, onto their device, during the step.
 
 Invariants:
 
-- One lock guards the planner's waiting groups and ready batches; the thread holds it while it
-  packs, and never while it waits for groups. Acknowledging does not need it.
-- A batch that is ready is not out: it is in no state_dict, it is not acknowledged, and the planner
-  can recall it.
-- An error takes the place of its batch, in order, and ends neither the thread nor the iteration.
-  Where memory fails in the thread's own steps it ends: the next wait without a batch raises that,
-  and each wait starts a thread where there is none, which goes on with what the last one took.
-- The thread that waits for a batch uses locks and queues of C only, and keeps no state while it
-  waits: an exception of a signal's handler leaves nothing held and nothing begun.
+- One lock guards the planner's waiting groups and ready batches; the thread holds it while packing,
+  and never while waiting for groups. Acknowledging does not need the lock.
+- A ready batch is not out: absent from state_dict, unacknowledged, and recallable by the planner.
+- An error takes the place of its batch, in order, and ends neither the thread nor the iteration. If
+  memory fails in the thread's own steps, the thread ends: the next wait without a batch raises the
+  error, and each wait starts a missing thread, which continues with the last thread's groups.
+- The thread waiting for a batch uses locks and queues of C only, and keeps no state meanwhile: an
+  exception of a signal handler leaves nothing held and nothing begun.
 - The thread starts with the first request for a batch and ends with its handler. It exists in one
   process only: a forked child never touches its lock.
 """
@@ -79,16 +78,16 @@ class Prefetcher:
 
     @property
     def ready(self) -> int:
-        """Batches, and errors in their place, that can be handed out."""
+        """Number of batches, and errors in their place, to hand out."""
         return len(self._planner.ready)
 
     @property
     def forked(self) -> bool:
-        """Whether this is a forked child of the process that has the thread."""
+        """True in a forked child of the thread's process."""
         return os.getpid() != self._pid
 
     def require_own_process(self) -> None:
-        """Raise BusClosedError in a forked child, which has neither thread nor reader."""
+        """Raise BusClosedError in a forked child, which lacks thread and reader."""
         if self.forked:
             raise shmbus.BusClosedError(
                 "this handler was made in another process, before a fork; make a new one in this "
@@ -98,7 +97,7 @@ class Prefetcher:
     def wait(
         self, timeout: float | None, note_s: float, note: Callable[[], None], look: Look
     ) -> bool:
-        """Wait until a batch, or an error in its place, is ready; call it without the lock."""
+        """Wait until a batch, or an error in its place, is ready; call without the lock."""
         began_s = noted_s = time.monotonic()
         deadline_s = None if timeout is None else began_s + timeout
         if self._thread is None:
@@ -125,7 +124,7 @@ class Prefetcher:
                 if now_s >= noted_s + note_s:
                     noted_s = now_s
                     note()
-                # Another thread that waited may have ended its wait.
+                # Another waiting thread may have cleared the flag.
                 self._awaited = True
                 _wait_for(self._changes, min(waits_s))
                 look_s = look(True, deadline_s)
@@ -134,15 +133,15 @@ class Prefetcher:
         return True
 
     def _is_soon(self, late_s: float) -> bool:
-        """Whether the thread has a batch to make, and so little time has passed that it may."""
+        """Return True if the thread owes a batch and is not late yet."""
         return late_s < GRACE_S and self._planner.due(time.monotonic())
 
     def wake(self) -> None:
-        """Wake the thread, after a batch was handed out or ready ones were recalled."""
+        """Wake the thread, after a hand-out or a recall."""
         self._requests.put(None)
 
     def stop(self) -> None:
-        """End the thread, and wait for its end; a call that is in `wait` gets BusClosedError."""
+        """End the thread, and wait for its end; a call inside `wait` gets BusClosedError."""
         if self.forked:
             return
         with self._lock:
@@ -163,7 +162,7 @@ class Prefetcher:
                 self._thread.start()
 
     def turn(self) -> _Wait | None:
-        """Make all batches that are due; return the next wait, or None to end the thread."""
+        """Make every due batch; return the next wait, or None to end the thread."""
         with self._lock:
             if not self._receive():
                 return None
@@ -193,20 +192,20 @@ class Prefetcher:
             self._planner.add_error(taken)
             self._changes.put(None)
         elif taken:
-            # Some may be there already, where memory failed behind this.
+            # After a memory failure below, the inbox already holds some groups.
             self._planner.adopt(taken)
             self._work(self._admit)
         self._taken = []
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Have the next wait raise what ends the thread, and start another."""
+        """Have the next wait raise the error and start another thread."""
         self._failure = error
         self._thread = None
         self._changes.put(None)
 
     def _work(self, work: Callable[[], None]) -> None:
-        """Do some work under the lock, and keep its error in the place of a batch."""
+        """Run some work under the lock, and keep its error in the place of a batch."""
         ready = len(self._planner.ready)
         try:
             work()
@@ -224,7 +223,7 @@ class Prefetcher:
 
 
 class _Wait:
-    """One wait of the thread: for groups, or for a request. It does not refer to the handler."""
+    """One wait of the thread: for groups, or for a request. Holds no reference to the handler."""
 
     def __init__(
         self, take: Take | None, requests: queue.SimpleQueue[None], seconds: float, awaited: bool
@@ -260,7 +259,7 @@ def _empty(notices: queue.SimpleQueue[None]) -> None:
 
 
 def _work(reference: weakref.ref[Prefetcher]) -> None:
-    """Run the thread. While it waits, it refers to its `_Wait` alone, so the handler can end."""
+    """Run the thread. While waiting, it refers to its `_Wait` alone, so the handler can end."""
     try:
         while True:
             prefetcher = reference()

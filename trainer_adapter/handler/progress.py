@@ -1,6 +1,6 @@
 """Lines of text for people: the trainer's progress, and the state of the bus while it waits.
 
-Invariant: the ledger is read only to write a line, so counting a batch costs next to nothing.
+Invariant: the ledger is read only to write a line, so counting a batch costs almost nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["REASONS_IN_WORDS", "DropNotes", "Progress", "describe_wait"]
 
 #: Seconds between two lines on a terminal. Each reads the ledger, a system call a producer.
 TERMINAL_PERIOD_S: Final = 1.0
-#: Seconds between two lines in a log file, where a line cannot be overwritten.
+#: Seconds between two lines in a log file, without overwriting.
 LOG_PERIOD_S: Final = 10.0
-#: Batches that a rate is taken over.
+#: Batches in a rate.
 RECENT: Final = 20
 
 
 class _Last(NamedTuple):
-    """What a line says of a batch, which is not kept itself: its memory is needed."""
+    """A batch's figures for a line, without the batch: its memory is needed."""
 
     step: int
     groups: list[shmbus.Group]
@@ -51,7 +51,7 @@ class Progress:
 
     @property
     def line(self) -> str:
-        """The present line; it reads the ledger. Of a closed handler it is the last one."""
+        """The current line, from the ledger; the last line after the handler's close."""
         if self._last is not None:
             with suppress(shmbus.BusClosedError):
                 self._line = self._text(self._last, self._last.consumer.stats())
@@ -59,7 +59,7 @@ class Progress:
 
     @classmethod
     def of(cls, wanted: bool | TextIO) -> Progress:
-        """Make one for True (stderr), False (no output) or a stream."""
+        """Make a Progress for True (stderr), False (no output) or a stream."""
         if isinstance(wanted, bool):
             return cls(sys.stderr if wanted else None)
         if not (hasattr(wanted, "write") and hasattr(wanted, "isatty")):
@@ -67,7 +67,7 @@ class Progress:
         return cls(wanted)
 
     def note(self, batch: Batch, waited_s: float, consumer: shmbus.Consumer) -> None:
-        """Count a batch that is about to be yielded; write a line if the period is over."""
+        """Count a batch before its yield; write a line if the period is over."""
         self.waited_s += waited_s
         now_s = time.monotonic()
         tokens = _tokens(batch)
@@ -99,7 +99,7 @@ class Progress:
         )
 
     def end(self) -> None:
-        """End the line on a terminal, so that other output begins on a new one."""
+        """End the line on a terminal; other output then begins on a new line."""
         if self._stream is not None and self._stream.isatty() and self._recent:
             self._stream.write("\n")
             self._stream.flush()
@@ -112,7 +112,7 @@ def describe_wait(
     dropped: str = "",
     prompts: str = "",
 ) -> str:
-    """Describe for a message what the bus holds while no batch is due."""
+    """Describe for a message the content of the bus while no batch is due."""
     held, wanted = len(planner.waiting), planner.wanted_text
     text = (
         f"bus {name!r} has {several(ledger.groups_open, 'incomplete group')} with "
@@ -133,11 +133,11 @@ def describe_wait(
 
 
 def _tokens(batch: Batch) -> int:
-    """Return the tokens of a batch, without waiting for its device if it is packed."""
+    """Return the tokens of a packed batch, without waiting for its device."""
     return batch.total_tokens
 
 
-#: Why samples are dropped, and what to do, by the ledger's reasons.
+#: Reasons of drops and their remedies, by the ledger's reasons.
 REASONS_IN_WORDS: Final[dict[str, str]] = {
     "duplicate": (
         "their index was there already; a prompt that is sampled again needs its own round=, from "
@@ -163,7 +163,7 @@ REASONS_IN_WORDS: Final[dict[str, str]] = {
 
 
 class DropNotes:
-    """Says once what was dropped."""
+    """Reports each drop once."""
 
     def __init__(self, ledger: shmbus.Ledger, max_policy_lag: int | None) -> None:
         self._before: Mapping[str, int] = dict(ledger.dropped)
@@ -171,7 +171,7 @@ class DropNotes:
         self._max_policy_lag = max_policy_lag
 
     def news(self, ledger: shmbus.Ledger, step: int) -> str:
-        """Describe what was dropped since the last call."""
+        """Describe the drops since the last call."""
         counts = {
             reason: count - self._before.get(reason, 0)
             for reason, count in ledger.dropped.items()

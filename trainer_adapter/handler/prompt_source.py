@@ -1,14 +1,14 @@
-"""Where a run stands in the prompts that it offers, and what each of them is.
+"""Position of a run in its offered prompts, and the content of each prompt.
 
 Invariants:
 
-- A prompt is passed once it was offered, or refused with an error. The position is how many were;
-  at most one was drawn beyond it, which is kept until it is passed.
-- The position changes by one assignment, and nothing that was drawn is lost where an exception
-  comes between: the next call goes on with it.
-- The round of a prompt is its place in all that was offered, so that two rounds of an id never
-  meet, and a run that resumes gives each the same one.
-- The bus is not known here.
+- A prompt is passed after its offer, or after a refusal with an error. The position counts passed
+  prompts; at most one further prompt is drawn, and kept until passed.
+- The position changes by one assignment, and an exception in between loses no drawn prompt: the
+  next call continues with it.
+- The round of a prompt is its place in the whole sequence of offers, so two rounds of an id never
+  meet, and a resumed run repeats the same rounds.
+- The bus is unknown here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["PromptSource"]
 
 #: The form of a saved position.
 _VERSION: Final = 1
-#: What an item may say of its request, and what it may not: columns of that name are in the meta.
+#: Request arguments: an item may set `_OPTIONS`; columns named like `_NO_FIELDS` go into the meta.
 _NO_FIELDS: Final = frozenset({"round", "split", "timeout"})
 _OPTIONS: Final = frozenset({"instance_id", "group_size", "need", "priority", "meta"})
 
@@ -38,13 +38,13 @@ class PromptSource:
         self._fields = fields
         self.is_numbered = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")
         self._keeps_state = not self.is_numbered and hasattr(prompts, "load_state_dict")
-        #: How many were passed, and what the last of them was.
+        #: Number of passed prompts, and the last passed prompt.
         self._at: tuple[int, Any] = (0, None)
         self._first_round = 0
         self.unchecked = False
-        #: Draws (number, item), from where it began.
+        #: Draws (number, item), from its start on.
         self._numbered: Iterator[tuple[int, Any]] | None = None
-        #: What was drawn and not passed, at most one.
+        #: The drawn prompt not yet passed, at most one.
         self._drawn: list[tuple[int, Any]] = []
         self._arguments: tuple[int, dict[str, Any]] | None = None
         self._raised = False
@@ -53,11 +53,11 @@ class PromptSource:
 
     @property
     def position(self) -> int:
-        """How many prompts were passed."""
+        """Number of passed prompts."""
         return self._at[0]
 
     def place_of(self, round_: int) -> int:
-        """Return how many prompts are to be passed before that of a round; negative behind it.
+        """Return the number of prompts to pass before the prompt of a round; negative after it.
 
         Parameters
         ----------
@@ -68,7 +68,7 @@ class PromptSource:
     # -- drawing --------------------------------------------------------------------------------
 
     def next(self) -> dict[str, Any] | None:
-        """Return the arguments of the next request, the same ones until it is passed."""
+        """Return the arguments of the next request, the same ones until `passed`."""
         position = self.position
         if self._arguments is not None and self._arguments[0] == position:
             return self._arguments[1]
@@ -84,7 +84,7 @@ class PromptSource:
         return arguments
 
     def passed(self) -> None:
-        """Go on behind the prompt that `next` gave."""
+        """Continue after the prompt of `next`."""
         assert self._arguments is not None
         number, arguments = self._arguments
         self._at = number + 1, _mark(arguments, number)
@@ -122,7 +122,7 @@ class PromptSource:
         return None
 
     def _draw(self) -> None:
-        """Draw one item by a single call of C, so that none is lost to a signal's handler."""
+        """Draw one item by a single call of C, without loss to a signal handler."""
         if self._numbered is None:
             start = self.position if self._before is not None else 0
             self._numbered = enumerate(self.prompts, start)
@@ -133,7 +133,7 @@ class PromptSource:
         except BaseException:
             self._raised = True
             if not self._is_used_up:
-                # It begins anew, and what was passed is passed over.
+                # The source begins anew, and passed prompts are skipped.
                 self._numbered = None
                 if self._before is not None:
                     self.prompts.load_state_dict(self._before)
@@ -148,10 +148,10 @@ class PromptSource:
 
     @property
     def _is_used_up(self) -> bool:
-        """Whether it can be gone through once only."""
+        """Return True for a used-up single-pass source."""
         return isinstance(self.prompts, Iterator)
 
-    # -- what a prompt is -----------------------------------------------------------------------
+    # -- content of a prompt --------------------------------------------------------------------
 
     def _as_arguments(self, item: Any, number: int) -> dict[str, Any]:
         if isinstance(item, tuple) and len(item) == 2:
@@ -193,7 +193,7 @@ class PromptSource:
     # -- checkpoints ----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the position: plain values, but for what `prompts` says of itself."""
+        """Return the position: plain values, except for the state of `prompts` itself."""
         position, last = self._at
         state: dict[str, Any] = {
             "version": _VERSION,
@@ -208,7 +208,7 @@ class PromptSource:
         return state
 
     def go_to(self, state: dict[str, Any]) -> None:
-        """Go on from a position, of this run or of another."""
+        """Continue from a position of this run or an earlier run."""
         position, last, length = check_state(state)
         if length is not None and self.is_numbered and length != len(self.prompts):
             raise _others(position, f"it had {length} prompts, and these are {len(self.prompts)}")
@@ -227,11 +227,11 @@ class PromptSource:
         self._at = position, last
 
     def begin_behind(self, other: PromptSource) -> None:
-        """Begin other data, in rounds behind those of data that have ended."""
+        """Begin new data, in rounds after the rounds of ended data."""
         self._first_round = other._first_round + other.position
 
     def _check(self, item: Any, number: int) -> None:
-        """Compare a prompt with what the checkpoint says of the last one that was passed."""
+        """Compare a prompt with the checkpoint's mark of the last passed prompt."""
         last = self._at[1]
         if last is not None:
             try:
@@ -298,12 +298,12 @@ def check_state(state: Any) -> tuple[int, Any, int | None]:
 
 
 def rank_state(rank: int) -> dict[str, Any]:
-    """Return what the state of a rank says that offers nothing."""
+    """Return the state of a rank without offers."""
     return {"version": _VERSION, "rank": rank}
 
 
 def _mark(arguments: Mapping[str, Any], number: int) -> list[Any]:
-    """Return what tells a prompt from others: its id and, where that is its place, a checksum."""
+    """Return a prompt's distinctive mark: its id and, for an id by place, a checksum."""
     id_ = str(arguments["instance_id"])
     if id_ != str(number):
         return [id_, None]
@@ -314,7 +314,7 @@ def _mark(arguments: Mapping[str, Any], number: int) -> list[Any]:
         try:
             array = np.asarray(parts[name])
         except (TypeError, ValueError, RuntimeError):
-            continue  # a ragged list, or a tensor that lies on a device
+            continue  # a ragged list, or a tensor on a device
         if array.dtype.kind in "biufU":
             checksum = zlib.crc32(str(name).encode() + array.tobytes(), checksum)
     return [id_, checksum]

@@ -1,13 +1,13 @@
-"""Prompts that a trainer offers through its handler, and those of a checkpoint.
+"""Prompts offered by a trainer through its handler, and the prompts of a checkpoint.
 
 Invariants:
 
-- A request counts as trained once its batch was yielded, as trajectories do; so a state has the
-  requests that are open, less those of batches that are out.
-- What `offer` counts is what is open, not what was offered: however a group ends, its request ends
-  with it, and another prompt takes its place.
-- A trainer that goes back to a checkpoint goes over its data again from there. What an earlier life
-  of it had offered, and a state or the bus has still, is not offered again.
+- A request counts as trained after its batch was yielded, like a trajectory; so a state holds the
+  open requests, minus the requests of batches out.
+- `offer` counts open prompts, not past offers: a group's end, for any reason, ends its request, and
+  another prompt takes its place.
+- A trainer back at a checkpoint repeats its data from there. Offers of an earlier life, if still in
+  a state or on the bus, are not repeated.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = ["PromptOffers", "PromptsEndedError"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at what is open, while a batch is waited for: a group that ends without
-#: a batch wakes nobody.
+#: Seconds between two looks at the open prompts, while waiting for a batch: a group's end without a
+#: batch wakes no thread.
 LOOK_S: Final = 0.1
 
 
 class _Seen(NamedTuple):
-    """Groups of one split as the ledger has them, and what may still become some."""
+    """The ledger's groups of one split, and sources of further groups."""
 
     incomplete: int
     ready: int
@@ -50,12 +50,12 @@ class _Seen(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is there that could become a complete group."""
+        """True if no complete group can come."""
         return not (self.incomplete or self.unread)
 
 
 class PromptsEndedError(EOFError):
-    """Every prompt that was offered was trained or given up, and there are no more."""
+    """Every offered prompt ended, trained or given up, and no prompts remain."""
 
 
 def _keys_of(groups: Iterable[shmbus.Group]) -> Counter[_Key]:
@@ -84,20 +84,21 @@ class PromptOffers:
         self._prompt_fields = frozenset(name.rstrip("?") for name in prompt_schema or ())
         self._source: PromptSource | None = None
         self._ahead_batches = 0
-        #: Where a loaded state stands in the prompts, until they are offered.
+        #: A loaded state's position in the prompts, until they are offered.
         self._source_state: Any = None
         self._has_offered = False
-        #: A prompt that is being offered, and its place: after an exception it may be open.
+        #: A prompt under offer, and its place: an exception may leave the prompt open.
         self._offering: tuple[int, _Key] | None = None
-        #: Whether this process has requested groups of its own split, one by one.
+        #: True if this process requested single groups of its own split.
         self._requested = False
-        #: Whether this run offers prompts itself, and so goes over its data again by itself.
+        #: True if this run offers prompts, and so repeats its data by itself.
         self._offers = False
-        #: What the last `restore_requests` did.
+        #: Result of the last `restore_requests`.
         self.restored: RestoredRequests | None = None
-        #: Offered by an earlier life of this run, beyond where it stands in its data.
+        #: Offers of an earlier life of this run, beyond its position in the data.
         self._ahead: Counter[_Key] = Counter()
-        #: Such, of which the bus has a complete group and no request: it is another bus since.
+        #: Offers of `_ahead` with a complete group and no request on the bus: the bus changed
+        #: since.
         self._whole: set[_Key] = set()
         #: Trained by an earlier life, and not acknowledged yet.
         self._trained_open: Counter[_Key] = Counter()
@@ -105,7 +106,7 @@ class PromptOffers:
     def request(
         self, instance_id: str | int, *, round: int | None = None, split: str = "train", **more: Any
     ) -> int:
-        """Offer one group to the workers, as `shmbus.Consumer.request` does, which says how."""
+        """Offer one group to the workers; details in `shmbus.Consumer.request`."""
         self._offers = True
         self._requested = self._requested or split == self._split
         key = (str(instance_id), round, split)
@@ -117,10 +118,10 @@ class PromptOffers:
             return 0
         return self._consumer.request(instance_id, round=round, split=split, **more)
 
-    # -- prompts that are kept open ---------------------------------------------------------------
+    # -- open prompts -----------------------------------------------------------------------------
 
     def offer(self, prompts: Any, ahead: int = 2, group_size: int = 8) -> None:
-        """Keep prompts open for the workers, whatever becomes of each, from now to their end."""
+        """Keep prompts open for the workers until the prompts end."""
         ahead, group_size = check_int("ahead", ahead, 1), check_int("group_size", group_size, 1)
         source = self._source
         if source is None or source.prompts is not prompts or source.ended:
@@ -144,7 +145,7 @@ class PromptOffers:
         self._refill(source, time.monotonic())
 
     def settle(self) -> None:
-        """Find out whether a prompt was offered when an exception came between."""
+        """Find out if an exception came after a prompt's offer."""
         source, offering = self._source, self._offering
         if source is not None and offering is not None:
             number, key = offering
@@ -153,7 +154,7 @@ class PromptOffers:
         self._offering = None
 
     def look(self, asked: bool, deadline_s: float | None) -> float | None:
-        """Offer what is lacking, and say after how many seconds to look again; None for never."""
+        """Offer missing prompts, and return the seconds until the next look; None for never."""
         source = self._source if self._rank == 0 else None
         if source is None:
             return LOOK_S if self._requested else None
@@ -173,7 +174,7 @@ class PromptOffers:
         lacking = self._ahead_batches * self._planner.batch_groups - self._count_coming()
         if self._whole:
             lacking = max(lacking, self._count_whole(source))
-        # A deadline that is over leaves time for prompts that cost none.
+        # An expired deadline leaves time for prompts without cost.
         until_s = time.monotonic() + LOOK_S
         if deadline_s is None or deadline_s > until_s:
             until_s = float("inf") if deadline_s is None else deadline_s
@@ -181,15 +182,15 @@ class PromptOffers:
             try:
                 lacking -= self._offer_one(source, given)
             except shmbus.BusFullError:
-                return  # what is open must end first
+                return  # open prompts must end first
             if time.monotonic() >= until_s:
                 return
 
     def _count_whole(self, source: PromptSource) -> int:
-        """Count the prompts to offer now, since the bus has groups of them and no request.
+        """Count the prompts to offer now, since the bus holds their groups and no request.
 
-        Offered before it is trained, a group ends its request with it. One that the data reach much
-        later is trained by then, and not offered.
+        Offered before its training, a group ends its request with it. A prompt much later in the
+        data will be trained by then, and not offered.
         """
         places = {key: source.place_of(key[1] or 0) for key in self._whole}
         reach = self._ahead_batches * self._planner.batch_groups + len(places)
@@ -198,10 +199,10 @@ class PromptOffers:
         return 1 + max((places[key] for key in self._whole), default=-1)
 
     def _offer_one(self, source: PromptSource, given: dict[str, Any]) -> bool:
-        """Offer a prompt; False where an earlier life of this run has."""
+        """Offer a prompt; False if an earlier life of this run offered it."""
         key = (str(given["instance_id"]), given["round"], self._split)
         if self._ahead[key] > 0:
-            # In this order: rounds are unique, so a key that is left here is asked for by nobody.
+            # In this order: rounds are unique, so no lookup finds a leftover key.
             source.passed()
             self._pass_ahead(key)
             return False
@@ -227,7 +228,7 @@ class PromptOffers:
             del self._ahead[key]
 
     def _count_open(self, without: Counter[_Key] | None = None) -> int:
-        """Count the requests of this split that have not ended, less those of some groups."""
+        """Count the open requests of this split, minus the requests of some groups."""
         return self._consumer.count_open_requests(self._split, without=without)
 
     def _keys_in_batches(self) -> Counter[_Key]:
@@ -238,18 +239,18 @@ class PromptOffers:
         )
 
     def _keys_out(self) -> Counter[_Key]:
-        """Return the groups of batches that were yielded, and not acknowledged yet."""
+        """Return the groups of batches yielded and not yet acknowledged."""
         return _keys_of(one.group for made in self._planner.out.values() for one in made.planned)
 
     def groups_to_save(self) -> list[_Key]:
-        """Return what rank 0 may not know of, where this is another: it may save before."""
+        """Return the groups of a rank above 0, possibly unknown to rank 0 at its save."""
         return [] if self._rank == 0 else list(self._keys_out().elements())
 
     def _count_coming(self) -> int:
-        """Count the requests whose groups are open or on their way, and in no batch."""
+        """Count the requests with groups open or on their way, and in no batch."""
         if self._world_size == 1:
             return self._count_open(self._keys_in_batches())
-        # What other ranks hold is a shard, and so a batch.
+        # Groups held by further ranks form a shard, and so a batch.
         return max(0, self._count_open() - self._see().leased)
 
     def _see(self) -> _Seen:
@@ -260,13 +261,13 @@ class PromptOffers:
             (0, 0, 0) if here is None else (here.groups_open, here.groups_ready, here.groups_leased)
         )
         if self._world_size > 1:
-            # Groups that wait at the daemon for a step are ready, which the splits do not tell.
+            # Groups waiting at the daemon for a step are ready; the splits omit them.
             ready = ledger.groups_ready - sum(of.groups_ready for of in splits.values())
             leased = ledger.groups_leased - sum(of.groups_leased for of in splits.values())
         return _Seen(incomplete, ready, leased, ledger.in_ring, ledger.producers)
 
     def _has_ended(self, asked: bool) -> bool:
-        """Whether no batch comes any more; before that, have the groups that wait be the last."""
+        """Return True if no batch comes any more; before, declare the waiting groups last."""
         planner = self._planner
         if self._world_size == 1:
             held = self._keys_in_batches() + _keys_of(planner.groups)
@@ -281,7 +282,7 @@ class PromptOffers:
         return seen.is_empty and seen.ready < planner.least_groups
 
     def is_hopeless(self) -> bool:
-        """Whether what was requested has ended, and nobody is there who could complete a batch."""
+        """Return True if every request has ended and no process can complete a batch."""
         if not self._requested or (self._source is not None and self._rank == 0):
             return False
         planner = self._planner
@@ -293,7 +294,7 @@ class PromptOffers:
         return seen.is_empty and not seen.ready and not seen.producers
 
     def open_text(self) -> str:
-        """Say how many prompts are open, for a message; nothing where this run uses none."""
+        """Describe the number of open prompts, for a message; empty for a run without prompts."""
         if not (self._offers or self._consumer.stats().requests.offered):
             return ""
         coming = self._count_coming() - len(self._planner.waiting)
@@ -306,13 +307,13 @@ class PromptOffers:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def position(self) -> Any:
-        """Return the position in the prompts; None where none are offered by `offer`."""
+        """Return the position in the prompts; None without `offer`."""
         if self._source is None:
             return self._source_state
         return self._source.state() if self._rank == 0 else rank_state(self._rank)
 
     def restore_position(self, saved: Any) -> None:
-        """Stand where a state does; raises ValueError, and changes nothing, for one of others."""
+        """Go to a state's position; raise ValueError, and change nothing, for foreign data."""
         if self._rank:
             return
         if saved is not None:
@@ -329,30 +330,30 @@ class PromptOffers:
         self._planner.last = False
 
     def requests_to_save(self, on_ranks: Counter[_Key]) -> Any:
-        """Return the requests that are not trained, and what a restart must know of others."""
+        """Return the untrained requests, and a restart's further knowledge."""
         if self._rank:
             return None
         state: Any = self._consumer.state_dict()
         trained = self._trained_open + (on_ranks | self._keys_out())
         found, opened = part_trained(state["open"], trained)
-        self._trained_open &= Counter(found)  # the others have ended
+        self._trained_open &= Counter(found)  # the rest have ended
         saved = {
             "open": opened,
             "trained": [list(key) for key in found],
             "ahead": [list(key) for key in (*self._ahead.elements(), *self._whole)],
             "offers": self._offers,
         }
-        # The number says to feeders where the data stood, also where nothing is open.
+        # The number tells feeders the position of the data, even with no open request.
         return {**state, **saved} if any(saved.values()) or state["number"] else None
 
     def restore_requests(self, saved: Any, here: bool) -> None:
-        """Offer again what is not trained; a state without requests has none of them open."""
+        """Offer untrained requests again; a state without requests leaves none open."""
         if self._rank:
-            return  # whoever saved the state: two ranks would offer twice
+            return  # on one rank only: two ranks would offer twice
         state: Any = saved
         if saved is None:
             state = {**self._consumer.state_dict(), "open": []}
-            # Of this bus it means that nothing had been offered; of another one, nothing is known.
+            # For this bus 0 means "nothing offered yet"; for another bus, None means "unknown".
             state["number"] = 0 if here else None
         restored = self._consumer.load_state_dict(state)
         self.restored = restored

@@ -1,7 +1,7 @@
-"""Taking groups from the bus, for the thread that asks for a batch and for the one that prefetches.
+"""Taking groups from the bus, for the thread asking for a batch and for the prefetching thread.
 
-Invariant: a `Take` refers to the Consumer alone. A waiting thread holds one, and would keep the
-handler alive if that were part of it.
+Invariant: a `Take` refers to the Consumer alone. A waiting thread holds a `Take`, and would keep
+the handler alive through it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = [
 
 #: Groups taken from the bus in one call.
 TAKE_GROUPS: Final = 64
-#: Seconds that groups which are done wait for those of their take that are not.
+#: Longest wait of finished groups for the unfinished groups of their take, in seconds.
 WORK_SLICE_S: Final = 0.2
 #: Seconds between two notes in the log while no complete group is delivered.
 QUIET_NOTE_S: Final = 30.0
 
-#: Waits so many seconds for groups. The flag says whether the trainer waits for a batch; if not,
-#: groups are wanted for a full one only.
+#: Waits some seconds for groups. The flag is true while the trainer waits for a batch; if false,
+#: groups are wanted for a full batch only.
 Take: TypeAlias = Callable[[float, bool], "list[shmbus.Group]"]
 
-#: Called before each wait of the trainer's thread: whether the bus was asked and gave nothing, and
-#: until when the trainer waits. It offers prompts, raises where nothing can come any more, and
-#: returns the seconds until it wants to be called again; None for never.
+#: Called before each wait of the trainer's thread: with True if the bus was asked and gave nothing,
+#: and with the deadline of the trainer's wait. It offers prompts, raises if no batch can come any
+#: more, and returns the seconds until its next call; None for never.
 Look: TypeAlias = Callable[[bool, "float | None"], "float | None"]
 
 
@@ -47,13 +47,13 @@ class Work(Protocol):
 
     @property
     def is_async(self) -> bool:
-        """Whether the work goes on while nobody waits for it."""
+        """True if the work continues without a waiting caller."""
 
     def run(self, groups: list[shmbus.Group], wait_s: float | None) -> None:
-        """Work on the groups that are not done, for so long."""
+        """Work on the unfinished groups, for some seconds."""
 
     def is_done(self, group: shmbus.Group) -> bool:
-        """Whether nothing is left to do for a group."""
+        """Return True if a group needs no more work."""
 
 
 def take_groups(consumer: shmbus.Consumer) -> Take:
@@ -75,19 +75,19 @@ def take_shard(consumer: shmbus.Consumer, options: dict[str, Any]) -> Take:
 
 
 class WorkedOn:
-    """A `Take` whose groups are worked on first; those that are not done wait for the next call."""
+    """A `Take` with work on its groups; unfinished groups wait for the next call."""
 
     def __init__(self, take: Take, works: Sequence[Work], *, whole: bool) -> None:
         self._take = take
         self._works = works
-        #: Whether the groups of a take stay together, as a shard of a step does.
+        #: True if the groups of a take stay together, like a shard of a step.
         self._whole = whole
         self._waiting: list[shmbus.Group] = []
-        #: Whether the caller of a batch waits for a limited time.
+        #: True if the caller of a batch waits for a limited time.
         self.bounded = False
 
     def __call__(self, seconds: float, awaited: bool) -> list[shmbus.Group]:
-        """Take groups, and return those that are done by then."""
+        """Take groups, and return the finished groups."""
         began_s = time.monotonic()
         room = len(self._waiting) < TAKE_GROUPS and not (self._whole and self._waiting)
         if room:
@@ -117,7 +117,7 @@ def take_until_due(
     began_s = noted_s = now_s = time.monotonic()
     deadline_s = None if timeout is None else began_s + timeout
     if not planner.interrupted:
-        # Not from when the groups that wait were taken: the bus may hold enough for a full batch.
+        # Not since the waiting groups were taken: the bus may hold enough for a full batch.
         planner.restart_wait(began_s)
     planner.interrupted = True
     asked = came = False
@@ -143,7 +143,7 @@ def take_until_due(
         asked = True
         came = bool(inbox)
         if inbox is not planner.inbox:
-            # Another thread that waits for a batch has admitted the others.
+            # Another thread waiting for a batch admitted the rest.
             planner.adopt(inbox)
         if came:
             admit()

@@ -1,10 +1,10 @@
-"""Array fields that nobody reads, and whose names are nearly those of fields that are looked for.
+"""Unread array fields with a name close to a known field.
 
-A worker that sends ``log_probs`` or ``completion_mask`` would otherwise be trained on without them,
-and nothing would say so.
+Without a warning, a worker's ``log_probs`` or ``completion_mask`` would silently be left out of
+training.
 
-Invariant: each name is told once, and a field that is read, or sent beside the one that is read, is
-never told.
+Invariant: each name is reported once. A field in use, or sent beside the field in use, is never
+reported.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["UnreadFields"]
 
 logger = logging.getLogger(__name__)
 
-#: How much two names have to have in common, from 0 to 1: "log_probs" and "logprobs" have 0.94.
+#: Least similarity of two names, from 0 to 1: "log_probs" and "logprobs" reach 0.94.
 ALIKE: Final = 0.75
 
-#: What other libraries call the fields of a batch.
+#: Other libraries' names for the fields of a batch.
 SYNONYMS: Final = {
     "loss_mask": (
         "action_mask", "assistant_mask", "assistant_masks", "completion_mask", "completion_masks",
@@ -42,7 +42,7 @@ SYNONYMS: Final = {
 
 
 class UnreadFields:
-    """Warns once of each name that is nearly right."""
+    """Warns once of each nearly right name."""
 
     def __init__(self, fields: FieldNames, extra: Iterable[str] = ()) -> None:
         self._wanted = {
@@ -56,7 +56,7 @@ class UnreadFields:
         self._told: set[str] = set()
 
     def note(self, measured: Measured) -> None:
-        """Warn of the fields of groups that were just measured."""
+        """Warn of the fields of just measured groups."""
         for names in measured.field_names:
             if names not in self._known:
                 self._known.add(names)
@@ -80,7 +80,7 @@ class UnreadFields:
 
 
 def _nearest(name: str, missing: dict[str, str]) -> str | None:
-    """Return the field that a name is probably meant for, among those that were not sent."""
+    """Return a name's probable target among the missing fields."""
     plain = name.lower()
     for role, wanted in missing.items():
         if plain in SYNONYMS[role] or plain == wanted.lower():

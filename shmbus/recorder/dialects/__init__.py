@@ -1,4 +1,4 @@
-"""What clients speak, by path, and how it becomes a call of an endpoint that carries token ids."""
+"""Clients' dialects, by path, and their translation to an endpoint with token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dialect is: one call of it, turned into one of the engine's and back."""
+"""Base of a dialect: a client's call, turned into an engine's call and back."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from shmbus.recorder.event_stream import event
 
 
 class UnusableCall(Exception):
-    """A call that cannot be made; the client is told why."""
+    """An invalid call, with the reason for the client."""
 
 
 def new_id(prefix: str) -> str:
-    """Return an id as the APIs have them."""
+    """Return an id in the APIs' form."""
     return f"{prefix}_{secrets.token_hex(12)}"
 
 
 def error_body(message: str, kind: str, code: str) -> dict[str, Any]:
-    """Return an error that clients of OpenAI and of Anthropic read alike."""
+    """Return an error in a form for clients of OpenAI and of Anthropic."""
     return {
         "type": "error",
         "error": {"type": kind, "message": message, "code": code, "param": None},
@@ -29,7 +29,7 @@ def error_body(message: str, kind: str, code: str) -> dict[str, Any]:
 
 
 def object_of(text: Any) -> dict[str, Any]:
-    """Return a tool's arguments as an object; those that are none, under one name."""
+    """Return a tool's arguments as an object; non-objects under one name."""
     try:
         found = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError, TypeError):
@@ -38,7 +38,7 @@ def object_of(text: Any) -> dict[str, Any]:
 
 
 class Dialect:
-    """One call, in the endpoint's own form: passed on as it is; `history` is the session's."""
+    """A call in the endpoint's own form, passed on unchanged; `history` belongs to the session."""
 
     endpoint: ClassVar[Endpoint] = CHAT
     #: Key of the call's conversation in `history`, or "".
@@ -49,7 +49,7 @@ class Dialect:
 
     @property
     def streams(self) -> bool:
-        """Whether the client wants events."""
+        """True if the client requests events."""
         return bool(self.call.get("stream"))
 
     def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
@@ -61,9 +61,9 @@ class Dialect:
         return event(chunk)
 
     def done(self) -> bytes:
-        """Return what ends the client's stream."""
+        """Return the end of the client's stream."""
         return event(b"[DONE]")
 
     def failed(self, message: str, code: str) -> bytes:
-        """Return what ends the client's stream where the answer failed."""
+        """Return the end of the client's stream after a failed answer."""
         return event(error_body(message, "server_error", code))

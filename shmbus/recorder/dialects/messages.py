@@ -14,12 +14,12 @@ import msgspec
 from shmbus.recorder.dialects.base import Dialect, UnusableCall, error_body, new_id, object_of
 from shmbus.recorder.event_stream import event
 
-#: Fields that become others; all else is passed on by its name.
+#: Translated fields; the rest pass on by name.
 _TURNED: Final = frozenset({
     "max_tokens", "messages", "metadata", "output_config", "stop_sequences", "system", "thinking",
     "tool_choice", "tools",
 })  # fmt: skip
-#: Claude Code's header with a hash of each request, which vLLM leaves out too.
+#: Claude Code's header with a hash of each request; vLLM omits it too.
 _BILLING: Final = "x-anthropic-billing-header"
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -58,7 +58,7 @@ def _tool_result(block: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _message(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a message as those of a chat."""
+    """Translate a message to chat messages."""
     role, content = message["role"], message["content"]
     if role == "system":
         text = _text_blocks(content)
@@ -141,7 +141,7 @@ def _chat_of(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(usage: dict[str, Any] | None, prompt_tokens: int = 0) -> dict[str, Any]:
-    """Return the usage; what came from the prefix cache counts apart."""
+    """Return the usage; tokens from the prefix cache count separately."""
     said = usage or {}
     found = {
         "input_tokens": said.get("prompt_tokens") or prompt_tokens,
@@ -177,7 +177,7 @@ class Messages(Dialect):
         self._id = new_id("msg")
         self._model = str(body.get("model", ""))
         self._started = False
-        #: The block that is open: its index and its type; and the place of its tool's call.
+        #: The open block: its index and its type; and the place of its tool's call.
         self._index, self._open, self._place = -1, "", -1
         self._finish: str | None = None
         self._stop: Any = None
@@ -255,7 +255,7 @@ class Messages(Dialect):
         return event({"type": "message_start", "message": message}, "message_start")
 
     def _block(self, kind: str, empty: dict[str, Any], place: int = -1) -> bytes:
-        """Open a block, unless that one is open; the one before it is closed."""
+        """Open a block unless already open; close the previous block."""
         if self._open == kind and self._place == place:
             return b""
         out = self._close()
@@ -292,7 +292,7 @@ class Messages(Dialect):
         return out
 
     def done(self) -> bytes:
-        """End the message: why it stopped, and what it used."""
+        """End the message, with its stop reason and usage."""
         out = self._start({}, 0)
         if self._index < 0:
             out += self._block("text", {"text": ""})

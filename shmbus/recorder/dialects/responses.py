@@ -1,9 +1,9 @@
 """OpenAI's responses, as chat completions and back.
 
-Tools that OpenAI's own servers run, such as a web search, are left out, as engines do. What a call
-names by ``previous_response_id`` is kept in its session. Sources: the API reference of OpenAI's
-responses; vllm/entrypoints/openai/responses/{protocol,utils,streaming_events}.py of vLLM 0.32 for
-what becomes of items.
+Tools run by OpenAI's own servers, for example a web search, are left out, as in engines. A
+conversation named by ``previous_response_id`` is kept in its session. Sources: the API reference of
+OpenAI's responses; vllm/entrypoints/openai/responses/{protocol,utils,streaming_events}.py of vLLM
+0.32 for the translation of items.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import msgspec
 from shmbus.recorder.dialects.base import Dialect, UnusableCall, new_id, object_of
 from shmbus.recorder.event_stream import event
 
-#: Fields that become others; all else is passed on by its name.
+#: Translated fields; the rest pass on by name.
 _TURNED: Final = frozenset({
     "background", "include", "input", "instructions", "max_output_tokens", "metadata",
     "previous_response_id", "prompt_cache_key", "reasoning", "store", "stream", "stream_options",
     "text", "tool_choice", "tools", "truncation",
 })  # fmt: skip
-#: Conversations of earlier responses that a session keeps.
+#: Most conversations of earlier responses kept by a session.
 _MOST_KEPT: Final = 32
-#: The one argument of a tool that takes free text, as vLLM calls it.
+#: The one argument of a free-text tool, named like in vLLM.
 _FREE_TEXT: Final = "input"
 _FREE_TOOL: Final = {
     "type": "object",
@@ -34,7 +34,7 @@ _FREE_TOOL: Final = {
 
 
 def _part(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a message as a chat has it."""
+    """Return a part of a message in a chat's form."""
     kind = part.get("type")
     if kind in ("input_text", "output_text", "text", "refusal"):
         return {"type": "text", "text": part.get("text") or part.get("refusal") or ""}
@@ -66,11 +66,11 @@ def _thought(item: dict[str, Any]) -> str:
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return items as messages; those of one answer of the model become one message."""
+    """Return items as messages; items of one model answer share a message."""
     found: list[dict[str, Any]] = []
 
     def answer(name: str) -> dict[str, Any]:
-        """Return the model's message that takes the item: the last one, unless it has such."""
+        """Return the model's message for the item: the last, or a new one if the name is taken."""
         if not found or found[-1]["role"] != "assistant" or name in found[-1]:
             found.append({"role": "assistant"})
         return found[-1]
@@ -322,7 +322,7 @@ class Responses(Dialect):
         return out + self._event("response.output_item.added", output_index=index, item=shown)
 
     def _close(self) -> bytes:
-        """Close the item that is open."""
+        """Close the open item."""
         if not self._is_open:
             return b""
         self._is_open, self._place = False, -1

@@ -10,8 +10,8 @@
 
 Invariants:
 
-- Importing this loads neither torch nor TRL; what is used of them is asked for when it is used.
-- A sample that TRL's objective cannot take as it is ends in an error, never in another objective.
+- Importing this package loads neither torch nor TRL; their names are looked up on first use.
+- A sample unfit for TRL's objective ends in an error, never in another objective.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""What tells the worker of the trainer's life: its arguments, its steps, its saves.
+"""Callback that reports the trainer's life to the worker: arguments, steps, saves.
 
-transformers asks a callback that exports its state for it while it writes ``trainer_state.json``,
-the last file of a checkpoint, and calls `on_save` when all is written. So a kill
+transformers asks a callback with exportable state for the state while writing
+``trainer_state.json``, the last file of a checkpoint, and calls `on_save` after the whole write. So
+a kill
 
-- before that file is whole leaves no checkpoint: the one before counts, and nothing that was
-  trained since then is acknowledged;
-- between the file and the acknowledgement leaves a checkpoint that says which groups its weights
-  have: they come again, and are acknowledged without being trained;
-- after that finds them acknowledged.
+- during the write leaves no checkpoint: the previous checkpoint counts, and nothing trained since
+  then is acknowledged;
+- between the file and the acknowledgement leaves a checkpoint with a list of its weights' groups:
+  they come again, and are acknowledged without training;
+- after the acknowledgement finds the groups acknowledged.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any, NamedTuple, Protocol
 
 from trainer_adapter.adapters.trl.stack import needed
 
-#: The name under which transformers files the state of the callback.
+#: Key of the callback's state in transformers.
 CALLBACK_NAME = "ShmbusCallback"
 
 
 class TrainerArguments(NamedTuple):
-    """Those of AsyncGRPOConfig that a bus has to know; None where there is no such argument."""
+    """Arguments of AsyncGRPOConfig relevant for a bus; None for a missing argument."""
 
     num_generations: int | None
     max_completion_length: int | None
@@ -31,7 +32,7 @@ class TrainerArguments(NamedTuple):
 
 
 class Told(Protocol):
-    """What is told."""
+    """Receiver of the trainer's events."""
 
     def _train_begins(self, arguments: TrainerArguments, saved: dict[str, Any] | None) -> None: ...
     def _step_ends(self, micro_batches: int) -> None: ...
@@ -42,7 +43,7 @@ class Told(Protocol):
 def make_callback(worker: Told) -> Any:
     """Make the TrainerCallback of a worker."""
     base, exportable = needed("transformers.trainer_callback", "TrainerCallback", "ExportableState")
-    # transformers may make a callback again, by its class alone: so the class knows the worker.
+    # transformers may recreate a callback from its class alone, so the class refers to the worker.
     members = {"__doc__": _Told.__doc__, "worker": worker, "saved": None}
     return type(CALLBACK_NAME, (_Told, base, exportable), members)()
 
@@ -57,7 +58,7 @@ class _Told:
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._micro_batches = 0
-        # A checkpoint that was saved without this callback has no place for its state.
+        # A checkpoint saved without this callback lacks a place for its state.
         filed = state.stateful_callbacks.setdefault(CALLBACK_NAME, self.state())
         if isinstance(filed, list):
             filed = filed[0]

@@ -1,14 +1,13 @@
-"""What a checkpoint says of a bus: the rows that its weights were trained on, not acknowledged.
+"""A checkpoint's record of a bus: the unacknowledged rows already trained into its weights.
 
-It is part of ``trainer_state.json``, which transformers writes as the last file of a checkpoint: a
-checkpoint that has this file has all of it.
+The record is part of ``trainer_state.json``, the last file of a checkpoint: a checkpoint with this
+file is complete.
 
 Invariants:
 
-- A row is found again by producer id, sequence and row, which a bus gives once, and only on the bus
-  that gave them.
-- A row stays on the list until it was delivered again, or so many newer groups came that it was
-  acknowledged before.
+- A row is recognised by producer id, sequence and row, unique on a bus, and only on the same bus.
+- A row stays on the list until its next delivery, or until enough newer groups prove an earlier
+  acknowledgement.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from typing import Any, Final
 
 from trainer_adapter.adapters.trl.progress import Identity, OpenGroup
 
-#: The form of what is saved.
+#: Format version of the saved state.
 _VERSION: Final = 1
-#: Newer groups after which a row that has not come again is taken for acknowledged. A bus delivers
-#: what was complete before what completes later; so many are more than the lanes can mix up.
+#: Newer groups after which a row without a second delivery counts as acknowledged. A bus delivers
+#: groups in order of completion; lanes cannot mix up this many.
 FORGET_AFTER_GROUPS: Final = 4096
 
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d+)")
@@ -31,10 +30,10 @@ _STATE_FILE: Final = "trainer_state.json"
 
 
 def last_whole_checkpoint(output_dir: str | Path) -> str | None:
-    """Find the newest checkpoint that was written to its end.
+    """Find the newest complete checkpoint.
 
-    A trainer that is killed while it saves leaves a folder without its last file. Transformers
-    takes such a folder for a checkpoint, and begins at step 0 with its weights.
+    A trainer killed during a save leaves a folder without its last file. Transformers takes such a
+    folder for a checkpoint, and begins at step 0 with its weights.
 
     Parameters
     ----------
@@ -44,7 +43,7 @@ def last_whole_checkpoint(output_dir: str | Path) -> str | None:
     Returns
     -------
     str or None
-        For ``trainer.train(resume_from_checkpoint=...)``; None where there is none.
+        For ``trainer.train(resume_from_checkpoint=...)``; None without a checkpoint.
     """
     found: list[tuple[int, Path]] = []
     for path in Path(output_dir).glob("checkpoint-*"):
@@ -60,10 +59,10 @@ def last_whole_checkpoint(output_dir: str | Path) -> str | None:
 
 
 class TrainedRows:
-    """Rows that were trained before a checkpoint, and may be delivered again."""
+    """Rows trained before a checkpoint and possibly delivered again."""
 
     def __init__(self, created: int) -> None:
-        #: When the bus was created that gave the rows: it tells buses of one name apart.
+        #: Creation time of the rows' bus: it tells buses of one name apart.
         self.created: Final = created
         self._waiting: dict[Identity, tuple[str, int | None, int]] = {}
         self._newer_groups = 0
@@ -72,17 +71,17 @@ class TrainedRows:
         return len(self._waiting)
 
     def take(self, identity: Identity) -> bool:
-        """Whether a row is on the list; it leaves it."""
+        """Remove a row from the list; return False for an unlisted row."""
         return self._waiting.pop(identity, None) is not None
 
     def note_group(self, known: bool) -> None:
-        """Note that a group was delivered that has a known row, or none."""
+        """Note a delivered group, with a known row or without."""
         self._newer_groups = 0 if known else self._newer_groups + 1
         if self._newer_groups >= FORGET_AFTER_GROUPS:
             self._waiting.clear()
 
     def save(self, bus: str, version: int, behind: bool, groups: list[OpenGroup]) -> dict[str, Any]:
-        """Return what goes into a checkpoint."""
+        """Return the state for a checkpoint."""
         rows: list[list[Any]] = [[*where, *identity] for identity, where in self._waiting.items()]
         for group in groups:
             lease: Any = group.lease
@@ -101,7 +100,7 @@ class TrainedRows:
         }
 
     def load(self, saved: dict[str, Any]) -> bool:
-        """Take over what a checkpoint says."""
+        """Take over a checkpoint's record."""
         if saved.get("version") != _VERSION:
             raise ValueError(
                 f"checkpoint: expected the bus's state in form {_VERSION}, got "

@@ -1,10 +1,10 @@
-"""The groups that TRL's async trainer has: rows on their way in, and what may be acknowledged.
+"""The groups held by TRL's async trainer: incoming rows, and groups ready for acknowledgement.
 
 Invariants:
 
 - A group may be acknowledged once each of its rows is trained, dropped, or known from a checkpoint;
-  with saves, once a checkpoint was saved that has it.
-- A row that a checkpoint's weights have is never handed out again.
+  with saves, after the save of a checkpoint with the group.
+- A row in a checkpoint's weights is never handed out again.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from trainer_adapter.adapters.trl.stack import versions
 
 
 def open_within(bus: str, lag: int | None, options: dict[str, Any]) -> shmbus.Consumer:
-    """Open a consumer that leaves out what is older than TRL trains on."""
+    """Open a consumer without groups older than TRL's limit."""
     own = {} if lag is None else {"max_policy_lag": lag}
     try:
         return shmbus.Consumer(bus, **{**own, **options})
     except ValueError:
         if lag is None or "max_policy_lag" in options:
             raise
-        # A daemon has a bound of its own; what is older than TRL's, TRL leaves out.
+        # A daemon sets its own limit; TRL skips groups beyond TRL's.
         return shmbus.Consumer(bus, **options)
 
 
 class HeldGroups:
-    """What was taken and is not acknowledged."""
+    """Groups taken and not yet acknowledged."""
 
     def __init__(self) -> None:
-        #: What a checkpoint says of the bus.
+        #: A checkpoint's record of the bus.
         self.trained = TrainedRows(0)
         self._account = Account()
         self._open: dict[int, OpenGroup] = {}
@@ -54,7 +54,7 @@ class HeldGroups:
         self._packed_before = 0
 
     def hint(self, *, at_save: bool) -> str:
-        """Return what a message about a silent bus says of rows that wait for a save."""
+        """Return a silent bus's message part about rows waiting for a save."""
         held = sum(len(group.rows) for group in self._open.values())
         if not (at_save and held):
             return ""
@@ -116,17 +116,17 @@ class HeldGroups:
         return made, opened
 
     def hand_out(self, row: Row) -> None:
-        """Note that a row goes to the trainer."""
+        """Note a row on its way to the trainer."""
         self._ended += self._account.hand_out(row)
 
     def finish(self, micro_batches: int) -> int:
-        """Note that the trainer has finished micro-batches."""
+        """Note finished micro-batches of the trainer."""
         before = self._account.finished
         self._ended += self._account.finish(micro_batches)
         return self._account.finished - before
 
     def finish_all(self, micro_batches: int) -> None:
-        """Note that a step has finished."""
+        """Note a finished step."""
         finished = self.finish(micro_batches)
         if finished < micro_batches:
             raise RuntimeError(
@@ -137,22 +137,22 @@ class HeldGroups:
             )
 
     def finish_packed_before(self) -> None:
-        """Note that what was packed when this was last called is finished."""
+        """Finish the micro-batches packed before the previous call."""
         self.finish(self._packed_before - self._account.finished)
         self._packed_before = self._account.packed
 
     def take_ended(self) -> list[OpenGroup]:
-        """Return the groups that have ended since the last call."""
+        """Return the groups ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def save(self, bus: str, version: int, behind: bool) -> dict[str, Any]:
-        """Return what goes into a checkpoint; what has ended by now is acknowledged after it."""
+        """Return the state for a checkpoint; its save acknowledges the groups ended by now."""
         self._at_save = list(self._ended)
         return self.trained.save(bus, version, behind, list(self._open.values()))
 
     def take_saved(self) -> list[OpenGroup]:
-        """Return the groups that had ended when the checkpoint was made that is saved now."""
+        """Return the groups ended before the checkpoint just saved."""
         ended, self._at_save = self._at_save, []
         saved = {id(group) for group in ended}
         self._ended = [each for each in self._ended if id(each) not in saved]

@@ -1,16 +1,16 @@
-"""Which rows the trainer has trained on: an account kept by what TRL does to each row.
+"""Account of trained rows, kept from TRL's calls on each row.
 
-TRL's collator iterates over the metrics of each row once, when it makes a micro-batch of them, and
-the batcher takes at least one row between two micro-batches. So each unbroken run of marks is one
+TRL's collator iterates over the metrics of each row once, while making a micro-batch, and the
+batcher takes at least one row between two micro-batches. So each unbroken run of marks is one
 micro-batch, and after n micro-batches the rows of the first n runs are trained. Accelerate's
-look-ahead changes nothing: it only makes runs early.
+look-ahead only makes runs early.
 
 Invariants:
 
-- A row is trained when the micro-batch that has it was finished, never when it was handed out.
-- A row that TRL dropped is known as dropped as soon as a later row was handed out and a micro-batch
-  was made: TRL's batchers hold back one row at most, the last one.
-- A group ends when each of its rows is trained, dropped, or was trained before a checkpoint.
+- A row is trained after the end of its micro-batch, never at its hand-out.
+- A row dropped by TRL is known as dropped after a later row's hand-out and a new micro-batch: TRL's
+  batchers hold back at most the last row.
+- A group ends after the training or drop of every row, in this run or before a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ RowState = Literal["handed", "packed", "trained", "dropped", "known"]
 
 
 class OpenGroup:
-    """A leased group, of which rows are with the trainer."""
+    """A leased group with rows at the trainer."""
 
     __slots__ = ("lease", "open_rows", "rows")
 
     def __init__(self, lease: object) -> None:
-        #: What is acknowledged in the end.
+        #: The group, acknowledged in the end.
         self.lease: Final = lease
         self.rows: list[Row] = []
-        #: Rows that are neither trained nor dropped nor known.
+        #: Rows neither trained nor dropped nor known.
         self.open_rows = 0
 
     def add(self, identity: Identity, index: int, *, known: bool) -> Row:
@@ -46,12 +46,12 @@ class OpenGroup:
 
     @property
     def was_trained(self) -> bool:
-        """Whether a row of it was trained, now or before a checkpoint."""
+        """True if a row was trained, now or before a checkpoint."""
         return any(row.state in ("trained", "known") for row in self.rows)
 
 
 class Row:
-    """One token row of a sample, as it goes through the trainer."""
+    """One token row of a sample on its way through the trainer."""
 
     __slots__ = ("group", "identity", "index", "state")
 
@@ -81,9 +81,9 @@ class Account:
     """Rows between their handing out and the end of their groups."""
 
     def __init__(self) -> None:
-        #: Micro-batches that the trainer has finished.
+        #: Micro-batches finished by the trainer.
         self.finished = 0
-        #: Micro-batches that were packed, the one under way too.
+        #: Packed micro-batches, including the current one.
         self.packed = 0
         self._handed: deque[Row] = deque()
         self._last: Row | None = None
@@ -91,14 +91,14 @@ class Account:
         self._runs: deque[list[Row]] = deque()
 
     def hand_out(self, row: Row) -> list[OpenGroup]:
-        """Note that a row goes to the trainer."""
+        """Note a row on its way to the trainer."""
         ended = self._close_run() if self._run else []
         self._handed.append(row)
         self._last = row
         return ended
 
     def pack(self, row: Row) -> None:
-        """Note that a row is in the micro-batch that is being made."""
+        """Note a row in the current micro-batch."""
         if row.state == "handed":
             row.state = "packed"
             if not self._run:
@@ -106,7 +106,7 @@ class Account:
             self._run.append(row)
 
     def finish(self, micro_batches: int) -> list[OpenGroup]:
-        """Note that the trainer has finished micro-batches."""
+        """Note finished micro-batches of the trainer."""
         ended = self._close_run() if self._run else []
         while micro_batches > 0 and self._runs:
             micro_batches -= 1

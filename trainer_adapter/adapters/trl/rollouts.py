@@ -5,8 +5,8 @@ Invariants:
 - The samples of a slot belong to its prompt: groups are found by the request's id and round, never
   by their order.
 - A slot is one completion: the part of a sequence from the first sampled token on.
-- The main process asks and takes for all ranks, so a group may straddle ranks.
-- A group is acknowledged when it is complete and here: TRL asks again for what it loses.
+- The main process asks and takes for every rank, so a group may straddle ranks.
+- A group is acknowledged after its complete arrival: TRL asks again for lost groups.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SAMPLING: Final = (
 
 
 def check_equal(prompts: list[Any], slot: int, size: int) -> None:
-    """Refuse slots whose prompts are not one prompt."""
+    """Refuse slots with different prompts."""
     if any(each != prompts[slot] for each in prompts[slot : slot + size]):
         raise ValueError(
             f"rollouts: expected {size} equal prompts from slot {slot} on, got others; TRL gives "
@@ -76,7 +76,7 @@ def sampling_of(trainer: Any) -> dict[str, Any]:
 
 
 def one_row_each(group: shmbus.Group, rows: list[list[RowArrays]]) -> list[RowArrays]:
-    """Return the row of each sample; GRPOTrainer has one completion a slot."""
+    """Return the row of each sample; GRPOTrainer takes one completion per slot."""
     for t, of_sample in zip(group, rows, strict=True):
         if len(of_sample) != 1:
             raise ValueError(
@@ -88,7 +88,7 @@ def one_row_each(group: shmbus.Group, rows: list[list[RowArrays]]) -> list[RowAr
 
 
 def check_for_grpo(group: shmbus.Group, rows: list[RowArrays], zeroed: list[bool]) -> None:
-    """Refuse what GRPOTrainer would train on without being able to."""
+    """Refuse samples that GRPOTrainer would train on incorrectly."""
     for t, row, zero in zip(group, rows, zeroed, strict=True):
         where = f"group {t.instance_id!r}, sample {t.index}"
         if not row.completion_mask.any():
@@ -104,13 +104,13 @@ def check_for_grpo(group: shmbus.Group, rows: list[RowArrays], zeroed: list[bool
 
 
 def key_of(prompt: Any) -> str:
-    """Name a prompt by what it says, so that logs of two runs have the same names."""
+    """Name a prompt by its content, for equal names in the logs of two runs."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _token_ids(prompt: Any, trainer: Any) -> Any:
-    """Tokenize a prompt as TRL does: text as it is, messages by the chat template."""
+    """Tokenize a prompt like TRL: plain text, messages by the chat template."""
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
@@ -122,7 +122,7 @@ def _token_ids(prompt: Any, trainer: Any) -> Any:
 
 
 def lay_out(arrays: RowArrays, score: float | None, answer: dict[str, list[Any]]) -> None:
-    """Part a sequence: what comes before the first sampled token is the prompt."""
+    """Split a sequence: the tokens before the first sampled token form the prompt."""
     sampled = np.flatnonzero(arrays.completion_mask)
     begin = int(sampled[0]) if len(sampled) else len(arrays.input_ids)
     answer["prompt_ids"].append(arrays.input_ids[:begin].tolist())
@@ -132,43 +132,42 @@ def lay_out(arrays: RowArrays, score: float | None, answer: dict[str, list[Any]]
     answer["bus_score"].append(score)
 
 
-#: Seconds of one look for groups; between two of them Ctrl-C and the deadline are seen to.
+#: Seconds of one look for groups; Ctrl-C and the deadline take effect between two looks.
 _TAKE_S: Final = 1.0
 _TAKE_GROUPS: Final = 64
-#: Default for `timeout`: groups that need longer have no worker.
+#: Default for `timeout`: groups beyond this limit have no worker.
 ROLLOUT_TIMEOUT_S: Final = 600.0
-#: TRL's method that has the rows of the data set, and calls the rollout function.
+#: TRL's method that holds the rows of the data set and calls the rollout function.
 _GENERATE: Final = "_generate_and_score_completions"
 _LOG: Final = logging.getLogger("shmbus.trl")
 _KEYS: Final = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "bus_score")
 
 
 class ShmbusRollouts:
-    """A rollout function for TRL's GRPOTrainer whose samples come from a bus.
+    """A rollout function for TRL's GRPOTrainer with samples from a bus.
 
-    Pass it as ``rollout_func=rollouts`` and ``reward_funcs=rollouts.reward``, and call
-    `attach` once the trainer is made. Workers take the prompts by `shmbus.Producer.requests.next`
-    and answer by `requests.answer`. A request's ``prompt`` field has the prompt's token ids. Its
-    meta has "prompt", TRL's prompt as it is in the data set; "sampling", the trainer's temperature,
-    top_p, top_k, min_p, repetition_penalty, max_completion_length and generation_kwargs; and, once
-    attached, the other columns of the data set, such as "answer". Its split is "eval" for an
-    evaluation, else "train", so that the bus's ledger tells them apart and no trainer takes the one
-    for the other.
+    Pass it as ``rollout_func=rollouts`` and ``reward_funcs=rollouts.reward``, and call `attach`
+    after making the trainer. Workers take the prompts by `shmbus.Producer.requests.next` and answer
+    by `requests.answer`. A request's ``prompt`` field holds the prompt's token ids. Its meta holds
+    "prompt", TRL's prompt from the data set; "sampling", the trainer's temperature, top_p, top_k,
+    min_p, repetition_penalty, max_completion_length and generation_kwargs; and, once attached, the
+    remaining columns of the data set, for example "answer". Its split is "eval" for an evaluation,
+    else "train": the bus's ledger counts them separately, and no trainer mixes them up.
 
     Parameters
     ----------
     bus : str
     timeout : float
-        Seconds for all groups of one call.
+        Seconds for the groups of one call.
     tokenize : bool
-        Whether requests carry the prompt's token ids.
+        True to send the prompt's token ids with requests.
     **consumer_options
-        Those of `shmbus.Consumer`, such as `sample_retries`.
+        Options of `shmbus.Consumer`, for example `sample_retries`.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is of another kind, or an option unknown.
+        An argument of the wrong type, or an unknown option.
 
     Examples
     --------
@@ -196,11 +195,11 @@ class ShmbusRollouts:
         self._tokenize = tokenize
         self._options = consumer_options
         self._consumers: SplitConsumer | None = None
-        # Rounds of one process rise, and those of the next process are higher: a prompt's rounds
-        # never mix, whatever became of the process before.
+        # Rounds of one process rise, and the next process starts higher: a prompt's rounds never
+        # mix, even after a crash.
         self._rounds = itertools.count(time.time_ns())
         self._publish: Callable[[int], object] | None = None
-        # The rows of the data set that the next call samples; None without `attach`.
+        # Data set rows of the next call; None without `attach`.
         self._rows: list[dict[str, Any]] | None = None
         self._told_of_columns = False
 
@@ -218,7 +217,7 @@ class ShmbusRollouts:
         if accelerator.is_main_process:
             try:
                 shared[0] = self._sample(everyone, size, trainer, "train" if train else "eval")
-            except Exception as error:  # every rank raises it, or the others would wait for ever
+            except Exception as error:  # raised on every rank, or the rest would wait for ever
                 shared[1] = error
         broadcast(shared, from_process=0)
         answer, failure = shared
@@ -228,13 +227,13 @@ class ShmbusRollouts:
         return {key: answer[key][begin : begin + len(prompts)] for key in _KEYS}
 
     def reward(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """Return the scores that came with the samples: a reward function of TRL.
+        """Return the scores received with the samples: a reward function of TRL.
 
         Parameters
         ----------
         completions : list
         **columns
-            Has "bus_score".
+            Contains "bus_score".
 
         Returns
         -------
@@ -258,24 +257,25 @@ class ShmbusRollouts:
         """Have a trainer correct for the samplers' policy, and publish its versions.
 
         TRL compares the samplers' logprobs with its own (truncated importance sampling) only for
-        vLLM: this says that there is one, and takes its place in the weight sync. Without it each
-        sample counts as if the present policy had made it. And TRL gives a rollout function the
-        prompts alone: this notes the rows that they are of, whose other columns go to the workers.
+        vLLM: `attach` reports a vLLM, and takes its place in the weight sync. Without `attach` each
+        sample counts as made by the current policy. Also, TRL passes only the prompts to a rollout
+        function: `attach` notes their data set rows, and sends the remaining columns to the
+        workers.
 
         Parameters
         ----------
         trainer : GRPOTrainer
             Just made.
         publish : callable, optional
-            Sends the weights to the workers, such as
-            ``WeightPublisher(bus, ModuleSource(trainer.model)).publish``. The main process calls it
-            before each generation with new weights, with their version, and then publishes that as
-            the policy version.
+            Sends the weights to the workers, for example ``WeightPublisher(bus,
+            ModuleSource(trainer.model)).publish``. The main process calls it before each generation
+            with new weights, with their version, and then publishes this version as the policy
+            version.
 
         Raises
         ------
         ImportError
-            This version of TRL has other names; says which are missing.
+            This version of TRL lacks expected names, listed in the message.
         """
         names = ("use_vllm", "num_generations", "num_generations_eval", "accelerator",
                  "vllm_importance_sampling_correction", "rollout_func", _GENERATE)  # fmt: skip
@@ -300,15 +300,15 @@ class ShmbusRollouts:
         if consumers is not None:
             consumers.close()
 
-    # -- what workers are told ------------------------------------------------------------------
+    # -- messages to the workers ----------------------------------------------------------------
 
     def _columns(self, prompts: list[Any], trainer: Any) -> list[dict[str, Any]]:
-        """Return the data set's other columns of each slot, as far as a request can have them."""
+        """Return the data set's remaining columns of each slot, as far as requests support them."""
         rows, self._rows = self._rows, None
         if rows is None or len(rows) != len(prompts):
             self._tell_of_columns(trainer)
             return [{}] * len(prompts)
-        # TRL writes what a rollout function answers into its rows.
+        # TRL writes a rollout function's answer into its rows.
         others = [
             {name: value for name, value in row.items() if name not in ("prompt", *_KEYS)}
             for row in rows
@@ -365,7 +365,7 @@ class ShmbusRollouts:
             check_equal(prompts, slot, size)
             key = key_of(prompts[slot]), next(self._rounds)
             meta = {**slots[slot][1], **own}
-            # A lane that is full is emptied by groups that are taken meanwhile.
+            # Taking groups meanwhile empties a full lane.
             while not offer(self._attached().consumer, key, prompts[slot], size, meta, tokenizing):
                 self._receive(split, wanted, found, expected, 0.1, deadline)
             wanted[key] = slot
@@ -387,7 +387,7 @@ class ShmbusRollouts:
         timeout_s: float,
         deadline: float,
     ) -> bool:
-        """Take what is there; whether anything was."""
+        """Take available groups; return False for no groups."""
         if time.monotonic() > deadline:
             requests = self._attached().consumer.stats().requests
             raise TimeoutError(
@@ -402,14 +402,14 @@ class ShmbusRollouts:
                 round = group.round
                 slot = None if round is None else wanted.get((group.instance_id, round))
                 if slot is None or round is None:
-                    # Somebody else's prompt, or one of a trainer before: nobody waits for it.
+                    # A foreign prompt, or an earlier trainer's: no call waits for the group.
                     consumer.drop(group)
                     continue
                 found[slot] = _completions_of(group, expected)
                 del wanted[group.instance_id, round]
                 consumer.ack(group)
         except BaseException:
-            # The call ends, and nobody waits for the others any more.
+            # The call ends, and abandons its remaining groups.
             consumer.drop(still_leased(groups))
             raise
         return bool(groups)
@@ -418,7 +418,7 @@ class ShmbusRollouts:
 def _completions_of(
     group: shmbus.Group, expected: Expected
 ) -> list[tuple[RowArrays, float | None]]:
-    """Return the row and the score of each sample; ValueError where the trainer cannot take it."""
+    """Return the row and the score of each sample; ValueError for samples unfit for the trainer."""
     check_size(group, expected)
     rows = one_row_each(group, read_rows(group, expected))
     rewards, zeroed = rewards_of(group)

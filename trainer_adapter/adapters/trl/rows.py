@@ -1,10 +1,10 @@
-"""Samples of a bus as TRL's rows: whole sequences, several of a sample that forked.
+"""Samples of a bus as TRL's rows: whole sequences, several per forked sample.
 
 Invariants:
 
-- What a row lacks is never filled in: an error names the group, the sample and the field.
-- The arrays of a row are copies, so that a row never keeps space of the ring.
-- A fork is a row of its own: rows of one sample are never joined.
+- A missing field is never filled in: an error names the group, the sample and the field.
+- The arrays of a row are copies, so a row never keeps space of the ring.
+- A fork is a separate row: rows of one sample are never joined.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer_adapter.adapters.trl.samples import Expected
 
 _NAMES: Final = FieldNames()
 _NEEDED: Final = frozenset({"tokens", "loss_mask", "logprobs"})
-#: What to do about a missing field.
+#: Remedies for a missing field.
 _FILL: Final = {
     "tokens": "put the prompt's and the completion's token ids",
     "loss_mask": "put 1 for each token that the model sampled, 0 for prompt and tools",
@@ -36,7 +36,7 @@ class RowArrays(NamedTuple):
 
     input_ids: NDArray[np.int64]
     completion_mask: NDArray[np.int64]
-    #: Each aligned to its own token; 0 where the mask is.
+    #: Each aligned to the row's token; 0 under a mask of 0.
     old_log_probs: NDArray[np.float32]
 
 
@@ -45,7 +45,7 @@ def read_rows(group: shmbus.Group, expected: Expected) -> list[list[RowArrays]]:
     arrays, lengths = _packed_rows(group)
     if arrays is None:
         return [read_sample(t, expected) for t in group]
-    # The memory of the positions, which TRL counts itself, holds the mask as TRL wants it.
+    # TRL counts positions itself, so their memory holds the mask in TRL's form.
     mask = arrays.position_ids
     np.copyto(mask, arrays.loss_mask)
     ids, logprobs = arrays.tokens, arrays.logprobs
@@ -63,7 +63,7 @@ def read_rows(group: shmbus.Group, expected: Expected) -> list[list[RowArrays]]:
 
 
 def _packed_rows(group: shmbus.Group) -> tuple[PackedBatch | None, list[list[int]]]:
-    """Copy all rows in one pass of C, or leave it to `read_sample`, which says what is wrong."""
+    """Copy every row in one pass of C, or leave it to `read_sample` and its error messages."""
     try:
         measured = measure([group], _NAMES)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Groups of a bus as TRL scores them: sizes, rewards, advantages, what is logged.
+"""Groups of a bus in TRL's scoring: sizes, rewards, advantages, logged values.
 
-Invariant: a sample that cannot be scored has reward NaN and advantage 0, and counts for no other,
-as in TRL's own worker.
+Invariant: an unscorable sample gets reward NaN and advantage 0, and does not affect its group, as
+in TRL's own worker.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
 
 Advantages = Literal["grpo", "dr_grpo", "rloo", "none"] | Callable[..., Any]
 
-#: A key of a sample's meta: it has no reward. TRL's own word for such a sample.
+#: A key of a sample's meta: no reward. TRL's own word for such a sample.
 UNSCORABLE: Final = "unscorable"
-#: A key of a sample's meta: its advantage is 0, and its score counts for the others' baseline.
+#: A key of a sample's meta: advantage 0, while its score counts for the group's baseline.
 ZEROED: Final = "set_advantage_to_zero"
-#: What TRL's own worker adds to a group's standard deviation.
+#: Addend of TRL's own worker to a group's standard deviation.
 TRL_EPS: Final = 1e-8
-#: Counters of the ledger that TRL logs, as what was added since the last step.
+#: Counters of the ledger logged by TRL, as differences since the last step.
 _DROPS: Final = ("stale", "failed", "timeout", "overflow", "zero_variance")
-#: Kinds that compare across the groups of a batch, which a worker of TRL never sees.
+#: Comparisons across the groups of a batch; a worker of TRL never sees a batch.
 _OF_A_BATCH: Final = ("batch", "batch_std")
 
 
 class Expected(NamedTuple):
-    """What the trainer's arguments say of a sample; None for what they do not say."""
+    """Expectations of the trainer's arguments on a sample; None for unset arguments."""
 
     #: Samples of a group.
     group_size: int | None = None
-    #: Tokens that one call of the model may give.
+    #: Most tokens of one call of the model.
     completion_tokens: int | None = None
     #: Tokens of a whole row.
     row_tokens: int | None = None
 
     def checked(self) -> Expected:
-        """Return it, if each number that is said is 1 or more."""
+        """Return self after checking every given number for 1 or more."""
         names = ("num_generations", "max_completion_length", "token_budget")
         for name, value in zip(names, self, strict=True):
             if value is not None and check_int(name, value) < 1:
@@ -54,7 +54,7 @@ class Expected(NamedTuple):
         return self
 
     def or_of(self, arguments: TrainerArguments) -> Expected:
-        """Return what is said here, and where nothing is, what the trainer's arguments say."""
+        """Return the own values, completed by the trainer's arguments."""
         return Expected(
             self.group_size or arguments.num_generations,
             self.completion_tokens or arguments.max_completion_length,
@@ -63,19 +63,19 @@ class Expected(NamedTuple):
 
 
 def scored(reward: float | None, meta: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return score and meta of a sample whose reward may be missing, for `shmbus.Producer.put`.
+    """Return score and meta of a sample with a possibly missing reward, for `shmbus.Producer.put`.
 
     Parameters
     ----------
     reward : float, optional
-        None or NaN for a sample that cannot be scored, as TRL's reward functions give it.
+        None or NaN for an unscorable sample, like in TRL's reward functions.
     meta : mapping, optional
-        What else goes with the sample.
+        Further meta of the sample.
 
     Returns
     -------
     dict
-        "score" and "meta". A bus takes finite scores only, so the meta says that there is none.
+        "score" and "meta". A bus takes finite scores only, so the meta marks the missing score.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def scored(reward: float | None, meta: Mapping[str, Any] | None = None) -> dict[
 
 
 def check_size(group: shmbus.Group, expected: Expected) -> None:
-    """Check that a group has as many samples as the trainer compares."""
+    """Check a group's number of samples against the trainer's."""
     wanted = expected.group_size
     if wanted is not None and wanted not in (group.size, len(group)):
         raise ValueError(
@@ -137,7 +137,7 @@ def advantages_of(
     values = rewards[known]
     std = float("nan")
     if len(values):
-        # What numpy's mean and std do, to the bit, at a fifth of their time for a few values.
+        # Equal to numpy's mean and std, to the bit, at a fifth of their time for a few values.
         centred = values - np.add.reduce(values) / len(values)
         std = math.sqrt(np.add.reduce(centred * centred) / len(values))
         if kind == "grpo":  # as AsyncRolloutWorker of TRL 1.16
@@ -157,7 +157,7 @@ def advantages_of(
 
 
 def metrics_of(meta: dict[str, Any], reward: float, std: float) -> dict[str, float]:
-    """Return what TRL logs of a sample: its reward, and further ones by their names."""
+    """Return TRL's logged values of a sample: its reward, and further rewards by name."""
     metrics = {"reward": reward, "reward_std": std}
     rewards = meta.get("rewards")
     if isinstance(rewards, dict):
@@ -172,7 +172,7 @@ def metrics_of(meta: dict[str, Any], reward: float, std: float) -> dict[str, flo
 def ledger_metrics(
     ledger: shmbus.Ledger, logged: Mapping[str, int]
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Return what TRL logs of a ledger: what was added since the last time."""
+    """Return TRL's logged values of a ledger: the additions since the last call."""
     found = {"acknowledged": ledger.acknowledged}
     found |= {reason: ledger.dropped.get(reason, 0) for reason in _DROPS}
     metrics = {"shmbus/groups_ready": float(ledger.groups_ready)}
@@ -182,5 +182,5 @@ def ledger_metrics(
 
 
 def messages_of(given: object) -> list[Any]:
-    """Return the messages of a meta, for traces; none where there are none."""
+    """Return the messages of a meta, for traces; an empty list without messages."""
     return given if isinstance(given, list) else []

@@ -1,4 +1,4 @@
-"""TRL as this adapter knows it."""
+"""TRL's tested versions and pip requirement."""
 
 from __future__ import annotations
 

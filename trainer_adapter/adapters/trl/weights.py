@@ -1,10 +1,10 @@
 """The weight transfer of TRL's AsyncGRPOTrainer, over `shmbus.weights`.
 
-TRL hands the parameters over one by one, under the names of the checkpoint. Workers of this machine
+TRL passes the parameters one by one, under the names of the checkpoint. Workers of this machine
 read them by `shmbus.weights.WeightSubscriber`, whole versions only.
 
-Invariant: the number of a version of weights is the policy version that the bus has right after it,
-so a worker that samples with weights N puts samples of policy version N.
+Invariant: the number of a weights version equals the bus's policy version right after the
+publication, so a worker sampling with weights N puts samples of policy version N.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ class ShmbusWeights:
     ----------
     bus : str
     **publisher_options
-        Those of `shmbus.weights.WeightPublisher`, such as `slots` or `carrier`.
+        Options of `shmbus.weights.WeightPublisher`, for example `slots` or `carrier`.
 
     Notes
     -----
-    TRL's main process has each whole tensor, so the version has one writer. The first sync keeps
-    all tensors until it has seen their shapes; the others hold one at a time.
+    TRL's main process holds each whole tensor, so the version has one writer. The first sync keeps
+    every tensor until their shapes are known; later syncs hold one at a time.
     """
 
     def __init__(self, bus: str, **publisher_options: Any) -> None:
         self.bus: Final = check_name(bus)
         self._options: Final = publisher_options
-        #: What is published now.
+        #: The tensors under publication.
         self._tensors: Iterable[tuple[str, torch.Tensor]] = ()
         self._publisher: WeightPublisher | None = None
 
     def init_weight_transfer(self) -> None:
-        """Do nothing yet: the first sync makes the publisher, which needs names and shapes."""
+        """Do nothing yet: the first sync makes the publisher with names and shapes."""
 
     def pause(self) -> None:
-        """Do nothing: workers go on with the version that they have leased."""
+        """Do nothing: workers keep their leased version."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish a version.
@@ -58,14 +58,14 @@ class ShmbusWeights:
         Parameters
         ----------
         iterator : iterator of (str, Tensor)
-            All parameters, in the same order each time.
+            Every parameter, always in the same order.
 
         Raises
         ------
         WeightsError, WaitTimeoutError
             As for `shmbus.weights.WeightPublisher`.
         ValueError
-            The first sync has no parameters: workers would load a version of nothing.
+            The first sync is empty: workers would load a version of nothing.
         """
         from shmbus.weights import ExportedSource, WeightPublisher
 
@@ -73,7 +73,7 @@ class ShmbusWeights:
             version = bus.policy_version + 1
         self._tensors = iterator
         if self._publisher is None:
-            # It goes through the first ones twice: to learn their shapes, and to write them.
+            # The first sync reads its tensors twice: to learn their shapes, and to write them.
             self._tensors = list(iterator)
             if not self._tensors:
                 raise ValueError(
@@ -82,16 +82,16 @@ class ShmbusWeights:
                 )
             source = ExportedSource(lambda: self._tensors)
             self._publisher = WeightPublisher(self.bus, source, **self._options)
-        if self._publisher.version is not None:  # whoever sets the bus's may not have done so yet
+        if self._publisher.version is not None:  # the bus's own may still be unset
             version = max(version, self._publisher.version + 1)
         self._publisher.publish(version)
         self._tensors = ()
 
     def resume(self) -> None:
-        """Do nothing: workers see the version when they next look."""
+        """Do nothing: workers see the version on their next poll."""
 
     def destroy(self) -> None:
-        """Leave; workers that have leased a version keep it."""
+        """Leave; workers keep their leased version."""
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             publisher.close()

@@ -1,12 +1,12 @@
-"""The rollout worker of TRL's AsyncGRPOTrainer: it takes groups from a bus in place of making them.
+"""The rollout worker of TRL's AsyncGRPOTrainer: takes groups from a bus in place of making them.
 
-Any processes put groups, started and ended at any time. TRL pulls rows one by one; this gives it
-the rows of whole groups, in order of completion.
+Any processes put groups, started and ended at any time. TRL pulls rows one by one; this worker
+supplies the rows of whole groups, in order of completion.
 
 Invariants:
 
-- A group is acknowledged when the trainer has trained on all of its rows, not before: a trainer
-  that dies gets the others again.
+- A group is acknowledged after the training of its last row, not before: a trainer that dies gets
+  the remaining groups again.
 - TRL's versions begin at 1 in every run. The bus counts on: a number names one set of weights.
 """
 
@@ -33,7 +33,7 @@ _LOG: Final = logging.getLogger("shmbus.trl")
 
 
 class RolloutBuffer:
-    """What TRL takes rows from: a queue whose other end is the bus."""
+    """TRL's queue of rows, fed by the bus."""
 
     def __init__(self, worker: ShmbusRolloutWorker) -> None:
         self._worker = worker
@@ -57,7 +57,7 @@ class RolloutBuffer:
         return self.get(block=False)
 
     def put_nowait(self, sample: Any) -> None:
-        """Give a row back that `get` gave: it is the next one again."""
+        """Return a row from `get`: it becomes the next row again."""
         if not isinstance(getattr(sample, "metrics", None), RowMetrics):
             raise TypeError(
                 f"put_nowait: expected a row that get() gave, got {type(sample).__name__}; put "
@@ -66,11 +66,11 @@ class RolloutBuffer:
         self._ready.appendleft(sample)
 
     def qsize(self) -> int:
-        """Return the rows that are here; complete groups on the bus are not counted."""
+        """Return the number of rows here, without complete groups on the bus."""
         return len(self._ready)
 
     def empty(self) -> bool:
-        """Whether no row is here."""
+        """Return True without rows here."""
         return not self._ready
 
 
@@ -78,41 +78,40 @@ class ShmbusRolloutWorker:
     """Groups of a bus as the rollouts of TRL's AsyncGRPOTrainer.
 
     Pass it as ``rollout_worker=worker`` and ``callbacks=[worker.callback]``. Every rank makes one;
-    the main process's attaches when training begins, the others never do.
+    the main process's worker attaches when training begins, the remaining workers never attach.
 
-    Samples have the fields ``tokens``, ``loss_mask`` (1 for what the model sampled) and
-    ``logprobs`` (the sampler's), [n] each, the whole sequence; or several such rows, where the
-    conversation forked. A meta may have ``prompt`` and ``completion`` (messages, for traces),
-    ``rewards`` (by name, logged), ``unscorable`` and ``set_advantage_to_zero``.
+    Samples carry the fields ``tokens``, ``loss_mask`` (1 for sampled tokens) and ``logprobs`` (the
+    sampler's), [n] each, the whole sequence; or several such rows after a fork of the conversation.
+    A meta may contain ``prompt`` and ``completion`` (messages, for traces), ``rewards`` (by name,
+    logged), ``unscorable`` and ``set_advantage_to_zero``.
 
     Parameters
     ----------
     bus : str
-        The bus; it has to exist when training begins, or ``wait=`` says how long to wait.
+        The bus; it must exist when training begins, or ``wait=`` limits the wait for it.
     advantages : {"grpo", "dr_grpo", "rloo", "none"} or callable
-        "grpo" is what TRL's own worker computes; others as for `trainer_adapter.group_advantages`.
+        "grpo" matches TRL's own worker; for the rest see `trainer_adapter.group_advantages`.
     acknowledge : "version" | "save"
-        When groups are acknowledged. "version": after the optimizer step that has trained the last
-        of their rows. What a killed trainer trained on after its checkpoint is not trained again.
-        "save": when a checkpoint with these weights was saved. Every group is trained once, also by
-        a trainer that is killed and resumed. The bus has to hold the groups of a save interval, and
-        the callback is needed.
+        Time of the acknowledgement. "version": after the optimizer step on the last of a group's
+        rows. A killed trainer's training after its checkpoint is not repeated. "save": after the
+        save of a checkpoint with these weights. Every group is trained once, even by a killed and
+        resumed trainer. The bus must hold the groups of a save interval, and the callback is
+        required.
     num_generations, max_completion_length, token_budget : int, optional
-        As in AsyncGRPOConfig, from which the callback takes them; a group or a sample that does not
-        fit is refused.
+        As in AsyncGRPOConfig, the callback's source; a group or a sample beyond them is refused.
     refused : "raise" | "drop"
-        What happens with a group that the trainer cannot take: ValueError, or it is dropped and
-        counted under ``shmbus/refused_total``.
+        Treatment of a group unfit for the trainer: ValueError, or a drop counted under
+        ``shmbus/refused_total``.
     **consumer_options
-        Those of `shmbus.Consumer`. `max_policy_lag` is the trainer's max_staleness by default.
+        Options of `shmbus.Consumer`. `max_policy_lag` is the trainer's max_staleness by default.
 
     Attributes
     ----------
     rollout_buffer : RolloutBuffer
     metrics_queue : queue.Queue
-        What TRL logs of the bus.
+        TRL's log values of the bus.
     refused_groups : int
-        Groups that were dropped under ``refused="drop"``.
+        Groups dropped under ``refused="drop"``.
 
     Raises
     ------
@@ -157,7 +156,7 @@ class ShmbusRolloutWorker:
         own = Expected(num_generations, max_completion_length, token_budget).checked()
         self._own_expected = self._expected = own
         self._callback: Any = None
-        # What the weights of this process have that was not acknowledged when it left the bus.
+        # Rows trained into this process's weights, but unacknowledged when it left the bus.
         self._left_with: dict[str, Any] | None = None
         self._sample_type: Any = None
         self._reset()
@@ -175,7 +174,7 @@ class ShmbusRolloutWorker:
 
     @property
     def callback(self) -> Any:
-        """The TrainerCallback that tells this worker of the trainer's steps and saves.
+        """The TrainerCallback that reports the trainer's steps and saves to this worker.
 
         Raises
         ------
@@ -194,7 +193,7 @@ class ShmbusRolloutWorker:
         Raises
         ------
         RuntimeError
-            The callback is needed and was not passed to the trainer.
+            The callback is required and was not passed to the trainer.
         """
         if self._acknowledge == "save" and not self._has_callback:
             raise RuntimeError(
@@ -205,7 +204,7 @@ class ShmbusRolloutWorker:
         self._last_row_s = time.monotonic()
 
     def stop(self) -> None:
-        """Leave the bus. Groups that are not acknowledged are delivered again, to the next run."""
+        """Leave the bus. Unacknowledged groups are delivered again, to the next run."""
         self._left_with = self._save_state()
         self.rollout_buffer._ready.clear()
         consumer, self._consumer = self._consumer, None
@@ -213,26 +212,26 @@ class ShmbusRolloutWorker:
             consumer.close()
 
     def update_model_version(self, model_version: int) -> None:
-        """Publish a new policy version; TRL calls this when the weights were sent.
+        """Publish a new policy version; TRL calls this after sending the weights.
 
         Parameters
         ----------
         model_version : int
-            TRL's number; the bus has its own, which goes on over restarts.
+            TRL's number; the bus keeps its own, which continues across restarts.
         """
         consumer = self._attached()
         if self._offset is None:
-            # Weights that the bus does not know: a number above all it has had.
+            # Weights unknown to the bus: a number above every earlier version.
             self._offset = consumer.policy_version - (model_version - 1)
         consumer.policy_version = model_version + self._offset
         self._behind = False
         if not self._has_callback:
-            # A step lies between two calls, and what was packed before it began is trained.
+            # A step lies between two calls, so batches packed before its start are trained.
             self._held.finish_packed_before()
             self._held.acknowledge(consumer, self._held.take_ended())
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise where no group has come for too long; TRL calls this while it waits.
+        """Raise if no group came for too long; TRL calls this during its wait.
 
         Parameters
         ----------
@@ -242,7 +241,7 @@ class ShmbusRolloutWorker:
         Raises
         ------
         RuntimeError
-            The message has what is known of the bus.
+            The message describes the state of the bus.
         """
         waited_s = time.monotonic() - self._last_row_s
         if waited_s > stale_after_s:
@@ -268,7 +267,7 @@ class ShmbusRolloutWorker:
         return self._consumer
 
     def _next_rows(self, timeout_s: float | None) -> list[Any]:
-        """Take a group, and return the rows that are to be trained; none where none came."""
+        """Take a group, and return its rows to train; empty without a group."""
         groups = self._attached().take(1, timeout_s)
         if not groups:
             return []
@@ -287,7 +286,7 @@ class ShmbusRolloutWorker:
             _LOG.warning("dropped: %s", error)
             return []
         if not made:
-            # A checkpoint's weights have it, and its acknowledgement was lost: it alone is due.
+            # Already in a checkpoint's weights, with a lost acknowledgement: acknowledge only.
             self._held.acknowledge(self._attached(), [opened])
         return made
 
@@ -295,10 +294,10 @@ class ShmbusRolloutWorker:
         self._last_row_s = time.monotonic()
         self._held.hand_out(sample.metrics.row)
 
-    # -- what the callback tells ----------------------------------------------------------------
+    # -- calls of the callback ------------------------------------------------------------------
 
     def _train_begins(self, arguments: TrainerArguments, saved: dict[str, Any] | None) -> None:
-        """Attach, and take over what the checkpoint has that the trainer resumes from."""
+        """Attach, and take over the record of the resumed checkpoint."""
         if self._acknowledge == "save" and arguments.save_strategy == "no":
             raise ValueError(
                 'acknowledge="save": expected a trainer that saves, got save_strategy="no"; set '
@@ -330,7 +329,7 @@ class ShmbusRolloutWorker:
         self._log_ledger()
 
     def _save_state(self) -> dict[str, Any] | None:
-        """Return what goes into the checkpoint that is being saved."""
+        """Return the state for the current checkpoint."""
         if self._consumer is None:
             return self._left_with
         return self._held.save(self.bus, self._consumer.policy_version, self._behind)

@@ -9,10 +9,9 @@
 
 Invariants:
 
-- A receiver takes the version that its sender publishes in the same call, and no other: of an
-  earlier trainer's, which may lie there under the same number, it is told apart by a name that the
-  driver draws for each update.
-- `get_weights` needs no sender: it gives the newest whole version, whoever published it.
+- A receiver takes only the version published by its sender in the same call. The driver draws a
+  name for each update to distinguish an earlier trainer's version with the same number.
+- `get_weights` needs no sender: it gives the newest whole version of any publisher.
 
 The interface is verl's `CheckpointEngineWithCache`, as of 0.9.1.
 """
@@ -39,7 +38,7 @@ CheckpointEngineRegistry, CheckpointEngineWithCache = _VERL.needed(
 )
 (get_device_name,) = _VERL.needed("verl.utils.device", "get_device_name")
 
-#: Seconds that ranks and receivers of one update wait for each other.
+#: Seconds of mutual waiting between the ranks and receivers of one update.
 TIMEOUT_S: Final = 600.0
 
 
@@ -52,21 +51,22 @@ class ShmbusCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc, v
     Parameters
     ----------
     bus : str
-        The bus that the weights belong to; it need not exist.
+        The bus of the weights; it need not exist.
     bucket_size : int
         verl's, in bytes. Nothing is cut into buckets here; a receiver's larger tensors go to its
-        device first, as verl passes these on by a handle.
+        device first, as verl passes them on by a handle.
     is_master : bool
         verl's; every rank of the actor writes.
     timeout : float
-        Seconds that ranks and receivers of one update wait for each other.
+        Seconds of mutual waiting between the ranks and receivers of one update.
     **options
-        More of `shmbus.weights.WeightPublisher`, such as ``slots=3`` or ``digests=True``.
+        Further options of `shmbus.weights.WeightPublisher`, for example ``slots=3`` or
+        ``digests=True``.
 
     Raises
     ------
     ValueError, TypeError
-        An option is none of the publisher's; when weights are sent first.
+        An option is unknown to the publisher; raised by the first send of weights.
     """
 
     wire_format = "named_tensors"
@@ -91,7 +91,7 @@ class ShmbusCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc, v
         self._subscriber: WeightSubscriber | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Return nothing: whoever knows the bus finds the weights."""
+        """Return nothing: the bus's name suffices to find the weights."""
         return {}
 
     @classmethod
@@ -113,26 +113,26 @@ class ShmbusCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc, v
         return sends, receives
 
     def init_process_group(self, rank: int, world_size: int, update: str) -> None:
-        """Begin an update, whose version has this name; a receiver is of rank -1."""
+        """Begin an update of a version with this name; a receiver passes rank -1."""
         if self._publisher is not None and (rank, world_size) != (self._rank, self._world_size):
             self._publisher.close()
             self._publisher = None
         self._rank, self._world_size, self._update = rank, world_size, update
 
     def finalize(self) -> None:
-        """Keep all: the next update needs it, and so does `get_weights`."""
+        """Keep everything for the next update and for `get_weights`."""
 
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> None:
         """Publish a version, `global_steps` or one more than the last; every rank calls this.
 
-        Weights are whole tensors, gathered as they are asked for, the same on every rank. After a
-        WeightsError the version before stays in force.
+        Weights are whole tensors, gathered on request, the same on every rank. After a WeightsError
+        the previous version stays in force.
         """
         if self._publisher is None:
-            # What there is must be known before the first byte is written, and verl gives its
-            # weights once: of these alone this rank keeps its share beside.
+            # The shapes must be known before the first byte is written, and verl gives its weights
+            # once: of the first version, this rank keeps its share.
             self._weights = list(_own_share(weights, self._rank, self._world_size))
             self._publisher = WeightPublisher(
                 self._bus,
@@ -159,16 +159,16 @@ class ShmbusCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc, v
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield the version that is sent in the same update; WaitTimeoutError where none comes.
+        """Yield the version sent in the same update; WaitTimeoutError without a version.
 
-        They are read-only views of shared memory, which hold back the version after the next while
-        they live. `global_steps` is not needed: the version's name tells more.
+        The tensors are read-only views of shared memory; while alive, they hold back the version
+        after the next. `global_steps` is not needed: the version's name is more specific.
         """
         async for named in self._given(await asyncio.to_thread(self._of_update)):
             yield named
 
     async def get_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield the newest version that there is, as for a rollout that began late."""
+        """Yield the newest version, for example for a late rollout."""
         newest = await asyncio.to_thread(self._reader().latest, timeout=self._timeout_s)
         async for named in self._given(newest):
             yield named
@@ -182,7 +182,7 @@ class ShmbusCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc, v
             weights.report_applied()
 
     def _reader(self) -> WeightSubscriber:
-        """Find the weights; a trainer that was started again may have made them anew."""
+        """Find the weights; a restarted trainer may have recreated them."""
         if self._subscriber is not None and self._subscriber.removed:
             self._subscriber.close()
             self._subscriber = None
@@ -206,7 +206,7 @@ class ShmbusCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc, v
 def _own_share(
     weights: Iterable[tuple[str, torch.Tensor]], rank: int, world_size: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copy what a rank writes to the host; of all else only shapes are kept."""
+    """Copy a rank's share to the host; keep only shapes of the rest."""
     shares = EvenShares(world_size)
     for name, tensor in weights:
         if shares.next(tensor.nbytes) == rank:

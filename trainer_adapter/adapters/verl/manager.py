@@ -1,13 +1,13 @@
-"""verl v1's agent-loop manager over a bus: prompts become requests, whoever serves them.
+"""verl v1's agent-loop manager over a bus: prompts become requests for any worker.
 
 A class for ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``, beside the sampler of this
 package. Its workers are any processes that take requests from the bus.
 
 Invariants:
 
-- A prompt is offered once for each time that verl submits it, under verl's own uid.
-- `generate_sequences` never waits: a thread offers what the lane has no room for yet.
-- What the data set says of a prompt stays here, and joins its trajectories in the sampler.
+- A prompt is offered once per submission by verl, under verl's own uid.
+- `generate_sequences` never waits: a thread offers prompts beyond the lane's room.
+- The data set's values of a prompt stay here, and join its trajectories in the sampler.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ needed = _VERL.needed
 
 
 _LOG: Final = logging.getLogger("shmbus.verl")
-#: Seconds of one attempt to offer a prompt; between two of them `close` is seen.
+#: Seconds of one attempt to offer a prompt; `close` takes effect between two attempts.
 _OFFER_S: Final = 1.0
-#: What the trajectories of a prompt take over from the data set, by uid; the sampler takes it out.
+#: Data set values for the trajectories of a prompt, by uid; the sampler takes them out.
 PROMPTS: Final[dict[str, dict[str, Any]]] = {}
-#: Which of them the bus has.
+#: Prompts already on the bus.
 OFFERED: Final[set[str]] = set()
-#: verl's limits of tokens, by their names in its configuration, which the sampler does not get.
+#: verl's limits of tokens, by their names in its configuration. The sampler gets no configuration.
 LIMITS: Final[dict[str, int]] = {}
-#: How verl calls what a worker samples by.
+#: verl's names of a worker's sampling arguments.
 _SAMPLING: Final = (
     "temperature", "top_p", "top_k", "do_sample", "repetition_penalty", "response_length",
 )  # fmt: skip
@@ -45,7 +45,7 @@ _SAMPLING: Final = (
 
 
 def bus_of(sampler_kwargs: Mapping[str, Any]) -> str:
-    """Return the name of the bus that verl's configuration, or else the environment, has."""
+    """Return the name of the bus in verl's configuration, or else in the environment."""
     bus = sampler_kwargs.get("bus") or os.environ.get(BUS_VARIABLE)
     if not bus:
         raise ValueError(
@@ -79,12 +79,13 @@ class ShmbusAgentLoopManager:
 
     @classmethod
     def create(cls, config: Any, **handles: Any) -> ShmbusAgentLoopManager:
-        """Make one; workers of a bus have their own inference and reward handles."""
+        """Make one; workers of a bus use their own inference and reward handles."""
         return cls(config)
 
     def generate_sequences(self, prompts: Any) -> None:
         """Have a batch of verl's data set sampled; its trajectories come by the sampler."""
-        # Before a worker has one of them, as the sampler does: it may ask which version is current.
+        # Like the sampler, before a worker gets a prompt: the worker may ask for the current
+        # version.
         steps = int(_value(prompts, "global_steps", 0)) if "global_steps" in prompts else 0
         if steps - 1 > self._bus.policy_version:
             self._bus.policy_version = steps - 1
@@ -94,7 +95,7 @@ class ShmbusAgentLoopManager:
             self._waiting.put((prompt, validate))
 
     def close(self) -> None:
-        """End; prompts that were not offered yet never are."""
+        """End; prompts not yet offered never will be."""
         self._waiting.put(None)
         self._feeder.close()
         self._thread.join()
@@ -128,7 +129,7 @@ class ShmbusAgentLoopManager:
         }  # fmt: skip
         meta = {
             "sampling": {
-                # An evaluation has its own of these, and the rest of the training's.
+                # An evaluation overrides these, and keeps the rest of the training's.
                 name: value
                 for name in _SAMPLING
                 if (value := sampling.get(name, config.get(name))) is not None
@@ -149,7 +150,7 @@ class ShmbusAgentLoopManager:
 
 
 def _value(batch: Any, name: Any, place: int) -> Any:
-    """One prompt's value of a column, as a plain one where it is plain."""
+    """Return one prompt's value of a column, as a plain value if possible."""
     column = batch.get(name)
     kind = type(column).__name__
     if kind == "NonTensorData":

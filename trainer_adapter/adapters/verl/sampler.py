@@ -1,19 +1,20 @@
-"""verl v1's replay buffer, filled from a bus before it looks at what there is.
+"""verl v1's replay buffer, filled from a bus before each look into it.
 
-A module for ``trainer.v1.sampler.custom_sampler``. All of verl's policies stay its own: staleness,
-group filtering, refill, warm-up. Only who puts the trajectories is another.
+A module for ``trainer.v1.sampler.custom_sampler``. verl keeps its policies: staleness, group
+filtering, refill, warm-up. Only the source of the trajectories changes.
 
 Invariants:
 
-- A group is acknowledged when its trajectories are in the TransferQueue, which is from then on
-  responsible for them: verl re-issues unfinished prompts of a checkpoint itself.
-- A group that nobody of this trainer asked for is trained as a prompt of its own.
-- verl's staleness is counted from the prompt's step, since its own servers have that step's weights
-  or newer ones. A worker may have older ones: the prompt then counts from the step of these.
-- A prompt whose group the bus has dropped ends as a failed prompt does, which verl replaces.
-- What verl cannot take is an error that names the sample, or ends as verl's own failed prompts do.
-- Each row of a sample is a trajectory ``{uid}_{session}_{row}``, parted at its first sampled token;
-  the last one's score is theirs, as verl's own agent loops have it.
+- A group is acknowledged after its trajectories reach the TransferQueue, from then on responsible
+  for them: verl re-issues unfinished prompts of a checkpoint itself.
+- A group without a prompt of this trainer is trained as a separate prompt.
+- verl's staleness is counted from the prompt's step, since its own servers run that step's weights
+  or newer. A worker may run older weights: the prompt then counts from the step of these weights.
+- A prompt with a group dropped by the bus ends like a failed prompt, which verl replaces.
+- A sample unfit for verl raises an error with the sample's name, or ends like verl's own failed
+  prompts.
+- Each row of a sample forms a trajectory ``{uid}_{session}_{row}``, split at its first sampled
+  token; the last row's score counts for every row, as in verl's own agent loops.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _score_of(t: shmbus.Trajectory) -> float:
 
 
 def _turns_of(t: shmbus.Trajectory, meta: Mapping[str, Any]) -> int:
-    calls = meta.get("turns")  # as a recorder counts them: verl counts what was asked, too
+    calls = meta.get("turns")  # as a recorder counts them: verl counts the questions, too
     turns = meta.get("num_turns", 2 * calls if type(calls) is int else 2)
     if isinstance(turns, bool) or not isinstance(turns, int):
         raise ValueError(
@@ -150,7 +151,7 @@ _LOG: Final = logging.getLogger("shmbus.verl")
 _TAKE_GROUPS: Final = 64
 #: Splits of a bus, by verl's partitions.
 SPLITS: Final = {"train": "train", "val": "eval"}
-#: Options of this sampler among ``sampler_kwargs``; all others are the Consumer's.
+#: Options of this sampler among ``sampler_kwargs``; the rest go to the Consumer.
 _OWN: Final = ("bus", "logprobs", "refused")
 
 ReplayBuffer, ReplayBufferAsync = needed(
@@ -161,7 +162,7 @@ kv_batch_put, kv_put, kv_list = needed("transfer_queue", "kv_batch_put", "kv_put
 
 
 class _Prompt(NamedTuple):
-    """A group as verl keeps it."""
+    """A group in verl's form."""
 
     uid: str
     tag: dict[str, Any]
@@ -172,7 +173,7 @@ class _Prompt(NamedTuple):
 
 
 class _FromBus:
-    """What both kinds of replay buffer add."""
+    """Common part of both kinds of replay buffer."""
 
     sampler_kwargs: Any
 
@@ -193,7 +194,7 @@ class _FromBus:
         super()._sync_metadata_from_transfer_queue()  # type: ignore[misc]
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
-        """Sample as verl does, and tell the bus which policy version is current."""
+        """Sample like verl, and tell the bus the current policy version."""
         consumer = self._consumers.consumer
         if global_steps - 1 > consumer.policy_version:
             consumer.policy_version = global_steps - 1
@@ -212,7 +213,7 @@ class _FromBus:
             except ValueError as error:
                 if self._refused == "raise":
                     self._put(partition, made, consumer)
-                    # This one comes again, too: nothing is dropped that nobody decided about.
+                    # The refused group comes again, too: no group is dropped without a decision.
                     for each in groups[place:]:
                         consumer.give_back(each)
                     raise
@@ -225,7 +226,7 @@ class _FromBus:
 
     def _prompt_of(self, group: shmbus.Group, asked: Mapping[str, Any]) -> _Prompt:
         uid = group.instance_id if asked.get("is_prompt") else uuid.uuid4().hex
-        # The step in which its prompt would have been submitted to that version.
+        # The step of a submission of its prompt to that version.
         of_weights = min(t.policy_version for t in group) + 1
         steps = int(asked.get("global_steps", of_weights))
         made = trajectories_of(group, uid, PROMPTS.get(uid, {}), steps, self._logprobs, LIMITS)
@@ -254,8 +255,8 @@ class _FromBus:
         consumer.ack([each.group for each in made])
 
     def _end_dropped(self, partition: str) -> None:
-        """End prompts whose groups the bus has dropped, as stale or failed: they never come."""
-        OFFERED.intersection_update(PROMPTS)  # what came is known no more
+        """End prompts with groups dropped by the bus, as stale or failed: they never come."""
+        OFFERED.intersection_update(PROMPTS)  # forget delivered prompts
         if not OFFERED:
             return
         ended = self._ended.among([(uid, None) for uid in OFFERED])
