@@ -3,7 +3,8 @@
 Invariants:
 
 - An error while making a segment first removes that segment, and no other file.
-- A dead creator's unfinished segment is removed under a lock of its whole range of bytes. A process that makes or uses the segment excludes that lock.
+- A dead creator's unfinished segment is removed under a lock of its whole range of bytes. A process
+  that makes or uses the segment excludes that lock.
 - A bus never gets fewer extents than producers: every producer holds an extent.
 """
 

@@ -1,6 +1,7 @@
 """Opening this user's files in a folder writable by other users, such as /dev/shm.
 
-Invariant: every read, write or cut follows a check of the open descriptor: a regular file of this process's user, reached over no link and without waiting.
+Invariant: every read, write or cut follows a check of the open descriptor: a regular file of this
+process's user, reached over no link and without waiting.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Invariants:
 
-- An error while making a file first removes that file, and no other file of its name. A finished file is returned, or removed.
+- An error while making a file first removes that file, and no other file of its name. A finished
+  file is returned, or removed.
 - Readers open only files of this user (`own_file`), still named after locking.
 """
 
@@ -79,7 +80,7 @@ def _create_into(
 
 
 def remove_file(path: str, known: os.stat_result) -> None:
-    """Remove this file, unless another process removed it and made another file of its name."""
+    """Remove this file, but no newer file of its name."""
     if leads_to(path, known):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -144,7 +145,7 @@ class Companion(Generic[_H]):
     def open(
         self, name: str, *, read_only: bool = False, deadline: float = 0.0, awaited: bool = False
     ) -> _H:
-        """Open the file; wait until the deadline for its creator to finish, or (`awaited`) begin."""
+        """Open the file; wait until the deadline for its creator's end, or (`awaited`) start."""
 
         def attach(fd: int) -> _H:
             handle = self._type.open(fd, name, read_only)
