@@ -166,7 +166,7 @@ class Stash(Generic[S]):
         self.apply_policy(self.table.put(samples, now_s), now_s)
 
     def apply_policy(self, undecided: list[GroupEntry[S] | tuple[int, S]], now_s: float) -> None:
-        """Decide on samples refused by the table, and on complete groups that wait for the decision."""
+        """Decide on samples the table refused, and on complete groups that need a decision."""
         if undecided:
             self.failures.lane.look(self.table.accepted)
         for each in undecided:
