@@ -1,6 +1,6 @@
 """Installation of exception types, error texts and encodings into the C extension.
 
-`shmbus` imports this module first, to give all its modules a ready extension.
+`shmbus` imports this module, to give its other modules a ready extension.
 """
 
 from __future__ import annotations

@@ -337,8 +337,8 @@ class Columns(ClosedByWith):
     TypeError, ValueError
         `writes` is no mapping of names to dtypes, or `rank` lies outside of `world_size`.
     BusExistsError, BusBusyError
-        The columns' bus belongs to another bus, declares other dtypes or shapes, or serves another
-        trainer.
+        The existing bus of the columns does not fit, declares other dtypes or shapes, or serves
+        another trainer.
     BusNotFoundError, DaemonUnavailableError
         The bus does not exist, or the columns' bus of several ranks lacks a daemon.
     """

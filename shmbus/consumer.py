@@ -88,7 +88,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
     first use. Its methods are thread-safe.
 
     Attaching blocks for `wait` seconds at most. Beside a daemon that has just started or restarts,
-    attaching blocks for at least DAEMON_WAIT_S (5 s).
+    the limit rises to DAEMON_WAIT_S (5 s) if `wait` is shorter.
 
     Parameters
     ----------
@@ -100,11 +100,11 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         Action on a late group: keep it, discard it counted as "timeout", or deliver it incomplete.
         With `sample_retries` its missing samples are requested first.
     max_policy_lag : int, optional
-        Drop groups whose oldest sample lags more versions behind `policy_version`.
+        Drop groups whose oldest sample lags more than this many versions behind `policy_version`.
     stale_share : float, default 0
         Keep such groups while at most this share, below 1, of each sample's trained tokens lags so
-        far, by the fields `token_versions` and `loss_mask`. A sample without them counts by its
-        oldest version.
+        far, by the fields `token_versions` and `loss_mask`. A sample without `token_versions`
+        counts by its oldest version.
     skip_zero_variance : bool
         Drop complete groups of equal scores.
     duplicate : "drop" | "error"
@@ -141,10 +141,10 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         another split may run beside ranks. `max_policy_lag` and `skip_zero_variance` apply to
         "train".
     on_stall : "log" | "raise" | callable | None
-        Action after `stall_timeout` seconds without a commit, acknowledgement or drop on the bus
-        while `take` or `take_shard` waits, in a single call or in several: a warning of the logger
-        ``shmbus.stall``; a StallError; a call with the StallReport, whose exceptions end the wait;
-        or no action.
+        Action after every `stall_timeout` seconds without a commit, acknowledgement or drop on the
+        bus while `take` or `take_shard` waits, in a single call or in several: a warning of the
+        logger ``shmbus.stall``; a StallError; a call with the StallReport, whose exceptions end the
+        wait; or no action.
     stall_timeout : float, optional
         Those seconds. None means 60; "raise" then only warns, until no process can end the wait: no
         living worker was attached for STALL_DEAD_S (600 s), or no attached worker committed for

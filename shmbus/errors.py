@@ -110,7 +110,7 @@ class RecorderUnavailableError(ShmbusError):
 class VersionUnknownError(ShmbusError):
     """The weights version of an inference server is unknown, so the server's samples lack a label.
 
-    The server restarted and loads its first version, or the rows of its ranks prove no published
+    The server restarted and holds no version yet, or the rows of its ranks prove no published
     version.
 
     Attributes

@@ -350,7 +350,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
         """Put all samples of a prompt in a single call: either all enter the ring, or none.
 
         The guarantee holds for a full bus, an exception, and SIGKILL. The group gets a round of its
-        own, so the same prompt can be put again at every time.
+        own, so the same prompt can be put again later.
 
         Parameters
         ----------
@@ -885,7 +885,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
         Raises
         ------
         VersionUnknownError
-            The server restarted, loads its first version, or reads no weights here.
+            The server restarted, holds no version yet, or reads no weights here.
         BusClosedError, TypeError
             The Producer is closed or from before a fork; or the address is no str.
         """

@@ -62,7 +62,7 @@ class _RetryRow(NamedTuple):
 
 
 class RequestState:
-    """A Producer's state for its `ProducerRequests`, which are made anew at each use."""
+    """A Producer's state for `ProducerRequests`, an object made anew at every use."""
 
     __slots__ = (
         "backoff", "failed", "given_back", "last_request", "lock", "next_recovery_s", "partials",
@@ -334,7 +334,7 @@ class ProducerRequests:
             if new is not None or text is None or prompt is None:
                 assert new is not None
                 text, prompt = new, Prompt(new[8], new[7])
-                # A single prompt, decoded once, for all its samples taken by this producer.
+                # A prompt is decoded once for its samples taken by this producer.
                 self._state.last_request = (claim[0], text, prompt)
             sample = Request._of(
                 text, prompt, claim[4], self._salt(), claim=claim, partials=self._partials
@@ -414,7 +414,7 @@ class ProducerRequests:
         return self._take_failed(segment, rows, most, without_prompt=True)
 
     def _return_failed(self) -> None:
-        """Return failed samples claimed by this closing producer to other producers."""
+        """Return failed samples claimed by this closing producer to the table."""
         if self._state.taken:
             mine = self._producer.producer_id
             for each in _retry_rows(self._producer._segment):
@@ -449,7 +449,7 @@ class ProducerRequests:
         )
 
     def _holds(self, ticket: Ticket) -> bool:
-        """Tell if another producer's sample is still wanted."""
+        """Tell if another producer's sample remains wanted."""
         try:
             return self._producer._holds_request(ticket.claim)
         except IndexError:

@@ -32,7 +32,7 @@ _TRIES: Final = 5
 
 
 class SessionNote(msgspec.Struct, frozen=True, kw_only=True):
-    """An open session: its sample, its age in seconds, its contents, and its place."""
+    """An open session: sample, age in seconds, contents, and place."""
 
     instance_id: str
     index: int

@@ -110,7 +110,7 @@ class AttachOptions(msgspec.Struct, frozen=True):
     policy: StashPolicy
     #: If a second sample of an index also raises.
     duplicate: Literal["drop", "error"]
-    #: Name in other processes' messages; None for its program's name.
+    #: Name of the Consumer in messages; None for the program's name.
     label: str | None
     #: This trainer's rank, and the number of trainer processes.
     rank: int

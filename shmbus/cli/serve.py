@@ -68,7 +68,7 @@ def run(parsed: argparse.Namespace) -> int:
     policy = settings.policy()
     require_place(parsed.name)
     with contextlib.ExitStack() as stack:
-        # First, because its port may be taken: nothing has been created yet.
+        # First, before creating anything, because its port may be taken.
         if settings.metrics_port is not None:
             stack.enter_context(_metrics(parsed.name, settings.metrics_port, settings.metrics_host))
         if settings.restore is not None:

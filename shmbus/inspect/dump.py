@@ -60,7 +60,7 @@ class RecordView(msgspec.Struct, frozen=True):
     offset: int
     producer_id: int
     sequence: int
-    #: Its place in its group; "" and 0 while reserved.
+    #: Place in the group; "" and 0 while reserved.
     instance_id: str
     round: int | None
     index: int

@@ -375,7 +375,7 @@ class LeadStatus(msgspec.Struct, frozen=True):
 
 
 class RelayStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A relay at this bus, by its last note; its journal is counted entry by entry."""
+    """A relay at this bus, by its last note; the journal is counted entry by entry."""
 
     #: True if the relay puts records of other buses onto this bus; else it takes this bus's away.
     is_sink: bool

@@ -19,7 +19,7 @@ from shmbus_ext import _core
 
 #: A daemon's label as the reader of its bus.
 DAEMON_LABEL: Final = "shmbus serve"
-#: A relay's label, which carries its records to other buses.
+#: Label of the relay that carries the bus's records to other buses.
 RELAY_LABEL: Final = "shmbus relay"
 
 #: Other buses named by an error, and the minimum similarity of a near name, from 0 to 1.

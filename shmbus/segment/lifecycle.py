@@ -58,7 +58,7 @@ def wait_for_bus(name: str, wait_s: float | None) -> None:
 
 
 def _is_there(name: str) -> bool | None:
-    """Tell if the segment is finished; None without a file of that name."""
+    """Tell if the segment is finished; None without a file of the name."""
     if not os.path.lexists(shm_path(name)):
         return None
     try:

@@ -81,7 +81,7 @@ class LockedFile(_core.ClosedByBlock):
         return True
 
     def close(self) -> None:
-        """Give up its locks; may be called twice."""
+        """Give up the locks; idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

@@ -83,7 +83,7 @@ class Collector:
         self.stash.offered_again = self._requests.offered_again
         #: Lasting names of samples a checkpoint counts as trained and that may still come.
         self.trained: set[bytes] = set()
-        #: True while a snapshot is written: nothing may be released.
+        #: True while a snapshot is written: releases must wait.
         self.frozen = False
         self.stash.failures.in_lane = self._requests.is_open
         self.stash.failures.has_open = self._requests.has_open
@@ -370,7 +370,7 @@ class Collector:
         return self._errors.pop(0) if self._errors else None
 
     def release_discards(self) -> None:
-        """Release discarded samples, each with its reason."""
+        """Release discarded samples with their reasons."""
         discards = self.stash.take_discards()
         if not discards:
             return

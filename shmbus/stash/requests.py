@@ -34,7 +34,7 @@ class Requests:
         self._number = 0
         #: Rows and numbers of open requests by the key of their group, oldest first.
         self._open: dict[Hashable, list[tuple[int, int]]] = {}
-        #: Groups whose requests are in doubt; None for all groups.
+        #: Groups with doubtful requests; None for every group.
         self._doubtful: set[Hashable] | None = None
         #: Their open requests with answers at the time of `begin_check`.
         self._begun: list[tuple[int, int]] | None = None

@@ -91,8 +91,8 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
     group_timeout_s: float | None = limits.GROUP_TIMEOUT_S
     #: Keep the group, discard it, or deliver its present samples.
     on_timeout: Literal["wait", "drop", "partial"] = "drop"
-    #: A group is stale if its oldest sample lags more versions behind. Only for the split "train",
-    #: like `skip_zero_variance`: other splits train nothing.
+    #: A group is stale if its oldest sample lags more than this many versions behind. Only for the
+    #: split "train", like `skip_zero_variance`: other splits train nothing.
     max_policy_lag: int | None = None
     #: Share of a sample's trained tokens, by `token_versions`, that may be older.
     stale_share: float = 0.0
@@ -391,7 +391,7 @@ class Stash(Generic[S]):
             self._apply_failures(group, now_s)
 
     def fail_lost(self, lost: Sequence[S], reason: str, now_s: float) -> None:
-        """Count a group's samples as failed that were lost with their bus."""
+        """Count samples of a group, lost with their bus, as failed."""
         first = lost[0]
         group = self.failures.groups.get(first.key)
         if group is None:

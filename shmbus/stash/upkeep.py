@@ -16,7 +16,7 @@ from shmbus._keys import split_key
 from shmbus.stash.requests import Requests
 from shmbus_ext import _core
 
-#: Stragglers are moved when less than this fraction of the extents is free ...
+#: Free fraction of the extents below which stragglers are moved ...
 _EVACUATE_FREE_FRACTION = 0.125
 #: ... from run to run, a share of so many records at once: at once again after freeing a run,
 #: else after so many seconds.
@@ -106,7 +106,7 @@ class Upkeep:
         self._attach_epoch = segment.attach_epoch
 
     def sweep(self, now: float) -> None:
-        """Reap dead producers, at most once a second."""
+        """Reap dead producers, unless swept within the last second."""
         if now - self._swept_s >= limits.SWEEP_INTERVAL_S:
             self._swept_s = now
             self.deaths += self._reader.sweep()
