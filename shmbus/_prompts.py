@@ -235,7 +235,7 @@ class Request:
     priority : int
         The offered priority.
     attempt : int
-        Number of earlier attempts at this sample; 0 for the first.
+        0 for the first attempt; grows with repeated requests.
     reason : str
         Reason for the repeated request; "" for the first attempt.
     so_far : dict of str to array, or None

@@ -775,7 +775,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         Parameters
         ----------
         step : int
-            Samples noted (`note_trained`) on every rank for earlier steps count as trained.
+            Samples a rank noted (`note_trained`) for earlier steps count as trained.
 
         Returns
         -------

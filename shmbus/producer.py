@@ -152,7 +152,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
     BusBusyError
         All producer slots are taken.
     LayoutMismatchError
-        The segment has another layout, or damage.
+        The segment has another layout, or is damaged.
     """
 
     # -- attaching ---------------------------------------------------------------------------------
@@ -388,8 +388,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
         Notes
         -----
         While the call copies, other threads of this process wait for the interpreter lock; a group
-        of
-        16 MiB takes some milliseconds.
+        of 16 MiB takes some milliseconds.
 
         Examples
         --------

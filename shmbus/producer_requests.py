@@ -484,8 +484,8 @@ class ProducerRequests:
         max_releases : int, default 16
             After this many releases with a partial rollout a sample starts anew.
         max_lag : int, optional
-            A sample also starts anew if its oldest trained token, by `token_versions`, lags at
-            least this many versions behind the policy at the next take.
+            A sample also starts anew if its oldest trained token, by `token_versions`, lags more
+            than this many versions behind the policy at the next take.
         reason : str, default ""
             Shown by ``shmbus status`` beside this worker, such as "engine away"; 72 bytes of it.
 

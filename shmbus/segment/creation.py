@@ -148,7 +148,7 @@ def _exists(name: str) -> errors.BusExistsError:
     )
 
 
-# -- by the first process ----------------------------------------------------------------------
+# -- by the first process -----------------------------------------------------------------------
 
 
 def ensure_segment(

@@ -190,7 +190,7 @@ class Collector:
         while unread > 0 and self.pump_once(now):
             unread -= limits.POLL_RECORDS
 
-    # -- trained samples --------------------------------------------------------------------------
+    # -- trained samples -------------------------------------------------------------------------
 
     def add(self, samples: list[Trajectory], now: float) -> None:
         """Put samples into the stash, without those trained before."""

@@ -40,7 +40,7 @@ from shmbus_ext._core import GroupEntry
 DiscardReason = Literal["failed", "duplicate", "size_mismatch"]
 
 
-# -- the pause of the request lane ---------------------------------------------------------------
+# -- the pause of the request lane -----------------------------------------------------------------
 # An absent engine fails every sample in the same words, regardless of the prompt. So the lane
 # closes, and probes: a single sample passes per interval, and the first success reopens the lane.
 # Invariants: the lane pauses only after failures without a success between them, of several

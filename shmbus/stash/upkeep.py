@@ -141,7 +141,7 @@ class Upkeep:
             if stragglers and self._reader.evacuate(find(stragglers)):
                 self.next_evacuation_s = 0.0
 
-    # -- vanished groups -------------------------------------------------------------------------
+    # -- vanished groups ------------------------------------------------------------------------
 
     def doubt(self, keys: Iterable[Hashable] | None = None) -> None:
         """Check rows and requests soon: of groups that lost samples, or all after a death."""
