@@ -438,7 +438,7 @@ class Collector:
         return ended
 
     def end(self, group: _core.GroupEntry[Trajectory], reason: int) -> None:
-        """Release a leased group; even a death of this process releases the group whole or not."""
+        """Release a leased group: whole, or not at all if this process dies now."""
         self.release(group.samples, reason, group)
 
     def release(

@@ -44,10 +44,9 @@ DiscardReason = Literal["failed", "duplicate", "size_mismatch"]
 # An absent engine fails every sample in the same words, regardless of the prompt. So the lane
 # closes, and probes: a single sample passes per interval, and the first success reopens the lane.
 # Invariants: the lane pauses only after failures without a success between them, of several
-# prompts,
-# in the same words but for words with a digit; a prompt that cannot be sampled never pauses the
-# lane
-# alone. Failures read together with successes count for nothing: their order is unknown.
+# prompts, in the same words but for words with a digit; a prompt that cannot be sampled never
+# pauses the lane alone. Failures read together with successes count for nothing: their order is
+# unknown.
 
 
 #: Words outside of a reason's meaning: numbers, addresses, ids.
