@@ -2,11 +2,11 @@
 
 Invariants:
 
-- Importing this loads no torch; importing `shmbus.tensors`, `shmbus.weights` or `shmbus.engines`
+- Importing shmbus loads no torch; importing `shmbus.tensors`, `shmbus.weights` or `shmbus.engines`
   does.
-- A handle is imported when it is first used, so that a rollout worker does not pay for the
-  trainer's side, nor for the daemon.
-- `_HOMES` lists each public name once; `__all__` follows.
+- A handle is imported at its first use, to spare a rollout worker the trainer's side and the
+  daemon.
+- `_HOMES` lists every public name once; `__all__` follows.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-# First: what it cannot work in, such as a subinterpreter, it says better than numpy does.
+# Before numpy: the extension reports an unsupported environment, like a subinterpreter, better.
 import shmbus_ext as _shmbus_ext  # noqa: F401
 
 # isort: split
 from shmbus import _install as _install
 from shmbus._version import VERSION as _VERSION
 
-if TYPE_CHECKING:  # each "as" exports the name to type checkers
+if TYPE_CHECKING:  # "as" exports the name to type checkers
     from shmbus.annotator import Annotator as Annotator
     from shmbus.annotator import Columns as Columns
     from shmbus.annotator import UnannotatedGroup as UnannotatedGroup
@@ -116,7 +116,7 @@ def __getattr__(name: str) -> object:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(home), name)
-    # Python asks here only for names that the module lacks: once for each.
+    # Python asks here only for names missing from the module: once for every name.
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""``python -m shmbus`` is the command line, where the script is not on the path."""
+"""``python -m shmbus``: the command line, for a script outside of the path."""
 
 import sys
 

@@ -1,10 +1,11 @@
-"""Checks of arguments: each returns the value as shmbus uses it, or raises TypeError or ValueError.
+"""Argument checks: a check returns the value as shmbus uses it, or raises TypeError or ValueError.
 
 Invariants:
 
-- A message names the argument, says what was expected, and what was given; nothing was begun.
-- NumPy's numbers are numbers and its bool is a bool; a bool is no number.
-- Importing this loads no torch: adapters of stacks that have none check by it, too.
+- A message names the argument, the expected value and the given value. A refused call began
+  nothing.
+- NumPy's numbers count as numbers and its bool as a bool; a bool never counts as a number.
+- Importing this module loads no torch: adapters of stacks without torch use these checks, too.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     import torch
 
-#: Bytes of the largest size: more than any machine has, and the sums of the core cannot overflow.
+#: Bytes of the largest size: beyond every machine's memory, and the core's sums cannot overflow.
 LARGEST_SIZE = 1 << 46
-#: The split of what nobody gave one: what is trained on.
+#: The default split: training.
 TRAIN = _core.TRAIN
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -43,8 +44,8 @@ for _power, _letter in enumerate("KMGT", start=1):
 _RAY_SCRIPT = "default_worker.py"
 _TITLE_BYTES = 256
 
-# Types of a timeout. Named here, since each poll of a reader checks one. NumPy's durations are
-# integers to it, of any unit, so its signed integers are named one by one.
+# Types of a timeout, named here because every poll of a reader checks a timeout. NumPy's signed
+# integers are listed by name, because NumPy treats a duration of every unit as an integer.
 SECONDS = (
     int, float, np.floating, np.unsignedinteger,
     np.byte, np.short, np.intc, np.int_, np.longlong,
@@ -55,7 +56,7 @@ P = ParamSpec("P")
 
 
 def names_options(init: Callable[P, None]) -> Callable[P, None]:
-    """Have a wrong keyword of a constructor answered with its options, the nearest first."""
+    """Answer a constructor's wrong keyword with its options, the nearest first."""
     options = [name for name in init.__annotations__ if name != "return"]
 
     @functools.wraps(init)
@@ -67,7 +68,8 @@ def names_options(init: Callable[P, None]) -> Callable[P, None]:
         try:
             init(*args, **given)
         except BaseException:
-            # The caller never gets the handle, and may keep the exception, which refers to this.
+            # The caller never gets the handle, and may keep the exception, which refers to the
+            # handle.
             del args
             raise
 
@@ -89,7 +91,7 @@ def check_int(name: str, value: object, least: int | None = None, most: int | No
 
 
 def check_int64(name: str, value: object) -> int:
-    """Return an int of 64 bits: what has more would be cut."""
+    """Return an int of 64 bits; a larger number would be cut."""
     number = check_int(name, value)
     if not -(1 << 63) <= number < 1 << 63:
         raise ValueError(f"{name}: expected an int64, got {number}")
@@ -102,7 +104,7 @@ def check_count(name: str, value: object, least: int = 1) -> int:
 
 
 def check_number(name: str, value: object, what: str = "a number") -> float:
-    """Return a number that a float can hold, infinite ones and nan too; `what` it is to be."""
+    """Return a number within a float's range, or inf or nan; `what` names the expected value."""
     # float and int first: the test for Real asks a registry.
     if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
         raise TypeError(f"{name}: expected {what}, got {type(value).__name__}")
@@ -115,7 +117,7 @@ def check_number(name: str, value: object, what: str = "a number") -> float:
 
 
 def _seconds(name: str, value: object, expected: str) -> float:
-    """Return seconds as a float, whatever their sign."""
+    """Return seconds as a float of either sign."""
     if isinstance(value, bool) or not isinstance(value, SECONDS):
         raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
     return check_number(name, value, expected)
@@ -130,7 +132,7 @@ def check_seconds(name: str, value: object) -> float:
 
 
 def check_period(name: str, value: object) -> float:
-    """Return more than 0 seconds."""
+    """Return a positive number of seconds."""
     seconds = _seconds(name, value, "seconds")
     if not seconds > 0:
         raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
@@ -139,7 +141,7 @@ def check_period(name: str, value: object) -> float:
 
 def check_timeout(timeout: object, name: str = "timeout") -> float | None:
     """Return a timeout: None, or 0 or more seconds."""
-    if timeout is None or (type(timeout) is float and timeout >= 0):  # each poll of a reader asks
+    if timeout is None or (type(timeout) is float and timeout >= 0):  # every poll of a reader asks
         return timeout
     seconds = _seconds(name, timeout, "seconds or None")
     if not seconds >= 0:
@@ -150,15 +152,15 @@ def check_timeout(timeout: object, name: str = "timeout") -> float | None:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Return a bool: of a text, "no" would be true."""
+    """Return a bool; the text "no" would count as true."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
     return bool(value)
 
 
 def check_choice(name: str, value: object, choices: Sequence[str], hint: str = "") -> None:
-    """Check that a value is one of two words or more; the message ends with the hint."""
-    # An array is not compared: it would give an array of answers.
+    """Check a value against two or more words; the message ends with the hint."""
+    # An array is not compared: the comparison would give an array.
     if isinstance(value, str) and value in choices:
         return
     *first, last = map(repr, choices)
@@ -170,19 +172,19 @@ def check_choice(name: str, value: object, choices: Sequence[str], hint: str = "
 
 
 def check_path(name: str, value: object) -> None:
-    """Check that a value is a path, as a str or an `os.PathLike`."""
+    """Check a path: a str or an `os.PathLike`."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name}: expected a path, got {type(value).__name__}")
 
 
 def check_text(name: str, value: object) -> None:
-    """Check that a value is a str."""
+    """Check the type of a text: str."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
 
 
 def is_text(name: str) -> bool:
-    """Whether UTF-8 can encode a name, as tables of tensors and headers of files do."""
+    """Tell if UTF-8 can encode a name, like tables of tensors and headers of files."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -191,7 +193,7 @@ def is_text(name: str) -> bool:
 
 
 def known_device(device: object) -> torch.device:
-    """Return a device that torch knows."""
+    """Return a device known to torch."""
     import torch
 
     if not isinstance(device, (str, torch.device)):
@@ -203,12 +205,12 @@ def known_device(device: object) -> torch.device:
 
 
 def check_round(value: object) -> int | None:
-    """Return the number of a round: None, or an int of 0 or more that 63 bits hold."""
+    """Return the number of a round: None, or an int from 0 to 63 bits."""
     return None if value is None else check_int("round", value, 0, _LARGEST_INT)
 
 
 def check_instance_id(value: object) -> str:
-    """Return a prompt's key as the text that it is on the bus; `put` checks the same in C."""
+    """Return a prompt's key as its text on the bus; `put` makes the same check in C."""
     if not isinstance(value, str):
         value = _id_text(value)
     try:
@@ -226,7 +228,7 @@ def check_instance_id(value: object) -> str:
 
 
 def _id_text(value: object) -> str:
-    """Return the decimal text of an id that is a number; an array is none, as for `put`."""
+    """Return the decimal text of a numeric id; an array is refused, as by `put`."""
     try:
         if isinstance(value, np.ndarray):
             raise TypeError
@@ -235,7 +237,7 @@ def _id_text(value: object) -> str:
         raise TypeError(
             f"instance_id: expected a str or an int, got {type(value).__name__}"
         ) from error
-    # Python refuses to write out what is far longer, with another message.
+    # For far longer numbers Python's own message would come first.
     if number.bit_length() > 4 * _core.MAX_ID_BYTES:
         raise ValueError(
             f"instance_id: expected 1 to {_core.MAX_ID_BYTES} digits, got an int of "
@@ -279,7 +281,7 @@ def check_rank(rank: object, world_size: object) -> tuple[int, int]:
 
 
 def check_share(value: object, max_policy_lag: int | None) -> float:
-    """Return the share of a sample's trained tokens that may be older than `max_policy_lag`."""
+    """Return the allowed share of a sample's trained tokens older than `max_policy_lag`."""
     share = check_number("stale_share", value, "a share of 0 to 1")
     if not 0 <= share < 1:
         raise ValueError(f"stale_share: expected 0 or more, and less than 1, got {share:g}")
@@ -302,7 +304,7 @@ def check_backoff(name: str, value: object) -> tuple[float, float]:
 
 
 def parse_size(size: int | str, what: str = "size") -> int:
-    """Return the bytes of a size such as 1048576, "256MiB" or "1GB"; errors call it `what`."""
+    """Return the bytes of a size like 1048576, "256MiB" or "1GB"; errors call the size `what`."""
     given = size
     if isinstance(size, bool) or not (isinstance(size, str) or hasattr(size, "__index__")):
         raise TypeError(
@@ -326,7 +328,7 @@ def parse_size(size: int | str, what: str = "size") -> int:
 
 
 def check_bytes(name: str, size: int | str) -> int:
-    """Return a number of bytes: an int of any size, or a text such as "2GiB"."""
+    """Return a number of bytes: an int of every size, or a text like "2GiB"."""
     if isinstance(size, (str, bool)) or not hasattr(size, "__index__"):
         return parse_size(size, name)
     return check_int(name, size, 0, _LARGEST_INT)
@@ -338,7 +340,7 @@ def check_policy_version(version: object) -> int:
 
 
 def process_label() -> str:
-    """Return the name of this process for messages of others: its script and its host."""
+    """Return the name of this process for messages of other processes: script and host."""
     script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"
     if script == _RAY_SCRIPT:
         script = _ray_name() or script
@@ -346,7 +348,7 @@ def process_label() -> str:
 
 
 def _ray_name() -> str | None:
-    """Return what of Ray this process is, by its title: ``ray::name:Class.method``."""
+    """Return this process's Ray actor or task by its title: ``ray::name:Class.method``."""
     try:
         with open("/proc/self/cmdline", "rb") as file:
             title = file.read(_TITLE_BYTES).split(b"\0")[0].decode("utf-8", "replace")

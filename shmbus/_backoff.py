@@ -14,7 +14,7 @@ def backoff_s(backoff: tuple[float, float], attempt: int, of: object) -> float:
 
 
 class Backoff:
-    """Waits of one caller, each longer than the one before until `reset`.
+    """Growing waits of a single caller, until `reset`.
 
     Parameters
     ----------
@@ -38,13 +38,13 @@ class Backoff:
         self.until_s = 0.0
 
     def wait(self, now_s: float) -> None:
-        """Begin a longer wait, unless one is under way: many calls of one moment count once."""
+        """Begin a longer wait, unless a wait is under way: many calls of a moment count once."""
         if now_s >= self.until_s:
             self._waits += 1
             self.until_s = now_s + backoff_s(self._span, self._waits, (self._waits, self._seed))
 
     def is_over(self, seen: Hashable, now_s: float) -> bool:
-        """Tell whether to ask again now; `seen` changes with each progress, which ends the wait."""
+        """Tell if the caller may ask again now; progress changes `seen` and ends the wait."""
         moved, self._seen = seen != self._seen, seen
         if moved:
             self.reset()

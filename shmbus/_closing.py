@@ -1,4 +1,4 @@
-"""Handles that a ``with`` or ``async with`` block closes."""
+"""Base classes of handles for ``with`` and ``async with`` blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class ClosedByWith:
-    """Is entered as itself, and closed when the block is left."""
+    """Handle returned by its own ``with`` block, and closed at the block's end."""
 
     __slots__ = ()
 
@@ -25,7 +25,7 @@ class ClosedByWith:
 
 
 class ClosedForReason(ClosedByWith):
-    """Is told at its end what exception has left the block; empty for none."""
+    """Handle told at the end of the exception that left its block; "" without exception."""
 
     def close(self, reason: str = "") -> None:
         """Close it."""
@@ -36,7 +36,7 @@ class ClosedForReason(ClosedByWith):
 
 
 class ClosedByAsyncWith:
-    """Is closed by an ``async with`` block alone, since its end waits."""
+    """Handle closed only by an ``async with`` block, because closing waits."""
 
     async def close(self) -> None:
         """Close it."""
@@ -50,7 +50,7 @@ class ClosedByAsyncWith:
 
 
 class ClosedByAnyWith(ClosedByWith):
-    """Is so by an ``async with`` too."""
+    """Handle closed by ``with`` and ``async with`` blocks."""
 
     __slots__ = ()
 
@@ -58,5 +58,5 @@ class ClosedByAnyWith(ClosedByWith):
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # In this thread: it waits for nobody, and no cancellation can come before it.
+        # In this thread: `close` never waits, and no cancellation can come before it.
         self.close()

@@ -1,9 +1,9 @@
-"""Meta and dtypes as bytes. Nothing here, or elsewhere in shmbus, unpickles.
+"""Meta and dtypes as bytes. shmbus never unpickles.
 
-A dtype travels as its NumPy string (``<i4``), or, for structured ones, as the literal that the .npy
-format uses for it (numpy.lib.format.dtype_to_descr). One that NumPy has no name for, such as
-bfloat16, travels by its name. It is read as ml_dtypes has it, or, without that package, as unsigned
-integers of its bits whose dtype says so: ``dtype.metadata["shmbus"]`` is the name then.
+A dtype travels as its NumPy string (``<i4``). A structured dtype travels as the literal of the .npy
+format (numpy.lib.format.dtype_to_descr). A dtype without a NumPy name, like bfloat16, travels by
+its own name. The reader takes the dtype from ml_dtypes. Without that package the reader uses
+unsigned integers of the same bits, with the dtype's name in ``dtype.metadata["shmbus"]``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.lib import format as npy_format
 
-#: Dtypes of tensors that NumPy lacks, and what has as many bits.
+#: Tensor dtypes missing from NumPy, and stand-ins of as many bits.
 _STAND_INS: Final = {
     "bfloat16": "<u2",
     "float8_e4m3fn": "|u1",
@@ -28,12 +28,12 @@ _STAND_INS: Final = {
     "float8_e5m2fnuz": "|u1",
     "float8_e8m0fnu": "|u1",
 }
-#: Where the dtype of a stand-in has the name of what it stands for.
+#: Metadata key of a stand-in: the name of the original dtype.
 _STANDS_FOR: Final = "shmbus"
 
 
 def _encode_other(value: Any) -> Any:
-    """Give msgspec what it knows for a value of meta that it does not."""
+    """Convert a value of meta to a type known to msgspec."""
     if isinstance(value, np.generic):
         return _plain(value.item(), value)
     if isinstance(value, np.ndarray):
@@ -43,7 +43,7 @@ def _encode_other(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump()
     if hasattr(value, "detach") and hasattr(value, "tolist"):
-        return value.detach().tolist()  # a tensor, on whatever device
+        return value.detach().tolist()  # a tensor on the CPU or an accelerator
     raise TypeError(f"objects of type {type(value).__name__} are not supported")
 
 
@@ -58,20 +58,20 @@ _decoder = msgspec.msgpack.Decoder()
 
 
 def encode_meta(meta: object) -> bytes:
-    """Encode meta as MessagePack; a TypeError says what is not encoded, or could not be read."""
+    """Encode meta as MessagePack; a TypeError names an unsupported or unreadable value."""
     try:
         encoded = _encoder.encode(meta)
         if not isinstance(meta, str):
             _decoder.decode(encoded)
         return encoded
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # Such as a dataclass for a key, which becomes a map, or a Raw that is no MessagePack.
+        # For example a dataclass as a key, which becomes a map, or a Raw without valid MessagePack.
         raise TypeError(
             f"meta: expected what other processes can read, got {type(meta).__name__}: {error}; "
             "use strings or numbers for keys, and put raw bytes as bytes"
         ) from error
     except (TypeError, OverflowError, RuntimeError) as error:
-        # RuntimeError: too deep, and what PyTorch says of tensors that have no numbers to read.
+        # RuntimeError: too deep nesting, or PyTorch's error for tensors without readable numbers.
         raise TypeError(
             f"meta: expected what msgspec can encode as MessagePack, got {type(meta).__name__}: "
             f"{error}; put arrays into fields of their own, and convert the rest"
@@ -84,7 +84,7 @@ def encode_meta(meta: object) -> bytes:
 
 
 def decode_meta(raw: bytes) -> Any:
-    """Decode meta; ValueError where the bytes are not MessagePack."""
+    """Decode meta; ValueError for bytes outside of MessagePack."""
     try:
         return _decoder.decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -92,10 +92,10 @@ def decode_meta(raw: bytes) -> Any:
 
 
 def encode_dtype(name: str, dtype: np.dtype[Any]) -> bytes:
-    """Describe a dtype of fixed size; TypeError for one that holds Python objects."""
+    """Describe a dtype of fixed size; TypeError for a dtype with Python objects."""
     if dtype.metadata is not None:
         stands_for = dtype.metadata.get(_STANDS_FOR)
-        # What a user may have written there stands for nothing.
+        # A user's own text under this key counts for nothing.
         if isinstance(stands_for, str) and _STAND_INS.get(stands_for) == dtype.str:
             return stands_for.encode()
     if dtype.hasobject:
@@ -106,7 +106,7 @@ def encode_dtype(name: str, dtype: np.dtype[Any]) -> bytes:
     if dtype.names is not None or dtype.subdtype is not None:
         return repr(npy_format.dtype_to_descr(dtype)).encode()
     if dtype.kind == "V" and dtype.type is not np.void:
-        return str(dtype.name).encode()  # a registered extension such as bfloat16
+        return str(dtype.name).encode()  # a registered extension like bfloat16
     return str(dtype.str).encode()
 
 
@@ -118,7 +118,7 @@ _OF_A_TEXT = (
 
 
 def decode_dtype(name: str, described: bytes) -> np.dtype[Any]:
-    """Rebuild a dtype; TypeError where this process does not know it."""
+    """Rebuild a dtype; TypeError for a dtype unknown to this process."""
     text = described.decode("utf-8", "replace")
     try:
         if text[:1] in "[({":
@@ -139,18 +139,18 @@ def decode_dtype(name: str, described: bytes) -> np.dtype[Any]:
 
 @functools.cache
 def _extension_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of ml_dtypes, or what stands in for it; one object for each name."""
+    """Return the dtype of ml_dtypes, or its stand-in; the same object for every use of a name."""
     try:
         known = getattr(importlib.import_module("ml_dtypes"), name, None)
     except ImportError:
         known = None
-    # An ml_dtypes from before a dtype was made lacks it.
+    # An older ml_dtypes may lack the dtype.
     stand_in = np.dtype(_STAND_INS[name], metadata={_STANDS_FOR: name})
     return stand_in if known is None else np.dtype(known)
 
 
 def parse_dtype(what: str, given: object) -> np.dtype[Any]:
-    """Return the dtype that a user means; TypeError that begins with `what` for anything else."""
+    """Return the dtype a user means, or raise a TypeError that begins with `what`."""
     try:
         if type(given) is str:
             dtype = _named_dtype(given)
@@ -170,7 +170,7 @@ def parse_dtype(what: str, given: object) -> np.dtype[Any]:
     return dtype
 
 
-# NumPy reads a name anew each time, which costs as much as all else of a field.
+# NumPy parses a name anew every time, at the cost of all further work on a field.
 @functools.lru_cache(maxsize=256)
 def _named_dtype(given: str) -> np.dtype[Any]:
     name = given.removeprefix("torch.")
@@ -182,7 +182,7 @@ def _given_dtype(name: str, given: object) -> np.dtype[Any]:
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Name a dtype so that people and `parse_dtype` read it."""
+    """Name a dtype readably, in a form `parse_dtype` accepts."""
     if dtype.kind in "biuf" and dtype.isnative and dtype.metadata is None:
         return str(dtype.name)
     return encode_dtype("dtype", dtype).decode()
@@ -213,7 +213,7 @@ def as_array(name: str, value: object, declared: bool = False) -> np.ndarray[Any
 
 
 def refuse_masked(name: str, value: object) -> None:
-    """Raise TypeError for a masked array: what is masked would count as data."""
+    """Raise TypeError for a masked array: masked elements would count as data."""
     # An array of NumPy itself needs no look at a module that most processes never load.
     if type(value) is np.ndarray or not isinstance(value, np.ndarray):
         return
@@ -225,7 +225,7 @@ def refuse_masked(name: str, value: object) -> None:
 
 
 def unknown_field(name: str, names: tuple[str, ...]) -> TypeError:
-    """Say that a schema has no such field, and which it has."""
+    """Report a field missing from a schema, with the schema's fields."""
     from shmbus._near_names import near, near_argument
 
     found = next(iter(near(name, names)), None) or near_argument(name)
@@ -234,13 +234,13 @@ def unknown_field(name: str, names: tuple[str, ...]) -> TypeError:
 
 
 def _is_tensor(value: object) -> bool:
-    """Whether it is PyTorch's. Nothing here imports torch."""
+    """Tell if a value comes from PyTorch, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _tensor_array(tensor: Any) -> np.ndarray[Any, Any]:
-    """Make an array of a CPU tensor: without its graph, by its bits where NumPy lacks its dtype."""
+    """Make an array of a CPU tensor: without its graph, by its bits if NumPy lacks its dtype."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     try:
@@ -255,7 +255,7 @@ def _tensor_array(tensor: Any) -> np.ndarray[Any, Any]:
 
 
 def _refuse_near(name: str, value: object) -> None:
-    # Only where a value is no array: a producer does not load it.
+    # Imported only for a value other than an array: a producer does not load the module.
     from shmbus._near_names import near_argument
 
     near = near_argument(name)
@@ -270,14 +270,14 @@ def _refuse_near(name: str, value: object) -> None:
 
 
 def _tensor_advice(value: object) -> str:
-    """Say what makes an array of a tensor that NumPy cannot take."""
+    """Advise how to make an array of a tensor NumPy cannot take."""
     if getattr(value, "is_cuda", False):
         return "copy it to the host first: .detach().cpu()"
     return "convert it to a contiguous CPU array first"
 
 
 def _value_advice(name: str, value: object) -> str:
-    """Say where a value that is no array belongs."""
+    """Advise the right place for a value other than an array."""
     if isinstance(value, str):
         return f"text goes into the meta: meta={{{name!r}: ...}}"
     if isinstance(value, (bytes, bytearray)):

@@ -1,4 +1,4 @@
-"""The arrays of a reservation, as `Producer.reserve` is told of them."""
+"""Array fields of a reservation, as given to `Producer.reserve`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shmbus._arguments import check_int
 from shmbus._encoding import parse_dtype
 from shmbus_ext import _core
 
-#: A dtype and sizes; or sizes alone, of a field whose dtype is known.
+#: A dtype and sizes; or only sizes, for a field of a known dtype.
 FieldSpec: TypeAlias = "tuple[DTypeLike, int | tuple[int, ...]] | int | tuple[int, ...]"
 
 _RESERVED = frozenset({
@@ -21,12 +21,12 @@ _RESERVED = frozenset({
     "split", "need", "rows", _core.ROW_LENGTHS,
 })  # fmt: skip
 
-# Above it C could not count: 2^48 bytes are more than a field of any record can have.
+# Bytes beyond C's count: 2^48 exceeds every record's largest field.
 _MOST_BYTES = 1 << 48
 
 
 def is_argument(name: str) -> bool:
-    """Whether a name is one of put's own arguments, and so cannot be a field's."""
+    """Tell if a name belongs to an argument of put, and so cannot name a field."""
     return name in _RESERVED
 
 
@@ -37,7 +37,7 @@ def _is_size(value: object) -> bool:
 def parse_field(
     name: str, spec: FieldSpec, known: np.dtype[Any] | None = None
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Check one field, and return its dtype and sizes; sizes alone where the dtype is known."""
+    """Check a field, and return its dtype and sizes; a known dtype may be omitted."""
     if not isinstance(name, str):
         raise TypeError(f"fields: expected str names, got {type(name).__name__}")
     if is_argument(name):
@@ -76,11 +76,11 @@ def _complete(name: str, spec: Any, known: np.dtype[Any] | None) -> Any:
 def check_sizes(
     bus: str, limit: int, fields: dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 ) -> None:
-    """Say what would be needed, in Python's integers, which no product overflows."""
+    """Report the needed size, in Python's integers, which no product overflows."""
     total = longest = 0
     for dtype, shape in fields.values():
         total += dtype.itemsize * math.prod(shape)
-        # A shape with a 0 in it needs nothing, whatever its other dimensions are.
+        # A shape with a 0 needs no bytes, regardless of its further dimensions.
         longest = max((longest, *shape))
     if total > limit or longest > _MOST_BYTES:
         largest = max(

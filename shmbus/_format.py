@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-#: What `printable` writes for a character.
+#: Escapes written by `printable`.
 _ESCAPE = re.compile(r"\\(?:[trn]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 
 
@@ -19,7 +19,7 @@ def show_size(size: float) -> str:
 
 
 def show_wait(seconds: float) -> str:
-    """Time waited, for people: 5 s, and 0 s rather than powers of ten."""
+    """Format a waiting time for people: 5 s, and 0 s instead of powers of ten."""
     return f"{seconds:.3g} s" if seconds >= 0.001 else "0 s"
 
 
@@ -29,7 +29,7 @@ def show_count(number: float) -> str:
 
 
 def several(number: int, what: str, verb: str = "") -> str:
-    """So many of a kind, and what they do: 1 group, 1 group waits, 12,345 trajectories are."""
+    """Format a count with its noun and verb: 1 group, 1 group waits, 12,345 trajectories are."""
     if number == 1:
         verb = {"": "", "are": "is", "were": "was", "have": "has"}.get(verb, f"{verb}s")
     else:
@@ -64,7 +64,7 @@ def bar(fraction: float, width: int) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
-    """Lay out rows in columns; a heading that ends with ">" is aligned to the right."""
+    """Lay out rows in columns; a heading with a final ">" aligns its column to the right."""
     names = [name.rstrip(">") for name in head]
     widths = [max(len(line[i]) for line in [names, *rows]) for i in range(len(head))]
     lines = []
@@ -78,24 +78,24 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  "
 
 
 def printable(value: str) -> str:
-    r"""Text for a terminal: what does not print is escaped, as in ``\\x1b``."""
+    r"""Escape a text's unprintable characters for a terminal, as in ``\x1b``."""
     if value.isprintable():
         return value
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
 
 
 def unprinted(text: str) -> str:
-    """Return what `printable` shows as `text`, each escape a character."""
+    """Undo `printable`: turn every escape back into its character."""
     found = _ESCAPE.sub(lambda escape: escape[0].encode().decode("unicode_escape"), text)
     return found if printable(found) == text else text
 
 
 def label_text(label: bytes) -> str:
-    """Decode a label of a segment, which ends at its first NUL; nothing in it steers a terminal."""
+    """Decode a label of a segment up to its first NUL, with terminal control characters escaped."""
     return printable(label.split(b"\0", 1)[0].decode("utf-8", "backslashreplace"))
 
 
 def fold(names: Sequence[str], most: int = 3) -> str:
-    """Name some of what is alike, and how many there are besides."""
+    """Name the first few of many like items, and count the rest."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {show_count(more)} more" if more > 0 else "")

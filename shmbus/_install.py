@@ -1,6 +1,6 @@
-"""Gives the C extension its exception types, error texts and encodings.
+"""Installation of exception types, error texts and encodings into the C extension.
 
-`shmbus` imports this, so that each of its modules finds the extension ready.
+`shmbus` imports this module, to give its other modules a ready extension.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _copy_trajectory(arguments: tuple[Any, ...]) -> TrajectoryCopy:
-    # Not at the top: a producer copies none, and does not load this.
+    # Not at the top: a producer makes no copies, and does not load this.
     from shmbus.copies import TrajectoryCopy
 
     raw_meta, fields = arguments[-2:]
@@ -27,7 +27,7 @@ def _copy_trajectory(arguments: tuple[Any, ...]) -> TrajectoryCopy:
 
 
 def _join_rows(rows: object, others: tuple[str, ...]) -> list[tuple[str, Any]]:
-    # Not at the top: most samples have one row, and load nothing for more.
+    # Not at the top: most samples consist of a single row.
     from shmbus.rows import join_rows
 
     return join_rows(rows, others)

@@ -1,8 +1,8 @@
-"""The key of a group: what its samples have in common.
+"""The key of a group, common to all its samples.
 
-A key is an instance id; or (instance id, round) where producers give rounds; or, of another split
+A key is an instance id; or (instance id, round) if producers give rounds; or, for a split other
 than "train", (instance id, round or None, number of the split). The core makes the keys of
-trajectories so.
+trajectories in the same form.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shmbus_ext import _core
 
 
 def make_key(instance_id: str, round: int | None, split: int) -> Hashable:
-    """Return the key of a group, as the core makes it."""
+    """Return the key of a group, in the core's form."""
     if split != _core.SPLIT_TRAIN:
         return (instance_id, round, split)
     return instance_id if round is None else (instance_id, round)
@@ -32,5 +32,5 @@ def split_of(key: Hashable) -> int:
 
 
 def has_round(key: Hashable) -> bool:
-    """Whether a repetition of the prompt has another key."""
+    """Tell if a repetition of the prompt gets a key of its own."""
     return isinstance(key, tuple) and key[1] is not None

@@ -1,7 +1,7 @@
-"""Calls that sleep in the kernel, awaited by an event loop: one thread for all tasks of a loop.
+"""Sleeping kernel calls, awaited by an event loop: a single thread for all tasks of a loop.
 
-Invariant: nothing here keeps a loop alive, nor what belongs to one: a handle outlives many loops
-where each of its calls is an `asyncio.run`.
+Invariant: nothing here keeps a loop or its objects alive. A handle outlives many loops if every
+call runs in its own `asyncio.run`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Callable
 
 
 class LoopWaits:
-    """For each event loop, the one thread that sleeps for all of its tasks."""
+    """Sleeping threads by event loop: a single thread for the tasks of a loop."""
 
     def __init__(self) -> None:
-        # A future knows its loop; whoever waits holds it, and the thread until it is done.
+        # A future knows its loop. The waiting task holds the future, and the thread until the end.
         self._waiting: weakref.WeakKeyDictionary[
             asyncio.AbstractEventLoop, weakref.ref[asyncio.Future[object]]
         ] = weakref.WeakKeyDictionary()
 
     async def wait(self, sleep: Callable[[], object], wait_s: float | None) -> None:
-        """Wait until `sleep()` returns, or the one that another task of this loop has under way."""
+        """Wait for `sleep()`, or for the call another task of this loop has under way."""
         loop = asyncio.get_running_loop()
         known = self._waiting.get(loop)
         waiting = None if known is None else known()
@@ -34,6 +34,6 @@ class LoopWaits:
 
 
 def _look_at(future: asyncio.Future[object]) -> None:
-    """Have asyncio not report an exception as one that nobody has looked at."""
+    """Retrieve the exception, to stop asyncio's report of an unretrieved exception."""
     if not future.cancelled():
         future.exception()

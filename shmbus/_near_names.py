@@ -1,7 +1,7 @@
-"""Names that are nearly those of put's arguments, or of a handle's options, and the right ones.
+"""Near misses of put's arguments and of a handle's options, with the right names.
 
-Any other keyword of put is an array field. So ``reward=0.7`` would be a field that nobody reads,
-and every score would be 0.
+Every unknown keyword of put names an array field. So ``reward=0.7`` would silently become an
+unused field, and every score would be 0.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-#: How much two names have to have in common, from 0 to 1: "timout" and "timeout" have 0.92.
+#: Minimum similarity of two names, from 0 to 1: "timout" and "timeout" share 0.92.
 ALIKE: Final = 0.8
 
 ARGUMENTS: Final = (
@@ -18,7 +18,7 @@ ARGUMENTS: Final = (
     "split", "need",
 )  # fmt: skip
 
-#: What other libraries call them.
+#: Names used by other libraries.
 SYNONYMS: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(
         ("prompt_id", "group_id", "problem_id", "question_id", "uid"), ("instance_id",)
@@ -44,19 +44,19 @@ def near(
     most: int = 1,
     alike: float = ALIKE,
 ) -> tuple[str, ...]:
-    """Return which of the known names one is probably meant for, the nearest first."""
+    """Return the known names a user probably means, the nearest first."""
     if synonyms is not None and name not in known and name.lower() in synonyms:
         return synonyms[name.lower()]
     return tuple(difflib.get_close_matches(name, known, n=most, cutoff=alike))
 
 
 def near_argument(name: str) -> str | None:
-    """Return the argument of put that a name is probably meant for."""
+    """Return the argument of put a user probably means."""
     return next(iter(near(name.lower(), ARGUMENTS, SYNONYMS)), None)
 
 
-#: What TRL, verl, prime-rl and torch call options of a handle; an empty tuple where a name is none
-#: of them, whatever it is like.
+#: Option names of TRL, verl, prime-rl and torch, with the handle's options. An empty tuple
+#: suppresses suggestions for a name without a counterpart.
 OPTIONS: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(
         (
@@ -94,13 +94,13 @@ OPTIONS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def near_options(name: str, known: Collection[str]) -> tuple[str, ...]:
-    """Return the options that a name is probably meant for, the nearest first, of those known."""
+    """Return the known options a user probably means, the nearest first."""
     found = near(name.lower(), known, OPTIONS, most=2, alike=0.6)
     return tuple(option for option in found if option in known)
 
 
 def unknown_option(what: str, name: str, known: Collection[str], others: str = "") -> TypeError:
-    """Say that a constructor has no such option, and the nearest, or else all that it has."""
+    """Report a constructor's unknown option, with the nearest options or the full list."""
     found = near_options(name, known)
     hint = f"did you mean {' or '.join(map(repr, found))}?"
     return TypeError(
@@ -109,13 +109,13 @@ def unknown_option(what: str, name: str, known: Collection[str], others: str = "
     )
 
 
-#: Names like an unknown one that its error shows, and names that it shows where none is like it.
+#: Similar names shown by the error for an unknown name; also names shown if no name is similar.
 _NEAR_SHOWN: Final = 3
 _NAMES_SHOWN: Final = 5
 
 
 class UnknownNameError(KeyError):
-    """A name under which nothing is; a KeyError, so that `in` and `get` of a mapping work by it."""
+    """A lookup of a missing name; a KeyError, to support `in` and `get` of a mapping."""
 
     def __init__(self, what: str, name: object, names: Iterable[str]) -> None:
         super().__init__(name)
@@ -123,8 +123,8 @@ class UnknownNameError(KeyError):
         self._names = list(names)
 
     def __str__(self) -> str:
-        # Not before it is shown: to compare the names of a large model takes most of a second, and
-        # `get` and `in` show nothing.
+        # Deferred until display: comparing the names of a large model takes most of a second, and
+        # `get` and `in` display nothing.
         name = self.args[0]
         found = near(str(name), self._names, most=_NEAR_SHOWN, alike=0.6)
         if found:

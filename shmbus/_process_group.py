@@ -14,26 +14,26 @@ import subprocess
 import sys
 from typing import Final
 
-#: Seconds that a command has to end in order.
+#: Seconds a command gets for an orderly end.
 END_S: Final = 10.0
-#: Seconds between two questions whether it has ended by itself.
+#: Seconds between two polls of a running command.
 ASK_S: Final = 0.2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command until it ends, or the other end of the pipe is closed."""
+    """Run a command until its end, or until the pipe's other end closes."""
     descriptor, *command = sys.argv[1:] if arguments is None else arguments
     process = subprocess.Popen(command, start_new_session=True)
     with selectors.DefaultSelector() as ready:
         ready.register(int(descriptor), selectors.EVENT_READ)
         while process.poll() is None and not ready.select(ASK_S):
             pass
-    _end(process)  # also what is left of one that has ended
+    _end(process)  # also processes left by an ended command
     return process.returncode
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command with all that is in its session."""
+    """End a command with all processes of its session."""
     for number, seconds in ((signal.SIGTERM, END_S), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -1,7 +1,7 @@
-"""How a process starts another program of this project: with the packages that it has itself.
+"""Start of another program of this project, with this process's own packages.
 
-Invariant: the working directory is no place to import from. ``python -m`` takes it for the first
-one, so a folder there with the name of a package would run instead, whoever made it.
+Invariant: the working directory is never an import path. ``python -m`` puts the working directory
+first, and a folder there with the name of a package would run instead, regardless of its owner.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import Final
 
-#: Where this package lies. It comes last: a child that finds the package otherwise needs it not.
+#: Parent folder of this package, in last place: only for a child that finds the package nowhere
+#: else.
 _ROOT: Final = str(Path(__file__).resolve().parents[1])
-#: The first entry of sys.path is the working directory, and empty; with PYTHONSAFEPATH none is.
+#: The first entry of sys.path, an empty text, means the working directory; PYTHONSAFEPATH omits it.
 _RUN: Final = (
     "import runpy, sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; "
     "runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"

@@ -1,8 +1,8 @@
-"""Prompts: as bytes, which a request carries, and as a worker has one in hand.
+"""Prompts: as bytes in a request, and decoded for a worker.
 
 A prompt is: length of the table (4 bytes) | table, MessagePack | fields, each at a multiple of 16.
-The table is [meta or None, [[name, dtype, shape], ...]], with meta and dtypes as they travel in
-records. Nothing here trusts the bytes.
+The table is [meta or None, [[name, dtype, shape], ...]], with meta and dtypes encoded as in
+records. The decoder never trusts the bytes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from shmbus._fields import is_argument
 from shmbus_ext import _core
 
 _ALIGN = 16
-#: Dtypes of lists that nobody declared: a sample's, and the token ids of a prompt.
+#: Dtypes of undeclared lists: a sample's fields, and the token ids of a prompt.
 _KNOWN_DTYPES: Final = {
     **_core.STANDARD_DTYPES, "prompt": np.dtype(np.int32), "token_versions": np.dtype(np.int64),
 }  # fmt: skip
 _LENGTH = struct.Struct("<I")
 #: A claim in the request lane or the retry table: number, word, row, cell, index of the sample.
 Claim = tuple[int, int, int, int, int]
-#: What a request says: id, round, split, group_size, need, priority, offered_ns, where its prompt
-#: begins in the bytes, and these.
+#: A request's contents: id, round, split, group_size, need, priority, offered_ns, the prompt's
+#: offset in the bytes, and the bytes.
 RequestText = tuple[str, "int | None", str, int, int, int, int, int, bytes]
 _Table = tuple[bytes | None, list[tuple[str, bytes, list[int]]]]
 _encoder = msgspec.msgpack.Encoder()
@@ -73,7 +73,7 @@ def encode_prompt(
 
 
 def _as_field(name: str, value: object, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
-    """Make an array of a value, with a dtype if one is declared; lists need one."""
+    """Make an array of a value, with its declared dtype; lists need a declared dtype."""
     known = _KNOWN_DTYPES.get(name) if dtype is None else dtype
     if isinstance(value, (str, bytes)):
         raise TypeError(
@@ -138,7 +138,7 @@ def _declared_field(
 
 
 def shared_fields(shared: object, declared: _core.DeclaredSchema | None) -> dict[str, NDArray[Any]]:
-    """Return what a group's samples have in common as fields of the first one."""
+    """Return the arrays shared by a group's samples as fields of the first sample."""
     if not isinstance(shared, Mapping):
         raise TypeError(f"shared: expected a mapping, got {type(shared).__name__}")
     known = {} if declared is None else {each[0]: each for each in declared.fields()}
@@ -159,13 +159,13 @@ def shared_fields(shared: object, declared: _core.DeclaredSchema | None) -> dict
 
 
 class Partials(Protocol):
-    """Who knows what was sampled of a request before."""
+    """Store of a request's partial rollouts."""
 
     def find(self, request: Request, /) -> tuple[Prompt, int] | None: ...
 
 
 class Prompt:
-    """A prompt that was decoded as far as somebody asked. It owns its bytes."""
+    """A lazily decoded prompt, with its own bytes."""
 
     __slots__ = ("_fields", "_meta", "_raw", "_start")
 
@@ -190,7 +190,7 @@ class Prompt:
 
     @property
     def meta(self) -> Any:
-        """The meta, decoded anew at each access; None where there is none."""
+        """The meta, decoded anew at every access; None for a prompt without meta."""
         if self._fields is None:
             self._decode()
         return None if self._meta is None else decode_meta(self._meta)
@@ -213,43 +213,44 @@ class Prompt:
 
 
 class Request:
-    """One sample to make: ``request[name]`` is a field of its prompt.
+    """One sample to make: ``request[name]`` returns a field of its prompt.
 
-    It owns its memory: the arrays are read-only copies, valid for as long as they are held.
+    The request owns its memory: the arrays are read-only copies, valid for as long as they are
+    held.
 
     Attributes
     ----------
     instance_id : str
         The prompt's key.
     round : int | None
-        Which repetition of the prompt this is.
+        Number of this repetition of the prompt.
     split : str
-        What the group is for.
+        Purpose of the group.
     group_size : int
-        Samples of the group; 0 where that is not known, of a sample that `requests.retries` gave.
+        Samples of the group; 0 if unknown, for a sample from `requests.retries`.
     need : int
-        How many of them make it complete.
+        Samples that complete the group.
     index : int
-        Which of them this one is.
+        Position of this sample in the group.
     priority : int
-        As it was offered.
+        The offered priority.
     attempt : int
-        0 for the first time that it is asked for.
+        0 for the first attempt; grows with repeated requests.
     reason : str
-        Why it is asked for again; "" for the first time.
+        Reason for the repeated request; "" for the first attempt.
     so_far : dict of str to array, or None
-        What another worker had sampled when it released the request, to go on from: its tokens
-        begin with the prompt's. Looked up when it is first read; None for nothing, or set so to
-        start anew.
+        Partial rollout of the worker that released the request, to continue: its tokens begin with
+        the prompt's. Read from the bus at the first access. None without a partial rollout; set to
+        None to start anew.
     state : object
-        What that worker gave beside it, such as that of an environment.
+        That worker's state beside the partial rollout, for example of an environment.
     releases : int
-        How often the sample was given back with something.
+        How often a worker released the sample with a partial rollout.
 
     Raises
     ------
     TypeError
-        A user makes one: they come from `Producer.requests.next`.
+        The constructor was called by a user: requests come from `Producer.requests.next`.
     """
 
     __slots__ = (
@@ -268,10 +269,10 @@ class Request:
     reason: str
     _claim: Claim
     _prompt: Prompt
-    #: When its group was offered, and who knows what was sampled of it so far.
+    #: Offer time of the group, and the store of partial rollouts.
     _offered_ns: int
     _partials: Partials | None
-    #: What that is, once somebody has asked; 0 before.
+    #: The partial rollout after its first lookup; 0 before.
     _found: tuple[Prompt, int] | Literal[0] | None
     _salt: Callable[[], str]
 
@@ -305,15 +306,15 @@ class Request:
 
     @property
     def meta(self) -> Any:
-        """The request's meta, decoded; None where it has none."""
+        """The request's meta, decoded; None for a request without meta."""
         return self._prompt.meta
 
     @property
     def cache_salt(self) -> str:
-        """What to send with each call of an engine: vLLM's ``cache_salt``, SGLang's ``extra_key``.
+        """Salt for every engine call: vLLM's ``cache_salt``, SGLang's ``extra_key``.
 
-        It is that of the version that engines run now, so read it for each call: no call is served
-        from a prefix cache of older weights then.
+        The salt belongs to the version the engines run now. Read it for every call: then no call is
+        served from a prefix cache of older weights.
         """
         return self._salt()
 
@@ -330,7 +331,7 @@ class Request:
 
     @property
     def so_far(self) -> dict[str, NDArray[Any]] | None:
-        """What another worker had sampled, to go on from; None for nothing."""
+        """Another worker's partial rollout, to continue; None without a partial rollout."""
         found = self._partial()
         return None if found is None else dict(found[0].fields)
 
@@ -345,18 +346,18 @@ class Request:
 
     @property
     def state(self) -> Any:
-        """What the worker that released the request gave beside it; None for nothing."""
+        """State given by the worker that released the request; None without state."""
         found = self._partial()
         return None if found is None else found[0].meta
 
     @property
     def releases(self) -> int:
-        """How often the sample was given back with something."""
+        """How often the sample was released with a partial rollout."""
         found = self._partial()
         return 0 if found is None else found[1]
 
     def _group(self) -> dict[str, Any]:
-        """Return what a sample, or a report of its failure, says of its group."""
+        """Return the group's arguments of a sample, or of a failure report."""
         group: dict[str, Any] = {"group_size": self.group_size, "round": self.round}
         if self.need != self.group_size:
             group["need"] = self.need
@@ -383,7 +384,7 @@ class Request:
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Which sample a worker has in hand: what another process needs to see that it is wanted."""
+    """Identity of a worker's sample, for another process's check if the sample is wanted."""
 
     instance_id: str
     round: int | None
@@ -394,7 +395,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_request(value: object) -> Request:
-    """Return what a worker says that it answers."""
+    """Return the request a worker answers, checked."""
     if not isinstance(value, Request):
         raise TypeError(
             f"request: expected what requests.next gave, got {type(value).__name__}; None is no "

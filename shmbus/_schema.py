@@ -1,9 +1,9 @@
-"""Declared schemas: which fields samples have, as users say it and as a segment keeps it.
+"""Declared schemas: fields of samples, in the form of users and in the form of a segment.
 
 Invariants:
 
-- A schema that was accepted is encoded in one way, whatever words it was given in, so that two of
-  them agree if their fields do.
+- An accepted schema has a single encoding, regardless of its spelling: two schemas of equal fields
+  agree.
 - The core reads the encoding back within its own bounds (``ring/declared_schema.c``).
 """
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from types import EllipsisType
 
 
-#: A size, the name of a dimension, or None for any size.
+#: A size, the name of a dimension, or None for an arbitrary size.
 Dimension: TypeAlias = int | str | None
 Shape: TypeAlias = "Dimension | tuple[Dimension, ...] | EllipsisType"
-#: What users declare.
+#: A schema as users declare it.
 Schema: TypeAlias = "Mapping[str, DTypeLike | tuple[DTypeLike, Shape]]"
 
 #: After a name: samples may lack the field.
 _OPTIONAL: Final = "?"
-#: The dimension that fields with a value for each token have where nothing else is said.
+#: The default dimension of fields with a value for every token.
 _TOKENS: Final = ("T",)
 _HEAD: Final = struct.Struct("<HH")
 _ENTRY: Final = struct.Struct("<HHIBBxx")
@@ -50,10 +50,10 @@ class SchemaField(msgspec.Struct, frozen=True):
     dtype : str
         Its dtype, as NumPy reads it; "bfloat16" too.
     shape : tuple of (int, str or None), optional
-        For each dimension its size, a name that has one size in all fields of a sample, or None for
-        any size; None where the field may have any shape.
+        For each dimension its size, a name with the same size in all fields of a sample, or None
+        for an arbitrary size; None for a field of arbitrary shape.
     required : bool
-        Whether each sample has it.
+        If every sample must contain the field.
     """
 
     name: str
@@ -67,7 +67,7 @@ class SchemaField(msgspec.Struct, frozen=True):
 
 
 def parse(schema: Schema) -> _core.DeclaredSchema:
-    """Check what a user declares, and encode it."""
+    """Check and encode a user's declaration."""
     if not isinstance(schema, Mapping):
         raise TypeError(
             f"schema: expected a mapping of names to dtypes or (dtype, shape), got "
@@ -77,7 +77,7 @@ def parse(schema: Schema) -> _core.DeclaredSchema:
 
 
 def encode(fields: Iterable[SchemaField]) -> _core.DeclaredSchema:
-    """Encode fields for a segment; ValueError where they are more than it keeps."""
+    """Encode fields for a segment; ValueError for more fields than a segment keeps."""
     fields = list(fields)
     names = [field.name for field in fields]
     if not 1 <= len(fields) <= _core.MAX_FIELDS:
@@ -185,7 +185,7 @@ def fields_of(declared: _core.DeclaredSchema) -> tuple[SchemaField, ...]:
 
 
 def mapping_of(declared: _core.DeclaredSchema) -> dict[str, tuple[str, Any]]:
-    """Return a schema as users declare it: what `parse` makes the same schema of."""
+    """Return a schema as users declare it: `parse` turns the result into the same schema."""
     return {
         field.name + ("" if field.required else _OPTIONAL): (
             field.dtype,
@@ -198,7 +198,7 @@ def mapping_of(declared: _core.DeclaredSchema) -> dict[str, tuple[str, Any]]:
 def difference(
     ours: _core.DeclaredSchema, theirs: _core.DeclaredSchema, our_name: str, their_name: str
 ) -> str | None:
-    """Say in which field two schemas differ; None where they agree, in whatever order."""
+    """Name the first field in which two schemas differ; None for equal fields in either order."""
     left = {field.name: field for field in fields_of(ours)}
     right = {field.name: field for field in fields_of(theirs)}
     for name in [*left, *(name for name in right if name not in left)]:
@@ -214,12 +214,12 @@ def difference(
 
 
 def declared_schema(segment: _core.Segment) -> _core.DeclaredSchema | None:
-    """Read the schema of a segment; None where it declares none."""
+    """Read the schema of a segment; None without a declaration."""
     return decode_part(segment.name, segment)
 
 
 def decode_part(name: str, source: _core.Segment | bytes) -> _core.DeclaredSchema | None:
-    """Read the schema of a mapped segment, or of its part as it was read from the file."""
+    """Read the schema of a mapped segment, or of its part read from the file."""
     try:
         encoded = _core.declared_bytes(source)
         return None if encoded is None else _core.DeclaredSchema(encoded)
@@ -233,7 +233,7 @@ def decode_part(name: str, source: _core.Segment | bytes) -> _core.DeclaredSchem
 def agreed_schema(
     segment: _core.Segment, own: _core.DeclaredSchema | None
 ) -> _core.DeclaredSchema | None:
-    """Return the schema to put by: the segment's, or one's own where that declares none."""
+    """Return the schema for puts: the segment's if declared, else the producer's own."""
     declared = declared_schema(segment)
     if declared is None or own is None:
         return own if declared is None else declared
@@ -251,7 +251,7 @@ def require_same_schema(
     own: _core.DeclaredSchema | None,
     before: _core.DeclaredSchema | None,
 ) -> None:
-    """Refuse a successor under another schema than the removed bus had; ValueError says which."""
+    """Refuse a successor whose schema differs from the removed bus's, by ValueError."""
     now = agreed_schema(segment, own)
     differs = None
     if now is None or before is None:

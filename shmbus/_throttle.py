@@ -1,10 +1,10 @@
-"""Throttle: how often an event is told. Time is an argument.
+"""Throttle: limits the reports of an event. Time is an argument.
 
 Invariants:
 
 - The first event of a cause is told in full; those of the next interval are only counted.
-- Every event is told in the end, in full or in a sum; `sums` hands out each sum once.
-- An event that is only counted costs a look-up and an addition.
+- Every event is told in the end, in full or in a sum; `sums` hands out a sum once.
+- A counted event costs a look-up and an addition.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import logging
 
 
 class Throttle:
-    """Decides which events are told in full, and counts the others."""
+    """Decision by event: tell in full, or count."""
 
     def __init__(self, interval_s: float) -> None:
         self.interval_s = interval_s
-        #: By cause: since when events are counted, and how many were.
+        #: By cause: start of the interval, and number of events in it.
         self._since_s: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
     def first(self, cause: str, now_s: float, count: int = 1) -> bool:
-        """Return whether to tell an event in full; else it is counted, as `count` of them."""
+        """Return True to tell an event in full; else count the event as `count` events."""
         counts = self._counts
         if cause in counts:
             counts[cause] += count
@@ -32,7 +32,7 @@ class Throttle:
         return True
 
     def sums(self, now_s: float) -> list[tuple[str, int]]:
-        """Return what was counted of each cause whose interval is over, where anything was."""
+        """Return the nonzero counts of causes whose interval is over."""
         found = []
         for cause, since_s in list(self._since_s.items()):
             if now_s - since_s < self.interval_s:
@@ -48,22 +48,22 @@ class Throttle:
 
 
 class LimitedLog:
-    """Warnings whose number others decide: the first of a cause, then a sum once an interval."""
+    """Log of warnings other processes trigger: the first of a cause, then a sum per interval."""
 
     def __init__(self, logger: logging.Logger, interval_s: float) -> None:
         self._logger = logger
         self._throttle = Throttle(interval_s)
-        #: The latest message of each cause.
+        #: The latest message by cause.
         self._latest: dict[str, str] = {}
 
     def warning(self, cause: str, now_s: float, message: str, **extra: object) -> None:
-        """Log a warning, or count it; `cause` is one of few words."""
+        """Log or count a warning; `cause` comes from a short list of words."""
         if self._throttle.first(cause, now_s):
             self._logger.warning("%s", message, extra=extra)
         self._latest[cause] = message
 
     def sum_up(self, now_s: float) -> None:
-        """Log the sums of intervals that are over."""
+        """Log the sums of ended intervals."""
         for cause, count in self._throttle.sums(now_s):
             self._logger.warning(
                 "%s: %d more since the last such line; the latest: %s",

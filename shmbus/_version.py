@@ -1,3 +1,3 @@
-"""The version, below everything else that needs it."""
+"""The version, below every importing module."""
 
 VERSION = "0.1.0"

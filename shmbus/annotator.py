@@ -1,20 +1,20 @@
-"""Columns that processes of their own add to complete groups: annotators, and who asks them.
+"""Columns for complete groups: annotator processes write them, a trainer's `Columns` asks for them.
 
-A trainer's `Columns` offers each group to the annotators of its columns, with the arrays that they
-need, and waits for their answer; an `Annotator` takes such groups and writes their columns. They
-meet on a bus of their own, ``NAME.columns.COLUMN+COLUMN``: its request lane hands a group to one
-annotator at a time, and again after a death; its ledger says who waits for whom. Several ranks
-share it, each by a split of its own.
+`Columns` offers every group to the annotators of its columns, with the arrays they need, and waits
+for the answer. An `Annotator` takes such groups and writes their columns. The two sides meet on a
+bus of their own, ``NAME.columns.COLUMN+COLUMN``. The bus's request lane hands a group to a single
+annotator at a time, and again after a death. The bus's ledger shows who waits for whom. Several
+ranks share the bus, each with a split of its own.
 
 Invariants:
 
-- A group is called by its bus's identity and its first sample's there. So what was written for it
-  is never another's, and a trainer that starts again finds what was written for the one before.
-- A column is committed once, as a whole group's, with dtype and shape as the bus declares them.
-- A group that one annotator keeps beyond `claim_timeout` is offered to the others, whose answer
-  counts; a group that no annotator can be sent or can write is dropped, and nothing waits for it.
-- What was written stays in the ring until its group has ended, so a trainer's death loses none; the
-  next life ends what was left of groups that had ended.
+- A group's name consists of its bus's identity and its first sample's identity there. Columns never
+  reach another group, and a restarted trainer finds the columns written for its predecessor.
+- A column is committed once, for the whole group, with dtype and shape as the bus declares them.
+- After `claim_timeout` a claimed group is offered to further annotators, and their answer counts. A
+  group that cannot be sent to or written by an annotator is dropped, and never waited for.
+- Written columns stay in the ring until their group has ended. A trainer's death loses no column;
+  the next life ends the remaining columns of ended groups.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Where each sample's rows begin in a column, and in what an annotator is given.
+#: Field with the start of each sample's rows, in a column and in an annotator's input.
 _BORDERS: Final = "borders"
-#: Seconds that one task waits for answers while the others wait for it.
+#: Seconds a task waits for answers on behalf of all waiting tasks.
 _SLICE_S: Final = 0.1
-#: Seconds between two looks whether a group is asked for still.
+#: Seconds between two checks whether a group's request still stands.
 _OPEN_S: Final = 1.0
 
 
 def _columns(writes: object) -> dict[str, tuple[np.dtype[Any], tuple[int, ...] | None]]:
-    """Return by name the dtype and the shape of a token's part; None for any shape."""
+    """Return by name the dtype and the shape of a token's part; None for an arbitrary shape."""
     if not isinstance(writes, Mapping) or not writes:
         raise TypeError(
             f"writes: expected a mapping of columns to dtypes, got {writes!r}; "
@@ -88,14 +88,14 @@ def _bus_of(bus: str, columns: Mapping[str, object]) -> str:
 
 
 class UnannotatedGroup(Sequence[Mapping[str, "NDArray[Any]"]]):
-    """A group that lacks columns: of each sample the arrays that its trainer sent.
+    """A group without its columns: for each sample the arrays sent by its trainer.
 
     Parameters
     ----------
     annotator : Annotator
-        Who took it, and makes this.
+        The annotator that took the group, and makes this.
     request : Request
-        What the trainer offered.
+        The trainer's offer.
 
     Attributes
     ----------
@@ -104,7 +104,7 @@ class UnannotatedGroup(Sequence[Mapping[str, "NDArray[Any]"]]):
     round : int or None
         The producers' round.
     written : bool
-        Whether its columns were written.
+        True once the columns are written.
     """
 
     def __init__(self, annotator: Annotator, request: Request) -> None:
@@ -133,26 +133,26 @@ class UnannotatedGroup(Sequence[Mapping[str, "NDArray[Any]"]]):
         return f"<UnannotatedGroup {self.instance_id!r} of {len(self)}>"
 
     def write(self, **columns: Any) -> bool:
-        """Write the columns of the group, all of them at once, once.
+        """Write all columns of the group together, once.
 
         Parameters
         ----------
         **columns
-            By name a list of an array a sample, with a row for each of its tokens and the dtype
-            that was said.
+            By name a list with an array per sample. An array holds a row per token, in the declared
+            dtype.
 
         Returns
         -------
         bool
-            False where nobody waits for them any more.
+            False if the trainer no longer waits for the columns.
 
         Raises
         ------
         TypeError, ValueError
-            Columns are missing or unknown, or an array is of another length or dtype; the message
-            names group, sample and column. The group is still this annotator's.
+            Columns are missing or unknown, or an array's length or dtype is wrong; the message
+            names group, sample and column. The annotator keeps the group.
         ProtocolError
-            It was written before.
+            The group was written before.
         BusFullError, BusClosedError, BusRemovedError
             As for `Producer.put`.
         """
@@ -162,27 +162,28 @@ class UnannotatedGroup(Sequence[Mapping[str, "NDArray[Any]"]]):
 class Annotator(ClosedByWith):
     """Adds columns to complete groups, in a process of its own: takes, computes, writes once.
 
-    Any number of them share the work. A group of one that dies goes to another.
+    Several annotators share the work. After an annotator's death its group goes to another
+    annotator.
 
     Parameters
     ----------
     bus : str
         The bus of the groups.
     writes : mapping of str to dtype or (dtype, shape)
-        The columns that this one writes, as the trainer's `Columns` has them; the shape is that of
-        a token's part, () for a number.
+        The columns of this annotator, as in the trainer's `Columns`; the shape covers a token's
+        part, () for a number.
     wait : float, optional
         Seconds to wait for the trainer's `Columns`: None waits for ever, 0 does not wait.
     label : str, optional
-        How messages of other processes name this one.
+        Name of this annotator in messages of other processes.
 
     Raises
     ------
     TypeError, ValueError
-        `writes` is no mapping of names to dtypes, or the trainer's `Columns` has another dtype or
-        shape; the message names column and both.
+        `writes` is no mapping of names to dtypes, or the trainer's `Columns` declares another dtype
+        or shape; the message names the column and both declarations.
     BusNotFoundError
-        No trainer has asked for these columns, also after `wait` seconds.
+        No trainer asked for these columns within `wait` seconds.
 
     Examples
     --------
@@ -222,7 +223,7 @@ class Annotator(ClosedByWith):
         Returns
         -------
         UnannotatedGroup or None
-            None where none came in time.
+            None at the timeout.
 
         Raises
         ------
@@ -230,7 +231,7 @@ class Annotator(ClosedByWith):
             As for `ProducerRequests.next`.
         """
         check_timeout(timeout)
-        # typing has no overload for a float that may be None.
+        # typing lacks an overload for an optional float.
         next_: Any = self._producer.requests.next
         request = next_(timeout)
         return None if request is None else UnannotatedGroup(self, request)
@@ -243,17 +244,17 @@ class Annotator(ClosedByWith):
                 yield group
 
     def give_back(self, group: UnannotatedGroup) -> bool:
-        """Give a group back to the others; this one gets none for a while.
+        """Give a group back to the other annotators, and back off for a while.
 
         Parameters
         ----------
         group : UnannotatedGroup
-            What `take` gave.
+            A group from `take`.
 
         Returns
         -------
         bool
-            False where it was not this annotator's any more.
+            False if the group no longer belonged to this annotator.
         """
         return self._producer.requests.release(group._request)
 
@@ -293,7 +294,7 @@ class Annotator(ClosedByWith):
         try:
             return self._producer.requests.answer(group._request, **arrays)
         except errors.RecordTooLargeError as error:
-            # No other annotator can write it either.
+            # Other annotators would fail alike.
             self._producer.requests.fail(group._request, str(error))
             raise
         except BaseException:
@@ -301,45 +302,45 @@ class Annotator(ClosedByWith):
             raise
 
     def close(self) -> None:
-        """Leave; a group that was taken and not written goes to another annotator."""
+        """Leave the bus; a group taken but not written goes to another annotator."""
         self._producer.close()
 
 
 class Columns(ClosedByWith):
-    """What annotators write, for ``OnlineDataHandler(annotate_group=...)``.
+    """Columns from annotators, for ``OnlineDataHandler(annotate_group=...)``.
 
     Parameters
     ----------
     bus : str
         The bus of the groups.
     writes : mapping of str to dtype or (dtype, shape)
-        The columns, as the annotators write them; the shape is that of a token's part.
+        The columns, as the annotators write them; the shape covers a token's part.
     fields : tuple of str
-        The fields of samples, and columns of earlier passes, that annotators are sent: arrays with
-        a row a token.
+        Fields of samples, and columns of earlier passes, to send to annotators: arrays with a row
+        per token.
     tokens : str
-        The field that says how many tokens a sample has.
+        The field whose length counts a sample's tokens.
     timeout : float, optional
         Seconds to wait for a group; None waits for ever.
     claim_timeout : float, optional
-        Seconds that an annotator may keep a group, twice as many each time: then the group goes to
+        Seconds an annotator may keep a group, doubled every time. After that the group goes to
         another annotator, and a late `write` of the first returns False. None waits for ever.
     capacity, request_capacity : int or str
-        Of the bus of the columns: for what was written and not trained yet, and for the groups that
-        wait for annotators. Of several ranks the daemon decides.
+        Sizes of the columns' bus: for columns written and not trained yet, and for groups that wait
+        for annotators. With several ranks the daemon decides.
     rank, world_size : int
-        Those of the handler. Several ranks need a daemon on the bus of the columns, which gives
-        each what was written for it: ``shmbus serve run1.columns.ref_logprobs``.
+        Those of the handler. Several ranks need a daemon on the columns' bus, which gives each rank
+        its own columns: ``shmbus serve run1.columns.ref_logprobs``.
 
     Raises
     ------
     TypeError, ValueError
-        `writes` is no mapping of names to dtypes, or `rank` is none of `world_size`.
+        `writes` is no mapping of names to dtypes, or `rank` lies outside of `world_size`.
     BusExistsError, BusBusyError
-        The bus of the columns is another, or has other dtypes or shapes, or another process asks
-        for them.
+        The existing bus of the columns does not fit, declares other dtypes or shapes, or serves
+        another trainer.
     BusNotFoundError, DaemonUnavailableError
-        There is no such bus, or nobody serves that of the columns of several ranks.
+        The bus does not exist, or the columns' bus of several ranks lacks a daemon.
     """
 
     def __init__(
@@ -373,9 +374,9 @@ class Columns(ClosedByWith):
         self._consumer = Consumer(
             self.name, daemon=world_size > 1 or None, split=self._split, on_stall=None
         )
-        #: What was written, by the group's name, and not asked for yet.
+        #: Written columns by the group's name, not requested yet.
         self._written: dict[str, Group] = {}
-        #: Groups that have their columns, each with what these lie in.
+        #: Groups with their columns, and the groups of the columns' bus that hold them.
         self._used: list[tuple[Group, str, Group]] = []
         self._pulling = False
         self._came = asyncio.Event()
@@ -390,13 +391,13 @@ class Columns(ClosedByWith):
             raise
 
     def _end_left(self, file: SegmentFile) -> None:
-        """Take what was written for the lives before; end it where its group has ended."""
+        """Take columns written for earlier lives; end them for ended groups."""
         while written := self._consumer.take(64, timeout=0):
             self._written.update((group.instance_id, group) for group in written)
         below = [*file.slots()["committed"][:-1].tolist(), 0]
         scans = [file.scan(run, below[run.slot]) for run in file.runs()] if self._written else []
         if any(scan.changed for scan in scans):
-            return  # a record was moved, or released: the next life finds out
+            return  # record moved or released: the next life finds out
         keys = np.frombuffer(b"".join(scan.keys for scan in scans), "<u8").reshape(-1, 2)
         for name in self._written.keys() - {self._name(*key) for key in keys.tolist()}:
             self._written.pop(name).ack()
@@ -405,7 +406,7 @@ class Columns(ClosedByWith):
         return f"{self._bus}.{producer_id}.{sequence}"
 
     async def __call__(self, group: Group) -> dict[str, list[NDArray[Any]]]:
-        """Have a group annotated; call it by a handler.
+        """Have a group annotated; called by a handler.
 
         Parameters
         ----------
@@ -415,15 +416,15 @@ class Columns(ClosedByWith):
         Returns
         -------
         dict of str to list of array
-            By column an array of each sample.
+            By column an array per sample.
 
         Raises
         ------
         TimeoutError
-            No annotator has written it in time. It is asked for still: the next call waits on.
+            No annotator wrote the group in time. The request stands: the next call waits on.
         UnservedGroupError
-            No annotator can have it: the group is larger than the lane of requests, or its columns
-            are larger than a record. A handler drops it, counted as "filtered".
+            No annotator can take the group: the group exceeds the lane of requests, or its columns
+            exceed a record. A handler drops the group, counted as "filtered".
         """
         self._end_used()
         first = group.trajectories[0]
@@ -461,12 +462,12 @@ class Columns(ClosedByWith):
         return {column: np.split(written[0][column], borders) for column in self._columns}
 
     def explain(self, group: Group) -> str:
-        """Return what a group waits for, for messages.
+        """Return the reason why a group waits, for messages.
 
         Parameters
         ----------
         group : Group
-            A group whose columns are missing.
+            A group without its columns.
 
         Returns
         -------
@@ -498,7 +499,7 @@ class Columns(ClosedByWith):
         return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
     def _offer(self, name: str, group: Group) -> bool:
-        """Offer a group to annotators, unless it is; False where there is no room."""
+        """Offer a group to annotators unless already offered; False without room."""
         if (name, None, self._split) in self._consumer.open_requests():
             return True
         sent: dict[str, Any] = {_BORDERS: self._borders(group)}
@@ -515,7 +516,7 @@ class Columns(ClosedByWith):
         return True
 
     async def _news(self, wait_s: float | None) -> None:
-        """Wait until something was written, or for so long; one task takes it for all."""
+        """Wait until columns arrive, or for `wait_s`; a single task pulls them for all tasks."""
         if self._pulling:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._came.wait(), wait_s)
@@ -525,13 +526,13 @@ class Columns(ClosedByWith):
             for written in await self._consumer.atake(64, wait_s):
                 self._written[written.instance_id] = written
         finally:
-            # Another one takes the next, where this one has what it waits for.
+            # Wakes another task to pull next: this task may already own its columns.
             self._pulling = False
             came, self._came = self._came, asyncio.Event()
             came.set()
 
     def _end_used(self) -> None:
-        """End what was written for groups that have ended; keep it for those that come again."""
+        """End the columns of ended groups; keep those of groups given back."""
         for group, name, written in self._used:
             if group.state == "given_back":
                 self._written[name] = written
@@ -546,7 +547,7 @@ class Columns(ClosedByWith):
         )
 
     def close(self) -> None:
-        """Leave; what was written for groups that have not ended comes to the next trainer."""
+        """Leave the bus; columns of open groups go to the next trainer."""
         if not self._consumer.closed:
             self._end_used()
             self._consumer.close()

@@ -1,19 +1,19 @@
 """Consumer: delivers complete groups under lease, from a daemon or straight from the ring.
 
-`take` is C (shmbus_ext/python/read); what it leaves to Python is here. In an event loop a group is
-leased by the loop's own thread, in a call that does not wait. What waits is one other thread for
-all tasks of the loop; it leases nothing where this process reads the ring itself. Where a daemon
-leases, that thread asks it, and what is granted is ready until a task takes it.
+The fast path of `take` runs in C (shmbus_ext/python/read); its remainder is here. In an event loop
+the loop's own thread leases groups, in a call that never waits. A second thread waits for all tasks
+of the loop. Without a daemon the second thread leases no group. With a daemon it sends the
+requests, and granted groups stay ready until a task takes them.
 
 Invariants:
 
-- After an exception in attaching nothing is attached.
-- No variable has groups on their way to the caller, so those that an exception keeps from the
-  caller are ready again. Groups that were granted after the last task has been cancelled go back to
-  the daemon, so no group is leased to nobody.
-- A group is checked (that it is one, is leased, and is this Consumer's) before its source ends the
-  lease, so no source ends a lease twice. The one exception, a list of groups for a daemon, is
-  checked in the same call that ends them (`DaemonClient.end_groups`).
+- An exception during attaching leaves nothing attached.
+- No variable holds groups on their way to the caller: groups withheld by an exception become ready
+  again. Groups granted after the last task's cancellation go back to the daemon, so every leased
+  group belongs to a caller.
+- Before a source ends a lease, the Consumer checks the group's type, its lease and its owner. So no
+  source ends a lease twice. For a list of groups with a daemon, the call that ends them makes the
+  check (`DaemonClient.end_groups`).
 """
 
 from __future__ import annotations
@@ -66,28 +66,29 @@ from shmbus_ext import _core
 
 _T = TypeVar("_T")
 
-#: What `drop` counts groups as.
+#: Reasons of `drop`, by their counters in the ledger.
 _DROP_REASONS: Final = {"malformed": _core.DROP_MALFORMED, "filtered": _core.DROP_FILTERED}
 
 
 class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
-    """Takes complete groups from a bus: from its daemon where there is one, else from the ring.
+    """Takes complete groups from a bus: through its daemon if present, else from the ring.
 
-    Without a daemon a bus has one consumer, and a second one gets BusBusyError. With a daemon
-    (`shmbus serve NAME`) there may be many: each group goes to one of them, or, with ranks, each
-    step is shared out among them. The daemon's options of the stash apply then. Consumers with a
-    rank and without one cannot be attached together: who comes later gets BusBusyError.
+    Without a daemon a bus has a single consumer, and a second consumer gets BusBusyError. With a
+    daemon (`shmbus serve NAME`) there may be many. Each group goes to a single consumer, or, with
+    ranks, each step is shared out among the consumers. The daemon's options of the stash apply
+    then. Consumers with and without a rank cannot be attached together: the later consumer gets
+    BusBusyError.
 
-    With ranks, `take(max_groups)` is `take_shard(groups=max_groups, max_wait=0)`: this rank's shard
-    of the next step, which has at most `max_groups` groups for each rank and is formed as soon as
-    each gets one. All ranks have to call it with the same number.
+    With ranks, `take(max_groups)` means `take_shard(groups=max_groups, max_wait=0)`: this rank's
+    shard of the next step. The step holds at most `max_groups` groups per rank, and forms as soon
+    as every rank gets a group. All ranks must call `take` with the same number.
 
-    A group is leased until it is acknowledged, dropped or given back. Groups that an earlier
-    consumer had not acknowledged are delivered again. A handle pickles by name and options, and
-    attaches when it is first used. Its methods may be called from several threads.
+    A group stays leased until acknowledged, dropped or given back. Groups left unacknowledged by an
+    earlier consumer are delivered again. A handle pickles by name and options, and attaches at its
+    first use. Its methods are thread-safe.
 
-    Attaching blocks for `wait` seconds at most, or for DAEMON_WAIT_S (5 s) where that is longer and
-    a daemon was started a moment ago or is being restarted.
+    Attaching blocks for `wait` seconds at most. Beside a daemon that has just started or restarts,
+    the limit rises to DAEMON_WAIT_S (5 s) if `wait` is shorter.
 
     Parameters
     ----------
@@ -96,74 +97,77 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
     group_timeout : float, optional
         Seconds that a group may stay incomplete, from its first sample on; None for no limit.
     on_timeout : "wait" | "drop" | "partial"
-        What happens to a group after that: it is kept, discarded and counted as "timeout", or
-        delivered as it is. With `sample_retries` its missing samples are requested first.
+        Action on a late group: keep it, discard it counted as "timeout", or deliver it incomplete.
+        With `sample_retries` its missing samples are requested first.
     max_policy_lag : int, optional
-        Groups whose oldest sample is more versions than this behind `policy_version` are dropped.
+        Drop groups whose oldest sample lags more than this many versions behind `policy_version`.
     stale_share : float, default 0
-        Keep them while no more than this share, below 1, of each sample's trained tokens is so old,
-        by its fields `token_versions` and `loss_mask`; one without counts by its oldest version.
+        Keep such groups while at most this share, below 1, of each sample's trained tokens lags so
+        far, by the fields `token_versions` and `loss_mask`. A sample without `token_versions`
+        counts by its oldest version.
     skip_zero_variance : bool
-        Drop complete groups whose scores are all equal.
+        Drop complete groups of equal scores.
     duplicate : "drop" | "error"
-        A second sample of an index: counted and dropped, or also raised as ProtocolError by the
-        next `take`. The first sample stays, and so do all other groups.
+        Action on a second sample of an index: count and drop, or also raise ProtocolError in the
+        next `take`. The first sample and all other groups stay.
     max_stash_bytes : int, optional
         Ring bytes that incomplete groups may occupy; None for no limit.
     on_overflow : "wait" | "drop" | "partial"
-        What happens to the oldest incomplete groups above that.
+        Action on the oldest incomplete groups above that bound.
     sample_retries : int
-        How often a sample is requested again, alone (`Producer.requests`), after a producer
-        reported that it failed, or when it is missing at its group's deadline.
+        How often a sample is requested again, alone (`Producer.requests`), after a producer's
+        failure report, or after its group's deadline.
     retry_timeout : float
-        Seconds after which a retry request without an answer counts as a failed attempt, and that a
-        group with a sample that failed for good waits for its other samples.
+        Seconds until an unanswered retry request counts as a failed attempt; also the time a group
+        with a permanently failed sample waits for its other samples.
     retry_backoff : tuple of (float, float)
-        Seconds before a failed sample is requested again: first, and at most. They double from
-        attempt to attempt, with jitter. Where all samples that workers took of the request lane
-        failed alike, they are also the time between two samples that are let through.
+        Seconds before a failed sample is requested again: first and maximum. The backoff doubles
+        from attempt to attempt, with jitter. If all samples taken from the request lane fail alike,
+        the backoff also spaces the single samples let through.
     on_failure : "drop" | "partial"
-        What happens to a group with a sample that failed for good, once its other samples are
-        there: it is discarded, or delivered without that sample.
+        Action on a group with a permanently failed sample, once its other samples arrived: discard
+        the group, or deliver it without that sample.
     label : str, optional
-        How messages of other processes name this one.
+        Name of this consumer in messages of other processes.
     rank, world_size : int
-        Which of how many trainer processes share each step. More than one need the daemon.
+        This trainer's rank, and the number of trainer processes that share each step. More than one
+        need the daemon.
     daemon : bool, optional
-        True requires a daemon, False never asks for one, None takes one that is there.
+        True requires a daemon, False never uses a daemon, None uses a daemon if present.
     split : str, default "train"
-        Whose groups it takes. Groups of another split, such as "eval", go to who asks for them, and
-        never to training; until somebody does, they hold space of the ring. Without a daemon
-        ``take(split=...)`` of the one consumer takes any split; with one, there may be a Consumer
-        of another split beside ranks. `max_policy_lag` and `skip_zero_variance` are for "train".
+        The split to take. Groups of another split, such as "eval", go only to consumers of that
+        split, never to training; until then they hold space of the ring. Without a daemon
+        ``take(split=...)`` of the only consumer takes every split. With a daemon, a Consumer of
+        another split may run beside ranks. `max_policy_lag` and `skip_zero_variance` apply to
+        "train".
     on_stall : "log" | "raise" | callable | None
-        What happens each time that nothing was committed, acknowledged or dropped on the bus for
-        `stall_timeout` seconds while `take` or `take_shard` waits, in one call or in several: a
-        warning of the logger ``shmbus.stall``; a StallError; a call with the StallReport, whose
-        exceptions end the wait; or nothing.
+        Action after every `stall_timeout` seconds without a commit, acknowledgement or drop on the
+        bus while `take` or `take_shard` waits, in a single call or in several: a warning of the
+        logger ``shmbus.stall``; a StallError; a call with the StallReport, whose exceptions end the
+        wait; or no action.
     stall_timeout : float, optional
-        Those seconds. None is 60; and "raise" is a warning then until nobody can end the wait: no
-        living worker has been attached for STALL_DEAD_S (600 s), or none that is has committed
-        anything for STALL_SLOW_S (1,800 s). A paused bus is waited for without end.
+        Those seconds. None means 60; "raise" then only warns, until no process can end the wait: no
+        living worker was attached for STALL_DEAD_S (600 s), or no attached worker committed for
+        STALL_SLOW_S (1,800 s). A wait on a paused bus never ends.
     wait : float, optional
-        Seconds to wait for the bus where there is none yet, and for its daemon where one is needed:
-        None waits for ever, 0 does not wait for a bus.
+        Seconds to wait for a missing bus, and for its daemon if required: None waits for ever, 0
+        does not wait for a bus.
     prompt_schema : mapping of str to dtype or (dtype, shape), optional
-        The fields of a prompt that `request` offers, as for `Feeder`: lists are welcome then.
+        The fields of a prompt for `request`, as for `Feeder`: with a schema, lists are welcome.
 
     Raises
     ------
     BusNotFoundError, LayoutMismatchError
-        There is no such bus, also after `wait` seconds, or it has another layout.
+        The bus is missing after `wait` seconds, or has another layout.
     BusBusyError
-        Another process reads this bus without a daemon, or has this rank; or ranks are attached and
-        this Consumer has none, or the reverse.
+        Another process reads this bus without a daemon, or holds this rank; or consumers with and
+        without ranks meet.
     DaemonUnavailableError
-        A daemon is needed and none answers, or the daemon of this bus died and was not restarted.
+        A required daemon does not answer, or the daemon of this bus died and was not restarted.
     ProtocolError
         The daemon runs another version of shmbus.
     TypeError, ValueError
-        An option of a wrong type or value, or one that differs from the daemon's.
+        An option of a wrong type or value, or different from the daemon's.
 
     Examples
     --------
@@ -256,27 +260,28 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             split,
         )
         self._watch = Watch(name, on_stall, stall_timeout)
-        #: In the form that pickles; who made the handle gets an error for a wrong one.
+        #: In picklable form; a wrong schema raises here, for the handle's maker.
         self._prompt_schema = None if prompt_schema is None else mapping_of(parse(prompt_schema))
         self._begin()
         try:
             self._require_source()
         except BaseException:
-            # The caller never gets it, and may keep the exception, which refers to it.
+            # The caller never gets the handle, and may keep the exception, which refers to the
+            # handle.
             self.close()
             raise
 
     def _begin(self) -> None:
-        """Set what a new handle begins with, made or unpickled."""
+        """Set the initial state of a new handle, made or unpickled."""
         self._lock = _core.RecursiveLock()
         self._source: Collector | DaemonClient | None = None
-        # The last one that this handle set.
+        # The last version set by this handle.
         self._policy_version = 0
         self._closed = False
         self._loop_waits = LoopWaits()
-        #: How many groups each task wants that waits.
+        #: Groups wanted, by waiting task.
         self._tasks: dict[object, int] = {}
-        #: What the thread met that asks the daemon; the next task raises it.
+        #: Exception of the thread that asks the daemon; the next task raises it.
         self._failure: Exception | None = None
         self._feeder: Feeder | None = None
         self._open_keys: OpenKeys | None = None
@@ -288,7 +293,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             )
         source = self._source
         if source is None:
-            # An unpickled handle attaches in the first thread that uses it.
+            # An unpickled handle attaches in the first thread to use it.
             with self._lock:
                 source = self._source
                 if source is None:
@@ -298,7 +303,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
 
     @property
     def has_daemon(self) -> bool:
-        """Whether it leases from a daemon; False where it reads the ring itself."""
+        """True for leases from a daemon; False for reads straight from the ring."""
         return isinstance(self._require_source(), DaemonClient)
 
     def _attach(self) -> Collector | DaemonClient:
@@ -322,15 +327,15 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
     def _take(
         self, max_groups: int = 64, timeout: float | None = 0.1, *, split: str | None = None
     ) -> list[Group]:
-        """Do what C leaves of `take` to Python: with a daemon, or other kinds of numbers."""
-        # `ConsumerBase` is C; it takes plain numbers, from the ring, and documents `take`.
+        """Continue `take` off C's fast path: with a daemon, or for unusual number types."""
+        # `ConsumerBase`, in C, takes plain numbers, from the ring, and documents `take`.
         max_groups = clamp_request("max_groups", max_groups)
         check_timeout(timeout)
         split = None if split is None else check_split(split)
         source = self._require_source()
         if not isinstance(source, DaemonClient):
             if split is not None:
-                _core.split_number(source.segment, split)  # or the error that C leaves to this
+                _core.split_number(source.segment, split)  # or the error C leaves to Python
             # The first call of an unpickled handle, or numbers of other kinds than int and float.
             return self.take(max_groups, None if timeout is None else float(timeout), split=split)
         if split not in (None, self._options.split):
@@ -353,12 +358,12 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             )
         ):
             return []
-        # No variable has the groups: those that an exception keeps from the caller are ready again.
+        # No variable holds the groups: groups withheld by an exception become ready again.
         return source.hand_out(Group, self, max_groups) or self._take(
             max_groups, seconds_left(deadline)
         )
 
-    # Its errors name what was called.
+    # Errors name the public method.
     _take.__qualname__ = "Consumer.take"
 
     def take_shard(
@@ -371,28 +376,28 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         timeout: float | None = None,
         only_full: bool = False,
     ) -> list[Group]:
-        """Take this rank's shard of its next step, once there are groups for every rank.
+        """Take this rank's shard of its next step, formed when groups exist for every rank.
 
         The shards of a step are disjoint, decided once, and balanced by the length of `field`. A
-        rank that died and restarts first gets the groups again that it had not acknowledged. All
-        ranks have to ask for a step with the same numbers. Blocks until then, or for `timeout`.
+        restarted rank first gets its unacknowledged groups again. All ranks must ask for a step
+        with the same numbers. Blocks until then, or for `timeout`.
 
         Parameters
         ----------
         groups : int, optional
-            How many groups each rank gets.
+            Groups per rank.
         tokens : int, optional
-            Instead: as many whole groups as fit into this many elements of `field` for each rank.
-            The only group of a rank may have more.
+            Instead: as many whole groups as fit into this many elements of `field` per rank. The
+            only group of a rank may exceed the number.
         max_wait : float, optional
-            Seconds after the step's first group was complete, after which the step is formed with
-            fewer groups, at least one for each rank. None waits until it is full.
+            Seconds after the step's first complete group until the step forms with fewer groups, at
+            least one per rank. None waits for a full step.
         field : str
-            The field whose length is the weight of a trajectory.
+            The field whose length weighs a trajectory.
         timeout : float, optional
             Seconds to wait: None waits without limit, 0 does not wait.
         only_full : bool
-            Never form a step that is not full, whatever `max_wait`: for a caller that prefetches.
+            Never form a partial step, regardless of `max_wait`: for a caller that prefetches.
 
         Returns
         -------
@@ -402,12 +407,12 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         Raises
         ------
         ValueError
-            The ranks ask for one step in different ways, both or neither of groups and tokens are
-            given, or the Consumer has no ranks.
+            The ranks ask for a step in different ways, `groups` and `tokens` are both given or both
+            missing, or the Consumer runs without ranks.
         StallError
-            Nothing has moved for too long, under ``on_stall="raise"``.
+            The bus stalled for too long, under ``on_stall="raise"``.
         DaemonUnavailableError
-            The daemon has not answered for CLIENT_WAIT_S (30 s).
+            The daemon did not answer for CLIENT_WAIT_S (30 s).
         BusClosedError
             The consumer is closed, or was made before a fork.
         """
@@ -443,17 +448,17 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         )
 
     def __iter__(self) -> Iterator[Group]:
-        """Yield complete groups one by one; blocks for the next, and ends when it is closed.
+        """Yield complete groups; block for the next group, and end when the consumer closes.
 
         Raises
         ------
         ProtocolError, StallError, DaemonUnavailableError
-            As for `take`; the iteration may be started again.
+            As for `take`; a new iteration may start.
         """
         return self._iterate(None)
 
     def iter(self, timeout: float | None = None) -> Iterator[Group]:
-        """Yield complete groups one by one until `close`, and wait only so long for each.
+        """Yield complete groups until `close`, with a limited wait for each.
 
         Parameters
         ----------
@@ -467,10 +472,10 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         Raises
         ------
         TimeoutError
-            No group was complete in that time. It ends this iteration; another one goes on behind
-            it.
+            No group was complete in that time. The iteration ends; a new iteration continues behind
+            the last group.
         TypeError, ValueError
-            `timeout` is no time.
+            `timeout` is invalid.
         ProtocolError, StallError, DaemonUnavailableError
             As for `take`.
         """
@@ -497,7 +502,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
     async def atake(self, max_groups: int = 64, timeout: float | None = 0.1) -> list[Group]:
         """Take complete groups as `take` does, without blocking the event loop.
 
-        A task that is cancelled during the wait (CancelledError) has no group leased to it.
+        A task cancelled during the wait (CancelledError) holds no lease.
         """
         max_groups = clamp_request("max_groups", max_groups)
         check_timeout(timeout)
@@ -522,7 +527,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
     async def _atake_here(
         self, source: Collector, max_groups: int, deadline: float | None
     ) -> list[Group]:
-        """Take from the ring: the thread sleeps until something is committed, and that is all."""
+        """Take from the ring: the thread only sleeps until a commit."""
         began_s = checked_s = time.monotonic()
         while True:
             groups = self.take(max_groups, 0)
@@ -539,7 +544,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
     async def _atake_leased(
         self, source: DaemonClient, max_groups: int, deadline: float | None
     ) -> list[Group]:
-        """Take what the daemon grants: the thread asks it, for all tasks that wait."""
+        """Take the daemon's grants: the thread asks on behalf of all waiting tasks."""
         began_s = checked_s = time.monotonic()
         by_step = self._options.world_size > 1
         asked = False
@@ -550,7 +555,8 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             if groups or (asked and left_s == 0):
                 return groups
             slice_s = limits.ASYNC_TAKE_S if left_s is None else min(limits.ASYNC_TAKE_S, left_s)
-            # For all that wait here, in one question. All ranks ask for a step with one number.
+            # A single request for all waiting tasks. With steps, all ranks must ask with the same
+            # number.
             wanted = max_groups if by_step else sum(list(self._tasks.values()))
             ask = functools.partial(self._ask, source, wanted, slice_s, by_step)
             await self._loop_waits.wait(ask, slice_s)
@@ -578,15 +584,15 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             raise failure
 
     def _leave_nothing(self, source: DaemonClient) -> None:
-        """After a task was cancelled: what it was granted is for others, if none waits here."""
+        """Return a cancelled task's grants to the daemon unless another task waits."""
         if not self._tasks and source.leases.ready:
-            with contextlib.suppress(RuntimeError):  # the loop is at its end; `close` gives back
+            with contextlib.suppress(RuntimeError):  # the loop ends; `close` gives back
                 asyncio.get_running_loop().run_in_executor(None, _give_back_ready, source)
 
     async def _check_stall(
         self, source: Collector | DaemonClient, began_s: float, checked_s: float
     ) -> float:
-        """Have the watchdog check, in a thread: a report takes longer than a loop may rest."""
+        """Run the watchdog in a thread: a report takes longer than a loop may rest."""
         slice_s = self._watch.slice_s
         now = time.monotonic()
         if slice_s is None or now - checked_s < slice_s:
@@ -596,21 +602,21 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         return now
 
     def __aiter__(self) -> AsyncIterator[Group]:
-        """Yield complete groups one by one, as iteration does; ends when this is closed."""
+        """Yield complete groups asynchronously; end when the consumer closes."""
         return _EachGroup(self)
 
     # -- the ends of leases ------------------------------------------------------------------------
 
     def ack(self, groups: Group | Iterable[Group]) -> None:
-        """Acknowledge one group or several: the trainer is done with them, and their space is free.
+        """Acknowledge trained groups; their space becomes free.
 
-        Each is atomic: all of its samples are acknowledged, or none, even if this process dies now.
+        Acknowledging a group is atomic: all its samples or none, even if this process dies now.
         Does not wait for an answer.
 
-        Without a daemon the groups are acknowledged when this returns. With one they are on their
-        way to it: they take effect even if this process dies now, and, as long as this process
-        lives, even if the daemon dies, since the next one is told. Only if both die before the
-        daemon has read it is a group delivered again, as one that was never acknowledged.
+        Without a daemon the groups are acknowledged on return. With a daemon the acknowledgements
+        are under way: they survive this process's death. While this process lives they also survive
+        the daemon's death, because this process tells the next daemon. Only if both die before the
+        daemon reads the acknowledgement is a group delivered again, as if never acknowledged.
 
         Parameters
         ----------
@@ -620,11 +626,12 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         Raises
         ------
         ProtocolError
-            One of them is not leased any more; those before it are acknowledged.
+            A group is no longer leased; the groups before it are acknowledged.
         TypeError
-            Something is not a Group; those before it are acknowledged.
+            An item is not a Group; the groups before it are acknowledged.
         DaemonUnavailableError
-            The daemon has been unreachable for CLIENT_WAIT_S (30 s). The next one is still told.
+            The daemon was unreachable for CLIENT_WAIT_S (30 s). The next daemon still learns of the
+            groups.
         BusClosedError
             The consumer is closed, or was made before a fork.
 
@@ -651,15 +658,14 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         groups : Group or iterable of Group
             Delivered by this consumer and still leased.
         reason : "malformed" | "filtered"
-            What the ledger counts them as; "filtered" where nothing is wrong with them, but there
-            is nothing to learn from them.
+            The ledger's counter; "filtered" for valid groups without a learning signal.
 
         Raises
         ------
         TypeError, ValueError
-            The reason is another, or something is not a Group; groups before it are dropped.
+            The reason is invalid, or an item is not a Group; groups before it are dropped.
         ProtocolError, DaemonUnavailableError, BusClosedError
-            As for `ack`; those before it are dropped.
+            As for `ack`; groups before the failed group are dropped.
         """
         check_choice("reason", reason, tuple(_DROP_REASONS))
         self._end("drop", groups, _DROP_REASONS[reason], "dropped")
@@ -671,7 +677,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         several = _several(verb, groups)
         with source.lock:
             try:
-                # One C call ends all, or stops at the group that raises below.
+                # A single C call ends all groups, or stops at the group that raises below.
                 for group in several[source.end_groups(self, several, reason, state) :]:
                     source.end(self._leased(source, group, verb), reason)
                     group.state = state
@@ -679,10 +685,10 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
                 source.flush()
 
     def give_back(self, group: Group) -> None:
-        """End a lease without acknowledging; the group is the next to be delivered.
+        """End a lease without acknowledging; the group will be delivered next.
 
-        With a daemon this may wait up to REPLY_GRACE_S (1 s), for groups that were asked ahead and
-        are given back, too.
+        With a daemon this may wait up to REPLY_GRACE_S (1 s), for prefetched groups that go back,
+        too.
 
         Parameters
         ----------
@@ -703,7 +709,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             source.flush()
 
     def _leased(self, source: Source, group: Group, verb: str) -> Any:
-        """Return the lease of a group that this Consumer holds."""
+        """Return the lease of a group held by this Consumer."""
         if not isinstance(group, Group):
             raise TypeError(f"{verb}: expected a Group, got {type(group).__name__}")
         group.require_leased(verb)
@@ -715,10 +721,10 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             )
         return lease
 
-    # -- what was trained --------------------------------------------------------------------------
+    # -- trained samples ---------------------------------------------------------------------------
 
     def note_trained(self, groups: Iterable[Group], step: int) -> None:
-        """Say that groups are trained, for the checkpoints of other ranks; without ranks a no-op.
+        """Mark groups as trained, for the checkpoints of other ranks; without ranks a no-op.
 
         Does not wait for an answer.
 
@@ -727,7 +733,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         groups : iterable of Group
             Delivered by this consumer and still leased.
         step : int
-            The trainer's own count of steps, alike on all ranks; -1 where they are not trained.
+            The trainer's own count of steps, alike on all ranks; -1 for untrained.
 
         Raises
         ------
@@ -739,7 +745,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         source.note_trained(leases, step)
 
     def lasting_names(self, groups: Iterable[Group]) -> set[bytes]:
-        """Return what samples are known by for good, for a checkpoint.
+        """Return the samples' lasting names, for a checkpoint.
 
         Parameters
         ----------
@@ -749,9 +755,9 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         Returns
         -------
         set of bytes
-            One or two a sample, of 32 bytes: the identity of the bus that it was put onto, its
-            producer id and sequence there. It is the same on a bus that is restored from a
-            snapshot; a sample that a relay has brought has that of its source, too.
+            One or two per sample, of 32 bytes: the identity of the sample's first bus, its producer
+            id and sequence there. A bus restored from a snapshot keeps the names; a sample brought
+            by a relay also carries its source's name.
 
         Raises
         ------
@@ -764,18 +770,18 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         )
 
     def trained_before(self, step: int) -> TrainedBefore:
-        """Return what is trained and may come again, for a checkpoint.
+        """Return trained samples and groups that may come again, for a checkpoint.
 
         Parameters
         ----------
         step : int
-            What was noted (`note_trained`), on any rank, as of an earlier step is trained.
+            Samples a rank noted (`note_trained`) for earlier steps count as trained.
 
         Returns
         -------
         TrainedBefore
-            Of what was noted, and of what `end_trained` was told. What this consumer has trained
-            and not noted is not in it; without ranks nothing is noted.
+            Noted samples, and those given to `end_trained`. Samples this consumer trained but never
+            noted are missing; without ranks no sample is noted.
 
         Raises
         ------
@@ -785,16 +791,16 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         return self._require_source().trained_before(step)
 
     def end_trained(self, names: Iterable[bytes]) -> None:
-        """Acknowledge samples that a checkpoint counts as trained, now and whenever they come.
+        """Acknowledge samples a checkpoint counts as trained, now and whenever they come.
 
-        No group has them any more. What comes late of a group with a round that has such a sample
-        is surplus. Groups that this consumer holds stay as they are; give them back first. A second
-        call takes the place of the first.
+        Groups lose these samples. For a group with a round and such a sample, late samples become
+        surplus. Groups held by this consumer stay as they are; give them back first. A second call
+        replaces the first.
 
         Parameters
         ----------
         names : iterable of bytes
-            Lasting names, as of `trained_before` and `lasting_names`.
+            Lasting names, from `trained_before` and `lasting_names`.
 
         Raises
         ------
@@ -806,7 +812,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
     # -- prompts -----------------------------------------------------------------------------------
 
     def _feeding(self) -> Feeder:
-        """Return the feeder of this consumer's process, which its first use opens."""
+        """Return the feeder of this consumer's process, opened at its first use."""
         self._require_source()
         with self._lock:
             if self._feeder is None or self._feeder.closed:
@@ -832,17 +838,19 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         timeout: float | None = None,
         **prompt: Any,
     ) -> int:
-        """Offer one group to the workers; a full lane makes this wait, as a full bus does `put`.
+        """Offer a group to the workers; block while the lane is full, like `put` for a full bus.
 
-        While this waits nothing is taken: give a `timeout`, or offer fewer groups than the lane has
-        room for, where the same thread takes what makes room. `Feeder` offers from any process.
+        The thread takes nothing while blocked here. If the same thread takes the groups that make
+        room, give a `timeout`, or offer fewer groups than the lane holds. `Feeder` offers from
+        every process.
 
         Parameters
         ----------
         instance_id, group_size, need, round, split, priority, meta, timeout : object
             As for `Feeder.request`.
         **prompt : array
-            The prompt, as for `Feeder.request`; by `prompt_schema`, where the Consumer has one.
+            The prompt, as for `Feeder.request`; checked by the Consumer's `prompt_schema`, if
+            given.
 
         Returns
         -------
@@ -869,10 +877,10 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         )
 
     def open_requests(self) -> list[tuple[str, int | None, str]]:
-        """Return which requests have not ended: those whose groups are open, or on their way.
+        """Return the open requests: those whose groups are open, or on their way.
 
-        It reads the segment, and asks no daemon: one that has not heard of an acknowledgement yet
-        has the request open still.
+        Reads the segment without a call to the daemon: a request stays open until the daemon reads
+        its acknowledgement.
 
         Returns
         -------
@@ -893,13 +901,13 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         *,
         without: Mapping[tuple[str, int | None, str], int] | None = None,
     ) -> int:
-        """Count the requests of a split that have not ended, without a list of them.
+        """Count the open requests of a split without a list.
 
         Parameters
         ----------
         split : str
         without : mapping of (str, int | None, str) to int, optional
-            Requests to leave out: how many of each instance id, round and split.
+            Number of requests to leave out, by instance id, round and split.
 
         Returns
         -------
@@ -921,40 +929,40 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         return self._open_keys
 
     def state_dict(self) -> RequestsState:
-        """Return what was offered and not trained: every request whose group is not acknowledged.
+        """Return every request whose group is not acknowledged: offered and not trained.
 
-        Save it with the weights, after the acknowledgement of what they were trained on.
+        Save the state with the weights, after acknowledging the groups those weights trained on.
 
         Returns
         -------
         RequestsState
-            Plain values, oldest request first; it has the prompts, as large as they are.
+            Plain values, oldest request first, with the full prompts.
 
         Raises
         ------
         BusClosedError
             The consumer is closed, or was made before a fork.
         DaemonUnavailableError
-            The daemon does not answer: whether it knows of the last acknowledgements cannot be
-            told. Nothing is lost; call this again once it is back.
+            The daemon does not answer, so the last acknowledgements may be unread. Nothing is lost;
+            call this again when the daemon is back.
         """
         segment = self._feeding()._segment
         if self.has_daemon:
-            # It reads in order: with its answer it has ended the requests that were acknowledged.
+            # The daemon reads in order: by its answer, acknowledged requests have ended.
             self._require_source().stats()
         return requests_state(segment)
 
     def load_state_dict(
         self, state: RequestsState, *, timeout: float | None = limits.RETRY_TIMEOUT_S
     ) -> RestoredRequests:
-        """Offer again what a state has and the bus has not.
+        """Offer again the state's requests missing from the bus.
 
-        On a bus that lives on, requests that are open still are not offered twice.
+        On a surviving bus, open requests are not offered twice.
 
         Parameters
         ----------
         state : RequestsState
-            What `state_dict` returned.
+            A state from `state_dict`.
         timeout : float, optional
             Seconds to wait for room for each; None waits for ever.
 
@@ -965,9 +973,9 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         Raises
         ------
         ValueError
-            It is no such state.
+            The state is invalid.
         BusFullError
-            There was no room in time; call this again with the same state.
+            The lane stayed full; call this again with the same state.
         BusClosedError, BusRemovedError, StallError
             As for `request`.
         """
@@ -980,15 +988,14 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
     def policy_version(self) -> int:
         """The current policy version, as producers see it: an int, 0 or more; settable.
 
-        Reading never blocks. Setting it returns when producers see the new value; with a daemon
-        that takes a round trip, and CLIENT_WAIT_S (30 s) at most. It never goes back, but by
-        `reset_policy_version`. A rank that is behind the others may set its own, which changes
-        nothing.
+        Reading never blocks. Setting returns when producers see the new value; with a daemon that
+        takes a round trip, and CLIENT_WAIT_S (30 s) at most. Only `reset_policy_version` lowers the
+        version. A rank behind the others may set its own version, without effect.
 
         Raises
         ------
         TypeError, ValueError
-            When set: it is no int, negative, or less than before.
+            When set: no int, negative, or below the previous version.
         DaemonUnavailableError
             When set: the daemon does not answer.
         BusClosedError
@@ -1032,12 +1039,12 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now.
 
-        With a daemon this waits for its answer, CLIENT_WAIT_S (30 s) at most.
+        With a daemon the call waits for its answer, CLIENT_WAIT_S (30 s) at most.
 
         Returns
         -------
         Ledger
-            Counts of one instant; `Ledger.balanced` is True.
+            Counts of a single instant; `Ledger.balanced` is True.
 
         Raises
         ------
@@ -1050,16 +1057,16 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
 
     @property
     def closed(self) -> bool:
-        """Whether close() was called."""
+        """True after close()."""
         return self._closed
 
     def close(self) -> None:
         """Leave the bus; may be called twice.
 
-        Threads that wait in `take` get BusClosedError, iterations end. Groups that are not
-        acknowledged are delivered again, by the daemon or to the next consumer. A daemon that is
-        away is waited for, 5 s at most, where it does not know yet of acknowledged groups. Arrays
-        that are still referenced stay valid.
+        Threads waiting in `take` get BusClosedError, iterations end. Unacknowledged groups are
+        delivered again, by the daemon or to the next consumer. If an absent daemon does not know
+        yet of acknowledged groups, `close` waits for it, 5 s at most. Arrays still referenced stay
+        valid.
         """
         try:
             self._leave()
@@ -1082,7 +1089,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
 
 
 class _EachGroup:
-    """Iterates over complete groups. No group is kept here while a task is suspended."""
+    """Iterator over complete groups. A suspended task keeps no group here."""
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
@@ -1105,7 +1112,7 @@ class _EachGroup:
 
 
 def _sleep(source: Collector, sleep_s: float) -> None:
-    with contextlib.suppress(errors.BusClosedError):  # the task finds it closed
+    with contextlib.suppress(errors.BusClosedError):  # the task finds the consumer closed
         source.reader.wait(sleep_s)
 
 
@@ -1128,7 +1135,7 @@ def _several(verb: str, groups: object) -> list[Any]:
 
 
 def seconds_left(deadline: float | None) -> float | None:
-    """Return the seconds until a time of the monotonic clock, 0 after it; None for none."""
+    """Return the seconds until a time of the monotonic clock, 0 after it; None without deadline."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 

@@ -1,10 +1,10 @@
-"""Groups and trajectories that outlive their lease: read as the originals, and owned.
+"""Groups and trajectories that outlive their lease: the originals' interface over owned memory.
 
 Invariants:
 
-- A copy holds nothing of a bus: it can be pickled, sent anywhere, and kept for ever.
-- What can be read of an original can be read of its copy, by the same names. Only what ends a lease
-  is missing.
+- A copy holds no part of a bus: copies can be pickled, sent everywhere, and kept for ever.
+- A copy offers the original's readable attributes, under the same names. Only methods that end a
+  lease are missing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _T_co = TypeVar("_T_co", bound=_Sample, covariant=True)
 
 
 class ReadGroup(Generic[_T_co]):
-    """What is read of all samples of a group at once, of one under lease or of a copy."""
+    """Attributes over all samples of a group, under lease or copied."""
 
     __slots__ = ()
 
@@ -55,7 +55,7 @@ class ReadGroup(Generic[_T_co]):
 
     @property
     def split(self) -> str:
-        """Who the group is for: "train", or what its producers said."""
+        """Purpose of the group: "train", or the producers' own label."""
         return next(iter(self)).split
 
     @property
@@ -65,17 +65,17 @@ class ReadGroup(Generic[_T_co]):
 
     @property
     def complete(self) -> bool:
-        """Whether every sample is here that the group needs."""
+        """True if every sample needed by the group is here."""
         return len(self) >= self.need
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """The scores of the samples that are here, ordered by index: float64 [len(group)]."""
+        """The scores of the present samples, ordered by index: float64 [len(group)]."""
         return np.fromiter((sample.score for sample in self), np.float64, len(self))
 
     @property
     def shared(self) -> dict[str, NDArray[Any]]:
-        """Arrays that all samples have in common, as `put_group` was given them; {} for none."""
+        """Arrays shared by all samples, as given to `put_group`; {} without shared arrays."""
         first = next(iter(self))
         if first.index != 0:
             return {}
@@ -85,15 +85,15 @@ class ReadGroup(Generic[_T_co]):
 
     @property
     def metas(self) -> list[Any]:
-        """The metas of the samples that are here, ordered by index; None where there was none."""
+        """The metas of the present samples, ordered by index; None for a sample without meta."""
         return [sample.meta for sample in self]
 
 
 class TrajectoryCopy(msgspec.Struct, eq=False):
-    """A trajectory that owns its arrays: `Trajectory.copy` makes it.
+    """A trajectory that owns its arrays, made by `Trajectory.copy`.
 
-    Its attributes are those of `Trajectory`. ``copy[name]`` is a field's array, which the caller
-    may write to.
+    Its attributes are those of `Trajectory`. ``copy[name]`` returns a field's array, writable by
+    the caller.
     """
 
     instance_id: str
@@ -113,7 +113,7 @@ class TrajectoryCopy(msgspec.Struct, eq=False):
     meta: Any
     _arrays: dict[str, NDArray[Any]]
 
-    #: As of every trajectory that is delivered and was not acknowledged.
+    #: Like every trajectory delivered under lease.
     failed: ClassVar[bool] = False
     released: ClassVar[bool] = False
 
@@ -141,11 +141,11 @@ class TrajectoryCopy(msgspec.Struct, eq=False):
         return tuple(self._arrays.values())
 
     def items(self) -> tuple[tuple[str, NDArray[Any]], ...]:
-        """Return the names of the array fields, each with its array."""
+        """Return the names of the array fields with their arrays."""
         return tuple(self._arrays.items())
 
     def get(self, name: str, default: Any = None, /) -> Any:
-        """Return a field's array, or the default where there is no such field."""
+        """Return a field's array, or the default for an unknown field."""
         return self._arrays.get(name, default)
 
     def shape(self, name: str, /) -> tuple[int, ...]:
@@ -154,12 +154,12 @@ class TrajectoryCopy(msgspec.Struct, eq=False):
 
     @property
     def scored(self) -> bool:
-        """Whether it has a score."""
+        """True with a score."""
         return not math.isnan(self._score)
 
     @property
     def score(self) -> float:
-        """The reward; of one that was put with ``score=None``, what was set here."""
+        """The reward; for a sample put with ``score=None``, the score set here."""
         if not self.scored:
             raise errors.UnscoredError(
                 f"trajectory {self.instance_id!r}[{self.index}] of producer {self.producer_id}: "
@@ -173,7 +173,8 @@ class TrajectoryCopy(msgspec.Struct, eq=False):
             score = float(value)
         except OverflowError as error:
             raise ValueError(f"score: expected one that a float can hold, got {value}") from error
-        except (TypeError, RuntimeError) as error:  # PyTorch's of a tensor that is no number
+        # PyTorch's, for a tensor that holds no single number
+        except (TypeError, RuntimeError) as error:
             raise TypeError(f"score: expected a number, got {type(value).__name__}") from error
         if not math.isfinite(score):
             raise ValueError(f"score: expected a finite number, got {score}")
@@ -181,23 +182,23 @@ class TrajectoryCopy(msgspec.Struct, eq=False):
 
     @property
     def rows(self) -> list[Row]:
-        """Its rows, of views; one with all fields, unless it was put with ``rows=``."""
+        """Its rows, of views; a single row with all fields, unless put with ``rows=``."""
         return rows_of(self)
 
     def copy(self) -> TrajectoryCopy:
-        """Copy it once more, with arrays of its own."""
+        """Copy the trajectory once more, with arrays of its own."""
         return copy.deepcopy(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the keywords of `Producer.put` that put it again.
+        """Return the keywords of `Producer.put` to put the trajectory again.
 
         Returns
         -------
         dict
             "instance_id", "group_size", "index", "score", "policy_version", "round", "split",
             "need", "meta", and each array field by its name: the arrays of this copy, not copied
-            again. "policy_version" is a pair where it was sampled by several. "rows" has the
-            fields of rows, where it was put with them.
+            again. "policy_version" is a pair for a trajectory sampled by several versions. "rows"
+            holds the fields of rows, for a trajectory put with rows.
         """
         several = self.newest_policy_version != self.policy_version
         return {
@@ -228,7 +229,7 @@ class TrajectoryCopy(msgspec.Struct, eq=False):
 class GroupCopy(ReadGroup[TrajectoryCopy], msgspec.Struct, eq=False):
     """A group that owns its samples, ordered by index, and a sequence of them: `Group.copy`.
 
-    `size` is that of a complete group; ``len(group)`` is how many are here.
+    `size` counts a complete group's samples; ``len(group)`` counts the present samples.
     """
 
     instance_id: str
@@ -250,17 +251,17 @@ class GroupCopy(ReadGroup[TrajectoryCopy], msgspec.Struct, eq=False):
         return self.trajectories[position]
 
     def copy(self) -> GroupCopy:
-        """Copy it once more, with arrays of its own."""
+        """Copy the group once more, with arrays of its own."""
         return copy.deepcopy(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values.
+        """Return the group as plain values.
 
         Returns
         -------
         dict
-            "instance_id", "round", "size", and "trajectories": a list of the dicts that
-            `TrajectoryCopy.to_dict` gives, which `Producer.put_many` takes as it is.
+            "instance_id", "round", "size", and "trajectories": a list of dicts from
+            `TrajectoryCopy.to_dict`, which `Producer.put_many` takes unchanged.
         """
         return {
             "instance_id": self.instance_id,

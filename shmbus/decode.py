@@ -21,10 +21,10 @@ from shmbus_ext import _core
 
 __all__ = ["decode_answers"]
 
-#: What vLLM says where it has no logprob; the rounding of a probability of 1; how an .npy begins.
+#: vLLM's value for a missing logprob; the rounding of a probability of 1; the start of an .npy.
 _NO_LOGPROB, _ROUNDING = -9999.0, 1e-3
 _NPY, _HEAD_BYTES = b"\x93NUMPY", 384
-#: SGLang's logprob of a token, its id, its text.
+#: SGLang's logprob, id and text of a token.
 _Triple = tuple[float, int, Any]
 
 
@@ -48,7 +48,7 @@ class _Meta(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """A choice of vLLM's, an answer of SGLang's, which has `meta_info`, or a body of choices."""
+    """A choice of vLLM's, an answer of SGLang's, with `meta_info`, or a body of choices."""
 
     finish_reason: str | None = None
     prompt_token_ids: list[int] | None = None
@@ -89,7 +89,7 @@ class RoutedExperts:
         self._start, row = stream.tell(), layers * experts * self.dtype.itemsize
         rows, rest = divmod(count - self._start, max(1, row))
         self.shape = (rows, layers, experts)
-        # The last token, which no forward pass has seen, may have none.
+        # The last token, unseen by a forward pass, may lack experts.
         good = self.dtype.kind in "iu" and not by_columns and said in (None, self.shape)
         if rest or not good or not tokens - 1 <= rows <= tokens:
             raise ValueError(
@@ -98,7 +98,7 @@ class RoutedExperts:
             )
 
     def decode_into(self, out: NDArray[Any]) -> None:
-        """Fill an array of as many rows, or more, which become 0."""
+        """Fill an array of at least as many rows; further rows become 0."""
         same = out.dtype == self.dtype and out.flags.c_contiguous
         rows, out[self.shape[0] :] = self.shape[0], 0
         part = out[:rows] if same else np.empty(self.shape, self.dtype)
@@ -139,7 +139,7 @@ def sampled_logprobs(field: str, found: Sequence[Any], tokens: int) -> NDArray[n
 
 
 def _sampled(answer: _Answer, tokens: int, k: int) -> dict[str, NDArray[Any]]:
-    """Return what an answer says of each sampled token beside its experts."""
+    """Return an answer's values for each sampled token, without its experts."""
     top: list[list[tuple[Any, float]]]
     meta, said = answer.meta_info, answer.logprobs or _Logprobs()
     if meta is not None:
@@ -182,30 +182,30 @@ def decode_answers(
     Parameters
     ----------
     body : bytes
-        JSON of an engine that was asked for logprobs; vLLM for `return_token_ids`, too.
+        JSON of an engine asked for logprobs; vLLM for `return_token_ids`, too.
     make : callable, optional
-        ``make(choice, fields)`` returns what has the arrays of a choice, such as a `Reservation`
-        with these `fields`. Without it they are new, for `Producer.put`.
+        ``make(choice, fields)`` returns a mapping with the arrays of a choice, for example a
+        `Reservation` with these `fields`. By default the arrays are new, for `Producer.put`.
     prompt : sequence of int, optional
-        Token ids of the prompt, which SGLang does not say.
+        Token ids of the prompt, missing from SGLang's answers.
     experts : (layers, experts of a token), optional
-        Of an engine that was started with ``--enable-return-routed-experts``.
+        For an engine started with ``--enable-return-routed-experts``.
     top_logprobs : int, default 0
-        How many of each token's to decode, the engine's first; vLLM says their ids where
-        `return_tokens_as_token_ids` is asked for.
+        Number of top tokens to decode for each token, the engine's first; vLLM reports their ids
+        with `return_tokens_as_token_ids`.
 
     Returns
     -------
     list of (arrays, finish_reason)
-        Of each choice. Of n tokens of prompt and answer: tokens [n] int32; loss_mask [n] uint8, 1
-        where sampled; logprobs [n] float32, natural; routed_experts [n, layers, experts], in the
-        engine's dtype or that of `make`, 0 for a last token that has none; top_ids [n, k] int32 and
-        top_logprobs [n, k] float32. A prompt has 0 for logprobs and top.
+        By choice. For n tokens of prompt and answer: tokens [n] int32; loss_mask [n] uint8, 1 for
+        sampled tokens; logprobs [n] float32, natural; routed_experts [n, layers, experts], in the
+        engine's dtype or that of `make`, 0 for a last token without experts; top_ids [n, k] int32
+        and top_logprobs [n, k] float32. A prompt's logprobs and top values are 0.
 
     Raises
     ------
     ValueError
-        The body, or a field that is named, is not as it should be; what `make` made is unfinished.
+        The body, or a named field, is malformed; the mapping from `make` stays unfinished.
     """
     try:
         read = _read(body)

@@ -4,30 +4,30 @@
 
     ShmbusError
      +-- BusNotFoundError        no segment of that name
-     +-- BusExistsError          create() found one
+     +-- BusExistsError          create() found a bus of that name
      +-- BusFullError            no space within the timeout; names the processes that hold it
-     +-- BusRemovedError         the bus was removed; says when, and whether it has a successor
+     +-- BusRemovedError         the bus was removed; names the time and a possible successor
      +-- BusBusyError            a second collector or publisher, or no place left; names the holder
-     +-- BusClosedError          a closed handle, one from before a fork, a released trajectory
-     +-- LayoutMismatchError     not a segment of this layout, or a damaged one
+     +-- BusClosedError          a closed handle, a handle from before a fork, a released trajectory
+     +-- LayoutMismatchError     not a segment of this layout, or damaged
      +-- CapacityError           does not fit /dev/shm (also a ValueError)
-     +-- RecordTooLargeError     larger than any record of this bus (also a ValueError)
+     +-- RecordTooLargeError     larger than the bus's record limit (also a ValueError)
      +-- ProtocolError           a producer broke the rules, as by a duplicate
      +-- DaemonUnavailableError  the daemon that serves the bus does not answer
      +-- RecorderUnavailableError  no recorder takes a session
      +-- VersionUnknownError     the weights version of an inference server is unknown
-     +-- UnscoredError           a sample without a score is asked for it (also a ValueError)
+     +-- UnscoredError           score of a sample without a score (also a ValueError)
      +-- UnservedGroupError      no helper can score or annotate a group, which a handler drops
      +-- StallError              nothing moves on the bus; its report has leases and producers
      +-- PeerGoneError           the process at the other side has ended
-     +-- WaitTimeoutError        a deadline passed; names who was waited for (also a TimeoutError)
-     +-- DamagedError            what is read is not what was written, or not all of it
-     +-- DeviceMismatchError     a device that this process does not have
-     +-- WeightsError            base of what only weights raise (`shmbus.weights`)
-     +-- ChannelError            base of what only channels raise (`shmbus.tensors`)
+     +-- WaitTimeoutError        a deadline passed; names the awaited process (also a TimeoutError)
+     +-- DamagedError            bytes read differ from bytes written, or are incomplete
+     +-- DeviceMismatchError     a device missing from this process
+     +-- WeightsError            base of errors only weights raise (`shmbus.weights`)
+     +-- ChannelError            base of errors only channels raise (`shmbus.tensors`)
 
-Wrong argument types and values are ``TypeError`` and ``ValueError``. Each message says what failed,
-what was expected, what was given, and what to do next.
+Wrong argument types and values are ``TypeError`` and ``ValueError``. A message names the failure,
+the expected value, the given value, and the next step.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from typing import Any, Protocol
 
 
 class ShmbusError(Exception):
-    """Base class of all shmbus errors."""
+    """Base class of shmbus errors."""
 
 
 class BusNotFoundError(ShmbusError):
-    """There is no bus of that name."""
+    """The bus does not exist."""
 
 
 class BusExistsError(ShmbusError):
-    """A bus of that name exists already."""
+    """The bus exists already."""
 
 
 class BusFullError(ShmbusError):
@@ -53,30 +53,30 @@ class BusFullError(ShmbusError):
     Attributes
     ----------
     accepted : int
-        How many items of ``put_many`` were committed before this; 0 for ``put``.
+        Items of ``put_many`` committed before this; 0 for ``put``.
     """
 
     accepted: int = 0
 
 
 class BusBusyError(ShmbusError):
-    """Another living process has this part, such as the collector's; or all places are taken."""
+    """Another living process holds this role, like the collector's; or no place is left."""
 
 
 class BusClosedError(ShmbusError):
-    """The handle is closed or from before a fork, or the trajectory has been released."""
+    """The handle is closed or from before a fork, or the trajectory was released."""
 
 
 class BusRemovedError(ShmbusError):
-    """The bus that this handle holds was removed: nothing is committed into it any more.
+    """The handle's bus was removed: no commit enters the bus any more.
 
-    The message says when, and whether a new bus of that name exists. What was committed before is
-    delivered by the Consumer that holds the old bus, if there is one.
+    The message names the time, and a new bus of that name if present. Records committed before the
+    removal go to the Consumer that holds the old bus, if attached.
     """
 
 
 class LayoutMismatchError(ShmbusError):
-    """The segment is not of this layout, or its header is damaged."""
+    """The segment's layout differs, or its header is damaged."""
 
 
 class CapacityError(ShmbusError, ValueError):
@@ -84,15 +84,15 @@ class CapacityError(ShmbusError, ValueError):
 
 
 class RecordTooLargeError(ShmbusError, ValueError):
-    """The trajectory is larger than the largest record of this bus."""
+    """The trajectory exceeds the record limit of this bus."""
 
 
 class UnscoredError(ShmbusError, ValueError):
-    """The trajectory was put with ``score=None``, and nobody has set its score since."""
+    """The trajectory was put with ``score=None``, and its score was not set since."""
 
 
 class UnservedGroupError(ShmbusError):
-    """No helper can score or annotate a group; a handler of one rank drops the group for it."""
+    """No helper can score or annotate a group; a single rank's handler drops the group."""
 
 
 class ProtocolError(ShmbusError):
@@ -100,7 +100,7 @@ class ProtocolError(ShmbusError):
 
 
 class DaemonUnavailableError(ShmbusError):
-    """The daemon that serves this bus does not answer."""
+    """The daemon of this bus does not answer."""
 
 
 class RecorderUnavailableError(ShmbusError):
@@ -108,15 +108,15 @@ class RecorderUnavailableError(ShmbusError):
 
 
 class VersionUnknownError(ShmbusError):
-    """The weights version of an inference server is unknown, so the server's samples have no label.
+    """The weights version of an inference server is unknown, so the server's samples lack a label.
 
-    The server restarted and has loaded no version yet, or the rows of its ranks prove no published
+    The server restarted and holds no version yet, or the rows of its ranks prove no published
     version.
 
     Attributes
     ----------
     servers : list of str
-        The addresses, as rows of the weights have them.
+        The addresses, as in the rows of the weights.
     """
 
     def __init__(self, message: str, servers: list[str]) -> None:
@@ -128,7 +128,7 @@ class VersionUnknownError(ShmbusError):
 
 
 class Report(Protocol):
-    """What StallError needs of its report; `shmbus.StallReport` is one."""
+    """Interface of StallError's report; `shmbus.StallReport` implements it."""
 
     @property
     def bus(self) -> str:
@@ -136,23 +136,23 @@ class Report(Protocol):
 
     @property
     def waits_for(self) -> str:
-        """What the process waited for."""
+        """Event the process waited for."""
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which nothing had moved."""
+        """Seconds without movement."""
 
     @property
     def status(self) -> Any:
-        """The status of the bus (BusStatus); None where it could not be read."""
+        """The status of the bus (BusStatus); None if unreadable."""
 
     @property
     def problem(self) -> str:
-        """Why the status could not be read."""
+        """Reason for an unreadable status."""
 
 
 class StallError(ShmbusError):
-    """A wait in which nothing moved for `stall_timeout` seconds, under ``on_stall="raise"``.
+    """A wait without movement for `stall_timeout` seconds, under ``on_stall="raise"``.
 
     Nothing is lost: the caller can wait again.
 
@@ -171,16 +171,16 @@ class StallError(ShmbusError):
 
 
 class PeerGoneError(ShmbusError):
-    """The process at the other side has ended: the kernel has dropped its lock.
+    """The process at the other side ended: the kernel dropped its lock.
 
     Attributes
     ----------
     rank : int | None
-        Which rank of a publisher.
+        Rank of a publisher.
     side : str
-        Which side of a channel, "sender" or "receiver".
+        Side of a channel, "sender" or "receiver".
     pid : int
-        Of the process that ended; 0 where that is not known.
+        Of the ended process; 0 if unknown.
     """
 
     def __init__(self, message: str, rank: int | None = None, side: str = "", pid: int = 0) -> None:
@@ -194,20 +194,20 @@ class PeerGoneError(ShmbusError):
 
 
 class WaitTimeoutError(ShmbusError, TimeoutError):
-    """What was waited for did not happen by the deadline; the message says what keeps it."""
+    """The awaited event did not happen by the deadline; the message names the obstacle."""
 
 
 class DamagedError(ShmbusError):
-    """What is read is not what was written, or a model has only some of a version."""
+    """Bytes read differ from bytes written, or a model holds only part of a version."""
 
 
 class DeviceMismatchError(ShmbusError):
-    """A device that this process does not have."""
+    """The device is missing from this process."""
 
 
 class WeightsError(ShmbusError):
-    """Base class of what only weights raise; by itself, a version that was given up."""
+    """Base class of errors only weights raise; by itself, a version given up."""
 
 
 class ChannelError(ShmbusError):
-    """Base class of what only channels raise; by itself, a message that cannot be used so."""
+    """Base class of errors only channels raise; by itself, an unusable message."""

@@ -31,9 +31,9 @@ from shmbus.segment.names import check_name
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
 
-#: What a feeder waits for, in a report of a stall.
+#: A feeder's wait, as named in a stall report.
 _WAITS_FOR = "room in the request lane"
-#: Seconds between two attempts while another feeder is at work: its turn takes microseconds.
+#: Seconds between two attempts while another feeder works: its turn takes microseconds.
 _HELD_POLL_S = 0.0005
 
 
@@ -51,7 +51,7 @@ def check_offer(
     priority: int,
     prompt: bytes,
 ) -> Offer:
-    """Check what a request says of its group."""
+    """Check a request's description of its group."""
     size = check_int("group_size", group_size, 1, _core.MAX_GROUP_SIZE)
     wanted = size if need is None else check_count("need", need, 1)
     if wanted > size:
@@ -78,29 +78,29 @@ def check_offer(
 
 
 class Feeder(ClosedByAnyWith):
-    """Offers prompts to the workers of a bus. Several may feed one bus, from any process.
+    """Offers prompts to a bus's workers. Feeders in several processes may share a bus.
 
-    A request is one group: its prompt is stored once, and workers take its samples one at a time
-    (`Producer.requests.next`). It stays in the lane until its group was acknowledged or has ended
-    otherwise. A handle pickles by name; after a fork the child makes its own.
+    A request stands for one group: its prompt is stored once, and workers take its samples singly
+    (`Producer.requests.next`). The request stays in the lane until its group was acknowledged or
+    ended otherwise. A handle pickles by name; after a fork the child makes its own.
 
     Parameters
     ----------
     name : str
         The bus.
     schema : mapping of str to dtype or (dtype, shape), optional
-        The fields of a prompt, as `Bus.create` takes those of a sample. Lists are welcome then, and
-        a field that is missing, misnamed or of another shape is an error where it is offered.
+        The fields of a prompt, as `Bus.create` takes those of a sample. With a schema, lists are
+        welcome, and a missing, misnamed or misshapen field raises at the offer.
     on_stall : "log" | "raise" | callable | None
-        What happens each time that nothing has moved on the bus for `stall_timeout` seconds while
-        `request` waits for room, as for `Consumer`.
+        Action after every `stall_timeout` seconds without movement on the bus while `request` waits
+        for room, as for `Consumer`.
     stall_timeout : float, optional
-        Those seconds; None is 60.
+        Those seconds; None means 60.
 
     Raises
     ------
     BusNotFoundError, LayoutMismatchError
-        There is no such bus, or it is of another layout.
+        The bus is missing, or has another layout.
 
     Examples
     --------
@@ -138,7 +138,7 @@ class Feeder(ClosedByAnyWith):
         timeout: float | None = None,
         **prompt: Any,
     ) -> int:
-        """Offer one group; a full lane makes this wait, as a full bus does `put`.
+        """Offer a group; block while the lane is full, like `put` for a full bus.
 
         Parameters
         ----------
@@ -147,35 +147,35 @@ class Feeder(ClosedByAnyWith):
         group_size : int
             Samples to make, 1 to 16384.
         need : int, optional
-            How many of them make the group complete; all by default.
+            Samples that complete the group; all by default.
         round : int, optional
-            Which repetition of the prompt this is, 0 or more. Give it where prompts come again.
+            Number of this repetition of the prompt, 0 or more. Give it if prompts repeat.
         split : str, default "train"
-            What the group is for.
+            Purpose of the group.
         priority : int, default 0
-            0 to 7; workers take the highest first, and within it what was offered first.
+            0 to 7; workers take the highest first, and within a priority the oldest offer.
         meta : object, optional
-            Whatever msgspec can encode as MessagePack; workers read it as ``request.meta``.
+            A value msgspec can encode as MessagePack; workers read it as ``request.meta``.
         timeout : float, optional
             Seconds to wait for room: None waits for ever, 0 does not wait.
         **prompt : array
-            The prompt: any fields, of any shape and any dtype of fixed size; lists of ``prompt``
-            (int32), of `put`'s standard fields, and of those that a schema declares. Workers read
+            The prompt: fields of arbitrary shape and dtypes of fixed size; lists for ``prompt``
+            (int32), for `put`'s standard fields, and for fields a schema declares. Workers read
             them as ``request[name]``. Text goes into `meta`.
 
         Returns
         -------
         int
-            The request's number: 1 for the first that was ever offered on the bus.
+            The request's number: 1 for the first ever offered on the bus.
 
         Raises
         ------
         TypeError, ValueError
-            An argument is of a wrong type or out of range, or a field is no array.
+            An argument has a wrong type or is out of range, or a field is no array.
         RecordTooLargeError
-            It would not fit into an empty lane; also a ValueError.
+            The request would not fit into an empty lane; also a ValueError.
         BusFullError
-            There was no room within the timeout; the message says who serves the lane.
+            The lane stayed full for the timeout; the message names the lane's workers.
         BusClosedError, BusRemovedError, StallError
             As for `Producer.put`.
         """
@@ -195,15 +195,14 @@ class Feeder(ClosedByAnyWith):
     def request_many(
         self, requests: Iterable[Mapping[str, Any]], *, timeout: float | None = None
     ) -> list[int]:
-        """Offer many groups, in order: one turn of the lane and one wake-up for many of them.
+        """Offer many groups, in order: a single turn of the lane and a single wake-up for many.
 
         Parameters
         ----------
         requests : iterable of mapping
-            Each has the arguments of `request` by name, instance_id and fields too.
+            Mappings with the arguments of `request` by name, instance_id and fields too.
         timeout : float, optional
-            Seconds to wait for room, for all of them together: None waits for ever, 0 does not
-            wait.
+            Seconds to wait for room, for all together: None waits for ever, 0 does not wait.
 
         Returns
         -------
@@ -213,10 +212,10 @@ class Feeder(ClosedByAnyWith):
         Raises
         ------
         TypeError, ValueError, RecordTooLargeError
-            As for `request`; the message says which item it was, and nothing was offered.
+            As for `request`; the message names the item, and nothing was offered.
         BusFullError
-            There was no room for all within the timeout. Its `accepted` says how many were offered,
-            from the first on; the others can be offered again.
+            Room for all was missing within the timeout. Its `accepted` counts the offered requests,
+            from the first on; the rest can be offered again.
         BusClosedError, BusRemovedError, StallError
             As for `request`.
         """
@@ -259,7 +258,7 @@ class Feeder(ClosedByAnyWith):
         return offers
 
     def _offer(self, offers: list[Offer], timeout: float | None) -> list[int]:
-        """Offer all of them, waiting for room; `accepted` of an exception says how many were."""
+        """Offer all, waiting for room; `accepted` of an exception counts the offered requests."""
         began = time.monotonic()
         wait_s = self._watch.slice_s
         numbers: list[int] = []
@@ -282,7 +281,7 @@ class Feeder(ClosedByAnyWith):
         return numbers
 
     def _attempt(self, offers: list[Offer], numbers: list[int]) -> int | None:
-        """Offer what has room; return a ticket to sleep on, or None while another feeder works."""
+        """Offer as many as fit; return a ticket to sleep on, or None while another feeder works."""
         ticket: int | None = None
         while True:
             done, number = _core.request_offer(self._segment, offers, len(numbers))
@@ -296,7 +295,7 @@ class Feeder(ClosedByAnyWith):
             elif ticket is not None:
                 return ticket
             else:
-                # Announced before the next look: room that is made in between is not slept through.
+                # Announced before the next look: room made in between ends the sleep.
                 ticket = _core.request_want(self._segment, True)
 
     def _left_s(self, offer: Offer, began: float, timeout: float | None) -> float:
@@ -308,7 +307,7 @@ class Feeder(ClosedByAnyWith):
         )
 
     def _refuse(self, offers: list[Offer]) -> None:
-        """Say which of them no empty lane would hold."""
+        """Raise for an offer too large for an empty lane."""
         room = _core.request_totals(self._segment)[8]
         largest = max(offers, key=lambda offer: (len(offer[-1]) > room, offer[3]))
         raise errors.RecordTooLargeError(
@@ -321,9 +320,9 @@ class Feeder(ClosedByAnyWith):
     async def arequest(
         self, instance_id: str | int, *, timeout: float | None = None, **arguments: Any
     ) -> int:
-        """Offer one group as `request` does, without blocking the event loop.
+        """Offer a group as `request` does, without blocking the event loop.
 
-        A task that is cancelled during the wait (CancelledError) has offered nothing.
+        A task cancelled during the wait (CancelledError) offered nothing.
         """
         check_timeout(timeout)
         began = time.monotonic()
@@ -346,11 +345,11 @@ class Feeder(ClosedByAnyWith):
 
     @property
     def closed(self) -> bool:
-        """Whether close() was called, or this is a copy after a fork."""
+        """True after close(), or for a copy after a fork."""
         return self._segment.closed
 
     def close(self) -> None:
-        """Leave the bus; what was offered stays."""
+        """Leave the bus; offered requests stay."""
         self._segment.close()
 
     def __reduce__(self) -> tuple[Callable[[], Feeder], tuple[()]]:

@@ -1,7 +1,7 @@
-"""A delivered group: what the trainer holds under lease until it acknowledges it.
+"""A delivered group: held by the trainer under lease until acknowledgement.
 
-Invariant: a group is leased, acknowledged, given back or dropped; it changes from leased to one of
-the others exactly once, and only the Consumer changes it.
+Invariant: a group is leased, acknowledged, given back or dropped. Its state leaves "leased" exactly
+once, and only the Consumer changes it.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ GroupState = Literal["leased", "acknowledged", "given_back", "dropped"]
 
 
 class Group(ReadGroup[Trajectory], GroupBase):
-    """All samples of one prompt, ordered by index, under lease of one Consumer.
+    """All samples of a prompt, ordered by index, under lease of a single Consumer.
 
-    It is a sequence of its trajectories. As a context manager it acknowledges on success, and gives
-    itself back after an exception; a group whose lease has ended inside the block stays as it is.
+    A group acts as a sequence of its trajectories. As a context manager it acknowledges on success,
+    and gives itself back after an exception; a lease that ended inside the block stays ended.
 
     Attributes
     ----------
     instance_id : str
         The prompt's key.
     round : int | None
-        The producers' round, if they gave one.
+        The producers' round, if given.
     size : int
-        Samples of the group. ``len(group)`` is how many are here: fewer only for a group that needs
-        no more, or was delivered under a "partial" option of the Consumer.
+        Samples of the group. ``len(group)`` counts the present samples: fewer only for a group with
+        a smaller need, or delivered under a "partial" option of the Consumer.
     state : "leased" | "acknowledged" | "given_back" | "dropped"
-        Whether the group is under lease, or how its lease ended.
+        Under lease, or how the lease ended.
     trajectories : list[Trajectory]
-        The samples, ordered by index. The list is the caller's: changing it changes no lease.
+        The samples, ordered by index. The list belongs to the caller: changes affect no lease.
     columns : dict of str to list of array
-        Arrays that were added to the group since its samples were put, by name, one a sample. They
-        belong to this process, and to this lease.
+        Arrays added to the group after its samples were put, by name, one per sample. They belong
+        to this process, and to this lease.
     annotated : bool
-        Whether it has any.
+        True with columns.
 
     Examples
     --------
@@ -52,7 +52,7 @@ class Group(ReadGroup[Trajectory], GroupBase):
             tokens = [t["tokens"] for t in group]  # read-only views of the ring
     """
 
-    # For the columns of the few that have any: the dict of attributes is made with the first.
+    # For columns, which few groups carry: the dict of attributes is made with the first column.
     __slots__ = ("__dict__",)
 
     state: GroupState
@@ -60,14 +60,14 @@ class Group(ReadGroup[Trajectory], GroupBase):
 
     @property
     def columns(self) -> dict[str, list[Any]]:
-        """Arrays that were added to the group since its samples were put, by name, one a sample."""
+        """Arrays added to the group after its samples were put, by name, one per sample."""
         if self._columns is None:
             self._columns = {}
         return self._columns
 
     @property
     def annotated(self) -> bool:
-        """Whether it has columns."""
+        """True with columns."""
         return bool(self._columns)
 
     def copy(self) -> GroupCopy:
@@ -76,7 +76,7 @@ class Group(ReadGroup[Trajectory], GroupBase):
         Returns
         -------
         GroupCopy
-            It is read in the same way, owns its arrays, and can be pickled.
+            A picklable copy with the same interface and its own arrays.
 
         Raises
         ------
@@ -86,13 +86,13 @@ class Group(ReadGroup[Trajectory], GroupBase):
         return GroupCopy(self.instance_id, self.round, self.size, [t.copy() for t in self])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values, with owned arrays.
+        """Return the group as plain values, with owned arrays.
 
         Returns
         -------
         dict
-            "instance_id", "round", "size", and "trajectories": a list of the dicts that
-            `Trajectory.to_dict` gives, which `Producer.put_many` takes as it is.
+            "instance_id", "round", "size", and "trajectories": a list of dicts from
+            `Trajectory.to_dict`, which `Producer.put_many` takes unchanged.
 
         Raises
         ------
@@ -102,25 +102,25 @@ class Group(ReadGroup[Trajectory], GroupBase):
         return self.copy().to_dict()
 
     def ack(self) -> None:
-        """Acknowledge: the trainer is done with the group, and its space returns to the ring.
+        """Acknowledge a trained group; its space returns to the ring.
 
-        All of its samples are acknowledged, or none, even if this process dies now. Does not wait
-        for an answer; see `Consumer.ack` for what a daemon's death means. Arrays that are still
-        referenced stay valid.
+        All its samples are acknowledged, or none, even if this process dies now. Does not wait for
+        an answer; see `Consumer.ack` for the effect of a daemon's death. Arrays still referenced
+        stay valid.
 
         Raises
         ------
         ProtocolError
-            It was acknowledged, dropped or given back before.
+            The group was acknowledged, dropped or given back before.
         DaemonUnavailableError
-            The daemon has been unreachable for CLIENT_WAIT_S (30 s).
+            The daemon was unreachable for CLIENT_WAIT_S (30 s).
         BusClosedError
-            The consumer is closed; the next one gets the group again.
+            The consumer is closed; the next consumer gets the group again.
         """
         self._consumer.ack(self)
 
     def give_back(self) -> None:
-        """End the lease without acknowledging: this group is the next to be delivered.
+        """End the lease without acknowledging: this group will be delivered next.
 
         Raises
         ------
@@ -145,12 +145,12 @@ class Group(ReadGroup[Trajectory], GroupBase):
         Parameters
         ----------
         verb : str
-            What was to be done with it, for the message.
+            The intended action, for the message.
 
         Raises
         ------
         ProtocolError
-            It was acknowledged, dropped or given back before.
+            The group was acknowledged, dropped or given back before.
         """
         if self.state != "leased":
             raise errors.ProtocolError(
@@ -168,8 +168,8 @@ class Group(ReadGroup[Trajectory], GroupBase):
         if kind is None:
             self.ack()
             return
-        # A Consumer that was closed has given it back; a forked child has no part in it. Neither
-        # may take the place of what ended the block, such as the SystemExit of that child.
+        # A closed Consumer gave the group back; a forked child owns no part of it. Neither error
+        # may replace the exception that ended the block, for example the SystemExit of that child.
         with contextlib.suppress(errors.BusClosedError):
             self.give_back()
 

@@ -1,8 +1,8 @@
-"""The ledger: where every committed trajectory is. It must balance at every instant.
+"""The ledger: the place of every committed trajectory. It must balance at every instant.
 
-committed = acknowledged + leased + stashed + in_ring + dropped, each counted in its own way:
-committed by the producers' numbers, in_ring by walking the lanes, stashed and leased by the stash,
-acknowledged and dropped by counters in the segment that survive any process.
+committed = acknowledged + leased + stashed + in_ring + dropped. Every term comes from its own
+source: committed from the producers' numbers, in_ring from a walk of the lanes, stashed and leased
+from the stash, acknowledged and dropped from counters in the segment that outlive all processes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ assert len(REASONS) == _core.REASONS
 
 
 class TrainedBefore(NamedTuple):
-    """What a checkpoint counts as trained, and may come again.
+    """Trained samples and groups of a checkpoint that may come again.
 
     Attributes
     ----------
     names : set of bytes
         The lasting names of its samples (`Consumer.lasting_names`).
     groups : list of (str, int | None, str)
-        Instance ids, rounds and splits of those that some rank holds or held last.
+        Instance ids, rounds and splits of groups held now or last by a rank.
     """
 
     names: set[bytes]
@@ -50,7 +50,7 @@ class TrainedBefore(NamedTuple):
 
 
 class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples that were requested, by what became of them; all 0 where the lane is not used.
+    """Requested samples by outcome; all 0 for an unused lane.
 
     Attributes
     ----------
@@ -59,13 +59,13 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     open : int
         Not taken by a worker, or given back.
     claimed : int
-        In the hands of workers.
+        Held by workers.
     done : int
         Answered: put, or reported as failed.
     given_up : int
-        Not made, since their group has ended without them.
+        Not made, because their group ended without them.
     groups : int
-        Requests that have not ended: those whose group was neither acknowledged nor given up.
+        Open requests: those whose group was neither acknowledged nor given up.
     """
 
     offered: int = 0
@@ -77,19 +77,19 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def balanced(self) -> bool:
-        """Whether every sample that was offered is accounted for exactly once."""
+        """True if every offered sample is accounted for exactly once."""
         return self.offered == self.open + self.claimed + self.done + self.given_up
 
 
 class LanePauseStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A pause of the request lane, since all samples of late failed alike; it ends by itself.
+    """A pause of the request lane after like failures of recent samples; ends by itself.
 
     Attributes
     ----------
     reason : str
-        How many failed, and what was said of them.
+        Number of failures, and their reason.
     since_unix_s : float
-        When it began, in seconds since 1970.
+        Start of the pause, in seconds since 1970.
     """
 
     reason: str
@@ -113,21 +113,21 @@ class TrajectoryCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def accounted(self) -> int:
-        """The sum of the right-hand side: what `committed` must be."""
+        """Sum of the right-hand side; equals `committed`."""
         return self.acknowledged + self.undelivered + sum(self.dropped.values())
 
 
 class SplitCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read of one split, by where it is; of what nobody has read the split is not known.
+    """Read trajectories of a split, by place; for unread trajectories the split is unknown.
 
     Attributes
     ----------
     acknowledged, dropped : int
         Trajectories released, since the bus was created.
     leased, stashed : int
-        Trajectories that a trainer holds, and those that wait: for their group, or to be taken.
+        Trajectories held by a trainer, and those waiting for their group or for a take.
     groups_open, groups_ready, groups_leased : int
-        Incomplete groups; complete ones that wait to be taken; leased ones.
+        Incomplete groups; complete groups that wait for a take; leased groups.
     """
 
     acknowledged: int = 0
@@ -140,49 +140,50 @@ class SplitCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
-    """Trajectories by where they are, and the counts that go with them.
+    """Trajectories by place, and related counts.
 
     Attributes
     ----------
     committed : int
-        Trajectories that producers have committed since the bus was created.
+        Trajectories committed by producers since the bus was created.
     acknowledged : int
         Delivered, and acknowledged by a trainer.
     leased : int
         Delivered, and not acknowledged yet.
     stashed : int
-        Read, and in an incomplete group or in a complete one that waits to be taken.
+        Read, in an incomplete group or in a complete group that waits for a take.
     in_ring : int
         Committed, and not read yet.
     ready : int
-        Those of `stashed` that are in complete groups.
+        The part of `stashed` in complete groups.
     dropped : dict[str, int]
         Released without acknowledgement, by reason.
     groups_open, groups_ready, groups_leased : int
-        Incomplete groups; complete ones that wait to be taken; leased ones.
+        Incomplete groups; complete groups that wait for a take; leased groups.
     groups_timed_out, stash_overflows : int
         How often a deadline or the stash's bound took effect, in this consumer.
     groups_given_up : int
-        Groups that this consumer gave up for a failed sample.
+        Groups given up by this consumer for a failed sample.
     groups_dropped : int
-        Groups for training that were dropped whole, for any reason, since the bus was created: as
-        many more have to be sampled for as many to train on.
+        Training groups dropped whole, for every reason, since the bus was created: the number of
+        extra groups to sample for an equal number of trained groups.
     samples_wanted : int
         Open retry requests.
     lane_pause : LanePauseStatus | None
-        Why workers get one sample at a time, where all samples of late failed alike.
+        The lane's pause after like failures of all recent samples; workers then get a sample at a
+        time.
     moved : int
-        Stragglers that this consumer moved, to free the space around them.
+        Stragglers moved by this consumer, to free the space around them.
     producers : int
         Attached now.
     policy_version : int
-        The trainer's current one.
+        The trainer's current version.
     capacity, free : int
         Bytes for records, and bytes in free extents.
     requests : RequestCounts
-        Samples that were requested.
+        Requested samples.
     splits : dict[str, SplitCounts]
-        What was read, by the label of its split.
+        Read trajectories, by the label of their split.
     """
 
     ready: int = 0
@@ -205,14 +206,14 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
 
     @classmethod
     def from_counts(cls, released: tuple[int, ...], **counts: Any) -> Ledger:
-        """Build it from the segment's counters of releases and the other counts.
+        """Build the ledger from the segment's release counters and the remaining counts.
 
         Parameters
         ----------
         released : tuple of int
             Trajectories released for each of `REASONS`, in that order.
         **counts : int
-            The other attributes, by name.
+            The remaining attributes, by name.
 
         Returns
         -------
@@ -224,5 +225,5 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
 
     @property
     def balanced(self) -> bool:
-        """Whether every committed trajectory is accounted for exactly once."""
+        """True if every committed trajectory is accounted for exactly once."""
         return self.committed == self.accounted

@@ -1,8 +1,8 @@
-"""The requests that are open at a checkpoint, saved and offered again.
+"""Requests open at a checkpoint, saved and offered again.
 
-Invariant: a request is open until its group was acknowledged, dropped or given up. So the open ones
-are exactly what was offered and not trained, and a state that has them loses no prompt and trains
-none twice.
+Invariant: a request is open until its group was acknowledged, dropped or given up. So the open
+requests are exactly those offered and not trained. A state of them loses no prompt and trains no
+prompt twice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RequestKey: TypeAlias = "tuple[str, int | None, str]"
 
 
 class OpenRequest(TypedDict):
-    """A request that was offered, and whose group was not acknowledged; `prompt` is base64."""
+    """A request offered with its group not acknowledged; `prompt` is base64."""
 
     instance_id: str
     round: int | None
@@ -46,11 +46,10 @@ class _OptionalState(TypedDict, total=False):
 
 
 class RequestsState(_OptionalState):
-    """What `Consumer.state_dict` returns: plain values, for any checkpoint.
+    """The result of `Consumer.state_dict`: plain values, for every kind of checkpoint.
 
-    Whoever saves it may add `trained`: [instance id, round, split] of requests that are open only
-    because their groups are not acknowledged yet. `number` is the last request's on the bus of the
-    identity `bus`.
+    The saving code may add `trained`: [instance id, round, split] of requests open only because of
+    missing acknowledgements. `number` counts the last request on the bus of the identity `bus`.
     """
 
     version: int
@@ -58,7 +57,7 @@ class RequestsState(_OptionalState):
 
 
 class RestoredRequests(msgspec.Struct, frozen=True):
-    """What `Consumer.load_state_dict` did.
+    """The result of `Consumer.load_state_dict`.
 
     Attributes
     ----------
@@ -67,22 +66,20 @@ class RestoredRequests(msgspec.Struct, frozen=True):
     kept : int
         Requests of the state that were open still.
     beyond : list of (str, int | None, str)
-        Instance ids, rounds and splits of open requests that the state does not have: they were
-        offered after it was saved, and whoever feeds should not offer them again.
+        Instance ids, rounds and splits of open requests missing from the state: offered after the
+        save. The feeding code should not offer them again.
     trained : list of (str, int | None, str)
-        Those of the state's `trained` that are open still.
+        Requests of the state's `trained` that are open still.
     number : int or None
-        The last request that was offered when the state was saved, on its bus; None where the
-        state does not say.
+        The last request offered before the save, on its bus; None if missing from the state.
     ended : int
-        Requests behind that one that have ended, on this bus: they were trained after the state was
-        saved, and must be offered again. `OnlineDataHandler.request` and whoever else goes over the
-        data again does; a `Feeder` in another process must be told.
+        Requests behind `number` that have ended, on this bus: trained after the save, to be offered
+        again. `OnlineDataHandler.request` and code that replays the data offer them again; a
+        `Feeder` in another process must be told.
     whole : list of (str, int | None, str)
-        Groups with a round that are complete on this bus, and whose request neither it nor the
-        state has, where it is another than the state's: a snapshot has what came of a request, and
-        not the request. They are as those of `beyond`; one that is offered before it is taken is
-        trained once, too.
+        Groups with a round, complete on this bus, whose request is missing here and in the state,
+        for a bus other than the state's: a snapshot contains a request's samples without the
+        request. Treat them like `beyond`; a group offered before its take is still trained once.
     """
 
     offered: int
@@ -99,7 +96,7 @@ def _key(request: OpenRequest) -> RequestKey:
 
 
 def open_requests(segment: _core.Segment) -> list[OpenRequest]:
-    """Read the requests that have not ended, in the order of their offers."""
+    """Read the open requests, in the order of their offers."""
     found: list[OpenRequest] = []
     for row, number, *_ in sorted(_core.request_rows(segment), key=lambda row: row[1]):
         text = _core.request_text(segment, row, number)
@@ -120,18 +117,18 @@ def open_requests(segment: _core.Segment) -> list[OpenRequest]:
 
 
 class OpenKeys:
-    """Keys of the open requests of a bus; an update reads the rows that have changed."""
+    """Keys of the open requests of a bus; an update reads only changed rows."""
 
     def __init__(self, segment: _core.Segment) -> None:
         self.segment = segment
-        #: The open request of each row, as `request_numbers` returned them last.
+        #: The open request of every row, from the last `request_numbers`.
         self._numbers: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._open: dict[int, tuple[int, RequestKey]] = {}
         self._counts: Counter[RequestKey] = Counter()
         self._totals: Counter[str] = Counter()
 
     def update(self) -> None:
-        """Read what was offered and what has ended since the last update."""
+        """Read offers and ends since the last update."""
         before = self._numbers
         self._numbers = np.frombuffer(_core.request_numbers(self.segment), np.uint64)
         before = before if len(before) else np.zeros_like(self._numbers)
@@ -140,7 +137,7 @@ class OpenKeys:
                 self._count(self._open.pop(row)[1], -1)
             number = int(self._numbers[row])
             text = _core.request_text(self.segment, row, number) if number else None
-            if text is not None:  # else the request has ended since
+            if text is not None:  # else the request ended meanwhile
                 self._open[row] = number, text[:3]
                 self._count(text[:3], 1)
 
@@ -155,14 +152,14 @@ class OpenKeys:
         return [key for _, key in sorted(self._open.values())]
 
     def count(self, split: str, without: Mapping[RequestKey, int]) -> int:
-        """Count the requests of a split, less so many of each key."""
+        """Count the requests of a split, less the given number of each key."""
         held = (min(n, self._counts[key]) for key, n in without.items() if key[2] == split)
         return self._totals[split] - sum(held)
 
 
 def requests_state(segment: _core.Segment) -> RequestsState:
-    """Return what was offered and has not ended, for a checkpoint."""
-    # Before what is open: what is offered in between is behind it, and not lost.
+    """Return the open requests, for a checkpoint."""
+    # Read before the open requests: requests offered in between get higher numbers, and stay safe.
     number = _core.request_number(segment)
     return {
         "version": _VERSION,
@@ -175,7 +172,7 @@ def requests_state(segment: _core.Segment) -> RequestsState:
 def restore_requests(
     feeder: Feeder, state: RequestsState, timeout: float | None
 ) -> RestoredRequests:
-    """Offer again what a state has and the bus has not."""
+    """Offer again the state's requests missing from the bus."""
     given: Any = state
     version = given.get("version") if isinstance(given, dict) else type(given).__name__
     if version != _VERSION:

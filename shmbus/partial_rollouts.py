@@ -1,15 +1,16 @@
-"""Partial rollouts: what was sampled of a request before it was given back, for who goes on.
+"""Partial rollouts: tokens sampled before a request's release, for the next worker.
 
-They lie in a companion file of the bus, ``shmbus-partial.NAME``: entries one behind the other, each
-with a checksum; the newest of a sample counts. A prompt's encoding has the arrays.
+They lie in a companion file of the bus, ``shmbus-partial.NAME``: consecutive entries with
+checksums; a sample's newest entry counts. The arrays are encoded as a prompt.
 
 Invariants:
 
-- Whoever reads or writes has the lock of the file, which ends with its process. A death in between
-  costs entries that were not whole, never one that is wrong.
-- An entry is of one sample of one offer, by its time; so no other group of the prompt ever gets it.
-- It is a saving, and no truth: a sample whose entry is lost starts anew. Who has the sample, and
-  whether it was answered, the request lane knows.
+- A reader or writer holds the file's lock, which ends with its process. A death in between costs
+  incomplete entries, and never leaves a wrong entry.
+- An entry belongs to a sample of a single offer, by its time; another group of the prompt never
+  gets it.
+- The file only saves work: a sample with a lost entry starts anew. The request lane alone knows a
+  sample's holder and its answer.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ if TYPE_CHECKING:
 
 
 KIND: Final = "partial"
-#: Bytes and checksum of an entry, which lies behind them.
+#: Bytes and checksum of the following entry.
 _HEAD: Final = struct.Struct("<II")
-#: Part of the bus's bytes that all entries may have, the fewest, and seconds to wait for the lock.
+#: Divisor of the bus's bytes for the limit of all entries, the limit's minimum, and seconds to wait
+#: for the lock.
 _PART: Final = 8
 _LEAST_BYTES: Final = 1 << 20
 _PATIENCE_S: Final = 10.0
 
 
 class _Key(NamedTuple):
-    """A sample of one offer."""
+    """A sample of a single offer."""
 
     bus: str
     offered_ns: int
@@ -55,7 +57,7 @@ class _Key(NamedTuple):
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
-    """What was sampled so far; no prompt once the sample was answered, or starts anew."""
+    """A partial rollout; without prompt after the sample's answer or new start."""
 
     key: _Key
     prompt: bytes = b""
@@ -69,7 +71,7 @@ _decoder = msgspec.msgpack.Decoder(_Entry)
 
 
 class PartialRollouts:
-    """The file of one bus, opened for each use."""
+    """The file of a bus, opened for each use."""
 
     def __init__(self, name: str, segment: _core.Segment) -> None:
         self._name = name
@@ -77,7 +79,7 @@ class PartialRollouts:
         try:
             self._path = SHM_DIRECTORY + companion_name(KIND, name)
         except ValueError:
-            self._path = ""  # a name to which no companion can belong
+            self._path = ""  # a name outside of all companions' names
 
     def _key(self, request: Request) -> _Key:
         return _Key(
@@ -86,7 +88,7 @@ class PartialRollouts:
         )  # fmt: skip
 
     def find(self, request: Request) -> tuple[Prompt, int] | None:
-        """Return what is there of a sample, and how often it was given back; None for nothing."""
+        """Return a sample's partial rollout and number of releases; None without an entry."""
         if not os.path.exists(self._path):
             return None
         with self._locked() as file:
@@ -101,7 +103,7 @@ class PartialRollouts:
     def keep(
         self, request: Request, so_far: Mapping[str, Any], state: Any, max_lag: int | None
     ) -> None:
-        """Keep what was sampled so far; raises BusFullError where there is no room."""
+        """Keep a partial rollout; raise BusFullError without room."""
         entry = _Entry(
             self._key(request),
             encode_prompt(so_far, state),
@@ -112,7 +114,7 @@ class PartialRollouts:
         self._append(entry)
 
     def forget(self, request: Request) -> None:
-        """Forget what is there of a sample, once it was answered or starts anew."""
+        """Forget a sample's partial rollout, after its answer or new start."""
         if os.path.exists(self._path):
             self._append(_Entry(self._key(request)))
 
@@ -132,12 +134,12 @@ class PartialRollouts:
                         "or answer it"
                     )
                 whole += _packed(raw)
-            # In this order: a death leaves fewer entries, and none that another has replaced.
+            # In this order: a death leaves fewer entries, and never a replaced entry.
             os.ftruncate(file.fd, 0)
             os.pwrite(file.fd, whole, 0)
 
     def _is_open(self, entry: _Entry) -> bool:
-        """Whether a request of this bus may still ask for the sample."""
+        """Tell if a request of this bus may still ask for the sample."""
         key = entry.key
         if not entry.prompt or key.bus != self.segment.identity:
             return False
@@ -163,7 +165,7 @@ def _packed(raw: bytes) -> bytes:
 
 
 def _read(fd: int) -> list[_Entry]:
-    """Return the entries that are whole, up to the first that is not."""
+    """Return the complete entries, up to the first incomplete entry."""
     raw = os.pread(fd, os.fstat(fd).st_size, 0)
     found: list[_Entry] = []
     at = 0
@@ -188,7 +190,7 @@ def _newest(entries: list[_Entry]) -> dict[_Key, _Entry]:
 def check_continuation(
     request: Request, before: Mapping[str, NDArray[Any]], arrays: Mapping[str, Any], what: str
 ) -> None:
-    """Raise ValueError unless arrays go on where others end, which say who sampled each token."""
+    """Raise ValueError unless arrays begin with `before`, which keeps each token's sampler."""
     for name, known in before.items():
         given = arrays.get(name)
         if given is None:

@@ -1,15 +1,15 @@
-"""Producer: what a rollout worker writes trajectories with.
+"""Producer: a rollout worker's handle for writing trajectories.
 
-`put` and `put_many` are C from end to end (shmbus_ext/python). What needs no speed is here; the
-samples that a worker is asked for are a part of its own, `ProducerRequests`.
+`put` and `put_many` run in C from end to end (shmbus_ext/python). The slower calls are here;
+requested samples have a class of their own, `ProducerRequests`.
 
 Invariants:
 
-- A wait that is cancelled has put nothing. A group is in the ring with all of its samples or with
-  none, whatever happens to the process that puts it.
-- Nothing that is given to the core refers to the Producer, which so ends with its last reference.
-- The core checks each record by the schema that was agreed on when the Producer attached. A
-  successor of the bus is gone on in only under that schema.
+- A cancelled wait put nothing. A group enters the ring with all its samples or none, even if its
+  process dies.
+- Objects given to the core never refer to the Producer, which so ends with its last reference.
+- The core checks every record by the schema agreed on when the Producer attached. A Producer moves
+  to a successor of the bus only under that schema.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ if TYPE_CHECKING:
     from shmbus_ext._core import FieldValue, SupportsItem
 
 
-#: What a Producer waits for, in a report of a stall.
+#: A Producer's wait, as named in a stall report.
 _WAITS_FOR_SPACE: Final = "space in the ring"
 #: Seconds between two polls of `aput` for the successor of a removed bus.
 _SUCCESSOR_POLL_S: Final = 0.02
-#: What belongs to the group, and so cannot be a sample's own.
+#: Arguments of the whole group, refused in a sample.
 _OF_THE_GROUP: Final = (
     "instance_id", "group_size", "index", "round", "split", "need", "timeout",
 )  # fmt: skip
 
-#: What a Producer does once its bus was removed: stay there, or wait for the next of that name.
+#: A Producer's behaviour after the removal of its bus: stay, or wait for the next bus of that name.
 Attach: TypeAlias = Literal["same", "successor"]
 
 
 class ProducerStats(msgspec.Struct, frozen=True):
-    """What a Producer has done since it attached.
+    """Counts of a Producer since it attached.
 
     Attributes
     ----------
@@ -84,9 +84,9 @@ class ProducerStats(msgspec.Struct, frozen=True):
     aborted : int
         Reservations ended without a commit.
     bytes : int
-        Ring bytes of what was committed, headers and padding included.
+        Ring bytes of committed records, headers and padding included.
     full_waits : int
-        How often it found the bus full.
+        How often the Producer found the bus full.
     """
 
     producer_id: int
@@ -97,7 +97,7 @@ class ProducerStats(msgspec.Struct, frozen=True):
 
 
 class ProducerOptions(TypedDict, total=False):
-    """Keyword arguments of `Producer`, which documents them; each may be left out."""
+    """Optional keyword arguments of `Producer`, which documents them."""
 
     checksum: bool
     label: str | None
@@ -108,50 +108,51 @@ class ProducerOptions(TypedDict, total=False):
 
 
 class Producer(_core.Writer, ClosedByAnyWith):
-    """Writes trajectories into a bus. Safe from several threads; one handle a process.
+    """Writes trajectories into a bus. Thread-safe; one handle per process.
 
-    `put` copies one trajectory, `put_many` a list, `reserve` has its arrays filled in place, `aput`
-    waits without blocking an event loop, and `fail` reports that a sample will not come.
-    `next_round` gives a number of its own to each round of a prompt that is sampled again.
-    `requests.next` takes a prompt to sample, and `requests.answer` answers it.
+    `put` copies a trajectory, `put_many` a list, `reserve` lets the caller fill arrays in place,
+    `aput` waits without blocking an event loop, and `fail` reports a sample that will not come.
+    `next_round` numbers each round of a repeated prompt. `requests.next` takes a prompt to sample,
+    and `requests.answer` answers it.
 
-    A handle pickles by name, so it can be sent to a spawned process or a Ray actor, where it
-    attaches again. After a fork the child's copy raises BusClosedError; make a new one there.
+    A handle pickles by name. A spawned process or a Ray actor that receives the handle attaches
+    again. After a fork the child's copy raises BusClosedError; make a new handle there.
 
     Parameters
     ----------
     name : str
         The bus.
     checksum : bool
-        Also protect the payload by a CRC-32C, which the consumer verifies; the header always is.
+        Also protect the payload by a CRC-32C, verified by the consumer; the header always carries a
+        CRC.
     label : str, optional
-        How messages of other processes name this one; the script's name by default.
+        Name of this producer in messages of other processes; the script's name by default.
     on_stall : "log" | "raise" | callable | None
-        What happens each time that nothing has moved on the bus for `stall_timeout` seconds while
-        `put`, `put_many`, `reserve`, `aput` or `wait_ready` waits for space, as for `Consumer`.
+        Action after every `stall_timeout` seconds without movement on the bus while `put`,
+        `put_many`, `reserve`, `aput` or `wait_ready` waits for space, as for `Consumer`.
     stall_timeout : float, optional
-        Those seconds; None is 60.
+        Those seconds; None means 60.
     attach : "same" | "successor"
-        What happens once the bus was removed: every put raises BusRemovedError; or `put`,
-        `put_many`, `reserve`, `fail` and `aput` wait, up to their timeout, for a new bus of that
-        name, and go on in it. Open reservations are aborted then; what was committed into the old
-        bus stays there, for the Consumer that holds it.
+        Behaviour after the bus's removal. "same": every put raises BusRemovedError. "successor":
+        `put`, `put_many`, `reserve`, `fail` and `aput` wait, up to their timeout, for a new bus of
+        that name, and go on in it. Open reservations are aborted then; records committed into the
+        old bus stay there, for the Consumer that holds it.
     wait : float, optional
-        Seconds to wait for the bus where there is none yet: None waits for ever, 0 does not wait.
-        `awaited` does so without blocking an event loop.
+        Seconds to wait for a missing bus: None waits for ever, 0 does not wait. `awaited` waits
+        without blocking an event loop.
     schema : mapping of str to dtype or (dtype, shape), optional
-        The fields of each sample, as for `Bus.create`; by default what the bus declares.
+        The fields of each sample, as for `Bus.create`; by default the bus's declaration.
 
     Raises
     ------
     ValueError
-        The schema is not the one that the bus declares; the message names the field.
+        The schema differs from the bus's declaration; the message names the field.
     BusNotFoundError
-        There is no such bus, also after `wait` seconds.
+        The bus is missing after `wait` seconds.
     BusBusyError
         All producer slots are taken.
     LayoutMismatchError
-        The segment is of another layout, or damaged.
+        The segment has another layout, or is damaged.
     """
 
     # -- attaching ---------------------------------------------------------------------------------
@@ -186,16 +187,16 @@ class Producer(_core.Writer, ClosedByAnyWith):
     async def awaited(
         cls, name: str, *, wait: float | None = 60.0, **options: Unpack[ProducerOptions]
     ) -> Self:
-        """Make a Producer once there is a bus of that name, without blocking the event loop.
+        """Make a Producer once the bus exists, without blocking the event loop.
 
         Parameters
         ----------
         name : str
             The bus.
         wait : float, optional
-            Seconds to wait for it: None waits for ever, 0 does not wait.
+            Seconds to wait for the bus: None waits for ever, 0 does not wait.
         **options
-            All others of `Producer`.
+            The remaining options of `Producer`.
 
         Returns
         -------
@@ -215,7 +216,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
         return made(name, **options)
 
     def _open(self, label: str, checksum: bool) -> None:
-        """Attach to the bus of that name, once there is one."""
+        """Attach to the bus of that name, once it exists."""
         lifecycle.wait_for_bus(self.name, self._wait)
         segment = lifecycle.open_segment(self.name)
         try:
@@ -235,7 +236,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
             self._watch_waits(check, self._watch.slice_s)
 
     def _successor(self) -> _core.Segment | None:
-        """Open the bus that has taken the place of the removed one; C moves there."""
+        """Open the successor of the removed bus; C moves there."""
         segment = lifecycle.open_if_there(self.name)
         if segment is not None:
             try:
@@ -244,11 +245,11 @@ class Producer(_core.Writer, ClosedByAnyWith):
                 segment.close()
                 raise
             self._watch_space(segment)
-            self._request_state.forget()  # what it took was of the removed bus
+            self._request_state.forget()  # its samples belonged to the removed bus
         return segment
 
     def _here(self) -> _core.Segment:
-        """Return the segment to read: the successor's, where there is one and this may follow."""
+        """Return the segment to read: the successor's, if present and allowed."""
         if self._attach == "successor" and self._segment.removed:
             with contextlib.suppress(errors.BusRemovedError):
                 self._go_on(0)
@@ -256,7 +257,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
 
     @property
     def schema(self) -> dict[str, tuple[str, Any]] | None:
-        """By name the (dtype, shape) that each `put` is checked by; None without a schema.
+        """By name the (dtype, shape) checked by each `put`; None without a schema.
 
         The bus's, or this producer's own; ``Producer(name, schema=...)`` takes it again.
         """
@@ -282,8 +283,8 @@ class Producer(_core.Writer, ClosedByAnyWith):
     ) -> None:
         """Put as `put` does, without blocking the event loop.
 
-        The arrays must not change before this returns. A task that is cancelled during the wait
-        (CancelledError) has put nothing.
+        The arrays must not change before this returns. A task cancelled during the wait
+        (CancelledError) put nothing.
         """
         check_timeout(timeout)
         put = functools.partial(
@@ -308,7 +309,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
     ) -> int:
         """Put a list as `put_many` does, without blocking the event loop.
 
-        The arrays must not change before this returns. A CancelledError has `accepted`, too.
+        The arrays must not change before this returns. A CancelledError carries `accepted`, too.
         """
         check_timeout(timeout)
         if not isinstance(items, Iterable):
@@ -346,28 +347,28 @@ class Producer(_core.Writer, ClosedByAnyWith):
         shared: Mapping[str, FieldValue] | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Put all samples of a prompt in one call: all of them are in the ring afterwards, or none.
+        """Put all samples of a prompt in a single call: either all enter the ring, or none.
 
-        That holds against a full bus, an exception, and SIGKILL. The group gets a round of its
-        own, so the same prompt can be put again at any time.
+        The guarantee holds for a full bus, an exception, and SIGKILL. The group gets a round of its
+        own, so the same prompt can be put again later.
 
         Parameters
         ----------
         instance_id, split, need : object
             As for `put`.
         samples : iterable of mapping
-            The group, in the order of its indices: of each sample its score, its arrays, and what
-            else of `put` belongs to a sample (meta, policy_version).
+            The group, in the order of its indices: each sample's score, arrays, and further
+            arguments of `put` for a sample (meta, policy_version).
         meta, policy_version : object, optional
-            Of samples that have none of their own, as for `put`.
+            For samples without their own, as for `put`.
         round : int, optional
-            Which round of the prompt this is; None takes `next_round()`.
+            Number of this round of the prompt; None takes `next_round()`.
         shared : mapping of str to array, optional
-            Arrays that all samples have in common, such as an image: they are in the ring once, and
-            in `Group.shared`; in a batch by ``extra_fields={...: "group"}``. A schema declares such
+            Arrays shared by all samples, such as an image: stored once in the ring, and read from
+            `Group.shared`; in a batch by ``extra_fields={...: "group"}``. A schema declares such
             a field as optional, ``"pixel_values?"``.
         timeout : float, optional
-            Seconds to wait for space for all of them: None waits for ever, 0 does not wait.
+            Seconds to wait for space for the group: None waits for ever, 0 does not wait.
 
         Returns
         -------
@@ -377,16 +378,17 @@ class Producer(_core.Writer, ClosedByAnyWith):
         Raises
         ------
         TypeError, ValueError
-            There is no sample, one is no mapping, or as for `put`; the message says which sample.
+            No sample is given, a sample is no mapping, or as for `put`; the message names the
+            sample.
         RecordTooLargeError
-            Together they are larger than `record_limit`, a quarter of the bus.
+            The group is larger than `record_limit`, a quarter of the bus.
         BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `put`; nothing of the group is in the ring.
+            As for `put`; the ring holds no part of the group.
 
         Notes
         -----
-        While it copies, other threads of this process wait for the interpreter lock; a group of
-        16 MiB takes some milliseconds.
+        While the call copies, other threads of this process wait for the interpreter lock; a group
+        of 16 MiB takes some milliseconds.
 
         Examples
         --------
@@ -415,8 +417,8 @@ class Producer(_core.Writer, ClosedByAnyWith):
     ) -> int:
         """Put a whole group as `put_group` does, without blocking the event loop.
 
-        The arrays must not change before this returns. A task that is cancelled during the wait
-        (CancelledError) has put nothing of the group.
+        The arrays must not change before this returns. A task cancelled during the wait
+        (CancelledError) put no part of the group.
         """
         check_timeout(timeout)
         items, round = self._group_items(
@@ -490,19 +492,19 @@ class Producer(_core.Writer, ClosedByAnyWith):
         meta_room: int = limits.META_ROOM_BYTES,
         timeout: float | None = None,
     ) -> _core.Reservation:
-        """Reserve a record whose arrays are filled in place, for as long as that takes.
+        """Reserve a record for arrays filled in place, over an arbitrary time.
 
-        Nobody waits for an open reservation: not this producer's other records, nor anybody
-        else's. Leaving the ``with`` block commits; an exception aborts.
+        An open reservation delays no process: neither this producer's other records, nor other
+        producers. Leaving the ``with`` block commits; an exception aborts.
 
         Parameters
         ----------
         instance_id, group_size, index, round, split, need, timeout : object
             As for `put`.
         fields : mapping of str to (dtype, shape)
-            The arrays; shape is an int or a tuple of int, and enough alone where a schema declares
+            The arrays; shape is an int or a tuple of int, and enough alone if a schema declares
             the dtype. Their content starts uninitialised.
-            ``slot.resize(name, n)`` cuts the first dimension to what was really written.
+            ``slot.resize(name, n)`` cuts the first dimension to the written length.
         score : float or None, default 0.0
             The reward, finite; ``slot.score = ...`` sets it later. None, as for `put`.
         policy_version : int or tuple of (int, int), default 0
@@ -510,12 +512,12 @@ class Producer(_core.Writer, ClosedByAnyWith):
         meta : object, optional
             As for `put`; ``slot.meta = ...`` sets it later.
         meta_room : int, default 1024
-            Bytes kept for a meta that is set later: 0 to 2 GiB.
+            Bytes kept for a meta set later: 0 to 2 GiB.
 
         Returns
         -------
         Reservation
-            ``slot[name]`` is a writable view of the ring, until the commit.
+            ``slot[name]`` returns a writable view of the ring, until the commit.
 
         Raises
         ------
@@ -523,7 +525,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
             `fields` is no mapping of str to (dtype, shape), a dtype holds Python objects, or as for
             `put`.
         ValueError
-            A size is negative, a field has the name of an argument, or as for `put`.
+            A size is negative, a field carries the name of an argument, or as for `put`.
         RecordTooLargeError
             The fields need more than `record_limit`.
         BusFullError, BusClosedError, BusRemovedError, StallError
@@ -531,8 +533,8 @@ class Producer(_core.Writer, ClosedByAnyWith):
 
         Notes
         -----
-        This blocks for space only, as `put` does. After an exception nothing is reserved. A
-        reservation that is not ended ends with the producer or its last reference, as an abort.
+        Blocks for space only, as `put` does. After an exception nothing stays reserved. An unended
+        reservation ends with the producer or its last reference, as an abort.
         """
         head = {
             "instance_id": instance_id,
@@ -562,7 +564,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
     def _parse_fields(
         self, fields: Mapping[str, FieldSpec]
     ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-        """Check the fields of a reservation; the schema has the dtypes that are not given."""
+        """Check the fields of a reservation; the schema supplies missing dtypes."""
         if not isinstance(fields, Mapping):
             raise TypeError(
                 f"fields: expected a mapping of names to (dtype, shape), got "
@@ -575,30 +577,31 @@ class Producer(_core.Writer, ClosedByAnyWith):
             return self._declared.dtype(name)
         return _core.STANDARD_DTYPES.get(name)
 
-    # -- before a sample is made -------------------------------------------------------------------
+    # -- before sampling ---------------------------------------------------------------------------
 
     def next_round(self) -> int:
-        """Return a number that nobody else gets on this bus, for the `round` of one round.
+        """Return a number unique on this bus, for the `round` of a group.
 
-        Ask once for each time that a prompt is sampled, and pass it as `round=` with all samples of
-        that round: they are a group of their own then, also while another round of the same prompt
-        is under way. Where several workers sample one round, one asks and tells the others.
+        Ask once per sampling of a prompt, and pass the number as `round=` with all samples of that
+        round: they form a group of their own, even while another round of the same prompt
+        runs. If several workers sample a round, one worker asks and tells the others.
 
         Returns
         -------
         int
-            Greater than all that were handed out before, in this process or any other, through
-            deaths, snapshots and a bus that takes the place of a removed one. A number of 16
-            digits: the first is the time at which the bus was made, in microseconds.
+            Greater than all numbers handed out before, in every process, through deaths, snapshots
+            and a successor of a removed bus. A number of 16 digits: the first number is the time of
+            the bus's creation, in microseconds.
 
         Raises
         ------
         BusClosedError, BusRemovedError
-            This Producer is closed; or its bus was removed, and it may not go on in a successor.
+            This Producer is closed; or its bus was removed, and the Producer may not go on in a
+            successor.
 
         Notes
         -----
-        One atomic addition in shared memory: it waits for nobody.
+        A single atomic addition in shared memory: the call never waits.
         """
         segment = self._here()
         segment.require_name()
@@ -606,18 +609,18 @@ class Producer(_core.Writer, ClosedByAnyWith):
 
     @property
     def groups_dropped(self) -> int:
-        """Groups for training that were dropped whole, for any reason, since the bus was created.
+        """Training groups dropped whole, for every reason, since the bus was created.
 
-        A trainer that wants so many groups a step needs as many more as this grows by.
+        A trainer with a fixed number of groups per step needs as many more as this count grows by.
         """
         return _core.groups_dropped(self._here())
 
-    # -- samples that are asked for ----------------------------------------------------------------
+    # -- requested samples -------------------------------------------------------------------------
 
     @property
     def requests(self) -> ProducerRequests:
-        """The samples that this worker is asked for: `next`, `answer`, `fail` and `release`."""
-        # Made at each use: kept, it and the Producer would hold each other.
+        """The samples requested of this worker: `next`, `answer`, `fail` and `release`."""
+        # Made at each use: a kept object and the Producer would hold each other.
         return ProducerRequests(self, self._request_state)
 
     def fail(
@@ -633,11 +636,11 @@ class Producer(_core.Writer, ClosedByAnyWith):
         policy_version: int = 0,
         timeout: float | None = None,
     ) -> None:
-        """Report that a sample failed: its group need not wait for it in vain.
+        """Report a failed sample, to spare its group a wait in vain.
 
-        The report is a small record of the ring, in order with what this producer puts, and as safe
-        from any death. The consumer asks for the sample again (`requests`) as often as its
-        `sample_retries` says, and then gives its group up, as its `on_failure` says. The ledger
+        The report is a small record of the ring, in order with this producer's puts, and as safe
+        from death. The consumer asks for the sample again (`requests`) as often as its
+        `sample_retries` allows, and then gives the group up, following its `on_failure`. The ledger
         counts reports as committed, and in the end as dropped with the reason "failed".
 
         Parameters
@@ -645,18 +648,18 @@ class Producer(_core.Writer, ClosedByAnyWith):
         instance_id, index, need, split, round, timeout : object
             As for `put`.
         reason : str
-            What operators and the next producer of the sample are told; its first 500 characters.
+            Message to operators and to the next producer of the sample; its first 500 characters.
         group_size : int, optional
-            Samples in its group; None where this producer does not know.
+            Samples in its group; None if unknown to this producer.
         policy_version : int, default 0
-            Version of the policy that was to sample it.
+            Version of the policy meant to sample it.
 
         Raises
         ------
         TypeError, ValueError
             The reason is no str, the index is no int of 0 or more, or as for `put`.
         BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `put`, which also says when this blocks.
+            As for `put`, which also documents when this blocks.
         """
         reason = checked_reason(reason)
         index = check_count("index", index, 0)
@@ -698,7 +701,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
                 await asyncio.sleep(_SUCCESSOR_POLL_S)
                 continue
             if ticket is None:
-                # Announced first and tried again: what is freed in between is not slept through.
+                # Announced first and tried again: space freed in between ends the sleep.
                 ticket = self._want_space()
                 continue
             await self._space_freed(ticket, deadline)
@@ -706,27 +709,27 @@ class Producer(_core.Writer, ClosedByAnyWith):
             ticket = None
 
     async def _space_freed(self, ticket: int, deadline: float | None) -> None:
-        """Wait, with all other tasks of this loop, for one thread that sleeps on the ring."""
+        """Wait, with all tasks of this loop, for a single thread that sleeps on the ring."""
         wait_s = limits.SPACE_WAIT_S
         if deadline is not None:
             wait_s = min(wait_s, max(0.0, deadline - time.monotonic()))
         await self._space.wait(functools.partial(self._await_space, ticket, wait_s), wait_s)
 
     async def _check_stall(self, began: float, waits_for: str = _WAITS_FOR_SPACE) -> None:
-        """Have the watchdog check, in a thread: a report takes longer than a loop may rest."""
+        """Run the watchdog in a thread: a report takes longer than a loop may rest."""
         waited_s = time.monotonic() - began
         await asyncio.to_thread(self._watch.check, self._segment, waits_for, waited_s)
 
     def pressure(self) -> float:
-        """How near the bus is to making producers wait: 0 for empty, 1 for full or paused.
+        """Backpressure of the bus: 0 for empty, 1 for full or paused.
 
         A read of shared memory, a word for each extent: cheap beside a rollout, not beside a put.
 
         Returns
         -------
         float
-            The part of the bus's extents that somebody holds, or 1.0 while the bus is paused, or
-            while no group may begin (`max_lead`).
+            The held part of the bus's extents, or 1.0 while the bus is paused, or while no group
+            may begin (`max_lead`).
         """
         return self._pressure(None)
 
@@ -748,10 +751,10 @@ class Producer(_core.Writer, ClosedByAnyWith):
         round: int | None = None,
         split: str = TRAIN,
     ) -> bool:
-        """Wait, with all other tasks of the loop, until the pressure is below a bound.
+        """Wait, with all tasks of the loop, until the pressure falls below a bound.
 
-        Ask before a rollout is started, so that none is made for a bus that is full or paused, or
-        for a group that may not begin yet.
+        Ask before starting a rollout, to avoid samples for a full or paused bus, or for a group not
+        admitted yet.
 
         Parameters
         ----------
@@ -760,8 +763,8 @@ class Producer(_core.Writer, ClosedByAnyWith):
         timeout : float, optional
             Seconds to wait: None waits for ever.
         instance_id : str, optional
-            The prompt that is to be sampled. Give it where workers share groups: a sample of a
-            group that others have begun need not wait for the bound on groups.
+            The prompt to sample. Give it if workers share groups: a sample of a group begun by
+            another worker need not wait for the bound on groups.
         round : int, optional
             Its round, as for `put`.
         split : str, default "train"
@@ -770,12 +773,12 @@ class Producer(_core.Writer, ClosedByAnyWith):
         Returns
         -------
         bool
-            False where the time was over first.
+            False at the timeout.
 
         Raises
         ------
         TypeError, ValueError
-            `below` is no number, or out of its range; or `timeout` is.
+            `below` or `timeout` is no number, or out of its range.
         StallError
             As for `put`.
         """
@@ -807,22 +810,22 @@ class Producer(_core.Writer, ClosedByAnyWith):
         Parameters
         ----------
         request : Request
-            What `requests.next` gave; the session ends it.
+            A request from `requests.next`; the session ends it.
         url : str, optional
-            The recorder's address; by default that of the bus's recorder with the fewest sessions.
+            The recorder's address; by default the bus's recorder with the fewest sessions.
         wait : float, optional
-            Seconds to wait for a recorder that takes it: None waits for ever, 0 does not wait.
+            Seconds to wait for a recorder with room: None waits for ever, 0 does not wait.
 
         Returns
         -------
         Session
             For a ``with`` or ``async with`` block. An exception of the agent fails the sample and
-            goes on; one that came since the recorder had ended the session does not.
+            propagates, unless the recorder had ended the session before.
 
         Raises
         ------
         RecorderUnavailableError
-            No recorder takes it; the request was given back.
+            No recorder takes the session; the request was given back.
         TypeError, ValueError
             `request` is no request, or `wait` no number of 0 or more.
 
@@ -842,7 +845,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
 
     @property
     def paused(self) -> str | None:
-        """Why producers shall wait, maybe empty; None where the bus is not paused."""
+        """Reason for the pause of producers, maybe empty; None without a pause."""
         pause = self._here().paused()
         return None if pause is None else pause[0]
 
@@ -866,12 +869,12 @@ class Producer(_core.Writer, ClosedByAnyWith):
         return self._servers.oldest(self._here().policy_version)
 
     def version_of(self, server: str) -> int:
-        """Return the weights version of one inference server, by the rows of its ranks.
+        """Return the weights version of an inference server, by the rows of its ranks.
 
         Parameters
         ----------
         server : str
-            The address that the fleet has, such as ``http://127.0.0.1:8000``.
+            The fleet's address of the server, such as ``http://127.0.0.1:8000``.
 
         Returns
         -------
@@ -881,7 +884,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
         Raises
         ------
         VersionUnknownError
-            The server restarted, has loaded no version yet, or reads no weights here.
+            The server restarted, holds no version yet, or reads no weights here.
         BusClosedError, TypeError
             The Producer is closed or from before a fork; or the address is no str.
         """
@@ -891,31 +894,31 @@ class Producer(_core.Writer, ClosedByAnyWith):
 
     @property
     def cache_salt(self) -> str:
-        """The salt for an engine's prefix cache of a request that is sent now: of its weights.
+        """Prefix-cache salt of the current weights version, for a request sent now.
 
         vLLM takes it as ``cache_salt``, SGLang as ``extra_key``. While `EngineFleet` updates
-        servers, no two are alike.
+        servers, no two salts are alike.
         """
         return cache_salt(self.name, self._here().policy_version)
 
     @property
     def record_limit(self) -> int:
-        """Bytes of the largest record that this bus takes, header and padding included."""
+        """Bytes of the largest record this bus takes, header and padding included."""
         return self._here().record_limit
 
     def stats(self) -> ProducerStats:
-        """Return what this Producer has done since it attached.
+        """Return this Producer's counts since it attached.
 
         Returns
         -------
         ProducerStats
-            Its own counts; `Bus.stats` has those of all producers. Where it went on in a successor
-            they go on, and `producer_id` is that of the present bus.
+            Its own counts; `Bus.stats` counts all producers. In a successor the counts go on, and
+            `producer_id` belongs to the present bus.
         """
         return ProducerStats(self.producer_id, *self._counts())
 
     def close(self) -> None:
-        """Abort open reservations and leave the bus; what was committed stays."""
+        """Abort open reservations and leave the bus; committed records stay."""
         if not self.closed:
             self.requests._return_failed()
             if "_servers" in self.__dict__:

@@ -1,11 +1,12 @@
-"""Prompts to sample: taken from the request lane one sample at a time, and answered.
+"""Prompts to sample: taken from the request lane sample by sample, and answered.
 
 Invariants
 ----------
-- A sample is in the hands of one producer at a time. It comes back when that one gives it back,
-  closes, or dies; and it is answered once, whatever dies when (shmbus_ext/ring/requests.h).
-- A retry request of a group that came by the lane is handed out by `next` too, with its prompt.
-- What this producer was asked for and has not done is asked of others once it closes.
+- A sample belongs to a single producer at a time. The sample comes back when that producer gives it
+  back, closes, or dies. The sample is answered once, through every death
+  (shmbus_ext/ring/requests.h).
+- `next` also hands out retry requests of the lane's groups, with their prompts.
+- When this producer closes, its unanswered requests go to other producers.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ProducerRequests", "Request", "RequestState", "checked_reason"]
 
-#: What a worker waits for, in a report of a stall.
+#: A worker's wait, as named in a stall report.
 _WAITS_FOR: Final = "a prompt to sample"
 
 
 class _RetryRow(NamedTuple):
-    """A row of the retry table, as `_core.retry_requests` gives it."""
+    """A row of the retry table, as returned by `_core.retry_requests`."""
 
     row: int
     number: int
@@ -61,7 +62,7 @@ class _RetryRow(NamedTuple):
 
 
 class RequestState:
-    """What a Producer keeps for its `ProducerRequests`, which are made anew at each use."""
+    """A Producer's state for `ProducerRequests`, an object made anew at every use."""
 
     __slots__ = (
         "backoff", "failed", "given_back", "last_request", "lock", "next_recovery_s", "partials",
@@ -69,33 +70,33 @@ class RequestState:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        #: Waits of a worker whose samples all fail, or that releases all of them.
+        #: Backoff of a worker after a series of failures or releases.
         self.backoff = Backoff(limits.RETRY_BACKOFF_S, random.random())
-        #: Samples that failed, and that were released without a part, since one was made.
+        #: Failed samples, and samples released without a part, since the last success.
         self.failed = self.given_back = 0
         self.work = LoopWaits()
         self.next_recovery_s = 0.0
-        #: Failed samples that this producer has claimed, for what it puts and fails by itself.
+        #: Failed samples claimed by this producer, for its own puts and failure reports.
         self.taken: dict[tuple[Hashable, int], Request] = {}
         self.lock = _core.RecursiveLock()
         self.partials: PartialRollouts | None = None
-        #: Of the request that a sample was last taken of: number, text and prompt.
+        #: Number, text and prompt of the last taken request.
         self.last_request: tuple[int, RequestText | None, Prompt | None] = (0, None, None)
 
     def forget(self) -> None:
-        """Forget what is of a bus that another has taken the place of."""
+        """Forget the state of a bus replaced by its successor."""
         self.last_request = (0, None, None)
         self.taken.clear()
         self.succeeded()
 
     def succeeded(self) -> None:
-        """Go on at once: a sample was made."""
+        """Reset the backoff after a success."""
         self.failed = self.given_back = 0
         self.backoff.reset()
 
 
 class _Worker(Protocol):
-    """What the requests need of their Producer."""
+    """The requests' interface of their Producer."""
 
     _watch: Watch
 
@@ -124,17 +125,17 @@ class _Worker(Protocol):
 
 
 class ProducerRequests:
-    """`Producer.requests`: the samples that a worker is asked for, and its answers.
+    """`Producer.requests`: a worker's requested samples, and its answers.
 
-    `next` takes a sample to make, `answer` puts it, `fail` reports that it could not be made, and
-    `release` gives it back unmade. All are safe from several threads, as the Producer is.
+    `next` takes a sample to make, `answer` puts the sample, `fail` reports a failure, and
+    `release` gives the sample back unmade. All are thread-safe, like the Producer.
 
     Parameters
     ----------
     producer : Producer
         The worker's handle, which makes this: ``producer.requests``.
     state : object
-        What that Producer keeps between two calls.
+        That Producer's state between two calls.
     """
 
     __slots__ = ("_producer", "_state")
@@ -148,17 +149,17 @@ class ProducerRequests:
     @overload
     def next(self, timeout: float) -> Request | None: ...
     def next(self, timeout: float | None = None) -> Request | None:
-        """Take the next sample to make; waits for one, and costs no CPU meanwhile.
+        """Take the next sample to make; blocks without CPU use.
 
-        Failed samples that are asked for again come first (last, for a worker whose own last sample
-        failed), then the highest priority, then what was offered first. A worker whose samples all
-        fail, or that gives them back, is given none for up to 30 s. Nothing is handed out while the
-        bus is paused, nor while the weights of every inference server of the bus are unknown. Where
-        the bus bounds how far producers are ahead (`max_lead`), a group is begun here, and its
-        samples never wait in `answer` for that bound.
+        The order: first repeated requests for failed samples (last, for a worker whose own last
+        sample failed), then the highest priority, then the oldest offer. A worker with only
+        failures or releases gets no sample for up to 30 s. Nothing is handed out while the bus is
+        paused, nor while the weights of every inference server of the bus are unknown. If the bus
+        bounds the producers' lead (`max_lead`), a group is begun here, and its samples never wait
+        in `answer` for that bound.
 
-        What is taken is others' again when this producer closes or its process dies, or by
-        `release`.
+        When this producer closes, its process dies, or `release` is called, taken samples go to
+        other producers.
 
         Parameters
         ----------
@@ -168,7 +169,7 @@ class ProducerRequests:
         Returns
         -------
         Request or None
-            None where nothing came in time.
+            None at the timeout.
 
         Raises
         ------
@@ -183,19 +184,19 @@ class ProducerRequests:
         return found[0] if found else None
 
     def next_many(self, limit: int, timeout: float | None = None) -> list[Request]:
-        """Take several samples to make by one call: what there is, once there is one.
+        """Take several samples in a single call: wait for the first, then take all available.
 
         Parameters
         ----------
         limit : int
-            The most to take, 1 or more.
+            Maximum number of samples, 1 or more.
         timeout : float, optional
             Seconds to wait for the first: None waits for ever, 0 does not wait.
 
         Returns
         -------
         list of Request
-            As `next` would have given them one by one; empty where nothing came in time.
+            In the order of `next`; empty at the timeout.
 
         Raises
         ------
@@ -209,7 +210,7 @@ class ProducerRequests:
         found = self._find_requests(limit)
         if found or timeout == 0:
             if not found:
-                _core.request_want(self._producer._segment, False)  # a relay brings what is wanted
+                _core.request_want(self._producer._segment, False)  # a relay brings wanted samples
             return found
         began = time.monotonic()
         while True:
@@ -232,7 +233,7 @@ class ProducerRequests:
     async def anext(self, timeout: float | None = None) -> Request | None:
         """Take the next sample to make as `next` does, without blocking the event loop.
 
-        A task that is cancelled during the wait (CancelledError) has taken nothing.
+        A task cancelled during the wait (CancelledError) took nothing.
         """
         found = await self.anext_many(1, timeout)
         return found[0] if found else None
@@ -240,7 +241,7 @@ class ProducerRequests:
     async def anext_many(self, limit: int, timeout: float | None = None) -> list[Request]:
         """Take several samples to make as `next_many` does, without blocking the event loop.
 
-        A task that is cancelled during the wait (CancelledError) has taken nothing.
+        A task cancelled during the wait (CancelledError) took nothing.
         """
         check_timeout(timeout)
         limit = clamp_request("limit", limit)
@@ -259,7 +260,7 @@ class ProducerRequests:
             await self._producer._check_stall(began, _WAITS_FOR)
 
     def _slice_s(self, timeout: float | None, waited_s: float) -> float:
-        """Seconds to sleep at once, of a wait that has lasted so long."""
+        """Return the seconds of the next sleep in a wait of the given age."""
         slots = max(1.0, self._producer._slot / limits.REQUEST_EAGER_SLOTS)
         slice_s = min(limits.REQUEST_WAIT_S * slots, limits.REQUEST_REST_S)
         if timeout is not None:
@@ -274,7 +275,7 @@ class ProducerRequests:
         _core.request_await(self._producer._segment, False, ticket, wait_s)
 
     def _after_wait(self, left_s: float | None) -> None:
-        """Once a while: look for a removed bus, and for dead workers if no other process does."""
+        """Check now and then for a removed bus, and for dead workers if no other process does."""
         now = time.monotonic()
         if now < self._state.next_recovery_s:
             return
@@ -296,7 +297,7 @@ class ProducerRequests:
         if time.monotonic() < self._state.backoff.until_s:
             return []
         if self._state.failed:
-            # What others can make is asked for first of those who can make it.
+            # After a failure of its own, this worker leaves failed samples to other workers.
             found = self._take_new(limit)
             return found + self._take_failed(segment, rows, limit - len(found))
         found = self._take_failed(segment, rows, limit)
@@ -305,7 +306,7 @@ class ProducerRequests:
     def _probe(
         self, segment: _core.Segment, pause: _RetryRow, rows: list[_RetryRow]
     ) -> list[Request]:
-        """Take one sample, if it is this worker's turn: the lane is paused."""
+        """Take a sample of the paused lane, at this worker's turn."""
         mine = self._producer.producer_id
         if not _core.retry_claim(segment, pause.row, pause.number, mine):
             return []
@@ -315,7 +316,7 @@ class ProducerRequests:
         return found
 
     def _salt(self) -> Callable[[], str]:
-        """Return what gives a request its salt; it keeps no producer."""
+        """Return the salt function of a request, without a reference to the producer."""
         mine = weakref.ref(self._producer)
 
         def salt() -> str:
@@ -333,7 +334,7 @@ class ProducerRequests:
             if new is not None or text is None or prompt is None:
                 assert new is not None
                 text, prompt = new, Prompt(new[8], new[7])
-                # One prompt for all of its samples that this producer takes, decoded once.
+                # A prompt is decoded once for its samples taken by this producer.
                 self._state.last_request = (claim[0], text, prompt)
             sample = Request._of(
                 text, prompt, claim[4], self._salt(), claim=claim, partials=self._partials
@@ -349,13 +350,13 @@ class ProducerRequests:
         *,
         without_prompt: bool = False,
     ) -> list[Request]:
-        """Claim failed samples; those whose prompt the lane has not only where that is said."""
+        """Claim failed samples; those outside of the lane, without a prompt, only on demand."""
         found: list[Request] = []
         mine = self._producer.producer_id
         with self._state.lock:
             kept = {each.sample for each in rows if each.claimant == mine + 1}
             for at in self._state.taken.keys() - kept:
-                del self._state.taken[at]  # answered, or asked of another
+                del self._state.taken[at]  # answered, or requested of another producer
             for each in rows:
                 if len(found) == limit:
                     break
@@ -378,25 +379,25 @@ class ProducerRequests:
         return found
 
     def retries(self, limit: int | None = None) -> list[Request]:
-        """Take failed samples of prompts that this worker chooses itself; waits for nothing.
+        """Take failed samples of prompts this worker chooses itself; never waits.
 
-        It is for workers that put samples which nobody offered: `next` hands out failed samples of
-        the lane, with their prompts. Each is handed to one worker at a time, and is asked of others
-        when this producer closes without an answer; it counts as failed once more when the producer
-        dies, or does not answer within the consumer's `retry_timeout`. Where nothing is asked for,
-        this reads one word of shared memory.
+        For workers that put samples without an offer: `next` hands out the lane's failed samples,
+        with their prompts. A sample goes to a single worker at a time. When this producer closes
+        without an answer, the sample goes to another worker. The sample counts as failed once more
+        if the producer dies, or does not answer within the consumer's `retry_timeout`. Without open
+        retry requests this reads a single word of shared memory.
 
         Parameters
         ----------
         limit : int, optional
-            How many at the most; None for all. Workers that share the work take few at a time.
+            Maximum number; None for all. Workers that share the work take few at a time.
 
         Returns
         -------
         list of Request
-            In the order of asking, for `answer`, `fail` and `release`. Those of the lane have their
-            prompt, others no fields. `group_size` is 0 where nobody has said it; give it to
-            `answer`.
+            In the order of the retry requests, for `answer`, `fail` and `release`. Samples of the
+            lane carry their prompt, other samples no fields. `group_size` is 0 if unknown; give it
+            to `answer`.
 
         Raises
         ------
@@ -413,7 +414,7 @@ class ProducerRequests:
         return self._take_failed(segment, rows, most, without_prompt=True)
 
     def _return_failed(self) -> None:
-        """Have others make the failed samples that this producer has claimed; it closes."""
+        """Return failed samples claimed by this closing producer to the table."""
         if self._state.taken:
             mine = self._producer.producer_id
             for each in _retry_rows(self._producer._segment):
@@ -421,14 +422,14 @@ class ProducerRequests:
                     _core.retry_unclaim(self._producer._segment, each.row, each.number, mine)
 
     def is_wanted(self, request: Request) -> bool:
-        """Whether the sample is this producer's to make: neither ended nor asked of another.
+        """Tell if the sample still belongs to this producer: not ended, not taken over.
 
         A read of shared memory: a long rollout may ask now and then, and stop.
 
         Parameters
         ----------
         request : Request
-            What `next` gave.
+            A request from `next`.
 
         Returns
         -------
@@ -437,7 +438,7 @@ class ProducerRequests:
         return self._producer._holds_request(check_request(request)._claim)
 
     def _ticket(self, request: Request) -> Ticket:
-        """Say which sample this worker has in hand."""
+        """Return the identity of this worker's sample."""
         return Ticket(
             instance_id=request.instance_id,
             round=request.round,
@@ -448,7 +449,7 @@ class ProducerRequests:
         )
 
     def _holds(self, ticket: Ticket) -> bool:
-        """Whether the sample that another producer has in hand is still to be made."""
+        """Tell if another producer's sample remains wanted."""
         try:
             return self._producer._holds_request(ticket.claim)
         except IndexError:
@@ -464,43 +465,43 @@ class ProducerRequests:
         max_lag: int | None = None,
         reason: str = "",
     ) -> bool:
-        """Give a sample back, for what is not its fault: others may take it, and go on with it.
+        """Give a sample back, for an external cause: other workers may take and continue it.
 
-        It uses up none of the sample's retries. Without `so_far` this worker is given nothing for a
-        while then, half a second at first and 30 s at most, until it has answered a request.
+        A release uses up no retry of the sample. After a release without `so_far` this worker backs
+        off, half a second at first and 30 s at most, until its next answer.
 
         Parameters
         ----------
         request : Request
-            What `next` gave.
+            A request from `next`.
         so_far : mapping of str to array, optional
-            What was sampled so far: `tokens`, the prompt's before it, and what else there is of
-            each token, such as `logprobs`, `loss_mask` and `token_versions`. The next worker has it
-            as `Request.so_far`, and its answer has to begin with it, so that each token's logprob
-            and version stay those of who sampled it.
+            The partial rollout: `tokens`, after the prompt's, and further arrays by token, such as
+            `logprobs`, `loss_mask` and `token_versions`. The next worker finds it in
+            `Request.so_far`, and must begin its answer with it: each token keeps its sampler's
+            logprob and version.
         state : object, optional
-            Anything that msgspec can encode, for `Request.state`.
+            A value msgspec can encode, for `Request.state`.
         max_releases : int, default 16
-            A sample that was given back so often with something starts anew.
+            After this many releases with a partial rollout a sample starts anew.
         max_lag : int, optional
-            So does one whose oldest trained token, by `token_versions`, is so many versions behind
-            the policy when it is taken again.
+            A sample also starts anew if its oldest trained token, by `token_versions`, lags more
+            than this many versions behind the policy at the next take.
         reason : str, default ""
             Shown by ``shmbus status`` beside this worker, such as "engine away"; 72 bytes of it.
 
         Returns
         -------
         bool
-            False where it was not this producer's any more; then nothing is kept.
+            False if the sample no longer belonged to this producer; then nothing is kept.
 
         Raises
         ------
         TypeError, ValueError
-            `so_far` has no tokens, arrays of other lengths, or does not go on from the prompt and
-            from what the request has; the message names group, sample and field. Or the request was
-            not offered by the request lane.
+            `so_far` lacks tokens, holds arrays of other lengths, or does not continue the prompt
+            and the request's partial rollout; the message names group, sample and field. Or the
+            request did not come from the request lane.
         BusFullError
-            There is no room for it; the request is still this producer's.
+            The partial rollout does not fit; the request still belongs to this producer.
         """
         check_request(request)
         reason = checked_reason(reason)
@@ -514,7 +515,7 @@ class ProducerRequests:
         return given_back
 
     def _note_unmade(self, released: int, reason: str) -> None:
-        """Show observers how many samples this worker did not make, and why."""
+        """Show observers the number of unmade samples of this worker, and the reason."""
         state = self._state
         rest_s = state.backoff.until_s - time.monotonic()
         text = fit_text("reason", reason, _core.UNMADE_REASON_BYTES)
@@ -578,15 +579,15 @@ class ProducerRequests:
         timeout: float | None = None,
         **arrays: FieldValue,
     ) -> bool:
-        """Put the sample that a request asked for: id, round, index and sizes are the request's.
+        """Put the requested sample: id, round, index and sizes are the request's.
 
-        The sample and the end of the request are one: whenever this process dies, the sample is in
-        the ring and is asked of nobody, or it is not and is asked of others.
+        A single atomic step puts the sample and ends the request. Whenever this process dies,
+        either the sample is in the ring and never requested again, or it goes to other producers.
 
         Parameters
         ----------
         request : Request
-            What `next` gave.
+            A request from `next`.
         score, policy_version, meta, rows, timeout
             As for `put`. With an array `token_versions`, a policy version of 0 stands for the
             oldest and the newest of the trained tokens.
@@ -596,15 +597,15 @@ class ProducerRequests:
         Returns
         -------
         bool
-            False where the sample is not wanted any more, as where its group has ended; then
-            nothing was put.
+            False for a sample no longer wanted, for example after its group's end; then nothing was
+            put.
 
         Raises
         ------
         TypeError, ValueError, RecordTooLargeError
-            As for `put`; or the arrays do not begin with what `Request.so_far` has, which was read.
+            As for `put`; or the arrays do not begin with a `Request.so_far` that was read.
         BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `put`; the request is still this producer's.
+            As for `put`; the request still belongs to this producer.
         """
         if not self.is_wanted(request):
             return False
@@ -644,34 +645,34 @@ class ProducerRequests:
         policy_version: int = 0,
         timeout: float | None = None,
     ) -> bool:
-        """Report that the sample of a request failed, as `fail` does.
+        """Report the failure of a requested sample, as `Producer.fail` does.
 
-        With `sample_retries` it is asked for again, with its prompt, once its backoff is over; else
-        its group is given up. Where all samples of late failed alike, of all workers, the lane lets
-        one through at a time until one succeeds, and no failure costs a sample a retry meanwhile.
+        With `sample_retries` the sample is requested again, with its prompt, after its backoff;
+        else its group is given up. If all recent samples of all workers failed alike, the lane lets
+        single samples through until a success, and meanwhile no failure uses up a retry.
 
         Parameters
         ----------
         request : Request
-            What `next` gave.
+            A request from `next`.
         reason : str
-            What operators and the next worker are told.
+            Message to operators and to the next worker.
         policy_version : int, default 0
-            Version of the policy that was to sample it.
+            Version of the policy meant to sample it.
         timeout : float, optional
             Seconds to wait for space, as for `put`.
 
         Returns
         -------
         bool
-            False where the sample is not wanted any more; then nothing was reported.
+            False for a sample no longer wanted; then nothing was reported.
 
         Raises
         ------
         TypeError, ValueError
             The reason is no str, or as for `put`.
         BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `put`; the request is still this producer's.
+            As for `put`; the request still belongs to this producer.
         """
         reason = checked_reason(reason)
         if not self.is_wanted(request):
@@ -686,7 +687,7 @@ class ProducerRequests:
         if not self._producer._answer(request._claim, flags, request.instance_id, **report):
             return False
         if isinstance(request._found, tuple):
-            self._partials.forget(request)  # it may be why
+            self._partials.forget(request)  # a possible cause of the failure
         self._state.failed += 1
         if self._state.failed >= limits.ALIKE_FAILURES:
             self._state.backoff.wait(time.monotonic())
@@ -706,8 +707,8 @@ class ProducerRequests:
     ) -> bool:
         """Put the sample as `answer` does, without blocking the event loop.
 
-        The arrays must not change before this returns. A task that is cancelled during the wait
-        (CancelledError) has put nothing.
+        The arrays must not change before this returns. A task cancelled during the wait
+        (CancelledError) put nothing.
         """
         given: dict[str, Any] = {"score": score, "policy_version": policy_version, **arrays}
         put = functools.partial(self.answer, request, meta=meta, rows=rows, timeout=0, **given)
@@ -723,7 +724,7 @@ class ProducerRequests:
     ) -> bool:
         """Report a failure as `fail` does, without blocking the event loop.
 
-        A task that is cancelled during the wait (CancelledError) has reported nothing.
+        A task cancelled during the wait (CancelledError) reported nothing.
         """
         fail = functools.partial(
             self.fail, request, reason, policy_version=policy_version, timeout=0
@@ -743,14 +744,14 @@ class ProducerRequests:
 
 
 def checked_reason(reason: object) -> str:
-    """Return why a sample failed as the report of it says it: text of a bounded length."""
+    """Return a failure's reason for its report: text of a bounded length."""
     if not isinstance(reason, str):
         raise TypeError(f"reason: expected a str, got {type(reason).__name__}")
     return reason[: limits.FAIL_REASON_CHARS].encode("utf-8", "replace").decode()
 
 
 def _retry_rows(segment: _core.Segment) -> list[_RetryRow]:
-    """Return what is asked for again, in the order of asking; of none by one word of memory."""
+    """Return the retry requests in order; a single word of memory tells if the table is empty."""
     if not _core.retry_noted(segment)[0]:
         return []
     return sorted(
@@ -759,7 +760,7 @@ def _retry_rows(segment: _core.Segment) -> list[_RetryRow]:
 
 
 def _text_of(segment: _core.Segment, row: _RetryRow) -> RequestText:
-    """Return what the lane would say of a sample that did not come by it."""
+    """Return a request text for a sample that came without the lane."""
     need = row.need or row.size
     split = _core.split_label(segment, row.split)
     return row.instance_id, row.round, split, row.size, need, 0, 0, 0, b""

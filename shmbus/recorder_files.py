@@ -1,9 +1,9 @@
-"""Where the recorders of a bus are, and what they do: a small companion file for each.
+"""Addresses and states of a bus's recorders: a small companion file for each.
 
 Invariants:
 
-- A recorder holds the lock of its file for as long as it lives; a file without it says nothing.
-- A note is whole, by its checksum, or it is not read.
+- A recorder holds the lock of its file for life; readers ignore an unlocked file.
+- Readers ignore a note with a wrong checksum.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from shmbus.segment.locked_file import LockedFile, try_lock
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from shmbus.segment.own_file import open_own
 
-#: Recorders of a bus at a time: a letter each, since a companion's kind has no digits.
+#: Recorders of a bus at a time: a letter each, since a companion's kind takes no digits.
 _LETTERS: Final = string.ascii_lowercase
 #: Length and checksum of a note.
 _HEAD: Final = struct.Struct("<II")
 #: Bytes of a note: 48 sessions with the longest ids, and 64 engines.
 _MOST_BYTES: Final = 64 << 10
-#: Reads of a note that is being written.
+#: Read attempts of a note under change.
 _TRIES: Final = 5
 
 
 class SessionNote(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that goes on: its sample, its age in seconds, what it has, and where it runs."""
+    """An open session: sample, age in seconds, contents, and place."""
 
     instance_id: str
     index: int
@@ -55,7 +55,7 @@ class EngineNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecorderNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recorder says of itself; who opens sessions sends the token."""
+    """A recorder's note about itself; clients that open sessions send the token."""
 
     url: str
     pid: int
@@ -87,14 +87,14 @@ class RecorderFile:
         )
 
     def write(self, note: RecorderNote) -> None:
-        """Say what is the case now."""
+        """Write the current state."""
         body = msgspec.json.encode(note)
         if len(body) > _MOST_BYTES:
             body = msgspec.json.encode(msgspec.structs.replace(note, running=[]))
         os.pwrite(self._file.fd, _HEAD.pack(len(body), zlib.crc32(body)) + body, 0)
 
     def close(self) -> None:
-        """Leave: nobody is sent here any more."""
+        """Leave: the recorder gets no more sessions."""
         if self._file.fd >= 0:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
@@ -102,7 +102,7 @@ class RecorderFile:
 
 
 def read_recorders(bus: str) -> list[RecorderNote]:
-    """Return the notes of the recorders of a bus that live."""
+    """Return the notes of a bus's living recorders."""
     found = []
     for letter in _LETTERS:
         try:

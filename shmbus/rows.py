@@ -1,13 +1,13 @@
 """Samples of several rows: branches of a conversation, sub-agents, compacted contexts.
 
-A sample has one score and any number of rows. In its record each field of the rows is one array,
-row behind row, and a field of the core's says where each row ends.
+A sample consists of a score and rows. In its record each field of the rows is a single array, row
+behind row, and a field of the core marks the end of every row.
 
 Invariants:
 
 - Fields of the rows lie behind the row lengths in the record, fields of the whole sample before
-  them. So they are told apart without a name.
-- All rows of a sample have the same fields, and all fields of a row have the row's length.
+  them. So their place tells them apart, without a name.
+- All rows of a sample share the same fields, and all fields of a row share the row's length.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from shmbus._encoding import as_array
 from shmbus._fields import is_argument
 from shmbus_ext import _core
 
-#: What a row may say beside its fields: how many of its elements it shares with another row.
+#: A row's optional key beside its fields: the number of elements shared with another row.
 PREFIX: Final = "prefix_length"
-#: What the name of a field begins with that the first sample has for its group.
+#: Name prefix of fields the first sample stores for its group.
 SHARED_PREFIX: Final = _core.SHARED_PREFIX
-#: Fields that say something of sampled tokens only: 0 in a prefix, which another row trains.
+#: Fields of sampled tokens only: 0 in a prefix, which another row trains.
 _OF_SAMPLED: Final = frozenset({"loss_mask", "logprobs"})
 
 
 class _Fields(Protocol):
-    """A trajectory, or a copy of one."""
+    """A trajectory, or a copy."""
 
     @property
     def instance_id(self) -> str: ...
@@ -73,7 +73,7 @@ class Row(Mapping[str, NDArray[Any]]):
         return f"<Row {shapes} prefix_length={self.prefix_length}>"
 
 
-# ---- What a producer gives
+# ---- For producers
 
 
 class Branch(NamedTuple):
@@ -85,7 +85,7 @@ class Branch(NamedTuple):
 
 
 def join_branches(branches: Sequence[Branch]) -> list[dict[str, Any]]:
-    """Return the whole rows of a tree; parents come first, and nothing of a prefix is trained."""
+    """Return the whole rows of a tree; parents come first, and prefixes are never trained."""
     rows: list[dict[str, Any]] = []
     for parent, prefix, own in branches:
         row: dict[str, Any] = {PREFIX: prefix, **own}
@@ -116,7 +116,7 @@ def join_rows(rows: object, others: tuple[str, ...] = ()) -> list[tuple[str, Any
 
 
 def _listed(rows: object) -> list[Mapping[str, Any]]:
-    # No iterator: a put that waits for space reads them again.
+    # No iterator: a put that waits for space reads the rows again.
     if not isinstance(rows, (list, tuple)):
         raise TypeError(
             f"rows: expected a list of mappings, one a row, got {type(rows).__name__}; pass "
@@ -205,7 +205,7 @@ def _prefix(number: int, row: Mapping[str, Any], length: int) -> int:
 
 
 def _joined(name: str, values: list[Any]) -> Any:
-    """Return one array of the rows' arrays, or one list of their lists."""
+    """Join the rows' arrays into an array, or their lists into a list."""
     first = values[0]
     of_lists = not isinstance(first, np.ndarray)
     for number, value in enumerate(values):
@@ -224,11 +224,11 @@ def _joined(name: str, values: list[Any]) -> Any:
     return np.concatenate(values)
 
 
-# ---- What a consumer reads
+# ---- For consumers
 
 
 def row_fields(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the fields that are of rows, among those of a record."""
+    """Return the names of row fields among those of a record."""
     if _core.ROW_LENGTHS not in names:
         return names
     return names[names.index(_core.ROW_LENGTHS) + 1 :]
@@ -243,7 +243,7 @@ def row_lengths(trajectory: _Fields) -> NDArray[np.int64] | None:
         raise _damaged(trajectory, f"{lengths.dtype} {list(lengths.shape)}")
     rows = lengths[:, 0]
     fields = row_fields(trajectory.keys())
-    # The largest before the sum, which int64 might not hold.
+    # The maximum before the sum, which might overflow int64.
     total = trajectory.shape(fields[0])[:1] if fields else ()
     good = (
         len(rows) > 0

@@ -1,12 +1,12 @@
-"""One sample's calls through a recorder, from the worker that has the sample in hand.
+"""A sample's calls through a recorder, from the worker that holds the sample.
 
-The request stays this worker's: the recorder hands over what was sampled, and this puts it. So
-whoever dies, worker or recorder, the sample is asked for again, once.
+The request stays with this worker: the recorder hands over the rows, and this module puts them. If
+worker or recorder dies, the sample is requested again, once.
 
 Invariants:
 
-- A session ends once: put, failed or released. Whatever a recorder or an agent does, the request
-  does not stay in hand.
+- A session ends once: put, failed or released. A recorder or an agent cannot keep the request in
+  hand.
 - No token passes through Python objects: rows come as bytes.
 """
 
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for a recorder's answer: it copies rows, and waits for nothing.
+#: Seconds for a recorder's answer: the recorder copies rows, and never waits.
 _ANSWER_S: Final = 60.0
-#: Seconds between two looks for a recorder that is not there yet.
+#: Seconds between two looks for a missing recorder.
 _LOOK_S: Final = 0.1
 #: Fields of sampled tokens: 0 in a prefix, which another row trains.
 _OF_SAMPLED: Final = frozenset({"loss_mask", "logprobs"})
 
 
 class _Worker(Protocol):
-    """What a session needs of its Producer."""
+    """A session's interface of its Producer."""
 
     name: str
 
@@ -95,7 +95,7 @@ class PackedRow(msgspec.Struct, frozen=True):
 
 
 class PackedSample(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session sampled: a tree of rows, versions, and what is known."""
+    """A session's samples: a tree of rows, versions, and known facts."""
 
     branches: list[PackedRow]
     versions: tuple[int, int]
@@ -103,18 +103,18 @@ class PackedSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recorder answers to whoever opens a session."""
+    """A recorder's answer to a client that opens a session."""
 
     key: str
     base_url: str
 
 
 class _Refused(msgspec.Struct):
-    """Why a recorder did not give rows; where the sample is not to blame, it is released."""
+    """A recorder's reason for refusing rows; a blameless sample is released."""
 
     message: str = ""
     code: str = ""
-    #: Of a session that has ended: its own words.
+    #: An ended session's own reason.
     reason: str = ""
 
 
@@ -125,36 +125,36 @@ class _Answer(msgspec.Struct):
 class _Told(msgspec.Struct):
     """A recorder's answer about an open session."""
 
-    #: Whether the last call was refused since no engine answered.
+    #: True if no engine answered the last call.
     no_engine: bool = False
 
 
-#: Ends for which the sample is not to blame: it is asked for again without a retry.
+#: Ends without the sample's fault: the sample is requested again without a retry.
 _NOT_ITS_FAULT: Final = frozenset({"engine", "recorder_ended", "unknown_session"})
 
 
 class Session:
-    """One sample, made by an agent that calls a recorder: from `Producer.session`.
+    """A sample made by an agent that calls a recorder: from `Producer.session`.
 
     Give `base_url` and `api_key` to the agent, as an OpenAI or an Anthropic client takes them, or
-    `environ` to its process; then `finish` with a score. Leaving the block without one fails the
-    sample. An exception of the agent does so too and goes on to the caller; the sample is released
-    instead where the recorder does not answer, or has no engine that does. An exception ends in the
-    block only where the recorder says that the session is over.
+    `environ` to its process; then call `finish` with a score. Leaving the block without a score
+    fails the sample. An exception of the agent also fails the sample and propagates. If the
+    recorder does not answer, or has no answering engine, the sample is released instead. The block
+    swallows an exception only after the recorder ended the session.
 
     Attributes
     ----------
     request : Request
         The sample.
     base_url, api_key : str
-        What every call of the sample is made with.
+        Address and key for every call of the sample.
     why : str
-        Why the sample was not put; "" as long as it may be, and after it was.
+        Reason why the sample was not put; "" before the end and after a put.
 
     Raises
     ------
     TypeError
-        A user makes one: they come from `Producer.session`.
+        The constructor was called by a user: sessions come from `Producer.session`.
     """
 
     __slots__ = ("_packed", "_producer", "_state", "_url", "api_key", "base_url", "request", "why")
@@ -210,14 +210,14 @@ class Session:
         timeout: float | None = None,
         **fields: Any,
     ) -> bool:
-        """Put the sample with its score; calls that still run end.
+        """Put the sample with its score; running calls end.
 
         Parameters
         ----------
         score : float or None
-            Finite; None where whoever collects scores the group. Any other fails the sample.
+            Finite; None if the collecting side scores the group. Other values fail the sample.
         meta : mapping, optional
-            Goes into the sample's meta, beside what the recorder knows: "turns", "drift",
+            Added to the sample's meta, beside the recorder's keys: "turns", "drift",
             "finish_reason", "engine".
         timeout : float, optional
             Seconds to wait for space: None waits for ever, 0 does not wait.
@@ -227,13 +227,13 @@ class Session:
         Returns
         -------
         bool
-            False where nothing was put: the sample is not wanted any more, or cannot be trained on;
-            `why` says it.
+            False if nothing was put, because the sample is no longer wanted or unfit for training;
+            `why` names the reason.
 
         Raises
         ------
         RuntimeError
-            The session has ended already: a sample has one score.
+            The session ended already: a sample takes a single score.
         BusFullError, BusClosedError, BusRemovedError, StallError, TypeError, ValueError
             As for `put`; the session goes on, and may be finished again.
         """
@@ -261,22 +261,22 @@ class Session:
         return put
 
     def fail(self, reason: str) -> bool:
-        """Report that the sample failed: it is asked for again, as its consumer's policies say.
+        """Report a failed sample: a new request follows its consumer's policies.
 
         Parameters
         ----------
         reason : str
-            What operators and the next worker are told.
+            Message to operators and to the next worker.
 
         Returns
         -------
         bool
-            False, as `finish` returns where nothing was put.
+            False, as `finish` returns without a put.
 
         Raises
         ------
         RuntimeError
-            The session has ended already.
+            The session ended already.
         """
         self._require_open("a failure")
         self._end_at_recorder(reason)
@@ -284,17 +284,17 @@ class Session:
         return False
 
     def release(self) -> bool:
-        """Give the sample back unmade, for what is not its fault; it uses up no retry.
+        """Give the sample back unmade, for an external cause; uses up no retry.
 
         Returns
         -------
         bool
-            False where it was not this producer's any more.
+            False if the sample no longer belonged to this producer.
 
         Raises
         ------
         RuntimeError
-            The session has ended already.
+            The session ended already.
         """
         self._require_open("a release")
         self._end_at_recorder("released by its worker")
@@ -310,14 +310,14 @@ class Session:
     ) -> bool:
         """Put the sample as `finish` does, in a thread.
 
-        A task that is cancelled during the wait (CancelledError) leaves the thread to put it.
+        A task cancelled during the wait (CancelledError) leaves the put to the thread.
         """
         return await asyncio.to_thread(self.finish, score, meta=meta, timeout=timeout, **fields)
 
     async def afail(self, reason: str) -> bool:
-        """Report that the sample failed as `fail` does, in a thread.
+        """Report a failed sample as `fail` does, in a thread.
 
-        A task that is cancelled during the wait (CancelledError) leaves the thread to report it.
+        A task cancelled during the wait (CancelledError) leaves the report to the thread.
         """
         return await asyncio.to_thread(self.fail, reason)
 
@@ -341,7 +341,7 @@ class Session:
     # -- the recorder ---------------------------------------------------------------------------
 
     def _take_rows(self) -> PackedSample | None:
-        """Have the recorder's rows; None, and the sample failed or was released, without any."""
+        """Fetch the recorder's rows; without rows fail or release the sample, and return None."""
         try:
             status, body = _ask(self._url, "/session/rows", self.api_key, b"")
         except OSError as error:
@@ -360,7 +360,7 @@ class Session:
         return None
 
     def _end_at_recorder(self, reason: str) -> None:
-        """Have the recorder forget it, and free its engine; it sees so itself after a while."""
+        """End the session at the recorder, to free its engine at once."""
         body = msgspec.json.encode({"reason": reason})
         try:
             _ask(self._url, "/session/fail", self.api_key, body)
@@ -397,7 +397,7 @@ class Session:
             return False
         status, blame = self._blame()
         if status == HTTPStatus.NOT_FOUND:
-            # The session is over, as the agent learned by its exception; the rows say why.
+            # The session ended, as the agent learned by its exception; the rows name the reason.
             if self._take_rows() is not None:
                 self._fail(f"{type(error).__name__}: {error}")
             return True
@@ -446,7 +446,7 @@ def _refusal(body: bytes) -> _Refused:
 def _open_somewhere(
     producer: _Worker, request: Request, url: str | None, wait: float | None
 ) -> tuple[str, Opened]:
-    """Open a session at the recorder that has the fewest, or at that of an address."""
+    """Open a session at the recorder with the fewest, or at a given address."""
     body = msgspec.json.encode({"ticket": producer.requests._ticket(request)})
     deadline = math.inf if wait is None else time.monotonic() + wait
     while True:
@@ -474,7 +474,7 @@ def _open_somewhere(
 
 
 def _ask(url: str, path: str, key: str | None, body: bytes | None) -> tuple[int, bytes]:
-    """Send a request to a recorder; raises OSError where it does not answer."""
+    """Send a request to a recorder; raise OSError without an answer."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(
         parts.hostname or "", parts.port or 80, timeout=_ANSWER_S

@@ -1,6 +1,6 @@
-"""Where a Consumer gets its groups from: a Collector in its own process, or a daemon.
+"""A Consumer's source of groups: a Collector in its own process, or a daemon.
 
-`Source` says what a Consumer needs of either one. `attach` decides which of the two it is.
+`Source` defines their common interface. `attach` chooses between the two.
 """
 
 from __future__ import annotations
@@ -29,64 +29,63 @@ from shmbus_ext import _core
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a new Consumer waits for the daemon of a bus that has had one: a supervisor restarts
-#: it in less.
+#: Seconds a new Consumer waits for the absent daemon of a bus: a supervisor restarts a daemon in
+#: less.
 DAEMON_WAIT_S = 5.0
 
 
 class Source(Protocol):
-    """Leases complete groups of one bus to one Consumer, and ends these leases."""
+    """Leases complete groups of a bus to a single Consumer, and ends these leases."""
 
     # Each lease ends once: by `end` with a reason, or by `give_back`. The Consumer checks first
-    # that it holds the lease (`is_leased`), so a source never ends one twice. `end` may keep what
-    # it has to tell other processes until `flush`. A caller holds `lock` from its first check to
-    # `flush`.
-    # How groups are taken differs: a Collector has an `intake` that takes them in C, a daemon's
-    # client has `receive` and `receive_step`, and then `hand_out`.
+    # that it holds the lease (`is_leased`), so a source never ends a lease twice. `end` may hold
+    # back messages to other processes until `flush`. A caller holds `lock` from its first check to
+    # `flush`. Taking differs: a Collector takes groups in C, through an `intake`; a daemon's client
+    # uses `receive` and `receive_step`, and then `hand_out`.
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Serialises all calls; it is recursive, and not held while a thread sleeps."""
+        """Serialises all calls; recursive, and never held during a thread's sleep."""
 
     @property
     def segment(self) -> _core.Segment:
-        """The bus, as this process has it mapped."""
+        """The bus, mapped by this process."""
 
     def require(self) -> None:
         """Raise BusClosedError in a child of the process that attached."""
 
     def is_leased(self, lease: Any) -> bool:
-        """Whether this source gave the lease, and it has not ended."""
+        """Tell if this source gave the lease, and the lease still runs."""
 
     def end_groups(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
     ) -> int:
         """End leases of groups up to the first that needs a closer look; return how many."""
-        # Each ends in one step, which an exception of a signal's handler cannot part.
+        # Each ends in a single step, which an exception of a signal's handler cannot split.
 
     def recall(self) -> None:
-        """Before a group is given back: what was fetched ahead of it goes back first."""
+        """Send prefetched groups back first, before a group is given back."""
 
     def give_back_group(self, consumer: object, group: _core.GroupBase, state: str) -> bool:
-        """Do the same for a group that is given back; False where it needs a closer look."""
+        """Do the same for a returned group; False if the group needs a closer look."""
 
     def end(self, lease: Any, reason: int) -> None:
-        """Release a leased group, for one of the reasons of the core."""
+        """Release a leased group, for a reason from the core."""
 
     def give_back(self, lease: Any) -> None:
-        """End a lease without releasing: the group is the next to be delivered."""
+        """End a lease without releasing: the group will be delivered next."""
 
     def note_trained(self, leases: list[Any], step: int) -> None:
-        """Note as which step of the trainer groups under lease are trained; -1 for not."""
+        """Note the trainer's step of trained groups under lease; -1 for untrained."""
 
     def trained_before(self, step: int) -> TrainedBefore:
-        """Return what all ranks have trained before a step, as far as it may come again."""
+        """Return samples trained by all ranks before a step, if they may come again."""
 
     def end_trained(self, origins: set[bytes]) -> None:
-        """End the samples of these lasting names, now and where they come."""
+        """End the samples of these lasting names, now and on later arrival."""
 
     def flush(self) -> None:
-        """Tell other processes what has ended; after the last of several calls."""
+        """Tell other processes of ended leases, after the last of several calls."""
 
     @property
     def policy_version(self) -> int:
@@ -107,30 +106,29 @@ class AttachOptions(msgspec.Struct, frozen=True):
 
     #: The bus.
     name: str
-    #: What happens to groups that are late, stale, useless or too many.
+    #: Policies for late, stale, useless and excess groups.
     policy: StashPolicy
-    #: Whether a second sample of an index is also raised.
+    #: If a second sample of an index also raises.
     duplicate: Literal["drop", "error"]
-    #: How other processes' messages name this one; None for its program's name.
+    #: Name of the Consumer in messages; None for the program's name.
     label: str | None
-    #: Which of how many trainer processes this is.
+    #: This trainer's rank, and the number of trainer processes.
     rank: int
     world_size: int
-    #: True requires a daemon, False never asks for one, None takes one that is there.
+    #: True requires a daemon, False never uses a daemon, None uses a daemon if present.
     daemon: bool | None
-    #: Seconds to wait for the bus, and for a daemon that is needed; None for ever.
+    #: Seconds to wait for the bus, and for a required daemon; None for ever.
     wait_s: float | None = 0.0
-    #: Whose groups it takes.
+    #: The split to take.
     split: str = TRAIN
 
 
 def attach(
     options: AttachOptions, opened: list[Collector | DaemonClient]
 ) -> Collector | DaemonClient:
-    """Connect to the daemon where there is one; become the bus's collector where there is none."""
-    # A daemon that was started a moment ago, or restarts, is waited for, up to DAEMON_WAIT_S, or as
-    # long as the bus is. What is in its place and cannot be one is not: another user's socket, or a
-    # file.
+    """Connect to the daemon if present, else become the bus's collector."""
+    # Wait for a starting or restarting daemon, up to DAEMON_WAIT_S, or as long as for the bus.
+    # Never wait for an impossible daemon: another user's socket, or a file.
     began = time.monotonic()
     lifecycle.wait_for_bus(options.name, options.wait_s)
     if options.daemon is False:
@@ -157,7 +155,7 @@ def attach(
             try:
                 return _collector(options, opened)
             except errors.BusBusyError as error:
-                # A daemon reads the bus a moment before it listens.
+                # A daemon reads the bus a moment before listening.
                 if f"({DAEMON_LABEL})" not in str(error) or time.monotonic() > deadline:
                     raise
         if time.monotonic() > deadline:
@@ -189,12 +187,12 @@ def _collector(options: AttachOptions, opened: list[Collector | DaemonClient]) -
         raise
 
 
-#: Those of this process: a pid says little between containers, which number processes alike.
+#: Those of this process: between containers, which number processes alike, a pid proves little.
 _collectors: weakref.WeakSet[Collector] = weakref.WeakSet()
 
 
 def _reads_already(name: str) -> bool:
-    """Whether this process has an open collector of the bus; one from before a fork is closed."""
+    """Tell if this process holds an open collector of the bus; a fork closes collectors."""
     return any(each.segment.name == name and not each.segment.closed for each in _collectors)
 
 
@@ -222,7 +220,7 @@ def _daemon_hint(options: AttachOptions) -> str:
 
 
 def stash_options(policy: StashPolicy, duplicate: str, *, only_set: bool = False) -> dict[str, Any]:
-    """Return the stash's options by the names of Consumer, or those that are not the default."""
+    """Return the stash's options by Consumer's names, or only those changed from the default."""
     # A daemon refuses a client whose options differ from its own.
 
     def named(policy: StashPolicy, duplicate: str) -> dict[str, Any]:
@@ -244,5 +242,6 @@ def stash_options(policy: StashPolicy, duplicate: str, *, only_set: bool = False
     options = named(policy, duplicate)
     defaults = named(StashPolicy(), "drop")
     if policy.max_policy_lag is not None:
-        del defaults["stale_share"]  # who counts otherwise gives back what it is given for ever
+        # a client with another share would give the same groups back for ever
+        del defaults["stale_share"]
     return {k: v for k, v in options.items() if not only_set or v != defaults.get(k)}

@@ -1,19 +1,20 @@
-"""The watchdog: reports when a process waits on a bus on which nothing moves.
+"""The watchdog: reports a wait on a bus without movement.
 
-Nothing moves when no trajectory was committed, aborted, acknowledged or dropped, by any process.
-The counters of the segment show that, without a call to another process. They are checked after
-each slice of a wait, so a short wait pays for one comparison.
+A movement is a trajectory committed, aborted, acknowledged or dropped, by an arbitrary process.
+The counters of the segment show movements, without a call to another process. The watchdog checks
+them after each slice of a wait, so a short wait pays for a comparison.
 
 Invariants:
 
-- A stall is logged once a period, by one process for all producers and one for all trainers, for
-  as long as the stall lasts. A daemon's clients map the segment read-only: each logs for itself.
+- A stall is logged once a period while the stall lasts, by a single process for all producers and a
+  single process for all trainers. A daemon's clients map the segment read-only: each logs for
+  itself.
 - A process with a callback, or with a wait to end, makes a report of its own.
-- By default a trainer's wait ends with an error only where nobody can end it otherwise: no living
-  worker is attached for STALL_DEAD_S, or those that are commit nothing for STALL_SLOW_S. An
+- By default a trainer's wait ends with an error only if no other process can end it: no living
+  worker is attached for STALL_DEAD_S, or the attached workers commit nothing for STALL_SLOW_S. An
   operator's pause never ends a run.
 - A report comes from `inspect.status`, which disturbs no process and waits at most a second for a
-  daemon. It is gathered only when there is something to report.
+  daemon. A report is gathered only after a stall.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The longest period: a watchdog that is silent for more than a day watches nothing.
+#: The longest period: a watchdog silent for more than a day watches nothing.
 _TIMEOUT_MAX_S = 86_400.0
 #: Checks per period, of some microseconds each; a stall is reported at most 25% late.
 _CHECKS = 4
@@ -61,7 +62,7 @@ def check_stall(on_stall: object, timeout_s: object) -> None:
 
 
 class Watch:
-    """Watches the waits of one handle."""
+    """Watches the waits of a handle."""
 
     def __init__(self, bus: str, on_stall: OnStall, timeout_s: float | None) -> None:
         check_stall(on_stall, timeout_s)
@@ -71,14 +72,14 @@ class Watch:
         self._period_s = limits.STALL_REPORT_S if timeout_s is None else timeout_s
         self.slice_s: float | None = None if on_stall is None else self._period_s / _CHECKS
         self._seen: tuple[int, ...] = ()
-        self._since_s = 0.0  # since when the counters are unchanged under a wait
+        self._since_s = 0.0  # start of unchanged counters under a wait
         self._fired_s = 0.0
         self._checked_s = 0.0
-        self._waited_until_s = 0.0  # when the last wait, or slice of one, was over
+        self._waited_until_s = 0.0  # end of the last wait, or slice of a wait
 
     @property
     def options(self) -> tuple[OnStall, float | None]:
-        """The arguments on_stall and timeout_s, for a handle that is pickled."""
+        """The arguments on_stall and timeout_s, for a pickled handle."""
         return self._on_stall, self._timeout_s
 
     def first_s(self, timeout: float | None) -> float | None:
@@ -106,12 +107,12 @@ class Watch:
                 return True
 
     def check(self, segment: _core.Segment, waits_for: str, waited_s: float) -> None:
-        """Report if nothing has moved for too long; `waited_s` is how long this wait lasts."""
+        """Report a stall that lasts too long; `waited_s` is the age of this wait."""
         slice_s = self.slice_s
         if slice_s is None:
             return
         now = time.monotonic()
-        # After a pause between two waits the watch starts again: nobody waited, so nothing stalled.
+        # A pause between two waits restarts the watch: without a wait, nothing stalled.
         restarts = now - waited_s - self._waited_until_s > slice_s
         self._waited_until_s = now
         if not restarts and now - self._checked_s < slice_s:
@@ -126,7 +127,7 @@ class Watch:
             self._fire(segment, waits_for, now - self._since_s)
 
     def _fire(self, segment: _core.Segment, waits_for: str, stalled_s: float) -> None:
-        # Imported here, so that a worker that never stalls does not load it.
+        # Imported here: a worker without stalls does not load the module.
         from shmbus.inspect.stall_report import OF_TRAINERS, gather
 
         hears = callable(self._on_stall)
@@ -146,7 +147,7 @@ class Watch:
             logger.warning("%s", report)
 
     def _ends(self, report: StallReport) -> bool:
-        """Whether a wait ends: after the seconds given, else by who is left to end it."""
+        """Tell if a wait ends: after the given seconds, else by the processes left to end it."""
         if self._timeout_s is not None:
             return True
         status = report.status
@@ -159,5 +160,5 @@ class Watch:
 
 
 def _movements(segment: _core.Segment) -> tuple[int, ...]:
-    """Counters of which one changes with every movement."""
+    """Return counters that change with every movement."""
     return *segment.tally()[1:], *segment.released()

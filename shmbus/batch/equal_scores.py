@@ -1,6 +1,6 @@
-"""Scores that are equal up to rounding: a group of such scores teaches nothing.
+"""Scores equal up to rounding: a group of such scores teaches nothing.
 
-The same reward computed in another order, or in float32, differs in its last bits. Divided by the
+The same reward, computed in another order or in float32, differs in its last bits. Divided by the
 standard deviation of its group, such a difference would become an advantage of size 1.
 """
 
@@ -18,5 +18,5 @@ for a reward that is the sum of a few float32 numbers."""
 
 
 def are_equal(lowest: Any, highest: Any) -> Any:
-    """Whether scores between these two are equal up to rounding; for numbers, or arrays of them."""
+    """Tell if scores between these two are equal up to rounding; for numbers or arrays."""
     return highest - lowest <= SCORE_RESOLUTION * np.maximum(np.abs(lowest), np.abs(highest))

@@ -1,9 +1,9 @@
-"""Further fields of many trajectories, of any dtype and row shape, copied as they are.
+"""Further fields of many trajectories, of arbitrary dtypes and row shapes, copied unchanged.
 
 Invariants:
 
-- All rows of one field in one call have one dtype and one shape.
-- What is measured here is what `shmbus.batch.gather.gather` takes, with the same errors.
+- All rows of a field in a call share a dtype and a shape.
+- Measuring accepts the same fields as `shmbus.batch.gather.gather`, with the same errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COPY_WORDS: Final[int] = _core.COPY_WORDS
 
 
 class ExtraSpec(NamedTuple):
-    """What is asked of one field."""
+    """A request for a field."""
 
     name: str
     kind: int
@@ -36,7 +36,7 @@ class ExtraSpec(NamedTuple):
 
 
 class ExtraRows(NamedTuple):
-    """What was found of one field."""
+    """Measured rows of a field."""
 
     dtype: np.dtype[Any] | None
     sizes: tuple[int, ...]
@@ -44,7 +44,7 @@ class ExtraRows(NamedTuple):
 
 
 class PackedExtra(NamedTuple):
-    """An `ExtraSpec` that states its dtype, and where the field goes."""
+    """An `ExtraSpec` with a dtype and a destination."""
 
     name: str
     kind: int
@@ -57,7 +57,7 @@ class PackedExtra(NamedTuple):
 def measure_extras(
     trajectories: list[_core.Trajectory], lengths: list[int], specs: tuple[ExtraSpec, ...]
 ) -> list[ExtraRows]:
-    """Count the rows of further fields, after all the checks that `gather` makes."""
+    """Count the rows of further fields, after all checks of `gather`."""
     return [ExtraRows(*found) for found in _core.measure_extras(trajectories, lengths, specs)]
 
 

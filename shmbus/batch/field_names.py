@@ -1,4 +1,4 @@
-"""What producers call the fields that a batch is made of."""
+"""Producers' names of a batch's fields."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import msgspec
 
 
 class FieldNames(msgspec.Struct, frozen=True, kw_only=True):
-    """The producers' names of the fields that a batch is made of; None for one that is not used.
+    """The producers' names of a batch's fields; None for an unused field.
 
     Attributes
     ----------
     tokens : str
-        Token ids: integers, [n]. Every trajectory needs it.
+        Token ids: integers, [n]. Required in every trajectory.
     loss_mask : str | None
-        Which tokens were sampled: boolean or numeric, [n]; all of them in a group without it.
+        Sampled tokens: boolean or numeric, [n]; all tokens in a group without the field.
     logprobs : str | None
-        The producer's logprobs of these tokens: float32 or float64, [n]; a batch of groups without
-        them has none.
+        The producer's logprobs of these tokens: float32 or float64, [n]; missing from a batch of
+        groups without them.
     advantages : str | None
         The producer's own token-level advantages: float32 or float64, [n]; they win.
 
     Notes
     -----
-    A field is in every sample of a group, or in none; else the group is malformed.
+    Either every sample of a group contains a field, or no sample; else the group is malformed.
     """
 
     tokens: str = "tokens"
@@ -31,5 +31,5 @@ class FieldNames(msgspec.Struct, frozen=True, kw_only=True):
     advantages: str | None = "advantages"
 
     def as_tuple(self) -> tuple[str, str | None, str | None, str | None]:
-        """Return the names in the order in which the core takes them."""
+        """Return the names in the core's order."""
         return self.tokens, self.loss_mask, self.logprobs, self.advantages

@@ -1,10 +1,10 @@
-"""Which fields the samples of a batch have: filler in place of a field would be trained on.
+"""Presence of fields in a batch's samples: filler in place of a field would be trained on.
 
 Invariants:
 
-- A field is in every sample of a group, or in none of them.
-- Logprobs are in every group of a batch, or in none of them: there is no ratio without them.
-- A batch whose samples all look alike costs nothing here.
+- Either every sample of a group contains a field, or no sample.
+- Either every group of a batch contains logprobs, or no group: without them no ratio exists.
+- A batch of samples with equal fields costs nothing here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shmbus_ext import _core
 
 
 class MixedLogprobsError(ValueError):
-    """Some groups of a batch have logprobs, and others do not."""
+    """Some groups of a batch contain logprobs, and some groups lack them."""
 
     def __init__(self, message: str, lacking: list[int]) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class MixedLogprobsError(ValueError):
 def check_presence(
     groups: Sequence[_core.GroupBase], names: FieldNames, has: int, lacks: int
 ) -> bool:
-    """Refuse fields that only a part of a group has, and logprobs that only some groups have."""
+    """Refuse fields in only part of a group, and logprobs in only some groups."""
     if has & lacks:
         for group in groups:
             _check_siblings(group.trajectories, names)

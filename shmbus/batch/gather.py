@@ -1,7 +1,7 @@
-"""From records to batches: many trajectories gathered into arrays that the caller owns.
+"""From records to batches: many trajectories gathered into arrays owned by the caller.
 
-One pass over the ring in C, with the interpreter lock released; every length, dtype and bound is
-checked before the first byte is copied.
+A single pass over the ring in C, with the interpreter lock released; every length, dtype and bound
+is checked before the first byte is copied.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class PackedBatch(NamedTuple):
     tokens, position_ids : int64 [T]
     loss_mask : bool [T]
     logprobs, advantages : float32 [T]
-        Logprobs are 0 where the loss mask is False, or where there are none.
+        Logprobs are 0 outside of the loss mask, or if missing.
     cu_seqlens : int32 [S + 1]
     samples : int64 [4, S]
-        Of each sample its score, the bits of a float64, its policy version, the newest one, and its
-        tokens.
+        Each sample's score, as the bits of a float64, its policy version, the newest version, and
+        its tokens.
     sizes : int64 [G]
         Samples of each group.
     instance_ids : list[str]
@@ -52,13 +52,13 @@ class PackedBatch(NamedTuple):
     longest : int
         Tokens of the longest sample.
     has_logprobs : bool
-        Whether all have logprobs; if not, none has.
+        True with logprobs in all samples, False with logprobs in no sample.
     has_rows : bool
-        Whether one was put with rows, each of which is a sequence of its own.
+        True if a sample was put with rows; every row then forms a sequence of its own.
     has_metas : bool
-        Whether one has a meta.
+        True if a sample carries a meta.
     finite : bool
-        Whether all logprobs and advantages are finite.
+        True if all logprobs and advantages are finite.
     """
 
     tokens: Array
@@ -98,7 +98,7 @@ def packed_bytes(total: int, sequences: int) -> int:
 
 
 class Measured(NamedTuple):
-    """Groups, after all the checks that `gather` makes."""
+    """Groups, after all checks of `gather`."""
 
     trajectories: list[_core.Trajectory]
     sizes: NDArray[np.int64]
@@ -109,12 +109,12 @@ class Measured(NamedTuple):
 
     @property
     def has_rows(self) -> bool:
-        """Whether a trajectory was put with rows, each of which is a sequence of its own."""
+        """True if a trajectory was put with rows; every row then forms a sequence of its own."""
         return any([_core.ROW_LENGTHS in names for names in self.field_names])
 
 
 def measure(groups: Sequence[_core.GroupBase], names: FieldNames | None = None) -> Measured:
-    """Count the tokens of groups, after all the checks that `gather` makes."""
+    """Count the tokens of groups, after all checks of `gather`."""
     names = names or FieldNames()
     trajectories, sizes = members(groups)
     lengths, has, lacks, field_names, fit = _core.measure(trajectories, names.as_tuple())
@@ -142,14 +142,14 @@ def gather(
     Parameters
     ----------
     groups : list of Group
-        Leased, of one Consumer. It is a list.
+        Leased, of a single Consumer; a list, not another sequence.
     names : FieldNames
-        How the fields are called.
+        Names of the fields.
     memory : uint8 [n], or a list of such
-        Where the batch goes, at least `packed_bytes`; or blocks, of which one is taken that is
-        large enough and to which nothing but the list refers.
+        Destination of the batch, at least `packed_bytes`; or blocks, from which the call takes a
+        block large enough and referred to only by the list.
     advantages : float32 [S]
-        Of each sample that brings no advantages of its own.
+        For samples without advantages of their own.
     extras : tuple of PackedExtra
         Further fields, in the same pass.
     threads : GatherThreads, optional
@@ -158,16 +158,16 @@ def gather(
     Returns
     -------
     PackedBatch, int or None
-        The bytes that are needed, where no block of the list is free and large enough. None where
-        nothing was copied, since a sample lacks a field that a sibling has, or some groups lack
-        logprobs: `measure` says which.
+        The needed bytes, if no block of the list is free and large enough. None without a copy,
+        since a sample lacks a field of a sibling, or some groups lack logprobs: `measure` names
+        them.
 
     Raises
     ------
     ValueError
         As for `measure`, for each trajectory alone; an array has the wrong size or dtype.
     TypeError
-        One is no group.
+        An item is no group.
     """
     found = _core.pack(groups, names.as_tuple(), memory, advantages, extras, threads)
     return PackedBatch(*found) if isinstance(found, tuple) else found

@@ -1,9 +1,9 @@
-"""Where the fields of leased trajectories lie, for copies by other means than `gather`.
+"""Places of leased trajectories' fields, for copies by other means than `gather`.
 
 Invariants:
 
 - Addresses are valid while the trajectories are leased: nothing here holds their space.
-- This refuses the trajectories that `gather` refuses, with the same errors.
+- The trajectories refused by `gather` are refused here, with the same errors.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
 #: Words of a chunk of a GatherTable.
 CHUNK_WORDS: Final[int] = _core.CHUNK_WORDS
 
-#: The dtype of each number that a table gives for one.
+#: Dtypes by their number in a table.
 KINDS: Final[tuple[np.dtype[Any], ...]] = tuple(np.dtype(name) for name in _core.ELEMENT_KINDS)
 
 
 class GatherTable(msgspec.Struct, frozen=True):
-    """A table that a kernel gathers S trajectories of G groups by, in one block of bytes."""
+    """A kernel's table for gathering S trajectories of G groups, in a single block of bytes."""
 
     nbytes: int
     tokens: int
@@ -69,7 +69,7 @@ def plan_gather(
     flags: NDArray[np.uint8] | None = None,
     words: tuple[bytes, ...] = (),
 ) -> GatherTable:
-    """Tell a kernel where the fields of trajectories lie, and where they go in a packed batch."""
+    """Describe the fields of trajectories and their places in a packed batch, for a kernel."""
     names = names or FieldNames()
     planned = _core.plan_gather(
         tuple(groups),

@@ -1,10 +1,11 @@
-"""Who sampled each token of a sample, in its field `token_versions`, and whether that is too old.
+"""Each token's sampling version, from a sample's field `token_versions`, and its staleness.
 
 Invariants:
 
-- A sample's own bytes are read only where its oldest version is below the bound, and a share of its
-  tokens may be.
-- Versions that do not fit the tokens say nothing: the sample is as old as its oldest, and named.
+- A sample's own bytes are read only if its oldest version lies below the bound, and a share of its
+  tokens may.
+- Versions that do not fit the tokens count for nothing: the sample counts as old as its oldest
+  version, and is named.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def version_span(sample: Any, *rows: Any) -> tuple[int, int]:
 
 
 def is_stale(samples: Iterable[Any], bound: int, share: float) -> bool:
-    """Whether a sample is below a version, with more than a share of its trained tokens."""
+    """Tell if more than a share of a sample's trained tokens lies below a version."""
     return any(s.policy_version < bound and _share_below(s, bound, share) for s in samples)
 
 

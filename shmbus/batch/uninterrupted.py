@@ -1,8 +1,8 @@
-"""Short changes that no signal's handler can interrupt, such as the one of Ctrl-C.
+"""Short changes no signal's handler can interrupt, for example the handler of Ctrl-C.
 
-Most changes need no such thing: they build a new state and assign it, which is one step. What is
-given to `call_uninterrupted` runs in a thread where no handler does: it neither waits for long nor
-calls the user's code, and needs no lock that the caller holds.
+Most changes need no protection: they build a new state and assign it, in a single step. A function
+given to `call_uninterrupted` runs in a thread without handlers. It must not wait for long, call the
+user's code, or need a lock held by the caller.
 """
 
 from shmbus_ext._core import ClosedByBlock

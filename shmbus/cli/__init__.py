@@ -1,4 +1,4 @@
-"""The command line, ``shmbus COMMAND``: one file a command, each with ``add_parser`` and ``run``.
+"""The command line, ``shmbus COMMAND``: a file per command, with ``add_parser`` and ``run``.
 
 Other packages add commands by the entry-point group ``shmbus.commands``: the entry's name is the
 command, its object a module with ``add_parser``. So nothing here imports upwards.
@@ -6,9 +6,9 @@ command, its object a module with ``add_parser``. So nothing here imports upward
 Invariants:
 
 - Exit status: 0 success, 1 failure, 2 usage. A known failure prints its message, not a traceback.
-- A plug-in that cannot be loaded harms no other command: help lists it with the reason. For a
-  built-in command no plug-in is loaded, nor can one replace it.
-- A built-in command starts without the modules of the others.
+- An unloadable plug-in harms no other command: help lists the plug-in with the reason. A built-in
+  command loads no plug-in, and a plug-in cannot replace a built-in command.
+- A built-in command starts without the modules of other commands.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _PLUGINS = "shmbus.commands"
 
 
 class _Help(argparse.HelpFormatter):
-    """Wraps what is one paragraph; what has lines of its own, as examples have, keeps them."""
+    """Wraps paragraphs; keeps the lines of laid-out text like examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" not in text:
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     words = sys.argv[1:] if arguments is None else arguments
     built_in = bool(words) and words[0] in _COMMANDS
-    # Each module once.
+    # A module may serve several commands; add it once.
     for module in dict.fromkeys([_COMMANDS[words[0]]] if built_in else _COMMANDS.values()):
         importlib.import_module(f"{__name__}.{module}").add_parser(commands)
     if not built_in:
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(unknown_command(words[0], commands.choices))
     parsed = parser.parse_args(arguments)
     if sys.stdout is None:
-        # Closed before the start, as by `>&-`: that nobody reads the output is no error.
+        # Closed before the start, as by `>&-`: output without a reader counts as no error.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the life of the process)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exit_status: int = parsed.run(parsed)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of the output has gone; the flush at exit must have a place to go.
+        # The output's reader is gone; the flush at exit must still find an open file.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (shmbus.ShmbusError, OSError, RuntimeError) as error:
@@ -123,17 +123,17 @@ def _add_plugins(commands: Commands) -> None:
             # A trial first: what raises half way must not leave half a command.
             plugin.add_parser(argparse.ArgumentParser().add_subparsers())
             plugin.add_parser(commands)
-        except Exception as error:  # code of others: it may raise anything
+        except Exception as error:  # foreign code may raise every exception
             _add_broken(commands, entry, error)
 
 
 def _add_broken(commands: Commands, entry: EntryPoint, error: Exception) -> None:
-    """Add a command that says why it cannot be loaded, and nothing else."""
+    """Add a command that only reports why its plug-in cannot be loaded."""
     reason = f"{entry.value}: {type(error).__name__}: {error}"
     parser = commands.add_parser(
         entry.name,
         help=f"cannot be loaded: {reason}".replace("%", "%%"),
-        # Whatever the command would have taken, its help too, gets the reason.
+        # Every argument of the command, even for help, gets the reason.
         add_help=False,
         prefix_chars="\0",
     )

@@ -1,4 +1,4 @@
-"""What commands share: how they are added, take words of the command line, and print JSON."""
+"""Shared code of commands: adding them, parsing words of the command line, printing JSON."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shmbus.segment.names import bus_names, check_name
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-#: How much a word has in common with the command that it is taken for, from 0 to 1: "stats" and
-#: "status" have 0.91.
+#: Minimum similarity of a word and its suggested command, from 0 to 1: "stats" and "status" share
+#: 0.91.
 _ALIKE: Final = 0.6
 
-#: What other programs call them.
+#: Names used by other programs.
 _SYNONYMS: Final = {
     "ls": "list", "ps": "list", "stat": "status", "info": "status", "watch": "top",
     "monitor": "top", "start": "serve", "daemon": "serve", "unlink": "rm", "remove": "rm",
@@ -77,7 +77,7 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def number_of(text: str) -> float:
-    """Return the number; where there is none, NaN, which is within no bound."""
+    """Return the number; NaN, outside of all bounds, for text without a number."""
     try:
         return float(text)
     except ValueError:
@@ -100,7 +100,7 @@ def seconds(least: float | None = None, *, endless: bool = False) -> Callable[[s
 
 
 def require_extra(extra: str, *packages: str, option: str = "it") -> None:
-    """Raise unless these packages are installed, which an extra has."""
+    """Raise unless an extra's packages are installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(
@@ -115,7 +115,7 @@ def print_json(value: Any, stream: TextIO | None = None) -> None:
 
 
 def unknown_command(word: str, commands: Iterable[str]) -> str:
-    """Say that there is no such command, and which one was probably meant."""
+    """Report an unknown command, with the probable command."""
     known = list(commands)
     meant = difflib.get_close_matches(word.lower(), known, 1, _ALIKE)
     if word.lower() in _SYNONYMS:
@@ -125,14 +125,15 @@ def unknown_command(word: str, commands: Iterable[str]) -> str:
 
 
 def complete(parser: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser]) -> None:
-    """Answer a shell that asks for completions, and exit; return where none asks."""
-    # It is argcomplete (extra `ops`) that completes; it is loaded only for a shell that asks.
+    """Answer a shell that asks for completions, and exit; otherwise return."""
+    # argcomplete (extra `ops`) completes; it loads only for a shell that asks.
     if "_ARGCOMPLETE" not in os.environ:
         return
     try:
         import argcomplete
     except ImportError:
-        return  # asked by a shell that knows another environment's; without it nothing completes
+        # a shell with another environment's completions; without argcomplete nothing completes
+        return
     for command in commands:
         for action in command._actions:
             if action.metavar == "NAME":

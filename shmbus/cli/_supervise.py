@@ -1,11 +1,11 @@
-"""What ``shmbus serve --http`` and ``--web`` start: processes beside the daemon, kept running.
+"""Processes beside the daemon, kept running for ``shmbus serve --http`` and ``--web``.
 
 Invariants:
 
-- It ends with the daemon, also with one that is killed: it holds one end of a pair of sockets, and
-  reads the end of the other.
-- One that dies is started again. What a gateway leaves is in the bus and its companion file, and a
-  page leaves nothing, so its successor goes on.
+- The process ends with the daemon, even a killed daemon: the daemon holds one end of a pair of
+  sockets, and the process reads the end of the other.
+- A dead process is started again. A gateway leaves its state in the bus and its companion file, and
+  a page leaves none, so the successor goes on.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shmbus._programs import program
 
 logger = logging.getLogger("shmbus.serve")
 
-#: Seconds before a process that died is started again; doubled each time that it did not live
-#: _SOUND_S, up to _MOST_S: a port that is taken is not asked for a thousand times.
+#: Seconds before a restart of a dead process; doubled after every life shorter than
+#: _SOUND_S, up to _MOST_S: a taken port is not tried a thousand times.
 _PAUSE_S = 0.5
 _SOUND_S = 30.0
 _MOST_S = 30.0
-#: Seconds that it has to end in order.
+#: Seconds for an orderly end.
 _END_S = 10.0
 
 
@@ -36,7 +36,7 @@ _END_S = 10.0
 def supervised(
     what: str, words: list[str], environment: dict[str, str] | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Have a command run for the block; yields what has it end earlier, without a wait."""
+    """Run a command for the block; yield a function that ends it earlier, without a wait."""
     ours, theirs = socket.socketpair()
     stopping = threading.Event()
     argv = program("shmbus", *words, "--parent-fd", str(theirs.fileno()))
@@ -49,7 +49,7 @@ def supervised(
     )
     thread.start()
     try:
-        # A daemon that drains has a gateway end first: it holds leases, and gives them back.
+        # A draining daemon ends a gateway first: the gateway holds leases, and gives them back.
         yield stopping.set
     finally:
         stopping.set()
@@ -65,7 +65,7 @@ def _keep(
     theirs: socket.socket,
     stopping: threading.Event,
 ) -> None:
-    """Start it, and again, until it shall stop."""
+    """Start the process, and restart it, until the stop."""
     pause_s = _PAUSE_S
     while not stopping.is_set():
         began_s = time.monotonic()
@@ -97,5 +97,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def resume_program(name: str) -> list[str]:
-    """Return the command line that resumes inference servers which a dead trainer left paused."""
+    """Return the command line that resumes inference servers left paused by a dead trainer."""
     return program("shmbus.engines.resume", name)

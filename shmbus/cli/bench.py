@@ -1,8 +1,8 @@
 """``shmbus bench``: measure this machine; the code is in ``bench/`` of the source checkout.
 
-The benchmark is not installed with the package: it needs the sources of small C programs, and the
-contenders. In a checkout this command runs it in an interpreter of its own; elsewhere it says what
-to do. It imports nothing of the benchmark.
+The package omits the benchmark, which needs the sources of small C programs, and the contenders. In
+a checkout the command runs the benchmark in an interpreter of its own; elsewhere the command prints
+the remedy. The module imports nothing of the benchmark.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark of the checkout that this package lies in, and return its exit status."""
+    """Run the benchmark of this package's checkout, and return its exit status."""
     root = Path(shmbus.__file__).resolve().parents[1]
     if not (root / _SUITE).is_file():
         wants_help = {"-h", "--help"} & set(arguments.options)
@@ -57,5 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            # Ctrl-C reaches both processes: the benchmark ends its children, and this one waits.
+            # Ctrl-C reaches both processes: the benchmark ends its children, and this process
+            # waits.
             continue

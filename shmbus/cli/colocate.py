@@ -1,10 +1,10 @@
-"""``shmbus colocate``: a trainer and an engine on one GPU, under MPS where it can be had.
+"""``shmbus colocate``: a trainer and an engine on one GPU, under MPS if available.
 
 Invariants:
 
 - A device's state is neither read through its driver nor changed: MPS is a daemon of this user's,
-  in directories of this user's own. Another user's is named, and left alone.
-- Without MPS the answer is the same but for the reason: both sides work in turns, and slower.
+  in directories of this user's own. Another user's MPS is named, and left alone.
+- Without MPS the answer differs only by the reason: both sides work in turns, and slower.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SPARE: Final = 0.10
 
 _CONTROL: Final = "nvidia-cuda-mps-control"
 
-#: What the kernel keeps of a name.
+#: The kernel's limit of a name.
 _COMM: Final = _CONTROL[:15]
 
-#: Seconds that the daemon has to start or to end.
+#: Seconds for the daemon's start or end.
 _PATIENCE_S: Final = 10.0
 
 
@@ -67,7 +67,7 @@ def _share(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the environment, after starting MPS where that was asked for; or end it."""
+    """Print the environment, after starting MPS on request; or end MPS."""
     if arguments.stop:
         return _stop()
     total = (arguments.train or 1) + (arguments.infer or 1) + SPARE
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Return where this user's MPS is: as the environment says, or in a place of our own."""
+    """Return the place of this user's MPS: from the environment, or our own."""
     home = f"/tmp/shmbus-mps-{os.getuid()}"
     return {
         "CUDA_MPS_PIPE_DIRECTORY": os.environ.get("CUDA_MPS_PIPE_DIRECTORY", f"{home}/pipe"),
@@ -99,9 +99,9 @@ def _environment() -> dict[str, str]:
 
 
 def _daemons() -> Iterator[tuple[int, int, str]]:
-    """Yield each daemon's pid, its user, and where it is, empty where that is not ours to read."""
+    """Yield each daemon's pid, user, and place; an empty place if unreadable."""
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process ended
             if (folder / "comm").read_text().strip() != _COMM:
                 continue
             place = ""
@@ -114,13 +114,13 @@ def _daemons() -> Iterator[tuple[int, int, str]]:
 
 
 def _is_here() -> bool:
-    """Whether this user's MPS runs where the environment says."""
+    """Tell if this user's MPS runs in the environment's place."""
     here = _environment()["CUDA_MPS_PIPE_DIRECTORY"]
     return any(user == os.getuid() and place == here for _, user, place in _daemons())
 
 
 def _missing() -> str:
-    """Say what is missing for MPS; empty where it runs."""
+    """Name the missing parts of MPS; empty while MPS runs."""
     if _is_here():
         return ""
     if shutil.which(_CONTROL) is None:
@@ -133,7 +133,7 @@ def _missing() -> str:
 
 
 def _start() -> str:
-    """Start MPS; say what is in the way, or nothing."""
+    """Start MPS; return the obstacle, or an empty text."""
     problem = _missing()
     if not problem.endswith("--start"):
         return problem
@@ -149,7 +149,7 @@ def _start() -> str:
 
 
 def _stop() -> int:
-    """End this user's MPS, and wait for that."""
+    """End this user's MPS, and wait for the end."""
     if not _is_here():
         print("no MPS of this user's runs here; nothing to end", file=sys.stderr)
         return 1
@@ -163,7 +163,7 @@ def _stop() -> int:
 
 
 def _becomes(here: bool) -> bool:
-    """Wait until this user's MPS runs, or does not."""
+    """Wait until this user's MPS runs, or until it ended."""
     deadline = time.monotonic() + _PATIENCE_S
     while _is_here() != here and time.monotonic() < deadline:
         time.sleep(0.05)

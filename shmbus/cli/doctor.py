@@ -1,10 +1,10 @@
-"""``shmbus doctor``: checks this machine for what a bus needs, with a hint for each problem.
+"""``shmbus doctor``: checks this machine for the needs of a bus, with a hint for each problem.
 
 Invariants:
 
-- A check changes nothing; one that tries something out leaves nothing behind.
-- torch is imported in a child process only, which is ended when that takes too long.
-- "fail" means that shmbus cannot work; "warn" that it will work worse than it could.
+- A check changes nothing; a trial leaves nothing behind.
+- torch is imported in a child process only, which ends at a time limit.
+- "fail" means that shmbus cannot work; "warn" that shmbus works below its best.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from shmbus.pool.status import read_pools
 from shmbus.segment.room import limits
 from shmbus_ext import _core
 
-#: What is found of a package that is not there.
+#: Finding on a missing package.
 NOT_INSTALLED: Final = "not installed"
 
 _ROOT: Final = Path("/")
 _SHM: Final = Path("/dev/shm")
-#: The first number of a user whom logind counts as one: system users keep what they have.
+#: Lowest number of a regular user for logind: system users keep their shared memory.
 _FIRST_USER: Final = 1000
 
 #: Free bytes of /dev/shm below which no useful bus fits: its tables and a few records.
@@ -61,11 +61,11 @@ class Finding(msgspec.Struct, frozen=True):
 
     #: Its name; stays the same over versions.
     check: str
-    #: Whether shmbus works well, worse than it could, or not at all.
+    #: Grade of shmbus on this machine: well, below its best, or not at all.
     level: Literal["ok", "warn", "fail"]
-    #: What was found.
+    #: The observed fact.
     found: str
-    #: What to do, or "". An "ok" may have one too, for a further improvement.
+    #: The remedy, or "". An "ok" may carry a hint too, for a further improvement.
     hint: str = ""
 
 
@@ -76,7 +76,7 @@ def diagnose(*, torch: bool = True) -> Iterator[Finding]:
         try:
             yield from check()
         except (OSError, ValueError, shmbus.ShmbusError) as error:
-            # A check that fails must not hide the others.
+            # A failed check must not hide the remaining checks.
             yield Finding(name, "warn", f"cannot tell: {error}")
     yield _check_torch(torch)
     yield _check_flash_attention()
@@ -97,7 +97,7 @@ def _mount_type(path: Path) -> str | None:
     for line in (_read("/proc/self/mounts") or "").splitlines():
         parts = line.split()
         if len(parts) > 2 and parts[1] == str(path):
-            found = parts[2]  # the last one mounted there is the one that counts
+            found = parts[2]  # the last mount there counts
     return found
 
 
@@ -194,10 +194,10 @@ def _check_logout() -> Iterator[Finding]:
 
 
 def _removes_ipc() -> bool:
-    """Whether logind's settings have it remove a user's shared memory; it does by default."""
+    """Tell if logind's settings remove a user's shared memory; by default they remove it."""
     folders = [_ROOT / part / "systemd" for part in ("etc", "run", "usr/local/lib", "usr/lib")]
     mains = (folder / "logind.conf" for folder in folders)
-    # Of files of one name the one of the first folder counts; all are read in order of their names.
+    # Among files of the same name the first folder's counts; all are read in order of their names.
     more = {
         file.name: file
         for folder in reversed(folders)
@@ -217,7 +217,7 @@ def _removes_ipc() -> bool:
 
 
 def _check_huge_pages() -> Iterator[Finding]:
-    """Whether a bus has huge pages here; tried out, since many settings decide that."""
+    """Check a bus for huge pages by a trial, since many settings decide."""
     name = f"doctor-pages-{os.getpid()}"
     try:
         with shmbus.Bus.create(name, "8MiB"):
@@ -252,7 +252,7 @@ def _check_kernel() -> Iterator[Finding]:
 
 
 def _check_locks() -> Iterator[Finding]:
-    """Whether the kernel has open-file-description locks, which every proof of death needs."""
+    """Check the kernel for open-file-description locks, needed by every proof of death."""
     with tempfile.TemporaryFile(dir=_SHM, prefix="shmbus-doctor-") as file:
         holder = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -335,7 +335,7 @@ _OPTIONAL: Final = (
 
 
 def _check_round_trip() -> Iterator[Finding]:
-    """Whether a trajectory goes through a bus here; the bus is removed afterwards."""
+    """Send a trajectory through a bus here; the bus is removed afterwards."""
     name = f"doctor-{os.getpid()}"
     try:
         with shmbus.Bus.create(name, "1MiB"), shmbus.Producer(name) as producer:
@@ -494,7 +494,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print each finding when it is there; 1 where one is a failure."""
+    """Print each finding on arrival; 1 after a failure."""
     findings: list[Finding] = []
     for finding in diagnose(torch=not arguments.quick):
         findings.append(finding)

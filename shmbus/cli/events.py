@@ -1,4 +1,4 @@
-"""``shmbus events``: what happened on a bus, or to one group of it."""
+"""``shmbus events``: the history of a bus, or of a single group."""
 
 from __future__ import annotations
 

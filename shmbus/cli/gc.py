@@ -47,7 +47,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List, and with --yes remove; 1 where a named bus has no file, or one could not be removed."""
+    """List, and with --yes remove; 1 for a named bus without a file, or a failed removal."""
     found = leftovers.survey()
     names = set(arguments.names)
     unknown = names - {leftover.name for leftover in found}
@@ -116,7 +116,7 @@ def _loss(leftover: leftovers.Leftover) -> str:
 
 
 def _remove(chosen: list[leftovers.Leftover], *, quiet: bool) -> bool:
-    """Remove one after the other; True if all of it worked."""
+    """Remove leftovers in turn; True if all removals succeeded."""
     removed = []
     failures = 0
     for leftover in chosen:
@@ -124,7 +124,7 @@ def _remove(chosen: list[leftovers.Leftover], *, quiet: bool) -> bool:
             leftovers.remove(leftover)
             removed.append(leftover)
         except FileNotFoundError:
-            continue  # another process has removed it
+            continue  # removed by another process
         except (errors.BusBusyError, OSError) as error:
             failures += 1
             print(f"shmbus gc: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``shmbus inspect``: a segment record by record, for a bus that is stuck, damaged or foreign."""
+"""``shmbus inspect``: a segment record by record, for a stuck, damaged or foreign bus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shmbus.inspect.undelivered import MAX_RECORDS
 _DEFAULT_LIMIT = 20
 _DEFAULT_GROUPS = 40
 _ID_WIDTH = 32
-#: Lines of runs for people; JSON has them all.
+#: Lines of runs for people; JSON lists all.
 _RUNS_SHOWN = 40
 _HEX = {"magic": 16, "layout_hash": 8, "geometry_crc": 8, "intent_crc": 8}
 
@@ -65,7 +65,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def _run_groups(arguments: argparse.Namespace) -> int:
-    """Print incomplete groups; 1 where they cannot be said."""
+    """Print incomplete groups; 1 if unknown."""
     found = read_groups(arguments.name, arguments.groups, walk_records=MAX_RECORDS)
     if arguments.json:
         print_json(found)
@@ -78,7 +78,7 @@ def _run_groups(arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the segment, or its groups; 1 where it is damaged."""
+    """Print the segment, or its groups; 1 for a damaged segment."""
     if arguments.groups is not None:
         return _run_groups(arguments)
     found = inspect(

@@ -15,16 +15,16 @@ from shmbus.segment.names import bus_names
 
 
 class BusLine(msgspec.Struct, frozen=True):
-    """One bus; everything but name and problem is None where it cannot be read."""
+    """One bus; everything but name and problem is None if unreadable."""
 
     name: str
     #: Bytes for records.
     capacity: int | None = None
     fill: float | None = None
-    #: Trajectories that are committed and neither acknowledged nor dropped.
+    #: Trajectories committed and neither acknowledged nor dropped.
     undelivered: int | None = None
     producers: int | None = None
-    #: The reader, "" where there is none.
+    #: The reader, "" without a reader.
     collector: str | None = None
     problem: str | None = None
     #: Slot pools beside it, such as weights.
@@ -50,7 +50,7 @@ def _line(name: str, pools: list[PoolStatus]) -> BusLine | None:
     try:
         status = read_status(name, walk=False)
     except errors.BusNotFoundError:
-        return None  # it was removed after the listing
+        return None  # removed after the listing
     except (errors.LayoutMismatchError, PermissionError, ValueError) as error:
         return BusLine(printable(name), problem=printable(str(error)), pools=pools)
     collector = status.collector
@@ -66,7 +66,7 @@ def _line(name: str, pools: list[PoolStatus]) -> BusLine | None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the list, which may be empty."""
+    """Print the list, even if empty."""
     pools = read_pools()
     lines = [
         line

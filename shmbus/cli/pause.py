@@ -10,7 +10,7 @@ from shmbus_ext import _core
 
 
 def add_parser(commands: Commands) -> None:
-    """Add both commands."""
+    """Add the commands `pause` and `resume`."""
     pause = add_command(
         commands,
         "pause",

@@ -1,4 +1,4 @@
-"""``shmbus rm``: removes a bus with all that goes with it, if nobody uses it."""
+"""``shmbus rm``: removes an unused bus with its companions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Remove each bus; 1 where one of them was not."""
+    """Remove the named buses; 1 after a failed removal."""
     failed = False
     for name in dict.fromkeys(arguments.names):
         try:
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _remove(name: str, *, force: bool) -> str:
-    """Remove all files of a bus, the segment first; returns what to say of it."""
+    """Remove all files of a bus, the segment first; return the message."""
     found = leftovers.of_bus(name)
     if not found:
         raise errors.BusNotFoundError(

@@ -1,4 +1,4 @@
-"""``shmbus serve NAME``: the daemon. Creates the bus or adopts it, and serves it until SIGTERM."""
+"""``shmbus serve NAME``: the daemon. Creates or adopts the bus, and serves until SIGTERM."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Serve; 0 after an orderly end, 2 where the settings are wrong."""
+    """Serve; 0 after an orderly end, 2 for wrong settings."""
     path = parsed.config or os.environ.get("SHMBUS_CONFIG")
     try:
         check_name(parsed.name)
@@ -68,7 +68,7 @@ def run(parsed: argparse.Namespace) -> int:
     policy = settings.policy()
     require_place(parsed.name)
     with contextlib.ExitStack() as stack:
-        # First, since its port may be taken: nothing has been created then.
+        # First, before creating anything, because its port may be taken.
         if settings.metrics_port is not None:
             stack.enter_context(_metrics(parsed.name, settings.metrics_port, settings.metrics_host))
         if settings.restore is not None:
@@ -93,7 +93,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _create(name: str, settings: config.Settings) -> None:
-    """Create the bus, or leave the one that is there as it is, if it has the schema asked for."""
+    """Create the bus, or keep an existing bus with the requested schema."""
     schema = settings.declared()
     try:
         creation.create_segment(
@@ -107,9 +107,9 @@ def _create(name: str, settings: config.Settings) -> None:
 def _start_supervised(
     name: str, settings: config.Settings, stack: contextlib.ExitStack
 ) -> Callable[[], None] | None:
-    """Start the processes beside the daemon; returns what the gateway is told before it drains."""
+    """Start the processes beside the daemon; return the gateway's signal before a drain."""
     if settings.web is not None:
-        # One token for all of its lives: pages that are open go on.
+        # A token for all its lives: open pages go on.
         token = os.environ.get("SHMBUS_WEB_TOKEN") or secrets.token_urlsafe(24)
         words = ["web", name, "--port", str(settings.web)]
         stack.enter_context(supervised("page", words, {"SHMBUS_WEB_TOKEN": token}))

@@ -15,7 +15,7 @@ from shmbus.store import snapshot
 
 
 def add_parser(commands: Commands) -> None:
-    """Add both commands to the parser of the command line."""
+    """Add the commands `snapshot` and `restore` to the parser of the command line."""
     take = add_command(
         commands,
         "snapshot",

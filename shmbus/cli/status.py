@@ -1,4 +1,4 @@
-"""``shmbus status``: one bus at a glance, for people or as JSON."""
+"""``shmbus status``: a bus at a glance, for people or as JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def report(status: BusStatus) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the status; 1 where trajectories cannot be accounted for."""
+    """Print the status; 1 for unaccounted trajectories."""
     if arguments.ray is not None:
         return _show_nodes(arguments)
     status = read_status(arguments.name)
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show_nodes(arguments: argparse.Namespace) -> int:
-    """Have the relay's command do it, which nothing here knows but by its entry point."""
+    """Delegate to the relay's command, known only by its entry point."""
     for entry in importlib.metadata.entry_points(group="shmbus.commands", name="relay"):
         found: int = entry.load().show_nodes(
             arguments.name, None if arguments.ray == "auto" else arguments.ray, json=arguments.json

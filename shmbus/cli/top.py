@@ -21,7 +21,7 @@ from shmbus.cli.status import report
 from shmbus.inspect.rates import Watcher
 
 _MIN_INTERVAL_S = 0.1
-#: Another screen without a cursor, whose lines do not wrap; and back.
+#: Another screen without a cursor, with unwrapped lines; and back.
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
 
 
@@ -46,7 +46,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def frame(watcher: Watcher) -> str:
-    """Lay out what the last poll found."""
+    """Lay out the last poll's findings."""
     rates = watcher.rates
     return (
         f"trajectories  {show_count(rates.committed)}/s in, {show_count(rates.acknowledged)}/s "
@@ -56,7 +56,7 @@ def frame(watcher: Watcher) -> str:
 
 
 def fitted(text: str, rows: int) -> list[str]:
-    """Return the lines that a terminal has room for; the last one counts the others."""
+    """Return the lines that fit a terminal; the last line counts the omitted lines."""
     lines = text.splitlines()
     if len(lines) <= rows:
         return lines
@@ -67,7 +67,7 @@ def fitted(text: str, rows: int) -> list[str]:
 def run(arguments: argparse.Namespace) -> int:
     """Watch until q, Ctrl-C, SIGTERM, or the end of the bus."""
     watcher = Watcher(arguments.name)
-    watcher.poll()  # an unknown bus is reported before the terminal is changed
+    watcher.poll()  # an unknown bus is reported before the terminal changes
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         time.sleep(arguments.interval)
         watcher.poll()
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[None]:
-    """Have a screen, and keys one by one, for the block; the terminal is restored in any case."""
+    """Provide a screen, and keys singly, for the block; always restore the terminal."""
     before = termios.tcgetattr(sys.stdin)
     ends = (signal.SIGTERM, signal.SIGHUP)
     handlers = [signal.signal(number, signal.default_int_handler) for number in ends]
@@ -103,6 +103,6 @@ def _screen() -> Iterator[None]:
 
 
 def _quits(wait_s: float) -> bool:
-    """Whether a key that leaves was pressed within the time; another one ends the wait."""
+    """Tell if a quitting key was pressed within the time; other keys end the wait."""
     fd = sys.stdin.fileno()
     return bool(select.select([fd], [], [], wait_s)[0]) and os.read(fd, 64)[:1] in (b"", b"q", b"Q")

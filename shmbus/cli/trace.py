@@ -2,8 +2,8 @@
 
 Invariants:
 
-- A daemon notes samples only while this asks it; nothing else of a run knows of a trace.
-- What was read is written at once: memory is for what is open. A file without its end is whole but
+- A daemon notes samples only while the trace asks it; no other part of a run knows of a trace.
+- Every read is written at once: memory serves open slices only. A file without its end is whole but
   for its last line, and viewers open it.
 """
 
@@ -31,10 +31,10 @@ from shmbus.inspect.trace_events import TraceEvent, TraceEvents
 from shmbus.pool.status import read_pools
 
 #: Seconds between two looks at the history, and at all else. A daemon remembers 8,192 events of
-#: groups: two looks see all that happens up to 30,000 a second.
+#: groups: two looks see all events up to 30,000 a second.
 _HISTORY_S: Final = 0.25
 _STATUS_S: Final = 1.0
-#: Incomplete groups that are asked for who makes their samples.
+#: Incomplete groups in a request for their samples' producers.
 _GROUPS: Final = 200
 
 
@@ -81,7 +81,7 @@ class _File:
 
 
 class _Trace:
-    """Reads one bus again and again."""
+    """Reads a bus again and again."""
 
     def __init__(self, name: str, file: _File) -> None:
         self._name = name
@@ -90,11 +90,11 @@ class _Trace:
         self._after = 0
         self._daemon_pid = 0
         self._looked_s = 0.0
-        #: Why there is no history just now; "" where there is.
+        #: Reason for a missing history; "" with a history.
         self.problem = ""
 
     def look(self) -> None:
-        """Read what is new."""
+        """Read new events and states."""
         now_s = time.time()
         if self.problem or not 0 <= now_s - self._looked_s < _STATUS_S:
             self._looked_s = now_s
@@ -104,7 +104,7 @@ class _Trace:
                 self._name, after=self._after, limit=limits.MAX_EVENTS_SHOWN, trace=True
             )
             self.problem = found.problem
-            # What was forgotten before the trace began is no gap in it.
+            # Events forgotten before the trace began leave no gap.
             missed = found.missed if self._after else 0
             self._after = found.newest
             if self._events.has_strangers(found.events):
@@ -125,12 +125,12 @@ class _Trace:
         self._file.add(self._events.weights(read_pools(self._name), now_s))
 
     def end(self) -> None:
-        """Write what is open."""
+        """Write open slices."""
         self._file.add(self._events.end(time.time()))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trace until a limit, a signal or the end of the bus; the file is whole in each case."""
+    """Trace until a limit, a signal or the end of the bus; the file is always whole."""
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     name, began_s = arguments.name, time.monotonic()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    found = read_events(name, limit=1)  # before there is a file
+    found = read_events(name, limit=1)  # before creating a file
     if found.problem:
         print(f"shmbus trace: {found.problem}", file=sys.stderr)
         return 1

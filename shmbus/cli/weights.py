@@ -11,7 +11,7 @@ from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.cli._supervise import resume_program
 from shmbus.pool.status import PoolStatus, read_pool
 
-#: Columns of a reader's error; all of it is in --json.
+#: Columns of a reader's error; --json prints the full text.
 _ERROR_COLUMNS = 60
 
 
@@ -42,7 +42,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the tables, or end what a dead trainer left."""
+    """Print the tables, or end a dead trainer's remains."""
     if arguments.resume:
         return subprocess.run(resume_program(arguments.name), check=False).returncode
     status = read_pool(arguments.name, arguments.kind)

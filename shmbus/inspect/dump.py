@@ -1,6 +1,6 @@
-"""A segment laid open: header, slots, runs, records, and what keeps each run from being reused.
+"""Dump of a segment: header, slots, runs, records, and the obstacles to each run's reuse.
 
-For a bus that is stuck, damaged or of another layout. It reads the file and maps nothing
+For a stuck or damaged bus, or a bus of another layout. The dump reads the file and maps nothing
 (`shmbus.inspect.segment_file`).
 """
 
@@ -22,25 +22,25 @@ from shmbus_ext import _core
 _SLOT_STATES = {_core.SLOT_FREE: "free", _core.SLOT_ACTIVE: "active", _core.SLOT_CLOSED: "closed"}
 
 
-#: What a run's view has of its scan.
+#: Attributes a run's view copies from its scan.
 _COUNTS = ("reserved", "committed", "aborted", "released", "unknown", "unreadable")
 
 
 class SlotView(ProducerSlot, frozen=True, kw_only=True):
-    """A slot as the segment has it; the collector's own comes last."""
+    """A slot of the segment; the collector's own comes last."""
 
-    #: "free", "active", "closed", or "damaged" for any other value.
+    #: "free", "active", "closed", or "damaged" for every other value.
     state: str
-    #: Whether a living process holds its lock.
+    #: True if a living process holds its lock.
     locked: bool
-    #: Whether the owner stopped or died between the beginning of a commit and its count.
+    #: True if the owner stopped or died between the beginning of a commit and its count.
     commit_under_way: bool
 
 
 class RunView(Run, frozen=True, kw_only=True):
-    """A run, with the records in it, counted by state."""
+    """A run and its records, counted by state."""
 
-    #: Whether it is the collector's lane of stragglers.
+    #: True for the collector's lane of stragglers.
     collector: bool
     reserved: int
     committed: int
@@ -49,7 +49,7 @@ class RunView(Run, frozen=True, kw_only=True):
     unknown: int
     #: Bytes behind a damaged frame.
     unreadable: int
-    #: What keeps the run from being reused.
+    #: Obstacles to the run's reuse.
     pinned_by: list[str]
 
 
@@ -60,19 +60,19 @@ class RecordView(msgspec.Struct, frozen=True):
     offset: int
     producer_id: int
     sequence: int
-    #: Its place in its group; "" and 0 while it is reserved.
+    #: Place in the group; "" and 0 while reserved.
     instance_id: str
     round: int | None
     index: int
     group_size: int
     #: "reserved", "committed", "aborted", "released", "unknown" or "unreadable".
     state: str
-    #: "ok", or the checksum that does not hold: "frame", "header", "payload".
+    #: "ok", or the failed checksum: "frame", "header", "payload".
     verdict: str
     #: Header and padding included.
     nbytes: int
     age_s: float | None
-    #: As its producer gave them; None for a score that is not finite.
+    #: The producer's values; None for a score that is not finite.
     score: float | None
     policy_version: int
     moved: bool
@@ -86,21 +86,21 @@ class Inspection(msgspec.Struct, frozen=True):
     name: str
     path: str
     file_bytes: int
-    #: Why no process of this version can use the segment.
+    #: Reason why no process of this version can use the segment.
     problem: str | None
-    #: Whether a living process has it open, and whether one collects.
+    #: True if a living process holds the segment open, and if a living process collects.
     in_use: bool
     collector_alive: bool
-    #: The header's fields; those of another layout are read as if they were of this one.
+    #: The header's fields; a header of another layout is read by this layout.
     header: dict[str, Any]
-    #: What was asked for; empty where the header makes no sense.
+    #: The requested parts; empty for an unusable header.
     slots: list[SlotView]
     runs: list[RunView]
     records: list[RecordView]
     records_omitted: int
-    #: The fields that the bus declares; None where it declares none.
+    #: The declared fields; None without a declaration.
     schema: list[SchemaField] | None = None
-    #: Why these cannot be read; "" where they can.
+    #: Reason for an unreadable schema; "" if readable.
     schema_problem: str = ""
 
 
@@ -124,7 +124,7 @@ def inspect(
             ]
             collects = file.collector_alive()
             for run in leased:
-                # All committed records, whether or not their lane has counted them.
+                # All committed records, counted by their lane or not.
                 scan = file.scan(run, 2**64 - 1)
                 if not scan.changed:
                     runs.append(_run(file, run, scan, collects))
@@ -147,7 +147,7 @@ def inspect(
 
 
 def _may_hold_records_of(file: SegmentFile, run: Run, producer: int) -> bool:
-    # The collector's lane has stragglers of any producer.
+    # The collector's lane holds stragglers of every producer.
     return run.producer_id == producer or run.slot == file.max_producers
 
 
@@ -249,7 +249,7 @@ def _record(row: RecordRow, now_ns: int) -> RecordView:
         verdict=row.verdict,
         nbytes=row.nbytes,
         age_s=max(0.0, (now_ns - row.committed_ns) / 1e9) if has_body else None,
-        # JSON has no nan and no infinity.
+        # JSON lacks nan and infinity.
         score=row.score if has_body and np.isfinite(row.score) else None,
         policy_version=row.policy_version if has_body else 0,
         moved=row.moved,

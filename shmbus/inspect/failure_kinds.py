@@ -1,13 +1,13 @@
-"""Reasons of failures as a few kinds, so that they can be counted: the texts are anybody's.
+"""Reasons of failures as a few countable kinds: the texts are arbitrary.
 
-Invariant: `KINDS` are all that there are, whatever a reason says.
+Invariant: `KINDS` is complete, regardless of the reasons.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-#: Words of a reason that tell its kind; the first kind with one of them is it.
+#: Words that reveal a reason's kind; the first kind with a match wins.
 _WORDS: Final[dict[str, tuple[str, ...]]] = {
     "died": ("died while it had it",),
     "rate_limit": ("rate limit", "too many requests", "429"),
@@ -19,12 +19,12 @@ _WORDS: Final[dict[str, tuple[str, ...]]] = {
     "memory": ("memory", "oom"),
     "length": ("too long", "context length", "max_tokens"),
 }  # fmt: skip
-#: "none" is where no reason was given.
+#: "none" stands for a missing reason.
 KINDS: Final = (*_WORDS, "none", "other")
 
 
 def kind_of(reason: str) -> str:
-    """Return the kind of a reason, one of `KINDS`."""
+    """Return the kind of a reason, from `KINDS`."""
     said = reason.lower()
     if not said:
         return "none"

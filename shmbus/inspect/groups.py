@@ -2,9 +2,9 @@
 
 Invariants:
 
-- The daemon is asked first, in one message; its stash has them sorted. Without one the records are
-  walked, up to a number of them, and what is left out is said.
-- Texts are escaped here, before they are in a struct.
+- The daemon comes first, in a single message; its stash keeps the groups sorted. Without a daemon
+  the records are walked, up to a number of them, and omissions are reported.
+- Texts are escaped here, before they enter a struct.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ WALK_RECORDS = 20_000
 class Groups(msgspec.Struct, frozen=True, kw_only=True):
     """Incomplete groups."""
 
-    #: Who said so; none: there are too many records to sort from outside.
+    #: Source of the list; none: too many records to sort from outside.
     source: Literal["daemon", "records", "none"]
     #: The oldest first.
     groups: list[GroupCells]
-    #: Incomplete groups that are not among them, as far as that is known.
+    #: Incomplete groups missing from the list, as far as known.
     omitted: int = 0
-    #: Why there are none or fewer; "" where nothing was in the way.
+    #: Reason for an empty or short list; "" without an obstacle.
     problem: str = ""
 
 
@@ -89,7 +89,7 @@ def _escaped(group: GroupCells) -> GroupCells:
 
 
 def _with_requests(groups: list[GroupCells], wanted: list[WantedStatus]) -> list[GroupCells]:
-    """Add what the retry table says: who makes a failed sample again."""
+    """Add the retry table's claims: the producers that make failed samples again."""
     if not wanted:
         return groups
     requests = {(each.instance_id, each.round, each.split, each.index): each for each in wanted}

@@ -1,6 +1,7 @@
-"""What happened on a bus, and to one group of it: from its daemon, and from the records.
+"""History of a bus, and of a single group: from its daemon, and from the records.
 
-Invariants: texts are escaped here, before they are in a struct; what is not known is said to be so.
+Invariants: texts are escaped here, before they enter a struct; unknown facts are reported as
+unknown.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ _NO_DAEMON = "events are kept by a daemon, and none serves this bus: `shmbus ser
 
 
 class EventList(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened, oldest first."""
+    """Events, oldest first."""
 
     #: The newest.
     events: list[BusEvent]
     #: The number to go on from.
     newest: int = 0
-    #: Events that came after the number that was asked from, and are not in the list.
+    #: Events after the requested number that are missing from the list.
     missed: int = 0
-    #: Why there are none; "" where nothing was in the way.
+    #: Reason for an empty list; "" without an obstacle.
     problem: str = ""
 
 
 class GroupHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a group is, and what happened to it."""
+    """Place and events of a group."""
 
-    #: Who said so; none: there are too many records to sort from outside.
+    #: Source of the history; none: too many records to sort from outside.
     source: Literal["daemon", "records", "none"]
-    #: "gone" too where nothing of it was ever here.
+    #: "gone" also for a group that never reached the bus.
     state: GroupState
-    #: Its samples: who put what when, what failed, who makes what. None where it is not here.
+    #: Its samples: commits, failures, claims. None for an absent group.
     group: GroupCells | None = None
-    #: The trainer that has leased it.
+    #: The trainer that leases the group.
     holder: str = ""
     held_s: float = 0.0
-    #: What a daemon remembers of it, oldest first.
+    #: A daemon's memory of the group, oldest first.
     events: list[BusEvent] = []
-    #: What is not known, and why.
+    #: Unknown facts, with reasons.
     problem: str = ""
 
 
@@ -80,7 +81,7 @@ def read_group(
     """Read the history of one group."""
     ids = (instance_id, unprinted(instance_id))
     for key, label in dict.fromkeys(product(ids, (split, unprinted(split)))):
-        # A name with escapes may be longer than any is.
+        # A name with escapes may exceed the longest name.
         if len(key.encode()) <= _core.MAX_ID_BYTES or key == ids[1]:
             found = _read_group(name, key, label, round, walk_records)
             if found.state != "gone" or found.events:

@@ -1,11 +1,11 @@
-"""Files that dead processes left in /dev/shm, and how to remove them safely.
+"""Files of dead processes in /dev/shm, and their safe removal.
 
 Invariants:
 
 - A segment or companion is in use while a living process holds a file lock on it, a socket while
-  one listens on it. Neither age nor a pid ever counts.
-- A segment is removed under all of its locks at once: a process that opens it in that moment waits,
-  checks the name again, and finds that the segment is gone.
+  a process listens on it. Neither age nor a pid ever counts.
+- A segment is removed under all its locks at once: a process that opens the segment in that moment
+  waits, checks the name again, and finds the segment gone.
 - Files of other users, and files that are not recognisably shmbus's, are only named.
 """
 
@@ -42,7 +42,7 @@ Kind: TypeAlias = Literal["segment", "socket", "companion", "other"]
 Verdict: TypeAlias = Literal["removable", "in_use", "not_ours", "unknown"]
 _SEGMENT_PREFIX: Final = PREFIX.removeprefix("/")
 _SOCKET_PREFIXES: Final = ("shmbus-", "shmbus+")
-#: The note of servers that a trainer has paused; it is empty where none is.
+#: A trainer's note of paused servers; empty without paused servers.
 _FLEET_PREFIX: Final = "shmbus-fleet."
 #: Shared memory of other programs: Python (vLLM), torch, NCCL.
 _FOREIGN: Final = ("psm_", "torch_", "nccl-")
@@ -54,25 +54,25 @@ _LOST_UNKNOWN: Final = "its content cannot be read"
 class Leftover(msgspec.Struct, frozen=True, kw_only=True):
     """A file in /dev/shm with a name like ours."""
 
-    #: The file, and the bus that it belongs to.
+    #: The file, and its bus.
     path: str
     name: str
-    #: By its name and type; "other" where the two do not agree. A companion is a segment that goes
-    #: with a bus, such as the weights of the demo.
+    #: By its name and type; "other" if the two disagree. A companion is a segment beside
+    #: a bus, such as the weights of the demo.
     kind: Kind
     #: Its user.
     owner: str
-    #: Bytes that it occupies.
+    #: Occupied bytes.
     size: int
     #: Removable: ours, and no living process uses it. Unknown: not recognisably shmbus's.
     verdict: Verdict
     #: Why.
     reason: str
-    #: Trajectories, and complete groups of them, that are lost with a removable segment; None where
-    #: they cannot be counted.
+    #: Trajectories, and their complete groups, lost with a removable segment; None if
+    #: uncountable.
     undelivered: int | None = None
     undelivered_groups: int | None = None
-    #: The file that was checked: another one of the same name is never removed instead.
+    #: The checked file: a newer file of the same name is never removed instead.
     device: int
     inode: int
 
@@ -87,12 +87,12 @@ def survey() -> list[Leftover]:
         try:
             found.append(_check(entry.path, kind, name, os.lstat(entry.path)))
         except (FileNotFoundError, errors.BusNotFoundError):
-            continue  # it was removed after the listing
+            continue  # removed after the listing
     return found
 
 
 def of_bus(name: str) -> list[Leftover]:
-    """Check every file of one bus, and of the buses of its annotators."""
+    """Check every file of a bus, and of the buses of its annotators."""
     found = survey()
     names = {each.name for each in found if each.name.startswith(name + COLUMNS_INFIX)} | {name}
     kinds = (parse_companion(os.path.basename(each.path)) for each in found)
@@ -126,18 +126,18 @@ def _mapped() -> set[int]:
 
 
 def may_go(found: Leftover, *, force: bool) -> bool:
-    """Whether `remove` removes it: what is removable; by force, what is ours and of a bus."""
+    """Tell if `remove` accepts a leftover: a removable file, or by force our file of a bus."""
     if found.verdict == "removable":
         return True
     return force and found.verdict != "not_ours" and found.kind != "other"
 
 
 def _classify(file: str) -> tuple[Kind, str]:
-    """Tell by a file's name what it is and which bus it belongs to; "" where it is not ours."""
+    """Tell a file's kind and bus by its name; "" for a foreign file."""
     if file.startswith(_SEGMENT_PREFIX):
         return "segment", file[len(_SEGMENT_PREFIX) :]
     if file.startswith(_SOCKET_PREFIXES) and file.endswith(SOCKET_SUFFIX):
-        # The socket of a bus with a long name is called by a digest of that name.
+        # For a bus with a long name the socket's name contains a digest.
         return "socket", file[len(_SOCKET_PREFIXES[0]) : -len(SOCKET_SUFFIX)]
     companion = parse_companion(file)
     return "companion", companion[1] if companion else ""
@@ -200,13 +200,13 @@ def _check_companion(found: Leftover) -> Leftover:
     except PermissionError:
         return msgspec.structs.replace(found, reason=_UNREADABLE)
     try:
-        # Against new users, until it is closed.
+        # Against new users, until close.
         if not try_lock(fd):
             return msgspec.structs.replace(
                 found, verdict="in_use", reason="a living process has it open"
             )
         if os.path.basename(found.path).startswith(_FLEET_PREFIX) and os.fstat(fd).st_size:
-            # Removed, nobody would know of them.
+            # After a removal no process would know of them.
             reason = f"inference servers were left paused: shmbus weights {found.name} --resume"
             return msgspec.structs.replace(found, reason=reason)
     finally:
@@ -263,7 +263,7 @@ def _users(file: SegmentFile) -> str:
 
 
 def remove(found: Leftover, *, force: bool = False) -> None:
-    """Remove a leftover, unless a process has begun to use it since it was checked."""
+    """Remove a leftover, unless a process began to use it after the check."""
     if not may_go(found, force=force):
         raise ValueError(f"{printable(found.path)}: expected a removable file; {found.reason}")
     if force:

@@ -1,11 +1,11 @@
-"""Whether processes of a bus are alive, or stopped, as far as this process can see.
+"""Liveness and stops of a bus's processes, as far as this process can see.
 
 Invariants:
 
-- A process is alive while it holds its slot's lock.
+- A process lives while it holds its slot's lock.
 - A pid is only a hint: it may be of another namespace, or belong to another process by now. A
-  process counts as stopped only where it has this very segment mapped.
-- What may not be read counts as not stopped; nobody is disturbed.
+  process counts as stopped only if it maps this very segment.
+- Unreadable processes count as not stopped; no process is disturbed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _STOPPED: Final = frozenset("Tt")
 
 
 class ProducerChecks:
-    """What is known of producers' processes, poll by poll."""
+    """Knowledge of producers' processes, poll by poll."""
 
-    # A check is two system calls or more, and the first gets slower with every lock on the file. So
-    # who polls each second for thousands of producers checks some of them each time, and takes the
-    # others to be as they were.
+    # A check takes two system calls or more, and the first slows down with every lock on the file.
+    # So a caller that polls thousands of producers every second checks a few per poll, and reuses
+    # the last result of the rest.
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
@@ -44,7 +44,7 @@ class ProducerChecks:
         self._every = 1 if self._most is None else max(1, -(-producers // self._most))
 
     def check(self, file: SegmentFile, slot: int, number: int, pid: int) -> tuple[bool, bool]:
-        """Check a producer whose slot says that it is attached."""
+        """Check a producer whose slot claims to be attached."""
         self._seen += 1
         known = self._known.get(slot)
         if known is not None and known[0] == number and (self._seen + self._turn) % self._every:
@@ -56,7 +56,7 @@ class ProducerChecks:
 
 
 def is_stopped(pid: int, path: str) -> bool:
-    """Whether the process is stopped and has the segment mapped."""
+    """Tell if the process is stopped and maps the segment."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name in parentheses may contain anything.
@@ -66,22 +66,23 @@ def is_stopped(pid: int, path: str) -> bool:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as lines:
             return any(line.rstrip("\n").endswith(path) for line in lines)
     except (OSError, IndexError):
-        return False  # it has gone, or is another user's
+        return False  # ended, or another user's
 
 
 def stopped_pids(path: str) -> list[int]:
-    """Find the stopped processes that have the segment mapped."""
+    """Find the stopped processes that map the segment."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     return sorted(pid for pid in pids if is_stopped(pid, path))
 
 
 def servers_left(name: str) -> bool:
-    """Whether a trainer ended while inference servers of a bus were paused for its weights."""
-    # It keeps a note of them from before it pauses the first, and the note's lock while it lives.
+    """Tell if a trainer ended while inference servers of a bus were paused for its weights."""
+    # The trainer keeps a note of them from before the first pause, and holds the note's lock for
+    # life.
     with LockedFile() as file:
         try:
             path = SHM_DIRECTORY + companion_name(NOTE_KIND, name)
             file.open(path, os.O_RDONLY, "the note of paused servers")
-        except (OSError, errors.LayoutMismatchError):  # not there, or not this user's
+        except (OSError, errors.LayoutMismatchError):  # missing, or not this user's
             return False
         return os.fstat(file.fd).st_size > 0 and file.lock(shared=True)

@@ -1,6 +1,6 @@
 """Rates of a bus: the difference of two polls over the time between them.
 
-Invariants: a poll is cheap however full the bus is (no walk over many records); a bus that was
+Invariants: a poll stays cheap on a full bus (no walk over many records); a bus that was
 removed and created again under its name starts anew.
 """
 
@@ -24,13 +24,13 @@ from shmbus.inspect.verdict import judge
 
 #: Undelivered trajectories up to which a poll also walks and groups them: some 0.2 s of work.
 _WALK_RECORDS = 20_000
-#: Samples of a group that a poll asks a daemon for: more than are shown one by one anywhere, and
-#: all of a group of usual size, so that it can be told who is missing.
+#: Samples per group a poll requests from a daemon: more than every display shows singly, and all
+#: samples of a group of usual size, enough to identify the missing producer.
 _CELLS = 1024
-#: Producers whose processes one poll checks: some 10 ms of work. Of more, each has its turn.
+#: Producers whose processes a poll checks: some 10 ms of work. More producers take turns.
 _CHECKS = 256
 #: Seconds over which waiting is summed up, between two notes of it, and between two polls beyond
-#: which nobody watched: what was waited then is not of the last minute.
+#: which the bus was unwatched: older waits do not belong to the last minute.
 _WAITS_OVER_S = 60.0
 _WAITS_EVERY_S = 5.0
 _UNWATCHED_S = 10.0
@@ -45,7 +45,7 @@ class Rates(msgspec.Struct, frozen=True):
     committed: float = 0.0
     acknowledged: float = 0.0
     dropped: float = 0.0
-    #: Committed per second, by the mean of recent records; 0 where none could be read.
+    #: Committed per second, by the mean of recent records; 0 if unreadable.
     bytes: float = 0.0
     tokens: float = 0.0
 
@@ -62,30 +62,30 @@ class Watcher:
         self._forget(0)
 
     def _forget(self, created: int) -> None:
-        #: When the bus was created; another number is another bus of the name.
+        #: Creation time of the bus; another number means another bus of the name.
         self.created_unix_ns = created
         #: The oldest incomplete groups, of the last poll that read them.
         self.groups = Groups(source="none", groups=[])
-        #: Seconds since they were read.
+        #: Age of the groups, in seconds.
         self.groups_age_s = 0.0
         self._groups_at_s = 0.0
-        #: The newest of the daemon's, oldest first; empty without one.
+        #: The daemon's newest events, oldest first; empty without a daemon.
         self.events: list[BusEvent] = []
-        #: Incomplete and complete groups, of the last poll that walked; None before one.
+        #: Incomplete and complete groups, of the last poll that walked; None before the first.
         self.sorted: tuple[int | None, int | None] = (None, None)
-        #: Seconds since the last commit that a poll has seen, by producer number.
+        #: Seconds since the last commit seen by a poll, by producer number.
         self.idle_s: dict[int, float] = {}
-        #: Seconds in which no poll has seen anything move.
+        #: Seconds without movement in the polls.
         self.still_s = 0.0
         self._active_s: dict[int, tuple[int, float]] = {}
         self._moved: tuple[object, float] = (None, 0.0)
         self._next_walk_s = 0.0
-        #: Seconds that each producer waited in the last minute, or since the first poll if that is
-        #: less; by producer number. Never more than that time has.
+        #: Seconds that each producer waited in the last minute, or since a later first poll; by
+        #: producer number. Never more than that period.
         self.waited_s: dict[int, float] = {}
-        #: The same of all trainers together: never more than that time has for so many.
+        #: The same sum over all trainers: at most the period times the number of trainers.
         self.trainers_waited_s = 0.0
-        #: When, what each slot had waited, and what trainers had.
+        #: Times, each slot's waiting, and the trainers' waiting.
         self._checks = ProducerChecks(_CHECKS)
         self._waits: deque[tuple[float, dict[int, float], float]] = deque()
         self._at_s = 0.0
@@ -138,7 +138,7 @@ class Watcher:
         self.groups_age_s = time.monotonic() - self._groups_at_s
 
     def _note_activity(self, status: BusStatus, now_s: float) -> None:
-        """Note since when each producer, and the bus as a whole, has done nothing."""
+        """Note since when each producer, and the bus as a whole, stands still."""
         idle_s = {}
         active_s = {}
         for producer in status.producers:
@@ -156,7 +156,7 @@ class Watcher:
         self.still_s = now_s - self._moved[1]
 
     def _note_waits(self, status: BusStatus, now_s: float) -> None:
-        """Note what was waited in the last minute."""
+        """Note the waiting of the last minute."""
         by_slot = {producer.slot: producer.waited_s for producer in status.producers}
         trainers_s = status.waited.trainers_s
         notes = self._waits
@@ -167,7 +167,7 @@ class Watcher:
         while now_s - notes[0][0] > _WAITS_OVER_S:
             notes.popleft()
         since_s, before, trainers_before_s = notes[0]
-        # A wait is counted when it ends, and may have begun before.
+        # A wait counts at its end, and may have begun before.
         most_s = now_s - since_s
         self.waited_s = {
             producer.producer_id: _within(

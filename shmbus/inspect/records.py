@@ -1,6 +1,6 @@
 """Runs and records as a segment's file describes them.
 
-Invariant: sizes and offsets here were checked by the core; texts were not, and are not escaped.
+Invariant: the core checked these sizes and offsets; texts are unchecked and unescaped.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ _SCHEMA: Final = STRUCTS["schema_entry"]
 class Run(msgspec.Struct, frozen=True):
     """Neighbouring extents that a lane leases together."""
 
-    #: Its first extent, and how many there are.
+    #: Its first extent, and the number of extents.
     extent: int
     span: int
-    #: The lane that leases it; the collector's own has the number `max_producers`.
+    #: The lane that leases the run; the collector's own carries the number `max_producers`.
     slot: int
     #: Of the lease.
     generation: int
     #: Position in the lane.
     order: int
-    #: Bytes that hold records, and bytes in all.
+    #: Bytes that hold records, and the total.
     used: int
     room: int
-    #: Whether nothing more will be written there.
+    #: True if closed for writes.
     sealed: bool
-    #: Writable views that are still out.
+    #: Outstanding writable views.
     writer_pins: int
-    #: The producer that leased it.
+    #: The producer that leased the run.
     producer_id: int
 
 
 class Scan(msgspec.Struct, frozen=True):
-    """The records of one run, counted."""
+    """The records of a run, counted."""
 
     #: (producer, sequence) of each committed record, as pairs of u64.
     keys: bytes
-    #: Records by state; committed without those that their lane has not counted yet.
+    #: Records by state; committed without those not yet counted by their lane.
     reserved: int
     committed: int
     aborted: int
     released: int
     unknown: int
-    #: Ring bytes of the committed ones.
+    #: Ring bytes of committed records.
     nbytes: int
-    #: When the newest was committed, released ones included; 0 for none.
+    #: Commit time of the newest, released records included; 0 without records.
     newest_ns: int
-    #: Bytes behind a damaged frame, which cannot be walked.
+    #: Bytes behind a damaged frame, out of a walk's reach.
     unreadable: int
-    #: Whether the run was freed during the count, so that the rest says nothing.
+    #: True if the run was freed during the count, which makes the rest meaningless.
     changed: bool
 
 
 class Field(msgspec.Struct, frozen=True):
-    """One array of a record: its name, dtype as text, shape, and offset within the record."""
+    """An array of a record: its name, dtype as text, shape, and offset within the record."""
 
     name: str
     dtype: str
@@ -77,20 +77,20 @@ class Field(msgspec.Struct, frozen=True):
 
 
 class RecordRow(msgspec.Struct, frozen=True):
-    """One record as the walk found it."""
+    """A record found by the walk."""
 
     extent: int
     generation: int
     slot: int
     offset: int
-    #: "reserved", "committed", "aborted", "released", "unknown"; "unreadable" of the last row of a
+    #: "reserved", "committed", "aborted", "released", "unknown"; "unreadable" for the last row of a
     #: run with a damaged frame, whose nbytes cannot be walked.
     state: str
-    #: "ok", or which checksum does not hold: "frame", "header", "payload".
+    #: "ok", or the failed checksum: "frame", "header", "payload".
     verdict: str
     nbytes: int
     producer_id: int
-    # A row of state "unreadable" has none of these.
+    # Missing from a row of state "unreadable", like the fields below.
     sequence: int = 0
     lane_number: int = 0
     flags: int = 0
@@ -113,22 +113,22 @@ class RecordRow(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> Hashable:
-        """The key of its group, as the stash has it."""
+        """The key of its group, in the stash's form."""
         return make_key(self.instance_id, self.round, self.split)
 
     @property
     def moved(self) -> bool:
-        """Whether the collector moved it."""
+        """True if the collector moved the record."""
         return bool(self.flags & _core.FLAG_MOVED)
 
     @property
     def failed(self) -> bool:
-        """Whether it reports that its sample failed."""
+        """True for the report of a failed sample."""
         return bool(self.flags & _core.FLAG_FAILED)
 
     @property
     def sized(self) -> bool:
-        """Whether its producer gave the group_size."""
+        """True if its producer gave the group_size."""
         return not self.flags & _core.FLAG_NO_SIZE
 
     def fields(self) -> list[Field]:

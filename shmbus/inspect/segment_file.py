@@ -1,15 +1,15 @@
 """A segment seen from outside: its file in /dev/shm, read and never mapped.
 
-All tools for operators read through this. It works on a bus that is live, stuck, abandoned, damaged
-or of another layout, and the bus does not notice.
+All operators' tools read through this module. It works on a live, stuck, abandoned or damaged bus,
+or a bus of another layout, unnoticed by the bus.
 
 Invariants:
 
-- The file is opened read-only and read by `pread`: nothing here can write to it, and a file that
-  is shorter or sparser than it claims gives short reads, never a signal.
-- No number of the file is used as a bound before it was checked against the file's size.
-- Offsets and constants come from the core; none is written down here.
-- A process is alive while it holds its file lock; a pid or an age proves nothing.
+- The file is opened read-only and read by `pread`: nothing here can write the file. A file
+  shorter or sparser than claimed gives short reads, never a signal.
+- A number from the file becomes a bound only after a check against the file's size.
+- Offsets and constants come from the core; this module writes down none.
+- A process lives while it holds its file lock; a pid or an age proves nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _EXTENT: Final = STRUCTS["extent_desc"]
 _RETRY_BYTES: Final = _core.RETRY_ENTRIES * STRUCTS["retry_entry"].itemsize
 _DECLARED_BYTES: Final = STRUCTS["declared_part"].itemsize
 _LEAD_BYTES: Final = STRUCTS["lead_table"].itemsize + 8 * _core.LEAD_ROWS
-#: The request lane begins at a multiple of this, as its widest fields ask for.
+#: The request lane begins at a multiple of this, for the alignment of its widest fields.
 _LANE_ALIGN: Final = 128
 _FIGURES_BYTES: Final = _core.FIGURES_BYTES
 _SPLIT: Final = STRUCTS["split_entry"]
@@ -45,7 +45,7 @@ _SPLITS_BYTES: Final = _core.MAX_SPLITS * _SPLIT.itemsize
 _CANCELLED_BYTES: Final = 8 * _core.CANCELLED_GROUPS
 _WAIT: Final = STRUCTS["wait_row"]
 _LOW: Final = 0xFFFFFFFF
-#: Records of a run that are read at a time, so that a large bus is never in memory as a whole.
+#: Records of a run read at a time: a large bus never lies in memory as a whole.
 _ROWS: Final = 1024
 
 
@@ -55,7 +55,7 @@ def open_file(path: str) -> int:
 
 
 class SegmentFile(ClosedByWith):
-    """One file that is, or claims to be, a segment."""
+    """A file that is, or claims to be, a segment."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -82,7 +82,7 @@ class SegmentFile(ClosedByWith):
             self.file_bytes = self.info.st_size
             raw = self._read(_core.HEADER_BYTES, 0)
             self.header: Any = np.frombuffer(raw, _HEADER, count=1)[0]
-            #: Walkable: its tables can be read, of a truncated file as far as it goes. If not, only
+            #: Walkable: its tables can be read, of a truncated file up to its end. If not, only
             #: `header`, `file_bytes` and the locks mean anything.
             self.problem, self.walkable = self._check(raw)
         except BaseException:
@@ -126,7 +126,7 @@ class SegmentFile(ClosedByWith):
             status = ("geometry", 0, 0)
         if status is None:
             return None, True
-        #: Why this process cannot read it: unfinished, foreign, truncated or damaged.
+        #: Obstacle to reading: unfinished, foreign, truncated or damaged.
         problem = layout_error(self.name, *status)
         return problem, holds and status[0] == "truncated"
 
@@ -148,12 +148,12 @@ class SegmentFile(ClosedByWith):
     # -- the tables -----------------------------------------------------------------------------
 
     def require(self) -> None:
-        """Raise `problem` where there is one."""
+        """Raise `problem` if set."""
         if self.problem is not None:
             raise self.problem
 
     def refresh(self) -> None:
-        """Read the header again; the geometry stays as it was."""
+        """Read the header again; the geometry stays unchanged."""
         self.header = np.frombuffer(self._read(_core.HEADER_BYTES, 0), _HEADER, count=1)[0]
 
     def released(self) -> tuple[int, ...]:
@@ -177,7 +177,7 @@ class SegmentFile(ClosedByWith):
         return before + number * _EXTENT.itemsize
 
     def intent(self) -> tuple[int, int, frozenset[tuple[int, int]]]:
-        """Read (reason, count, {(extent, offset)}) of a release that a collector did not finish."""
+        """Read (reason, count, {(extent, offset)}) of a release left unfinished by a collector."""
         header = self.header
         count, reason = int(header["intent_count"]), int(header["intent_reason"])
         if not 0 < count <= _core.MAX_GROUP_SIZE or reason >= _core.REASONS:
@@ -205,7 +205,7 @@ class SegmentFile(ClosedByWith):
         return self._read(_RETRY_BYTES, _retries_at(self.max_producers, self.extent_count))
 
     def schema(self) -> _core.DeclaredSchema | None:
-        """Read the declared schema; LayoutMismatchError where it is damaged."""
+        """Read the declared schema; LayoutMismatchError for a damaged schema."""
         position = self._splits_at() + _SPLITS_BYTES + _CANCELLED_BYTES
         return decode_part(self.name, self._read(_DECLARED_BYTES, position))
 
@@ -215,22 +215,22 @@ class SegmentFile(ClosedByWith):
 
     @property
     def lead_offset(self) -> int:
-        """Where the bound on groups lies, behind the retry table."""
+        """Offset of the bound on groups, behind the retry table."""
         return _tables_bytes(self.max_producers, self.extent_count)
 
     @property
     def requests_offset(self) -> int:
-        """Where the request lane begins."""
+        """Offset of the request lane."""
         journal = _core.relay_journal_bytes(self.extent_count * self.extent_bytes)
         return -(-(self.relay_offset + journal) // _LANE_ALIGN) * _LANE_ALIGN
 
     @property
     def relay_offset(self) -> int:
-        """Where the relay's journal begins."""
+        """Offset of the relay's journal."""
         return self.lead_offset + _LEAD_BYTES
 
     def figures(self) -> tuple[list[list[int]], list[float], int]:
-        """Read the histograms of what was delivered, their sums, and the useless groups."""
+        """Read the histograms of deliveries, their sums, and the useless groups."""
         raw = np.frombuffer(self._read(_FIGURES_BYTES, self._waits_at() - _FIGURES_BYTES), "<u8")
         words, count = _core.FIGURE_WORDS, len(_core.FIGURE_BOUNDS)
         entries = raw[: words * count].reshape(count, words)
@@ -249,8 +249,8 @@ class SegmentFile(ClosedByWith):
         return _retries_at(self.max_producers, self.extent_count) + _RETRY_BYTES
 
     def ancestors(self) -> list[tuple[str, int]]:
-        """Name the buses that this one was restored from, the oldest first."""
-        # Producers of a bus have numbers below its own, and not below that of the one before.
+        """Name the buses from which this bus was restored, the oldest first."""
+        # Producers of a bus carry numbers below its own, and not below its predecessor's.
         rows = np.frombuffer(self.header["ancestors"].tobytes(), _ANCESTOR)
         named = [(row["identity"].tobytes().hex(), int(row["producers"])) for row in rows]
         return [(identity, producers) for identity, producers in named if producers]
@@ -261,12 +261,12 @@ class SegmentFile(ClosedByWith):
         return np.frombuffer(raw, _SPLIT)
 
     def split_label(self, number: int) -> str:
-        """Return the label of a split, or "#" and its number where it has none; not escaped."""
+        """Return the label of a split, or "#" and its number without a label; not escaped."""
         label = self._split_labels.get(number, "")
         if not label and number < _core.MAX_SPLITS:
             label = _label(bytes(self.splits()["label"][number]))
             if label:
-                self._split_labels[number] = label  # which never changes
+                self._split_labels[number] = label  # labels never change
         return label or f"#{number}"
 
     def runs(self) -> list[Run]:
@@ -280,7 +280,7 @@ class SegmentFile(ClosedByWith):
         covered = 0
         at = np.flatnonzero(whole)
         names = ("word", "span", "order", "used", "sealed", "writer_pins", "producer_id")
-        # Column by column: a field of one row costs more than a column of a hundred.
+        # Column by column: a field of a row costs more than a column of a hundred.
         columns = [table[name][at].tolist() for name in names]
         for i, word, packed, order, used, sealed, pins, producer in zip(
             at.tolist(), *columns, strict=True
@@ -311,7 +311,7 @@ class SegmentFile(ClosedByWith):
         return int(np.count_nonzero((self.extents()["word"] & np.uint64(_LOW)) == 0))
 
     def still(self, run: Run) -> bool:
-        """Whether a run is still under the lease under which it was found."""
+        """Tell if a run is still under its original lease."""
         raw = self._read(_EXTENT.itemsize, self._extent_at(run.extent))
         word = int(np.frombuffer(raw, _EXTENT)[0]["word"])
         return word == (run.generation << 32 | (run.slot + 1))
@@ -323,7 +323,7 @@ class SegmentFile(ClosedByWith):
         return self.data_offset + extent * self.extent_bytes
 
     def scan(self, run: Run, below: int) -> Scan:
-        """Count a run's records; committed ones only if their lane number is below a bound."""
+        """Count a run's records; committed records only if their lane number lies below a bound."""
         keys, counts, nbytes, newest_ns, end, cut = _core.scan_run(
             self.fd, self.position(run.extent), run.used, run.extent, run.generation, below
         )
@@ -363,26 +363,26 @@ class SegmentFile(ClosedByWith):
         return RecordRow(run.extent, run.generation, run.slot, *row)
 
     def read_payload(self, row: RecordRow, offset: int, count: int) -> bytes:
-        """Read bytes of a record, from an offset within it."""
+        """Read bytes of a record, from an offset within the record."""
         return self._read(count, self.position(row.extent) + row.offset + offset)
 
     # -- living processes ------------------------------------------------------------------------
 
     def in_use(self) -> bool:
-        """Whether a living process has this segment open, in whatever container."""
+        """Tell if a living process, in an arbitrary container, holds this segment open."""
         return _core.any_lock_held(self.fd)
 
     def slot_alive(self, slot: int) -> bool:
-        """Whether a living process owns the slot."""
+        """Tell if a living process owns the slot."""
         return _core.lock_held(self.fd, _core.LOCK_SLOT + slot)
 
     def viewed(self, run: Run) -> bool:
-        """Whether a client of a daemon has a view of a record there."""
+        """Tell if a client of a daemon holds a view of a record there."""
         extents = range(run.extent, run.extent + run.span)
         return any(_core.lock_held(self.fd, _core.LOCK_VIEW + extent) for extent in extents)
 
     def collector_alive(self) -> bool:
-        """Whether a living process is the collector."""
+        """Tell if a living process is the collector."""
         return _core.lock_held(self.fd, _core.LOCK_COLLECTOR)
 
     def close(self) -> None:
@@ -413,7 +413,7 @@ def _waits_bytes(max_producers: int) -> int:
 
 
 def _label(raw: bytes) -> str:
-    """Return what a length and that many bytes say; empty where it is not written whole."""
+    """Decode a length and that many bytes; empty for a partial write."""
     size = raw[0] if raw else 0
     text = raw[1 : 1 + size]
     whole = 0 < size <= _core.SPLIT_LABEL_BYTES and len(text) == size and 0 not in text

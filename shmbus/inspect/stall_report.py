@@ -1,6 +1,6 @@
-"""What the watchdog says of a wait on a bus on which nothing moves: the status of the bus then.
+"""The watchdog's report of a stalled wait: the status of the bus at that time.
 
-Invariant: a report can be made of any bus, also of one that cannot be read.
+Invariant: every bus can be reported on, even an unreadable bus.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from shmbus.inspect.status import read_status
 from shmbus.inspect.text import status_text
 from shmbus.inspect.types import BusStatus
 
-#: What trainers wait for; all else is what producers do.
+#: Waits of trainers; all other waits belong to producers.
 OF_TRAINERS = ("a complete group", "this rank's step")
-#: Producers and clients that the text of a report has a row for.
+#: Rows for producers and clients in the text of a report.
 _ROWS = 20
 
 
@@ -29,12 +29,12 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
     waits_for : str
         "a complete group", "this rank's step" or "space".
     stalled_s : float
-        Seconds for which this process has waited and nothing has moved.
+        Seconds of this process's wait without movement.
     status : BusStatus | None
         As `shmbus status` shows it: the ledger, the oldest incomplete groups with their missing
-        samples, leases, producers, a pause. None where it could not be read.
+        samples, leases, producers, a pause. None if unreadable.
     problem : str
-        Why it could not be read.
+        Reason for an unreadable status.
     """
 
     bus: str
@@ -64,7 +64,7 @@ def gather(bus: str, waits_for: str, stalled_s: float) -> StallReport:
 
 
 def wait_sentence(bus: str, wants: str) -> str:
-    """Say why a trainer waits, for the message of its timeout."""
+    """Explain a trainer's wait, for the message of its timeout."""
     try:
         verdict = read_status(bus, wants=wants).verdict
     except (errors.ShmbusError, OSError):

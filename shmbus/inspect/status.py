@@ -1,11 +1,11 @@
-"""The status of a bus, gathered without disturbing it.
+"""The status of a bus, gathered without disturbing the bus.
 
 Invariants:
 
-- Everything comes from the segment file (`inspect.segment_file`), read-only; a daemon's answer is
-  added in one place, `join`.
-- The ledger either was counted record by record at one instant (`exact`), or says that it was not.
-- Texts of a segment or a daemon are escaped here, before they are in a struct.
+- Every value comes from the segment file (`inspect.segment_file`), read-only; only `join` adds
+  a daemon's answer.
+- The ledger tells if it was counted record by record at a single instant (`exact`).
+- Texts of a segment or a daemon are escaped here, before they enter a struct.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from shmbus.pool.status import read_pool
 from shmbus.segment.names import check_name
 from shmbus_ext import _core
 
-#: Walks over the records in search of a count at one instant, before a status says that the bus was
-#: too busy for one.
+#: Walks over the records in search of a count at a single instant, before a status declares the bus
+#: too busy.
 _ATTEMPTS = 3
 
 
@@ -78,7 +78,7 @@ def read_status(
 
 
 def _with_waiting(status: BusStatus, pid: int) -> BusStatus:
-    """Have a process count as one that waits: it asks just now, between two waits."""
+    """Count a process as waiting: it asks between two waits."""
     if status.daemon is None:
         waits = status.collector.alive and status.collector.pid == pid
         collector = msgspec.structs.replace(status.collector, waits=waits)
@@ -92,7 +92,7 @@ def _with_waiting(status: BusStatus, pid: int) -> BusStatus:
 
 
 def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStatus:
-    """Add a daemon's answer to the status from the segment; the one place where the two meet."""
+    """Add a daemon's answer to the status from the segment; the only place that joins the two."""
     if reply is None:
         return status
     if isinstance(reply, str):
@@ -128,7 +128,7 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
 
 
 def _stopped_clients(status: BusStatus, reply: messages.StatusReply) -> list[int]:
-    """Find who may hold what a client has that did not come back to a new daemon."""
+    """Find stopped processes that may hold the leases of clients missing at a new daemon."""
     if not reply.in_doubt or reply.recovering:
         return []
     known = {each.pid for each in status.producers} | {each.pid for each in reply.clients}
@@ -138,7 +138,7 @@ def _stopped_clients(status: BusStatus, reply: messages.StatusReply) -> list[int
 def status_of(
     file: SegmentFile, *, walk: bool = True, checks: ProducerChecks | None = None
 ) -> BusStatus:
-    """Read the status of a segment that is open and readable; see `read_status`."""
+    """Read the status of an open, readable segment; see `read_status`."""
     file.refresh()
     runs = file.runs()
     collector = _collector(file, runs)
@@ -198,7 +198,7 @@ def _weights_version(name: str) -> int | None:
 
 
 def _splits(file: SegmentFile, *, alive: bool) -> list[SplitStatus]:
-    """Read the splits that have a label; what a dead collector said of them does not count."""
+    """Read the splits with a label; a dead collector's notes about them do not count."""
     found = []
     for number, row in enumerate(file.splits()):
         label = file.split_label(number)
@@ -240,7 +240,7 @@ def _collector(file: SegmentFile, runs: list[Run]) -> CollectorStatus:
     alive = file.collector_alive()
     seen_ns = int(header["collector_seen_ns"])
 
-    # A dead collector's note says nothing about now.
+    # A dead collector's note proves nothing about now.
     def note(what: str) -> int:
         return int(header[f"collector_{what}"]) if alive else 0
 
@@ -329,7 +329,7 @@ def _producer_state(state: int, *, alive: bool) -> Literal["alive", "dead", "clo
 
 
 def count_ledger(file: SegmentFile, collector: CollectorStatus, *, walk: bool) -> LedgerStatus:
-    """Make the ledger, by a walk of one instant where the bus allows one."""
+    """Make the ledger, by a walk of a single instant if the bus allows."""
     attempts = _ATTEMPTS if walk else 0
     walked: int | None = None
     counts = counters(file)
@@ -343,7 +343,7 @@ def count_ledger(file: SegmentFile, collector: CollectorStatus, *, walk: bool) -
     committed = sum(by_slot)
     undelivered = max(0, committed - sum(released))
     present = undelivered if walked is None else min(walked, undelivered)
-    # What the collector says of itself was written a moment before.
+    # The collector's own note was written a moment before.
     leased = min(collector.leased_records, present)
     stashed = min(collector.stashed_records, present - leased)
     unreadable = undelivered - present

@@ -1,16 +1,16 @@
-"""The tables of a segment's file, each as a struct of `shmbus.inspect.types`, for operators.
+"""The tables of a segment's file, as structs of `shmbus.inspect.types`, for operators.
 
 The retry table, the request lane and the bound on groups, samples in hand, seconds of waiting,
 counted deliveries, the relay's journal, the declared schema.
 
 Invariants:
 
-- A row of the retry table counts only if its checksum holds. All else may change while it is read:
-  it is counted as it was or as it is, and is only shown.
-- Every index that a row gives is bounded by the geometry, from which the sizes follow.
-- A sample counts as begun while a producer holds its request. A state that the sample's record
-  gives (there, failed, asked for again) wins.
-- A damaged schema is a text and no exception: whoever reads the bus goes on without it.
+- A row of the retry table counts only with a valid checksum. The other tables may change during
+  the read: an entry counts in its old or its new state, and is only shown.
+- The geometry, from which the sizes follow, bounds every index in a row.
+- A sample counts as begun while a producer holds its request. A state from the sample's record
+  (there, failed, asked for again) wins.
+- A damaged schema is a text and no exception: readers of the bus go on without the schema.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _ID_ROOM: Final = _REASON_AT - _TEXT_AT
 
 
 def read_lane_pause(file: SegmentFile) -> LanePauseStatus | None:
-    """Read why the request lane is paused; None where it is open."""
+    """Read the reason of the request lane's pause; None while open."""
     for entry, row in _rows(file):
         if int(row["attempt"]) == _core.RETRY_PAUSE:
             reason = _text(entry, _ID_ROOM, int(row["reason_bytes"]))
@@ -74,7 +74,7 @@ def read_lane_pause(file: SegmentFile) -> LanePauseStatus | None:
 
 
 def _rows(file: SegmentFile) -> Iterator[tuple[bytes, Any]]:
-    """Yield the rows that count: their bytes, and their fields."""
+    """Yield the valid rows: their bytes, and their fields."""
     if not int(file.header["retries_open"]):
         return
     raw = file.retry_table()
@@ -91,7 +91,7 @@ def _rows(file: SegmentFile) -> Iterator[tuple[bytes, Any]]:
 
 
 def read_wanted(file: SegmentFile) -> list[WantedStatus]:
-    """Read the open retry requests, in the order in which they were published."""
+    """Read the open retry requests, in the order of publication."""
     now_ns = _core.monotonic_ns()
     found = []
     for entry, row in _rows(file):
@@ -122,7 +122,7 @@ _STATE: Final = np.uint64(15)
 
 
 def read_relay(file: SegmentFile) -> RelayStatus | None:
-    """Read it; None where no relay was ever at this bus."""
+    """Read the relay's journal; None on a bus that never met a relay."""
     kind, entry = STRUCTS["relay_journal"], STRUCTS["relay_entry"]
     head = np.frombuffer(file.read(kind.itemsize, file.relay_offset), kind)[0]
     is_sink = bool(head["incarnation"])
@@ -158,7 +158,7 @@ def read_relay(file: SegmentFile) -> RelayStatus | None:
 
 
 _OPEN, _ENDED = 2, 3
-#: Bytes in which a row counts where its prompt lies.
+#: Bytes of a row's unit for its prompt's offset.
 _UNIT: Final = _core.REQUEST_UNIT
 #: Kinds of a cell's claim, and the producer of a sample that nobody will make.
 _IS_OPEN, _IS_CLAIMED, _IS_DONE = 1, 2, 3
@@ -166,7 +166,7 @@ _NOBODY = (1 << 34) - 1
 
 
 def read_lead(file: SegmentFile) -> LeadStatus | None:
-    """Read how far producers are ahead; None where the bus does not bound it."""
+    """Read the producers' lead; None without a bound."""
     at = file.lead_offset
     head = np.frombuffer(file.read(STRUCTS["lead_table"].itemsize, at), STRUCTS["lead_table"])[0]
     limit = int(head["limit"])
@@ -183,7 +183,7 @@ def read_lead(file: SegmentFile) -> LeadStatus | None:
 
 
 def read_requests(file: SegmentFile) -> RequestsStatus | None:
-    """Count requested samples by what became of them; None where none was ever requested."""
+    """Count requested samples by outcome; None without requests."""
     tables = _tables(file)
     if tables is None:
         return None
@@ -233,7 +233,7 @@ def read_requests(file: SegmentFile) -> RequestsStatus | None:
 
 
 def _tables(file: SegmentFile) -> tuple[Any, NDArray[Any], NDArray[np.uint64], int] | None:
-    """Read the lane, its rows and its cells' claims, and where prompts begin; None without any."""
+    """Read the lane, its rows, cells' claims and prompts' offset; None without requests."""
     start = file.requests_offset
     size = STRUCTS["request_lane"].itemsize
     lane = np.frombuffer(file.read(size, start), STRUCTS["request_lane"])[0]
@@ -248,7 +248,7 @@ def _tables(file: SegmentFile) -> tuple[Any, NDArray[Any], NDArray[np.uint64], i
 
 
 def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tuple[int, int]]]:
-    """Read which samples of groups workers have in hand."""
+    """Read which of the groups' samples are held by workers."""
     found: list[list[tuple[int, int]]] = [[] for _ in groups]
     tables = _tables(file) if groups else None
     if tables is None:
@@ -268,7 +268,7 @@ def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tu
         first = int(row["first_cell"])
         claims = cells[first : first + int(row["group_size"])]
         for index in np.flatnonzero((claims >> np.uint64(62)) == _IS_CLAIMED).tolist():
-            # A claim has the number of its producer, plus 1; nobody's is of another node.
+            # A claim holds the number of its producer, plus 1; `_NOBODY` marks another node's.
             claimant = int(claims[index]) >> 28 & _NOBODY
             if claimant != _NOBODY:
                 found[at].append((index, claimant - 1))
@@ -294,13 +294,13 @@ _SECOND: Final = 1e9
 
 
 def with_begun(file: SegmentFile, groups: Sequence[GroupCells]) -> list[GroupCells]:
-    """Add the samples whose requests are in hand to their groups."""
+    """Add the samples with requests in hand to their groups."""
     claims = read_claims(file, groups)
     return [_joined(group, dict(found)) for group, found in zip(groups, claims, strict=True)]
 
 
 def _joined(group: GroupCells, begun: dict[int, int]) -> GroupCells:
-    # Of a group that is not shown whole, a sample without a cell may be there.
+    # In a partly shown group, a sample without a cell may have arrived.
     if not begun or group.cells_omitted:
         return group
     known = {cell.index for cell in group.cells}
@@ -348,7 +348,7 @@ def read_waited(file: SegmentFile) -> tuple[WaitedStatus, list[dict[str, Any]]]:
 
 
 def read_schema(file: SegmentFile) -> tuple[list[SchemaField] | None, str]:
-    """Read the fields that a bus declares, None for no schema; and why they cannot be read."""
+    """Read the declared fields, None without a schema; and the reason for an unreadable schema."""
     try:
         declared = file.schema()
         fields = () if declared is None else fields_of(declared)

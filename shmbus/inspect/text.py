@@ -1,7 +1,7 @@
 """A bus's status, incomplete groups, events and a group's history as text for commands.
 
-Invariant: pure functions of what was read; texts of a segment have been escaped there, but those
-of a schema, which are escaped here.
+Invariant: pure functions. The readers already escaped a segment's texts, except a schema's, which
+are escaped here.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _collector(status: BusStatus) -> str:
         return "collector  none has ever read this bus"
     who = f"{collector.label} (pid {collector.pid})"
     if not collector.alive:
-        # One that closed has taken its pid out of the segment.
+        # A closed collector removed its pid from the segment.
         last = who if collector.pid else f"{collector.label}, which closed"
         return f"collector  none; the last was {last}"
     held = f" (for {show_duration(collector.oldest_lease_s)})" if collector.leased_groups else ""
@@ -282,7 +282,7 @@ def _producers(status: BusStatus, most: int | None) -> str:
         for state in ("alive", "dead", "closed", "gone")
     }
     summary = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    # Where rows are left out: stopped and dead producers first, then the longest without a commit.
+    # With omitted rows: stopped and dead producers first, then the longest without a commit.
     shown = status.producers
     if most is not None:
         shown = sorted(shown, key=_suspicion)[:most]
@@ -335,7 +335,7 @@ def _engines(status: BusStatus, most: int | None) -> str:
 
 
 def schema_text(fields: list[SchemaField] | None, problem: str) -> str:
-    """Lay out a schema as a block of text; "" for none."""
+    """Lay out a schema as a block of text; "" without a schema."""
     if problem:
         return f"schema  cannot be read: {problem}"
     if fields is None:
@@ -356,11 +356,11 @@ def _shape_text(shape: tuple[int | str | None, ...]) -> str:
     return f"[{', '.join('*' if size is None else printable(str(size)) for size in shape)}]"
 
 
-#: Signs of a row; a larger group is cut, and says so.
+#: Signs of a row; a larger group is cut, with a note.
 _SIGNS = 64
 _SIGN = {"there": "#", "failed": "x", "asked": "?", "begun": "+"}
 _MISSING = "."
-#: Kinds of failures that are told in words.
+#: Kinds of failures told in words.
 _FAILURES = 20
 
 
@@ -425,7 +425,7 @@ def _why(cell: SampleCell) -> str:
 
 
 def _cells_text(group: GroupCells) -> str:
-    """Lay out the samples of one group, a row a sample."""
+    """Lay out the samples of a group, a row for each."""
     rows = [
         (
             str(cell.index),

@@ -1,15 +1,15 @@
-"""A bus's history as events of the Trace Event Format, which Perfetto and Chrome's viewer open.
+"""A bus's history as events of the Trace Event Format, for Perfetto and Chrome's viewer.
 
-Each process of the bus is a process of the trace; what overlaps there lies on tracks of its own.
-A group is a slice from its first sample to its lease, and one at its trainer until its end; an
-arrow joins them.
+Each process of the bus is a process of the trace; overlapping slices lie on tracks of their own.
+A group forms a slice from its first sample to its lease, and a slice at its trainer until its end;
+an arrow joins them.
 
 Invariants:
 
-- Pure: whoever calls gives what was read of a bus, and the time.
-- Slices of one track are disjoint, or one lies within the other. Times are whole microseconds since
-  1970, so that rounding changes none of that.
-- Memory is for what is open now, at most MAX_OPEN of a kind, and for names; not for what is past.
+- Pure: the caller passes values read from a bus, and the time.
+- Slices of a track are disjoint or nested. Times are whole microseconds since 1970, to keep that
+  property through rounding.
+- Memory serves open slices, at most MAX_OPEN of a kind, and names; never the past.
 
 Source: "Trace Event Format", the document of the Chromium project (types X, i, C, M, s and f).
 """
@@ -25,41 +25,42 @@ from shmbus.inspect.groups import Groups
 from shmbus.inspect.types import BusEvent, BusStatus
 from shmbus.pool.status import PoolStatus
 
-#: One event, to be encoded as a JSON object.
+#: An event, to be encoded as a JSON object.
 TraceEvent: TypeAlias = "dict[str, Any]"
 
-#: Leases, samples that are being made, and groups given back, that are remembered until they end.
+#: Leases, samples under construction, and groups given back, remembered until they end.
 MAX_OPEN: Final = 65_536
 
 _GroupKey: TypeAlias = "tuple[str, int | None, str]"
-#: Kinds of events that begin a state of the whole bus, those that end it, and its name.
+#: By kind of event that begins a state of the whole bus: the kind that ends the state, and its
+#: name.
 _STATES: Final = {
     "paused": ("resumed", "paused"),
     "requests_paused": ("requests_resumed", "requests paused"),
 }
 _ENDS: Final = ("acknowledged", "given_back", "dropped")
-#: Counters of what the whole bus holds, and the waits of one process.
+#: Counters of the whole bus's contents, and the waits of a process.
 _COUNTERS: Final = "bus"
 _WAITS: Final = "waits"
 
 
 class _Open(NamedTuple):
-    """A lease that has not ended."""
+    """An open lease."""
 
     since: int
     who: str
-    #: Of the arrow to it; 0 where there is none.
+    #: Number of the arrow to the lease; 0 without an arrow.
     flow: int
     samples: int
 
 
 class TraceEvents:
-    """Makes trace events of what is read of one bus, in the order in which it is read."""
+    """Makes trace events from values read from a bus, in the order of reading."""
 
     def __init__(self, bus: str) -> None:
         self._bus = bus
         self._pids: dict[str, int] = {}
-        #: By track's process: until when each of its tracks is taken.
+        #: By track's process: end of the last slice on each of its tracks.
         self._tracks: defaultdict[int, list[int]] = defaultdict(list)
         self._names: dict[int, str] = {}  # of producers, by number
         self._leases: dict[_GroupKey, list[_Open]] = {}
@@ -73,10 +74,10 @@ class TraceEvents:
         self._flows = itertools.count(1)
         self._made: list[TraceEvent] = []
 
-    # -- what is read ---------------------------------------------------------------------------
+    # -- input ----------------------------------------------------------------------------------
 
     def history(self, events: Sequence[BusEvent], missed: int = 0) -> list[TraceEvent]:
-        """Make events of what a daemon remembers, oldest first."""
+        """Make events from a daemon's memory, oldest first."""
         if missed and events:
             text = f"{missed} events were forgotten before they were read"
             self._instant(self._daemon, text, _us(events[0].unix_s))
@@ -92,13 +93,13 @@ class TraceEvents:
         return self._taken()
 
     def has_strangers(self, events: Sequence[BusEvent]) -> bool:
-        """Whether a producer has no name yet, which the next status may have."""
+        """Tell if a producer still lacks a name, which the next status may contain."""
         return any(
             sample.producer not in self._names for event in events for sample in event.samples
         )
 
     def groups(self, found: Groups, now_s: float) -> None:
-        """Note which samples are being made now; they are slices when they are committed."""
+        """Note samples under construction; their commits turn them into slices."""
         for group in found.groups:
             key = (group.instance_id, group.round, group.split)
             for cell in group.cells:
@@ -110,7 +111,7 @@ class TraceEvents:
         _bound(self._begun)
 
     def status(self, status: BusStatus, now_s: float) -> list[TraceEvent]:
-        """Make counters of what the bus holds, and of the part of the time that each waits."""
+        """Make counters of the bus's contents, and of each process's share of waiting time."""
         now = _us(now_s)
         counts = {"in the ring": status.ledger.in_ring, "stashed": status.ledger.stashed}
         self._counter(self._daemon, f"{_COUNTERS}: trajectories", now, counts)
@@ -144,13 +145,13 @@ class TraceEvents:
         return self._taken()
 
     def weights(self, pools: Sequence[PoolStatus], now_s: float) -> list[TraceEvent]:
-        """Make events of versions that were published, and slices of what each reader ran."""
+        """Make events of published versions, and slices of each reader's versions."""
         now = _us(now_s)
         running = {}
         for pool in pools:
             seen = self._published.get(pool.kind, 0)
             if seen > max((slot.sequence for slot in pool.slots), default=0):
-                seen = 0  # another pool, of a trainer that began anew
+                seen = 0  # another pool, of a restarted trainer
             for slot in sorted(pool.slots, key=lambda slot: slot.sequence):
                 if slot.sequence > seen and slot.published_unix_ns:
                     at = slot.published_unix_ns // 1000
@@ -172,7 +173,7 @@ class TraceEvents:
         return self._taken()
 
     def end(self, now_s: float) -> list[TraceEvent]:
-        """End what is open: its slices reach to the end of the trace."""
+        """End open slices: they reach to the end of the trace."""
         now = _us(now_s)
         for key, leases in self._leases.items():
             for lease in leases:
@@ -207,7 +208,7 @@ class TraceEvents:
     def _ended(self, event: BusEvent) -> None:
         key, at = _key(event), _us(event.unix_s)
         leases = self._leases.get(key, [])
-        # Who gives back is not noted.
+        # Giving back leaves no note of the trainer.
         of_them = (
             i
             for i, lease in enumerate(leases)
@@ -239,7 +240,7 @@ class TraceEvents:
     def _before_lease(
         self, key: _GroupKey, began: int, whole: int, end: int, why: str, flow: int = 0
     ) -> None:
-        """Show a group that waits: for its samples, then for a trainer."""
+        """Show a waiting group: for its samples, then for a trainer."""
         began = min(began, end)
         whole = whole and min(max(began, whole), end)
         group, more = groups_of(self._bus), _about(key)
@@ -273,7 +274,7 @@ class TraceEvents:
                 self._slice(who, text, min(begun, at), at, more)
 
     def _of_sample(self, event: BusEvent) -> None:
-        """Show a sample that failed, and may be asked for again."""
+        """Show a failed sample, with its possible repetition."""
         text = f"{_name(_key(event))}/{event.index} failed: {event.text}"
         more = {"attempts": event.count, "asked again": event.kind == "asked"}
         self._instant(event.who or self._daemon, text, _us(event.unix_s), more)
@@ -306,7 +307,7 @@ class TraceEvents:
         return f"bus {self._bus}"
 
     def _pid(self, who: str) -> int:
-        """Return the number of a process; those of the system may be twice in two containers."""
+        """Return the number of a process; two containers may use the same system number."""
         if who not in self._pids:
             pid = self._pids[who] = len(self._pids) + 1
             for name, value in (("process_name", who), ("process_sort_index", pid)):
@@ -334,7 +335,7 @@ class TraceEvents:
         *,
         track: int | None = None,
     ) -> int:
-        """Emit a slice, on the first track that is free then or within one; returns its track."""
+        """Emit a slice, on the first free track or inside the given track; return its track."""
         if track is None:
             tracks = self._tracks[self._pid(who)]
             free = (at for at, until in enumerate(tracks, 1) if until <= began)
@@ -344,12 +345,12 @@ class TraceEvents:
         return track
 
     def _arrow(self, phase: str, who: str, track: int, at: int, number: int) -> None:
-        """Emit an end of an arrow, bound to the slice that is there."""
+        """Emit an end of an arrow, bound to the slice at that place."""
         self._emit(phase, who, "leased", track, at, id=number, bp="e")
 
 
 def groups_of(bus: str) -> str:
-    """Name the process of the trace that has the groups of a bus."""
+    """Name the trace's process for the groups of a bus."""
     return f"groups of {bus}"
 
 
@@ -372,11 +373,11 @@ def _about(key: _GroupKey) -> dict[str, Any]:
 
 
 def _born(event: BusEvent) -> tuple[int, int]:
-    """When the first sample of a group was committed, and the last; 0 where that is not known."""
+    """Return the commit times of a group's first and last sample; 0 if unknown."""
     times = [sample.unix_s for sample in event.samples]
     if not times:
         return _us(event.began_unix_s), 0
-    # Of a group of more samples than an event has, the last are not known.
+    # If an event omits samples of a large group, the last commit is unknown.
     return _us(min(times)), _us(max(times)) if len(times) == event.count else 0
 
 

@@ -1,11 +1,11 @@
-"""What can be said of a bus: the structs of ``shmbus status``, of a daemon's answer, of a verdict.
+"""Facts about a bus: the structs of ``shmbus status``, of a daemon's answer, of a verdict.
 
-Below the control messages, which carry some of these, and below everything that fills them in.
+Below the control messages, which carry some of these structs, and below all code that fills them.
 
 Invariants:
 
 - Field names are the keys of ``--json`` and of the wire: they stay.
-- A struct holds values that were read once; nothing here reads a bus.
+- A struct holds values read once; nothing here reads a bus.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from shmbus._schema import SchemaField
 from shmbus.ledger import LanePauseStatus, TrajectoryCounts
 from shmbus_ext import _core
 
-#: Where a group is: incomplete; complete and not taken; with a trainer; or not on the bus, maybe
-#: not any more.
+#: Place of a group: incomplete; complete and not taken; with a trainer; or absent from the bus, now
+#: or always.
 GroupState: TypeAlias = Literal["open", "ready", "leased", "gone"]
 
 
 class SampleCell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A sample of an incomplete group, as far as it is known."""
+    """A sample of an incomplete group, as far as known."""
 
     index: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
     #: asked: the sample failed, and producers are asked again. begun: a producer holds the sample's
-    #: request. A missing sample has no cell.
+    #: request. A missing sample lacks a cell.
     state: Literal["there", "failed", "asked", "begun"] = "there"
-    #: Of a sample that is there; None also where it is not finite.
+    #: Score of an arrived sample; None also for a score that is not finite.
     score: float | None = None
     #: Number of the producer that sent the sample or its failure, or holds its request.
     producer: int | None = None
@@ -38,7 +38,7 @@ class SampleCell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     age_s: float | None = None
     attempts: int = 0
     reason: str = ""
-    #: Number of the producer that makes it again.
+    #: Number of the producer that makes the sample again.
     taken_by: int | None = None
 
 
@@ -47,11 +47,11 @@ class GroupHead(msgspec.Struct, frozen=True, kw_only=True):
 
     instance_id: str
     round: int | None
-    #: Samples of its group, 0 where that is not known yet, and samples that are here.
+    #: Samples of its group, 0 if still unknown, and arrived samples.
     size: int
     present: int
     age_s: float
-    #: Samples that complete it, at most `size`; 0 where that is not known yet.
+    #: Samples that complete the group, at most `size`; 0 if still unknown.
     need: int = 0
     split: str = "train"
 
@@ -59,20 +59,20 @@ class GroupHead(msgspec.Struct, frozen=True, kw_only=True):
 class GroupCells(GroupHead, frozen=True, kw_only=True):
     """An incomplete group, sample by sample."""
 
-    #: By index; a missing sample has none.
+    #: By index; a missing sample lacks a cell.
     cells: list[SampleCell]
-    #: Cells that did not fit into the answer.
+    #: Cells omitted from the answer.
     cells_omitted: int = 0
 
     @property
     def missing(self) -> list[int]:
-        """Indices that are not there; none of a group that is not shown whole."""
+        """Indices of missing samples; empty for a partly shown group."""
         there = {cell.index for cell in self.cells if cell.state == "there"}
         return [] if self.cells_omitted else [i for i in range(self.size) if i not in there]
 
 
 class SampleCommit(msgspec.Struct, frozen=True, array_like=True):
-    """Who committed a sample of a group, and when."""
+    """Producer and time of a sample's commit."""
 
     index: int
     #: The producer's number.
@@ -81,7 +81,7 @@ class SampleCommit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BusEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Something that happened on a bus."""
+    """An event on a bus."""
 
     #: Grows with each event of a daemon.
     number: int
@@ -93,80 +93,80 @@ class BusEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     #: "acknowledged", "dropped"; of a sample "failed" and "asked" (it failed, and producers are
     #: asked for it again).
     kind: str
-    #: The producer or the trainer; "" where nobody is to be named.
+    #: The producer or the trainer; "" without a name.
     who: str = ""
-    #: The reason of a failure, a drop or a pause; the number of a policy version, or "3 to 5" where
-    #: versions followed each other.
+    #: The reason of a failure, a drop or a pause; the number of a policy version, or "3 to 5" for
+    #: consecutive versions.
     text: str = ""
-    #: The group; an id of "" where it is of none.
+    #: The group; "" outside of groups.
     instance_id: str = ""
     round: int | None = None
     split: str = "train"
     index: int | None = None
     #: Samples of the group, or failed attempts of the sample.
     count: int = 0
-    #: Of a group that is leased: when its first sample came; 0 where that is not known.
+    #: Arrival of a leased group's first sample; 0 if unknown.
     began_unix_s: float = 0.0
-    #: Of a group, where somebody traces the bus: its samples, the first of many.
+    #: The group's samples, while the bus is traced; the first of many.
     samples: list[SampleCommit] = []
 
 
 class WaitedStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that were waited on a bus since it was created, of all who waited together."""
+    """Seconds of waiting on a bus since its creation, summed over all processes."""
 
-    #: By producers: for space in the ring, for the end of a pause, and for the bound on groups that
-    #: may be begun (`max_lead`).
+    #: By producers: for space in the ring, for the end of a pause, and for the bound on begun
+    #: groups (`max_lead`).
     space_s: float = 0.0
     paused_s: float = 0.0
     ahead_s: float = 0.0
-    #: By trainers that held no group, for the next.
+    #: By trainers without a group, for the next.
     trainers_s: float = 0.0
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that keeps a bus from going on, or may."""
+    """A cause that keeps, or may keep, a bus from going on."""
 
-    #: Such as "producers_wait"; `shmbus.inspect.verdict` lists them.
+    #: For example "producers_wait"; `shmbus.inspect.verdict` lists the kinds.
     kind: str
-    #: The part of the work that it costs, 0 to 1, as an estimate: what findings are ranked by.
+    #: The lost part of the work, 0 to 1, as an estimate: the rank of findings.
     cost: float
-    #: What happens, who causes it, and what to do; the latter two may be "".
+    #: The symptom, its cause, and the remedy; the latter two may be "".
     what: str
     cause: str = ""
     advice: str = ""
-    #: The producers and trainers that cause it.
+    #: The producers and trainers at fault.
     who: list[str] = []
     #: Incomplete groups that wait for them.
     groups: int = 0
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be said of a bus in one sentence."""
+    """A bus's state in a sentence."""
 
-    #: How bad the first finding is.
+    #: Severity of the first finding.
     level: Literal["good", "note", "warning", "trouble"]
-    #: The first finding: what, who, and what to do.
+    #: The first finding: symptom, cause and remedy.
     sentence: str
-    #: All of them, the costliest first; empty where nothing is wrong.
+    #: All findings, the costliest first; empty for a healthy bus.
     findings: list[Finding] = []
 
 
-#: Bounds of what is decoded from a file or a socket; they count there only.
+#: Bounds of values decoded from a file or a socket; they count only there.
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class LedgerStatus(TrajectoryCounts, frozen=True, kw_only=True):
-    """Where every committed trajectory is, as an observer can tell."""
+    """The place of every committed trajectory, as far as an observer can tell."""
 
     # Without a collector, every undelivered trajectory counts as in the ring.
 
-    #: Committed, and not found by a walk over the records; the next reader counts them as corrupt.
-    #: Always 0 where `exact` is false.
+    #: Committed, and missing from a walk over the records; the next reader counts them as corrupt.
+    #: Always 0 if `exact` is false.
     unreadable: int
-    #: Whether the undelivered were counted record by record, at one instant. Otherwise the bus was
-    #: too busy, and in_ring is what the counters leave over.
+    #: True if the undelivered were counted record by record, at a single instant. Otherwise the bus
+    #: was too busy, and in_ring is the remainder of the counters.
     exact: bool
-    #: Whether the parts add up to `committed`, with nothing unreadable.
+    #: True if the parts add up to `committed`, without unreadable records.
     balanced: bool
 
 
@@ -185,54 +185,56 @@ class ProducerSlot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProducerStatus(ProducerSlot, frozen=True, kw_only=True):
-    """A producer slot that has been used."""
+    """A used producer slot."""
 
-    #: alive: a living process holds the slot's lock. dead: no process does, and the collector has
-    #: not reaped it yet. closed: the producer left properly. gone: it left or died, and was reaped.
+    #: alive: a living process holds the slot's lock. dead: no process holds the lock, and the
+    #: collector has not reaped the producer yet. closed: the producer left properly. gone: it left
+    #: or died, and was reaped.
     state: Literal["alive", "dead", "closed", "gone"]
     #: Ring bytes in the lane's extents.
     held_bytes: int
-    #: Records in these that are neither committed nor aborted; None where records were not read.
+    #: Reserved records in its extents, neither committed nor aborted; None if records were not
+    #: read.
     reservations: int | None = None
-    #: Seconds since the last commit, by the records that are still in the lane's extents; None
-    #: where none is.
+    #: Seconds since the last commit, by the records still in the lane's extents; None without
+    #: records.
     idle_s: float | None = None
-    #: Whether its process is stopped, as by SIGSTOP or a debugger, as far as that can be seen.
+    #: True for a stopped process, as by SIGSTOP or a debugger, if visible.
     stopped: bool = False
-    #: Seconds that the slot's owners so far have waited, for space, a pause or `max_lead`.
+    #: Seconds of waiting by the slot's owners so far, for space, a pause or `max_lead`.
     waited_s: float = 0.0
-    #: Samples that the slot's owners so far gave back unmade (`requests.release`).
+    #: Samples given back unmade by the slot's owners so far (`requests.release`).
     released: Count = 0
     #: Samples that the present owner gave back, and failed, since its last answer; the last reason.
     given_back: int = 0
     failed: int = 0
     unmade_reason: str = ""
-    #: Seconds for which shmbus hands the worker no sample: it made none of the last ones.
+    #: Seconds of backoff in which shmbus hands the worker no sample, after unmade samples.
     rests_s: float = 0.0
 
 
 class CollectorStatus(msgspec.Struct, frozen=True):
-    """The collector, as it last described itself."""
+    """The collector, by its own last description."""
 
-    #: Whether a living process holds the collector's lock.
+    #: True if a living process holds the collector's lock.
     alive: bool
-    #: Its process; 0 where no collector ever read the bus.
+    #: Its process; 0 on a bus that never met a collector.
     pid: int
     label: str
-    #: Seconds since it last polled the ring; None where no collector ever did.
+    #: Seconds since its last poll of the ring; None on a bus that never met a collector.
     seen_ago_s: float | None
-    #: What it holds; 0 where it is not alive.
+    #: Its holdings; 0 for a dead collector.
     leased_groups: int
     leased_records: int
     stashed_groups: int
     stashed_records: int
-    #: Ring bytes of the stragglers that it moved.
+    #: Ring bytes of its moved stragglers.
     stragglers_bytes: int
-    #: Seconds since it gave the oldest of those leases.
+    #: Seconds since the oldest of those leases began.
     oldest_lease_s: float = 0.0
-    #: Whether its process is stopped, as of a producer.
+    #: True for a stopped process, as of a producer.
     stopped: bool = False
-    #: Whether it sleeps until records come.
+    #: True while it sleeps until records come.
     waits: bool = False
 
 
@@ -246,7 +248,7 @@ class PauseStatus(msgspec.Struct, frozen=True):
 
 
 class WantedStatus(msgspec.Struct, frozen=True):
-    """A retry request: a sample that producers are asked for again."""
+    """A retry request: producers are asked for the sample again."""
 
     instance_id: str
     round: int | None
@@ -257,77 +259,77 @@ class WantedStatus(msgspec.Struct, frozen=True):
     reason: str
     asked_s: float
     taken_by: int | None
-    #: Who its group is for.
+    #: Purpose of its group.
     split: str = "train"
 
 
 class SplitStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read of one split."""
+    """Read samples of a split."""
 
     split: str
     #: Trajectories released, since the bus was created.
     acknowledged: int
     dropped: int
-    #: Trajectories that wait, for their group or to be taken; as the collector last said.
+    #: Trajectories that wait, for their group or for a take; by the collector's last note.
     stashed: int
-    #: Incomplete groups, and complete ones that wait for a consumer; the same.
+    #: Incomplete groups, and complete groups that wait for a consumer; by the same note.
     groups_incomplete: int
     groups_ready: int
 
 
 class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A client of a daemon, and the leases that it holds."""
+    """A client of a daemon, and its leases."""
 
     #: Its number at the daemon; its process, as numbered in its own pid namespace.
     client: int
     pid: int
     label: str
-    #: Which of how many; -1 and 1 without ranks.
+    #: Rank and number of ranks; -1 and 1 without ranks.
     rank: int = -1
     world_size: int = 1
     groups: int = 0
     trajectories: int = 0
-    #: Seconds that it has held the oldest of them.
+    #: Age of its oldest lease in seconds.
     oldest_lease_s: float = 0.0
     split: str = "train"
     waiting: bool = False
     #: False for a client that holds leases of an earlier connection and has not come back.
     connected: bool = True
-    #: Seconds that it has waited for groups in all, while it held none.
+    #: Total seconds of waiting for groups without holding a group.
     waited_s: float = 0.0
-    #: Seconds since its last request for groups was answered; None for a client without any.
+    #: Seconds since the answer to its last request for groups; None for a client without requests.
     asked_s: float | None = None
-    #: Whether its process is stopped, as whoever reads the status finds; a daemon does not say.
+    #: True for a stopped process, as found by the status's reader; a daemon does not tell.
     stopped: bool = False
 
 
 class DaemonStatus(msgspec.Struct, frozen=True):
-    """A daemon's answer; where it gave none, all but `answers` and `problem` is empty."""
+    """A daemon's answer; without an answer, all but `answers` and `problem` is empty."""
 
     answers: bool
     problem: str = ""
     pid: int = 0
     version: str = ""
     uptime_s: float = 0.0
-    #: Whether it waits for clients of an earlier daemon, or for leases to end before it stops.
+    #: True while it waits for clients of an earlier daemon, or for leases to end before a stop.
     recovering: bool = False
     draining: bool = False
-    #: Groups that a client which has not come back may hold.
+    #: Groups possibly held by a client that has not come back.
     in_doubt: int = 0
-    #: While there are such: processes that are stopped, have the bus open and are not attached, as
-    #: whoever reads the status finds.
+    #: During such a wait: stopped processes with the bus open and not attached, as found by the
+    #: status's reader.
     stopped_pids: list[int] = []
     #: Ranks that share the steps; 0 without ranks.
     world_size: int = 0
     next_steps: dict[int, int] = {}
-    #: Incomplete groups; complete ones that wait to be taken; leased ones.
+    #: Incomplete groups; complete groups that wait for a take; leased groups.
     groups_open: int = 0
     groups_ready: int = 0
     groups_leased: int = 0
     leases: list[LeaseStatus] = []
     #: Age of the oldest incomplete group.
     oldest_s: float = 0.0
-    #: Failed attempts since it began, by the kind of their reason.
+    #: Failed attempts since the daemon's start, by the kind of their reason.
     failed_attempts: dict[str, int] = {}
 
 
@@ -345,7 +347,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: EngineState
     #: The oldest version of the ranks; None for unknown.
     version: int | None = None
-    #: The publication that all ranks run, as in `Request.cache_salt`; "" for unknown.
+    #: The publication all ranks run, as in `Request.cache_salt`; "" for unknown.
     life: str = ""
     #: Reason of an unknown or refused version.
     why: str = ""
@@ -362,60 +364,60 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeadStatus(msgspec.Struct, frozen=True):
-    """How far producers are ahead."""
+    """The producers' lead."""
 
-    #: Groups that are begun and not delivered, and how many there may be now.
+    #: Groups begun and not delivered, and their current maximum.
     held: int
     limit: int
-    #: The bounds that the bus was created with.
+    #: The bus's bounds from its creation.
     max_lead: int | None
     max_lead_versions: int | None
 
 
 class RelayStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A relay at this bus, as it last said; what its journal has is counted entry by entry."""
+    """A relay at this bus, by its last note; the journal is counted entry by entry."""
 
-    #: Whether it puts records of other buses onto this one; else it takes this one's away.
+    #: True if the relay puts records of other buses onto this bus; else it takes this bus's away.
     is_sink: bool
-    #: Seconds since it last said that it is there; None where it never did.
+    #: Seconds since its last sign of life; None without a sign.
     seen_s: float | None
-    #: How often a relay has begun here.
+    #: Number of relay starts here.
     begun: int
-    #: Records of other buses that the journal has room for.
+    #: The journal's room for records of other buses.
     entries: int
-    #: Of a source: records that it holds; those let go.
+    #: Of a source: held records; released records.
     held: int
     released: int
-    #: Of a sink: records under way to this bus; put by this process; blocks that were refused.
+    #: Of a sink: records under way to this bus; put by this process; refused blocks.
     moving: int
     put: int
     refused: int
-    #: Entries of records that are here, or were dropped, and that their source may hold too; and of
-    #: those that are being put.
+    #: Entries of records here or dropped, which their source may hold too; and of
+    #: records under way.
     settled: int
     intended: int
-    #: Those settled, by the identity of the bus that has not let them go.
+    #: Settled entries, by the identity of the bus that still holds them.
     held_for: dict[str, int]
 
 
 class RequestsStatus(msgspec.Struct, frozen=True):
-    """Samples that were requested, by what became of them."""
+    """Requested samples by outcome."""
 
     #: Since the bus was created.
     offered: int
     #: Not taken by a worker, or given back; and in the hands of workers.
     open: int
     claimed: int
-    #: Answered; and not made, since their group has ended without them.
+    #: Answered; and unmade, because their group ended without them.
     done: int
     given_up: int
-    #: Requests that have not ended.
+    #: Open requests.
     groups: int
-    #: Seconds since a worker took one; None where none ever did.
+    #: Seconds since a worker's last take; None without a take.
     taken_s: float | None
-    #: Requests that have not ended, with a sample that is open or with a worker.
+    #: Open requests, with a sample open or held by a worker.
     unmade: int = 0
-    #: `open` and `claimed` of each split that has any request that has not ended.
+    #: `open` and `claimed` of each split with an open request.
     by_split: dict[str, tuple[int, int]] = {}
 
 
@@ -425,9 +427,9 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
     #: "lag" in versions, "age" of a group in seconds, "length" in tokens, "score", or "solved": the
     #: part of a group's samples with a score of 0.5 or more, 0 to 1.
     name: str
-    #: Upper bounds of the buckets, ascending; the last bucket has none.
+    #: Upper bounds of the buckets, ascending; the last bucket is unbounded.
     bounds: list[float]
-    #: Values up to each bound and above the one before; one more than bounds.
+    #: Values up to each bound and above the previous bound; a bucket more than bounds.
     buckets: list[int]
     sum: float
 
@@ -437,7 +439,7 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     path: str
-    #: 128 random bits as hexadecimal digits, which no other bus has.
+    #: 128 random bits as hexadecimal digits, unique to the bus.
     identity: str
     layout_version: int
     age_s: float
@@ -446,7 +448,7 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     free: int
     segment_bytes: int
     extent_bytes: int
-    #: The part of the capacity that is leased to lanes, 0 to 1.
+    #: The part of the capacity leased to lanes, 0 to 1.
     fill: float
     space_wanted: bool
     paused: PauseStatus | None
@@ -454,45 +456,45 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int
     in_use: bool
     ledger: LedgerStatus
-    #: Undelivered groups, by the records in the ring; leased ones count as complete. None where the
+    #: Undelivered groups, by the records in the ring; leased groups count as complete. None if the
     #: records were not sorted into groups.
     groups_incomplete: int | None
     groups_complete: int | None
     collector: CollectorStatus
-    #: Slots that have been used, by producer number.
+    #: Used slots, by producer number.
     producers: list[ProducerStatus]
     wanted: list[WantedStatus] = []
-    #: Why workers get one sample at a time, where all samples of late failed alike.
+    #: The lane's pause after like failures of recent samples; workers then get a sample at a time.
     lane_pause: LanePauseStatus | None = None
-    #: Groups that were given up for a failed sample, since the bus was created.
+    #: Groups given up for a failed sample, since the bus was created.
     groups_given_up: int = 0
-    #: How far producers are ahead, where the bus bounds it.
+    #: The producers' lead, on a bus with a bound.
     lead: LeadStatus | None = None
-    #: Samples that were requested, where any was.
+    #: Requested samples, on a bus with requests.
     requests: RequestsStatus | None = None
-    #: The relay that carries records to or from this bus, where one has.
+    #: The relay that carries records to or from this bus, if present.
     relay: RelayStatus | None = None
-    #: Groups for training that were dropped whole, for any reason, since the bus was created.
+    #: Training groups dropped whole, for every reason, since the bus was created.
     groups_dropped: int = 0
-    #: Policy lag, age, length, score and solved part of what was delivered, since the bus was
+    #: Policy lag, age, length, score and solved part of deliveries, since the bus was
     #: created.
     delivered: list[Histogram] = []
-    #: How long producers and trainers have waited.
+    #: Waiting times of producers and trainers.
     waited: WaitedStatus = WaitedStatus()
-    #: Whether a trainer ended while inference servers were paused for its weights.
+    #: True if a trainer ended while inference servers were paused for its weights.
     servers_left: bool = False
     #: Newest version of the bus's weights; None without weights in /dev/shm.
     weights_version: int | None = None
-    #: Of each split that the bus knows, by number; "train" is the first.
+    #: Of each split known to the bus, by number; "train" is the first.
     splits: list[SplitStatus] = []
     #: Inference servers that read weights of this bus or serve recorders, by address.
     engines: list[EngineStatus] = []
     daemon: DaemonStatus | None = None
-    #: The fields that the bus declares; None where it declares none.
+    #: The declared fields; None without a declaration.
     schema: list[SchemaField] | None = None
-    #: Why these cannot be read; "" where they can.
+    #: Reason for an unreadable schema; "" if readable.
     schema_problem: str = ""
-    #: The incomplete groups that have waited longest; empty where the records were not walked.
+    #: The incomplete groups with the longest waits; empty if the records were not walked.
     oldest_incomplete: list[GroupCells] = []
-    #: What is to be said of it in one sentence; None where the records were not walked.
+    #: The bus's state in a sentence; None if the records were not walked.
     verdict: Verdict | None = None

@@ -1,7 +1,8 @@
-"""Undelivered records of a segment's file: counted, each once, and in groups as a stash has them.
+"""Undelivered records of a segment's file: counted, each once, and grouped as in a stash.
 
-Invariants: a release that has taken effect counts as done, whichever process finishes it; a commit
-counts once its lane has counted it; of the two copies that an interrupted move leaves, one counts.
+Invariants: a release in effect counts as done, regardless of the finishing process; a commit
+counts once its lane has counted it; of the two copies left by an interrupted move, a single copy
+counts.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ def counters(file: SegmentFile) -> tuple[tuple[int, ...], tuple[int, ...], tuple
     released = list(file.released())
     reason, count, _ = file.intent()
     if count:
-        # A release that has taken effect counts as done, whichever process finishes it.
+        # A release in effect counts as done, regardless of the finishing process.
         released[reason] = int(file.header["intent_base"]) + count
     committed = tuple(file.slots()["committed"][:-1].tolist())
     return tuple(released), committed, (reason, count)
 
 
 def count_undelivered(file: SegmentFile) -> int | None:
-    """Count committed records that are not released, each once; None where a run changed."""
+    """Count committed, unreleased records, each once; None if a run changed."""
     _, _, ended = file.intent()
     below = [*file.slots()["committed"][:-1].tolist(), 0]
     moved = False
@@ -50,14 +51,14 @@ def count_undelivered(file: SegmentFile) -> int | None:
         total += scan.committed
         keys.append(scan.keys)
     if moved:
-        # An interrupted move leaves two copies, with one identity.
+        # An interrupted move leaves two copies with the same identity.
         pairs = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
         total = len(np.unique(pairs, axis=0))
     return total - _still_committed(file, ended)
 
 
 def _still_committed(file: SegmentFile, ended: frozenset[tuple[int, int]]) -> int:
-    """How many records of a release that has taken effect are not marked yet."""
+    """Count the unmarked records of a release in effect."""
     if not ended:
         return 0
     return sum(
@@ -84,7 +85,7 @@ def _readable(file: SegmentFile, *, payload: bool) -> Iterator[tuple[Run, Record
 
 def undelivered_records(file: SegmentFile) -> list[RecordRow]:
     """Find every readable committed record, each identity once, in the order of commits."""
-    # The collector's lane is the last: of two copies the moved one counts.
+    # The collector's lane comes last: of two copies the moved copy counts.
     found = {(row.producer_id, row.sequence): row for _, row in _readable(file, payload=False)}
     return sorted(found.values(), key=lambda row: row.committed_ns)
 
@@ -111,14 +112,14 @@ def stream_undelivered(file: SegmentFile) -> Iterator[RecordRow]:
         yield file.read_record(runs[number], int(offset))
 
 
-#: Records that are sorted into groups: about two seconds of work. Beyond that no group is named.
+#: Maximum records sorted into groups: about two seconds of work. Beyond that no group is named.
 MAX_RECORDS = 200_000
-#: Samples that are shown one by one; the largest group fits.
+#: Samples shown singly; the largest group fits.
 _MAX_CELLS = 16_384
 
 
 class _Open(msgspec.Struct):
-    """A group while records are sorted; `size` and `need` are 0 while they are unknown."""
+    """A group while records are sorted; `size` and `need` are 0 while unknown."""
 
     size: int
     need: int
@@ -139,15 +140,15 @@ class _Open(msgspec.Struct):
 
 
 class OpenGroups:
-    """Undelivered records, grouped as the stash does it, in the order of commits."""
+    """Undelivered records, grouped as in the stash, in the order of commits."""
 
-    # A sample that the stash would discard (a duplicate, another size) is in no group here either.
+    # A sample the stash would discard (a duplicate, another size) joins no group here either.
 
     def __init__(self, file: SegmentFile, undelivered: int) -> None:
-        #: How many groups; None where records were not sorted.
+        #: Number of groups; None if records were not sorted.
         self.incomplete: int | None = None
         self.complete: int | None = None
-        #: Instance ids, rounds and splits of the complete ones.
+        #: Instance ids, rounds and splits of complete groups.
         self.whole: list[tuple[str, int | None, str]] = []
         self._groups: dict[object, _Open] = {}
         if undelivered > MAX_RECORDS:
@@ -176,7 +177,7 @@ class OpenGroups:
         return found, len(self._groups) - len(found)
 
     def find(self, instance_id: str, round: int | None, split: str) -> GroupCells | None:
-        """Show one incomplete group, before `file` is closed; None where it is not among them."""
+        """Show an incomplete group, before `file` is closed; None if not found."""
         for group in self._groups.values():
             row = next(iter({**group.rows, **group.failed}.values()))
             if (row.instance_id, row.round) == (instance_id, round) and (

@@ -1,12 +1,12 @@
-"""What keeps a bus from going on, who causes it, and what to do: one sentence, by rules.
+"""Obstacles of a bus, with causes and remedies: a sentence, by rules.
 
 Invariants:
 
-- Pure: what was read is an argument; the same status gives the same sentence.
-- What must be cured before anything else can move comes first, in the order of `_FIRST`. All else
-  is ranked by what it costs: the part of the work that stands still for it, 0 to 1.
-- Who is missing is said only where it can be told (`waiting_for`).
-- Nothing is called failed that is only begun, not taken yet, or not read yet.
+- Pure: the status is an argument; the same status gives the same sentence.
+- Obstacles that block everything else come first, in the order of `_FIRST`. The rest is ranked by
+  cost: the part of the work that stands still for the obstacle, 0 to 1.
+- A missing producer is named only if certain (`waiting_for`).
+- A sample merely begun, not taken yet, or not read yet never counts as failed.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from shmbus.inspect.types import (
 from shmbus.inspect.who_is_missing import waiting_for
 from shmbus.segment.explain import DAEMON_LABEL
 
-#: Seconds without any movement after which a bus with something to do stands still.
+#: Seconds without movement after which a bus with open work stands still.
 STILL_S: Final = 60.0
-#: Seconds without a commit after which a producer that groups wait for is called silent.
+#: Seconds without a commit after which a producer awaited by groups counts as silent.
 SILENT_S: Final = 5.0
-#: The same of one that has space reserved: longer than a sample takes that is written in place.
+#: The same limit for a producer with reserved space: longer than writing a sample in place takes.
 RESERVED_S: Final = 30.0
 #: Seconds without a request after which a trainer counts as busy, and as stuck: a step, and more.
 BUSY_S: Final = 30.0
 _STUCK_S: Final = 600.0
-#: Costs from which a finding is trouble, or a warning.
+#: Minimum costs of a trouble, and of a warning.
 _TROUBLE: Final = 0.6
 _WARNING: Final = 0.25
 #: Names in a sentence.
 _NAMED: Final = 3
-#: Failed samples, and the part of the incomplete groups that have one, from which retries are more
-#: than the odd one that goes on by itself.
+#: Minimum failed samples, and minimum part of the incomplete groups with failures, for reporting
+#: retries: occasional retries go on by themselves.
 _MANY_FAILED: Final = 4
 _FAILING_SHARE: Final = 0.5
 
-#: Kinds of findings for which everything else waits: each is to be cured before those behind it.
+#: Kinds of findings that block everything else, in the order of their cure.
 _FIRST: Final = (
     "unbalanced",
     "unused",
@@ -80,7 +80,7 @@ def judge(
     still_s: float | None = None,
     wants: str = "",
 ) -> Verdict:
-    """Say what keeps a bus from going on."""
+    """Judge a bus: name its obstacles, the first in a sentence."""
     findings = [
         *_damage(status),
         *_reader(status),
@@ -153,7 +153,7 @@ def _who_waits(status: BusStatus) -> list[str]:
 
 
 def _waits(status: BusStatus, wants: str) -> str:
-    """Say who waits for what; "" where nobody does."""
+    """Name the waiting trainers and their wants; "" without a waiting trainer."""
     who = _who_waits(status)
     if not who:
         return ""
@@ -165,7 +165,7 @@ def _waits(status: BusStatus, wants: str) -> str:
 
 
 def _incomplete(status: BusStatus, groups: Sequence[GroupCells]) -> int:
-    """Count incomplete groups, by who knows best."""
+    """Count incomplete groups, by the best source."""
     if status.daemon is not None and status.daemon.answers:
         return status.daemon.groups_open
     counted = status.groups_incomplete
@@ -173,11 +173,11 @@ def _incomplete(status: BusStatus, groups: Sequence[GroupCells]) -> int:
 
 
 def _last_producer(status: BusStatus) -> str:
-    """Say who was the last producer and how it ended, for a sentence that goes on."""
+    """Name the last producer and its end, for a sentence that goes on."""
     if not status.producers:
         return ""
     last = max(status.producers, key=lambda producer: producer.producer_id)
-    # A slot that was taken back does not say how its owner ended.
+    # A slot taken back does not tell how its owner ended.
     ended = {"dead": "which died", "closed": "which has left", "gone": "which is gone"}
     return f"; the last was {producer_name(last)}, {ended.get(last.state, 'which lives')}"
 
@@ -238,7 +238,7 @@ def _reader(status: BusStatus) -> list[Finding]:
         ]
     if collector.alive:
         return []
-    # One that closed has taken its pid out of the segment.
+    # A closed collector removed its pid from the segment.
     last = f"; the last was {_collector_name(status)}, which died" if collector.pid else ""
     is_daemon = collector.label == DAEMON_LABEL
     waits = _what_waits(status)
@@ -256,7 +256,7 @@ def _reader(status: BusStatus) -> list[Finding]:
 
 
 def _what_waits(status: BusStatus) -> str:
-    """Say what nobody does anything with while nobody reads."""
+    """Name the work that lies idle without a reader."""
     waiting = status.ledger.undelivered
     prompts = 0 if status.requests is None else status.requests.unmade
     parts = [
@@ -266,7 +266,7 @@ def _what_waits(status: BusStatus) -> str:
     text = " and ".join(part for part in parts if part)
     if text:
         return f"{text} {'waits' if waiting + prompts == 1 else 'wait'}"
-    # The reader frees what was aborted.
+    # The reader frees aborted reservations.
     aborted = sum(producer.aborted for producer in status.producers)
     if not status.space_wanted or not aborted:
         return ""
@@ -322,7 +322,7 @@ def _pause(status: BusStatus) -> list[Finding]:
 
 
 def _earlier_run(status: BusStatus) -> list[Finding]:
-    """Say that a trainer publishes older weights than the bus has samples of."""
+    """Report a trainer whose weights are older than the samples on the bus."""
     published = status.weights_version
     if published is None or published >= status.policy_version or not status.collector.alive:
         return []
@@ -402,7 +402,7 @@ def _stillness(status: BusStatus, still_s: float | None) -> list[Finding]:
 
 
 def _space(status: BusStatus) -> list[Finding]:
-    # The mark of one that was killed stays until space is freed.
+    # A killed producer's mark stays until space is freed.
     if not status.space_wanted or not _running(status):
         return []
     ledger = status.ledger
@@ -429,7 +429,7 @@ def _space(status: BusStatus) -> list[Finding]:
 
 
 def _stashed(status: BusStatus) -> tuple[str, str]:
-    """Say what the groups that nobody has taken wait for. How many bytes they have is not known."""
+    """Explain the wait of untaken groups, whose number of bytes is unknown."""
     daemon = status.daemon
     if busy := _busy_trainers(status):
         return busy[0].what, busy[0].advice
@@ -490,7 +490,7 @@ def _producers(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]
 
 
 def _producer(producer: ProducerStatus, waits: int, share: float) -> Finding | None:
-    """Say what there is to say of a producer that `waits` groups wait for alone."""
+    """Return a finding on a producer awaited alone by `waits` groups, if noteworthy."""
     name = producer_name(producer)
     each = "waits" if waits == 1 else "wait"
     groups = f"{several(waits, 'group')} {each} for it alone"
@@ -498,7 +498,7 @@ def _producer(producer: ProducerStatus, waits: int, share: float) -> Finding | N
     idle_s = producer.idle_s or 0.0
     silent = idle_s >= SILENT_S
     if producer.state in ("dead", "gone"):
-        # One that left in order is gone too, once it was reaped.
+        # A producer that left in order also counts as gone, once reaped.
         what = f"{name} {'died' if producer.state == 'dead' else 'is gone'}"
         if waits:
             what += f", and {groups}; nobody will send these samples"
@@ -536,7 +536,7 @@ def _producer(producer: ProducerStatus, waits: int, share: float) -> Finding | N
 
 
 def _nobody_sends(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> list[Finding]:
-    """Say that nobody is there who could make a sample that something waits for."""
+    """Report a wanted sample without a producer to make it."""
     if _running(status) or not status.collector.alive:
         return []
     prompts = 0 if status.requests is None else status.requests.unmade
@@ -590,7 +590,7 @@ def _nobody_sends(status: BusStatus, groups: Sequence[GroupCells], wants: str) -
 
 
 def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> list[Finding]:
-    """Say that prompts wait for workers that do not ask, or workers and trainers for prompts."""
+    """Report prompts that wait for idle workers, or workers and trainers that wait for prompts."""
     lane, running = status.requests, _running(status)
     if lane is None or not running or not status.collector.alive:
         return []
@@ -632,14 +632,14 @@ def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
 
 
 def _is_held(producer: ProducerStatus, claimed: int) -> bool:
-    """Tell whether a worker made none of its last samples, and has none in hand now."""
+    """Tell if a worker made none of its last samples, and holds none now."""
     if producer.rests_s > 0:
         return producer.given_back + producer.failed > 0
     return producer.given_back > 0 and not claimed
 
 
 def _held_back(held: list[ProducerStatus], workers: int) -> Finding:
-    """Say that workers give back or fail each sample, so that shmbus hands them few."""
+    """Report workers that give back or fail each sample, and so get few."""
     names = [producer_name(each) for each in held]
     alone = len(names) == 1
     who = names[0] if alone else f"{show_count(len(names))} of {several(workers, 'worker')}"
@@ -667,7 +667,7 @@ def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
     reasons: Counter[str] = Counter()
     read_s = status.collector.seen_ago_s
     for group in groups:
-        # A report that was not read yet has no consequence that could be told.
+        # An unread report has had no consequence yet.
         failed = [
             cell
             for cell in group.cells
@@ -684,7 +684,7 @@ def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
             reasons[cell.reason or "no reason given"] += 1
             if cell.producer is not None:
                 by[cell.producer] += 1
-    # What is asked for again goes on by itself, unless it is most of the work.
+    # Requested retries go on by themselves, unless they are most of the work.
     many = samples >= _MANY_FAILED and failing >= _FAILING_SHARE * len(groups)
     if not final and not many:
         return []
@@ -725,14 +725,14 @@ class _Busy(NamedTuple):
 
 
 def _ready(status: BusStatus) -> int:
-    """Count complete groups that no trainer has taken, as far as an observer knows."""
+    """Count untaken complete groups, as far as an observer knows."""
     if status.daemon is not None and status.daemon.answers:
         return status.daemon.groups_ready
     return max(0, (status.groups_complete or 0) - status.collector.leased_groups)
 
 
 def _busy(status: BusStatus) -> list[_Busy]:
-    """Return the trainers, if each has asked for nothing of late while complete groups wait."""
+    """Return the trainers, if each has requested nothing of late while complete groups wait."""
     daemon, collector = status.daemon, status.collector
     if not _ready(status) or _who_waits(status):
         return []
@@ -750,7 +750,7 @@ def _busy(status: BusStatus) -> list[_Busy]:
 
 
 def _busy_trainers(status: BusStatus) -> list[Finding]:
-    """Say that complete groups wait for a trainer that does something else."""
+    """Report complete groups that wait for a busy trainer."""
     busy = _busy(status)
     if not busy:
         return []
@@ -770,7 +770,7 @@ def _busy_trainers(status: BusStatus) -> list[Finding]:
 
 
 def _sharing(daemon: DaemonStatus) -> list[Finding]:
-    """Say that trainers without ranks each get a part of the groups."""
+    """Report trainers without ranks, each of which gets a part of the groups."""
     by_split: dict[str, list[LeaseStatus]] = {}
     for lease in daemon.leases:
         asks = lease.waiting or lease.groups or lease.asked_s is not None
@@ -863,7 +863,7 @@ def _not_back(daemon: DaemonStatus) -> list[Finding]:
 
 
 def _waiting(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> list[Finding]:
-    """Say that trainers wait for groups that are being made: workers are what limits."""
+    """Report trainers that wait for groups in the making: workers are the bottleneck."""
     if not (waits := _waits(status, wants)):
         return []
     incomplete, lane = _incomplete(status, groups), status.requests

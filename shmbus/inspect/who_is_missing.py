@@ -1,6 +1,6 @@
-"""Which producer an incomplete group waits for, told from who has sent what.
+"""The producer an incomplete group waits for, told from the arrived samples.
 
-Invariant: a producer is named only where no other one could be meant.
+Invariant: a producer is named only if no second producer qualifies.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from typing import Final
 
 from shmbus.inspect.types import GroupCells, ProducerStatus
 
-#: The part from which something is the custom: groups of one producer, an index of one.
+#: Minimum share of a custom: of groups with a single producer, or of an index from a single
+#: producer.
 _CUSTOM: Final = 0.8
-#: The part of the busiest producer's samples from which one counts as a worker like the others.
+#: Minimum share of the busiest producer's samples that makes a producer a regular worker.
 _WORKERS_SHARE: Final = 0.05
 
 
 def waiting_for(
     groups: Sequence[GroupCells], producers: Sequence[ProducerStatus] = ()
 ) -> list[int | None]:
-    """Tell for each group the one producer that it waits for, where that can be told."""
-    # It can of a sample that a producer took to make again, or says that it has begun; of an index
-    # that one producer always sends; of a group whose samples all come from one producer, where
-    # that is the custom; and where one producer alone has sent nothing to any of these groups.
+    """Name for each group the only producer in question, or None."""
+    # Four kinds of evidence: the producer claimed the sample again, or began it; the producer
+    # always sends that index; by custom a group's samples come from a single producer; only that
+    # producer sent nothing to these groups.
     sends: defaultdict[int, Counter[int]] = defaultdict(Counter)
     alone = several = 0
     for group in groups:
@@ -42,13 +43,13 @@ def waiting_for(
         for p in producers
         if p.state != "closed" and p.committed >= _WORKERS_SHARE * most
     } - set(habits.values())
-    # Where each index has a sender of its own, the missing one belongs to who sent nothing.
+    # If every known index belongs to a producer, the missing index belongs to the silent producer.
     clear = several and None not in habits.values() and len(silent) == 1
     return [_waits_for(group, habits, silent if clear else set(), whole=whole) for group in groups]
 
 
 def _usual(senders: Counter[int]) -> int | None:
-    """Tell who sends an index as a rule: others make failed samples again."""
+    """Return the usual sender of an index; retries may come from other producers."""
     ((number, most),) = senders.most_common(1)
     return number if most >= _CUSTOM * senders.total() else None
 
@@ -61,7 +62,7 @@ def _waits_for(
     group: GroupCells, habits: dict[int, int | None], only: set[int], *, whole: bool
 ) -> int | None:
     if group.cells_omitted or not group.size or 0 < group.need < group.size:
-        return None  # any of the missing samples may complete it
+        return None  # several of the missing samples may complete it
     known = {cell.index: cell for cell in group.cells}
     senders = _senders(group)
     found: set[int | None] = set()
@@ -70,7 +71,7 @@ def _waits_for(
         if cell is not None and cell.state == "there":
             continue
         if cell is not None and cell.state == "failed":
-            return None  # nobody makes it again
+            return None  # no producer makes it again
         if cell is not None:
             found.add(cell.taken_by if cell.state == "asked" else cell.producer)
         elif whole and len(senders) == 1:

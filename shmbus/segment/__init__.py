@@ -1,1 +1,1 @@
-"""A bus as a file: its name, creating, opening and removing it, and why that failed."""
+"""A bus as a file: its name, creation, opening and removal, and the reasons for failures."""

@@ -1,4 +1,4 @@
-"""What a bus is made with beside its space: room for requests, and how far producers are ahead."""
+"""A bus's limits beside its space: room for requests, and the producers' lead."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from shmbus_ext import _core
 
 
 class Bounds(NamedTuple):
-    """The bounds as the core takes them; 0 for what it chooses, or does not bound."""
+    """The bounds in the core's form; 0 for the core's own choice, or for no bound."""
 
     request_bytes: int = 0
     max_lead: int = 0
-    #: One more than `max_lead_versions`.
+    #: `max_lead_versions` plus 1.
     max_versions: int = 0
 
     def misfits(self, segment: _core.Segment) -> list[str]:
-        """Say in what a bus that is there differs from what is asked for."""
+        """Name the differences between an existing bus and the requested bounds."""
         wrong = []
         _, _, max_lead, versions, _ = _core.lead_state(segment)
         if self.max_lead and max_lead != self.max_lead:
@@ -34,7 +34,7 @@ class Bounds(NamedTuple):
         return wrong
 
 
-#: What the core chooses.
+#: The core's choices.
 NO_BOUNDS = Bounds()
 
 
@@ -43,7 +43,7 @@ def check_bounds(
     max_lead: int | None = None,
     max_lead_versions: int | None = None,
 ) -> Bounds:
-    """Check what `Bus.create` takes by these names."""
+    """Check arguments of `Bus.create` with these names."""
     requests = 0
     if request_capacity is not None:
         requests = parse_size(request_capacity, "request_capacity")

@@ -1,4 +1,4 @@
-"""Bus: the segment itself, to create, inspect or remove it.
+"""Bus: the segment itself, to create, inspect or remove.
 
 Producers and consumers need only its name; they open handles of their own.
 """
@@ -24,16 +24,16 @@ from shmbus_ext import _core
 
 
 class ProducerInfo(msgspec.Struct, frozen=True):
-    """One producer slot that has been used.
+    """A used producer slot.
 
     Attributes
     ----------
     producer_id, pid : int
         Its number on the bus, and its process, as numbered in its own pid namespace.
     label : str
-        The name that it gave itself.
+        The producer's own name.
     state : "free" | "active" | "closed"
-        Also "active" for one that died and was not reaped yet.
+        Also "active" for a dead producer not reaped yet.
     committed, aborted : int
         By all producers that ever owned the slot.
     """
@@ -47,7 +47,7 @@ class ProducerInfo(msgspec.Struct, frozen=True):
 
 
 class BusStats(msgspec.Struct, frozen=True):
-    """The counters of a bus, read without disturbing it.
+    """The counters of a bus, read without disturbing the bus.
 
     Attributes
     ----------
@@ -60,11 +60,11 @@ class BusStats(msgspec.Struct, frozen=True):
     capacity, free : int
         Bytes for records, and bytes in free extents.
     producers : list[ProducerInfo]
-        Slots that have been used.
+        Used slots.
     collector_pid : int
-        The process that reads the bus; 0 where none does.
+        The process that reads the bus; 0 without collector.
     policy_version : int
-        The trainer's current one.
+        The trainer's current version.
     """
 
     committed: int
@@ -84,9 +84,9 @@ _STATES = {_core.SLOT_FREE: "free", _core.SLOT_ACTIVE: "active", _core.SLOT_CLOS
 class Bus:
     """A bus in /dev/shm. Use `Bus.create`, `Bus.open` or `Bus.ensure`.
 
-    As a context manager, a bus that `create` made is removed at the end of the block, in the
-    process that made it; one of `open` or `ensure` is only closed. Outside a ``with`` block a bus
-    stays until `unlink`. A handle pickles by name, and attaches where it is loaded.
+    As a context manager, a bus made by `create` is removed at the end of the block, in the process
+    that made it; a bus from `open` or `ensure` is only closed. Outside a ``with`` block a bus stays
+    until `unlink`. A handle pickles by name, and attaches on unpickling.
 
     Attributes
     ----------
@@ -114,36 +114,37 @@ class Bus:
         max_lead_versions: int | None = None,
         schema: Schema | None = None,
     ) -> Bus:
-        """Create a bus: mode 0600, exclusively, with all of its memory allocated and touched.
+        """Create a bus: mode 0600, exclusively, with all its memory allocated and touched.
 
         Parameters
         ----------
         name : str
             1 to 200 bytes without "/".
         capacity : int or str, optional
-            Bytes for records, or a str such as "256MiB". One record may take a quarter of it. None
-            for 256 MiB, or half of what /dev/shm has free where that is less, as in a container.
+            Bytes for records, or a str such as "256MiB". A record may take a quarter of the
+            capacity. None for 256 MiB, or half of the free /dev/shm if less, as in a container.
         max_producers : int, optional
-            How many may be attached at once, each with an extent of its own. None for 64, or as
-            many as have room.
+            Producers attached at once, each with an extent of its own. None for 64, or as
+            many as fit.
         extent_bytes : int
-            What a producer leases at a time, a multiple of 4096; 0 chooses.
+            A producer's unit of lease, a multiple of 4096; 0 chooses.
         request_capacity : int or str, optional
             Bytes for requests (`Feeder`), 64 KiB to 4 GiB; by default a 32nd of the capacity.
         max_lead : int, optional
-            How many groups may be begun and not delivered yet, 1 to 4096. A `put` that would begin
-            another waits, as on a full bus; those of groups that were begun never do. None for no
-            bound but the capacity. Where workers share groups without the request lane, all of them
-            begin groups in the same order, or every one may wait for the others.
+            Maximum number of groups begun and not delivered yet, 1 to 4096. A `put` that would
+            begin a further group waits, as on a full bus; puts for begun groups never wait. None
+            for no bound but the capacity. If workers share groups without the request lane, all
+            workers must begin groups in the same order; else they may all wait for each other.
         max_lead_versions : int, optional
-            The same in policy versions, 0 or more: as many groups as the trainer takes in this and
-            so many further versions, as it took them in the last one. Both bounds may be given.
+            The same bound in policy versions, 0 or more: the number of groups the trainer takes in
+            the current version and this many further versions, at the last version's rate. Both
+            bounds may be given.
         schema : mapping of str to dtype or (dtype, shape), optional
-            The fields that every sample has, kept in the segment: each `put` of each producer is
-            checked by it, and converts lists by it. A name that ends in "?" may be missing. A shape
-            is a tuple of sizes, of names such as "T" that have one size in all fields of a sample,
-            and of None for any size; ``...`` is any shape. Without a shape, tokens, loss_mask,
-            logprobs and advantages have ("T",), and others any shape.
+            The fields of every sample, kept in the segment: every producer's `put` checks samples
+            and converts lists by it. A name with a final "?" may be missing. A shape is a tuple of
+            sizes, of names such as "T" with the same size in all fields of a sample, and of None
+            for an arbitrary size; ``...`` stands for an arbitrary shape. Without a shape, tokens,
+            loss_mask, logprobs and advantages get ("T",), and further fields an arbitrary shape.
 
         Returns
         -------
@@ -152,11 +153,11 @@ class Bus:
         Raises
         ------
         BusExistsError
-            There is one of that name.
+            The name is taken.
         CapacityError
-            /dev/shm cannot hold it, or has too little free to choose (also a ValueError).
+            /dev/shm cannot hold the bus, or lacks free space for a default (also a ValueError).
         TypeError, ValueError
-            A bad name, size or schema, or more producers than the capacity has extents for.
+            A bad name, size or schema, or more producers than the capacity's extents.
 
         Examples
         --------
@@ -189,21 +190,21 @@ class Bus:
         max_lead_versions: int | None = None,
         schema: Schema | None = None,
     ) -> Bus:
-        """Create a bus, or open the one that is there if it fits: in any order, by any number.
+        """Create a bus, or open an existing bus that fits: in every order, from many processes.
 
-        Whoever comes first creates it. Nobody owns it: it stays after a ``with`` block, and after
-        the death of its creator, until `unlink`. What an earlier run left in it undelivered is
-        delivered. What a creator that was killed left unfinished is made again.
+        The first process creates the bus. No process owns the bus: it stays after a ``with`` block,
+        and after the death of its creator, until `unlink`. Undelivered records of an earlier run
+        are delivered. The unfinished bus of a killed creator is made again.
 
         Parameters
         ----------
         name : str
             1 to 200 bytes without "/".
         capacity, max_producers, request_capacity : object, optional
-            As for `create`; a bus that is there fits with as much or more. None takes any.
+            As for `create`; an existing bus fits with as much or more. None accepts every value.
         extent_bytes, max_lead, max_lead_versions, schema : object, optional
-            As for `create`; a bus that is there fits with exactly these. None, or 0 bytes, takes
-            any.
+            As for `create`; an existing bus fits with exactly these. None, or 0 bytes, accepts
+            every value.
 
         Returns
         -------
@@ -212,9 +213,9 @@ class Bus:
         Raises
         ------
         BusExistsError
-            There is one that does not fit; the message says in what, and both figures.
+            The existing bus does not fit; the message names the property and both figures.
         LayoutMismatchError
-            There is one of another layout, damaged, or not finished within 10 s.
+            The existing bus has another layout, is damaged, or was not finished within 10 s.
         CapacityError, TypeError, ValueError
             As for `create`.
 
@@ -233,7 +234,7 @@ class Bus:
 
     @classmethod
     def open(cls, name: str) -> Bus:
-        """Attach to a bus that exists.
+        """Attach to an existing bus.
 
         Parameters
         ----------
@@ -247,9 +248,10 @@ class Bus:
         Raises
         ------
         BusNotFoundError
-            There is none.
+            The bus does not exist.
         LayoutMismatchError
-            It is of another layout, truncated or damaged; the message says both sides' versions.
+            The bus has another layout, is truncated or damaged; the message names both sides'
+            versions.
         """
         return cls(lifecycle.open_segment(name), owned=False)
 
@@ -260,7 +262,7 @@ class Bus:
 
     @property
     def max_producers(self) -> int:
-        """How many producers may be attached at once."""
+        """Maximum number of producers attached at once."""
         return self._segment.max_producers
 
     @property
@@ -270,20 +272,20 @@ class Bus:
 
     @property
     def created_unix_ns(self) -> int:
-        """When it was created, nanoseconds since 1970; tells buses of one name apart."""
+        """Creation time, nanoseconds since 1970; distinguishes buses of the same name."""
         return self._segment.created_unix_ns
 
     @property
     def identity(self) -> str:
-        """128 random bits as 32 hexadecimal digits, made with the bus: no other bus has them.
+        """128 random bits as 32 hexadecimal digits, made with the bus and unique to it.
 
-        A bus that is made again under the same name, or restored from a snapshot, has new ones.
+        A bus made again under the same name, or restored from a snapshot, gets new bits.
         """
         return self._segment.identity
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes that a producer leases at a time."""
+        """Bytes a producer leases at a time."""
         return self._segment.extent_bytes
 
     @property
@@ -298,13 +300,13 @@ class Bus:
 
     @property
     def schema(self) -> dict[str, tuple[str, Any]] | None:
-        """What it was created with, by name (dtype, shape), for `schema=` again; None without."""
+        """The declared schema, by name (dtype, shape), for `schema=` again; None without."""
         declared = declared_schema(self._segment)
         return None if declared is None else mapping_of(declared)
 
     @property
     def closed(self) -> bool:
-        """Whether close() was called."""
+        """True after close()."""
         return self._closed
 
     def _require_open(self) -> None:
@@ -317,7 +319,7 @@ class Bus:
         Parameters
         ----------
         reason : str
-            The reason that producers see, up to 119 bytes of UTF-8.
+            The reason shown to producers, up to 119 bytes of UTF-8.
 
         Raises
         ------
@@ -338,13 +340,13 @@ class Bus:
         self._segment.pause(reason, self._segment.policy_version)
 
     def resume(self) -> None:
-        """End a pause, whichever process began it."""
+        """End a pause begun by an arbitrary process."""
         self._require_open()
         self._segment.resume()
 
     @property
     def paused(self) -> str | None:
-        """The reason of the pause, which may be empty; None without a pause."""
+        """The reason of the pause, maybe empty; None without a pause."""
         pause = self._segment.paused()
         return None if pause is None else pause[0]
 
@@ -354,7 +356,7 @@ class Bus:
         Returns
         -------
         BusStats
-            As of one moment for each counter, not for all of them together.
+            Each counter of its own moment, not of a common moment.
         """
         self._require_open()
         segment = self._segment
@@ -382,7 +384,7 @@ class Bus:
         Raises
         ------
         BusNotFoundError
-            It was removed already.
+            The bus was removed already.
         """
         lifecycle.unlink(self.name)
         self._owner_pid = 0
@@ -402,7 +404,7 @@ class Bus:
         self.close()
 
     def _remove_own(self) -> None:
-        """Remove the bus, unless the name is gone or leads to another one now."""
+        """Remove the bus, unless the name vanished or leads to another bus now."""
         self._owner_pid = 0
         with contextlib.suppress(errors.BusNotFoundError):
             if self._made is not None and is_named(self.name, self._made):

@@ -20,12 +20,12 @@ from shmbus.segment.names import SHM_DIRECTORY, companion_name, shm_path
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
-#: The companion in which a fleet notes that it is updating servers (`shmbus.engines.pause_note`).
+#: The companion of a fleet's note about a running update of servers (`shmbus.engines.pause_note`).
 NOTE_KIND: Final = "fleet"
-#: The companion whose reader rows say which publication each engine runs.
+#: The companion whose reader rows name each engine's publication.
 WEIGHTS_KIND: Final = "weights"
 _MAX_NOTE_BYTES: Final = 1 << 20
-#: Random bytes of a salt for one request alone.
+#: Random bytes of a single request's salt.
 _OWN_BYTES: Final = 8
 _BUS_HEADER: Final = _core.layout()["bus_header"]
 _IDENTITY_AT: Final = _BUS_HEADER["offsets"][_BUS_HEADER["names"].index("identity")]
@@ -39,7 +39,7 @@ class _Note(msgspec.Struct):
 
 
 def life_name(life: int, *sequences: int) -> str:
-    """Name publications of one pool: the pool's life, then the sequence of each publication."""
+    """Name publications of a pool: the pool's life, then the sequence of each publication."""
     return ".".join([f"{life:016x}", *map(str, sequences)])
 
 
@@ -60,7 +60,8 @@ def cache_salt(bus: str, policy_version: int) -> str:
         reads weights of the bus, the bus's identity. During an update, and if engines run other
         versions only, random bits: a salt for one request alone.
     """
-    # Rows first: an update writes the note before rows change, so no row in mid-update is missed.
+    # Rows first: an update writes the note before rows change, so a row in mid-update is never
+    # missed.
     life = _life_in_force(bus, policy_version)
     if life is None or _is_updating(bus):
         life = f"+{secrets.token_hex(_OWN_BYTES)}"
@@ -68,7 +69,7 @@ def cache_salt(bus: str, policy_version: int) -> str:
 
 
 def _life_in_force(bus: str, version: int) -> str | None:
-    """Name the publications that engines run under a number; None if engines run other numbers."""
+    """Name the publications engines run under a number; None if engines run other numbers."""
     pool = _open(SHM_DIRECTORY + companion_name(WEIGHTS_KIND, bus), f"the weights of bus {bus!r}")
     if pool is not None:
         try:
@@ -101,7 +102,7 @@ def _is_updating(bus: str) -> bool:
     try:
         return msgspec.msgpack.decode(raw, type=_Note).updating
     except msgspec.DecodeError:
-        return True  # it is being written
+        return True  # a write is under way
 
 
 def _open(path: str, what: str) -> int | None:

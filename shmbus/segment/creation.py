@@ -1,11 +1,11 @@
-"""Making segments in /dev/shm: exclusively, or by whichever of several processes comes first.
+"""Making segments in /dev/shm: exclusively, or by the first of several processes.
 
 Invariants:
 
-- A segment that could not be completed is removed before an error is raised, and no other file.
-- What a creator that died left unfinished is removed under a lock of all of its bytes, which no
-  process can have that makes or uses it.
-- A bus is never made with fewer extents than producers, each of which holds one.
+- An error while making a segment first removes that segment, and no other file.
+- A dead creator's unfinished segment is removed under a lock of its whole range of bytes. A process
+  that makes or uses the segment excludes that lock.
+- A bus never gets fewer extents than producers: every producer holds an extent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 #: Seconds between two checks of a segment without magic and lock: a living creator locks it within
 #: microseconds.
 _UNFINISHED_WAIT_S: Final = 0.2
-#: Seconds between two attempts to open a segment that another process is making.
+#: Seconds between two attempts to open a segment under construction by another process.
 _POLL_S: Final = 0.005
 _MIB: Final = 1 << 20
 
@@ -60,7 +60,7 @@ def create_segment(
     crowded: bool = False,
     bounds: Bounds = NO_BOUNDS,
 ) -> _core.Segment:
-    """Create, allocate and touch the whole segment; it is ready when this returns."""
+    """Create, allocate and touch the whole segment, ready on return."""
     check_name(name)
     max_producers, extent_bytes = _check_sizes(capacity, max_producers, extent_bytes)
     if os.path.lexists(shm_path(name)):
@@ -84,7 +84,7 @@ def create_segment(
 
 
 def remove_made(segment: _core.Segment) -> None:
-    """Close and remove a segment that this process has just created, and gives to nobody."""
+    """Close and remove a segment this process has just created and shared with no other process."""
     made = identity(segment.name)
     segment.close()
     if made is not None:
@@ -104,7 +104,7 @@ def _check_sizes(
 
 
 def _default_capacity(name: str) -> int:
-    """Choose 256 MiB, or half of what is free where that is less: others need the rest."""
+    """Choose 256 MiB, or half of the free space if less: other programs need the rest."""
     most = parse_size(limits.DEFAULT_CAPACITY)
     room = tightest()
     free = room.left
@@ -122,11 +122,11 @@ def _default_capacity(name: str) -> int:
 def _producers_with_room(
     name: str, size: int, max_producers: int | None, extent_bytes: int, crowded: bool
 ) -> int:
-    """Return how many producers the bus is for; refuse more than it has extents for."""
+    """Return the bus's number of producers; refuse more than its extents."""
     wanted = limits.DEFAULT_MAX_PRODUCERS if max_producers is None else max_producers
     plan = _core.segment_plan(size, wanted, extent_bytes)
     if plan is None or crowded:
-        return wanted  # the core says what is wrong with the numbers
+        return wanted  # the core reports the wrong numbers
     _, extent, extents, room = plan
     if wanted <= room:
         return wanted
@@ -148,7 +148,7 @@ def _exists(name: str) -> errors.BusExistsError:
     )
 
 
-# -- by whoever comes first ---------------------------------------------------------------------
+# -- by the first process -----------------------------------------------------------------------
 
 
 def ensure_segment(
@@ -160,7 +160,7 @@ def ensure_segment(
     bounds: Bounds = NO_BOUNDS,
     schema: _core.DeclaredSchema | None = None,
 ) -> _core.Segment:
-    """Open a segment that fits, or create it where there is none; by any number of processes."""
+    """Open a segment that fits, or create a missing segment; callable from many processes."""
     check_name(name)
     max_producers, extent_bytes = _check_sizes(capacity, max_producers, extent_bytes)
     deadline = time.monotonic() + ATTACH_WAIT_S
@@ -169,7 +169,7 @@ def ensure_segment(
         if segment is not None:
             break
         if time.monotonic() > deadline:
-            # Says what is there, or that it has gone again.
+            # Reports the obstacle, or that the segment vanished again.
             segment = open_segment(name)
             break
         if remove_unfinished(name):
@@ -191,7 +191,7 @@ def _open_or_create(
     bounds: Bounds,
     schema: _core.DeclaredSchema | None,
 ) -> _core.Segment | None:
-    """Return a segment, made or found; None where another process was faster, or is at it."""
+    """Return a segment, made or found; None if another process won or makes the segment."""
     try:
         return _core.uninterrupted(open_once, name, False)
     except UnfinishedError:
@@ -210,7 +210,7 @@ def _open_or_create(
             return None
         raise
     except OSError as error:
-        # Another process took this one's file for a dead creator's, and holds its lock.
+        # Another process took the file for a dead creator's, and holds its lock.
         if error.errno == errno.EBUSY:
             return None
         raise
@@ -224,7 +224,7 @@ def _require_fit(
     bounds: Bounds,
     schema: _core.DeclaredSchema | None,
 ) -> None:
-    """Refuse a bus that is smaller than asked for, or has other extents or another schema."""
+    """Refuse a bus below the requested size, or with other extents or another schema."""
     wrong = []
     if capacity is not None and segment.capacity < (size := parse_size(capacity, "capacity")):
         wrong.append(f"capacity: expected {show_size(size)}, got {show_size(segment.capacity)}")
@@ -252,7 +252,7 @@ def _require_fit(
 
 
 def remove_unfinished(name: str) -> bool:
-    """Remove an unfinished segment whose creator died."""
+    """Remove an unfinished segment of a dead creator."""
     found = _unfinished(name)
     if found is None:
         return False
@@ -272,7 +272,7 @@ def remove_unfinished(name: str) -> bool:
 
 
 def _unfinished(name: str) -> os.stat_result | None:
-    """Return the file if it has no magic, and no living process that would store it."""
+    """Return the file of an unfinished segment without a living creator."""
     try:
         fd = open_file(name, os.O_RDONLY)
     except (errors.ShmbusError, OSError):

@@ -1,6 +1,6 @@
 """Error texts that need a look at a segment: full, busy, of another layout, too large.
 
-Invariant: no message has a text of a segment, a label or the reason of a pause, unescaped.
+Invariant: messages escape every text of a segment, a label or the reason of a pause.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from shmbus._version import VERSION
 from shmbus.segment.names import SHM_DIRECTORY, bus_names, shm_path
 from shmbus_ext import _core
 
-#: What a daemon calls itself as the reader of its bus.
+#: A daemon's label as the reader of its bus.
 DAEMON_LABEL: Final = "shmbus serve"
-#: And what the relay that carries its records to other buses calls itself.
+#: Label of the relay that carries the bus's records to other buses.
 RELAY_LABEL: Final = "shmbus relay"
 
-#: Other buses that an error names, and how much a name has in common with one that is near it, from
-#: 0 to 1.
+#: Other buses named by an error, and the minimum similarity of a near name, from 0 to 1.
 _OTHERS_NAMED: Final = 8
 _ALIKE: Final = 0.6
 
@@ -33,7 +32,7 @@ class UnfinishedError(errors.LayoutMismatchError):
 
 
 def others_text(name: str) -> str:
-    """Name the buses that there are, those with nearly that name first."""
+    """Name the existing buses, nearly equal names first."""
     others = bus_names()
     near = difflib.get_close_matches(name, others, _OTHERS_NAMED, _ALIKE)
     shown = [*near, *(other for other in others if other not in near)][:_OTHERS_NAMED]
@@ -44,7 +43,7 @@ def others_text(name: str) -> str:
 
 
 def not_found_error(name: str, waited_s: float | None = None) -> errors.BusNotFoundError:
-    """Say that there is no such bus, and name the others: those with nearly that name first."""
+    """Report a missing bus, and name the existing buses, nearly equal names first."""
     waited = "" if waited_s is None else f" after {show_wait(waited_s)} of waiting for it"
     wait = "" if waited_s is not None else " (a Producer or Consumer waits for it by wait=60.0)"
     return errors.BusNotFoundError(
@@ -56,7 +55,7 @@ def not_found_error(name: str, waited_s: float | None = None) -> errors.BusNotFo
 
 
 def lead_text(segment: _core.Segment) -> str:
-    """Say how far producers are ahead, and how far they may be."""
+    """Describe the producers' lead and its bound."""
     limit, held, max_groups, max_versions, a_version = _core.lead_state(segment)
     bounds = [f"max_lead={max_groups}"] if max_groups else []
     if max_versions >= 0:
@@ -66,7 +65,7 @@ def lead_text(segment: _core.Segment) -> str:
 
 
 def _lead_error(segment: _core.Segment, waited_s: float) -> errors.BusFullError:
-    """Say that a group may not begin yet."""
+    """Report a group that may not begin yet."""
     if not segment.has_collector():
         reader = "no consumer is attached now: start one"
     else:
@@ -83,7 +82,7 @@ def _lead_error(segment: _core.Segment, waited_s: float) -> errors.BusFullError:
 
 
 def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.BusFullError:
-    """Say which processes hold the space that a record did not get; size 0 for the lead."""
+    """Name the processes that hold the space a record lacked; size 0 for the lead."""
     extent = segment.extent_bytes
     paused = segment.paused()
     if paused is not None:
@@ -141,7 +140,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
 
 
 def requests_text(segment: _core.Segment) -> str:
-    """Say what the request lane holds, and who serves it."""
+    """Describe the request lane's contents and its workers."""
     _, open_, claimed, _, _, groups, taken_ns, free, room = _core.request_totals(segment)
     workers, _, _ = segment.tally()
     if taken_ns:
@@ -168,7 +167,7 @@ def requests_full_error(segment: _core.Segment, size: int, waited_s: float) -> e
 
 
 def _more_room(segment: _core.Segment) -> str:
-    """Name the limit of the request lane that was met, and the number to set."""
+    """Name the exceeded limit of the request lane, and the number to set."""
     rows, most = _core.request_row_count(segment), _core.REQUEST_MAX_ROWS
     if _core.request_totals(segment)[5] < rows:
         return "create the bus with a larger request_capacity"
@@ -184,7 +183,7 @@ def _more_room(segment: _core.Segment) -> str:
 
 
 def busy_error(segment: _core.Segment, what: str) -> errors.BusBusyError:
-    """Name the process that holds what this one wants."""
+    """Name the process that holds a role this process wants."""
     if what == "collector":
         holder = segment.collector()
         label = printable(holder["label"])
@@ -212,7 +211,7 @@ def busy_error(segment: _core.Segment, what: str) -> errors.BusBusyError:
 
 
 def layout_error(name: str, status: str, found: int, expected: int) -> errors.LayoutMismatchError:
-    """Explain why a file is not taken for a segment."""
+    """Explain why a file does not count as a segment."""
     path = shm_path(name)
     if status == "unfinished":
         return UnfinishedError(
@@ -239,7 +238,7 @@ def layout_error(name: str, status: str, found: int, expected: int) -> errors.La
 
 
 def _other_layout_hint(name: str) -> str:
-    """Say who has a segment of another shmbus open, and what to do with it."""
+    """Name the processes with a segment of another shmbus open, and the remedy."""
     users = _users(shm_path(name))
     if users:
         shown = ", ".join(
@@ -258,7 +257,7 @@ def _other_layout_hint(name: str) -> str:
 
 
 def _users(path: str) -> list[tuple[int, str]]:
-    """Find processes that have a file mapped, and the version of their shmbus where it is known."""
+    """Find processes that map a file, and the version of their shmbus if known."""
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
@@ -266,7 +265,7 @@ def _users(path: str) -> list[tuple[int, str]]:
         try:
             with open(f"/proc/{entry}/maps", encoding="utf-8", errors="replace") as lines:
                 mapped = {line.rstrip("\n").partition("/")[2] for line in lines}
-        except OSError:  # it has gone, or is another user's
+        except OSError:  # the process ended, or belongs to another user
             continue
         if path[1:] in mapped:
             core = next((file for file in mapped if "/shmbus_ext/_core" in file), "")
@@ -275,7 +274,7 @@ def _users(path: str) -> list[tuple[int, str]]:
 
 
 def _version_beside(core: str) -> str:
-    """Read the version of the package whose extension a process has loaded; "" where unknown."""
+    """Read the version of the package whose extension a process loaded; "" if unknown."""
     source = os.path.join(os.path.dirname(core), os.pardir, "shmbus", "_version.py")
     try:
         with open(source, encoding="utf-8") as file:
@@ -286,8 +285,8 @@ def _version_beside(core: str) -> str:
 
 
 def no_default_error(name: str) -> errors.CapacityError:
-    """Say that /dev/shm has too little for a bus without a given capacity."""
-    from shmbus.segment import room  # a producer makes no bus, and loads nothing for one
+    """Report that /dev/shm lacks space for a bus without a given capacity."""
+    from shmbus.segment import room  # a producer makes no bus, and does not load the module
 
     least = limits.SMALLEST_DEFAULT_CAPACITY
     return errors.CapacityError(
@@ -297,14 +296,14 @@ def no_default_error(name: str) -> errors.CapacityError:
 
 
 def space_error(name: str, size: int) -> errors.CapacityError:
-    """Say how large the segment was to be and which limits are lower."""
+    """Report the segment's intended size and the lower limits."""
     from shmbus.segment import room
 
     return errors.CapacityError(f"bus {name!r}: {room.shortage(size)}")
 
 
 def memory_error(name: str, size: int) -> errors.CapacityError:
-    """Say that the kernel gave this process no mapping, and where it counts them."""
+    """Report that the kernel refused this process a mapping, and name the kernel's count."""
     return errors.CapacityError(
         f"bus {name!r}: this process cannot map {show_size(size)}: the kernel gives it no more "
         f"memory or mappings ({_mappings()}). Let go of arrays and of Consumers that are closed, "
@@ -314,7 +313,7 @@ def memory_error(name: str, size: int) -> errors.CapacityError:
 
 
 def _mappings() -> str:
-    """How many mappings this process has, of how many."""
+    """Return this process's number of mappings, and the limit."""
     try:
         with open("/proc/self/maps", "rb") as maps, open("/proc/sys/vm/max_map_count") as most:
             return f"it has {sum(1 for _ in maps)} of vm.max_map_count = {int(most.read())}"
@@ -323,7 +322,7 @@ def _mappings() -> str:
 
 
 def removed_error(segment: _core.Segment, removed_unix_ns: int) -> errors.BusRemovedError:
-    """Say when a bus was removed, and whether there is a new one of that name."""
+    """Report a bus's removal time, and a new bus of that name if present."""
     name = segment.name
     ago = (
         f" {show_duration(max(0.0, time.time() - removed_unix_ns / 1e9))} ago"

@@ -1,6 +1,6 @@
 """Opening segments in /dev/shm, waiting for them, and unlinking them.
 
-Invariant: what is read was opened as a file of this user (`own_file`).
+Invariant: readers open only files of this user (`own_file`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from shmbus.segment.names import (
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
-#: Seconds that attaching waits for a segment whose creator is still allocating it: touching tens of
+#: Seconds attaching waits for a segment whose creator still allocates memory: touching tens of
 #: GiB takes seconds.
 ATTACH_WAIT_S = 10.0
 
 
-#: Seconds between two looks for a bus that shall appear: soon at first, since workers and trainer
-#: are started together, then so rarely that a thousand waiting workers cost nothing.
+#: Seconds between two looks for an expected bus: short at first, since workers and trainer
+#: start together, then growing until a thousand waiting workers cost nothing.
 _FIRST_LOOK_S = 0.005
 _LAST_LOOK_S = 0.1
 
 
 def until_there(name: str, wait_s: float | None) -> Iterator[float]:
-    """Yield seconds for the caller to sleep until there is a finished bus of that name."""
+    """Yield seconds for the caller to sleep until a finished bus of that name exists."""
     if wait_s == 0:
         return
     began = time.monotonic()
@@ -52,13 +52,13 @@ def until_there(name: str, wait_s: float | None) -> Iterator[float]:
 
 
 def wait_for_bus(name: str, wait_s: float | None) -> None:
-    """Sleep until there is a bus of that name, as `until_there` says."""
+    """Sleep until a bus of that name exists, as `until_there` defines."""
     for rest_s in until_there(name, wait_s):
         time.sleep(rest_s)
 
 
 def _is_there(name: str) -> bool | None:
-    """Whether the segment is finished; None where there is no file of that name."""
+    """Tell if the segment is finished; None without a file of the name."""
     if not os.path.lexists(shm_path(name)):
         return None
     try:
@@ -66,7 +66,7 @@ def _is_there(name: str) -> bool | None:
     except errors.BusNotFoundError:
         return None
     except (errors.ShmbusError, OSError):
-        return True  # attaching says what is wrong with it
+        return True  # attaching reports the defect
     try:
         return has_magic(fd)
     except OSError:
@@ -76,17 +76,17 @@ def _is_there(name: str) -> bool | None:
 
 
 def has_magic(fd: int) -> bool:
-    """Whether the creator of a segment has finished it: its first eight bytes are stored last."""
+    """Tell if a segment's creator finished: the first eight bytes are stored last."""
     return any(os.pread(fd, 8, 0))
 
 
 def open_segment(name: str, *, read_only: bool = False) -> _core.Segment:
-    """Map a segment; waits up to ATTACH_WAIT_S for a creator that is still allocating it."""
+    """Map a segment; wait up to ATTACH_WAIT_S for a creator that still allocates memory."""
     check_name(name)
     deadline = time.monotonic() + ATTACH_WAIT_S
     while True:
         try:
-            # Between two of its steps a descriptor would be closed twice, or never.
+            # Interrupted between two of its steps, a descriptor would be closed twice, or never.
             return _core.uninterrupted(open_once, name, read_only)
         except UnfinishedError as error:
             if time.monotonic() > deadline:
@@ -95,7 +95,7 @@ def open_segment(name: str, *, read_only: bool = False) -> _core.Segment:
 
 
 def open_if_there(name: str) -> _core.Segment | None:
-    """Map a segment; None where there is none, or none that is finished."""
+    """Map a segment; None for a missing or unfinished segment."""
     if not os.path.lexists(shm_path(name)):
         return None
     try:
@@ -105,7 +105,7 @@ def open_if_there(name: str) -> _core.Segment | None:
 
 
 def open_once(name: str, read_only: bool) -> _core.Segment:
-    """Map a segment that is finished; UnfinishedError for one that is not."""
+    """Map a finished segment; UnfinishedError for an unfinished segment."""
     path = shm_path(name)
     try:
         segment = shared_file.open_once(
@@ -119,7 +119,7 @@ def open_once(name: str, read_only: bool) -> _core.Segment:
 
 
 def open_file(name: str, how: int) -> int:
-    """Open the file of a bus, if it is one of this user (`own_file`)."""
+    """Open the file of a bus, if owned by this user (`own_file`)."""
     try:
         return open_own(shm_path(name), how, f"bus {name!r}")
     except FileNotFoundError as error:
@@ -129,7 +129,7 @@ def open_file(name: str, how: int) -> int:
 def unlink(name: str) -> None:
     """Remove a bus's name; its memory is freed when the last process has closed it.
 
-    Whoever still holds it gets BusRemovedError from the next put, or from a take that would wait.
+    Remaining holders get BusRemovedError from the next put, or from a take that would wait.
 
     Parameters
     ----------
@@ -139,26 +139,24 @@ def unlink(name: str) -> None:
     Raises
     ------
     BusNotFoundError
-        There is no such bus.
+        The bus does not exist.
     PermissionError
-        It belongs to another user.
+        The bus belongs to another user.
     LayoutMismatchError
-        There is a directory of that name.
+        The name leads to a directory.
     """
     check_name(name)
     try:
         segment = open_once(name, read_only=False)
     except (errors.ShmbusError, OSError):
-        segment = (
-            None  # it may be damaged, unfinished or another user's: it has a name all the same
-        )
+        segment = None  # a damaged, unfinished or foreign segment still holds a name
     try:
         os.unlink(shm_path(name))
         if segment is not None:
             segment.note_removal()
         with contextlib.suppress(OSError, ValueError):
             os.unlink(SHM_DIRECTORY + companion_name("partial", name))
-        # A reader of the next bus of this name would wait for the daemon that died with this one.
+        # A reader of the next bus of this name would wait for the daemon that died with this bus.
         remove_daemon_socket(name)
     except FileNotFoundError as error:
         raise errors.BusNotFoundError(

@@ -1,9 +1,9 @@
-"""Small files whose locks tell a death: they end with the process, whoever it has forked.
+"""Small files whose locks prove a death: a lock ends with its process, regardless of forks.
 
-A lock belongs to an open file, which a forked child has too: a worker that outlives its trainer
-would go on as the trainer, and one that ends would give up what its parent holds.
+A lock belongs to an open file, which a forked child shares. A worker that outlives its trainer
+would keep the trainer's lock, and an exiting child would release its parent's lock.
 
-Invariant: a forked child has none of these files open when its first line runs.
+Invariant: a forked child holds none of these files open when its first line runs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shmbus_ext import _core
 _all: Final[weakref.WeakSet[LockedFile]] = weakref.WeakSet()
 #: C's struct flock on 64-bit Linux: type, whence, start, length, pid.
 _FLOCK: Final = struct.Struct("hhqqi4x")
-#: Seconds between two tries for a lock that somebody holds for an instant.
+#: Seconds between two tries for a lock another process holds for an instant.
 _RETRY_S: Final = 0.01
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:
-    """Lock an open file as a whole; False where a living process has it locked."""
+    """Lock an open file as a whole; False if a living process holds the lock."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -36,15 +36,15 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
 
 
 class LockedFile(_core.ClosedByBlock):
-    """A descriptor for locks; nothing else of it is shared with a forked child either."""
+    """A descriptor for locks; a forked child shares no other part of it either."""
 
     #: -1 before `open`, after `close`, and in a forked child.
     fd = -1
-    #: Whether this process is a child of the one that opened it.
+    #: True in a child of the process that opened the file.
     forked = False
 
     def open(self, path: str, flags: int, what: str = "") -> None:
-        """Open it, over no link; where it is `what`, it has to be this user's (`own_file`)."""
+        """Open a file, over no link; with `what`, the file must be this user's (`own_file`)."""
         _all.add(self)
         if what:
             self.fd = open_own(path, flags, what)
@@ -52,7 +52,7 @@ class LockedFile(_core.ClosedByBlock):
             self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def take(self, path: str, what: str, patience_s: float = 0.0) -> bool:
-        """Open or make it, and lock it; False, and it stays open, where a living process has it."""
+        """Open or make a file, and lock it; return False, still open, if a process holds it."""
         deadline = time.monotonic() + patience_s
         while True:
             self.open(path, os.O_RDWR | os.O_CREAT, what)
@@ -66,14 +66,14 @@ class LockedFile(_core.ClosedByBlock):
             except BaseException:
                 self.close()
                 raise
-            self.close()  # it was removed between opening and locking
+            self.close()  # removed between opening and locking
 
     def lock(self, *, shared: bool = False) -> bool:
-        """Lock it as a whole; False where a living process has it locked."""
+        """Lock the file as a whole; False if a living process holds the lock."""
         return try_lock(self.fd, shared=shared)
 
     def lock_byte(self, byte: int, kind: int) -> bool:
-        """Lock or unlock a byte by a kind such as ``fcntl.F_RDLCK``; False where it is not free."""
+        """Lock or unlock a byte by a kind such as ``fcntl.F_RDLCK``; False for a taken byte."""
         try:
             fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
         except (BlockingIOError, PermissionError):
@@ -81,7 +81,7 @@ class LockedFile(_core.ClosedByBlock):
         return True
 
     def close(self) -> None:
-        """Give up its locks; may be called twice."""
+        """Give up the locks; idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

@@ -1,16 +1,16 @@
-"""Names of buses, and the files in /dev/shm that they stand for.
+"""Names of buses, and their files in /dev/shm.
 
 ::
 
     shmbus.NAME          the segment of a bus
     shmbus-NAME.sock     the socket of its daemon (`socket_path`)
-    shmbus-KIND.NAME     a companion: a segment that goes with the bus and is none, such as weights
-    shmbus+DIGEST.sock   where the owner of a companion's memory hands it out (not in there)
+    shmbus-KIND.NAME     a companion: a segment beside the bus, such as weights
+    shmbus+DIGEST.sock   socket of the owner of a companion's memory (outside of /dev/shm)
 
-Invariant: no bus, socket or companion can have the file name of another.
+Invariant: no two buses, sockets or companions share a file name.
 
-A process that uses a companion holds a shared ``flock`` on it, so that `shmbus gc` can tell an
-abandoned one.
+A process that uses a companion holds a shared ``flock`` on it, the sign by which `shmbus gc`
+recognises an abandoned companion.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import stat
 PREFIX = "/shmbus."
 SHM_DIRECTORY = "/dev/shm"
 SOCKET_SUFFIX = ".sock"
-#: Between a bus and its columns, in the name of the bus where annotators get its groups.
+#: Between a bus and its columns, in the name of the annotators' bus for its groups.
 COLUMNS_INFIX = ".columns."
 
-#: Bytes of a bus name: with the longest prefix it is a file name, and those end at 255 bytes.
+#: Bytes of a bus name: with the longest prefix the name fits a file name of 255 bytes.
 MAX_NAME_BYTES = 200
 #: Bytes of a path in sockaddr_un, without the NUL.
 _MAX_PATH_BYTES = 107
-#: Of a file's name, as Linux has it.
+#: Bytes of a file's name in Linux.
 MAX_FILE_NAME_BYTES = 255
 
 _COMPANION = re.compile(r"shmbus-([a-z]+)\.(.+)", re.DOTALL)
@@ -54,12 +54,12 @@ def check_name(name: object) -> str:
 
 
 def shm_path(name: str) -> str:
-    """Return the file that a bus name stands for."""
+    """Return the file of a bus name."""
     return f"{SHM_DIRECTORY}{PREFIX}{name}"
 
 
 def socket_path(name: str) -> str:
-    """Return the socket of a bus: in /dev/shm, where containers that share a bus find it."""
+    """Return the socket of a bus: in /dev/shm, visible to containers that share a bus."""
     path = f"{SHM_DIRECTORY}/shmbus-{check_name(name)}{SOCKET_SUFFIX}"
     if len(os.fsencode(path)) > _MAX_PATH_BYTES:
         digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:40]
@@ -68,11 +68,11 @@ def socket_path(name: str) -> str:
 
 
 def bus_names() -> list[str]:
-    """Return the names of all regular files that are called like the segment of a bus, sorted."""
+    """Return the bus names of all regular files named like a segment, sorted."""
     prefix = PREFIX.removeprefix("/")
     names = []
     for entry in os.scandir(SHM_DIRECTORY):
-        with contextlib.suppress(FileNotFoundError):  # it was removed after the listing
+        with contextlib.suppress(FileNotFoundError):  # removed after the listing
             if entry.name.startswith(prefix) and entry.is_file(follow_symlinks=False):
                 names.append(entry.name[len(prefix) :])
     return sorted(name for name in names if name)
@@ -95,18 +95,18 @@ def companion_name(kind: str, bus: str) -> str:
 
 
 def memory_socket(kind: str, bus: str) -> str:
-    """Return where the owner of the memory of a companion listens, which is not in /dev/shm."""
+    """Return the socket path of a companion's memory owner, outside of /dev/shm."""
     digest = hashlib.sha256(os.fsencode("memory of " + companion_name(kind, bus))).hexdigest()
     return f"{SHM_DIRECTORY}/shmbus+{digest[:40]}{SOCKET_SUFFIX}"
 
 
 def remove_dead_socket(kind: str, bus: str) -> None:
-    """Remove the `memory_socket` that an owner's death has left; a living owner keeps its own."""
+    """Remove the `memory_socket` of a dead owner; a living owner keeps its own."""
     _remove_if_dead(memory_socket(kind, bus), socket.SOCK_SEQPACKET)
 
 
 def remove_daemon_socket(name: str) -> None:
-    """Remove the `socket_path` that a daemon's death has left; a living daemon keeps its own."""
+    """Remove the `socket_path` of a dead daemon; a living daemon keeps its own."""
     _remove_if_dead(socket_path(name), socket.SOCK_STREAM)
 
 
@@ -116,16 +116,16 @@ def _remove_if_dead(path: str, kind: socket.SocketKind) -> None:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            # Any other file refuses too, and is somebody's.
+            # Other kinds of files refuse too, and belong to other programs.
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 if stat.S_ISSOCK(os.lstat(path).st_mode):
                     os.unlink(path)
         except OSError:
-            pass  # none, of another kind, or not ours
+            pass  # missing, of another kind, or foreign
 
 
 def parse_companion(file: str) -> tuple[str, str] | None:
-    """Return kind and bus of a file that is called like a companion; None for another file."""
+    """Return kind and bus of a file named like a companion; None for another file."""
     found = _COMPANION.fullmatch(file)
     if found is None or file.endswith(SOCKET_SUFFIX):
         return None
@@ -133,7 +133,7 @@ def parse_companion(file: str) -> tuple[str, str] | None:
 
 
 def identity(name: str) -> os.stat_result | None:
-    """Return the stat of the file of a bus; None where there is none."""
+    """Return the stat of the file of a bus; None without a file."""
     try:
         return os.stat(shm_path(name))
     except FileNotFoundError:
@@ -141,13 +141,13 @@ def identity(name: str) -> os.stat_result | None:
 
 
 def is_named(name: str, known: os.stat_result) -> bool:
-    """Whether the name still leads to that file."""
+    """Tell if the name still leads to that file."""
     found = identity(name)
     return found is not None and os.path.samestat(found, known)
 
 
 def leads_to(path: str, known: os.stat_result) -> bool:
-    """Whether a path still leads to that file, and not over a link."""
+    """Tell if a path still leads to that file, and not over a link."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), known)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Opening files of ours in a folder that other users may write to, such as /dev/shm.
+"""Opening this user's files in a folder writable by other users, such as /dev/shm.
 
-Invariant: before a byte is read, written or cut, the open descriptor was found to be a regular file
-of this process's user, reached over no link and without waiting.
+Invariant: every read, write or cut follows a check of the open descriptor: a regular file of this
+process's user, reached over no link and without waiting.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shmbus import errors
 
 
 def open_own(path: str, flags: int, what: str) -> int:
-    """Open a file that has to be this user's own."""
+    """Open a file owned by this user."""
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd = os.open(path, flags, 0o600)
@@ -64,7 +64,7 @@ def check_own(
     what: str,
     is_kind: Callable[[int], bool] = stat.S_ISREG,
 ) -> None:
-    """Refuse a file of another user, who could read and truncate it, and what is no plain file."""
+    """Refuse irregular files, and files of another user, who could read and truncate them."""
     if found.st_uid != os.geteuid():
         raise PermissionError(
             f"{what}: {path} belongs to uid {found.st_uid}, this process runs as uid "
@@ -79,7 +79,7 @@ def check_own(
 
 
 def kind_of(mode: int) -> str:
-    """Say what a file is, by its mode."""
+    """Name a file's kind by its mode."""
     for is_kind, text in (
         (stat.S_ISREG, "a file"),
         (stat.S_ISDIR, "a directory"),

@@ -1,7 +1,7 @@
-"""Waiting for another process: by a bell, in slices, since a death rings none.
+"""Waiting for another process: by a bell, in slices, since a death rings no bell.
 
-Invariant: a wait ends with what is waited for, with what ends it, or at its deadline, each told by
-the caller's own words.
+Invariant: a wait ends with the awaited event, with the peer's end, or at its deadline, each
+reported in the caller's own words.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-#: Seconds that one sleep lasts at most: deaths ring no bell.
+#: Longest seconds of a sleep: deaths ring no bell.
 SLICE_S: Final = 0.05
 
 _T = TypeVar("_T")
@@ -26,16 +26,16 @@ def wait_for(
     deadline: float | None,
     slice_s: float = SLICE_S,
 ) -> _T:
-    """Call `ready` until it has something; raises what `gone` says, or `late` at the deadline."""
+    """Poll `ready` for a value; raise the error from `gone`, or `late` at the deadline."""
     while True:
-        # Before the look: what happens after it ends the sleep.
+        # Before the look: a later event ends the sleep.
         ticket = announce()
         got = ready()
         if got is not None:
             return got
         end = gone()
         if end is not None:
-            # It may have done its last deed between the two looks.
+            # The peer may have done its last deed between the two looks.
             got = ready()
             if got is not None:
                 return got

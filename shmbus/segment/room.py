@@ -152,7 +152,7 @@ def _droppable(path: Path, names: tuple[str, ...]) -> int:
 
 
 def _quotas() -> Iterator[Limit]:
-    """Yield the user's and the group's quota of the tmpfs; root has none."""
+    """Yield the user's and the group's quota of the tmpfs; nothing for root."""
     if os.geteuid() == 0:
         return
     for number, who, name in ((0, os.geteuid(), "user"), (1, os.getegid(), "group")):
@@ -179,7 +179,7 @@ def _quota(kind: int, number: int) -> bytes:
 
 
 def shortage(size: int) -> str:
-    """Say that `size` bytes have no room: each bound below, and what `shmbus gc` would free."""
+    """Report the bounds too low for `size` bytes, and the bytes `shmbus gc` would free."""
     below = sorted((it for it in limits() if it.left < size), key=lambda it: it.left)
     below = below or [tightest()]
     remedies = "; ".join(dict.fromkeys(limit.remedy for limit in below))

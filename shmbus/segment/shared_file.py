@@ -1,10 +1,10 @@
-"""Files in shared memory: how a bus, a pool or a channel is made, opened and removed.
+"""Files in shared memory: making, opening and removing a bus, a pool or a channel.
 
 Invariants:
 
-- One that could not be completed is removed before the error is raised, and no other file of its
-  name; what was made is returned, or removed.
-- What is read was opened as a file of this user (`own_file`), and had its name after it was locked.
+- An error while making a file first removes that file, and no other file of its name. A finished
+  file is returned, or removed.
+- Readers open only files of this user (`own_file`), still named after locking.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
-#: Seconds between two attempts to open a file that is not there yet, or not finished.
+#: Seconds between two attempts to open a missing or unfinished file.
 _POLL_S: Final = 0.005
-#: What POSIX leaves out of the names in it.
+#: Folder omitted from POSIX names.
 _DIRECTORY: Final = SHM_DIRECTORY
 
 
@@ -33,17 +33,17 @@ class Handle(Protocol):
     """A handle of the extension on such a file."""
 
     def close(self) -> None:
-        """Unmap it, and let go of its locks."""
+        """Unmap the file, and release its locks."""
 
 
 _H = TypeVar("_H", bound=Handle)
 
 
 def create_file(path: str, title: str, create: Callable[[int], _H]) -> _H:
-    """Create a file and what is in it by a descriptor, which the handle owns; or neither."""
+    """Create a file and, by a descriptor owned by the handle, its content; or neither."""
     made: list[tuple[_H, os.stat_result]] = []
     try:
-        # To allocate takes as long as the memory is large, and a Ctrl-C waits for its end.
+        # Allocation takes time in proportion to the memory, and a Ctrl-C waits for its end.
         _core.uninterrupted(_create_into, made, path, title, create)
         return made[0][0]
     except BaseException:
@@ -67,7 +67,7 @@ def _create_into(
         handle = create(fd)
     except BaseException as error:
         os.close(fd)
-        # Another process may hold the lock to remove it.
+        # Another process may hold the lock to remove the file.
         if not (isinstance(error, OSError) and error.errno == errno.EBUSY):
             remove_file(path, known)
         raise
@@ -80,14 +80,14 @@ def _create_into(
 
 
 def remove_file(path: str, known: os.stat_result) -> None:
-    """Remove this file; another process may have removed it, and made another of its name."""
+    """Remove this file, but no newer file of its name."""
     if leads_to(path, known):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
 
 def open_once(path: str, title: str, read_only: bool, attach: Callable[[int], _H]) -> _H | None:
-    """Open a file and by its descriptor what is in it; None where it lost its name meanwhile."""
+    """Open a file and, by its descriptor, its content; None if the file lost its name meanwhile."""
     fd = open_own(path, os.O_RDONLY if read_only else os.O_RDWR, title)
     try:
         known = os.fstat(fd)
@@ -97,13 +97,13 @@ def open_once(path: str, title: str, read_only: bool, attach: Callable[[int], _H
         raise
     if leads_to(path, known):
         return handle
-    # Removed between opening and locking: what has no name is nothing any more.
+    # Removed between opening and locking: nameless files count for nothing.
     handle.close()
     return None
 
 
 class _NotAttachedError(Exception):
-    """Why a file is not taken for what it is called."""
+    """Reason why a file does not count as its name's kind."""
 
     def __init__(self, status: int, found: int) -> None:
         super().__init__(status, found)
@@ -111,7 +111,7 @@ class _NotAttachedError(Exception):
 
 
 class Companion(Generic[_H]):
-    """A file that goes with a bus: a pool or a channel, by its kind and the bus."""
+    """A file beside a bus: a pool or a channel, by its kind and the bus."""
 
     def __init__(
         self, type_: type[_H], layout_version: int, kind: str, bus: str, *, title: str,
@@ -125,7 +125,7 @@ class Companion(Generic[_H]):
         self._unlink, self._maker = unlink, maker
 
     def create(self, name: str, needed: int, *sizes: int) -> _H:
-        """Make it, named so for the extension; BusExistsError where there is a file."""
+        """Make the file, with a name for the extension; BusExistsError for an existing file."""
 
         def create(fd: int) -> _H:
             handle = self._type.create(fd, name, *sizes)
@@ -145,7 +145,7 @@ class Companion(Generic[_H]):
     def open(
         self, name: str, *, read_only: bool = False, deadline: float = 0.0, awaited: bool = False
     ) -> _H:
-        """Open it; until the deadline waits for its creator to finish, or `awaited` to begin."""
+        """Open the file; wait until the deadline for its creator's end, or (`awaited`) start."""
 
         def attach(fd: int) -> _H:
             handle = self._type.open(fd, name, read_only)
@@ -170,7 +170,7 @@ class Companion(Generic[_H]):
             time.sleep(_POLL_S)
 
     def unlink(self) -> None:
-        """Remove its name, and the socket that a dead owner of its memory has left."""
+        """Remove its name, and the socket of a dead owner of its memory."""
         try:
             os.unlink(self.path)
         except FileNotFoundError as error:
@@ -181,13 +181,13 @@ class Companion(Generic[_H]):
 
     def require_room(self, needed: int) -> None:
         """Refuse a size beyond any limit, before the kernel kills a process of a full cgroup."""
-        from shmbus.segment import room  # a producer makes no file, and loads nothing for one
+        from shmbus.segment import room  # a producer makes no file, and does not load the module
 
         if needed > room.tightest().left:
             raise self.no_space(needed)
 
     def no_space(self, needed: int) -> errors.CapacityError:
-        """Say which limits leave no room for so many bytes."""
+        """Name the limits too low for so many bytes."""
         from shmbus.segment import room
 
         return errors.CapacityError(f"{self.title}: {room.shortage(needed)}")

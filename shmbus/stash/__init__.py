@@ -1,1 +1,1 @@
-"""Grouping: the stash makes groups of samples, failing ones included; the collector feeds it."""
+"""Grouping: the stash groups samples, failing groups included; the collector feeds the stash."""

@@ -1,14 +1,14 @@
-"""The collector: reads the ring into the stash. A bus has one, in a Consumer or in the daemon.
+"""The collector: a bus's only reader, in a Consumer or in the daemon; moves records into the stash.
 
-It joins three parts that do not know each other: the Reader (C: bytes and space), the Stash (pure:
-which group is complete) and the clock. A lock serialises them. It is not held while sleeping, so
-one thread can acknowledge groups while another waits for the next.
+The collector joins three independent parts: the Reader (C: bytes and space), the Stash (pure:
+completeness of groups) and the clock. A lock serialises them. The lock is not held while sleeping,
+so a thread can acknowledge groups while another thread waits for the next.
 
 Invariants
 ----------
-- A sample that the Reader handed out is in the stash, under lease, or released.
-- Everything that can raise runs before a lease is given: a group leased then would be lost.
-- A sample that a checkpoint counts as trained ends where it is met: it is in no group any more.
+- A sample handed out by the Reader is in the stash, under lease, or released.
+- Every call that can raise runs before a lease: a later exception would lose the group.
+- A sample a checkpoint counts as trained ends on arrival, and joins no group again.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from shmbus.stash.stash import Stash, StashPolicy
 from shmbus.stash.upkeep import Straggler, Upkeep
 from shmbus_ext import _core
 
-#: Portions of `limits.POLL_RECORDS` that a `take` reads at most, so that it returns under any load.
+#: Most portions of `limits.POLL_RECORDS` read per `take`, a bound that lets `take` return under
+#: load.
 _TAKE_POLLS = 16
 
-#: What the core's totals of requests begin with.
+#: First names of the core's totals of requests.
 _REQUEST_COUNTS = ("offered", "open", "claimed", "done", "given_up", "groups")
 
 Trajectory = _core.Trajectory
-#: Samples that the group table refused, and complete groups that wait for a policy decision.
+#: Samples refused by the group table, and complete groups that wait for a policy decision.
 Undecided: TypeAlias = "list[_core.GroupEntry[Trajectory] | tuple[int, Trajectory]]"
 
 
@@ -65,7 +66,7 @@ class Collector:
         self._bounded = policy.max_stash_bytes is not None
         self._duplicate = duplicate
         self._errors: list[errors.ProtocolError] = []
-        #: Withholds samples from the stash, and returns the others; None withholds nothing.
+        #: Withholds samples from the stash, and returns the rest; None withholds nothing.
         self.divert: Callable[[list[Trajectory]], list[Trajectory]] | None = None
         self.segment = lifecycle.open_segment(name)
         try:
@@ -80,14 +81,14 @@ class Collector:
         self._lead = self._upkeep.lead
         self._requests = self._upkeep.requests
         self.stash.offered_again = self._requests.offered_again
-        #: Lasting names of samples that a checkpoint counts as trained and that may come yet.
+        #: Lasting names of samples a checkpoint counts as trained and that may still come.
         self.trained: set[bytes] = set()
-        #: Whether nothing may be released now: a snapshot is being written.
+        #: True while a snapshot is written: releases must wait.
         self.frozen = False
         self.stash.failures.in_lane = self._requests.is_open
         self.stash.failures.has_open = self._requests.has_open
-        #: Groups that others hold from an earlier collector, and the stash never had; None while
-        #: some of them are not known.
+        #: Groups of an earlier collector held by other processes, never in this stash; None while
+        #: the list is incomplete.
         self.held_elsewhere: Callable[[], list[list[Trajectory]] | None] = list
 
     def require(self) -> None:
@@ -122,7 +123,7 @@ class Collector:
 
     @property
     def _notes_deliveries(self) -> bool:
-        """Whether more is to be done for a delivery than C does."""
+        """Tell if a delivery needs more work than C does."""
         lag = self.stash.policy.max_policy_lag
         return lag is not None or self._lead.bounded or self._requests.used
 
@@ -151,7 +152,7 @@ class Collector:
         return more
 
     def pump_once(self, now: float) -> bool:
-        """Move one portion of records into the stash; True if the ring may have more."""
+        """Move one portion of records into the stash; True if the ring may hold more."""
         stash = self.stash
         self._upkeep.begin_checks()
         if self.divert is None and not self.trained:
@@ -177,8 +178,8 @@ class Collector:
         return more
 
     def read_inherited(self) -> None:
-        """Read the ring before a lease, where an earlier collector has leased a group in part."""
-        # A late sample that is read first would begin the group anew.
+        """Read the ring before a lease, if an earlier collector leased a group in part."""
+        # A late sample, if read first, would begin the group anew.
         if _core.leased_in_part(self.segment):
             self._read_all(time.monotonic())
             self.stash.settle_inherited(time.monotonic())
@@ -189,10 +190,10 @@ class Collector:
         while unread > 0 and self.pump_once(now):
             unread -= limits.POLL_RECORDS
 
-    # -- what was trained ------------------------------------------------------------------------
+    # -- trained samples -------------------------------------------------------------------------
 
     def add(self, samples: list[Trajectory], now: float) -> None:
-        """Put samples that were read into the stash, but for those that were trained."""
+        """Put samples into the stash, without those trained before."""
         trained = self.trained_of(samples)
         if trained:
             ids = {id(sample) for sample in trained}
@@ -201,7 +202,7 @@ class Collector:
         self.stash.add(samples, now)
 
     def trained_of(self, samples: list[Trajectory]) -> list[Trajectory]:
-        """Return those of these samples that a checkpoint counts as trained."""
+        """Return the samples a checkpoint counts as trained."""
         trained = self.trained
         if not trained:
             return []
@@ -219,10 +220,10 @@ class Collector:
             self.stash.note_complete(key)
             self._requests.note_end(key)
             self.reader.release(trained, _core.ACKED)
-        self._upkeep.doubt(by_key)  # their requests end once all is read
+        self._upkeep.doubt(by_key)  # their requests end after a full read of the ring
 
     def end_trained_waiting(self, now: float) -> None:
-        """End the trained ones of what is not leased; the others begin their groups anew."""
+        """End trained samples outside of leases; their siblings begin their groups anew."""
         trained = [] if self.frozen else self.trained_of(self.stash.waiting_samples())
         if trained:
             rest = self.stash.take_out(trained)
@@ -232,9 +233,9 @@ class Collector:
             self.flush()
 
     def end_trained(self, origins: Iterable[bytes], held: Iterable[Trajectory] = ()) -> None:
-        """End all samples that a checkpoint counts as trained, and those that come later."""
-        # It reads what is in the ring. So only what others hold (`held`) comes later, and what a
-        # relay brings.
+        """End all samples a checkpoint counts as trained, now and on later arrival."""
+        # The call reads the whole ring. So only samples held by other processes (`held`), or
+        # brought by a relay, come later.
         with self.lock:
             _core.uninterrupted(self._end_trained, {*origins}, [*held])
 
@@ -243,12 +244,12 @@ class Collector:
         now = time.monotonic()
         self.end_trained_waiting(now)
         self._read_all(now)
-        self.pump_once(now)  # ends the requests of what was trained
+        self.pump_once(now)  # ends the requests of trained samples
         self.release_discards()
         self.forget_trained(held)
 
     def forget_trained(self, held: list[Trajectory]) -> None:
-        """Forget what does not come any more: what is of this bus, but for what others hold."""
+        """Forget names that cannot come again: those of this bus outside of `held`."""
         here = _core.lineage(self.segment)
         names: set[bytes] = set().union(*_core.lasting_origins(held))
         self.trained = {
@@ -256,14 +257,14 @@ class Collector:
         }
 
     def note_trained(self, leases: list[_core.GroupEntry[Trajectory]], step: int) -> None:
-        """Do nothing: there are no other ranks."""
+        """Do nothing: a collector serves no further ranks."""
 
     def trained_before(self, step: int) -> TrainedBefore:
-        """Return what a loaded checkpoint counts as trained and may come yet."""
+        """Return samples a loaded checkpoint counts as trained and that may still come."""
         return TrainedBefore(set(self.trained), [])
 
     def _end_checks(self) -> None:
-        """Clear up after deaths and discards, with all that was committed before in the stash."""
+        """Clear up after deaths and discards, with all earlier commits in the stash."""
         stash, elsewhere = self.stash, self.held_elsewhere()
         held = {samples[0].key for samples in elsewhere or () if samples}
         self._upkeep.end_checks(
@@ -271,10 +272,10 @@ class Collector:
             lambda key: elsewhere is None or key in held or stash.has(key),
         )
         if elsewhere is None:
-            self._requests.doubt()  # and look again, once it is known
+            self._requests.doubt()  # and look again, once known
 
     def expire(self, now: float) -> None:
-        """End groups and requests whose deadline has passed, also when no record arrives."""
+        """End groups and requests past their deadline, even if no record arrives."""
         due_s = self.stash.next_deadline_s()
         if self.stash.failures.dirty or (due_s is not None and now >= due_s):
             self.pump_once(now)
@@ -312,7 +313,7 @@ class Collector:
         return leased
 
     def note_leased(self, leased: list[_core.GroupEntry[Trajectory]]) -> None:
-        """Let others begin in the place of groups that were leased; hand out no more of them."""
+        """Admit new groups in the place of leased groups; hand out no more of the leased."""
         if self._lead.bounded:
             self._lead.delivered(leased, self.stash.leased_groups)
         self._requests.delivered(leased)
@@ -340,7 +341,7 @@ class Collector:
         return self.stash.waiting_of({make_key(*each[:3]) for each in stragglers})
 
     def _log_drops(self, now: float) -> None:
-        """Log what the reader has quarantined, and the sums of recent drops."""
+        """Log the reader's quarantined records, and the sums of recent drops."""
         corrupt = self.segment.released()[_core.DROP_CORRUPT]
         if corrupt > self._corrupt:
             self.drops.note_corrupt(corrupt - self._corrupt, now)
@@ -349,11 +350,11 @@ class Collector:
         self.drops.sum_up(now)
 
     def flush(self) -> None:
-        """Publish what this process holds, for messages of others."""
+        """Publish this process's holdings, for messages of other processes."""
         self.reader.note(self.stash.table)
 
     def is_stale(self, samples: list[Trajectory]) -> bool:
-        """Whether a group of these samples is too old now for training."""
+        """Tell if a group of these samples is now too old for training."""
         if split_of(samples[0].key) != _core.SPLIT_TRAIN:
             return False
         return self.stash.is_stale(samples, self.segment.policy_version)
@@ -369,7 +370,7 @@ class Collector:
         return self._errors.pop(0) if self._errors else None
 
     def release_discards(self) -> None:
-        """Release discarded samples, each with its reason."""
+        """Release discarded samples with their reasons."""
         discards = self.stash.take_discards()
         if not discards:
             return
@@ -388,13 +389,13 @@ class Collector:
     # -- ending leases --------------------------------------------------------------------------
 
     def is_leased(self, group: _core.GroupEntry[Trajectory]) -> bool:
-        """Whether this collector gave the lease, and it has not ended."""
+        """Tell if this collector gave the lease, and the lease still runs."""
         return self.stash.is_leased(group)
 
     def end_groups(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
     ) -> int:
-        """End the leases of groups, up to the first that this collector does not hold."""
+        """End the leases of groups, up to the first not held by this collector."""
         # Ring, table and group change in one call of C: no exception comes between.
         if not (reason or self.stash.reports or self._requests.used or self._lead.in_versions):
             return _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
@@ -415,10 +416,10 @@ class Collector:
         reason: int,
         group: _core.GroupEntry[Trajectory] | None,
     ) -> None:
-        """Do what follows from the end of a lease: log a drop, end reports, request and lead."""
+        """Finish the end of a lease: log a drop, end reports, request and lead."""
         if reason:
             self.drops.note(REASONS[reason], samples, time.monotonic())
-            # As many more have to be sampled.
+            # As many more groups must be sampled.
             _core.note_useless(self.segment, split_of(samples[0].key) == _core.SPLIT_TRAIN)
         self._requests.ended(samples)
         if group is not None:
@@ -427,17 +428,17 @@ class Collector:
             self.release_discards()
 
     def recall(self) -> None:
-        """Do nothing: this leases no group ahead of a take."""
+        """Do nothing: no group is leased ahead of a take."""
 
     def give_back_group(self, consumer: object, group: _core.GroupBase, state: str) -> bool:
-        """Make a leased group the next to be delivered; False where it is not held here."""
+        """Put a leased group first in line for delivery; False for a group not held here."""
         ended = _core.give_back_group(self.reader, self.stash.table, consumer, group, state)
         if self.trained:
             self.end_trained_waiting(time.monotonic())
         return ended
 
     def end(self, group: _core.GroupEntry[Trajectory], reason: int) -> None:
-        """Release a leased group: if this process dies now, all of its samples or none."""
+        """Release a leased group: whole, or not at all if this process dies now."""
         self.release(group.samples, reason, group)
 
     def release(
@@ -446,7 +447,7 @@ class Collector:
         reason: int,
         group: _core.GroupEntry[Trajectory] | None = None,
     ) -> None:
-        """Release a group; one that an earlier collector had leased is not known to this stash."""
+        """Release a group; this stash does not know a group leased by an earlier collector."""
         self.reader.release(samples, reason)
         if group is not None:
             self.stash.table.end_lease(group)
@@ -454,7 +455,7 @@ class Collector:
         self.drops.flush()
 
     def give_back(self, group: _core.GroupEntry[Trajectory]) -> None:
-        """Make a leased group the next to be delivered, also to a thread that waits in `take`."""
+        """Put a leased group first in line for delivery, also to a thread that waits in `take`."""
         self.stash.give_back(group)
         if self.trained:
             self.end_trained_waiting(time.monotonic())
@@ -464,12 +465,12 @@ class Collector:
 
     @property
     def deaths(self) -> int:
-        """How many attached producers this has reaped."""
+        """Number of dead producers reaped here."""
         return self._upkeep.deaths
 
     @property
     def lane_pause(self) -> LanePauseStatus | None:
-        """Why workers get one sample at a time; None while the request lane is open."""
+        """The lane's pause, with single samples for workers; None while the lane is open."""
         return self._retries.lane_pause
 
     @property
@@ -488,7 +489,7 @@ class Collector:
             self._upkeep.sweep(time.monotonic())
             ledger = self._count()
             if ledger.committed < ledger.accounted:
-                # A producer died between a record and its count, which a sweep makes up for.
+                # A producer died between a record and its count; a sweep corrects the count.
                 self._upkeep.sweep_all()
                 ledger = self._count()
             return ledger
@@ -525,7 +526,7 @@ class Collector:
         )
 
     def _splits(self) -> dict[str, SplitCounts]:
-        """Count what was read of each split."""
+        """Count read trajectories by split."""
         found = {}
         failing: dict[int, int] = {}
         for sample in self.stash.failures.samples():
@@ -545,7 +546,7 @@ class Collector:
         return found
 
     def close(self) -> None:
-        """Leave the bus. Groups that are not acknowledged stay for the next collector."""
+        """Leave the bus. Unacknowledged groups stay for the next collector."""
         self.reader.wake()
         with self.lock:
             if not self.segment.closed:

@@ -1,8 +1,8 @@
-"""DropLog: nothing is dropped without a line in the log.
+"""DropLog: every drop leaves a line in the log.
 
-The first drop of each reason is told in full: group, samples, producer, and what to do. Those that
-follow within LOG_INTERVAL_S are summed up. A message is logged after its samples were released:
-what a handler of the log does must not come between.
+The first drop of each reason is told in full: group, samples, producer, and remedy. Further drops
+within LOG_INTERVAL_S are summed up. A message is logged after its samples' release: a log handler's
+work must not come between.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ logger = logging.getLogger("shmbus.drops")
 
 Trajectory = _core.Trajectory
 _SHOWN = 6
-#: The report of a failure that costs nothing more.
+#: A harmless failure report, made obsolete by later events.
 _SUPERSEDED = "failed (reports)"
-#: A sample of a group that was complete without it, as its producers had asked.
+#: A sample not needed by its complete group, as its producers had asked.
 _NOT_NEEDED = "surplus (not needed)"
-#: What went wrong, and what to do, by the ledger's reason.
+#: Causes and remedies by the ledger's reason.
 _OWN_ROUND = "give each round of a prompt its own number: round=producer.next_round()"
 _REMEDIES = {
     "duplicate": "that index was there already, and the first is kept; number the samples of a "
@@ -53,13 +53,13 @@ _REMEDIES = {
 
 
 class DropLog:
-    """Tells what a collector drops."""
+    """Logs a collector's drops."""
 
     def __init__(self, segment: _core.Segment) -> None:
         self._segment = segment
         self._throttle = Throttle(limits.LOG_INTERVAL_S)
         self._messages: list[tuple[int, str]] = []
-        #: Is told of each drop too: its reason, and the samples of one group.
+        #: Callback for every drop: the reason, and the samples of a group.
         self.told: Callable[[str, Sequence[Trajectory]], None] | None = None
 
     def note(
@@ -70,7 +70,7 @@ class DropLog:
         *,
         superseded: bool = False,
     ) -> None:
-        """Note samples of one group that are released; reports of failures while they are held."""
+        """Note a group's released samples; call for failure reports while they are held."""
         if self.told is not None and not superseded:
             self.told(reason, samples)
         if superseded:
@@ -81,19 +81,19 @@ class DropLog:
             self._messages.append((_level(reason), self._describe(reason, samples)))
 
     def note_corrupt(self, count: int, now_s: float) -> None:
-        """Note records that the reader has quarantined."""
+        """Note records quarantined by the reader."""
         if self._throttle.first("corrupt", now_s, count):
             what = f"dropped {several(count, 'record')} as corrupt: {_REMEDIES['corrupt']}"
             self._messages.append((logging.WARNING, self._line(what)))
 
     def flush(self) -> None:
-        """Log what was noted; after the release."""
+        """Log the noted drops; call after the release."""
         messages, self._messages = self._messages, []
         for level, message in messages:
             logger.log(level, "%s", message)
 
     def sum_up(self, now_s: float = math.inf) -> None:
-        """Log the sums of intervals that are over; all of them without a time."""
+        """Log the sums of ended intervals; all sums without a time."""
         for reason, count in self._throttle.sums(now_s):
             what = (
                 f"dropped {several(count, 'more trajectory')} as {reason} since the last such line"
@@ -140,13 +140,13 @@ def _why(report: Trajectory) -> str:
 
 
 def _level(reason: str) -> int:
-    # Somebody has asked for these, who refused the malformed has said why, or nothing is lost.
+    # Drops on request, drops explained by the trainer's own message, or drops without a loss.
     quiet = ("zero_variance", "filtered", "relayed", _NOT_NEEDED, "malformed", _SUPERSEDED)
     return logging.INFO if reason in quiet else logging.WARNING
 
 
 def duplicate_error(sample: _core.Trajectory) -> errors.ProtocolError:
-    """Return what is raised for a sample that came twice."""
+    """Return the error for a second sample of an index."""
     return errors.ProtocolError(
         f"trajectory {sample.instance_id!r}[{sample.index}] came twice, now from producer "
         f"{sample.producer_id}; the first was kept. Number the samples of a prompt once, or give "

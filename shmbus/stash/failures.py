@@ -1,29 +1,27 @@
-"""Failing groups: which samples are requested again, and when a group is given up.
+"""Failing groups: retries of failed samples, and the end of hopeless groups.
 
 A pure state machine beside the stash, with the pause of the request lane: time is an argument, and
 the collector carries the requests to producers (`shmbus.stash.retries`).
 
 A group with a failed sample is a failing group. It leaves the group table and is kept here. Each
 failed sample is requested again, alone, up to a number of times. The group ends when each index is
-received or finally failed: complete, or given up as the policy says.
+received or finally failed: complete, or given up following the policy.
 
 Invariants
 ----------
 - Each index of a group is received, pending or failed (FailedIndex); a failed index is final or
   has an open retry request.
-- A failing group always has a deadline: that of its requests, or the time that it waits for its
+- A failing group always has a deadline: its requests' deadline, or the limit of the wait for its
   other samples. So a failure never makes a group wait for ever.
-- A failed sample is asked for again only once its backoff is over.
-- A request whose answer is being committed at its deadline is never asked of another producer.
-- A failure that comes while the request lane is paused for failures that are alike uses up none of
-  its sample's attempts, however often it comes. Nor does one that may be the engine's: no sample
-  has come since this one was asked for again, and as many prompts fail as pause the lane, or there
-  are samples that nobody has taken. Of these, `limits.ALIKE_FAILURES` of a sample are excused at
-  the most.
-- Whether a failure that an earlier collector had read has used up an attempt is not known, so it
-  uses up none.
-- The report of a failure stays in the ring until its sample has arrived or its group has ended. So
-  the next collector finds what failed, and how often.
+- A failed sample is requested again only after its backoff.
+- A request whose answer is being committed at its deadline never goes to another producer.
+- A failure during a pause of the request lane for like failures uses up no attempt of its sample,
+  however often it comes. Neither does a failure the engine may have caused: no sample came since
+  the retry request, and either as many prompts fail as pause the lane, or the lane holds untaken
+  samples. At most `limits.ALIKE_FAILURES` such failures of a sample are excused.
+- A failure read by an earlier collector uses up no attempt: its own effect is unknown.
+- The report of a failure stays in the ring until its sample arrived or its group ended. So the
+  next collector finds the failed samples and their numbers of failures.
 """
 
 from __future__ import annotations
@@ -43,62 +41,62 @@ DiscardReason = Literal["failed", "duplicate", "size_mismatch"]
 
 
 # -- the pause of the request lane -----------------------------------------------------------------
-# An engine that is away fails each sample in the same words, whichever prompt it is of. So the lane
-# is closed then, and probed: one sample is let through each interval, and the first that succeeds
-# opens it again. Invariants: only failures without any success between them pause the lane, of
-# several prompts, in the same words but for those with a digit; a prompt that cannot be sampled
-# never pauses it alone. Failures that come together with successes count for nothing: which came
-# first is not known.
+# An absent engine fails every sample in the same words, regardless of the prompt. So the lane
+# closes, and probes: a single sample passes per interval, and the first success reopens the lane.
+# Invariants: the lane pauses only after failures without a success between them, of several
+# prompts, in the same words but for words with a digit; a prompt that cannot be sampled never
+# pauses the lane alone. Failures read together with successes count for nothing: their order is
+# unknown.
 
 
-#: Words that are no part of what a reason says: numbers, addresses, ids.
+#: Words outside of a reason's meaning: numbers, addresses, ids.
 _WITH_DIGIT: Final = re.compile(r"[\w.:-]*\d[\w.:-]*")
 
 
 def words_of(reason: str) -> str:
-    """Return what failures that are alike have in common."""
+    """Return the common words of like failures."""
     return _WITH_DIGIT.sub("#", reason)
 
 
 class LanePause:
-    """Follows successes and failures of the samples that are asked for through the lane."""
+    """Follows successes and failures of samples requested through the lane."""
 
     def __init__(self, backoff: tuple[float, float]) -> None:
         self._backoff = backoff
-        #: Producers that are attached; twice as many failures tell of more than one each.
+        #: Attached producers; twice as many failures imply more than one each.
         self.workers = 0
-        #: Why the lane is paused; None while it is open.
+        #: Reason of the lane's pause; None while the lane is open.
         self.reason: str | None = None
-        #: Whether it was paused or opened, and workers do not know yet.
+        #: True after a pause or an opening workers do not know yet.
         self.changed = False
-        #: When the next sample is let through, while it is paused.
+        #: Time of the next probe during a pause.
         self.probe_due_s = 0.0
-        #: Samples that have come since this was made.
+        #: Samples received since construction.
         self.successes = 0
         self._probes = 0
         self._accepted = 0
         self._mixed = False
-        #: How the last failures were alike, how many they are, and some of their groups.
+        #: Common words of the last failures, their number, and some of their groups.
         self._alike = ""
         self._count = 0
         self._keys: set[Hashable] = set()
-        #: Successes after which a lane that was opened is as any other.
+        #: Number of successes that ends the trial of a reopened lane.
         self._tried_at = 0
 
     @property
     def paused(self) -> bool:
-        """Whether samples are let through one at a time."""
+        """True while samples pass one at a time."""
         return self.reason is not None
 
     def look(self, accepted: int) -> None:
-        """Note how many samples the group table has accepted, before failures are told."""
+        """Note the group table's count of accepted samples, before failures are told."""
         self._mixed = accepted != self._accepted
         if self._mixed:
             self.succeeded(accepted - self._accepted)
             self._accepted = accepted
 
     def succeeded(self, count: int = 1) -> None:
-        """Note samples that have come: the lane is open, or opened again."""
+        """Note received samples: the lane opens, or stays open."""
         self.successes += count
         self._count = 0
         self._keys.clear()
@@ -108,7 +106,7 @@ class LanePause:
             self._tried_at = self.successes + limits.ALIKE_FAILURES
 
     def failed(self, key: Hashable, reason: str, now_s: float) -> None:
-        """Note a sample of a group that a worker reported as failed."""
+        """Note a group's sample reported as failed by a worker."""
         if self._mixed:
             return
         alike = words_of(reason)
@@ -131,21 +129,21 @@ class LanePause:
         self.restore(f"{what}: {reason}; asked again one at a time", now_s)
 
     def restore(self, reason: str, now_s: float) -> None:
-        """Pause, as an earlier collector has or as the failures say."""
+        """Pause, following an earlier collector or the failures."""
         self.reason = reason
         self.changed = True
         self.probe_due_s = now_s
         self._probes = 0
 
     def probe(self, now_s: float) -> None:
-        """Note that a sample is let through."""
+        """Note a probe: a sample passed."""
         self._probes += 1
         wait_s = backoff_s(self._backoff, self._probes, (self._probes, self._alike))
         self.probe_due_s = now_s + max(wait_s, limits.PROBE_S)
 
 
 class Reported(Protocol):
-    """What a trajectory must offer here, whether it is a sample or the report of a failure."""
+    """A trajectory's interface here, for samples and failure reports."""
 
     @property
     def key(self) -> Hashable: ...  # noqa: D102
@@ -167,7 +165,7 @@ class Reported(Protocol):
 
 S = TypeVar("S", bound=Reported)
 
-#: Attempts that a report may claim; a larger number is damage or forgery.
+#: Most attempts a report may claim; a larger number means damage or forgery.
 _MAX_ATTEMPTS = 1 << 20
 
 
@@ -193,21 +191,21 @@ class Request:
     ) -> None:
         self.key = key
         self.group_size = group_size
-        #: Samples that complete the group; 0 where it is not known.
+        #: Samples that complete the group; 0 if unknown.
         self.need = need
         self.index = index
-        #: 1 for the first retry; 0 where the first attempt was not the sample's to answer for.
+        #: 1 for the first retry; 0 if the first attempt failed without the sample's fault.
         self.attempt = attempt
         self.reason = reason
-        #: Before that nobody is asked.
+        #: Earliest time of publication.
         self.due_s = due_s
-        #: None until producers can take it.
+        #: None until publication to producers.
         self.deadline_s: float | None = None
-        #: Whether an answer was committed by the last look at the deadline.
+        #: True if the last look at the deadline found a committed answer.
         self.answered = False
-        #: How many samples had come when producers could take it.
+        #: Samples received before publication to producers.
         self.successes: int | None = None
-        #: Whether the sample missed its group's deadline, and its first try may still run.
+        #: True if the sample missed its group's deadline, and its first try may still run.
         self.late = late
 
 
@@ -219,25 +217,25 @@ class FailedIndex(Generic[S]):
     )  # fmt: skip
 
     def __init__(self) -> None:
-        #: Failed attempts, of those that count.
+        #: Failed attempts, without the excused.
         self.attempts = 0
-        #: All of them.
+        #: Failed attempts, with the excused.
         self.failures = 0
-        #: How many samples had come when it failed last.
+        #: Samples received before its last failure.
         self.successes = 0
-        #: Whether it failed again, in the same words, after others had succeeded: so it may be
-        #: itself that fails.
+        #: True after a second failure in the same words despite other samples' successes: the
+        #: sample itself may be at fault.
         self.suspect = False
         self.reason = ""
         self.report: S | None = None
-        #: Whether a producer reported it; False for a sample that is merely missing.
+        #: True after a producer's report; False for a sample merely missing.
         self.reported = False
-        #: None once the failure is final.
+        #: None once the failure becomes final.
         self.request: Request | None = None
 
 
 class FailingGroup(Generic[S]):
-    """A group with a failed index. `size` is 0 while it is unknown."""
+    """A group with a failed index. `size` is 0 while unknown."""
 
     __slots__ = (
         "born_s", "due_s", "failed", "key", "need", "overdue", "received", "size", "touched_s",
@@ -251,7 +249,7 @@ class FailingGroup(Generic[S]):
         self.touched_s = now_s
         self.received: dict[int, S] = {}
         self.failed: dict[int, FailedIndex[S]] = {}
-        #: Whether the group's deadline has passed, so that missing samples count as failed.
+        #: True after the group's deadline: missing samples count as failed.
         self.overdue = False
         self.due_s = 0.0
 
@@ -262,33 +260,33 @@ class FailingGroup(Generic[S]):
 
     @property
     def reports(self) -> list[S]:
-        """Its reports of failures, which are in the ring."""
+        """Its failure reports in the ring."""
         return [failed.report for failed in self.failed.values() if failed.report is not None]
 
     @property
     def reported(self) -> bool:
-        """Whether a sample finally failed that a producer had reported."""
+        """True if a sample reported by a producer finally failed."""
         return any(failed.reported and failed.request is None for failed in self.failed.values())
 
     @property
     def waits_for_rest(self) -> bool:
-        """Whether it has no open request, and so can no longer become complete."""
+        """True without an open request: the group can no longer become complete."""
         return bool(self.failed) and all(failed.request is None for failed in self.failed.values())
 
     @property
     def complete(self) -> bool:
-        """Whether as many samples are here as it needs."""
+        """True with as many samples as needed."""
         return self.size > 0 and len(self.received) >= (self.need or self.size)
 
     @property
     def decided(self) -> bool:
-        """Whether it is complete, or each index is received or finally failed."""
+        """True if complete, or if each index is received or finally failed."""
         final = sum(failed.request is None for failed in self.failed.values())
         return self.complete or (self.size > 0 and len(self.received) + final >= self.size)
 
 
 class Failures(Generic[S]):
-    """All failing groups."""
+    """All failing groups of a stash."""
 
     def __init__(
         self,
@@ -303,24 +301,24 @@ class Failures(Generic[S]):
         self._group_timeout_s = group_timeout_s
         self._backoff = backoff
         self.lane = LanePause(backoff)
-        #: Whether a group was asked for through the request lane.
+        #: Tells if a group was requested through the lane.
         self.in_lane: Callable[[Hashable], bool] = lambda key: False
-        #: Whether the lane has samples that nobody has taken yet.
+        #: Tells if the lane holds untaken samples.
         self.has_open: Callable[[], bool] = lambda: False
         self.groups = groups
-        #: Open requests by key and index, in the order in which they were made.
+        #: Open requests by key and index, in order of creation.
         self.requests: dict[tuple[Hashable, int], Request] = {}
-        #: Attempts that an earlier collector had requested, by key and index.
+        #: Attempts requested by an earlier collector, by key and index.
         self.earlier_attempts: dict[tuple[Hashable, int], int] = {}
-        #: Whether `requests` has changed since the retry table was updated.
+        #: True if `requests` changed since the last update of the retry table.
         self.dirty = False
         self.discarded: list[tuple[DiscardReason, S]] = []
         self.records = 0
         self.nbytes = 0
-        #: Is told of each failed attempt: of which key and index.
+        #: Callback for every failed attempt: key, index and state.
         self.told: Callable[[Hashable, int, FailedIndex[S]], None] | None = None
-        #: Takes a request back from producers; False once it is answered, None while its answer
-        #: is being committed.
+        #: Takes a request back from producers; False after its answer, None during the answer's
+        #: commit.
         self.take_back: Callable[[Request], bool | None] = lambda request: True
         self._due: list[tuple[float, int, FailingGroup[S]]] = []
         self._asks: list[tuple[float, int, Request]] = []
@@ -331,7 +329,7 @@ class Failures(Generic[S]):
 
     @property
     def active(self) -> bool:
-        """Whether a group fails, or the lane is paused: what was read is to be looked at."""
+        """True while a group fails or the lane is paused: read samples need a look."""
         return bool(self.groups) or self.lane.paused or self.lane.changed
 
     # -- receiving and failing ------------------------------------------------------------------
@@ -345,7 +343,7 @@ class Failures(Generic[S]):
         born_s: float,
         now_s: float,
     ) -> FailingGroup[S]:
-        """Make an incomplete group a failing one."""
+        """Turn an incomplete group into a failing group."""
         group: FailingGroup[S] = FailingGroup(key, size, need, born_s, now_s)
         for sample in samples:
             group.received[sample.index] = sample
@@ -354,11 +352,11 @@ class Failures(Generic[S]):
         return group
 
     def begin_with(self, entry: GroupEntry[S], now_s: float) -> FailingGroup[S]:
-        """Do so with one that has left the group table."""
+        """Turn an entry taken from the group table into a failing group."""
         return self.begin(entry.key, entry.size, entry.need, entry.samples, entry.born_s, now_s)
 
     def add(self, group: FailingGroup[S], sample: S, now_s: float) -> None:
-        """Add a sample to its group, or the report that it failed."""
+        """Add a sample to its group, or its failure report."""
         if sample.group_size and not group.size:
             self._learn_size(group, sample.group_size)
         index = sample.index
@@ -382,7 +380,7 @@ class Failures(Generic[S]):
             self._resolve(group, index)
 
     def _resolve(self, group: FailingGroup[S], index: int) -> None:
-        """End a failure: its sample has arrived, or the group has no such index."""
+        """End a failure whose sample arrived, or whose index the group lacks."""
         failed = group.failed.pop(index, None)
         if failed is not None:
             self._withdraw(group, index, failed)
@@ -392,7 +390,7 @@ class Failures(Generic[S]):
         index = report.index
         sized = report.group_size in (0, group.size) and (not group.size or index < group.size)
         failed = group.failed.get(index)
-        # A report is stale if another producer has delivered the sample, or a later attempt failed.
+        # A report is stale if another producer delivered the sample, or a later attempt failed.
         attempt = int(report.score) if 0 <= report.score <= _MAX_ATTEMPTS else 0
         late = failed is not None and attempt < failed.attempts
         if index in group.received or not sized or late:
@@ -405,7 +403,7 @@ class Failures(Generic[S]):
         self._fail(group, index, attempt, _reason(report), now_s, reported=True)
 
     def fail(self, request: Request, reason: str, now_s: float) -> None:
-        """Count an attempt that ended without a report: its producer died, or its time is over."""
+        """Count an attempt without a report: its producer died, or its time is over."""
         group = self.groups.get(request.key)
         if group is None or self.requests.get((request.key, request.index)) is not request:
             return
@@ -423,7 +421,7 @@ class Failures(Generic[S]):
         reported: bool = False,
         late: bool = False,
     ) -> None:
-        """Count a failed attempt, 0 for the first, and request the next one, if any is left."""
+        """Count a failed attempt, 0 for the first, and request the next, if allowed."""
         failed = group.failed[index]
         in_lane, successes = self.in_lane(group.key), self.lane.successes
         alike = words_of(reason) == words_of(failed.reason)
@@ -456,7 +454,7 @@ class Failures(Generic[S]):
             self.told(group.key, index, failed)
 
     def _may_be_engine(self, failed: FailedIndex[S]) -> bool:
-        """Whether a sample that fails while no other comes is not known to fail by itself."""
+        """Tell if the engine may have failed a sample, while no other sample comes."""
         if failed.suspect or failed.failures - failed.attempts >= limits.ALIKE_FAILURES:
             return False
         several = len(self.groups) >= limits.ALIKE_PROMPTS
@@ -493,14 +491,14 @@ class Failures(Generic[S]):
         self._schedule(group)
 
     def take_ready(self) -> Request | None:
-        """Take the request that has been due longest, and that the lane's pause does not hold."""
+        """Take the longest due request that the lane's pause does not hold."""
         for ready in self._ready[: 1 if self.lane.paused else 2]:
             if ready:
                 return ready.popitem(last=False)[1]
         return None
 
     def next_probe(self) -> Request | None:
-        """Return the unpublished request of the lane that is due first."""
+        """Return the lane's unpublished request with the earliest due time."""
         if self._ready[1]:
             return next(iter(self._ready[1].values()))
         waiting = (
@@ -511,7 +509,7 @@ class Failures(Generic[S]):
         return min(waiting, key=lambda request: request.due_s, default=None)
 
     def put_back(self, request: Request) -> None:
-        """Make a request the first to be published, again or after all."""
+        """Put a request first in line for publication, again or after all."""
         request.deadline_s = None
         ready, at = self._ready[self.in_lane(request.key)], (request.key, request.index)
         ready[at] = request
@@ -543,7 +541,7 @@ class Failures(Generic[S]):
         heapq.heappush(self._due, (group.due_s, self._ticket, group))
 
     def next_deadline_s(self) -> float | None:
-        """When `expire` or `look_for_due` must run next; None if never. It may be early."""
+        """Time of the next needed `expire` or `look_for_due`; None if never. It may be early."""
         dues = [each[0][0] for each in (self._due, self._asks) if each]
         if self.lane.paused:
             dues.append(self.lane.probe_due_s)
@@ -551,7 +549,7 @@ class Failures(Generic[S]):
         return None if due_s == float("inf") else due_s
 
     def look_for_due(self, now_s: float) -> None:
-        """Note which requests are due, and whether a probe is."""
+        """Note due requests, and a due probe."""
         while self._asks and self._asks[0][0] <= now_s:
             _, _, request = heapq.heappop(self._asks)
             at = (request.key, request.index)
@@ -562,13 +560,13 @@ class Failures(Generic[S]):
             self.dirty = True
 
     def expire(self, now_s: float, most: float = math.inf) -> list[FailingGroup[S]]:
-        """Fail requests whose time is over, of `most` groups; return the groups that must end."""
+        """Fail overdue requests, of `most` groups; return the groups that must end."""
         self.look_for_due(now_s)
         over = []
         while self._due and self._due[0][0] <= now_s and most > 0:
             due_s, _, group = heapq.heappop(self._due)
             if self.groups.get(group.key) is not group or group.due_s != due_s:
-                continue  # the group has ended, or was given another deadline
+                continue  # the group ended, or got another deadline
             most -= 1
             if self._expire(group, now_s):
                 over.append(group)
@@ -585,8 +583,8 @@ class Failures(Generic[S]):
             request = failed.request
             if request is None or request.deadline_s is None or now_s < request.deadline_s:
                 continue
-            # A look before the ring was read to its end again; an answer that was committed by
-            # then, and is not here, has been discarded.
+            # The last look came before the newest full read of the ring. An answer committed by
+            # that look, and missing here, was discarded.
             before, taken = request.answered, self.take_back(request)
             if taken is None or (taken is False and not before):
                 request.answered = taken is False
@@ -599,7 +597,7 @@ class Failures(Generic[S]):
         )
 
     def fail_missing(self, group: FailingGroup[S], reason: str, now_s: float) -> None:
-        """Count missing samples as failed, since the group's time is over."""
+        """Count missing samples as failed after the group's deadline."""
         group.overdue = True
         self.fail_samples(group, range(group.size), reason, now_s, late=True)
 
@@ -612,7 +610,7 @@ class Failures(Generic[S]):
         *,
         late: bool = False,
     ) -> None:
-        """Count those of these samples as failed that are not there."""
+        """Count the given samples as failed if missing."""
         for index in indexes:
             if index not in group.received and index not in group.failed:
                 group.failed[index] = FailedIndex()
@@ -632,7 +630,7 @@ class Failures(Generic[S]):
             self._count(sample, -1)
 
     def oldest(self) -> FailingGroup[S] | None:
-        """Return the failing group that has waited longest."""
+        """Return the failing group with the longest wait."""
         groups = [group for group in self.groups.values() if group is not None]
         return min(groups, key=lambda group: group.born_s, default=None)
 

@@ -1,18 +1,17 @@
-"""The collector's side of the request lane: which request has ended, and with what.
+"""The collector's side of the request lane: ends of requests.
 
-The lane lies in the segment (shmbus_ext/ring/requests.h). Feeders and workers need nobody to offer
-and to take. Only the end of a request is the collector's to say: it alone knows what became of the
-group.
+The lane lies in the segment (shmbus_ext/ring/requests.h). Feeders and workers offer and take
+without the collector. Only the collector ends a request: it alone knows the group's outcome.
 
 Invariants
 ----------
-- A request stays open until its group was acknowledged, dropped or given up. So what is open is
-  what was offered and not trained, and a prompt can be offered again with any of its samples.
-- Nothing more is handed out of a group that was delivered.
-- A key whose group has ended may be offered again, by a trainer that went back to a checkpoint: its
-  samples begin the group anew. What was offered twice before that is one group.
-- A request that an earlier collector left open, though its group has ended, ends once everything
-  that was committed before has been read.
+- A request stays open until its group was acknowledged, dropped or given up. So the open requests
+  were offered and not trained, and a prompt can be offered again with every sample.
+- No more samples of a delivered group are handed out.
+- A key whose group ended may be offered again, by a trainer that went back to a checkpoint: its
+  samples begin the group anew. Two offers before the end form a single group.
+- A request left open by an earlier collector, despite its group's end, ends after a read of all
+  earlier commits.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ class Requests:
     ) -> None:
         self._segment = segment
         self._recent: dict[Hashable, int | None] = {} if recent is None else recent
-        #: Up to which number `_open` knows of every request that was open.
+        #: Request number up to which `_open` knows all open requests.
         self._number = 0
         #: Rows and numbers of open requests by the key of their group, oldest first.
         self._open: dict[Hashable, list[tuple[int, int]]] = {}
-        #: Groups whose requests are in doubt; None for all groups.
+        #: Groups with doubtful requests; None for every group.
         self._doubtful: set[Hashable] | None = None
-        #: Of those the open requests with answers when `begin_check` looked.
+        #: Their open requests with answers at the time of `begin_check`.
         self._begun: list[tuple[int, int]] | None = None
 
     @property
     def used(self) -> bool:
-        """Whether anything was ever offered; a read of one word."""
+        """True after the first offer on the bus; a read of a single word."""
         return _core.request_number(self._segment) != 0
 
     def is_open(self, key: Hashable) -> bool:
-        """Whether a group was offered through the lane, and has not ended."""
+        """Tell if a group was offered through the lane, and still runs."""
         return self.used and self._find(key) is not None
 
     def has_open(self) -> bool:
-        """Whether there are samples that nobody has taken yet."""
+        """Tell if the lane holds untaken samples."""
         return _core.request_totals(self._segment)[1] > 0
 
     def _key(self, id_: str, round: int | None, split: str) -> Hashable:
@@ -64,10 +63,10 @@ class Requests:
         return found[0] if found else None
 
     def _learn(self) -> None:
-        """Learn of requests that were offered since."""
-        # One feeder at a time opens rows, in the order of their numbers. So all before the number
-        # that was the last when the look began are open by then; that one may still be written, and
-        # newer ones may lie in rows that the look has passed.
+        """Read new requests."""
+        # Feeders open rows singly, in the order of their numbers. So all rows before the number
+        # last at the look's begin are open by then. That last row may still be in writing, and
+        # newer rows may lie in places the look has passed.
         last = _core.request_number(self._segment)
         if last == self._number:
             return
@@ -82,7 +81,7 @@ class Requests:
         self._number = max(self._number, whole)
 
     def delivered(self, groups: list[_core.GroupEntry[_core.Trajectory]]) -> None:
-        """Hand out nothing more of groups that were delivered."""
+        """Stop handing out samples of delivered groups."""
         if self.used:
             for group in groups:
                 at = self._find(group.samples[0].key)
@@ -96,12 +95,12 @@ class Requests:
             self.note_end(samples[0].key)
 
     def note_end(self, key: Hashable) -> None:
-        """Note that a group has ended: what is offered of it from now on begins it anew."""
+        """Note a group's end: later offers begin the group anew."""
         if key in self._recent:
             self._recent[key] = _core.request_number(self._segment)
 
     def offered_again(self, key: Hashable) -> bool:
-        """Whether a request is open that was offered after the group of this key had ended."""
+        """Tell if an open request was offered after the end of this key's group."""
         ended_at = self._recent.get(key)
         if ended_at is None or _core.request_number(self._segment) == ended_at:
             return False
@@ -118,7 +117,7 @@ class Requests:
             if not rest:
                 del self._open[key]
 
-    # -- after a death, and for groups that the stash gave up --------------------------------------
+    # -- after a death, and for groups given up by the stash ---------------------------------------
 
     def doubt(self, keys: Iterable[Hashable] | None = None) -> None:
         """Check soon the requests of groups that lost samples, or all after a death."""
@@ -128,7 +127,7 @@ class Requests:
             self._doubtful.update(keys)
 
     def begin_check(self) -> None:
-        """Note which requests in doubt have answers; these are in the ring by now, or have left."""
+        """Note doubtful requests with answers; by now the answers are in the ring, or left."""
         doubtful = self._doubtful
         if doubtful == set() or self._begun is not None or not self.used:
             return
@@ -150,11 +149,11 @@ class Requests:
 
     @property
     def checks(self) -> bool:
-        """Whether a check has begun that `end_check` ends."""
+        """True between `begin_check` and `end_check`."""
         return self._begun is not None
 
     def end_check(self, is_present: Callable[[Hashable], bool]) -> None:
-        """End requests whose answers are on the bus no more, once the ring was read to its end."""
+        """End requests whose answers left the bus, after a full read of the ring."""
         begun, self._begun = self._begun or [], None
         for row, number in begun:
             text = _core.request_text(self._segment, row, number)
@@ -171,7 +170,7 @@ class Requests:
                 self.note_end(key)
 
     def handed_out(self) -> Iterable[Hashable]:
-        """Yield the keys of groups of which a worker has had a sample."""
+        """Yield the keys of groups with a sample handed to a worker."""
         for row, number, admitted, *_ in _core.request_rows(self._segment) if self.used else ():
             text = _core.request_text(self._segment, row, number) if admitted else None
             if text is not None:

@@ -1,20 +1,20 @@
 """Retry requests: the collector's side of the retry table.
 
-The table lies in the segment. So it needs no connection to producers, works with and without a
-daemon, and survives either side: the collector owns a request, a producer its claim, and each side
-repairs what the other leaves when it dies.
+The table lies in the segment. So retries need no connection to producers, work with and without a
+daemon, and survive either side: the collector owns a request, a producer its claim, and each side
+repairs the remains of its dead peer.
 
 Invariants
 ----------
-- The table has the requests that the stash has open; one that ends is withdrawn before the next
-  poll of the ring.
-- A request is published once its backoff is over. While the lane is paused for failures that come
-  alike, a worker takes a sample only with the row that says so, which is published anew for each.
-- A request is taken back at its deadline by one compare-and-swap with its claimant's answer.
-- A claim counts as a failed attempt only when its producer is dead and everything that it committed
-  has been read. A producer that closes gives its claims back.
+- The table lists the stash's open requests; an ended request is withdrawn before the next poll of
+  the ring.
+- A request is published after its backoff. While the lane is paused for like failures, a worker
+  takes a sample only with the pause's row, published anew for each sample.
+- A request is taken back at its deadline by a compare-and-swap against its claimant's answer.
+- A claim counts as a failed attempt only after its producer's death and a read of its commits.
+  A closing producer gives its claims back.
 - Requests of an earlier collector are taken over, with their attempts, when their failures are
-  found again. The rest is withdrawn once the ring has been read to its end.
+  found again. The rest is withdrawn after a full read of the ring.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger("shmbus.requests")
 
 
 class Retries:
-    """Publishes the open requests of a stash, and fails those whose producer died."""
+    """Publishes the open requests of a stash, and fails those of dead producers."""
 
     def __init__(self, segment: _core.Segment, stash: Stash[_core.Trajectory]) -> None:
         self._segment = segment
@@ -47,9 +47,9 @@ class Retries:
         self._row_of: dict[_At, int] = {}
         self._taken_over: dict[_At, tuple[int, int]] = {}
         self._free: list[int] = []
-        #: The row that pauses the lane, and since when, in Unix ns; None while the lane is open.
+        #: The row that pauses the lane, and its start, in Unix ns; None while the lane is open.
         self._pause: tuple[int, int] | None = None
-        #: Producers that died with a claim, by row; these fail once the ring is read to its end.
+        #: Producers that died with a claim, by row; the claims fail after a full read of the ring.
         self._dead_claims: dict[int, int] = {}
         _, self._failed_before = _core.retry_noted(segment)
         self._failures.take_back = self._take_back
@@ -84,7 +84,7 @@ class Retries:
         """Note claims of dead producers, for a later update. Call it after a sweep."""
         if not (self._requests or self._failures.groups):
             return
-        # In this order: a producer with a claim has a slot by then, or has left it.
+        # In this order: by now a producer with a claim holds a slot, or left it.
         claims = {row: claimant - 1 for row, _, claimant, *_ in _core.retry_requests(self._segment)}
         rows = self._segment.producers()
         alive = {row[2] for row in rows if row[1] == _core.SLOT_ACTIVE}
@@ -124,7 +124,7 @@ class Retries:
                 self._withdraw(row)
             self._taken_over.clear()
             failures.earlier_attempts.clear()
-        # The rest of the work waits until the ring has been read to its end.
+        # The remaining work waits for a full read of the ring.
         failures.dirty = bool(self._dead_claims or failures.earlier_attempts)
         failed = self._failed_before + self._stash.given_up
         rows = len(self._requests) + (self._pause is not None)
@@ -134,7 +134,7 @@ class Retries:
 
     @property
     def lane_pause(self) -> LanePauseStatus | None:
-        """Why workers get one sample at a time, where they do."""
+        """The lane's pause, in which workers get a sample at a time; None while open."""
         reason = self._failures.lane.reason
         if reason is None or self._pause is None:
             return None
@@ -157,7 +157,7 @@ class Retries:
             self._pause = (self._take_row(), time.time_ns())
             _log.warning("requests pause: %s", lane.reason)
         elif self._pause[0] in rows and not rows[self._pause[0]][2]:
-            lane.probe_due_s = now_s + limits.REQUEST_WAIT_S  # nobody has taken it
+            lane.probe_due_s = now_s + limits.REQUEST_WAIT_S  # no worker took the probe
             return None
         row, since_ns = self._pause
         assert lane.reason is not None
@@ -169,7 +169,7 @@ class Retries:
         return self._next_probe(rows)
 
     def _take_row(self) -> int:
-        """Return a free row, or one whose request can be published again later."""
+        """Return a free row, or a row whose request can be published again later."""
         if not self._free:
             at, row = next(iter(self._row_of.items()))
             self._failures.put_back(self._requests.pop(row))
@@ -178,7 +178,7 @@ class Retries:
         return self._free.pop()
 
     def _next_probe(self, rows: dict[int, Any]) -> Request | None:
-        """Return the failed sample that has waited longest, unless one can be taken already."""
+        """Return the failed sample with the longest wait, unless a row already offers a probe."""
         in_lane = self._failures.in_lane
         if any(
             not rows[row][2] and in_lane(self._requests[row].key)
@@ -211,7 +211,7 @@ class Retries:
         _core.retry_publish(
             self._segment,
             row,
-            # Grows over collectors too, so that a claim is always for the request that was seen.
+            # Grows over collectors too: a claim always refers to the request its producer saw.
             _core.monotonic_ns(),
             id_,
             _core.NO_ROUND if round is None else round,
@@ -225,10 +225,10 @@ class Retries:
         )
 
     def _fail_dead_claims(self, now_s: float) -> None:
-        """Fail claims of producers that were dead before the ring was read to its end."""
+        """Fail claims of producers that died before the full read of the ring."""
         for row, _, claimant, *_ in _core.retry_requests(self._segment):
             request = self._requests.get(row)
-            # A producer that closed has given its claim back since.
+            # A closed producer gave its claim back meanwhile.
             if request is not None and self._dead_claims.get(row) == claimant - 1:
                 reason = f"producer {claimant - 1} died while it had it"
                 self._stash.fail_request(request, reason, now_s)

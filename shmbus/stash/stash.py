@@ -1,28 +1,28 @@
 """The stash: interleaved samples in, complete groups out. A pure state machine.
 
-No clock, no lock, no socket, no payload: time and the policy version are arguments, and a sample is
-anything with ``key``, ``group_size``, ``need``, ``index`` (and ``score``, ``policy_version``,
-``nbytes`` where a policy asks for them). A table in C (`_core.GroupTable`), made for a million open
+No clock, no lock, no socket, no payload: time and the policy version are arguments. A sample is
+an object with ``key``, ``group_size``, ``need``, ``index`` (and ``score``, ``policy_version``,
+``nbytes`` if a policy asks for them). A table in C (`_core.GroupTable`), made for a million open
 groups, finds the place of a sample in its group, and keeps the complete groups of each split in
 their order. The decisions are made here.
 
 Invariants
 ----------
 - A sample is in exactly one place: an open group, a ready group, a leased group, or `discards`.
-- A group that is complete has left the open groups. A group whose deadline has passed leaves them
-  at `expire`, the oldest first.
+- A complete group has left the open groups. An overdue group leaves them at `expire`, the oldest
+  first.
 - A complete group stays whole: no part of it is ever delivered or discarded alone.
-- A group that an earlier collector had leased without all of its samples has the same ones again,
-  whatever has come since.
+- A group leased incomplete by an earlier collector contains the same samples again, regardless of
+  later arrivals.
 
 Ambiguous samples
 -----------------
-- A key is an instance id, or (instance id, round) where producers give rounds; the split is a part
-  of it. When its group is complete, the next sample of a key begins a new group; a sample with a
-  round is surplus instead, unless its prompt was offered again after that group had ended.
-- A group is complete when `need` different indices are there, which may be fewer than group_size.
-- Of two samples with one index the first is kept. A sample whose group_size or need differs from
-  that of its open group is discarded, and the group is kept.
+- A key is an instance id, or (instance id, round) if producers give rounds; the split is a part
+  of it. After its group's completion, the next sample of a key begins a new group. A sample with a
+  round is surplus instead, unless its prompt was offered again after that group's end.
+- A group is complete with `need` different indices, which may be fewer than group_size.
+- Of two samples with the same index the first is kept. A sample whose group_size or need differs
+  from its open group's is discarded, and the group is kept.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Reason = Literal[
 
 
 class Sample(Reported, Protocol):
-    """What the stash needs to know of a trajectory, beside that."""
+    """A trajectory's further interface for the stash."""
 
     @property
     def policy_version(self) -> int: ...  # noqa: D102
@@ -73,7 +73,7 @@ class Sample(Reported, Protocol):
 
 S = TypeVar("S", bound=Sample)
 
-#: Keys of completed groups that are remembered, where rounds are given, to recognise surplus
+#: Keys of completed groups to remember, if producers give rounds, for recognising surplus
 #: samples: some MiB of keys, and many steps' worth of groups.
 RECENT_KEYS = 65_536
 
@@ -85,38 +85,38 @@ _REFUSALS: dict[int, Reason] = {
 
 
 class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens to groups that are late, stale, useless or too many."""
+    """Policies for late, stale, useless and excess groups."""
 
     #: Seconds that a group may stay incomplete; None for ever.
     group_timeout_s: float | None = limits.GROUP_TIMEOUT_S
-    #: Keep it, discard it, or deliver the samples that are there.
+    #: Keep the group, discard it, or deliver its present samples.
     on_timeout: Literal["wait", "drop", "partial"] = "drop"
-    #: A group is stale if its oldest sample is more than this many versions behind. Of the split
-    #: "train" only, as `skip_zero_variance` is: nothing is learned from the others.
+    #: A group is stale if its oldest sample lags more than this many versions behind. Only for the
+    #: split "train", like `skip_zero_variance`: other splits train nothing.
     max_policy_lag: int | None = None
-    #: Of a sample's trained tokens, by `token_versions`, this share may be older.
+    #: Share of a sample's trained tokens, by `token_versions`, that may be older.
     stale_share: float = 0.0
-    #: Discard complete groups whose scores are all equal: they give no gradient.
+    #: Discard complete groups of equal scores: they give no gradient.
     skip_zero_variance: bool = False
     #: Ring bytes that incomplete groups may hold.
     max_stash_bytes: int | None = None
-    #: What happens to the oldest incomplete groups above that.
+    #: Action on the oldest incomplete groups above that bound.
     on_overflow: Literal["wait", "drop", "partial"] = "wait"
-    #: Retry requests for a sample that failed, or is missing at its group's deadline.
+    #: Retry requests for a sample failed, or missing at its group's deadline.
     sample_retries: int = 0
     #: Seconds that a request may stay unanswered, and that a group with a finally failed sample
-    #: waits for its others.
+    #: waits for its remaining samples.
     retry_timeout_s: float = limits.RETRY_TIMEOUT_S
-    #: Seconds before a failed sample is requested again: first, and at most.
+    #: Seconds before a failed sample is requested again: first and maximum.
     retry_backoff_s: tuple[float, float] = limits.RETRY_BACKOFF_S
-    #: What happens to a group with a finally failed sample, once its others are there.
+    #: Action on a group with a finally failed sample, once its remaining samples arrived.
     on_failure: Literal["drop", "partial"] = "drop"
 
 
 class Discard(Generic[S]):
-    """Samples that leave for another reason than acknowledgement."""
+    """Samples that leave without acknowledgement."""
 
-    # `superseded`: reports of failures that have served, and cost their group nothing more.
+    # `superseded`: obsolete failure reports, without further cost to their group.
 
     __slots__ = ("key", "reason", "samples", "superseded")
 
@@ -138,17 +138,18 @@ class Stash(Generic[S]):
         self.timeouts = 0
         self.overflows = 0
         self.given_up = 0
-        #: Groups of the split "train" that were discarded whole; whoever counts them resets it.
+        #: Groups of the split "train" discarded whole; the counting caller resets the number.
         self.useless = 0
-        #: Reports of failures in groups that are delivered without those samples.
+        #: Failure reports of groups delivered without the failed samples.
         self.reports: dict[GroupEntry[S], list[S]] = {}
-        #: Whether a group that has ended was asked for again since.
+        #: Tells if an ended group was requested again.
         self.offered_again: Callable[[Hashable], bool] = lambda key: False
-        #: Members of groups that an earlier collector had leased without all of their samples,
-        #: by key and what their records say of that lease; until a group's are all here.
+        #: Members of groups leased incomplete by an earlier collector, by key and their records'
+        #: note of that lease; until all members of a group arrive.
         self.inherited: dict[tuple[Hashable, int], list[S]] = {}
         self._limit = self.policy.max_stash_bytes
-        #: A caller that puts samples straight into it passes the result of `put` to `apply_policy`.
+        #: A caller that puts samples straight into the table passes the result of `put` to
+        #: `apply_policy`.
         self.table: GroupTable[S] = GroupTable(
             count_bytes=self._limit is not None, judged=self.policy.skip_zero_variance
         )
@@ -161,11 +162,11 @@ class Stash(Generic[S]):
         )
 
     def add(self, samples: Iterable[S], now_s: float) -> None:
-        """Add samples. Costs O(1) each, however many groups are open."""
+        """Add samples. Costs O(1) each, regardless of the number of open groups."""
         self.apply_policy(self.table.put(samples, now_s), now_s)
 
     def apply_policy(self, undecided: list[GroupEntry[S] | tuple[int, S]], now_s: float) -> None:
-        """Decide on samples that the table refused, and on complete groups that wait for it."""
+        """Decide on samples the table refused, and on complete groups that need a decision."""
         if undecided:
             self.failures.lane.look(self.table.accepted)
         for each in undecided:
@@ -201,7 +202,7 @@ class Stash(Generic[S]):
         self._note_failing()
 
     def _make_again(self, members: list[S], now_s: float) -> None:
-        """Have a group ready as it was leased; what else there is of it came too late."""
+        """Restore a group as leased before; further samples came too late."""
         key = members[0].key
         entry = self.table.gather(members, now_s)
         failing = self.failures.groups.get(key)
@@ -222,8 +223,8 @@ class Stash(Generic[S]):
         self.table.push(entry)
 
     def settle_inherited(self, now_s: float) -> None:
-        """Take what is left for samples as any other, once all that was committed has been read."""
-        # Their collector died while it wrote the lease down, so nobody has had the group.
+        """Treat incomplete leases' samples as ordinary, after a read of all earlier commits."""
+        # Their collector died while noting the lease, so the group reached no trainer.
         inherited, self.inherited = self.inherited, {}
         for members in inherited.values():
             _core.forget_leased(members)
@@ -231,19 +232,19 @@ class Stash(Generic[S]):
         self._note_failing()
 
     def note_complete(self, key: Hashable) -> None:
-        """Note that the group of a key is elsewhere: with a round, what else comes is surplus."""
+        """Note a group completed elsewhere: with a round, later samples become surplus."""
         if has_round(key):
             self.table.recent[key] = None
 
     def _had(self, key: Hashable) -> bool:
-        """Whether the group of a key was complete before, and is not to be made again."""
+        """Tell if a key's group was complete before, and must not be made again."""
         recent = self.table.recent
         if key in recent and self.offered_again(key):
             del recent[key]
         return key in recent
 
     def _end_oldest(self, policy: str, reason: Reason, now_s: float) -> None:
-        """End the oldest incomplete group: discard it, or deliver it as it is."""
+        """End the oldest incomplete group: discard it, or deliver it incomplete."""
         failing = self.failures.oldest()
         born_s = self.table.oldest_born_s
         if failing is not None and (born_s is None or failing.born_s < born_s):
@@ -272,7 +273,7 @@ class Stash(Generic[S]):
             self._end_oldest(policy, "overflow", now_s)
 
     def take_out(self, samples: Iterable[S]) -> list[S]:
-        """Take waiting samples out; return the others of their groups, to be added again."""
+        """Take waiting samples out; return their groups' remaining samples, to be added again."""
         out = {id(sample) for sample in samples}
         rest: list[S] = []
         for key in {sample.key for sample in samples}:
@@ -301,7 +302,7 @@ class Stash(Generic[S]):
         if group is None:
             failures.groups.pop(key, None)
             if not sample.failed:
-                # Its group has ended since the table refused the sample, which begins the next one.
+                # Its group ended after the table refused the sample, which begins the next group.
                 self.add((sample,), now_s)
                 return
             entry = self.table.take(key)
@@ -316,7 +317,7 @@ class Stash(Generic[S]):
         self._apply_failures(group, now_s)
 
     def _is_late(self, report: S) -> bool:
-        """Whether the report is older than its sample, which is in a complete group."""
+        """Tell if the report predates its sample, which lies in a complete group."""
         return self._had(report.key) or any(
             sample.index == report.index and sample.committed_ns >= report.committed_ns
             for group in self.table.full(report.key)
@@ -335,12 +336,12 @@ class Stash(Generic[S]):
     def _end_failing(
         self, group: FailingGroup[S], now_s: float, policy: str = "", reason: Reason = "failed"
     ) -> None:
-        """End a failing group, which is complete or given up."""
+        """End a failing group, complete or given up."""
         key, samples, reports = group.key, group.samples, group.reports
         reported = group.reported
         self.failures.end(group)
         if group.complete:
-            if reports:  # of samples that it did not need
+            if reports:  # of unneeded samples
                 self.discards.append(Discard("failed", key, reports, superseded=True))
             self._note_failing()
             self.add(samples, now_s)
@@ -364,13 +365,13 @@ class Stash(Generic[S]):
             self._discard_group(reason, key, samples)
             self._discard("failed", key, reports)
         if has_round(key):
-            # Where nobody has asked for it on this bus, whoever does so begins it anew.
+            # If the group was not requested on this bus, a later request begins it anew.
             self.table.recent[key] = None if self.failures.in_lane(key) else 0
         self._cancel(key)
         self._note_failing()
 
     def _note_failing(self) -> None:
-        """Tell the table what is kept outside of it, for messages of other processes."""
+        """Tell the table of groups kept outside of it, for messages of other processes."""
         kept = sum(map(len, (*self.reports.values(), *self.inherited.values())))
         self.table.failing_cells = self.failures.records + kept
 
@@ -383,14 +384,14 @@ class Stash(Generic[S]):
         self._discard(reason, key, samples)
 
     def fail_request(self, request: Request, reason: str, now_s: float) -> None:
-        """Fail a request whose producer died or whose time is over."""
+        """Fail a request of a dead producer, or an overdue request."""
         group = self.failures.groups.get(request.key)
         self.failures.fail(request, reason, now_s)
         if group is not None:
             self._apply_failures(group, now_s)
 
     def fail_lost(self, lost: Sequence[S], reason: str, now_s: float) -> None:
-        """Count samples of one group as failed, which were here and have gone with their bus."""
+        """Count samples of a group, lost with their bus, as failed."""
         first = lost[0]
         group = self.failures.groups.get(first.key)
         if group is None:
@@ -405,7 +406,7 @@ class Stash(Generic[S]):
     # -- time -----------------------------------------------------------------------------------
 
     def expire(self, now_s: float, most: float = math.inf) -> None:
-        """End incomplete groups whose deadline has passed, `most` of them, as the policy says."""
+        """End overdue incomplete groups, `most` of them, following the policy."""
         # With retries, their missing samples are requested instead.
         while (deadline_s := self._open_deadline_s()) is not None and now_s >= deadline_s:
             if most <= 0:
@@ -422,14 +423,14 @@ class Stash(Generic[S]):
                 self._end_entry(self.table.take_oldest(), self.policy.on_timeout, "timeout")
 
     def expire_failing(self, now_s: float, most: float = math.inf) -> None:
-        """Do so for failing groups and their requests, once the ring has been read to its end."""
+        """End overdue failing groups and their requests, after a full read of the ring."""
         for group in self.failures.expire(now_s, most):
-            # Ending one may overflow the stash, which may have ended another.
+            # Ending a group may overflow the stash, which may have ended another.
             if self.failures.groups.get(group.key) is group:
                 self._end_failing(group, now_s)
 
     def follow_lane(self, now_s: float) -> None:
-        """Open the request lane once a sample has come, and note which requests are due."""
+        """Open the request lane after a received sample, and note due requests."""
         lane = self.failures.lane
         lane.look(self.table.accepted)
         if lane.changed:
@@ -438,7 +439,7 @@ class Stash(Generic[S]):
         self.failures.look_for_due(now_s)
 
     def next_deadline_s(self) -> float | None:
-        """When `expire` or `expire_failing` must run next, on the caller's clock; None if never."""
+        """Time of the next `expire` or `expire_failing`, on the caller's clock; None if never."""
         dues = (self._open_deadline_s(), self.failures.next_deadline_s())
         return min((due_s for due_s in dues if due_s is not None), default=None)
 
@@ -453,7 +454,7 @@ class Stash(Generic[S]):
         self, max_groups: int, policy_version: int = 0, split: int = SPLIT_TRAIN
     ) -> list[GroupEntry[S]]:
         """Hand out ready groups of a split, in the order of completion."""
-        # Stale ones of the split "train" are discarded instead.
+        # Stale groups of the split "train" are discarded instead.
         if self.policy.max_policy_lag is None or split != SPLIT_TRAIN:
             return self.table.lease(max_groups, split)
         fresh: list[GroupEntry[S]] = []
@@ -466,7 +467,7 @@ class Stash(Generic[S]):
         return fresh
 
     def is_stale(self, samples: Iterable[S], policy_version: int) -> bool:
-        """Whether a group of these samples is too old for the policy."""
+        """Tell if a group of these samples is too old for the policy."""
         lag = self.policy.max_policy_lag
         if lag is None:
             return False
@@ -478,30 +479,30 @@ class Stash(Generic[S]):
         self.end_lease(group)
 
     def discard(self, reason: Reason, samples: list[S]) -> None:
-        """Discard a group that the stash never had."""
+        """Discard a group that never entered the stash."""
         self._discard_group(reason, samples[0].key, samples)
 
     def end_lease(self, group: GroupEntry[S]) -> None:
-        """Forget a leased group, whose samples were acknowledged or dropped."""
+        """Forget a leased group after its acknowledgement or drop."""
         self.table.end_lease(group)
         self.end_reports(group)
 
     def end_reports(self, group: GroupEntry[S]) -> None:
-        """Discard the reports of failures that belong to a group whose lease has ended."""
+        """Discard the failure reports of a group whose lease ended."""
         if self.reports:
             self._discard("failed", group.key, self.reports.pop(group, []))
             self._note_failing()
 
     def give_back(self, group: GroupEntry[S]) -> None:
-        """Make a leased group the next to be delivered."""
+        """Put a leased group first in line for delivery."""
         self.table.give_back(group)
 
     def is_leased(self, group: GroupEntry[S]) -> bool:
-        """Whether the group is under lease now."""
+        """Tell if the group is under lease now."""
         return self.table.is_leased(group)
 
     def has(self, key: Hashable) -> bool:
-        """Whether a sample or a report of this group is here, waiting or leased."""
+        """Tell if the stash holds a waiting or leased sample or report of the group."""
         failing = self.failures.groups.get(key)
         return (
             self.table.find(key) is not None
@@ -516,21 +517,21 @@ class Stash(Generic[S]):
         return discards
 
     def oldest(self, count: int) -> list[GroupEntry[S] | FailingGroup[S]]:
-        """Return the incomplete groups that have waited longest, oldest first."""
-        # They are copies, except for failing groups.
+        """Return the incomplete groups with the longest waits, oldest first."""
+        # Copies, except for failing groups.
         found: list[GroupEntry[S] | FailingGroup[S]] = [*self.table.oldest(count)]
         found += [group for group in self.failures.groups.values() if group is not None]
         return sorted(found, key=lambda group: group.born_s)[:count]
 
     def waiting_samples(self) -> list[S]:
-        """Return every sample that is not leased: of open, ready and failing groups, in order."""
+        """Return every unleased sample: of open, ready and failing groups, in order."""
         found = self.table.samples() + self.table.ready_samples() + self.failures.samples()
         for rest in (*self.reports.values(), *self.inherited.values()):
             found += rest
         return found
 
     def waiting_of(self, keys: Set[Hashable]) -> list[S]:
-        """Return those of some incomplete groups; complete groups leave in their turn."""
+        """Return the samples of some incomplete groups; complete groups leave in their turn."""
         found: list[S] = []
         for key in keys:
             entry, failing = self.table.find(key), self.failures.groups.get(key)
@@ -552,7 +553,7 @@ class Stash(Generic[S]):
 
     @property
     def ready_groups(self) -> int:
-        """Complete groups that wait to be taken."""
+        """Complete groups that wait for a take."""
         return self.table.ready_groups
 
     @property
@@ -562,7 +563,7 @@ class Stash(Generic[S]):
 
     @property
     def leased_groups(self) -> int:
-        """Groups that were taken, and not acknowledged yet."""
+        """Groups taken, and not acknowledged yet."""
         return self.table.leased_groups
 
     @property
@@ -576,4 +577,4 @@ def _scores_equal(samples: Sequence[Sample]) -> bool:
         scores = [sample.score for sample in samples]
         return bool(are_equal(min(scores), max(scores)))
     except errors.UnscoredError:
-        return False  # nobody knows yet
+        return False  # unknown yet

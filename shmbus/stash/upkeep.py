@@ -1,9 +1,9 @@
-"""What the reader of a bus does for it beside reading: the dead are swept, space is made.
+"""A reader's upkeep of its bus: sweeps dead producers and makes space.
 
-It also frees what groups that are gone hold back: rows of the bound on the lead, and requests.
+Upkeep also frees the holdings of vanished groups: rows of the bound on the lead, and requests.
 
-Invariant: a row or a request of a group is freed without its end only once all that was committed
-before the check began has been read.
+Invariant: a row or a request of a group is freed without the group's end only after a read of every
+commit older than the check.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from shmbus._keys import split_key
 from shmbus.stash.requests import Requests
 from shmbus_ext import _core
 
-#: Stragglers are moved when less than this fraction of the extents is free ...
+#: Free fraction of the extents below which stragglers are moved ...
 _EVACUATE_FREE_FRACTION = 0.125
-#: ... from run to run, a share of so many records at once: at once again where a run was freed,
+#: ... from run to run, a share of so many records at once: at once again after freeing a run,
 #: else after so many seconds.
 _EVACUATE_RECORDS = 2048
 _EVACUATE_INTERVAL_S = 0.05
-#: Living producers that a sweep asks about where space is short, at that interval.
+#: Living producers checked per sweep if space is short, at that interval.
 _SHORT_SWEEP = 64
 
 #: Id, round, split and origin of a record that holds a run nearly alone.
 Straggler: TypeAlias = "tuple[str, int | None, int, bytes]"
-#: Finds the samples that stragglers may be.
+#: Finds the possible samples of stragglers.
 Find: TypeAlias = "Callable[[list[Straggler]], list[_core.Trajectory]]"
 
 
 class Lead:
-    """The collector's side of the bound on the lead: frees rows that puts have claimed."""
+    """The collector's side of the bound on the lead: frees rows claimed by puts."""
 
     def __init__(self, segment: _core.Segment) -> None:
         self._segment = segment
         limit, _, _, max_versions, _ = _core.lead_state(segment)
-        #: Whether the bus has a bound.
+        #: True if the bus bounds the lead.
         self.bounded = limit > 0
-        #: Whether it is one in policy versions, which needs to know what was trained.
+        #: True for a bound in policy versions, dependent on the trained groups.
         self.in_versions = max_versions >= 0
-        #: Whether rows may be taken whose groups have gone, as after another collector's death.
+        #: True if vanished groups may hold rows, for example after another collector's death.
         self._doubtful = self.bounded
-        #: Rows that had no claimant when `begin_check` looked.
+        #: Rows without claimant at the time of `begin_check`.
         self._settled: dict[int, int] | None = None
 
     def delivered(
         self, groups: list[_core.GroupEntry[_core.Trajectory]], leased_groups: int
     ) -> None:
-        """Let others begin in the place of these groups."""
+        """Admit new groups in the place of these groups."""
         for group in groups:
             sample = group.samples[0]
             _core.lead_leave(self._segment, *split_key(sample.key))
         self.follow(leased_groups)
 
     def follow(self, leased_groups: int, ended_groups: int = 0) -> None:
-        """Let a bound in versions follow the policy version, and what was trained under it."""
+        """Let a bound in versions follow the policy version, and the groups trained under it."""
         if self.in_versions:
             _core.lead_follow(self._segment, leased_groups, ended_groups)
 
@@ -65,18 +65,18 @@ class Lead:
         self._doubtful = self.bounded
 
     def begin_check(self) -> None:
-        """Note which rows are in doubt; what was committed for them is in the ring by now."""
+        """Note doubtful rows; by now the ring holds all commits for them."""
         if self._doubtful and self._settled is None:
             self._settled = _core.lead_settled(self._segment)
             self._doubtful = False
 
     @property
     def checks(self) -> bool:
-        """Whether a check has begun that `end_check` ends."""
+        """True between `begin_check` and `end_check`."""
         return self._settled is not None
 
     def end_check(self, present: Iterable[Hashable]) -> None:
-        """Free rows in doubt, once the ring was read to its end."""
+        """Free rows in doubt, after a full read of the ring."""
         settled, self._settled = self._settled, None
         if settled:
             kept = {_core.lead_key(self._segment, *split_key(key)) for key in present}
@@ -86,7 +86,7 @@ class Lead:
 
 
 class Upkeep:
-    """Keeps a bus in order for its one reader."""
+    """Keeps a bus in order for its only reader."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Upkeep:
         self._reader = reader
         self.lead = Lead(segment)
         self.requests = Requests(segment, recent)
-        #: Of attached producers, that this has reaped.
+        #: Number of attached producers reaped here.
         self.deaths = 0
         self.next_sweep_s = 0.0
         self._swept_s = 0.0
@@ -106,7 +106,7 @@ class Upkeep:
         self._attach_epoch = segment.attach_epoch
 
     def sweep(self, now: float) -> None:
-        """Reap dead producers, unless a sweep of the last second has."""
+        """Reap dead producers, unless swept within the last second."""
         if now - self._swept_s >= limits.SWEEP_INTERVAL_S:
             self._swept_s = now
             self.deaths += self._reader.sweep()
@@ -116,13 +116,13 @@ class Upkeep:
         self.deaths += self._reader.sweep(self._segment.max_producers)
 
     def run(self, now: float, find: Find, leased_groups: int) -> bool:
-        """Sweep, and make space by moving what waits, each at its interval; True if it swept."""
+        """Sweep, and move waiting samples to make space, at intervals; True after a sweep."""
         sweeps = now >= self.next_sweep_s
         if sweeps:
             self.next_sweep_s = now + limits.SWEEP_INTERVAL_S
             self.sweep(now)
             if self._segment.attach_epoch != self._attach_epoch:
-                # Whoever died may have been reaped by another producer.
+                # Another producer may have reaped a dead producer.
                 self._attach_epoch = self._segment.attach_epoch
                 self.doubt()
             self.lead.follow(leased_groups)
@@ -132,7 +132,7 @@ class Upkeep:
         return sweeps
 
     def _free_space(self, find: Find) -> None:
-        """Free space: reuse empty runs, and move stragglers where space is short."""
+        """Free space: reuse empty runs, and move stragglers if space is short."""
         self._reader.tidy()
         few = self._segment.extent_count * _EVACUATE_FREE_FRACTION
         if self._segment.space_wanted() or self._segment.free_extents() < few:
@@ -141,7 +141,7 @@ class Upkeep:
             if stragglers and self._reader.evacuate(find(stragglers)):
                 self.next_evacuation_s = 0.0
 
-    # -- groups that are gone -------------------------------------------------------------------
+    # -- vanished groups ------------------------------------------------------------------------
 
     def doubt(self, keys: Iterable[Hashable] | None = None) -> None:
         """Check rows and requests soon: of groups that lost samples, or all after a death."""
@@ -149,13 +149,13 @@ class Upkeep:
         self.requests.doubt(keys)
 
     def begin_checks(self) -> None:
-        """Note what is in doubt, before a portion of the ring is read."""
+        """Note doubtful rows and requests, before a portion of the ring is read."""
         self.lead.begin_check()
         self.requests.begin_check()
 
     @property
     def checks(self) -> bool:
-        """Whether a check has begun that `end_checks` ends."""
+        """True between `begin_checks` and `end_checks`."""
         return self.lead.checks or self.requests.checks
 
     def end_checks(
@@ -163,11 +163,11 @@ class Upkeep:
         waiting: Callable[[], Iterable[Hashable]],
         is_present: Callable[[Hashable], bool],
     ) -> None:
-        """Free what is in doubt, once the ring was read to its end."""
+        """Free doubtful rows and requests, after a full read of the ring."""
         # `waiting` lists the keys of all groups that wait here, for rows of the bound on the lead,
-        # which bounds that list; `is_present` says which requests go on.
+        # which bounds that list; `is_present` tells which requests go on.
         if self.requests.checks:
-            # First: a request that has ended holds no place for its group.
+            # First: an ended request holds no place for its group.
             self.requests.end_check(is_present)
         if self.lead.checks:
             self.lead.end_check([*waiting(), *self.requests.handed_out()])

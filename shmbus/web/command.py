@@ -1,6 +1,6 @@
-"""``shmbus web [NAME...]``: its options, and what it needs; found by its entry point.
+"""``shmbus web [NAME...]``: its options, and its needs; found by its entry point.
 
-Invariant: importing this loads nothing of the extra; `run` does.
+Invariant: importing this module loads nothing of the extra; `run` loads it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ examples:
 The token of the printed address is made anew each time, unless SHMBUS_WEB_TOKEN has one. See
 docs/page.md.
 """
-#: Letters of a token that is given: as good as a password that nobody guesses.
+#: Minimum letters of a given token: as good as an unguessable password.
 _TOKEN_LETTERS = 16
 
 
@@ -47,20 +47,20 @@ def add_parser(commands: Commands) -> None:
         default="127.0.0.1",
         help="the address to listen at (default 127.0.0.1)",
     )
-    # For `shmbus serve --web`: this ends with it.
+    # For `shmbus serve --web`: the page ends with the daemon.
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def _host(text: str) -> str:
     if not text:
-        # It would be every address of this machine.
+        # An empty address would mean every address of this machine.
         raise argparse.ArgumentTypeError("expected an address, such as 127.0.0.1, got nothing")
     return text
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve; 1 with a hint where its extra is not installed, 2 where the arguments are wrong."""
+    """Serve; 1 with a hint if the extra is not installed, 2 for wrong arguments."""
     require_extra("web", "aiohttp")
     from shmbus.segment.names import check_name
     from shmbus.web.server import serve

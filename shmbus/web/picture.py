@@ -1,14 +1,14 @@
-"""What a page shows of one bus, as plain values; the difference of two pictures; curves of minutes.
+"""A bus's page as plain values; the difference of two pictures; curves of minutes.
 
 Invariants:
 
-- Its size is bounded, whatever the bus has, and it says what it leaves out.
-- No value is None or a number that JSON lacks: a key that has none is not there. So a difference
-  can say with null that a key has gone; it is a JSON merge patch (RFC 7386).
-- Times are the machine's, of the moment that something happened, and not ages: what does not change
-  is the same in the next picture.
-- Curves have `settings.HISTORY` points of `NAMES`. No time without a poll is drawn over: it is a
-  point without values. Mean and percentiles are of what was delivered between two polls, by the
+- The picture's size stays bounded on every bus, and the picture reports omissions.
+- A picture contains neither None nor numbers missing from JSON: a key without a value stays out. So
+  null in a difference marks a removed key; a difference forms a JSON merge patch (RFC 7386).
+- Times are the machine's, of the moment of an event, and not ages: unchanged facts stay equal in
+  the next picture.
+- Curves hold `settings.HISTORY` points of `NAMES`. A gap without a poll appears as a point without
+  values, never as a line. Mean and percentiles describe deliveries between two polls, from the
   differences of counters.
 """
 
@@ -46,7 +46,7 @@ _STATE_ORDER = {"dead": 0, "alive": 1, "gone": 2, "closed": 3}
 
 
 def missing(name: str, problem: str, state: str = "unreadable") -> Picture:
-    """Show a bus that cannot be read."""
+    """Show an unreadable bus."""
     sentence = {"level": "trouble", "sentence": problem, "findings": []}
     return {"name": name, "state": state, "verdict": sentence}
 
@@ -92,7 +92,7 @@ def picture(watcher: Watcher, now_s: float) -> Picture:
 
 
 def _plain(value: Any) -> Any:
-    """Leave out what is None or no number."""
+    """Leave out None and numbers that are not finite."""
     if isinstance(value, dict):
         kept = {str(key): _plain(each) for key, each in value.items()}
         return {key: each for key, each in kept.items() if each is not None}
@@ -104,7 +104,7 @@ def _plain(value: Any) -> Any:
 
 
 def _since(age_s: float | None, now_s: float) -> float | None:
-    """When something happened, to the second: the same in each picture, nearly always."""
+    """Return the time of an event to the second: nearly always equal in every picture."""
     return None if age_s is None else round(now_s - age_s)
 
 
@@ -138,11 +138,11 @@ def _counts(watcher: Watcher) -> Picture:
 
 
 def _wall(found: Groups, blamed: list[int | None], now_s: float) -> Picture:
-    """Show incomplete groups, as they were at `now_s`."""
+    """Show incomplete groups, as of `now_s`."""
     groups = _that_fit(found.groups[: settings.GROUPS])
     return {
         "source": found.source,
-        # From the records they are read now and then.
+        # Records are read for groups only now and then.
         "read": round(now_s) if found.source == "records" else None,
         "problem": found.problem or None,
         "omitted": found.omitted + len(found.groups) - len(groups),
@@ -155,7 +155,7 @@ def _wall(found: Groups, blamed: list[int | None], now_s: float) -> Picture:
 
 
 def _that_fit(groups: list[GroupCells]) -> list[GroupCells]:
-    """Leave out the last groups where all have too many samples for a page; never the first."""
+    """Leave out the last groups above a page's number of samples; never the first."""
     room = settings.WALL_CELLS
     for at, group in enumerate(groups):
         room -= min(len(group.cells), settings.CELLS)
@@ -165,7 +165,7 @@ def _that_fit(groups: list[GroupCells]) -> list[GroupCells]:
 
 
 def _key(group: GroupCells) -> str:
-    # Ids and labels are escaped: none has a line feed.
+    # Escaped ids and labels contain no line feed.
     parts = [group.instance_id]
     if group.round is not None:
         parts.append(str(group.round))
@@ -178,7 +178,7 @@ def _row(group: GroupCells, waits_for: int | None, now_s: float) -> Picture:
     cells = [cell for cell in group.cells if cell.index < settings.CELLS]
     return {
         "id": group.instance_id,
-        # As text: a round of 63 bits is no number of a browser's.
+        # As text: a round of 63 bits exceeds a browser's numbers.
         "round": None if group.round is None else str(group.round),
         "split": None if group.split == "train" else group.split,
         "size": group.size,
@@ -225,7 +225,7 @@ def _producers(watcher: Watcher, waits: Counter[int], now_s: float) -> Picture:
 
 
 def _agents(name: str, now_s: float) -> Picture | None:
-    """Show what recorders say of their sessions; None where none lives."""
+    """Show recorders' notes of their sessions; None without a living recorder."""
     recorders = read_recorders(unprinted(name))
     if not recorders:
         return None
@@ -294,7 +294,7 @@ def _producer(
 
 
 def _unmade(producer: ProducerStatus) -> str | None:
-    """Tell how many samples a worker took and did not make since its last one."""
+    """Describe a worker's samples taken and unmade since its last success."""
     if not producer.given_back and not (producer.failed and producer.rests_s):
         return None
     taken = several(producer.given_back + producer.failed, "sample")
@@ -307,7 +307,8 @@ def _collector(status: BusStatus, now_s: float) -> Picture:
         "alive": collector.alive,
         "name": collector.label,
         "pid": collector.pid,
-        # It notes this only now and then: to the second it would change in each picture.
+        # The collector notes the time only now and then: a value to the second would change in
+        # every picture.
         "seen": None if collector.seen_ago_s is None else _since(collector.seen_ago_s, now_s),
     }
 
@@ -371,13 +372,13 @@ def _event(event: BusEvent) -> Picture:
 
 
 def _histograms(status: BusStatus) -> Picture:
-    # A status has them where its collector counts what it delivers.
+    # A status holds histograms if its collector counts deliveries.
     found = msgspec.to_builtins(status).get("delivered", [])
     return {each["name"]: {k: each[k] for k in ("bounds", "buckets", "sum")} for each in found}
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Tell what turns one picture into another."""
+    """Return the change from a picture to another."""
     changes: dict[str, Any] = {key: None for key in old if key not in new}
     for key, value in new.items():
         before = old.get(key)
@@ -390,7 +391,7 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-#: What a point has, in this order, after its time.
+#: Values of a point, in this order, after its time.
 NAMES: Final = (
     "committed", "acknowledged", "dropped", "tokens", "bytes", "fill",
     "reward", "age50", "age99", "version",
@@ -433,7 +434,7 @@ def _rounded(value: float | None) -> float | None:
 def _since_before(
     now: dict[str, Any], before: dict[str, Any], name: str
 ) -> tuple[list[float], list[int], float] | None:
-    """Bounds, buckets and sum of what came since; None where nothing did."""
+    """Return bounds, buckets and sum of the increase; None without an increase."""
     if name not in now or name not in before:
         return None
     new, old = now[name], before[name]

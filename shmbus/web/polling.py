@@ -1,12 +1,12 @@
-"""Polls buses for the pages that watch them: once a second, however many they are.
+"""Polls of buses for watching pages: once a second, regardless of the number of pages.
 
 Invariants:
 
-- A bus that nobody watches is not polled.
-- Every page first gets the whole picture, then differences; one that is behind is closed, and gets
-  the whole again when it comes back. So what is kept for a page is bounded.
-- A bus that is removed, damaged or made again is a picture too; polling goes on.
-- The history of a group is bounded, and says what it leaves out.
+- Polls stop without viewers.
+- Every page first gets the whole picture, then differences. A slow page is closed, and gets the
+  whole again on its return: the memory for a page stays bounded.
+- A removed, damaged or remade bus gives a picture too; polling goes on.
+- A group's history stays bounded, and reports omissions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shmbus.web import settings
 from shmbus.web.picture import NAMES, Curves, Picture, difference, missing, picture
 from shmbus_ext import _core
 
-#: What a bus raises that cannot be read now; anything else is a mistake of ours.
+#: Errors of an unreadable bus; further errors count as our mistakes.
 CANNOT: Final = (errors.ShmbusError, OSError, ValueError)
 
 
@@ -45,7 +45,7 @@ class GroupName(msgspec.Struct, frozen=True):
 
 
 def fits(about: GroupName) -> bool:
-    """Whether a group can have this name, or one that is shown so."""
+    """Tell if a group can carry this name, as given or in its escaped form."""
     try:
         size = len(unprinted(about.instance_id).encode())
         label = len(unprinted(about.split).encode())
@@ -60,7 +60,7 @@ def fits(about: GroupName) -> bool:
 
 
 def read_history(name: str, about: GroupName) -> dict[str, Any]:
-    """Read where a group is and what happened to it."""
+    """Read a group's place and history."""
     try:
         found = read_group(name, about.instance_id, round=about.round, split=about.split)
     except CANNOT as error:
@@ -77,31 +77,31 @@ def read_history(name: str, about: GroupName) -> dict[str, Any]:
 
 logger = logging.getLogger(__name__)
 
-#: Messages that wait for a page; with their sizes they are below MAX_BEHIND_BYTES.
+#: Messages waiting for a page; their sizes stay below MAX_BEHIND_BYTES.
 _WAITING: Final = 8
-#: Seconds for which a bus that was made again is told to be another one.
+#: Seconds for which a remade bus carries the mark of another bus.
 _REMADE_S: Final = 60.0
 
 _encode = msgspec.json.Encoder().encode
 
 
 def event(kind: str, value: Any) -> bytes:
-    """Encode one server-sent event; JSON has no line feed."""
+    """Encode one server-sent event; JSON contains no line feed."""
     return b"event: " + kind.encode() + b"\ndata: " + _encode(value) + b"\n\n"
 
 
 class Viewer:
-    """A page that watches: its messages, until it is closed."""
+    """A watching page: its messages, until its end."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(_WAITING)
         self._bytes = 0
         self.closed = False
-        #: Whether it was sent a whole picture, so that differences mean something to it.
+        #: True after a whole picture, the base of differences.
         self.has_whole = False
 
     def offer(self, message: bytes) -> None:
-        """Queue a message; a page that is behind is closed instead."""
+        """Queue a message, or close a page that falls behind."""
         if self.closed:
             return
         if self._queue.full() or self._bytes + len(message) > settings.MAX_BEHIND_BYTES:
@@ -111,7 +111,7 @@ class Viewer:
         self._queue.put_nowait(message)
 
     def close(self) -> None:
-        """End it: what waits is dropped."""
+        """End the page and drop its waiting messages."""
         self.closed = True
         while not self._queue.empty():
             self._queue.get_nowait()
@@ -125,30 +125,30 @@ class Viewer:
 
 
 class Poll:
-    """A bus, or the overview, that is polled for some viewers; a subclass reads it."""
+    """A bus, or the overview, polled for some viewers; a subclass reads it."""
 
     def __init__(self) -> None:
         self.viewers: set[Viewer] = set()
         self.picture: Picture | None = None
         self.task: asyncio.Task[None] | None = None
-        #: Set when somebody begins to watch what nobody watched: the next poll is now.
+        #: Set by a first viewer: poll now.
         self.wanted = asyncio.Event()
         self._shown_s = 0.0
 
     def read(self) -> tuple[Picture, bool]:
-        """Read a picture, in a thread; True where it has nothing to do with the one before."""
+        """Read a picture, in a thread; True if unrelated to the previous picture."""
         raise NotImplementedError
 
     def whole(self) -> dict[str, Any]:
-        """Return all that a new page needs."""
+        """Return the whole data for a new page."""
         return {"picture": self.picture}
 
     def changes(self) -> dict[str, Any]:
-        """Return what goes with a difference."""
+        """Return the data that accompanies a difference."""
         return {}
 
     def add(self, viewer: Viewer) -> None:
-        """Let a page watch: it has the whole, as soon as there is one that is not old."""
+        """Let a page watch: send the whole as soon as a fresh picture exists."""
         if not self.viewers:
             self.wanted.set()
         self.viewers.add(viewer)
@@ -188,7 +188,7 @@ class BusPoll(Poll):
         self._point: list[float | None] | None = None
 
     def read(self) -> tuple[Picture, bool]:
-        """Read the bus, or why it cannot be."""
+        """Read the bus, or the reason of a failure."""
         self._point = None
         try:
             self._watcher.poll()
@@ -226,14 +226,14 @@ class BusPoll(Poll):
 
 
 class OverviewPoll(Poll):
-    """Some buses, or all of this user, a line each."""
+    """Selected buses, or every bus of this user, a line per bus."""
 
     def __init__(self, names: Callable[[], list[str]]) -> None:
         super().__init__()
         self._names = names
 
     def read(self) -> tuple[Picture, bool]:
-        """Read a line of each bus."""
+        """Read a line per bus."""
         names = self._names()
         shown = names[: settings.BUSES]
         found = {printable(name): line for name in shown if (line := _line(name)) is not None}
@@ -241,7 +241,7 @@ class OverviewPoll(Poll):
 
 
 def _line(name: str) -> Picture | None:
-    """Show one bus in a line; None where it has gone since it was listed."""
+    """Show a bus in a line; None after its removal."""
     try:
         status = read_status(name, walk=False)
     except errors.BusNotFoundError:
@@ -264,28 +264,28 @@ def _line(name: str) -> Picture | None:
 
 
 class Polls:
-    """All polls of a server."""
+    """The polls of a server."""
 
     def __init__(self, buses: tuple[str, ...]) -> None:
         self._buses = buses
         self._polls: dict[str, Poll] = {}
-        # A bus whose daemon is stuck takes its poll seconds; the others go on.
+        # A bus with a stuck daemon delays its poll by seconds; the other polls go on.
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="shmbus-poll")
         self.watching = 0
         self._questions = 0
 
     def names(self) -> list[str]:
-        """Return the buses that may be watched."""
+        """Return the buses open to pages."""
         return list(self._buses) if self._buses else bus_names()
 
     def may_watch(self, name: str) -> bool:
-        """Whether a page may watch this bus."""
+        """Tell if a page may watch this bus."""
         if name in self._polls:
             return True
         return name in self.names() and len(self._polls) < settings.MAX_BUSES
 
     def may_await(self, name: str) -> bool:
-        """Whether a page may watch for this bus, which is not there: not if only some are shown."""
+        """Tell if a page may await this missing bus: not with a fixed list of buses."""
         if self._buses or len(self._polls) >= settings.MAX_BUSES:
             return False
         try:
@@ -295,7 +295,7 @@ class Polls:
         return True
 
     async def group(self, name: str, about: GroupName) -> Picture | None:
-        """Tell the history of one group; None where too many are asked for at once."""
+        """Return the history of a group; None during too many requests."""
         if self._questions >= settings.QUESTIONS:
             return None
         self._questions += 1
@@ -328,7 +328,7 @@ class Polls:
         idle = 0
         try:
             while poll.viewers or idle < settings.HISTORY:
-                # Without viewers it waits for them to come back, and polls nothing.
+                # Without viewers the poll waits for their return, and reads nothing.
                 idle = 0 if poll.viewers else idle + 1
                 began_s = loop.time()
                 if poll.viewers:
@@ -348,7 +348,7 @@ class Polls:
             poll.task = None
 
     async def close(self) -> None:
-        """End all polls and viewers."""
+        """End the polls and viewers."""
         for poll in list(self._polls.values()):
             for viewer in list(poll.viewers):
                 viewer.close()

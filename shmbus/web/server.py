@@ -1,15 +1,15 @@
-"""The page's HTTP server: who may see it, its files, and a stream of events for each page.
+"""The page's HTTP server: access, files, and a stream of events for each page.
 
 Invariants:
 
-- Read-only: nothing that a request says changes a bus.
-- A connection is answered, closed when it is silent or behind, or refused when there are too many;
-  what one client does costs the others nothing.
-- The page loads from here alone, and its policy lets it load nothing else.
+- Read-only: no request changes a bus.
+- A connection is answered, closed when silent or behind, or refused above a limit; a client's
+  behaviour costs other clients nothing.
+- The page loads from here alone, and its policy forbids other sources.
 - Bound to loopback, only loopback names are answered: no name of another site that resolves to
   127.0.0.1 reads anything.
 - The token leaves the address at once; the cookie is HttpOnly and SameSite=Strict.
-- Only GET and HEAD without a body; whatever else is refused before anything is read.
+- Only GET and HEAD without a body; every other request is refused before a read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shmbus.web import settings as limits
 from shmbus.web.polling import GroupName, Polls, fits
 from shmbus.web.settings import Settings
 
-#: What a browser says of a request that another site's page made.
+#: A browser's mark of a request from another site's page.
 _FOREIGN: Final = frozenset({"cross-site", "same-site"})
 
 
@@ -49,7 +49,7 @@ def _is_address(name: str) -> bool:
 
 
 class Access:
-    """What a request needs."""
+    """Conditions for a request."""
 
     def __init__(self, settings: Settings, port: int) -> None:
         self._token = settings.token.encode()
@@ -58,7 +58,7 @@ class Access:
         self.cookie = f"shmbus-{port}"
 
     def require(self, request: web.BaseRequest) -> None:
-        """Refuse a request that may not be answered, whatever it asks for."""
+        """Refuse an inadmissible request, regardless of its target."""
         if request.method not in ("GET", "HEAD"):
             raise Refusal(
                 HTTPStatus.METHOD_NOT_ALLOWED, f"expected GET, got {request.method[:20]!r}"
@@ -87,7 +87,7 @@ class Access:
         return not self._loopback_only and (_is_address(name) or name in self._own_names)
 
     def require_token(self, given: str) -> None:
-        """Refuse another token."""
+        """Refuse a wrong token."""
         if hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token):
             return
         raise Refusal(
@@ -97,7 +97,7 @@ class Access:
         )
 
     def require_cookie(self, request: web.BaseRequest) -> None:
-        """Refuse a request without the cookie that the token is exchanged for."""
+        """Refuse a request without the cookie given in exchange for the token."""
         given = request.cookies.get(self.cookie, "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._token):
             raise Refusal(
@@ -156,7 +156,7 @@ class Server:
         self._access: Access
 
     async def start(self) -> tuple[str, int]:
-        """Listen; returns where."""
+        """Listen, and return the address."""
         host, port = await self._http.bind(self._settings.host, self._settings.port)
         self._access = Access(self._settings, port)
         await self._http.start()
@@ -215,12 +215,12 @@ class Server:
         return web.Response(body=body, headers=headers)
 
     def _bus_of(self, request: web.BaseRequest) -> str:
-        """Return the bus that is asked for; "" for the overview."""
+        """Return the requested bus; "" for the overview."""
         name = request.query.get("bus", "")
         if not name and len(self._settings.buses) == 1:
             name = self._settings.buses[0]
         if name and not self.polls.may_watch(name):
-            # The overview names a bus as it is shown, with escapes for what does not print.
+            # The overview shows a bus's name with escapes for unprintable characters.
             shown, name = name, unprinted(name)
             if not self.polls.may_watch(name) and self.polls.may_await(shown):
                 return shown
@@ -248,7 +248,7 @@ class Server:
         return answer
 
     async def _events(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Send a page what it watches, until it goes, is behind, or the server ends."""
+        """Send a page its events, until it leaves, falls behind, or the server ends."""
         name = self._bus_of(request)
         if self.polls.watching >= limits.MAX_WATCHING:
             raise Refusal(
@@ -259,7 +259,7 @@ class Server:
         answer.headers["Cache-Control"] = "no-store"
         answer.headers["Content-Type"] = "text/event-stream; charset=utf-8"
         if request.method == "HEAD":
-            # It has no body, and would never end.
+            # The answer lacks a body, and would never end.
             answer.force_close()
             return answer
         viewer = self.polls.watch(name)
@@ -277,7 +277,7 @@ class Server:
 
 
 def serve(settings: Settings, parent: socket.socket | None, say: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT, or until the parent has gone."""
+    """Serve until SIGTERM or SIGINT, or until the parent's end."""
 
     async def show(stop: asyncio.Event) -> int:
         server = Server(settings)

@@ -1,6 +1,6 @@
-"""What the page's server is told, and its limits, each with its unit and its reason.
+"""Settings of the page's server, and its limits, with units and reasons.
 
-Invariant: what one client can make the server keep is bounded by what is here.
+Invariant: the limits bound a client's memory in the server.
 """
 
 from __future__ import annotations
@@ -9,52 +9,53 @@ from typing import Final
 
 import msgspec
 
-#: Seconds between two polls of a bus, however many pages watch it.
+#: Seconds between two polls of a bus, regardless of the number of pages.
 POLL_S: Final = 1.0
-#: Seconds after which a picture is too old for a page that begins to watch.
+#: Seconds after which a picture grows too old for a new page.
 OLD_S: Final = 2.0
-#: Polls that the curves keep: five minutes.
+#: Polls kept by the curves: five minutes.
 HISTORY: Final = 300
-#: Incomplete groups that a page shows: more than a screen has rows, little to send.
+#: Incomplete groups shown by a page: more than a screen's rows, little to send.
 GROUPS: Final = 48
-#: Samples of a group that a page shows one by one; the rest is a number.
+#: Samples of a group a page shows singly; a number counts the rest.
 CELLS: Final = 128
-#: Samples that a page shows one by one in all groups together; of larger groups it shows fewer.
+#: Samples a page shows singly over its groups; larger groups show fewer.
 WALL_CELLS: Final = 2048
-#: Events that a page lists.
+#: Events listed by a page.
 EVENTS: Final = 20
-#: Questions about one group that are answered at once; a page has one under way.
+#: Questions about a group answered at once; a page keeps a single question under way.
 QUESTIONS: Final = 16
-#: Producers, and buses of the overview, that a page lists; the rest is a number.
+#: Producers, and buses of the overview, that a page lists; a number counts the rest.
 PRODUCERS: Final = 256
-#: Sessions of agents that a page lists: as many as one recorder says.
+#: Sessions of agents listed by a page: as many as a recorder reports.
 SESSIONS: Final = 48
 BUSES: Final = 64
 #: The part of a processor that walks over the records of a bus without a daemon may cost.
 WALK_SHARE: Final = 0.02
-#: Connections at once: ten colleagues with some tabs each. Others are closed as they come.
+#: Connections at once: ten colleagues with some tabs each. Further connections are closed on
+#: arrival.
 MAX_CONNECTIONS: Final = 128
-#: Pages that watch at once; further ones are told to come back.
+#: Pages that watch at once; further pages are told to come back.
 MAX_WATCHING: Final = 64
-#: Buses that are polled at once.
+#: Buses polled at once.
 MAX_BUSES: Final = 64
-#: Bytes that wait for a page that reads slowly; one that leaves more is closed, and comes again.
+#: Bytes that wait for a slow page; a page that leaves more is closed, and comes again.
 MAX_BEHIND_BYTES: Final = 1 << 20
-#: Seconds that it has to read them.
+#: Seconds for a page to read them.
 SEND_S: Final = 10.0
-#: Bytes of a request's line, and of each header.
+#: Bytes of a request's line, and of every header.
 HEADER_BYTES: Final = 8 << 10
 #: Seconds that a connection may stay without a whole request.
 IDLE_S: Final = 15.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server is told."""
+    """Settings of the page's server."""
 
     #: The buses; empty for all of this user.
     buses: tuple[str, ...]
-    #: Where it listens; port 0 takes any free one.
+    #: Listening address; port 0 takes a free port.
     host: str
     port: int
-    #: What a page shows once, for its cookie.
+    #: Token a page shows once, for its cookie.
     token: str
