@@ -53,7 +53,7 @@ class PlannedLoader:
         self._logger = logger or logging.getLogger("shmbus.engines")
         self._plan: LoadPlan | None = None
         #: The model's whole version; and a prepared patch with its version.
-        self._has: Place | None = None
+        self.has: Place | None = None
         self._patch: tuple[Place, PlanPatch | None] | None = None
         self._preparing: threading.Thread | None = None
         self._ready: weakref.WeakKeyDictionary[LoadCache, tuple[LoadPlan, CopyPlan, list[Pair]]] = (
@@ -89,7 +89,7 @@ class PlannedLoader:
     def prepare(self, weights: Weights) -> None:
         """Do everything possible before the engine pauses."""
         weights.prepare(self._device)
-        plan = self._usable(weights)
+        plan = self.usable(weights)
         if plan is not None:
             self._copies(weights, plan)
             self._patch_of(weights, plan)
@@ -101,10 +101,10 @@ class PlannedLoader:
         """Bring the model to a version; return the method after every byte arrived."""
         self.await_prepared()
         weights.prepare(self._device)
-        plan = self._usable(weights)
+        plan = self.usable(weights)
         patch = None if plan is None else self._patch_of(weights, plan)
         how: How = "plan" if patch is None else "patch"
-        self._has = self._patch = None  # until the model is whole again
+        self.has = self._patch = None  # until the model is whole again
         if plan is None:
             how = "loader"
             self._record(weights)
@@ -120,7 +120,7 @@ class PlannedLoader:
             torch.get_device_module(self._device).synchronize(self._device)
         # Torch counts no write through `.data` or by address.
         count_writes([*self._model.parameters(), *self._model.buffers()])
-        self._has = weights.place
+        self.has = weights.place
         return how
 
     @property
@@ -128,7 +128,8 @@ class PlannedLoader:
         """Bytes that a version's copies move, as far as a plan stands for the loader."""
         return 0 if self._plan is None else self._plan.nbytes
 
-    def _usable(self, weights: Weights) -> LoadPlan | None:
+    def usable(self, weights: Weights) -> LoadPlan | None:
+        """Return the plan where the model and a version still fit."""
         plan = self._plan
         if plan is None or weights.lasting() is None:
             return None
@@ -140,9 +141,9 @@ class PlannedLoader:
             return self._patch[1]
         found = weights.changes()
         made = None
-        if found is not None and self._has is not None:
+        if found is not None and self.has is not None:
             changes, base = found
-            if self._has == weights.place._replace(sequence=changes.base_sequence):
+            if self.has == weights.place._replace(sequence=changes.base_sequence):
                 made = PlanPatch.of(plan, changes, self._copies(weights, plan)[1], base)
         self._patch = weights.place, made
         return made

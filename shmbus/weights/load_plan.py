@@ -413,6 +413,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for box, src in memory.copies
             if self._name(src) not in refused
         ]
+        copies.sort(key=lambda each: each.source.start)
         modules = {at for name in refused for at in self._owned.get(name, ())}
         return LoadPlan(
             self._manifest,

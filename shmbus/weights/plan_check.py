@@ -1,0 +1,70 @@
+"""Compare a rank's memory with a slot, along a load plan, in slices of bounded time.
+
+Invariant: only reads. A cast copy is compared with a fresh cast of the slot's bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import torch
+
+from shmbus.tensors.copy_plan import CopyPlan
+from shmbus.weights.load_plan import LoadPlan, bits
+
+#: Bytes between two looks at the clock, and of scratch memory on a device.
+PART_BYTES: Final = 16 << 20
+
+
+class Slice(NamedTuple):
+    """Progress: the next copy and its next part, bytes compared, the first differing byte."""
+
+    copy: int
+    part: int
+    nbytes: int
+    differs: int | None
+
+
+@torch.no_grad()
+def compare_slice(
+    plan: LoadPlan, payload: torch.Tensor, copy: int, part: int, budget_s: float
+) -> Slice:
+    """Compare from a cursor until the time is spent, a byte differs, or the plan ends."""
+    deadline = time.monotonic() + budget_s
+    nbytes = 0
+    for each in plan.copies[copy:]:
+        source = each.source.view(payload.untyped_storage(), payload.device)
+        for target, wanted in itertools.islice(_parts(each.target, source), part, None):
+            differs = _first_difference(target, wanted)
+            part, nbytes = part + 1, nbytes + target.nbytes
+            if differs is not None or time.monotonic() >= deadline:
+                return Slice(copy, part, nbytes, differs)
+        copy, part = copy + 1, 0
+    return Slice(copy, 0, nbytes, None)
+
+
+def _parts(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Halve a copy along its first dimension until the parts are small."""
+    if target.nbytes <= PART_BYTES:
+        yield target, source
+        return
+    dim, size = next((dim, size) for dim, size in enumerate(target.shape) if size > 1)
+    for start, end in ((0, size // 2), (size // 2, size)):
+        cut = (dim, start, end - start)
+        yield from _parts(target.narrow(*cut), source.narrow(*cut))
+
+
+def _first_difference(target: torch.Tensor, source: torch.Tensor) -> int | None:
+    """Return the payload offset in bytes of the first differing element."""
+    wanted = source
+    if (source.dtype, source.device) != (target.dtype, target.device):
+        wanted = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        CopyPlan([(wanted, source)]).copy()
+    if torch.equal(bits(target), bits(wanted)):
+        return None
+    index = (bits(target) != bits(wanted)).nonzero()[0].tolist()
+    steps = sum(at * step for at, step in zip(index, source.stride(), strict=True))
+    return (int(source.storage_offset()) + steps) * source.element_size()
