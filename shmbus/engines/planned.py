@@ -19,8 +19,9 @@ from shmbus.tensors.copy_plan import CopyPlan
 from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.views import count_writes
 from shmbus.weights import Weights
-from shmbus.weights.load_plan import LoadPlan, LoadRecorder
+from shmbus.weights.load_plan import LoadPlan, LoadRecorder, Recorded
 from shmbus.weights.loading import LoadCache
+from shmbus.weights.plan_check import comparable
 from shmbus.weights.plan_patch import PlanPatch
 from shmbus.weights.subscriber import Place
 
@@ -52,6 +53,8 @@ class PlannedLoader:
         self._may_plan = may_plan
         self._logger = logger or logging.getLogger("shmbus.engines")
         self._plan: LoadPlan | None = None
+        #: Copies that compare with the slot while the engine serves.
+        self.comparable: list[Recorded] = []
         #: The model's whole version; and a prepared patch with its version.
         self.has: Place | None = None
         self._patch: tuple[Place, PlanPatch | None] | None = None
@@ -168,6 +171,7 @@ class PlannedLoader:
         with recorder:
             self._load(_tensors(weights, self._device, recorder=recorder), None)
         self._plan = plan = recorder.plan(lasting[1], self._may_plan)
+        self.comparable = comparable(plan, lasting[1])
         again = ", ".join(plan.refused[:SHOWN]) + (", ..." if len(plan.refused) > SHOWN else "")
         self._logger.info(
             "shmbus: %d copies of %d bytes stand for the engine's loader from now on%s",

@@ -84,11 +84,10 @@ def _compare(
         if weights.place != loader.has:
             raise WeightsError(f"the slot of version {question.version} was taken over")
         plan, lasting = loader.usable(weights), weights.lasting()
-        if plan is not None and lasting is not None and plan.copies:
-            payload = next(iter(lasting[1].values()))
-            found = compare_slice(plan, payload, *cursor, question.budget_s)
+        if plan is not None and lasting is not None:
+            found = compare_slice(loader.comparable, lasting[1], *cursor, question.budget_s)
             said.copy, said.part, said.nbytes, said.differs = found
-            said.done = found.differs is not None or found.copy >= len(plan.copies)
+            said.done = found.differs is not None or found.copy >= len(loader.comparable)
         if cursor == (0, 0):
             everything = [place.name for place in weights.manifest.tensors]
             copied = [] if plan is None else list(plan.names())

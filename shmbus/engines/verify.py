@@ -141,11 +141,9 @@ def _running(bus: str, server: VllmServer, count: int) -> ReaderStatus:
     rows = RankRows(bus)
     own = rows.of(server)
     note = paused_by(bus)
-    updating = (
-        note is not None and note[1] and server.address in dict(map(reversed, note[0].servers))
-    )
+    paused = [] if note is None or not note[1] else [address for _, address in note[0].servers]
     problem = ""
-    if updating or any(row.error_code == LOADING_CODE for row in own):
+    if server.address in paused or any(row.error_code == LOADING_CODE for row in own):
         problem = "an update of its weights is under way"
     elif len(own) < count:
         problem = f"{len(own)} of {count} ranks read the weights of bus {bus!r} of today"

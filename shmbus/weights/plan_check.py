@@ -6,17 +6,28 @@ Invariant: only reads. A cast copy is compared with a fresh cast of the slot's b
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
 
 from shmbus.tensors.copy_plan import CopyPlan
-from shmbus.weights.load_plan import LoadPlan, bits
+from shmbus.weights.load_plan import LoadPlan, Recorded, bits
 
 #: Bytes between two looks at the clock, and of scratch memory on a device.
 PART_BYTES: Final = 16 << 20
+
+
+def comparable(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> list[Recorded]:
+    """Return a plan's copies in the slot's order, with witnesses equal to the slot right now."""
+    equal = [
+        each
+        for each in plan.witnesses
+        if compare_slice([each], tensors, 0, 0, math.inf).differs is None
+    ]
+    return sorted([*plan.copies, *equal], key=lambda each: each.source.start)
 
 
 class Slice(NamedTuple):
@@ -30,13 +41,18 @@ class Slice(NamedTuple):
 
 @torch.no_grad()
 def compare_slice(
-    plan: LoadPlan, payload: torch.Tensor, copy: int, part: int, budget_s: float
+    copies: Sequence[Recorded],
+    tensors: Mapping[str, torch.Tensor],
+    copy: int,
+    part: int,
+    budget_s: float,
 ) -> Slice:
-    """Compare from a cursor until the time is spent, a byte differs, or the plan ends."""
+    """Compare from a cursor until the time is spent, a byte differs, or the copies end."""
     deadline = time.monotonic() + budget_s
     nbytes = 0
-    for each in plan.copies[copy:]:
-        source = each.source.view(payload.untyped_storage(), payload.device)
+    for each in itertools.islice(copies, copy, None):
+        first = next(iter(tensors.values()))
+        source = each.source.view(first.untyped_storage(), first.device)
         for target, wanted in itertools.islice(_parts(each.target, source), part, None):
             differs = _first_difference(target, wanted)
             part, nbytes = part + 1, nbytes + target.nbytes
@@ -66,5 +82,5 @@ def _first_difference(target: torch.Tensor, source: torch.Tensor) -> int | None:
     if torch.equal(bits(target), bits(wanted)):
         return None
     index = (bits(target) != bits(wanted)).nonzero()[0].tolist()
-    steps = sum(at * step for at, step in zip(index, source.stride(), strict=True))
+    steps: int = sum(at * step for at, step in zip(index, source.stride(), strict=True))
     return (int(source.storage_offset()) + steps) * source.element_size()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from shmbus.weights import WeightPublisher
 
 pytest_plugins = ["engine_fixtures"]
 
+EMBED, Q_PROJ = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
 DOWN, QKV = "layers.1.down", "layers.0.qkv"
 K_PROJ, DOWN_PROJ = "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight"
 
@@ -129,10 +130,12 @@ async def test_a_repacked_tensor_is_not_comparable_by_name(run: Any) -> None:
     told = await own.verdict()
     assert [each.state for each in told.ranks] == ["equal in part"] * 2
     for each in told.ranks:
-        names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-        assert set(each.not_comparable) == names
-    await own.flip(0, QKV, 0, 0)
-    assert (await own.verdict()).ranks[0].state == "differs"
+        assert set(each.not_comparable) == {EMBED, "model.norm.weight", "lm_head.weight"}
+    for parameter, tensor in ((QKV, Q_PROJ), ("embed", EMBED)):
+        # A repacked tensor has its plain copy beside the packed one.
+        await own.flip(0, parameter, 0, 0)
+        found = (await own.verdict()).ranks[0]
+        assert (found.state, found.tensor, found.offset) == ("differs", tensor, 0)
 
 
 def test_the_command_exits_with_1_where_a_bit_differs(run: Any) -> None:
@@ -153,6 +156,7 @@ class Between(VllmServer):
     """Does something between the first slice and the second."""
 
     slices = 0
+    action: Callable[[], Awaitable[None]]
 
     async def verify(self, asked: Any, timeout: float) -> list[object]:
         self.slices += 1
@@ -164,15 +168,15 @@ class Between(VllmServer):
 async def test_slices_are_bounded_and_keep_no_lease_between_them(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, server = run(), None
+    own = run()
     await own.update(1)
     server = Between(own.running.url)
-    held = []
+    held: list[list[int]] = []
 
     async def look() -> None:
         held.extend(row.holds for row in read_pool(own.bus, "weights").readers)
 
-    server.action = look  # type: ignore[attr-defined]
+    server.action = look
     monkeypatch.setattr(verifying, "SLICE_S", 0.0)
     told = await verify_server(own.bus, server, 0.5, TIMEOUT_S)
     assert [each.state for each in told.ranks] == ["equal", "equal"]
@@ -187,7 +191,7 @@ async def test_an_update_between_two_slices_ends_the_check(
     own = run()
     await own.update(1)
     server = Between(own.running.url)
-    server.action = lambda: own.update(2)  # type: ignore[attr-defined]
+    server.action = lambda: own.update(2)
     monkeypatch.setattr(verifying, "SLICE_S", 0.0)
     with pytest.raises(EngineError) as caught:
         await verify_server(own.bus, server, 0.5, TIMEOUT_S)
