@@ -1,16 +1,16 @@
-"""A rank's half of a weight check: one question, one bounded slice, one answer.
+"""A rank's half of a weight check: a question, a bounded slice, an answer.
 
-The engine calls `answer` between two steps, on the thread that also loads weights: no load runs
-beside a comparison. The slot's lease ends with each slice, so publishers never wait longer.
+The engine calls `answer` between two steps, on the thread of its loads: no load runs beside a
+comparison. The slot's lease ends with the slice, and a publisher waits no longer.
 
-Invariants: no exception leaves `answer`, since vLLM's ranks fall out of step after one; neither the
-model nor the rank's row changes.
+Invariants: no exception leaves `answer`, because an exception puts vLLM's ranks out of step; the
+model and the rank's row stay unchanged.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -19,9 +19,11 @@ from shmbus.weights import WeightsError, WeightSubscriber
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.plan_check import compare_slice
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which publication to compare, the next copy and part by rank, and seconds to spend."""
+    """A publication, the next copy and part by rank, and seconds to spend."""
 
     bus: str
     version: int
@@ -31,16 +33,16 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True):
-    """The slice of one rank; `copied` and `refused` are bit masks over the manifest's tensors."""
+    """A rank's slice; `copied` and `refused` are bit masks over the manifest's tensors."""
 
     rank: int
     error: str = ""
-    copy: int = 0
-    part: int = 0
+    copy: Count = 0
+    part: Count = 0
     done: bool = True
-    nbytes: int = 0
-    seconds: float = 0.0
-    differs: int | None = None
+    nbytes: Count = 0
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
+    differs: Count | None = None
     copied: str = "0"
     refused: str = "0"
 

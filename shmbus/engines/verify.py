@@ -1,10 +1,11 @@
 """Compare weights of serving ranks with the slot: ``python -m shmbus.engines.verify NAME``.
 
-``shmbus weights NAME --verify`` runs this program. A server gets one call a slice, about 10 ms of
-the engine's time, and then serves undisturbed until the slice's share of the time is reached.
+``shmbus weights NAME --verify`` runs this program. A server spends about 10 ms a slice, and serves
+undisturbed until a slice costs no more than its share of the time.
 
-Invariants: a server is asked only while rows of all of its ranks name one whole version, since a
-worker without the backend would raise; exit status 0 means that no comparison differed or failed.
+Invariants: the rows of every rank name one whole version before a server gets a call, since a
+worker without the backend would raise; a paused server gets no slice, since a sleeping engine has
+no memory; exit status 0 means no difference and no failure.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ from shmbus.pool.status import LOADING_CODE, ReaderStatus, read_pool
 from shmbus.weights.carriers.pool import VersionMeta
 from shmbus.weights.manifest import Manifest
 
-#: Seconds of an engine's time for one slice; the last part of a slice may end later.
+#: Seconds of an engine's time for a slice; the last part of a slice may end later.
 SLICE_S: Final = 0.01
 #: The default share of an engine's time.
 SHARE: Final = 0.05
-#: Tensors that the text names; JSON names all.
+#: Tensors named by the text; JSON names every tensor.
 SHOWN: Final = 8
 _AGAIN: Final = "nothing was changed; verify again once every rank runs one published version"
+_WHOLE: Final = "name the server by --server URL"
 _SGLANG: Final = "a server of SGLang cannot be verified: no call reaches a rank while it serves; "
 
 
 class RankVerdict(msgspec.Struct, kw_only=True):
-    """One rank: the first differing tensor, the slot's block, the byte's offset in the tensor."""
+    """A rank: the first differing tensor, the slot's block, the byte's offset in the tensor."""
 
     rank: int
     state: Literal["equal", "equal in part", "not comparable", "differs"] = "not comparable"
@@ -59,7 +61,7 @@ class RankVerdict(msgspec.Struct, kw_only=True):
 
 
 class ServerVerdict(msgspec.Struct, kw_only=True):
-    """One server: what its ranks run, seconds of the engine's time and of all, their quotient."""
+    """A server: version, life, ranks, seconds of the engine, seconds in total, their quotient."""
 
     server: str
     error: str = ""
@@ -74,7 +76,7 @@ class ServerVerdict(msgspec.Struct, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        """Tell whether the server was not verified, or differs."""
+        """Tell whether a rank differs, or was not compared."""
         states = {each.state for each in self.ranks}
         return bool(self.error or states & {"differs", "not comparable"})
 
@@ -82,7 +84,7 @@ class ServerVerdict(msgspec.Struct, kw_only=True):
 async def verify_server(
     bus: str, server: VllmServer, share: float, timeout: float
 ) -> ServerVerdict:
-    """Compare every rank of one server; EngineError where that cannot be done."""
+    """Compare every rank of a server; EngineError if the server cannot be verified."""
     try:
         count = await server.ranks(timeout)
     except EngineError as error:
@@ -104,6 +106,8 @@ async def verify_server(
     held: set[str] = set()
     began = time.monotonic()
     while cursors:
+        if await server.paused(timeout):
+            raise EngineError(server.address, "verify", None, "the server is paused", _AGAIN)
         question = Question(bus, row.applied_version, row.applied_sequence, dict(cursors), SLICE_S)
         answers = _checked(
             server, cursors, await server.verify(msgspec.to_builtins(question), timeout)
@@ -137,7 +141,7 @@ async def verify_server(
 
 
 def _running(bus: str, server: VllmServer, count: int) -> ReaderStatus:
-    """Return the row of one rank, where the rows of all name one whole version."""
+    """Return the row of a rank; EngineError unless every row names the same whole version."""
     rows = RankRows(bus)
     own = rows.of(server)
     note = paused_by(bus)
@@ -150,6 +154,8 @@ def _running(bus: str, server: VllmServer, count: int) -> ReaderStatus:
     elif rows.whole_version(server, count) is None:
         runs = sorted({str(row.applied_version) for row in own})
         problem = f"its ranks run no whole version of these weights: {', '.join(runs)}"
+    elif own[0].applied_sequence is None:
+        problem = "its rows came by a relay: verify on the server's node, with the bus of that node"
     if problem:
         raise EngineError(server.address, "verify", None, problem, _AGAIN)
     return own[0]
@@ -157,7 +163,7 @@ def _running(bus: str, server: VllmServer, count: int) -> ReaderStatus:
 
 @contextlib.contextmanager
 def _leased(bus: str, server: VllmServer, row: ReaderStatus) -> Iterator[tuple[VersionLease, int]]:
-    """Lease the publication of a row; yield the lease and the bytes of a block."""
+    """Lease a row's publication; yield the lease and the bytes of a block."""
     assert row.applied_version is not None
     with PoolReader(bus, WEIGHTS, label="verify") as reader:
         try:
@@ -193,7 +199,7 @@ def _is_damaged(lease: VersionLease, block: int) -> bool | None:
 def _checked(
     server: VllmServer, asked: Collection[int], answers: Sequence[object]
 ) -> dict[int, Answer]:
-    """Return answers by rank; EngineError where one is missing, invalid or a refusal."""
+    """Return answers by rank; EngineError for a missing or invalid answer, or a refusal."""
     try:
         found = {each.rank: each for each in msgspec.convert(answers, list[Answer])}
         for each in found.values():
@@ -212,7 +218,7 @@ def _checked(
 async def verify(
     bus: str, addresses: Sequence[str], share: float = SHARE, timeout: float = 120.0
 ) -> list[ServerVerdict]:
-    """Compare servers one after the other; all with rows where no address is given."""
+    """Compare servers in turn; without addresses, every server with a row."""
     if not addresses:
         rows = [row for row in read_pool(bus, WEIGHTS).readers if row.state == "alive"]
         named = [row.label.rpartition(" rank ")[0] for row in rows]
@@ -222,11 +228,13 @@ async def verify(
     headers = headers_for_servers()
     found = []
     for address in addresses:
-        server = VllmServer(address, headers=headers)
         try:
+            if "~" in address:
+                raise EngineError(address, "verify", None, "its row cuts its address", _WHOLE)
+            server = VllmServer(address, headers=headers)
             found.append(await verify_server(bus, server, share, timeout))
         except ShmbusError as error:
-            found.append(ServerVerdict(server=server.address, error=str(error)))
+            found.append(ServerVerdict(server=address, error=str(error)))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,17 +14,21 @@ import torch
 from operators import cli
 from small_sglang import SmallSglang
 from small_vllm import SmallVllm, VerifiedVllm
-from test_planned_loading import Packed
+from test_planned_loading import Packed, published
 from test_planned_loading import Trainer as Decoder
+from test_planned_loading import device as device
 from trainers import SHORT_S, TIMEOUT_S, fleet_of
 
-from bench.fused_engine import Shape
+from bench.fused_engine import FusedModel, Shape
 from shmbus.engines import EngineError, VllmServer
 from shmbus.engines import verify as verifying
+from shmbus.engines.planned import PlannedLoader
 from shmbus.engines.verify import ServerVerdict, verify, verify_server
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
-from shmbus.weights import WeightPublisher
+from shmbus.weights import WeightPublisher, plan_check
+from shmbus.weights.load_plan import bits
+from shmbus.weights.plan_check import compare_slice
 
 pytest_plugins = ["engine_fixtures"]
 
@@ -218,12 +223,12 @@ async def update_open(own: Run) -> None:
     await server.post("start", "/start_weight_update", TIMEOUT_S)
 
 
+async def paused(own: Run) -> None:
+    await own.running.server().pause("keep", False, TIMEOUT_S)
+
+
 async def few_answers(own: Run) -> None:
     await own.running.fault("rpc", "few")
-
-
-async def killed(own: Run) -> None:
-    own.running.kill()
 
 
 @pytest.mark.parametrize(
@@ -232,6 +237,7 @@ async def killed(own: Run) -> None:
         (taken_over, "version 1", False),
         (new_pool, "0 of 2 ranks", False),
         (update_open, "an update", False),
+        (paused, "is paused", False),
         (few_answers, "ranks [1]", True),
     ],
 )
@@ -272,3 +278,38 @@ async def test_a_server_that_never_took_a_version_is_asked_nothing(
 def test_a_bus_without_servers_is_an_error(bus_name: str) -> None:
     assert cli("weights", bus_name, "--verify").status == 1
     assert cli("weights", bus_name, "--server", "http://127.0.0.1:9").status == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("part_bytes", [512, 1 << 20])
+def test_every_element_of_every_copy_is_compared_across_devices_and_casts(
+    device: torch.device,
+    dtype: torch.dtype,
+    part_bytes: int,
+    bus_name: str,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan_check, "PART_BYTES", part_bytes)
+    shape = Shape(experts=2)
+    model = FusedModel(shape._replace(dtype=dtype), 1, 2, device)
+    loader = PlannedLoader(model, device, lambda tensors, _: model.load_weights(tensors))
+    random = torch.Generator().manual_seed(seed)
+    with published(bus_name, Decoder(shape, seed), device) as following, following() as weights:
+        loader.load(weights)
+        lasting = weights.lasting()
+        assert lasting is not None
+
+        def differs() -> int | None:
+            return compare_slice(loader.comparable, lasting[1], 0, 0, math.inf).differs
+
+        assert differs() is None
+        for copy in loader.comparable:
+            index = tuple(int(torch.randint(n, (), generator=random)) for n in copy.target.shape)
+            element = bits(copy.target)[index]
+            element ^= 1
+            steps = zip(index, copy.source.strides, strict=True)
+            at = sum(number * step for number, step in steps) * copy.source.dtype.itemsize
+            assert differs() == copy.source.start + at
+            element ^= 1
+        assert differs() is None
