@@ -20,18 +20,16 @@ from typing import Final, Literal
 
 import msgspec
 
-from shmbus import ShmbusError
+from shmbus import BusNotFoundError, ShmbusError
 from shmbus._format import fold, printable, show_size
 from shmbus.engines.errors import EngineError
-from shmbus.engines.pause_note import paused_by
 from shmbus.engines.rank_check import Answer, Question, unmask
 from shmbus.engines.resume import headers_for_servers
-from shmbus.engines.rows import RankRows
 from shmbus.engines.vllm import VllmServer
 from shmbus.errors import DamagedError, WaitTimeoutError
 from shmbus.pool.reader import PoolReader, VersionLease
-from shmbus.pool.server_rows import WEIGHTS
-from shmbus.pool.status import LOADING_CODE, ReaderStatus, read_pool
+from shmbus.pool.server_rows import NO_ROW, WEIGHTS, row_name, rows_of_server, server_versions
+from shmbus.pool.status import ReaderStatus, read_pool
 from shmbus.weights.carriers.pool import VersionMeta
 from shmbus.weights.manifest import Manifest
 
@@ -42,8 +40,11 @@ SHARE: Final = 0.05
 #: Tensors named by the text; JSON names every tensor.
 SHOWN: Final = 8
 _AGAIN: Final = "nothing was changed; verify again once every rank runs one published version"
-_WHOLE: Final = "name the server by --server URL"
-_SGLANG: Final = "a server of SGLang cannot be verified: no call reaches a rank while it serves; "
+#: The status of a server without a route.
+NO_ROUTE: Final = 404
+_SGLANG: Final = (
+    "vLLM answers with VLLM_SERVER_DEV_MODE=1; SGLang has no call to a serving rank's memory: "
+)
 
 
 class RankVerdict(msgspec.Struct, kw_only=True):
@@ -88,46 +89,39 @@ async def verify_server(
     try:
         count = await server.ranks(timeout)
     except EngineError as error:
-        if error.status != 404:
+        if error.status != NO_ROUTE:
             raise
-        raise EngineError(
-            server.address, error.step, 404, error.body, _SGLANG + error.advice
-        ) from error
+        raise _refuse(server, _SGLANG + error.body, status=NO_ROUTE) from error
     row = _running(bus, server, count)
-    assert row.applied_version is not None and row.applied_sequence is not None
     with _leased(bus, server, row) as (lease, block_bytes):
         encoded = VersionMeta.decode(lease.meta()).manifest
         manifest = msgspec.msgpack.decode(encoded, type=Manifest)
-    verdict = ServerVerdict(
-        server=server.address, version=row.applied_version, life=row.applied_life or ""
-    )
+    version, sequence = row.applied_version or 0, row.applied_sequence or 0
+    verdict = ServerVerdict(server=server.address, version=version, life=row.applied_life or "")
+    verdict.ranks = [RankVerdict(rank=rank) for rank in range(count)]
     cursors = dict.fromkeys(range(count), (0, 0))
-    found = {rank: RankVerdict(rank=rank) for rank in cursors}
     held: set[str] = set()
     began = time.monotonic()
     while cursors:
         if await server.paused(timeout):
-            raise EngineError(server.address, "verify", None, "the server is paused", _AGAIN)
-        question = Question(bus, row.applied_version, row.applied_sequence, dict(cursors), SLICE_S)
-        answers = _checked(
-            server, cursors, await server.verify(msgspec.to_builtins(question), timeout)
-        )
-        for rank in list(cursors):
-            said, own = answers[rank], found[rank]
+            raise _refuse(server, "the server is paused, for instance for an update")
+        question = msgspec.to_builtins(Question(bus, version, sequence, cursors, SLICE_S))
+        answers = _checked(server, cursors, await server.verify(question, timeout))
+        for rank, cursor in list(cursors.items()):
+            said, own = answers[rank], verdict.ranks[rank]
             own.compared_bytes += said.nbytes
-            if cursors[rank] == (0, 0):
+            if cursor == (0, 0):
                 copied = unmask(manifest, said.copied)
                 own.not_comparable = unmask(manifest, said.refused)
-                own.state = "not comparable" if not copied else "equal"
-                if copied and own.not_comparable:
-                    own.state = "equal in part"
+                if copied:
+                    own.state = "equal in part" if own.not_comparable else "equal"
                 held |= {*copied, *own.not_comparable}
-            cursors[rank] = said.copy, said.part
             if said.differs is not None:
-                _name_difference(manifest, own, said.differs)
-                own.block = said.differs // block_bytes
+                own.state, own.block = "differs", said.differs // block_bytes
+                own.tensor, own.offset = _place_of(manifest, said.differs)
                 with contextlib.suppress(EngineError), _leased(bus, server, row) as (lease, _):
                     own.slot_damaged = _is_damaged(lease, own.block)
+            cursors[rank] = said.copy, said.part
             if said.done:
                 del cursors[rank]
         busy = max(said.seconds for said in answers.values())
@@ -135,30 +129,25 @@ async def verify_server(
         await asyncio.sleep(busy / share - busy)
     verdict.total_s = time.monotonic() - began
     verdict.share = verdict.engine_s / verdict.total_s
-    verdict.ranks = list(found.values())
     verdict.absent = [each.name for each in manifest.tensors if each.name not in held]
     return verdict
 
 
+def _refuse(server: VllmServer, said: str, status: int | None = None) -> EngineError:
+    return EngineError(server.address, "verify", status, said, _AGAIN)
+
+
 def _running(bus: str, server: VllmServer, count: int) -> ReaderStatus:
-    """Return the row of a rank; EngineError unless every row names the same whole version."""
-    rows = RankRows(bus)
-    own = rows.of(server)
-    note = paused_by(bus)
-    paused = [] if note is None or not note[1] else [address for _, address in note[0].servers]
-    problem = ""
-    if server.address in paused or any(row.error_code == LOADING_CODE for row in own):
-        problem = "an update of its weights is under way"
-    elif len(own) < count:
-        problem = f"{len(own)} of {count} ranks read the weights of bus {bus!r} of today"
-    elif rows.whole_version(server, count) is None:
-        runs = sorted({str(row.applied_version) for row in own})
-        problem = f"its ranks run no whole version of these weights: {', '.join(runs)}"
-    elif own[0].applied_sequence is None:
-        problem = "its rows came by a relay: verify on the server's node, with the bus of that node"
-    if problem:
-        raise EngineError(server.address, "verify", None, problem, _AGAIN)
-    return own[0]
+    """Return the row of a rank; EngineError unless every rank runs the same publication."""
+    found = server_versions(read_pool(bus, WEIGHTS), trainers=1).get(row_name(server.address))
+    if found is None:
+        raise _refuse(server, f"bus {bus!r}: {NO_ROW}")
+    if found.state in ("loading", "unknown"):
+        raise _refuse(server, found.why or "an update of its weights is under way")
+    rows = rows_of_server(bus, server.address)
+    if len(rows) < count or not found.life:
+        raise _refuse(server, f"bus {bus!r}: {len(rows)} of {count} ranks, expected one version")
+    return rows[0]
 
 
 @contextlib.contextmanager
@@ -169,20 +158,19 @@ def _leased(bus: str, server: VllmServer, row: ReaderStatus) -> Iterator[tuple[V
         try:
             found = reader.at(row.applied_version)
         except WaitTimeoutError as error:
-            raise EngineError(server.address, "verify", None, str(error), _AGAIN) from error
+            raise _refuse(server, str(error)) from error
         with found as lease:
             if lease.sequence != row.applied_sequence:
-                said = f"the slot of version {row.applied_version} was taken over"
-                raise EngineError(server.address, "verify", None, said, _AGAIN)
+                raise _refuse(server, f"the slot of version {row.applied_version} was taken over")
             yield lease, reader.pool.block_bytes
 
 
-def _name_difference(manifest: Manifest, own: RankVerdict, at: int) -> None:
-    """Name the tensor of a payload's byte."""
-    own.state = "differs"
+def _place_of(manifest: Manifest, at: int) -> tuple[str, int]:
+    """Return the tensor of a payload's byte, and the byte's offset in the tensor."""
     for place in manifest.tensors:
         if place.offset <= at < place.offset + place.size:
-            own.tensor, own.offset = place.name, at - place.offset
+            return place.name, at - place.offset
+    return "", at
 
 
 def _is_damaged(lease: VersionLease, block: int) -> bool | None:
@@ -205,13 +193,13 @@ def _checked(
         for each in found.values():
             int(each.copied, 16), int(each.refused, 16)
     except (msgspec.ValidationError, ValueError) as error:
-        raise EngineError(server.address, "verify", 200, str(error), _AGAIN) from error
+        raise _refuse(server, str(error), status=200) from error
     faults = [f"rank {each.rank}: {each.error}" for each in found.values() if each.error]
     missing = sorted(set(asked) - set(found))
     if missing:
         faults.append(f"no answer from ranks {missing}: vLLM passes one data-parallel engine's on")
     if faults:
-        raise EngineError(server.address, "verify", None, "; ".join(faults), _AGAIN)
+        raise _refuse(server, "; ".join(faults))
     return found
 
 
@@ -219,18 +207,16 @@ async def verify(
     bus: str, addresses: Sequence[str], share: float = SHARE, timeout: float = 120.0
 ) -> list[ServerVerdict]:
     """Compare servers in turn; without addresses, every server with a row."""
-    if not addresses:
-        rows = [row for row in read_pool(bus, WEIGHTS).readers if row.state == "alive"]
-        named = [row.label.rpartition(" rank ")[0] for row in rows]
-        addresses = sorted({name for name in named if name.startswith("http")})
-        if not addresses:
-            raise WaitTimeoutError(f"bus {bus!r}: no server reads its weights; {_AGAIN}")
+    named = addresses or sorted(server_versions(read_pool(bus, WEIGHTS), trainers=1))
+    if not named:
+        raise BusNotFoundError(f"bus {bus!r}: no server reads its weights; {_AGAIN}")
     headers = headers_for_servers()
     found = []
-    for address in addresses:
+    for address in named:
         try:
-            if "~" in address:
-                raise EngineError(address, "verify", None, "its row cuts its address", _WHOLE)
+            if not addresses and ("://" not in address or "~" in address):
+                advice = "name the server by --server URL"
+                raise EngineError(address, "verify", None, "its rows lack its address", advice)
             server = VllmServer(address, headers=headers)
             found.append(await verify_server(bus, server, share, timeout))
         except ShmbusError as error:
