@@ -7,7 +7,6 @@ import subprocess
 import time
 
 from shmbus._format import show_duration, show_size, table
-from shmbus._programs import program
 from shmbus.cli._options import Commands, add_command, print_json, require_extra, share
 from shmbus.cli._supervise import resume_program
 from shmbus.pool.status import PoolStatus, read_pool
@@ -71,11 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise RuntimeError("--server: expected with --verify; add --verify")
     if arguments.verify:
         require_extra("engines", "aiohttp", "torch", option="--verify")
-        words = [arguments.name, "--share", str(arguments.share)]
-        words += ["--json"] if arguments.json else []
-        words += [f"--server={url}" for url in arguments.server]
-        command = program("shmbus.engines.verify", *words)
-        return subprocess.run(command, check=False).returncode
+        from shmbus.engines.verify import report
+
+        return report(arguments.name, arguments.server, arguments.share, as_json=arguments.json)
     status = read_pool(arguments.name, arguments.kind)
     if arguments.json:
         print_json(status)

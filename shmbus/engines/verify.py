@@ -1,6 +1,6 @@
-"""Compare weights of serving ranks with the slot: ``python -m shmbus.engines.verify NAME``.
+"""Compare weights of serving ranks with the slot of their version: ``shmbus weights --verify``.
 
-``shmbus weights NAME --verify`` runs this program. A server spends about 10 ms a slice, and serves
+A server spends about 10 ms a slice, and serves
 undisturbed until a slice costs no more than its share of the time.
 
 Invariants: the rows of every rank name one whole version before a server gets a call, since a
@@ -10,10 +10,8 @@ no memory; exit status 0 means no difference and no failure.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal
@@ -35,8 +33,6 @@ from shmbus.weights.manifest import Manifest
 
 #: Seconds of an engine's time for a slice; the last part of a slice may end later.
 SLICE_S: Final = 0.01
-#: The default share of an engine's time.
-SHARE: Final = 0.05
 #: Tensors named by the text; JSON names every tensor.
 SHOWN: Final = 8
 _AGAIN: Final = "nothing was changed; verify again once every rank runs one published version"
@@ -204,22 +200,21 @@ def _checked(
 
 
 async def verify(
-    bus: str, addresses: Sequence[str], share: float = SHARE, timeout: float = 120.0
+    bus: str, addresses: Sequence[str], share: float, timeout: float = 120.0
 ) -> list[ServerVerdict]:
     """Compare servers in turn; without addresses, every server with a row."""
     named = addresses or sorted(server_versions(read_pool(bus, WEIGHTS), trainers=1))
     if not named:
         raise BusNotFoundError(f"bus {bus!r}: no server reads its weights; {_AGAIN}")
-    headers = headers_for_servers()
     found = []
     for address in named:
         try:
             if not addresses and ("://" not in address or "~" in address):
                 advice = "name the server by --server URL"
                 raise EngineError(address, "verify", None, "its rows lack its address", advice)
-            server = VllmServer(address, headers=headers)
+            server = VllmServer(address, headers=headers_for_servers())
             found.append(await verify_server(bus, server, share, timeout))
-        except ShmbusError as error:
+        except (ShmbusError, ValueError) as error:
             found.append(ServerVerdict(server=address, error=str(error)))
     return found
 
@@ -251,26 +246,11 @@ def _names(names: Sequence[str]) -> str:
     return f"{len(names)}: {fold([printable(name) for name in names], SHOWN)}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Compare, and print the verdicts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", metavar="NAME", help="the bus")
-    parser.add_argument("--server", action="append", default=[], help="an address; all by default")
-    parser.add_argument("--share", type=float, default=SHARE, help="of the engine's time")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds a call (default 120)")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(arguments)
-    try:
-        found = asyncio.run(verify(given.name, given.server, given.share, given.timeout))
-    except (ShmbusError, ValueError) as error:
-        print(f"{given.name}: {error}", file=sys.stderr)
-        return 1
-    if given.json:
+def report(bus: str, addresses: Sequence[str], share: float, *, as_json: bool) -> int:
+    """Compare servers and print the verdicts; return the exit status."""
+    found = asyncio.run(verify(bus, addresses, share))
+    if as_json:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
         print("\n".join(map(_text, found)))
     return int(any(each.failed for each in found))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

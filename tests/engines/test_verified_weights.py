@@ -275,9 +275,14 @@ async def test_a_server_that_never_took_a_version_is_asked_nothing(
     assert caught.value.gone == (kind is None)
 
 
-def test_a_bus_without_servers_is_an_error(bus_name: str) -> None:
-    assert cli("weights", bus_name, "--verify").status == 1
-    assert cli("weights", bus_name, "--server", "http://127.0.0.1:9").status == 1
+@pytest.mark.parametrize(
+    "words", [("--verify",), ("--server", "http://127.0.0.1:9"), ("--verify", "--server", "none")]
+)
+def test_a_bus_without_servers_and_a_wrong_address_are_errors(
+    words: tuple[str, ...], bus_name: str
+) -> None:
+    ended = cli("weights", bus_name, *words)
+    assert ended.status == 1 and "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
