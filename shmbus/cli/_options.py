@@ -99,6 +99,14 @@ def seconds(least: float | None = None, *, endless: bool = False) -> Callable[[s
     return take
 
 
+def share(text: str) -> float:
+    """Take a share from the command line: more than 0, less than 1."""
+    value = number_of(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"expected a share between 0 and 1, got {text}")
+    return value
+
+
 def require_extra(extra: str, *packages: str, option: str = "it") -> None:
     """Raise unless an extra's packages are installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import shlex
 import shutil
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from shmbus.cli._options import Commands, add_command, number_of
+from shmbus.cli._options import Commands, add_command, share
 
 #: Of a device's memory: what contexts of two processes, MPS and the channel's buffers take.
 SPARE: Final = 0.10
@@ -52,18 +51,11 @@ def add_parser(commands: Commands) -> None:
         ],
         bus=False,
     )
-    parser.add_argument("--train", type=_share, metavar="SHARE", help="of memory, for the trainer")
-    parser.add_argument("--infer", type=_share, metavar="SHARE", help="of memory, for the engine")
+    parser.add_argument("--train", type=share, metavar="SHARE", help="of memory, for the trainer")
+    parser.add_argument("--infer", type=share, metavar="SHARE", help="of memory, for the engine")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--start", action="store_true", help="start MPS, where it does not run yet")
     action.add_argument("--stop", action="store_true", help="end the MPS that --start has started")
-
-
-def _share(text: str) -> float:
-    value = number_of(text)
-    if not (math.isfinite(value) and 0 < value < 1):
-        raise argparse.ArgumentTypeError(f"expected a share between 0 and 1, got {text}")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import subprocess
 import time
 
 from shmbus._format import show_duration, show_size, table
-from shmbus.cli._options import Commands, add_command, print_json
+from shmbus.cli._options import Commands, add_command, print_json, require_extra, share
 from shmbus.cli._supervise import resume_program
 from shmbus.pool.status import PoolStatus, read_pool
 
@@ -29,15 +29,36 @@ def add_parser(commands: Commands) -> None:
             "shmbus weights run1",
             "shmbus weights run1 --json | jq '.readers[].error'",
             "shmbus weights run1 --resume",
+            "shmbus weights run1 --verify --server http://127.0.0.1:8000",
         ],
         json=True,
     )
     parser.add_argument("--kind", default="weights", help="another pool of the bus")
-    parser.add_argument(
+    actions = parser.add_mutually_exclusive_group()
+    actions.add_argument(
         "--resume",
         action="store_true",
         help="resume the inference servers that a trainer left paused when it ended, with whole "
         "weights; exit status 1 where one stays paused",
+    )
+    actions.add_argument(
+        "--verify",
+        action="store_true",
+        help="have each rank of vLLM's servers compare its weights with the version in force while "
+        "the server generates; exit status 1 where a tensor differs or nothing was compared",
+    )
+    parser.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="with --verify: a server's address; every server with a row by default",
+    )
+    parser.add_argument(
+        "--share",
+        type=share,
+        default=0.05,
+        help="with --verify: the most that comparing takes of an engine's time (default 0.05)",
     )
 
 
@@ -45,6 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the tables, or end a dead trainer's remains."""
     if arguments.resume:
         return subprocess.run(resume_program(arguments.name), check=False).returncode
+    if arguments.server and not arguments.verify:
+        raise RuntimeError("--server: expected with --verify; add --verify")
+    if arguments.verify:
+        require_extra("engines", "aiohttp", "torch", option="--verify")
+        from shmbus.engines.verify import report
+
+        return report(arguments.name, arguments.server, arguments.share, as_json=arguments.json)
     status = read_pool(arguments.name, arguments.kind)
     if arguments.json:
         print_json(status)

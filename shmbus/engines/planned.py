@@ -19,8 +19,9 @@ from shmbus.tensors.copy_plan import CopyPlan
 from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.views import count_writes
 from shmbus.weights import Weights
-from shmbus.weights.load_plan import LoadPlan, LoadRecorder
+from shmbus.weights.load_plan import LoadPlan, LoadRecorder, Recorded
 from shmbus.weights.loading import LoadCache
+from shmbus.weights.plan_check import comparable
 from shmbus.weights.plan_patch import PlanPatch
 from shmbus.weights.subscriber import Place
 
@@ -52,8 +53,10 @@ class PlannedLoader:
         self._may_plan = may_plan
         self._logger = logger or logging.getLogger("shmbus.engines")
         self._plan: LoadPlan | None = None
+        #: Copies that compare with the slot while the engine serves.
+        self.comparable: list[Recorded] = []
         #: The model's whole version; and a prepared patch with its version.
-        self._has: Place | None = None
+        self.has: Place | None = None
         self._patch: tuple[Place, PlanPatch | None] | None = None
         self._preparing: threading.Thread | None = None
         self._ready: weakref.WeakKeyDictionary[LoadCache, tuple[LoadPlan, CopyPlan, list[Pair]]] = (
@@ -89,7 +92,7 @@ class PlannedLoader:
     def prepare(self, weights: Weights) -> None:
         """Do everything possible before the engine pauses."""
         weights.prepare(self._device)
-        plan = self._usable(weights)
+        plan = self.usable(weights)
         if plan is not None:
             self._copies(weights, plan)
             self._patch_of(weights, plan)
@@ -101,10 +104,10 @@ class PlannedLoader:
         """Bring the model to a version; return the method after every byte arrived."""
         self.await_prepared()
         weights.prepare(self._device)
-        plan = self._usable(weights)
+        plan = self.usable(weights)
         patch = None if plan is None else self._patch_of(weights, plan)
         how: How = "plan" if patch is None else "patch"
-        self._has = self._patch = None  # until the model is whole again
+        self.has = self._patch = None  # until the model is whole again
         if plan is None:
             how = "loader"
             self._record(weights)
@@ -120,7 +123,7 @@ class PlannedLoader:
             torch.get_device_module(self._device).synchronize(self._device)
         # Torch counts no write through `.data` or by address.
         count_writes([*self._model.parameters(), *self._model.buffers()])
-        self._has = weights.place
+        self.has = weights.place
         return how
 
     @property
@@ -128,7 +131,8 @@ class PlannedLoader:
         """Bytes that a version's copies move, as far as a plan stands for the loader."""
         return 0 if self._plan is None else self._plan.nbytes
 
-    def _usable(self, weights: Weights) -> LoadPlan | None:
+    def usable(self, weights: Weights) -> LoadPlan | None:
+        """Return the plan where the model and a version still fit."""
         plan = self._plan
         if plan is None or weights.lasting() is None:
             return None
@@ -140,9 +144,9 @@ class PlannedLoader:
             return self._patch[1]
         found = weights.changes()
         made = None
-        if found is not None and self._has is not None:
+        if found is not None and self.has is not None:
             changes, base = found
-            if self._has == weights.place._replace(sequence=changes.base_sequence):
+            if self.has == weights.place._replace(sequence=changes.base_sequence):
                 made = PlanPatch.of(plan, changes, self._copies(weights, plan)[1], base)
         self._patch = weights.place, made
         return made
@@ -167,6 +171,7 @@ class PlannedLoader:
         with recorder:
             self._load(_tensors(weights, self._device, recorder=recorder), None)
         self._plan = plan = recorder.plan(lasting[1], self._may_plan)
+        self.comparable = comparable(plan, lasting[1])
         again = ", ".join(plan.refused[:SHOWN]) + (", ..." if len(plan.refused) > SHOWN else "")
         self._logger.info(
             "shmbus: %d copies of %d bytes stand for the engine's loader from now on%s",

@@ -42,11 +42,16 @@ async def resume(bus: str, *, timeout: float = 120.0) -> UpdateReport | None:
         return await fleet.recover()
 
 
-def _servers(notice: PauseNotice) -> list[VllmServer | SglangServer]:
+def headers_for_servers() -> dict[str, str]:
+    """Read the headers from the environment; ValueError where they are none."""
     try:
-        headers = msgspec.json.decode(os.environ.get(HEADERS_VARIABLE, "{}"), type=dict[str, str])
+        return msgspec.json.decode(os.environ.get(HEADERS_VARIABLE, "{}"), type=dict[str, str])
     except msgspec.DecodeError as error:
         raise ValueError(f"{HEADERS_VARIABLE}: expected a JSON object of texts: {error}") from error
+
+
+def _servers(notice: PauseNotice) -> list[VllmServer | SglangServer]:
+    headers = headers_for_servers()
     foreign = [f"{address} ({kind})" for kind, address in notice.servers if kind not in _KINDS]
     if foreign:
         raise ValueError(

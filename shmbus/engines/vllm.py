@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shmbus.engines.server import AGAIN, DRAFTS, InferenceServer, PauseMode
+from shmbus.engines.vllm_plugin import VERIFY
 from shmbus.pool.server_rows import row_name
 
 _ROUTES = "start the server with VLLM_SERVER_DEV_MODE=1, which has these routes"
@@ -137,6 +138,15 @@ class VllmServer(InferenceServer):
         answer = await self.ask("reload", "GET", "/weight_info", timeout, advice=AGAIN)
         if answer.get("weight_version") != said:
             raise self.refuse("reload", answer, AGAIN)
+
+    async def verify(self, asked: Mapping[str, object], timeout: float) -> list[object]:
+        """Have each rank compare a slice of its weights; the ranks' answers."""
+        call = {"method": VERIFY, "kwargs": {"asked": asked}}
+        answer = await self.post("verify", "/collective_rpc", timeout, call)
+        results = answer.get("results")
+        if not isinstance(results, list):
+            raise self.refuse("verify", answer, AGAIN)
+        return results
 
     async def settle(self, loading: bool, timeout: float) -> bool:
         """Finish an update left open by a dead trainer or a lost answer.

@@ -33,9 +33,12 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.v1.worker.worker_base import WorkerBase
 
+from shmbus.engines import rank_check
 from shmbus.engines.planned import PlannedLoader
 from shmbus.engines.state_kinds import vllm_refusal
+from shmbus.engines.vllm_plugin import VERIFY
 from shmbus.errors import ShmbusError
 from shmbus.weights import ManifestError, Weights, WeightSubscriber
 from shmbus.weights.errors import LOAD_CODE, MANIFEST_CODE
@@ -110,17 +113,31 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
 
     def _attach(self, init_info: ShmbusInitInfo) -> WeightSubscriber:
         self.shutdown()
-        parallel = self.parallel_config
-        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._subscriber = WeightSubscriber(
             init_info.bus,
             device=self.device,
             carrier=init_info.carrier,
             directory=init_info.directory,
-            label=f"{init_info.server} rank {rank}",
+            label=f"{init_info.server} rank {self._rank}",
         )
         self._attached = init_info
         return self._subscriber
+
+    @property
+    def _rank(self) -> int:
+        parallel = self.parallel_config
+        return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
+
+    def verify(self, asked: object) -> dict[str, Any]:
+        """Compare a slice of this rank's weights with the slot of the version in force."""
+        return rank_check.answer(
+            asked,
+            self._rank,
+            None if self._attached is None else self._attached.bus,
+            self._subscriber,
+            self._loader,
+            updating=self._updating,
+        )
 
     def start_weight_update(self) -> None:
         """Record an open update; vLLM's model stays untouched until the version is known."""
@@ -232,6 +249,15 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         if self._subscriber is not None:
             self._subscriber.close()
             self._subscriber = None
+
+
+def _verify(worker: Any, asked: object) -> dict[str, Any]:
+    engine: ShmbusWeightTransferEngine = worker.weight_transfer_engine
+    return engine.verify(asked)
+
+
+# `/collective_rpc` of vLLM's server finds methods of the worker by name.
+setattr(WorkerBase, VERIFY, _verify)
 
 
 def _is_plain(module: torch.nn.Module) -> bool:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 #: The name in ``--weight-transfer-config '{"backend": ...}'``.
 BACKEND = "shmbus"
+#: The method of vLLM's worker that compares weights, for ``/collective_rpc``.
+VERIFY = "shmbus_verify"
 
 
 def register() -> None:

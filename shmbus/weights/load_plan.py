@@ -394,7 +394,8 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._computed |= self._names_in(memory)
             owners = self._owners_of(there[address]) | memory.owners
             if not all(may_plan(self._modules[owner]) for owner in owners):
-                self._computed |= self._names_in(memory)
+                memory.mixed |= self._names_in(memory)
+                self._computed |= memory.mixed
             for name in self._names_in(memory):
                 self._owned.setdefault(name, set()).update(owners)
         # Unobserved reads filled a parameter with unknown content: suspect every tensor not read.
@@ -407,12 +408,14 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _without(self, refused: set[str], kept: list[tuple[torch.Tensor, _Memory]]) -> LoadPlan:
         """Build the plan without the refused tensors."""
-        copies = [
-            Recorded(box.view(tensor.untyped_storage(), tensor.device), src)
-            for tensor, memory in kept
-            for box, src in memory.copies
-            if self._name(src) not in refused
-        ]
+        copies, witnesses = [], []
+        for tensor, memory in kept:
+            for box, src in memory.copies:
+                made = Recorded(box.view(tensor.untyped_storage(), tensor.device), src)
+                if self._name(src) not in refused:
+                    copies.append(made)
+                elif not memory.mixed:
+                    witnesses.append(made)
         modules = {at for name in refused for at in self._owned.get(name, ())}
         return LoadPlan(
             self._manifest,
@@ -420,6 +423,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             copies,
             [place.name for place in self._manifest.tensors if place.name in refused],
             [self._modules[at] for at in modules],
+            witnesses,
         )
 
     def _closed(self, names: set[str]) -> set[str]:
@@ -478,6 +482,7 @@ class LoadPlan:
         copies: list[Recorded],
         refused: list[str],
         modules: list[torch.nn.Module],
+        witnesses: list[Recorded],
     ) -> None:
         self.manifest: Final = manifest
         self._seen = seen
@@ -485,6 +490,8 @@ class LoadPlan:
         #: Tensors left to the loader each time, and their modules.
         self.refused: Final = refused
         self.modules: Final = modules
+        #: Plain copies of refused tensors, beside memory that the loader derived: for comparisons.
+        self.witnesses: Final = witnesses
         self.nbytes: Final = sum(each.target.nbytes for each in copies)
 
     def still(self, model: torch.nn.Module, manifest: Manifest) -> bool:

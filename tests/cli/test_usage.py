@@ -35,6 +35,11 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ("gateway", ("--create", "99999TiB", *LISTEN), "capacity: expected"),
     ("pause", ("--reason", "x" * 120), "expected at most 119 bytes, got 120"),
     ("restore", ("--capacity", "lots"), SIZE),
+    *(
+        ("weights", ("--verify", "--share", share), "expected a share between 0 and 1")
+        for share in ("0", "1", "nan", "half")
+    ),
+    ("weights", ("--verify", "--resume"), "not allowed with argument"),
 ]
 
 

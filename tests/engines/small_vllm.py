@@ -13,10 +13,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import ClassVar
 
+import torch
 from aiohttp import web
 from safetensors.torch import load_file
 from small_engine import TOKEN_S, SmallEngine
 
+from bench.fused_engine import FusedModel, Shape
+from shmbus.engines.planned import PlannedLoader
+from shmbus.engines.rank_check import answer
+from shmbus.engines.vllm_plugin import VERIFY
 from shmbus.weights import Weights, WeightSubscriber
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
@@ -241,3 +246,62 @@ class DraftingVllm(SmallVllm):
     """Has a draft model that proposes tokens."""
 
     drafts: ClassVar[bool] = True
+
+
+class VerifiedVllm(SmallVllm):
+    """Ranks of a tensor-parallel decoder that answer weight checks; `kind` loads a checkpoint."""
+
+    kind: ClassVar[type[FusedModel]] = FusedModel
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks)
+        self.fused = [self.kind(Shape(), rank, ranks) for rank in range(ranks)]
+        self.loaders = [
+            PlannedLoader(
+                model,
+                torch.device("cpu"),
+                lambda tensors, _, into=model: into.load_weights(tensors),
+            )
+            for model in self.fused
+        ]
+
+    async def update(self, request: web.Request) -> web.Response:
+        version = (await request.json())["update_info"]["version"]
+        self.problem = ""
+        for subscriber, loader, model in zip(
+            self.subscribers, self.loaders, self.models, strict=True
+        ):
+            weights = subscriber.at(version)
+            weights.report_loading()
+            loader.load(weights)
+            model["value"].fill_(version)
+            self.loading.append(weights)
+        return web.json_response({})
+
+    async def rpc(self, request: web.Request) -> web.Response:
+        call = await request.json()
+        if call["method"] != VERIFY:
+            return await super().rpc(request)
+        self.seen.append(("verify", call["kwargs"]["asked"]))
+        results = [
+            answer(
+                call["kwargs"]["asked"], rank, self.attached["bus"], subscriber, loader,
+                updating=self.updating,
+            )
+            for rank, (subscriber, loader) in enumerate(
+                zip(self.subscribers, self.loaders, strict=True)
+            )
+        ]  # fmt: skip
+        return web.json_response(
+            {"results": results[:1] if self.take_fault("rpc", "few") else results}
+        )
+
+    async def flip(self, request: web.Request) -> web.Response:
+        """Flip a bit of one element of a rank's parameter."""
+        asked = await request.json()
+        parameter = self.fused[asked["rank"]].get_parameter(asked["parameter"])
+        parameter.data.view(torch.int16)[tuple(asked["index"])] ^= 1
+        return web.json_response({})
+
+    def routes(self) -> list[web.RouteDef]:
+        return [*super().routes(), web.post("/flip", self.flip)]
