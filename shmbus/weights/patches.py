@@ -109,18 +109,6 @@ class VersionChanges:
             self._patch.apply(run, memory, offset) for run in self._runs[offset] if run.changes
         )
 
-    def runs(self) -> Iterator[tuple[str, list[PatchRun]]]:
-        """Yield every changed tensor with its changes."""
-        names = {place.offset: place.name for place in self._manifest.tensors if place.size}
-        for offset, runs in self._runs.items():
-            changed = [run for run in runs if run.changes]
-            if changed:
-                yield names[offset], changed
-
-    def listed(self, run: PatchRun) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
-        """List a run's writes: element numbers within its piece, and their bytes."""
-        return self._patch.listed(run)
-
     def same(self, name: str, target: torch.Tensor) -> bool:
         """Compare a contiguous CPU tensor with the published tensor."""
         place = self._places[name]
