@@ -481,44 +481,6 @@ done:
     return result;
 }
 
-/* pool_patch_list(lease, rank, place, elements_at, values): list a run's writes in buffers of
- * uint32 and of elements. Return their number; None for a damaged run or too small buffers. */
-static PyObject *py_pool_patch_list(PyObject *module, PyObject *args) {
-    (void)module;
-    PoolLeaseObject *self;
-    unsigned int rank;
-    unsigned long long place;
-    Py_buffer elements_at, values;
-    if (!PyArg_ParseTuple(args, "O!IKw*w*", &PoolLeaseType, &self, &rank, &place, &elements_at,
-                          &values)) {
-        return NULL;
-    }
-    struct patch_run run;
-    const uint8_t *stream;
-    PyObject *result = NULL;
-    if (!py_pool_lease_is_readable(self)) {
-        goto done;
-    }
-    uint64_t room = (uint64_t)elements_at.len / sizeof(uint32_t);
-    if (!run_at(self, rank, place, &run, &stream) || (uint64_t)values.len / run.width < room) {
-        PyErr_Format(PyExc_ValueError,
-                     "patch: expected a run of rank %u at place %llu, and room for its values",
-                     rank, place);
-        goto done;
-    }
-    struct patch_shape shape = {run.rows, run.row_bytes, run.stride, run.width};
-    struct patch_in in = {.at = stream, .end = stream + run.bytes};
-    uint64_t listed;
-    Py_BEGIN_ALLOW_THREADS
-    listed = patch_list(&in, &shape, elements_at.buf, values.buf, room);
-    Py_END_ALLOW_THREADS
-    result = listed == UINT64_MAX ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(listed);
-done:
-    PyBuffer_Release(&elements_at);
-    PyBuffer_Release(&values);
-    return result;
-}
-
 /* ---- A patch as bytes, to carry a version to a second pool with the same base: the runs of every
  * rank in order, with their streams. */
 /* The next run of a patch's bytes, checked against a version of `bytes` bytes; false at the end or
@@ -654,7 +616,6 @@ PyMethodDef py_pool_patch_functions[] = {
     {"pool_patch_is_made", py_pool_patch_is_made, METH_VARARGS, NULL},
     {"pool_patch_runs", py_pool_patch_runs, METH_VARARGS, NULL},
     {"pool_patch_apply", py_pool_patch_apply, METH_VARARGS, NULL},
-    {"pool_patch_list", py_pool_patch_list, METH_VARARGS, NULL},
     {"pool_patch_bytes", py_pool_patch_bytes, METH_VARARGS, NULL},
     {"pool_patch_take", py_pool_patch_take, METH_VARARGS, NULL},
     {"pool_patch_crc", py_pool_patch_crc, METH_VARARGS, NULL},
