@@ -801,7 +801,7 @@ def relay_next_source(segment: Segment, /) -> int: ...
 _Bytes: TypeAlias = bytes  # in classes with a field named like the type
 #: rank, place in its patch; offset, rows, row_bytes, stride, width of the piece; changes, bytes,
 #: digest of the old contents
-_PatchRun: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int]
+_PatchRun: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]
 
 POOL_LAYOUT_VERSION: int
 POOL_MAX_SLOTS: int

@@ -28,7 +28,7 @@ EngineLoad = Callable[
     [Iterator[tuple[str, torch.Tensor]], Sequence[torch.nn.Module] | None], object
 ]
 
-#: By the engine's loader, or by a plan of the loader's copies.
+#: Method of a load: the engine's loader, or its recorded plan.
 How = Literal["loader", "plan"]
 
 #: Limit of tensors named in a message.
@@ -56,7 +56,7 @@ class PlannedLoader:
         #: The model's whole version.
         self.has: Place | None = None
         self._preparing: threading.Thread | None = None
-        #: By the slot of a version.
+        #: Sorted copies of a plan, by slot.
         self._ready: weakref.WeakKeyDictionary[LoadCache, tuple[LoadPlan, CopyPlan]] = (
             weakref.WeakKeyDictionary()
         )

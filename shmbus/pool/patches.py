@@ -41,7 +41,6 @@ class PatchRun(msgspec.Struct, frozen=True):
     piece: Piece
     changes: int
     size: int
-    base_digest: int
 
 
 class VersionPatch:
@@ -54,7 +53,6 @@ class VersionPatch:
         self.base_sequence: Final = base_sequence
         self.base_version: Final = base_version
         self.runs: Final = runs
-        self.changes: Final = sum(run.changes for run in runs)
         self.size: Final = sum(run.size for run in runs)
 
     def apply(self, run: PatchRun, target: Any, offset: int = 0) -> bool:

@@ -92,8 +92,6 @@ class VersionChanges:
         self._patch, self._lease, self._manifest = patch, lease, manifest
         self.base_sequence = patch.base_sequence
         self.base_version = patch.base_version
-        self.changes = patch.changes
-        self.size = patch.size
         self._places = manifest.by_name()
         self._runs = _runs_by_offset(patch.runs, manifest)
 

@@ -354,9 +354,9 @@ static PyObject *py_pool_patch_is_made(PyObject *Py_UNUSED(module), PyObject *ar
 }
 
 static PyObject *describe_run(uint32_t rank, uint64_t place, const struct patch_run *run) {
-    return Py_BuildValue("(IKKKKKIKKK)", rank, U64(place), U64(run->offset), U64(run->rows),
+    return Py_BuildValue("(IKKKKKIKK)", rank, U64(place), U64(run->offset), U64(run->rows),
                          U64(run->row_bytes), U64(run->stride), run->width, U64(run->changes),
-                         U64(run->bytes), U64(run->base_digest));
+                         U64(run->bytes));
 }
 
 /* Append the runs of a rank's patch; false with an exception, or without one for a damaged
