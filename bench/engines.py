@@ -2,9 +2,9 @@
 
 A trainer on the first device, and the two ranks of a tensor-parallel stand-in of an engine
 (`bench.fused_engine`), one on each of two devices, or both on one. A row's value is the pause: from
-the moment in which both ranks are told to load until the last one says that it has. Before it come
-publishing, and what an engine's rank looks up in a thread while it generates; what each took is in
-the JSON. *NCCL* is what others do: all of the model packed into buckets of 1 GiB
+the moment in which both ranks are told to load until the last one says that it has. Publishing, and
+preparations of a rank in a thread while the engine generates, come before the pause; the JSON has
+the time of each. *NCCL* is what others do: all of the model packed into buckets of 1 GiB
 and broadcast while the engine is paused; on two devices it has the trainer and one rank, since NCCL
 takes a device once. After the last version of each way the ranks' weights are compared, bit for
 bit, with what the engine's loader makes of that version.
@@ -59,8 +59,6 @@ PATIENCE_S: Final = 240.0
 HUNG_S: Final = 20.0
 #: Seconds after which a rank that is to die in an update does.
 DIES_AFTER_S: Final = 0.005
-#: Share of elements that a small step changes.
-SHARE: Final = 0.01
 
 
 def settle(device: str) -> None:
@@ -124,25 +122,17 @@ class Trainer:
         self.publisher: WeightPublisher | None = None
         self.version = 0
 
-    def open(self, bus: str, carrier: str, patches: bool) -> None:
+    def open(self, bus: str, carrier: str) -> None:
         """Make the publisher."""
-        options: dict[str, Any] = {"patches": patches} if carrier == "shm" else {}
-        if carrier.startswith("cuda"):
-            options["device"] = self.device
+        device = self.device if carrier.startswith("cuda") else "cpu"
         source = ModuleSource(self.model, rename=self.names.__getitem__)
-        self.publisher = WeightPublisher(bus, source, carrier=carrier, **options)
+        self.publisher = WeightPublisher(bus, source, carrier=carrier, device=device)
 
-    def publish(self, share: float) -> tuple[int, float]:
-        """Change a share of the elements, and publish; the version, and what publishing took."""
+    def publish(self) -> tuple[int, float]:
+        """Change all elements, and publish; the version, and what publishing took."""
         assert self.publisher is not None
         for each in self.tensors.values():
-            flat = each.view(-1)
-            if share >= 1:
-                flat.neg_().add_(0.125)
-            else:
-                count = max(1, int(flat.numel() * share))
-                index = torch.randint(0, flat.numel(), (count,), device=self.device)
-                flat[index] = -flat[index]
+            each.neg_().add_(0.125)
         settle(self.device)
         began = time.perf_counter()
         self.version += 1
@@ -384,9 +374,9 @@ class Bench:
             rank.ask(verb, *arguments)
         return [rank.answer() for rank in self.ranks]
 
-    def update(self, share: float, verb: str = "load", *, ahead: bool = True) -> dict[str, Any]:
+    def update(self, verb: str = "load", *, ahead: bool = True) -> dict[str, Any]:
         """Bring one version to both ranks."""
-        _, published = self.trainer.do("publish", share)
+        _, published = self.trainer.do("publish")
         began = time.perf_counter()
         if ahead:
             self.both("prepare")
@@ -428,11 +418,11 @@ class Bench:
         return values
 
     @contextlib.contextmanager
-    def weights(self, carrier: str, *, patches: bool = False) -> Iterator[str]:
+    def weights(self, carrier: str) -> Iterator[str]:
         """Have the trainer publish, and the ranks read; at the end they are compared."""
         bus = f"bench-engines-{os.getpid()}-{secrets.token_hex(3)}"
-        self.trainer.do("open", bus, carrier, patches)
-        self.trainer.do("publish", 1.0)
+        self.trainer.do("open", bus, carrier)
+        self.trainer.do("publish")
         self.both("attach", bus)
         self.both("peak")  # from here on: what came before is not this way's
         yield bus
@@ -447,10 +437,8 @@ class Bench:
     def measure(self) -> list[Row]:
         """Measure all ways."""
         nccl = self.guarded("nccl", "packed broadcast, buckets of 1 GiB", self.broadcast)
-        shm = self.guarded("shm", "through /dev/shm, its slices", lambda: self.by_shm(nccl))
-        device = self.guarded("device", "through device memory", lambda: self.by_device(nccl))
-        best = min((statistics.median(each) for each in (shm, device) if each), default=0.0)
-        self.guarded("patch", "1 % changed", lambda: self.by_patch(best))
+        self.guarded("shm", "through /dev/shm, its slices", lambda: self.by_shm(nccl))
+        self.guarded("device", "through device memory", lambda: self.by_device(nccl))
         self.guarded("killed", "a rank killed in its update, the other", self.killed)
         self.guarded("nccl-killed", "the same of a broadcast, the trainer", self.killed_broadcast)
         return self.rows
@@ -474,13 +462,13 @@ class Bench:
     def by_shm(self, nccl: Sequence[float]) -> list[float]:
         """Measure whole tensors of memory as it is, then a rank's slices of registered memory."""
         with self.weights("shm"):
-            loads = [self.update(1.0, "load_whole", ahead=False) for _ in range(self.rounds)]
+            loads = [self.update("load_whole", ahead=False) for _ in range(self.rounds)]
             self.add("before", "whole tensors of memory that is not registered", loads)
-            first = [self.update(1.0)]
+            first = [self.update()]
             self.add("first", "the first version, by the engine's loader", first)
             for _ in range(2):  # each slot once
-                self.update(1.0)
-            loads = [self.update(1.0) for _ in range(self.rounds)]
+                self.update()
+            loads = [self.update() for _ in range(self.rounds)]
             beside = _beside(nccl)
             found = self.add("shm", "through /dev/shm, its slices", loads, **beside)
             size = min(loads[-1]["bytes_a_rank"])
@@ -499,33 +487,24 @@ class Bench:
         """Measure a rank's slices of the memory of the trainer's device."""
         with self.weights("memfd" if self.device == "cpu" else "cuda_vmm"):
             for _ in range(3):
-                self.update(1.0)
-            loads = [self.update(1.0) for _ in range(self.rounds)]
+                self.update()
+            loads = [self.update() for _ in range(self.rounds)]
             return self.add("device", "through device memory, its slices", loads, **_beside(nccl))
-
-    def by_patch(self, best: float) -> list[float]:
-        """Measure a version of which little changed."""
-        with self.weights("shm", patches=True):
-            for _ in range(3):
-                self.update(SHARE)
-            loads = [self.update(SHARE) for _ in range(self.rounds)]
-            beside = {} if not best else {"beside": "its slices", "beside_values": (1e3 * best,)}
-            return self.add("patch", f"{SHARE:.0%} changed", loads, **beside)
 
     def killed(self) -> list[float]:
         """Have a rank die while both load."""
         bus = f"bench-engines-{os.getpid()}-{secrets.token_hex(3)}"
-        self.trainer.do("open", bus, "shm", False)
-        self.trainer.do("publish", 1.0)
+        self.trainer.do("open", bus, "shm")
+        self.trainer.do("publish")
         self.both("attach", bus)
         for _ in range(3):
-            self.update(1.0)
-        self.trainer.do("publish", 1.0)
+            self.update()
+        self.trainer.do("publish")
         began = time.perf_counter()
         self.ranks[1].ask("die_in_load")
         self.ranks[0].do("load")
         took = time.perf_counter() - began
-        published = self.trainer.do("publish", 1.0)[1]
+        published = self.trainer.do("publish")[1]
         self.rows.append(
             Row(
                 name=f"engines-{self.name}-killed", unit="s", values=(took,),

@@ -84,14 +84,13 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
         "weights-patch-0.001-applied": _times(3.0),
         "weights-patch-0.01-made": _times(0.5),
         "weights-patch-0.01-applied": _times(3.0),
-        # Of a pinned copy of a rank's slices; of packed NCCL; of the faster of the two whole ways.
+        # Of a pinned copy of a rank's slices; of packed NCCL.
         **{
             name: target
             for model in ("qwen3-4b", "qwen3-30b-a3b")
             for name, target in {
                 f"engines-{model}-rate": _times(0.9),
                 f"engines-{model}-device": _most_times(1.0),
-                f"engines-{model}-patch": _most_times(1 / 3),
                 f"engines-{model}-killed": _at_most(2.0),
             }.items()
         },

@@ -16,13 +16,11 @@ from typing import Literal
 import torch
 
 from shmbus.tensors.copy_plan import CopyPlan
-from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.views import count_writes
 from shmbus.weights import Weights
 from shmbus.weights.load_plan import LoadPlan, LoadRecorder, Recorded
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.plan_check import comparable
-from shmbus.weights.plan_patch import PlanPatch
 from shmbus.weights.subscriber import Place
 
 #: An engine's loader: tensors by name, and their target modules; None for every module.
@@ -30,8 +28,8 @@ EngineLoad = Callable[
     [Iterator[tuple[str, torch.Tensor]], Sequence[torch.nn.Module] | None], object
 ]
 
-#: Method of a load: the engine's loader, its recorded plan, or a patch.
-How = Literal["loader", "plan", "patch"]
+#: Method of a load: the engine's loader, or its recorded plan.
+How = Literal["loader", "plan"]
 
 #: Limit of tensors named in a message.
 SHOWN = 8
@@ -55,11 +53,11 @@ class PlannedLoader:
         self._plan: LoadPlan | None = None
         #: Copies that compare with the slot while the engine serves.
         self.comparable: list[Recorded] = []
-        #: The model's whole version; and a prepared patch with its version.
+        #: The model's whole version.
         self.has: Place | None = None
-        self._patch: tuple[Place, PlanPatch | None] | None = None
         self._preparing: threading.Thread | None = None
-        self._ready: weakref.WeakKeyDictionary[LoadCache, tuple[LoadPlan, CopyPlan, list[Pair]]] = (
+        #: Sorted copies of a plan, by slot.
+        self._ready: weakref.WeakKeyDictionary[LoadCache, tuple[LoadPlan, CopyPlan]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -95,7 +93,6 @@ class PlannedLoader:
         plan = self.usable(weights)
         if plan is not None:
             self._copies(weights, plan)
-            self._patch_of(weights, plan)
         if self._device.type != "cpu":
             # A second stream may use the results.
             torch.get_device_module(self._device).current_stream(self._device).synchronize()
@@ -105,18 +102,12 @@ class PlannedLoader:
         self.await_prepared()
         weights.prepare(self._device)
         plan = self.usable(weights)
-        patch = None if plan is None else self._patch_of(weights, plan)
-        how: How = "plan" if patch is None else "patch"
-        self.has = self._patch = None  # until the model is whole again
+        self.has = None  # until the model is whole again
         if plan is None:
-            how = "loader"
             self._record(weights)
         else:
-            if patch is None:
-                self._copies(weights, plan)[0].copy()
-            else:
-                patch.apply()
-            if plan.refused and (patch is None or patch.needs_loader):
+            self._copies(weights, plan).copy()
+            if plan.refused:
                 self._load(_tensors(weights, self._device, plan.refused), plan.modules)
         if self._device.type != "cpu":
             # Finish the copies before the slot may be rewritten.
@@ -124,7 +115,7 @@ class PlannedLoader:
         # Torch counts no write through `.data` or by address.
         count_writes([*self._model.parameters(), *self._model.buffers()])
         self.has = weights.place
-        return how
+        return "loader" if plan is None else "plan"
 
     @property
     def nbytes(self) -> int:
@@ -138,29 +129,15 @@ class PlannedLoader:
             return None
         return plan if plan.still(self._model, weights.manifest) else None
 
-    def _patch_of(self, weights: Weights, plan: LoadPlan) -> PlanPatch | None:
-        """Return a patch from the model's version to the new version, or None."""
-        if self._patch is not None and self._patch[0] == weights.place:
-            return self._patch[1]
-        found = weights.changes()
-        made = None
-        if found is not None and self.has is not None:
-            changes, base = found
-            if self.has == weights.place._replace(sequence=changes.base_sequence):
-                made = PlanPatch.of(plan, changes, self._copies(weights, plan)[1], base)
-        self._patch = weights.place, made
-        return made
-
-    def _copies(self, weights: Weights, plan: LoadPlan) -> tuple[CopyPlan, list[Pair]]:
+    def _copies(self, weights: Weights, plan: LoadPlan) -> CopyPlan:
         """Return the plan's copies out of a version's slot, sorted once for each slot."""
         lasting = weights.lasting()
         assert lasting is not None
         cache, tensors = lasting
         known = self._ready.get(cache)
         if known is None or known[0] is not plan:
-            pairs = plan.pairs(tensors)
-            known = self._ready[cache] = plan, CopyPlan(pairs), pairs
-        return known[1:]
+            known = self._ready[cache] = plan, CopyPlan(plan.pairs(tensors))
+        return known[1]
 
     def _record(self, weights: Weights) -> None:
         lasting = weights.lasting()

@@ -60,7 +60,6 @@ class ShmbusTrainerInitInfo(TrainerInitInfo):
     world_size: int = 1
     carrier: str = "auto"
     device: str = "cpu"
-    patches: bool | float = False
     version: int = 0
     timeout: float = PUBLISH_TIMEOUT_S
 
@@ -120,7 +119,6 @@ class ShmbusTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmbusTraine
             device=init_info.device,
             rank=init_info.rank,
             world_size=init_info.world_size,
-            patches=init_info.patches,
             timeout=init_info.timeout,
         )
         self._updates: ClientUpdates | None = None

@@ -15,8 +15,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from shmbus.errors import DamagedError
 from shmbus_ext import _core
@@ -43,7 +41,6 @@ class PatchRun(msgspec.Struct, frozen=True):
     piece: Piece
     changes: int
     size: int
-    base_digest: int
 
 
 class VersionPatch:
@@ -56,21 +53,11 @@ class VersionPatch:
         self.base_sequence: Final = base_sequence
         self.base_version: Final = base_version
         self.runs: Final = runs
-        self.changes: Final = sum(run.changes for run in runs)
         self.size: Final = sum(run.size for run in runs)
 
     def apply(self, run: PatchRun, target: Any, offset: int = 0) -> bool:
         """Apply the changes of one piece."""
         return _core.pool_patch_apply(self._lease, run.rank, run.place, target, offset)
-
-    def listed(self, run: PatchRun) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
-        """List what a run writes: numbers of elements, rising, and the bytes of their values."""
-        room, width = 2 * run.changes, run.piece.width
-        elements, values = np.empty(room, np.uint32), np.empty(room * width, np.uint8)
-        count = _core.pool_patch_list(self._lease, run.rank, run.place, elements, values)
-        if count is None:
-            raise DamagedError("a patch was damaged after it was checked: load the whole version")
-        return elements[:count], values[: count * width]
 
 
 def find_patch(lease: _core.PoolLease) -> VersionPatch | None:

@@ -92,8 +92,6 @@ class VersionChanges:
         self._patch, self._lease, self._manifest = patch, lease, manifest
         self.base_sequence = patch.base_sequence
         self.base_version = patch.base_version
-        self.changes = patch.changes
-        self.size = patch.size
         self._places = manifest.by_name()
         self._runs = _runs_by_offset(patch.runs, manifest)
 
@@ -108,18 +106,6 @@ class VersionChanges:
         return all(
             self._patch.apply(run, memory, offset) for run in self._runs[offset] if run.changes
         )
-
-    def runs(self) -> Iterator[tuple[str, list[PatchRun]]]:
-        """Yield every changed tensor with its changes."""
-        names = {place.offset: place.name for place in self._manifest.tensors if place.size}
-        for offset, runs in self._runs.items():
-            changed = [run for run in runs if run.changes]
-            if changed:
-                yield names[offset], changed
-
-    def listed(self, run: PatchRun) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
-        """List a run's writes: element numbers within its piece, and their bytes."""
-        return self._patch.listed(run)
 
     def same(self, name: str, target: torch.Tensor) -> bool:
         """Compare a contiguous CPU tensor with the published tensor."""

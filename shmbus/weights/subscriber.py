@@ -413,12 +413,6 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         cache = carried.cache
         return None if cache is None else (cache, carried.borrow())
 
-    def changes(self) -> tuple[VersionChanges, torch.Tensor | None] | None:
-        """Return the changes since the previous version, and the base's bytes if present."""
-        carried = self._open()
-        patch = carried.patch()
-        return None if patch is None else (patch, carried.base(patch))
-
     def report_loading(self) -> None:
         """Report a load by other code: no whole version runs until `report_applied`."""
         self._open().report_loading()

@@ -60,12 +60,6 @@ bool patch_encode(struct patch_out *out, const struct patch_shape *shape, const 
                   const uint8_t *base, uint8_t *to, struct patch_in *chain, uint32_t links);
 /* Applies a stream to a piece; false if damaged, with a partly changed piece. */
 bool patch_apply(struct patch_in *in, const struct patch_shape *shape, uint8_t *to);
-/* Lists the writes of a stream in rising order: the number of every element, counted over
- * contiguous rows, and its new value; a mostly changed span is listed in full. Returns the number
- * of elements, or UINT64_MAX for a damaged stream or missing room: twice the number of changes
- * always suffices. */
-uint64_t patch_list(struct patch_in *in, const struct patch_shape *shape, uint32_t *elements_at,
-                    uint8_t *values, uint64_t room);
 /* Copies contiguous rows into a piece. */
 void patch_copy(const struct patch_shape *shape, const uint8_t *now, uint8_t *to);
 

@@ -59,26 +59,6 @@ static uint8_t *room(void) {
     return made;
 }
 
-/* A list has the number of each element that changed, once, and what it is now. */
-static void listed_is_what_changed(const uint8_t *stream, const struct patch_out *out,
-                                   const struct patch_shape *shape, const uint8_t *now) {
-    uint64_t width = shape->width, room = 2 * out->changes;
-    uint32_t *at = malloc(room * sizeof *at + 1); /* a sanitizer sees one too many */
-    uint8_t *values = malloc(room * width + 1);
-    CHECK(at != NULL && values != NULL);
-    struct patch_in in = {.at = stream, .end = out->at};
-    uint64_t count = patch_list(&in, shape, at, values, room);
-    CHECK(count >= out->changes && count <= room && !in.damaged);
-    for (uint64_t i = 0; i < count; i++) {
-        CHECK(at[i] < shape->rows * shape->row_bytes / width && (i == 0 || at[i - 1] < at[i]));
-        CHECK(memcmp(values + i * width, now + at[i] * width, width) == 0);
-    }
-    in = (struct patch_in){.at = stream, .end = out->at};
-    CHECK(count == 0 || patch_list(&in, shape, at, values, count - 1) == UINT64_MAX);
-    free(at);
-    free(values);
-}
-
 /* One version after the other into two slots, as a publisher does, and a reader that follows. */
 static void follow(struct memory *memory, const struct patch_shape *shape, int versions) {
     uint64_t bytes = bytes_of(shape), elements = shape->rows * shape->row_bytes / shape->width;
@@ -108,7 +88,6 @@ static void follow(struct memory *memory, const struct patch_shape *shape, int v
         CHECK(patch_apply(&in, shape, memory->reader) && in.at == in.end && !in.damaged);
         CHECK(in.base_digest == out.base_digest);
         CHECK(memcmp(memory->reader, to, bytes) == 0);
-        listed_is_what_changed(stream, &out, shape, memory->now);
         last = (struct patch_in){.at = stream, .end = out.at};
     }
     free(before);

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from bench.fused_engine import FusedModel, Shape, checkpoint
+from shmbus.engines import planned
 from shmbus.engines.planned import PlannedLoader
 from shmbus.errors import DamagedError
+from shmbus.tensors.copy_plan import CopyPlan
+from shmbus.tensors.copy_table import Pair
 from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
-from shmbus.weights.plan_patch import PlanPatch
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -38,11 +40,9 @@ class Trainer(torch.nn.Module):
         self.step()
 
     @torch.no_grad()
-    def step(self, share: float = 1.0) -> None:
+    def step(self) -> None:
         for each in self.parameters():
-            new = torch.randn(each.shape, generator=self.generator).to(each.dtype)
-            stays = torch.rand(each.shape, generator=self.generator) >= share
-            each.copy_(torch.where(stays, each, new))
+            each.copy_(torch.randn(each.shape, generator=self.generator))
 
     def source(self) -> ModuleSource:
         return ModuleSource(self, rename=lambda name: name.replace("/", "."))
@@ -54,13 +54,10 @@ def bus(bus_name: str) -> str:
 
 
 @contextlib.contextmanager
-def published(
-    bus: str, trainer: Trainer, device: torch.device, *, share: float = 1.0, patches: bool = False
-) -> Iterator[Callable[..., Any]]:
+def published(bus: str, trainer: Trainer, device: torch.device) -> Iterator[Callable[..., Any]]:
     """Publish a step's weights, and lease them; or those before again."""
     with contextlib.ExitStack() as stack:
-        made = WeightPublisher(bus, trainer.source(), patches=patches)
-        publisher = stack.enter_context(made)
+        publisher = stack.enter_context(WeightPublisher(bus, trainer.source()))
         subscriber = stack.enter_context(WeightSubscriber(bus, device=device))
         number = 0
 
@@ -68,7 +65,7 @@ def published(
             nonlocal number
             if not again:
                 number += 1
-                trainer.step(share)
+                trainer.step()
                 publisher.publish(version=number)
             return subscriber.latest(timeout=10)
 
@@ -125,6 +122,7 @@ def test_every_version_is_what_the_loader_would_have_made(
                 loader.load(weights)
             require_loaded(model, trainer)
             assert len(load.given) == 1, f"version {number + 1} was loaded by the engine"
+            model.layers[0].o.data.neg_()  # a write from elsewhere
 
 
 class Scaled(FusedModel):
@@ -266,114 +264,56 @@ def test_modules_that_may_not_be_planned_are_loaded_each_time(
     assert load.given[1] == [name for name in trainer.names if "layers.1." in name]
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
-@pytest.mark.parametrize("share", [0.0, 0.002, 0.03])
-def test_a_patch_brings_what_changed_and_nothing_else(
-    bus: str, device: torch.device, seed: int, rank: int, ranks: int, share: float
-) -> None:
-    shape = Shape(experts=2)
-    trainer, model = Trainer(shape, seed), FusedModel(shape, rank, ranks, device)
-    loader = PlannedLoader(model, device, load := Counted(model))
-    how = []
-    with published(bus, trainer, device, share=share, patches=True) as following:
-        for number in range(5):
-            with following() as weights:
-                if number % 2:
-                    loader.prepare(weights)
-                how.append(loader.load(weights))
-            require_loaded(model, trainer)
-    assert how == ["loader", "patch", "patch", "patch", "patch"]
-    assert len(load.given) == 1
-
-
-def test_a_load_waits_for_what_a_thread_looks_up_and_uses_it(
+def test_a_load_waits_for_what_a_thread_prepares_and_uses_it(
     bus: str, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, model = Trainer(Shape(), seed), FusedModel(Shape(), 1, 2, device)
     loader = PlannedLoader(model, device, load := Counted(model))
-    may_look, threads = threading.Event(), []
-    real = PlanPatch.of
+    may_sort, threads = threading.Event(), []
 
-    def look_up(*arguments: Any) -> PlanPatch | None:
+    def sort(pairs: list[Pair]) -> CopyPlan:
         threads.append(threading.current_thread())
-        assert may_look.wait(30)
-        return real(*arguments)
+        assert may_sort.wait(30)
+        return CopyPlan(pairs)
 
-    monkeypatch.setattr(PlanPatch, "of", look_up)
-    with published(bus, trainer, device, share=0.01, patches=True) as following:
+    monkeypatch.setattr(planned, "CopyPlan", sort)
+    with published(bus, trainer, device) as following:
         for number in range(4):
-            may_look.clear()
+            may_sort.clear()
             loader.prepare_aside(following())
-            loader.prepare_aside(ignored := following(again=True))  # one at a time
-            assert number == 0 or " closed" in repr(ignored)
-            timer = threading.Timer(0.2, may_look.set)
+            if number in (1, 2):  # the thread waits, and takes one version at a time
+                loader.prepare_aside(ignored := following(again=True))
+                assert " closed" in repr(ignored)
+            timer = threading.Timer(0.2, may_sort.set)
             timer.start()
             with following(again=True) as weights:
-                assert loader.load(weights) == ("patch" if number else "loader")
+                assert loader.load(weights) == ("plan" if number else "loader")
             timer.join()
             require_loaded(model, trainer)
     assert len(load.given) == 1
-    assert len(threads) == 3
+    assert len(threads) == 2  # once for each slot
     assert threading.current_thread() not in threads
 
 
-def test_what_a_thread_cannot_look_up_the_load_reports(
+def test_what_a_thread_cannot_prepare_the_load_reports(
     bus: str, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     trainer, model = Trainer(Shape(), seed), FusedModel(Shape(), device=device)
     loader = PlannedLoader(model, device, Counted(model))
 
-    def refuse(*arguments: Any) -> None:
-        raise DamagedError("a patch was damaged")
+    def refuse(pairs: list[Pair]) -> None:
+        raise DamagedError("no copy fits")
 
-    with published(bus, trainer, device, share=0.01, patches=True) as following:
+    with published(bus, trainer, device) as following:
         with following() as weights:
             loader.load(weights)
-        monkeypatch.setattr(PlanPatch, "of", refuse)
+        monkeypatch.setattr(planned, "CopyPlan", refuse)
         loader.prepare_aside(following())
         loader.await_prepared()
-        assert "version 2: a patch was damaged" in caplog.text
+        assert "version 2: no copy fits" in caplog.text
         with following(again=True) as weights, pytest.raises(DamagedError):
             loader.load(weights)
         monkeypatch.undo()
         with following(again=True) as weights:
             loader.load(weights)
         require_loaded(model, trainer)
-
-
-def test_a_model_that_something_else_wrote_gets_all_of_a_version(
-    bus: str, device: torch.device, seed: int
-) -> None:
-    trainer, model = Trainer(Shape(), seed), FusedModel(Shape(), 1, 2, device)
-    loader = PlannedLoader(model, device, Counted(model))
-    with published(bus, trainer, device, share=0.05, patches=True) as following:
-        with following() as weights:
-            loader.load(weights)
-        with torch.no_grad():
-            model.layers[0].o.add_(1)
-        with following() as weights:
-            loader.prepare(weights)
-            assert loader.load(weights) == "plan"
-        require_loaded(model, trainer)
-        with following() as weights:
-            assert loader.load(weights) == "patch"
-        require_loaded(model, trainer)
-        following().close()  # one that this model never gets
-        with following() as weights:
-            assert loader.load(weights) == "plan"
-        require_loaded(model, trainer)
-
-
-def test_what_is_cast_or_computed_is_whole_beside_a_patch(
-    bus: str, device: torch.device, seed: int
-) -> None:
-    shape = Shape()
-    for kind in (Cast, Scaled):
-        trainer, model = Trainer(shape, seed), kind(shape, 0, 2, device)
-        loader = PlannedLoader(model, device, Counted(model))
-        with published(bus, trainer, device, share=0.01, patches=True) as following:
-            for _ in range(3):
-                with following() as weights:
-                    how = loader.load(weights)
-                require_loaded(model, trainer)
-        assert how == "patch"

@@ -80,7 +80,7 @@ def by_apply_patch(bus: str, stack: ExitStack) -> Callable[[Model, int], None]:
 def by_plan(bus: str, stack: ExitStack) -> Callable[[Model, int], None]:
     subscriber = stack.enter_context(WeightSubscriber(bus))
     loaders: list[PlannedLoader] = []
-    expected = ["loader", *["patch"] * 3]
+    expected = ["loader", *["plan"] * 3]  # though the publisher makes patches
 
     def bring(model: Model, version: int) -> None:
         if not loaders:

@@ -111,10 +111,6 @@ class CarriedVersion(Protocol):
         """Return the changes since the previous version; None without a patch."""
         return None
 
-    def base(self, patch: VersionChanges) -> torch.Tensor | None:
-        """Return the bytes of the patch's base version while they exist."""
-        return None
-
     def verify(self, *, sample: bool) -> None:
         """Compare digests of some blocks, or of every block."""
 

@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 import msgspec
 import torch
 
-from shmbus.errors import DamagedError, WaitTimeoutError, WeightsError
+from shmbus.errors import DamagedError, WeightsError
 from shmbus.pool import (
     PoolPublisher,
     PoolReader,
@@ -489,14 +489,6 @@ class PooledVersion:
     def patch(self) -> VersionChanges | None:
         """Return the changes since the previous version; None without a patch."""
         return self._memory.patch(self.manifest)
-
-    def base(self, patch: VersionChanges) -> torch.Tensor | None:
-        """Return the bytes of the patch's base version while they exist."""
-        try:
-            lease = self._reader.at(patch.base_version)
-        except WaitTimeoutError:
-            return None
-        return payload_tensor(lease.buffer) if lease.sequence == patch.base_sequence else None
 
     def verify(self, *, sample: bool) -> None:
         """Compare digests of some blocks, or of every block."""

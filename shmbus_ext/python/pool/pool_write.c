@@ -354,9 +354,9 @@ static PyObject *py_pool_patch_is_made(PyObject *Py_UNUSED(module), PyObject *ar
 }
 
 static PyObject *describe_run(uint32_t rank, uint64_t place, const struct patch_run *run) {
-    return Py_BuildValue("(IKKKKKIKKK)", rank, U64(place), U64(run->offset), U64(run->rows),
+    return Py_BuildValue("(IKKKKKIKK)", rank, U64(place), U64(run->offset), U64(run->rows),
                          U64(run->row_bytes), U64(run->stride), run->width, U64(run->changes),
-                         U64(run->bytes), U64(run->base_digest));
+                         U64(run->bytes));
 }
 
 /* Append the runs of a rank's patch; false with an exception, or without one for a damaged
@@ -478,44 +478,6 @@ static PyObject *py_pool_patch_apply(PyObject *Py_UNUSED(module), PyObject *args
     result = PyBool_FromLong(good && in.at == in.end && in.base_digest == run.base_digest);
 done:
     PyBuffer_Release(&target);
-    return result;
-}
-
-/* pool_patch_list(lease, rank, place, elements_at, values): list a run's writes in buffers of
- * uint32 and of elements. Return their number; None for a damaged run or too small buffers. */
-static PyObject *py_pool_patch_list(PyObject *module, PyObject *args) {
-    (void)module;
-    PoolLeaseObject *self;
-    unsigned int rank;
-    unsigned long long place;
-    Py_buffer elements_at, values;
-    if (!PyArg_ParseTuple(args, "O!IKw*w*", &PoolLeaseType, &self, &rank, &place, &elements_at,
-                          &values)) {
-        return NULL;
-    }
-    struct patch_run run;
-    const uint8_t *stream;
-    PyObject *result = NULL;
-    if (!py_pool_lease_is_readable(self)) {
-        goto done;
-    }
-    uint64_t room = (uint64_t)elements_at.len / sizeof(uint32_t);
-    if (!run_at(self, rank, place, &run, &stream) || (uint64_t)values.len / run.width < room) {
-        PyErr_Format(PyExc_ValueError,
-                     "patch: expected a run of rank %u at place %llu, and room for its values",
-                     rank, place);
-        goto done;
-    }
-    struct patch_shape shape = {run.rows, run.row_bytes, run.stride, run.width};
-    struct patch_in in = {.at = stream, .end = stream + run.bytes};
-    uint64_t listed;
-    Py_BEGIN_ALLOW_THREADS
-    listed = patch_list(&in, &shape, elements_at.buf, values.buf, room);
-    Py_END_ALLOW_THREADS
-    result = listed == UINT64_MAX ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(listed);
-done:
-    PyBuffer_Release(&elements_at);
-    PyBuffer_Release(&values);
     return result;
 }
 
@@ -654,7 +616,6 @@ PyMethodDef py_pool_patch_functions[] = {
     {"pool_patch_is_made", py_pool_patch_is_made, METH_VARARGS, NULL},
     {"pool_patch_runs", py_pool_patch_runs, METH_VARARGS, NULL},
     {"pool_patch_apply", py_pool_patch_apply, METH_VARARGS, NULL},
-    {"pool_patch_list", py_pool_patch_list, METH_VARARGS, NULL},
     {"pool_patch_bytes", py_pool_patch_bytes, METH_VARARGS, NULL},
     {"pool_patch_take", py_pool_patch_take, METH_VARARGS, NULL},
     {"pool_patch_crc", py_pool_patch_crc, METH_VARARGS, NULL},
