@@ -1,10 +1,10 @@
-"""Checks that what is cited is there: every external link, and every arXiv number, of the sources.
+"""Checks every external link and every arXiv number of the sources.
 
-``python docs/links.py`` by hand, and each week by the workflow. It needs a network, so it is not a
-part of the tests; links inside the documentation are (tests/house/test_docs.py).
+Run ``python docs/links.py`` by hand; the workflow does so each week. Needs a network, unlike the
+test of links inside the documentation (tests/house/test_docs.py).
 
-Invariant: a host that answers with "forbidden", "too many requests" or an error of its own may well
-have the page; only an answer that it is not there, or no such host, counts as gone.
+Invariant: only "not found", "gone" or an unknown host counts as a missing page; "forbidden", "too
+many requests" and server errors do not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FOLDERS: Final = ("docs", "bench", "shmbus", "shmbus_ext", "trainer_adapter", "e
 SUFFIXES: Final = {".md", ".py", ".pyi", ".c", ".h", ".toml"}
 #: Of one answer, in seconds.
 TIMEOUT_S: Final = 20.0
-#: Statuses that say that a page is not there.
+#: Statuses of a missing page.
 GONE: Final = {404, 410}
 
 _LINK: Final = re.compile(r"https?://[A-Za-z0-9][A-Za-z0-9.-]*\.[a-z]{2,}[^\s\"'`<>()\\{}|\]]*")
@@ -66,7 +66,7 @@ def _cited() -> dict[str, list[str]]:
 
 
 def _fault(link: str) -> str | None:
-    """Say why a link is gone; None where it is there, or may be."""
+    """Return the fault of a missing link, or None."""
     request = urllib.request.Request(link, headers={"User-Agent": "Mozilla/5.0 (link check)"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S):
@@ -78,7 +78,7 @@ def _fault(link: str) -> str | None:
 
 
 def main() -> int:
-    """Ask for every link; exit status 1 where one is gone."""
+    """Request every link; exit status 1 for a missing page."""
     cited = _cited()
     gone = {link: fault for link in sorted(cited) if (fault := _fault(link)) is not None}
     for link, fault in gone.items():

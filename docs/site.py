@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import posixpath
 import re
 from pathlib import Path
@@ -104,42 +105,95 @@ REFERENCE = {
         "Inference servers that get new weights whole, or not at all.",
         ["shmbus.engines"],
     ),
+    "errors": (
+        "Error classes",
+        "Fields of each class; [errors and drops](../errors.md) has messages, causes and cures.",
+        [],
+    ),
 }
 
 #: Where a stub says more than the module: classes that are C.
 STUBS = ("shmbus_ext._public", "shmbus_ext._public_put")
 
-#: The order of the sections, and of their pages; what is not named here comes last, by name.
-SECTIONS = ("Guides", "API reference", "Examples", "Inside", "Decisions")
-GUIDES = (
-    "first-hour.md",
-    "trainer.md",
-    "operating.md",
-    "schema.md",
-    "page.md",
-    "tuning.md",
-    "weights.md",
-    "colocation.md",
-    "vllm.md",
-    "gains.md",
-    "relay.md",
-    "agents.md",
-    "gateway.md",
-    "adapters/README.md",
-)
-DECISIONS = "decisions/README.md"
-#: Weight of a section's pages in the search: a title of an example must not outrank the guide.
-SEARCH_BOOST = {"Guides": 2, "Examples": 0.3, "Decisions": 0.3}
-INSIDE = (
-    "architecture.md",
-    "glossary.md",
-    "layout.md",
-    "pool-layout.md",
-    "channel-layout.md",
-    "contributing.md",
-    "changelog.md",
-)
+#: Navigation by reader: the pages of each tab, in order. A tab's last list is a group of its own.
+TABS: dict[str, list[str]] = {
+    "Start": [
+        "index.md",
+        "first-hour.md",
+        "faq.md",
+        "errors.md",
+        "gains.md",
+        "benchmarks.md",
+        "glossary.md",
+    ],
+    "Trainer": ["trainer.md", "schema.md", "tuning.md"],
+    "Weights": ["weights.md", "vllm.md", "colocation.md"],
+    "Agents and adapters": ["agents.md", "gateway.md", "adapters/README.md"],
+    "Operate": [
+        "operating.md",
+        "page.md",
+        "relay.md",
+        "reliability.md",
+        "security.md",
+        "compat.md",
+    ],
+    "Reference": [],
+    "Inside": [
+        "architecture.md",
+        "layout.md",
+        "pool-layout.md",
+        "channel-layout.md",
+        "contributing.md",
+        "changelog.md",
+        "decisions/README.md",
+    ],
+}
+#: The tab of each folder's pages, and the group inside the tab, if any.
+FOLDERS = {
+    "adapters": ("Agents and adapters", ""),
+    "api": ("Reference", ""),
+    "decisions": ("Inside", "Decisions"),
+    "examples": ("Start", "Examples"),
+}
+#: Short names for the navigation; an example has its file's name, another page its heading.
+TITLES = {
+    "index.md": "Overview",
+    "first-hour.md": "First hour",
+    "faq.md": "FAQ",
+    "errors.md": "Errors and drops",
+    "gains.md": "What a run gains",
+    "benchmarks.md": "Benchmarks",
+    "trainer.md": "Trainer",
+    "schema.md": "Fields and schema",
+    "tuning.md": "Tuning",
+    "weights.md": "Weights",
+    "vllm.md": "A run with vLLM",
+    "colocation.md": "Tensor channels",
+    "agents.md": "Agents",
+    "gateway.md": "Atropos gateway",
+    "adapters/README.md": "All adapters",
+    "adapters/trl.md": "TRL",
+    "adapters/verl.md": "verl",
+    "adapters/skyrl.md": "SkyRL",
+    "adapters/torchtitan.md": "torchtitan",
+    "adapters/prime-rl.md": "prime-rl",
+    "adapters/others.md": "Others",
+    "page.md": "Page in a browser",
+    "relay.md": "Several nodes",
+    "reliability.md": "Reliability",
+    "security.md": "Security",
+    "compat.md": "Versions",
+    "architecture.md": "Architecture",
+    "layout.md": "Layout of a bus",
+    "pool-layout.md": "Layout of a pool",
+    "channel-layout.md": "Layout of a channel",
+    "decisions/README.md": "All decisions",
+}
+#: Weight of a page in the search: a title of an example must not outrank the guide.
+SEARCH_BOOST = {"examples": 0.3, "decisions": 0.3, "api": 1.0}
 
+#: Tables of more columns than a phone shows side by side become one card a row there (site.css).
+MOST_COLUMNS = 3
 LINK = re.compile(r"(!?\[(?:[^\]\[]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 
 
@@ -161,23 +215,30 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
-    """Sort the pages into sections."""
-    pages = {page.file.src_uri: page for page in nav.pages}
-    sections: dict[str, list[Page]] = {name: [] for name in SECTIONS}
-    reference = [f"api/{page}.md" for page in REFERENCE]
-    order = {uri: place for place, uri in enumerate((*GUIDES, *reference, *INSIDE, DECISIONS))}
-    for uri, page in sorted(
-        pages.items(), key=lambda each: (order.get(each[0], len(order)), each[0])
-    ):
-        if uri != "index.md":
-            sections[_section_of(uri)].append(page)
-    nav.items = [pages["index.md"]]
-    for name, children in sections.items():
-        section = Section(name, children)
-        for child in children:
-            child.parent = section
-        nav.items.append(section)
-    nav.pages = [pages["index.md"], *(page for each in sections.values() for page in each)]
+    """Sort the pages into tabs and groups, under short names."""
+    order = [uri for uris in TABS.values() for uri in uris] + [
+        f"api/{page}.md" for page in REFERENCE
+    ]
+    rank = {uri: place for place, uri in enumerate(order)}
+    tabs = {name: Section(name, []) for name in TABS}
+    groups: dict[str, Section] = {}
+    pages = sorted(nav.pages, key=lambda p: (rank.get(p.file.src_uri, len(rank)), p.file.src_uri))
+    for page in pages:
+        uri = page.file.src_uri
+        tab, group = _place(uri)
+        if group and group not in groups:
+            groups[group] = Section(group, [])
+            groups[group].parent = tabs[tab]
+        page.parent = groups[group] if group else tabs[tab]
+        page.parent.children.append(page)
+        if uri.startswith("examples/"):
+            page.title = posixpath.basename(uri).replace(".md", ".py")
+        elif uri in TITLES:
+            page.title = TITLES[uri]
+    for section in groups.values():
+        section.parent.children.append(section)
+    nav.items = list(tabs.values())
+    nav.pages = [page for tab in nav.items for page in _pages_of(tab)]
     for page, before, after in zip(
         nav.pages, [None, *nav.pages], [*nav.pages[1:], None], strict=False
     ):
@@ -185,10 +246,30 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
     return nav
 
 
+def _place(uri: str) -> tuple[str, str]:
+    """Return the tab and the group of a page."""
+    for tab, uris in TABS.items():
+        if uri in uris and not uri.startswith("decisions/"):
+            return tab, ""
+    folder = posixpath.dirname(uri)
+    if folder not in FOLDERS:
+        raise LookupError(f"docs/site.py: TABS names no tab for {uri}")
+    return FOLDERS[folder]
+
+
+def _pages_of(section: Section) -> list[Page]:
+    """Return the pages of a section and of its groups, in order."""
+    return [
+        page
+        for child in section.children
+        for page in (_pages_of(child) if isinstance(child, Section) else [child])
+    ]
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Set the search weight of the page, and lead links between repository files to pages."""
     uri = page.file.src_uri
-    page.meta["search"] = {"boost": SEARCH_BOOST.get(_section_of(uri), 1)}
+    page.meta["search"] = {"boost": SEARCH_BOOST.get(posixpath.dirname(uri), 2)}
     source = {site: path for path, site in ELSEWHERE.items()}.get(uri, f"docs/{uri}")
     if source.startswith("docs/examples/") or source.startswith("docs/api/"):
         return markdown
@@ -211,6 +292,28 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(lead, markdown)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Give each cell of a wide table its column's name."""
+
+    def label(match: re.Match[str]) -> str:
+        table = match.group()
+        names = [
+            re.sub(r"<[^>]+>", "", cell)
+            for cell in re.findall(r"<th\b[^>]*>(.*?)</th>", table, re.S)
+        ]
+        if len(names) <= MOST_COLUMNS:
+            return table
+        columns = itertools.cycle(names)
+        labelled = re.sub(
+            r"<td\b",
+            lambda _: f'<td data-label="{next(columns).replace(chr(34), "&quot;")}"',
+            table,
+        )
+        return labelled.replace("<table", "<table data-wide", 1)
+
+    return re.sub(r"<table>.*?</table>", label, html, flags=re.S)
+
+
 def _site_uri(path: str, files: Files) -> str | None:
     """Where the site has a file or folder of the repository."""
     if path.startswith("examples/") and path.endswith(".py"):
@@ -224,21 +327,14 @@ def _site_uri(path: str, files: Files) -> str | None:
     return None
 
 
-def _section_of(uri: str) -> str:
-    folder = posixpath.dirname(uri)
-    if folder in ("api", "examples", "decisions"):
-        return {"api": "API reference", "examples": "Examples", "decisions": "Decisions"}[folder]
-    return "Inside" if uri in INSIDE else "Guides"
-
-
 def _reference_page(page: str) -> str:
     title, sentence, modules = REFERENCE[page]
     entries = [f"# {title}", "", sentence, ""]
     others: list[str] = []
-    for entry in _entries(modules):
+    for entry in _entries(modules) or sorted(_pages()):
         if _pages()[entry] == page:
             entries += [f"::: {entry}", ""]
-        else:
+        elif modules:
             others.append(f"[`{entry.rpartition('.')[2]}`][{entry}]")
     if others:
         entries += [f"Imported from here too, and on another page: {', '.join(others)}.", ""]
@@ -257,14 +353,16 @@ def _entries(modules: list[str]) -> list[str]:
 
 @functools.cache
 def _pages() -> dict[str, str]:
-    """Return the page of each name: of those that list it, the one that is nearest to its home."""
+    """Return the page of each name: the listing page nearest to its home; "errors" for errors."""
     nearest: dict[str, tuple[int, str]] = {}
     for page, (_, _, modules) in REFERENCE.items():
         for entry in _entries(modules):
             shared = max(len(posixpath.commonprefix([each, entry])) for each in modules)
             if shared > nearest.get(entry, (0, ""))[0]:
                 nearest[entry] = shared, page
-    return {entry: page for entry, (_, page) in nearest.items()}
+    return {
+        entry: "errors" if entry.endswith("Error") else page for entry, (_, page) in nearest.items()
+    }
 
 
 def _source(module: str) -> Path:

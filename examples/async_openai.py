@@ -1,7 +1,7 @@
 """Rollouts from an OpenAI-compatible server, many at once.
 
     pip install 'shmbus[train]' aiohttp openai
-    python examples/async_openai.py            # half a minute on two cores; --quick for less
+    python examples/async_openai.py            # a minute on two cores; --quick for less
 
 A worker keeps 32 chat completions under way in one event loop, as beside vLLM or SGLang:
 ``requests.anext`` for the next sample, the ``openai`` client for the answer, ``requests.answer``

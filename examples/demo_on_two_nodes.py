@@ -211,7 +211,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="where the summary goes, as JSON")
     given = parser.parse_args()
-    ray.init(address=given.address, namespace="shmbus", log_to_driver=True)
+    try:
+        ray.init(address=given.address, namespace="shmbus", log_to_driver=True)
+    except ConnectionError as error:
+        parser.error(f"no Ray cluster at {given.address!r}; start both nodes as above: {error}")
     config = one_node.DemoConfig(workers=given.workers, seed=given.seed, steps=given.steps)
     summary, ledger = run(config)
     print(

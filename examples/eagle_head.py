@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import json
 import os
 import random
@@ -220,6 +221,8 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="with states computed here")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if importlib.util.find_spec("vllm") is None:
+        parser.error("vLLM is not installed: pip install vllm (on a CPU: docs/vllm.md)")
     torch.set_num_threads(1)  # the engine's cores are the engine's
     options.folder.mkdir(parents=True, exist_ok=True)
     model = options.model or str(options.folder / "model")

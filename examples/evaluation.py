@@ -1,6 +1,6 @@
 """Evaluation beside training, on the same bus and by the same workers.
 
-    python examples/evaluation.py              # fifteen seconds on two cores; --quick for less
+    python examples/evaluation.py              # 20 seconds on two cores; --quick for less
 
 Evaluation prompts are requested with ``split="eval"``, and a higher priority. The worker answers
 them greedily; for the bus it need do nothing: ``requests.answer`` takes the split of the request.

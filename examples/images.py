@@ -1,6 +1,6 @@
 """Images beside the tokens, of any number of patches, and once a group.
 
-    python examples/images.py                  # ten seconds on two cores; --quick for less
+    python examples/images.py                  # 25 seconds on two cores; --quick for less
 
 Requests carry the image to the workers. The first sample of a group carries it on to the trainer;
 the others put an array of no rows, so a group of eight has one image in the ring and not eight.

@@ -1,6 +1,6 @@
 """Rollouts of several turns with a tool, whose tokens are not trained.
 
-    python examples/multi_turn_tools.py        # ten seconds on two cores; --quick for less
+    python examples/multi_turn_tools.py        # 25 seconds on two cores; --quick for less
 
 A sample is one row of tokens: the prompt, then the policy's turns and the tool's answers as they
 came. ``loss_mask`` is 1 where the policy sampled and 0 where the prompt or the tool speaks, and

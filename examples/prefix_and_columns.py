@@ -7,10 +7,10 @@ The annotator has the reference model. The trainer's batches wait for its column
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import secrets
-import sys
 
 import numpy as np
 import torch
@@ -83,8 +83,12 @@ def train(bus: str, steps: int) -> None:
     print(f"{batch.prefix_tree.num_rows} rows for {batch.num_tokens} tokens")
 
 
-if __name__ == "__main__":
-    name, steps = f"prefix-{os.getpid()}-{secrets.token_hex(3)}", 2 if "--quick" in sys.argv else 10
+def main() -> None:
+    """Start the annotator, put groups, and train."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="2 steps instead of 10")
+    steps = 2 if parser.parse_args().quick else 10
+    name = f"prefix-{os.getpid()}-{secrets.token_hex(3)}"
     annotator = multiprocessing.get_context("spawn").Process(target=annotate, args=(name,))
     with shmbus.Bus.create(name, "64MiB"):
         put(name, steps * GROUPS)
@@ -95,3 +99,7 @@ if __name__ == "__main__":
             annotator.kill()
             annotator.join()
             shmbus.unlink(f"{name}.columns.ref_logprobs")
+
+
+if __name__ == "__main__":
+    main()

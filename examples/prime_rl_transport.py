@@ -453,3 +453,7 @@ class ShmbusBatchReceiver:
         """Leave. A step that was received and not followed by another is delivered again."""
         if self._channel is not None:
             self._channel.close()
+
+
+if __name__ == "__main__":
+    print(__doc__)

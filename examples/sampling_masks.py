@@ -55,7 +55,9 @@ def put_group(producer: shmbus.Producer, rng: np.random.Generator) -> None:
 def main() -> None:
     """Compare the ratios of new over old probability, under the weights that sampled."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="it is quick")
+    parser.add_argument(
+        "--quick", action="store_true", help="accepted as in other examples; changes nothing"
+    )
     parser.parse_args()
     bus = f"masks-{os.getpid()}-{secrets.token_hex(3)}"
     with (

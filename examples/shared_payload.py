@@ -22,7 +22,9 @@ GROUPS, GROUP_SIZE, PATCHES, PATCH = 3, 16, 256, 768
 def main() -> None:
     """Put groups with an image each, and look at a batch of them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="it is quick")
+    parser.add_argument(
+        "--quick", action="store_true", help="accepted as in other examples; changes nothing"
+    )
     parser.parse_args()
     bus, rng = f"shared-{os.getpid()}-{secrets.token_hex(3)}", np.random.default_rng(0)
     with (

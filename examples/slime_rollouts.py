@@ -256,3 +256,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
         name = getattr(args, "shmbus_bus", None) or os.environ["SHMBUS_BUS"]
         _rollouts = SlimeRollouts(name, args.n_samples_per_prompt)
     return RolloutFnTrainOutput(samples=_rollouts.take(args.rollout_batch_size), metrics=None)
+
+
+if __name__ == "__main__":
+    print(__doc__)

@@ -54,3 +54,7 @@ class _BusAnswers:
 
     def json(self) -> dict[str, Any]:
         return self._content
+
+
+if __name__ == "__main__":
+    print(__doc__)

@@ -14,6 +14,7 @@ The task: after a word, say that word again. The reward is the share of right wo
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -166,6 +167,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if importlib.util.find_spec("trl") is None:
+        parser.error("TRL is not installed: pip install trl==1.16.0")
     model = Path(arguments.output) / "model"
     if not model.exists():
         write_model(model)

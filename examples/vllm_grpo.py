@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import multiprocessing
 import os
@@ -308,14 +309,21 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8200, help="of the server, in each life")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--save-steps", type=int, default=20)
-    parser.add_argument("--until", type=float, default=0.9, help="an evaluation that is enough")
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument(
+        "--until",
+        type=float,
+        default=0.9,
+        help="stop at this mean reward of the evaluation (default 0.9)",
+    )
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default 0.003)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--server", default="--dtype float32 --enforce-eager --max-model-len 64",
-        help="more of the server's command line",
+        help="arguments added to the server's command",
     )  # fmt: skip
     options = parser.parse_args()
+    if importlib.util.find_spec("vllm") is None:
+        parser.error("vLLM is not installed: pip install vllm (on a CPU: docs/vllm.md)")
     bus, folder = f"vllm-{options.output.name}", options.model or options.output / "model"
     torch.set_num_threads(1)
     if not folder.exists():

@@ -10,8 +10,8 @@ mix of two would show as "torn". For servers of vLLM and SGLang see docs/weights
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
-import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -26,7 +26,6 @@ from shmbus.weights import (
     share_model,
 )
 
-BUS = sys.argv[2] if len(sys.argv) > 2 else "weights-in-flight"
 STEPS = 5
 TOKENS = 16
 
@@ -49,14 +48,14 @@ def token(model: torch.nn.Module) -> str:
     return str(int(met[0])) if len(met) == 1 else "torn"
 
 
-def serve(mode: str, folder: str, to_trainer: Connection) -> None:
+def serve(bus: str, mode: str, folder: str, to_trainer: Connection) -> None:
     """Answer requests, and take new weights between two tokens."""
     torch.set_num_threads(1)
     model = build()
-    shared = attach_model(BUS, model, timeout=60.0) if mode == "one-copy" else None
+    shared = attach_model(bus, model, timeout=60.0) if mode == "one-copy" else None
     carrier = "checkpoint" if mode == "checkpoint" else "shm"
     subscriber = (
-        WeightSubscriber(BUS, label="server", carrier=carrier, directory=folder if folder else None)
+        WeightSubscriber(bus, label="server", carrier=carrier, directory=folder if folder else None)
         if shared is None
         else None
     )
@@ -78,8 +77,14 @@ def serve(mode: str, folder: str, to_trainer: Connection) -> None:
     to_trainer.recv()
 
 
-def main(mode: str) -> None:
-    """Train, and print what requests met."""
+def main() -> None:
+    """Train, and print the versions that requests met."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    modes = ("versions", "one-copy", "checkpoint")
+    parser.add_argument("mode", nargs="?", choices=modes, default="versions")
+    parser.add_argument("bus", nargs="?", default="weights-in-flight", help="name of the bus")
+    options = parser.parse_args()
+    mode, bus = options.mode, options.bus
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     model = build()
@@ -87,15 +92,15 @@ def main(mode: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = folder if mode == "checkpoint" else ""
         if mode == "one-copy":
-            shared, publisher = share_model(BUS, model, version=0), None
+            shared, publisher = share_model(bus, model, version=0), None
         else:
             carrier = "checkpoint" if mode == "checkpoint" else "shm"
             publisher = WeightPublisher(
-                BUS, ModuleSource(model), carrier=carrier, directory=directory or None
+                bus, ModuleSource(model), carrier=carrier, directory=directory or None
             )
             publisher.publish(version=0)
             shared = None
-        server = spawn.Process(target=serve, args=(mode, directory, theirs))
+        server = spawn.Process(target=serve, args=(bus, mode, directory, theirs))
         server.start()
         answers = [ours.recv()]  # it answers: from here on weights change under its requests
         for version in range(1, STEPS + 1):
@@ -121,4 +126,4 @@ def main(mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "versions")
+    main()

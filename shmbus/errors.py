@@ -60,7 +60,11 @@ class BusFullError(ShmbusError):
 
 
 class BusBusyError(ShmbusError):
-    """Another living process holds this role, like the collector's; or no place is left."""
+    """Another process has the only place, or all places are taken.
+
+    A bus has one reader (a Consumer or a daemon) and `max_producers` producers. The message has the
+    pid of the holder: end that process, lease from the daemon, or create a larger bus.
+    """
 
 
 class BusClosedError(ShmbusError):
@@ -76,7 +80,7 @@ class BusRemovedError(ShmbusError):
 
 
 class LayoutMismatchError(ShmbusError):
-    """The segment's layout differs, or its header is damaged."""
+    """Another version of shmbus wrote the segment, or the segment is damaged."""
 
 
 class CapacityError(ShmbusError, ValueError):
@@ -96,7 +100,11 @@ class UnservedGroupError(ShmbusError):
 
 
 class ProtocolError(ShmbusError):
-    """A producer broke the rules of grouping."""
+    """A producer, consumer or peer broke a rule.
+
+    As by a second sample of an index under ``duplicate="error"``: the first sample is kept, nothing
+    is lost, call again.
+    """
 
 
 class DaemonUnavailableError(ShmbusError):
@@ -206,8 +214,8 @@ class DeviceMismatchError(ShmbusError):
 
 
 class WeightsError(ShmbusError):
-    """Base class of errors only weights raise; by itself, a version given up."""
+    """Base class of weights errors; by itself, a version that was given up."""
 
 
 class ChannelError(ShmbusError):
-    """Base class of errors only channels raise; by itself, an unusable message."""
+    """Base class of channel errors; by itself, a call that does not fit the channel's state."""

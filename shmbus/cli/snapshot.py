@@ -29,7 +29,7 @@ def add_parser(commands: Commands) -> None:
         examples=["shmbus snapshot run1 /data/run1-before-reboot"],
         json=True,
     )
-    take.add_argument("directory", metavar="DIR", help="a directory that does not exist yet")
+    take.add_argument("directory", metavar="DIR", help="a new or empty directory")
     back = add_command(
         commands,
         "restore",

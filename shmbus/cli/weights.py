@@ -33,7 +33,11 @@ def add_parser(commands: Commands) -> None:
         ],
         json=True,
     )
-    parser.add_argument("--kind", default="weights", help="another pool of the bus")
+    parser.add_argument(
+        "--kind",
+        default="weights",
+        help="kind of the pool, as in /dev/shm/shmbus-KIND.NAME (default weights)",
+    )
     actions = parser.add_mutually_exclusive_group()
     actions.add_argument(
         "--resume",

@@ -152,11 +152,11 @@ class ManagedServer(HttpServer):
         return 1
 
     async def prepare(self, bus: str, timeout: float) -> bool:
-        """Refuse: the server takes checkpoints only."""
+        """Refuse, as the fleet expects: this server takes checkpoints only."""
         raise self._refused()
 
     async def attach(self, bus: str, timeout: float) -> bool:
-        """Refuse: the server takes checkpoints only."""
+        """Refuse, as the fleet expects: this server takes checkpoints only."""
         raise self._refused()
 
     async def load(self, version: int, clear_cache: bool, timeout: float) -> None:

@@ -81,7 +81,7 @@ class VllmServer(InferenceServer):
         return status == 200 and True in self._object("drafts", text, AGAIN).get("results", [])
 
     async def attach(self, bus: str, timeout: float) -> bool:
-        """Return True: `prepare` attached already."""
+        """Return True: `prepare` has attached. The fleet calls this, not a user."""
         del bus, timeout
         return True
 

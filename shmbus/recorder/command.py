@@ -63,32 +63,44 @@ def add_parser(commands: Commands) -> None:
     )  # fmt: skip
     policy.add_argument(
         "--require-sampling", metavar="NAME=VALUE,...", type=_sampling, default={},
-        help="the same, and refuse calls that give other values",
+        help="as --force-sampling, and refuse calls that give other values",
     )  # fmt: skip
     parser.add_argument(
         "--train-grammar", action="store_true",
         help="train tokens that were sampled under a grammar (default: masked)",
     )  # fmt: skip
     parser.add_argument(
-        "--sessions", metavar="N", type=whole(1), default=4096, help="at once (default 4096)"
+        "--sessions",
+        metavar="N",
+        type=whole(1),
+        default=4096,
+        help="most sessions open at a time (default 4096)",
     )
     parser.add_argument(
-        "--calls", metavar="N", type=whole(1), default=1000, help="of a session (default 1000)"
+        "--calls",
+        metavar="N",
+        type=whole(1),
+        default=1000,
+        help="most calls in a session (default 1000)",
     )
     parser.add_argument(
         "--tokens", metavar="N", type=whole(1), default=1 << 20,
-        help="of a session's rows (default 1048576)",
+        help="most tokens in all rows of a session (default 1048576)",
     )  # fmt: skip
     parser.add_argument(
         "--idle", metavar="SECONDS", type=seconds(), default=600.0,
-        help="without a call, after which a session that was opened over HTTP fails (default 600)",
+        help="seconds without a call until a session opened over HTTP fails (default 600)",
     )  # fmt: skip
     parser.add_argument(
-        "--body-limit", metavar="MIB", type=whole(1), default=32, help="of one call (default 32)"
+        "--body-limit",
+        metavar="MIB",
+        type=whole(1),
+        default=32,
+        help="largest body of a call (default 32)",
     )
     parser.add_argument(
         "--memory", metavar="MIB", type=whole(1), default=2048,
-        help="of all bodies and sessions (default 2048)",
+        help="most memory for all bodies and sessions (default 2048)",
     )  # fmt: skip
     parser.set_defaults(run=run)
 

@@ -72,11 +72,14 @@ def add_parser(commands: Commands) -> None:
     for option, kind, meaning in _POLICY:
         type_ = seconds(endless=True) if kind == "SECONDS" else whole(0)
         parser.add_argument(f"--{option}", type=type_, metavar=kind, help=meaning)
-    for option in ("on-timeout", "on-failure"):
-        choices = ("wait", "drop", "partial") if option == "on-timeout" else ("drop", "partial")
-        parser.add_argument(
-            f"--{option}", choices=choices, help=f"as a Consumer's {option.replace('-', '_')}"
-        )
+    parser.add_argument(
+        "--on-timeout", choices=("wait", "drop", "partial"),
+        help="action for a group at its --group-timeout (default drop)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--on-failure", choices=("drop", "partial"),
+        help="action for a group with a sample that failed for good (default drop)",
+    )  # fmt: skip
     parser.add_argument(
         "--skip-zero-variance", action="store_true", default=None,
         help="drop groups whose scores are all equal, at their sources",

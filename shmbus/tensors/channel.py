@@ -14,7 +14,11 @@ from shmbus.tensors.sender import TensorSender
 
 
 class TensorChannel:
-    """Named tensors of a step, sent from one process to a second process on the same machine."""
+    """Named tensors of a step, from one process to another process of the same machine.
+
+    `create` returns the sending side, `open` the receiving side, `group` a sender to several ranks:
+    docs/colocation.md has both sides of an example.
+    """
 
     @staticmethod
     def create(

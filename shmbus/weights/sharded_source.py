@@ -335,7 +335,7 @@ class ExportedSource:
         return {}
 
     def slices(self) -> Mapping[str, Slice]:
-        """Return none."""
+        """Return an empty mapping: an export renames nothing."""
         return {}
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:

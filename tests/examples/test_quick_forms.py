@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,21 @@ def test_an_example_does_what_it_says(name: str, spawn: Spawner) -> None:
     assert found, said
     if " -> " in last_line:
         assert float(found[-1][2]) > float(found[-1][1])
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_an_example_that_is_asked_for_help_prints_help_and_ends(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    try:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+    except SystemExit as end:
+        assert end.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage:") or (name in ADAPTERS and said.count("\n") > 2)
 
 
 def test_every_example_is_run_here_or_named_with_its_reason() -> None:

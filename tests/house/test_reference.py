@@ -129,3 +129,24 @@ def test_the_search_index_holds_no_code_of_examples_and_no_version_numbers_as_wo
     assert all(doc.get("boost") == 0.3 for doc in examples)
     words = {word for doc in index["docs"] for word in separator.split(doc["text"])}
     assert not [word for word in words if "==" in word]
+
+
+@pytest.mark.skipif(not BUILT.is_dir(), reason="`make docs` builds the site and runs this")
+def test_every_page_is_in_a_tab_and_wide_tables_name_their_columns_on_a_phone() -> None:
+    first = (BUILT / "index.html").read_text()
+    for tab in site().TABS:
+        assert re.search(rf'class="md-tabs__link">\s*{tab}\s*<', first), tab
+    table = re.findall(r"<table data-wide>.*?</table>", (BUILT / "compat.html").read_text(), re.S)
+    assert table and '<td data-label="torch"' in table[0]
+
+
+def test_a_page_without_a_tab_is_an_error() -> None:
+    with pytest.raises(LookupError):
+        site()._place("new-page.md")
+
+
+def test_error_classes_are_on_a_page_of_their_own() -> None:
+    described = re.findall(r"^::: (\S+)$", site()._reference_page("errors"), re.M)
+    assert "shmbus.errors.BusFullError" in described
+    assert "shmbus.weights.errors.ManifestError" in described
+    assert all(entry.endswith("Error") for entry in described)
