@@ -201,7 +201,9 @@ def known_device(device: object) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device: expected one that torch knows, got {device!r}") from error
+        raise ValueError(
+            f"device: expected a device of torch, such as 'cuda:0', got {device!r}"
+        ) from error
 
 
 def check_round(value: object) -> int | None:

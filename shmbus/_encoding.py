@@ -129,7 +129,7 @@ def decode_dtype(name: str, described: bytes) -> np.dtype[Any]:
             dtype = np.dtype(text)
     except _OF_A_TEXT as error:
         raise TypeError(
-            f"field {name!r}: this process knows no dtype {text!r}; import what defines it "
+            f"field {name!r}: unknown dtype {text!r} in this process; import the defining package "
             "(ml_dtypes for bfloat16) before reading"
         ) from error
     if dtype.hasobject:

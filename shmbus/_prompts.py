@@ -339,8 +339,8 @@ class Request:
     def so_far(self, value: None) -> None:
         if value is not None:
             raise TypeError(
-                f"so_far: expected None, to start anew, got {type(value).__name__}; "
-                "requests.release(request, so_far=...) gives a sample back with what there is"
+                f"so_far: expected None, to start anew, got {type(value).__name__}; give a partial "
+                "sample back by requests.release(request, so_far=...)"
             )
         self._found = None
 
@@ -398,7 +398,7 @@ def check_request(value: object) -> Request:
     """Return the request a worker answers, checked."""
     if not isinstance(value, Request):
         raise TypeError(
-            f"request: expected what requests.next gave, got {type(value).__name__}; None is no "
-            "request: it says that none came in time"
+            f"request: expected a request from requests.next, got {type(value).__name__}; "
+            "requests.next returns None after its timeout: check for None first"
         )
     return value

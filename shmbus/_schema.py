@@ -225,8 +225,8 @@ def decode_part(name: str, source: _core.Segment | bytes) -> _core.DeclaredSchem
         return None if encoded is None else _core.DeclaredSchema(encoded)
     except ValueError as error:
         raise errors.LayoutMismatchError(
-            f"bus {name!r}: the schema that it declares is damaged ({error}); take what is on the "
-            f"bus, and remove it with shmbus.unlink({name!r})"
+            f"bus {name!r}: damaged declared schema ({error}); take the remaining groups, then "
+            f"remove the bus with shmbus.unlink({name!r})"
         ) from error
 
 
@@ -260,6 +260,6 @@ def require_same_schema(
         differs = difference(before, now, "the removed bus", "the new one")
     if differs is not None:
         raise ValueError(
-            f"bus {segment.name!r}: the new bus of that name has another schema than the one that "
-            f"was removed: {differs}; make a new Producer"
+            f"bus {segment.name!r}: the new bus of this name declares a different schema: "
+            f"{differs}; make a new Producer"
         )

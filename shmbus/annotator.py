@@ -284,8 +284,8 @@ class Annotator(ClosedByWith):
                 expected = values[0].shape[1:] if shape is None else shape
                 if array.shape[:1] != (length,) or array.shape[1:] != expected:
                     raise ValueError(
-                        f"{what}, sample {sample}: column {name!r}: expected {length} rows, one a "
-                        f"token, as the others are, got shape {array.shape}"
+                        f"{what}, sample {sample}: column {name!r}: expected {length} rows, one "
+                        f"per token, got shape {array.shape}"
                     )
             arrays[name] = np.concatenate(values)
         if group.written:

@@ -493,7 +493,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             if not groups and timeout is not None:
                 raise TimeoutError(
                     f"bus {self.name!r}: no group was complete after {show_wait(timeout)}; "
-                    f"`shmbus status {self.name}` says what it waits for"
+                    f"`shmbus status {self.name}` shows the missing samples"
                 )
             yield from groups
 

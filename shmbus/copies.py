@@ -172,7 +172,7 @@ class TrajectoryCopy(msgspec.Struct, eq=False):
         try:
             score = float(value)
         except OverflowError as error:
-            raise ValueError(f"score: expected one that a float can hold, got {value}") from error
+            raise ValueError(f"score: expected a number of float's range, got {value}") from error
         # PyTorch's, for a tensor that holds no single number
         except (TypeError, RuntimeError) as error:
             raise TypeError(f"score: expected a number, got {type(value).__name__}") from error

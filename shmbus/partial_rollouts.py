@@ -154,8 +154,8 @@ class PartialRollouts:
         if not file.take(self._path, f"partial rollouts of bus {self._name!r}", _PATIENCE_S):
             file.close()
             raise errors.BusBusyError(
-                f"bus {self._name!r}: {self._path} is held by a process that does not go on; end "
-                "it, or remove the file: what is in there starts anew then"
+                f"bus {self._name!r}: {self._path} is locked by a stopped process; end the "
+                "process, or remove the file: its samples then start anew"
             )
         return file
 

@@ -548,8 +548,8 @@ class ProducerRequests:
             if len(values) != count:  # type: ignore[arg-type]
                 raise ValueError(
                     f"release: group {request.instance_id!r}, sample {request.index}: field "
-                    f"{name!r}: expected {count} elements, as tokens has, got {len(values)}; "  # type: ignore[arg-type]
-                    "what is not of each token goes into state="
+                    f"{name!r}: expected {count} elements, one per token, got {len(values)}; "  # type: ignore[arg-type]
+                    "pass values of the whole sample as state="
                 )
         prompt = request._prompt.fields.get("prompt")
         if prompt is not None and prompt.ndim == 1 and prompt.dtype.kind in "iu":

@@ -183,9 +183,9 @@ def _row_length(number: int, fields: dict[str, Any]) -> int:
     for name, value in fields.items():
         if len(value) != length:
             raise ValueError(
-                f"rows: row {number}: {name}: expected {length} elements, as {first} has, got "
-                f"{len(value)}; all fields of a row have one length, and what has another goes "
-                "beside rows="
+                f"rows: row {number}: {name}: expected {length} elements, as in {first}, got "
+                f"{len(value)}; give every field of a row the same length, and pass fields of the "
+                "whole sample beside rows="
             )
     if length == 0:
         raise ValueError(f"rows: row {number}: {first}: expected at least one element, got none")

@@ -213,8 +213,7 @@ def check_loader(caller: FrameType) -> None:
     ):
         raise TypeError(
             "OnlineDataHandler: expected a DataLoader with batch_size=None, since its items are "
-            "batches already, got one that collates items; pass DataLoader(handler, "
-            "batch_size=None)"
+            "batches, got a collating DataLoader; pass DataLoader(handler, batch_size=None)"
         )
 
 

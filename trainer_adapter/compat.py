@@ -155,7 +155,7 @@ def pad_input(hidden: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tenso
         )
     if indices.dim() != 1 or hidden.dim() == 0 or len(indices) != len(hidden):
         raise ValueError(
-            f"indices: expected one for each row of hidden {tuple(hidden.shape)}, got shape "
+            f"indices: expected an index per row of hidden {tuple(hidden.shape)}, got shape "
             f"{tuple(indices.shape)}; pass what unpad_input returned"
         )
     placed: Tensor = _Place.apply(  # type: ignore[no-untyped-call]

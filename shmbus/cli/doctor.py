@@ -478,7 +478,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "doctor",
         run,
-        help="check this machine for what a bus needs",
+        help="check this machine's readiness for a bus",
         description="Checks shared memory, limits, kernel, processor, Python and packages, and "
         "puts one trajectory through a bus of its own. A finding that can be improved comes with a "
         "hint. Exit status 1 where a check fails.",

@@ -25,11 +25,11 @@ def add_parser(commands: Commands) -> None:
         commands,
         "events",
         run,
-        help="show what happened on a bus, or to one group",
-        description="Shows who came, left and died, pauses, policy versions, and what became of "
-        "groups, as far as the daemon remembers: the last 8,192 events of groups and 1,024 others. "
-        "With --group: where that group is now, who put which sample when, which attempts failed "
-        "and why, who holds it. Exit status 1 where nobody has kept events.",
+        help="show the events of a bus, or of one group",
+        description="Shows processes that came, left and died, pauses, policy versions, and the "
+        "fate of groups, from the daemon's memory: the last 8,192 group events and 1,024 further "
+        "events. With --group: the group's state, the producer and time of every sample, failed "
+        "attempts with reasons, the holder. Exit status 1 without recorded events.",
         examples=[
             "shmbus events run1",
             "shmbus events run1 --follow --json | jq -c 'select(.kind == \"producer_died\")'",
@@ -47,11 +47,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--after", metavar="N", type=int, default=0, help="only those behind event number N"
     )
+    parser.add_argument("--without-groups", action="store_true", help="leave out group events")
     parser.add_argument(
-        "--without-groups", action="store_true", help="leave out what became of groups"
-    )
-    parser.add_argument(
-        "--follow", action="store_true", help="go on with what happens; JSON is a line each then"
+        "--follow", action="store_true", help="follow new events; with --json, one line per event"
     )
     parser.add_argument("--group", metavar="ID", help="the history of this group")
     parser.add_argument("--round", metavar="N", type=int, help="its round, where it has one")

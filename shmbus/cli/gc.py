@@ -25,9 +25,9 @@ def add_parser(commands: Commands) -> None:
         "gc",
         run,
         help="find and remove segments and sockets that no living process uses",
-        description="Checks every segment and daemon socket in /dev/shm. One is abandoned when no "
-        "living process has it open, in any container; file locks prove that, not age or pids. "
-        "Says what would be lost, and removes only with --yes.",
+        description="Checks every segment and daemon socket in /dev/shm. A file without "
+        "a living process, in any container, is abandoned; file locks prove abandonment, not age "
+        "or pids. Lists the data to be lost, and removes only with --yes.",
         examples=[
             "shmbus gc                    # list only",
             "shmbus gc --yes              # remove everything that is abandoned",

@@ -29,9 +29,9 @@ def add_parser(commands: Commands) -> None:
         run,
         help="walk a segment read-only, record by record",
         description="Walks a segment without mapping or changing it: header, slots, runs, records "
-        "with their checksums, and what keeps each run from being reused. For a bus that is stuck, "
-        "damaged, or of another layout, live or not. Exit status 1 where no process of this "
-        "version could use the segment, or something in it is damaged.",
+        "with their checksums, and the obstacle to each run's reuse. For a stuck or damaged bus, "
+        "or a bus of a different layout, live or not. Exit status 1 for a damaged segment, or for "
+        "a segment unusable by this version.",
         examples=[
             "shmbus inspect run1",
             "shmbus inspect run1 --producer 3 --limit 100 --payload",
@@ -41,7 +41,7 @@ def add_parser(commands: Commands) -> None:
         json=True,
     )
     parser.add_argument(
-        "--producer", metavar="N", type=int, help="only what producer number N has written"
+        "--producer", metavar="N", type=int, help="only records of producer number N"
     )
     parser.add_argument(
         "--limit",
@@ -56,8 +56,8 @@ def add_parser(commands: Commands) -> None:
         nargs="?",
         const=_DEFAULT_GROUPS,
         type=whole(1, limits.MAX_GROUPS_SHOWN),
-        help="show incomplete groups sample by sample instead: who sent what when, what failed, "
-        f"what is asked for again (N oldest, default {_DEFAULT_GROUPS})",
+        help="show incomplete groups sample by sample instead: producer and time, failures, retry "
+        f"requests (N oldest, default {_DEFAULT_GROUPS})",
     )
     parser.add_argument(
         "--payload", action="store_true", help="verify payload checksums too, where there are any"

@@ -62,8 +62,12 @@ def _remove(name: str, *, force: bool) -> str:
         reasons = "; ".join(f"{printable(each.path)}: {each.reason}" for each in kept)
         ours = all(leftovers.may_go(each, force=True) for each in kept)
         raise errors.BusBusyError(
-            f"bus {printable(name)!r} is left as it is. {reasons}. "
-            + ("End these processes first, or add --force" if ours else "Who owns it can remove it")
+            f"bus {printable(name)!r} was not removed. {reasons}. "
+            + (
+                "End these processes first, or add --force"
+                if ours
+                else "Only its owner can remove it"
+            )
         )
     for leftover in found:
         with contextlib.suppress(FileNotFoundError):  # a dead daemon's socket goes with the segment

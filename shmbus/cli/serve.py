@@ -41,8 +41,8 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "serve",
         help="run the daemon of a bus",
-        description="Creates the bus, or adopts the one that is there, and leases its groups to "
-        "trainers until SIGTERM or SIGINT.",
+        description="Creates or adopts the bus, and leases its groups to trainers until SIGTERM or "
+        "SIGINT.",
         epilog=_EXAMPLES,
     )
     parser.add_argument("name", metavar="NAME", help="the bus")

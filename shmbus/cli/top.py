@@ -32,8 +32,8 @@ def add_parser(commands: Commands) -> None:
         "top",
         run,
         help="watch a bus live",
-        description="Shows rates and the status of a bus, live, without disturbing it. q leaves. "
-        "Where there is no terminal it prints one frame.",
+        description="Shows rates and the status of a bus, live, read-only. q leaves. Prints a "
+        "single frame without a terminal.",
         examples=["shmbus top run1", "shmbus top run1 --interval 0.5", "shmbus top run1 | cat"],
     )
     parser.add_argument(

@@ -45,11 +45,11 @@ def add_parser(commands: Commands) -> None:
         "trace",
         run,
         help="write the life of groups, waits and weights for Perfetto",
-        description="Writes what the daemon remembers, and what happens until Ctrl-C, SIGTERM or "
-        "--seconds, as Chrome's trace events: open the file in https://ui.perfetto.dev. Each "
-        "producer, trainer and reader of weights is a process there; a group is a slice from its "
-        "first sample to its lease, then one at its trainer. Samples are shown of the time of the "
-        "trace alone.",
+        description="Writes the daemon's recorded events, and new events until Ctrl-C, SIGTERM or "
+        "--seconds, as Chrome's trace events: open the file in https://ui.perfetto.dev. The trace "
+        "shows each producer, trainer and reader of weights as a process, and a group as a slice "
+        "from its first sample to its lease, then as a slice of its trainer. Samples appear only "
+        "for the time of the trace.",
         examples=[
             "shmbus trace run1 -o run.json --seconds 60",
             "shmbus trace run1 -o run.json --seconds 0",
@@ -57,7 +57,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
     parser.add_argument(
-        "--seconds", type=seconds(0), help="how long (default: until Ctrl-C); 0: what was before"
+        "--seconds", type=seconds(0), help="duration (default: until Ctrl-C); 0: only past events"
     )
 
 

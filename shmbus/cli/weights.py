@@ -21,10 +21,10 @@ def add_parser(commands: Commands) -> None:
         commands,
         "weights",
         run,
-        help="show which weights there are, and what each replica runs",
-        description="Shows the slots of a bus's weights, the ranks that publish them, and each "
-        "reader: what it runs, what it could not take and why, and which slots it holds. Reads "
-        "the tables alone, and disturbs nobody. Exit status 1 where there are none.",
+        help="show published weights, and the version of each replica",
+        description="Shows the slots of a bus's weights, the publishing ranks, and the readers: "
+        "current version, refused version with the reason, held slots. Reads only the tables, "
+        "without locks. Exit status 1 for a bus without weights.",
         examples=[
             "shmbus weights run1",
             "shmbus weights run1 --json | jq '.readers[].error'",

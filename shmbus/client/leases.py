@@ -158,9 +158,9 @@ class Leases:
         """End a lease."""
         if lease.lost:
             raise errors.ProtocolError(
-                f"group {lease.key!r}: the daemon that leased it is gone, and this process reached "
-                "the next one too late; it may have been delivered to another consumer: do not use "
-                "what was computed from it"
+                f"group {lease.key!r}: its lease ended with its daemon, and this process reached "
+                "the next daemon too late; a second consumer may have the group: discard the "
+                "results computed from it"
             )
         self._borrower.end(lease, reason)
         self._state.to_end.setdefault(reason, []).append(lease.number)

@@ -84,7 +84,7 @@ def ask_snapshot(name: str, directory: str) -> bytes | None:
     except DaemonUnreachable as error:
         raise RuntimeError(
             f"bus {name!r}: its daemon (pid {wire.pid}) ended before the snapshot was complete "
-            f"({error}), and nothing of it is left; see the daemon's log, and try again"
+            f"({error}), and left no files; see the daemon's log, and try again"
         ) from None
     if isinstance(reply, messages.Refused):
         raise refusal(reply)

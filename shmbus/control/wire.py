@@ -92,7 +92,7 @@ class Wire:
                 data = data[self._socket.send(data) :]
             except BlockingIOError:
                 if not self._wait(select.POLLOUT, deadline - time.monotonic()):
-                    raise DaemonUnreachable("it does not read what it is sent") from None
+                    raise DaemonUnreachable("the daemon does not read its requests") from None
             except OSError as error:
                 raise DaemonUnreachable(str(error)) from error
 

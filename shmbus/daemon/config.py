@@ -143,7 +143,7 @@ _FLAGS = {
     "on_failure": ("", "action for a group with a sample that failed for good"),
     "drain_timeout": ("SECONDS", "seconds that leased groups have to end after SIGTERM"),
     "unlink_on_exit": ("", "remove the bus at a clean exit"),
-    "restore": ("DIR", "a snapshot to create the bus from, if there is none yet"),
+    "restore": ("DIR", "a snapshot to create a missing bus from"),
     "metrics_port": ("PORT", "serve Prometheus metrics and /healthz at this port, such as 9464"),
     "metrics_host": ("HOST", "the address of that port"),
     "http": (
@@ -270,7 +270,7 @@ def _convert(source: str, values: Mapping[str, Any], strict: bool) -> dict[str, 
             meant = _nearest(name, types)
             hint = "" if meant is None else f"did you mean {meant!r}? "
             raise ConfigError(
-                f"{source}: there is no setting {name!r}; {hint}expected one of {', '.join(types)}"
+                f"{source}: unknown setting {name!r}; {hint}expected one of {', '.join(types)}"
             )
         try:
             found[name] = msgspec.convert(value, types[name], strict=strict)
@@ -298,8 +298,8 @@ def _check_environment(environment: Mapping[str, str], names: Sequence[str]) -> 
         meant = _nearest(variable[len(_PREFIX) :], (*names, "config"))
         if meant is not None:
             raise ConfigError(
-                f"{variable}: there is no such setting; did you mean {_PREFIX}{meant.upper()}? "
-                "Correct the name, or unset it"
+                f"{variable}: unknown setting; did you mean {_PREFIX}{meant.upper()}? "
+                "Correct or unset the variable"
             )
 
 

@@ -424,7 +424,7 @@ class Service:
             session.send(self.history.reply(request))
         else:
             raise errors.ProtocolError(
-                f"{type(request).__name__} is not what a client says after its Hello"
+                f"expected a request of a client, got {type(request).__name__} after its Hello"
             )
 
     def _wait(

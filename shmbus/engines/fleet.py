@@ -202,8 +202,8 @@ class EngineFleet(ClosedByAsyncWith):
                 raise ValueError(f"server: expected one of {known}, got {address}")
             if len(left) < max(1, self._quorum or 0):
                 raise ValueError(
-                    f"server: without {address} there are {len(left)} servers, the quorum is "
-                    f"{max(1, self._quorum or 0)}; add another one first"
+                    f"server: without {address} {len(left)} servers remain, below the quorum of "
+                    f"{max(1, self._quorum or 0)}; add a server first"
                 )
             with PauseNote(self.bus) as note:
                 note.clear({address})
@@ -798,7 +798,11 @@ class EngineFleet(ClosedByAsyncWith):
                     raise
             if time.monotonic() >= deadline:
                 raise EngineError(
-                    server.address, "resume", 200, "it says that it is paused", "resume it by hand"
+                    server.address,
+                    "resume",
+                    200,
+                    "the server still reports a pause",
+                    "resume the server by hand",
                 )
             await asyncio.sleep(RETRY_S)
         report.state = "serving"

@@ -47,7 +47,7 @@ try:
     from vllm.v1.spec_decode import extract_hidden_states  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"vLLM {version('vllm')} lacks what hidden states are taken out by ({error}); use vLLM 0.32"
+        f"vLLM {version('vllm')} lacks the interface of hidden states ({error}); use vLLM 0.32"
     ) from error
 
 if TYPE_CHECKING:

@@ -109,7 +109,7 @@ class ManagedServer(HttpServer):
                 await self.end()
                 raise EngineError(
                     self.address, "start", None, said,
-                    f"started with {self._checkpoint}: look at what it printed",
+                    f"started with {self._checkpoint}: see its output",
                 )  # fmt: skip
             await asyncio.sleep(ASK_S)
 

@@ -51,7 +51,7 @@ class PauseNote(ClosedByWith):
                 who = "another process" if self.left is None else f"pid {self.left.pid}"
                 raise BlockingIOError(
                     f"bus {bus!r}: {who} is updating its inference servers now; wait for its "
-                    "update, or end that process: what it leaves paused is recovered then"
+                    "update, or end that process: paused servers are then recovered"
                 )
         except BaseException:
             self._file.close()
@@ -117,6 +117,6 @@ def _read(file: int) -> PauseNotice | None:
         return msgspec.msgpack.decode(raw, type=PauseNotice)
     except msgspec.DecodeError as error:
         raise LayoutMismatchError(
-            f"the note of paused servers is none of this version: {error}; resume the servers by "
-            "hand, and remove it"
+            f"the note of paused servers has an unknown format: {error}; resume the servers by "
+            "hand, and remove the note"
         ) from error

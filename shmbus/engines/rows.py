@@ -111,7 +111,7 @@ class RankRows:
                     "prepare",
                     None,
                     f"version {version} came to {len(there)} of {ranks} ranks in {timeout:g} s",
-                    "what its node lacks is in: shmbus relay BUS --status; nothing was touched",
+                    "see its node's missing parts in: shmbus relay BUS --status; no rank changed",
                 )
             await asyncio.sleep(POLL_S)
 

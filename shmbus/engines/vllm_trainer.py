@@ -71,8 +71,8 @@ class GatheredSource(ExportedSource):
         if source.held_names() is not None:
             raise WeightsError(
                 f"{type(source).__name__}: expected a source whose ranks hold the whole model "
-                "(held_names() of None), got one that is split; pass a WeightSource of "
-                "shmbus.weights, whose ranks write what they have"
+                "(held_names() of None), got a split source; pass a WeightSource of "
+                "shmbus.weights, whose ranks write their own pieces"
             )
         super().__init__(lambda: iter(source))
         self._source = source

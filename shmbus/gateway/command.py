@@ -46,7 +46,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     add_server_options(parser, 8000, "info", "clients send")
     parser.add_argument(
-        "--create", metavar="CAPACITY", help="create the bus, such as 4GiB, where there is none"
+        "--create", metavar="CAPACITY", help="create a missing bus of this size, such as 4GiB"
     )
     parser.add_argument(
         "--body-limit",

@@ -61,8 +61,8 @@ _MAYBE_INFINITE = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{309}")
 
 def _refuse_constant(name: str) -> Any:
     raise unprocessable(
-        f"{name}: expected finite numbers, since JSON has no others and a batch with one could not "
-        "be answered; replace it before the group is sent"
+        f"{name}: expected finite numbers, since JSON holds no NaN and no infinity; replace them "
+        "before the group is sent"
     )
 
 
@@ -120,8 +120,8 @@ def decode_groups(body: bytes | bytearray | memoryview, *, several: bool) -> lis
             for message in messages:
                 if "role" not in message or "content" not in message:
                     raise unprocessable(
-                        "messages: expected 'role' and 'content' in each, got one with "
-                        f"{', '.join(map(repr, message)) or 'nothing'}; add what is absent"
+                        "messages: expected 'role' and 'content' in each message, got "
+                        f"{', '.join(map(repr, message)) or 'no keys'}; add the missing keys"
                     )
     return groups
 

@@ -133,7 +133,7 @@ class Journal:
         head = _PLACE.pack(self._version + 1, len(data), zlib.crc32(data))
         try:
             if len(data) > _STATE_BYTES - _PLACE.size:
-                raise OSError("it is too large")
+                raise OSError("the file is too large")
             os.pwrite(self._fd, head + data, start)
         except OSError as error:
             raise Refusal(

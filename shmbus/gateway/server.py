@@ -79,7 +79,7 @@ class Access:
             raise Refusal(
                 HTTPStatus.UNAUTHORIZED,
                 "Authorization: expected 'Bearer' and the token of this gateway, got "
-                f"{'another one' if given else 'none'}; send what --token-file holds",
+                f"{'a different token' if given else 'none'}; send the content of --token-file",
                 close=True,
             )
 
@@ -155,7 +155,7 @@ class Server:
         if allowed is None:
             raise Refusal(
                 HTTPStatus.NOT_FOUND,
-                f"{request.path[:200]}: there is no such route; expected one of "
+                f"{request.path[:200]}: unknown route; expected one of "
                 f"{', '.join(sorted(self._paths))}",
                 close=True,
             )

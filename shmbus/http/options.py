@@ -26,7 +26,9 @@ def add_server_options(parser: argparse.ArgumentParser, port: int, level: str, o
         help=f"where to listen (default 127.0.0.1:{port}); port 0 for any free one",
     )  # fmt: skip
     parser.add_argument(
-        "--token-file", metavar="FILE", help=f"what {opens}, as 'Authorization: Bearer TOKEN'"
+        "--token-file",
+        metavar="FILE",
+        help=f"file with the token that {opens}, as 'Authorization: Bearer TOKEN'",
     )
     parser.add_argument("--log-format", choices=("json", "text"), default="text")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=level)

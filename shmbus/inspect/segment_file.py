@@ -68,8 +68,8 @@ class SegmentFile(ClosedByWith):
             raise not_found_error(name) from error
         except PermissionError as error:
             raise PermissionError(
-                f"bus {name!r}: may not read {self.path} as uid {os.geteuid()}; a bus is for the "
-                "user who created it"
+                f"bus {name!r}: may not read {self.path} as uid {os.geteuid()}; run as the user "
+                "that created the bus"
             ) from error
         except OSError as error:
             raise errors.LayoutMismatchError(

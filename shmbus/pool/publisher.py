@@ -152,8 +152,8 @@ class PoolPublisher(_core.ClosedByBlock):
     def _require_name(self, version: int) -> None:
         if not self._has_name() and not self._pool.closed:
             raise errors.BusRemovedError(
-                f"pool {self.kind!r} of bus {self.bus!r} was removed: nobody new would find "
-                f"version {version}. What readers have leased stays readable; make a new publisher"
+                f"pool {self.kind!r} of bus {self.bus!r} was removed: no new reader would find "
+                f"version {version}. Leased versions stay readable; make a new publisher"
             )
 
     def _has_name(self) -> bool:
@@ -213,8 +213,8 @@ class PoolPublisher(_core.ClosedByBlock):
         except OSError as error:
             raise errors.CapacityError(
                 f"pool {self.kind!r} of bus {self.bus!r}: no memory for another slot of "
-                f"{self._pool.slot_stride} bytes ({error.strerror}); what is published stays. "
-                "Enlarge /dev/shm, or let readers close what they leased"
+                f"{self._pool.slot_stride} bytes ({error.strerror}); published versions stay. "
+                "Enlarge /dev/shm, or let readers close their leases"
             ) from error
 
     def _join(self) -> _core.PoolWrite:

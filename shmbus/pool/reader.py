@@ -210,8 +210,7 @@ class VersionLease(_core.ClosedByBlock):
         found = self.buffer.meta()
         if found is None:
             raise DamagedError(
-                f"version {self.version}: what it says of itself does not match its checksum; "
-                "nothing was read of it: publish again"
+                f"version {self.version}: its meta does not match its checksum; publish again"
             )
         return found
 

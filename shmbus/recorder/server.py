@@ -159,8 +159,7 @@ class Server:
         raise CallRefusal(
             status,
             "no_route",
-            f"{request.method} {path[:200]}: there is no such route; expected one of "
-            f"{', '.join(known)}",
+            f"{request.method} {path[:200]}: unknown route; expected one of {', '.join(known)}",
             close=True,
         )
 
@@ -192,7 +191,7 @@ class Server:
                 HTTPStatus.UNAUTHORIZED,
                 "token",
                 "POST /sessions: expected 'Authorization: Bearer TOKEN' with the recorder's token, "
-                f"got {'another one' if given else 'none'}",
+                f"got {'a different token' if given else 'none'}",
                 close=True,
             )
 

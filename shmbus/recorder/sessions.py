@@ -180,8 +180,8 @@ class Session:
         if self.calls >= bounds.calls or tokens >= bounds.tokens:
             raise bad_request(
                 "session_limit",
-                f"the session of {self.place} has had {self.calls} of {bounds.calls} calls and "
-                f"{tokens} of {bounds.tokens} tokens; score what there is, or fail it",
+                f"the session of {self.place} used {self.calls} of {bounds.calls} calls and "
+                f"{tokens} of {bounds.tokens} tokens; score or fail the session",
             )
         if len(self._running) >= limits.MAX_CALLS_AT_ONCE:
             raise CallRefusal(

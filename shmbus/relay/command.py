@@ -94,11 +94,11 @@ def add_parser(commands: Commands) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--keep", metavar="DIR",
-        help="keep what trainers are not done with on their nodes' disks, for a reboot",
+        help="keep unacknowledged samples on the trainer nodes' disks, for a reboot",
     )  # fmt: skip
     parser.add_argument(
         "--keep-sync", type=seconds(), default=1.0, metavar="SECONDS",
-        help="seconds until it is on the disk; 0: before it is put (default: 1)",
+        help="longest delay of a write to disk in seconds; 0: write before the put (default: 1)",
     )  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--status", action="store_true", help="show the relay, and all that it knows")

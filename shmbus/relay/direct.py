@@ -266,7 +266,7 @@ class _Link:
             _send(connection, _views([nonces[_NONCE_BYTES:], proof, length, own]))
             answer = _receive_bytes(connection, _PROOF_BYTES, until_s)
             if not hmac.compare_digest(answer, _proof(self.to.key, b"to", nonces)):
-                raise ConnectionError("somebody else listens there")
+                raise ConnectionError("a foreign process listens on this address")
             connection.settimeout(None)
         except BaseException:
             connection.close()
@@ -385,7 +385,7 @@ class Direct:
         proof = _receive_bytes(connection, _PROOF_BYTES, until_s)
         if not hmac.compare_digest(proof, _proof(key, b"from", nonces)):
             self.refused += 1
-            raise ConnectionError("whoever connects does not know the key")
+            raise ConnectionError("the connecting process does not know the key")
         length = int.from_bytes(_receive_bytes(connection, 4, until_s), "little")
         if length > _MOST_ENDPOINT_BYTES:
             raise ConnectionError(f"an endpoint of {length} bytes")

@@ -278,7 +278,7 @@ def check_keep(keep: object, sync: float, release: str) -> tuple[str, float]:
     if not isinstance(keep, (str, os.PathLike)):
         raise TypeError(f"keep: expected a directory, got {type(keep).__name__}")
     if release != "acknowledged":
-        raise ValueError('keep: expected with release="acknowledged", which tells what has ended')
+        raise ValueError('keep: expected release="acknowledged", which reports ended groups')
     return os.path.abspath(keep), min(check_seconds("keep_sync", sync), _LONGEST_S)
 
 

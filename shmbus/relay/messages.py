@@ -599,9 +599,9 @@ def unpack(
     if (frame.protocol, frame.layout) != ours:
         raise errors.LayoutMismatchError(
             f"relay: {frame.sender} speaks protocol {frame.protocol} with bus layout "
-            f"{frame.layout}, and {receiver} protocol {ours[0]} with bus layout {ours[1]}: they "
-            "are different versions of shmbus; install the same one on both nodes, then start the "
-            "relay again (what was put meanwhile is in its ring, and goes on)"
+            f"{frame.layout}, and {receiver} protocol {ours[0]} with bus layout {ours[1]}: install "
+            "the same version of shmbus on both nodes, then start the relay again (the rings keep "
+            "the samples put meanwhile)"
         )
     if not 0 <= frame.kind < len(_KINDS):
         raise errors.ProtocolError(f"relay: {frame.sender} sent a message of kind {frame.kind}")
@@ -609,6 +609,6 @@ def unpack(
         message = cast("Message", _DECODERS[frame.kind].decode(frame.body))
     except _NOT_ONE as error:
         raise errors.ProtocolError(
-            f"relay: {frame.sender} sent a {_KINDS[frame.kind].__name__} that is none: {error}"
+            f"relay: {frame.sender} sent an invalid {_KINDS[frame.kind].__name__}: {error}"
         ) from error
     return Envelope(frame.sender, message, payload)

@@ -316,10 +316,10 @@ def _require_same(name: str, plan: PartyPlan) -> None:
     same = bool(theirs.mirrors) == bool(plan.mirrors)
     if not same or msgspec.structs.replace(theirs, mirrors=plan.mirrors) != plan:
         raise errors.BusBusyError(
-            f"relay {name!r} runs already, with other buses or options: {runs}; expected what was "
-            f"asked for: {ours}. A node that came or left: shmbus relay {name} --join or --forget "
-            f"ADDRESS. Else end it first: shmbus relay {name} --stop. What it has not released "
-            "stays in its sources' rings"
+            f"relay {name!r} runs already, with different buses or options: {runs}; expected "
+            f"{ours}. After a node came or left: shmbus relay {name} --join or --forget ADDRESS. "
+            f"Else end the relay first: shmbus relay {name} --stop. Unreleased samples stay in "
+            "the sources' rings"
         )
 
 

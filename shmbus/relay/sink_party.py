@@ -472,14 +472,14 @@ class SinkParty:
         if message.origins and origins != b"".join(message.origins):
             of = bus_of(origins) if origins else "none"
             raise ValueError(
-                f"its records are not those that its sender names: it is of bus {of}, with "
-                f"{len(checks)} records for {len(message.origins)}"
+                f"expected {len(message.origins)} records as announced by its sender, got "
+                f"{len(checks)} records of bus {of}"
             )
         found = _named(origins, batch.origins)
         if found is not batch.origins and frozenset(batch.origins).isdisjoint(found):
             of = bus_of(origins) if origins else "none"
             raise ValueError(
-                f"none of its {len(checks)} records, of bus {of}, is one that was asked for"
+                f"expected requested records, got {len(checks)} unrequested records of bus {of}"
             )
         heads: dict[Origin, int] = {}
         for group in batch.groups:

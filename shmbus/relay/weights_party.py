@@ -244,8 +244,8 @@ class WeightsParty:
             self._next_name_s = now_s + _NAME_S
             if self._reader.is_removed():
                 raise errors.BusRemovedError(
-                    f"pool {POOL_KIND!r} of bus {self._bus!r} was removed: its mirrors keep what "
-                    "they have, and get what is published next"
+                    f"pool {POOL_KIND!r} of bus {self._bus!r} was removed: its mirrors keep their "
+                    "versions, and get the next publication"
                 )
         self._let_go(now_s)
         for hop in self.pure.round(now_s):

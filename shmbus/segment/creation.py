@@ -246,8 +246,8 @@ def _require_fit(
         name = segment.name
         raise errors.BusExistsError(
             f"bus {name!r} exists already and does not fit: {'; '.join(wrong)}; ask for no more "
-            f"than it has, or, once no process uses it, remove it with shmbus.unlink({name!r}): "
-            "what it holds and was not delivered is lost then"
+            f"than the bus offers, or remove the unused bus with shmbus.unlink({name!r}), which "
+            "loses undelivered trajectories"
         )
 
 

@@ -160,13 +160,13 @@ def unlink(name: str) -> None:
         remove_daemon_socket(name)
     except FileNotFoundError as error:
         raise errors.BusNotFoundError(
-            f"there is no bus {name!r} to remove ({shm_path(name)} does not exist): it was removed "
-            "already, or is called otherwise; `shmbus list` shows what there is"
+            f"there is no bus {name!r} to remove ({shm_path(name)} does not exist): already "
+            "removed, or misspelled; `shmbus list` shows the existing buses"
         ) from error
     except IsADirectoryError as error:
         raise errors.LayoutMismatchError(
-            f"bus {name!r}: {shm_path(name)} is a directory, not a shmbus segment; look what it is "
-            "for, and remove it by rmdir"
+            f"bus {name!r}: {shm_path(name)} is a directory, not a shmbus segment; check its "
+            "content, and remove it by rmdir"
         ) from error
     except PermissionError as error:
         raise PermissionError(f"bus {name!r}: may not remove {shm_path(name)}") from error

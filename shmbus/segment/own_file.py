@@ -26,8 +26,8 @@ def open_own(path: str, flags: int, what: str) -> int:
             check_own(path, os.lstat(path), what)
         if isinstance(error, PermissionError):
             raise PermissionError(
-                f"{what}: may not open {path} as uid {os.geteuid()}; it is for the user who "
-                "created it, with mode 0600"
+                f"{what}: may not open {path} as uid {os.geteuid()}; run as the user that "
+                "created the file, with mode 0600"
             ) from error
         raise
     try:
@@ -35,8 +35,8 @@ def open_own(path: str, flags: int, what: str) -> int:
         check_own(path, found, what)
         if flags & os.O_CREAT and found.st_nlink > 1:
             raise errors.LayoutMismatchError(
-                f"{what}: {path} is another file of this user too, which somebody has linked "
-                "there; remove that name, or choose another one"
+                f"{what}: expected a file with one name, got {path}, a hard link to a further file "
+                "of this user; remove the link, or choose a different name"
             )
     except BaseException:
         os.close(fd)
@@ -68,13 +68,12 @@ def check_own(
     if found.st_uid != os.geteuid():
         raise PermissionError(
             f"{what}: {path} belongs to uid {found.st_uid}, this process runs as uid "
-            f"{os.geteuid()}; it is for the user who created it: run as that user, have it "
-            "removed, or choose another name"
+            f"{os.geteuid()}; run as the owner, have the file removed, or choose a different name"
         )
     if not is_kind(found.st_mode):
         raise errors.LayoutMismatchError(
-            f"{what}: {path} is {kind_of(found.st_mode)}, not a file of shmbus; look what it is "
-            "for, and remove it, or choose another name"
+            f"{what}: {path} is {kind_of(found.st_mode)}, not a file of shmbus; check its "
+            "content, and remove it, or choose a different name"
         )
 
 

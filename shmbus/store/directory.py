@@ -42,8 +42,8 @@ def write_directory(target: Path, write: Callable[[Path], ManifestType]) -> Mani
         target.is_symlink() or not target.is_dir() or any(target.iterdir())
     ):
         raise FileExistsError(
-            f"{target}: expected a directory that is empty or does not exist yet, got one with "
-            "files, or no directory; choose another, or move away what is there"
+            f"{target}: expected an empty or missing directory, got files, or a path to a file; "
+            "choose a different directory, or move the files away"
         )
     _remove_abandoned(target.parent)
     try:

@@ -268,7 +268,7 @@ def read_part(directory: Path, part: Part) -> Iterator[Record]:
     try:
         data = read_own(str(path), "a part of a snapshot")
     except FileNotFoundError as error:
-        raise damaged(path, "the manifest names it, and it is not there") from error
+        raise damaged(path, "listed in the manifest, and missing") from error
     if len(data) != part.nbytes or hashlib.sha256(data).hexdigest() != part.sha256:
         raise damaged(
             path,

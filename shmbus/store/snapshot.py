@@ -248,8 +248,8 @@ def restore(
     before = restored_as(directory)
     if before is not None and not again:
         raise errors.ProtocolError(
-            f"{directory} was restored already, as bus {before!r}: once more would deliver its "
-            "trajectories twice; if that is what you want, say so (--again)"
+            f"{directory} was restored already, as bus {before!r}: a second restore delivers its "
+            "trajectories twice; add --again to restore anyway"
         )
     how = (size, manifest.max_producers, extent_bytes)
     if not _restore_as(name, how, manifest, directory, by_runs=False) and not (

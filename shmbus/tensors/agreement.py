@@ -88,7 +88,7 @@ def _parsed_size(name: str, size: object) -> int | None:
         return check_int("size", size, 0, _MOST_SIZE)
     except (TypeError, ValueError):
         raise ValueError(
-            f"specs[{name!r}]: expected sizes from 0 on, or None for one that varies, got {size!r}"
+            f"specs[{name!r}]: expected sizes from 0 on, or None for a variable size, got {size!r}"
         ) from None
 
 
@@ -254,7 +254,7 @@ class Agreement:
                 self.other = _STATEMENTS.decode(data)
             except msgspec.MsgspecError as error:
                 raise DamagedError(
-                    f"channel {self._endpoint.name!r}: the {self._other}'s specs are none ({error})"
+                    f"channel {self._endpoint.name!r}: invalid specs of the {self._other} ({error})"
                 ) from error
             self._seen = version
             self._agreed, self._passed = False, None

@@ -50,8 +50,8 @@ class ChannelGroup:
         many = max(self.senders, self.receivers)
         if many % min(self.senders, self.receivers):
             raise ValueError(
-                f"group {name!r}: expected one of senders and receivers to be a multiple of the "
-                f"other, got {senders} and {receivers}: some ranks would get more than others"
+                f"group {name!r}: expected the number of senders or receivers to be a multiple of "
+                f"the opposite number, got {senders} and {receivers}: uneven shares of the ranks"
             )
         if self._slices and self.receivers > self.senders:
             raise ValueError(

@@ -64,8 +64,8 @@ class StepReader:
         except PeerGoneError as error:
             if self._channel.is_other_alive():
                 raise WaitTimeoutError(
-                    f"{what}: the sender lives, and does not give its memory: {error}. It is slow "
-                    "or stopped; nothing is lost: call again"
+                    f"{what}: the living sender does not share its memory: {error}. The sender is "
+                    "slow or stopped; no step is lost: call again"
                 ) from error
             lost: Exception = error
         except BufferLostError as error:

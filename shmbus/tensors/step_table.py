@@ -69,7 +69,7 @@ def encode_meta(meta: Mapping[str, Any] | None) -> bytes:
     except (TypeError, OverflowError, ValueError, RecursionError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
-            f"meta: expected what MessagePack can hold: {error}; nothing was sent: send numbers, "
+            f"meta: expected values of MessagePack: {error}; nothing was sent: send numbers, "
             "texts and lists, and arrays as tensors"
         ) from error
 
@@ -92,7 +92,7 @@ def decode_places(head: bytes, what: str) -> Places:
     try:
         return _PLACES.decode(head[_LENGTH_BYTES:])
     except msgspec.MsgspecError as error:
-        raise DamagedError(f"{what}: its table of tensors is none ({error})") from error
+        raise DamagedError(f"{what}: invalid table of tensors ({error})") from error
 
 
 def decode_meta(data: bytes, what: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def decode_meta(data: bytes, what: str) -> dict[str, Any]:
     try:
         return msgspec.msgpack.decode(data, type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise DamagedError(f"{what}: its meta is none ({error})") from error
+        raise DamagedError(f"{what}: invalid meta ({error})") from error
 
 
 def check_places(places: Places, size: int, what: str) -> None:

@@ -33,8 +33,8 @@ def add_parser(commands: Commands) -> None:
         "web",
         help="show buses at work on a page in a browser",
         description="Prints an address on loopback, and serves a page there that shows a bus at "
-        "work: what limits it and who, groups filling up, rates, rewards, producers and holders. "
-        "It reads from outside, holds nothing and changes nothing; until SIGTERM or SIGINT.",
+        "work: the limiting process, groups filling up, rates, rewards, producers and holders. "
+        "Read-only, without leases or locks; until SIGTERM or SIGINT.",
         epilog=_EXAMPLES,
     )
     parser.add_argument("names", metavar="NAME", nargs="*", help="the buses (default: all)")

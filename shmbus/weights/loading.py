@@ -88,7 +88,7 @@ def paired(
     faults = _faults(manifest, targets, destinations, fit)
     if faults:
         raise ManifestError(
-            f"version {version} does not fit the model, and nothing of it was changed", faults
+            f"version {version} does not fit the model; the model is unchanged", faults
         )
     names = set(manifest.names())
     pairs = {
@@ -99,8 +99,8 @@ def paired(
     faults = _tied(manifest, pairs)
     if faults:
         raise ManifestError(
-            f"version {version} has values apart that the model has in one memory, and nothing of "
-            "it was changed: untie them there, or tie them in what is published",
+            f"version {version}: expected one value for tensors tied in the model, got several; "
+            "the model is unchanged: untie the model's tensors, or tie the published tensors",
             faults,
         )
     return pairs
@@ -122,7 +122,7 @@ class Loading:
         except (RuntimeError, OSError, CudaDriverError) as error:
             raise DamagedError(
                 f"version {version}: copying it failed: {error}. The model is torn: load a whole "
-                "version before it is used"
+                "version before its next use"
             ) from error
         return self._plan.nbytes
 

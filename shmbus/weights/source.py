@@ -382,6 +382,5 @@ def _require_bytes(name: str, tensor: torch.Tensor) -> None:
         problem = "has no memory, as FSDP frees it between forward passes; gather it"
     if problem:
         raise WeightsError(
-            f"{name!r} {problem} before it is published. The weights that were published stay in "
-            "force"
+            f"{name!r} {problem} before its publication. The published weights stay in force"
         )

@@ -282,7 +282,7 @@ def test_one_rank_of_another_specification_is_told_on_both_sides_before_a_step(n
 
 
 def test_counts_that_do_not_divide_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match="to be a multiple of the other, got 2 and 3"):
+    with pytest.raises(ValueError, match="multiple of the opposite number, got 2 and 3"):
         TensorChannel.group("x", senders=2, receivers=3)
     with pytest.raises(ValueError, match="slices: expected a sender or more for each of the 2"):
         TensorChannel.group("x", senders=1, receivers=2, slices={"h": 0})

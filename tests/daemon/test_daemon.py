@@ -403,7 +403,7 @@ def test_bad_clients_are_answered_or_closed_and_nobody_else_notices(
         "announced": struct.pack("<I", 2**31),
         "version": messages.frame(messages.Hello(version=99, bus=bus_name)),
         "another bus": messages.frame(messages.Hello(version=1, bus="other")),
-        "not what a client says": hello(bus_name) * 2,
+        "got Hello after its Hello": hello(bus_name) * 2,
         "observer": hello(bus_name, observer=True) + take,
         "wait already": hello(bus_name) + take * (MAX_WAITING + 1),
         "after the last one": hello(bus_name) + messages.frame(messages.Claim(groups=[])),

@@ -92,7 +92,7 @@ def test_a_variable_that_is_nearly_a_setting_ends_serve_with_status_2_and_makes_
 ) -> None:
     result = cli("serve", bus_name, env={variable: "3"})
     assert result.status == 2
-    assert f"{variable}: there is no such setting; did you mean {meant}?" in result.err
+    assert f"{variable}: unknown setting; did you mean {meant}?" in result.err
     assert not Path(f"/dev/shm/shmbus.{bus_name}").exists()
 
 
@@ -120,7 +120,7 @@ def test_other_variables_with_the_prefix_are_nobodys_error() -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("capacty = 3\n", "no setting 'capacty'; did you mean 'capacity'?"),
+        ("capacty = 3\n", "unknown setting 'capacty'; did you mean 'capacity'?"),
         ("group_timeout = '5'\n", "group_timeout"),
         ("a = [", "no TOML"),
     ],

@@ -94,7 +94,7 @@ def test_an_owner_that_has_gone_is_named_at_once_and_what_is_mapped_stays(place:
     arena.close()
     assert memory.tensor().tolist() == [9] * 4
     assert view.memory(name) is memory
-    with pytest.raises(PeerGoneError, match="nobody gives device memory"):
+    with pytest.raises(PeerGoneError, match="no process shares device memory"):
         view.memory(BufferName(1, 5))
 
 

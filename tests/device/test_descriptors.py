@@ -98,7 +98,7 @@ def test_many_askers_at_once_leave_no_descriptor_open(server: DescriptorServer, 
 
 
 def test_nobody_there_is_a_peer_that_has_gone(place: str) -> None:
-    with pytest.raises(PeerGoneError, match="nobody gives device memory"):
+    with pytest.raises(PeerGoneError, match="no process shares device memory"):
         fetch_descriptor(place, b"none", 0.1)
 
 

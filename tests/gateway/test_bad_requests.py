@@ -152,7 +152,7 @@ CASES = [
          "Invalid gzip", GZIP),
     Case("empty gzip", "POST", "/scored_data", b"", 400, "Invalid gzip", GZIP),
     # Routes, methods, numbers of environments.
-    Case("unknown path", "GET", "/nothing", None, 404, "no such route"),
+    Case("unknown path", "GET", "/nothing", None, 404, "/nothing: unknown route"),
     Case("wrong method", "GET", "/scored_data", None, 405, "POST"),
     Case("head", "HEAD", "/info", None, 405),
     Case("status of unknown", "GET", "/status-env", {"env_id": 99}, 404, "register-env"),

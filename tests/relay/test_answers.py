@@ -54,7 +54,7 @@ def test_a_block_that_is_cut_foreign_or_another_record_is_refused_and_asked_for_
                 (bytes(flipped), "checksum"),
                 (
                     export(reader, [head.origin for head in heads[4:]]),
-                    "not those that its sender names",
+                    "records as announced by its sender",
                 ),
                 (b"", "cut"),
             ]
@@ -93,7 +93,7 @@ def test_a_block_that_names_itself_is_compared_with_what_was_asked_for(
         ids = [head.origin for head in heads]
         for count, (payload, why) in enumerate(
             [
-                (export(reader, ids[8:]), "none of its 4 records"),
+                (export(reader, ids[8:]), "got 4 unrequested records"),
                 (export(reader, ids[:8])[:-64], "cut"),
             ]
         ):

@@ -293,7 +293,7 @@ def test_another_version_of_shmbus_is_refused_with_both_numbers(
     (told,) = [record.getMessage() for record in caplog.records]
     assert "node7 speaks protocol 77" in told
     assert f"node8 protocol {PROTOCOL} with bus layout {_core.LAYOUT_VERSION}" in told
-    assert "install the same one on both nodes" in told
+    assert "the same version of shmbus on both nodes" in told
     for junk in (b"", b"\xc1", struct.pack("<Q", 1), pack("x", m.HelloWanted())[:-1]):
         assert opener.open(junk, b"") == []
 
@@ -334,8 +334,10 @@ def test_a_node_with_the_shmbus_before_this_one_is_refused_by_name_and_the_other
         assert note.missing == [b] and note.refused > 0
         (why,) = note.why_refused
         assert f"{b} speaks protocol {PROTOCOL - 1}" in why and COORDINATOR in why
-        assert "install the same one on both nodes" in why
-        assert any("install the same one" in line for line in show_relay("x", note).splitlines())
+        assert "the same version of shmbus on both nodes" in why
+        assert any(
+            "install the same version" in line for line in show_relay("x", note).splitlines()
+        )
         # Nothing of what it has is lost: the same shmbus on its node relays it.
         assert stats(b).committed == 4 and stats(b).acknowledged == 0
         del made.kinds[b]

@@ -97,7 +97,7 @@ def test_prompt_tokens_do_not_age_a_sample(bus: Bus, producer: Producer) -> None
     [
         ({"tokens": [0, 1, 9, 3, 5]}, r"field 'tokens': expected it to begin with the 4 elements"),
         ({"tokens": [0, 1]}, r"field 'tokens': expected it to begin with .* got 2 of them"),
-        ({"logprobs": [0.0]}, r"field 'logprobs': expected 6 elements, as tokens has, got 1"),
+        ({"logprobs": [0.0]}, r"field 'logprobs': expected 6 elements, one per token, got 1"),
     ],
 )
 def test_what_does_not_go_on_from_the_prompt_is_named(

@@ -375,7 +375,7 @@ def test_a_damaged_schema_is_refused_by_producers_and_shown_to_operators(
         put(producer)
         with (SHM_DIR / f"shmbus.{bus.name}").open("r+b") as file:
             os.pwrite(file.fileno(), value, _part_at(bus.name) + offset)
-        with pytest.raises(shmbus.LayoutMismatchError, match=r"schema .* is damaged"):
+        with pytest.raises(shmbus.LayoutMismatchError, match="damaged declared schema"):
             Producer(bus.name)
         put(producer)  # it has its copy
     status = read_status(bus.name)

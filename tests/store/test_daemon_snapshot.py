@@ -134,7 +134,7 @@ def test_a_snapshot_that_cannot_be_written_says_why_and_the_daemon_goes_on(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     result = cli("snapshot", bus_name, str(tmp_path / "full"))
-    assert result.status == 1 and "choose another" in result.err
+    assert result.status == 1 and "choose a different directory" in result.err
     # A limit on the size of files fails in the middle of a write, as a full disk does.
     before = resource.prlimit(served.child.pid, resource.RLIMIT_FSIZE, (1_000_000, -1))
     result = cli("snapshot", bus_name, str(tmp_path / "snap"))

@@ -201,7 +201,7 @@ def test_a_directory_with_files_is_refused_in_words(bus_name: str, tmp_path: Pat
     with shmbus.Bus.create(bus_name, "1MiB"):
         result = cli("snapshot", bus_name, str(tmp_path))
     assert result.status == 1 and [file.name for file in tmp_path.iterdir()] == ["kept"]
-    assert f"{tmp_path}: expected a directory that is empty or does not exist yet" in result.err
+    assert f"{tmp_path}: expected an empty or missing directory" in result.err
     assert "Errno" not in result.err
 
 
@@ -458,7 +458,7 @@ def test_where_something_is_no_snapshot_is_written(bus_name: str, taken: Path) -
     snapshot.restore(taken)
     result = cli("snapshot", bus_name, str(taken))
     assert result.status == 1
-    assert "choose another" in result.err
+    assert "choose a different directory" in result.err
     (taken.parent / "file").touch()
     assert cli("snapshot", bus_name, str(taken.parent / "file")).status == 1
     (taken.parent / "empty").mkdir()

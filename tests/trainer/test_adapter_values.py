@@ -358,6 +358,6 @@ def test_samples_and_batches_that_are_none_are_named(bus: shmbus.Bus, run: str) 
     batch = prompts_of("a")
     batch["prompts"] = ["one", "other"]
     generator = GenerateByBus(bus.name)
-    with pytest.raises(ValueError, match="group 'a': expected one prompt for all of its samples"):
+    with pytest.raises(ValueError, match="group 'a': expected the same prompt for its samples"):
         asyncio.run(generator.generate(batch))
     generator.close()

@@ -208,7 +208,7 @@ def test_acknowledging_a_batch_frees_its_space_and_is_done_once(
         batch = handler.next_batch(10)
         handler.ack(batch)
         for end in (handler.ack, handler.give_back):
-            with pytest.raises(shmbus.ProtocolError, match=f"batch {batch.step}: it is not out"):
+            with pytest.raises(shmbus.ProtocolError, match=f"batch {batch.step}: it was ack"):
                 end(batch)
         with pytest.raises(shmbus.ProtocolError, match="batch -1"):
             handler.ack(pack_one(bus, producer, handler))

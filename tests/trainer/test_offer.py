@@ -75,7 +75,7 @@ def test_so_many_batches_are_open_and_each_prompt_is_trained_once(bus: Bus, pref
                 handler.ack(batch)
         assert sorted(trained) == sorted(f"q{number}" for number in range(20))
         assert handler.step == 10
-        with pytest.raises(EOFError, match="20 of them"):
+        with pytest.raises(EOFError, match="the 20 offered prompts"):
             handler.next_batch()
 
 
@@ -365,7 +365,7 @@ def test_a_generator_that_raises_is_not_taken_for_the_end(bus: Bus) -> None:
                 trained += ids(batch)
                 handler.ack(batch)
         for _ in range(2):
-            with pytest.raises(ValueError, match="has raised an exception at prompt 4"):
+            with pytest.raises(ValueError, match="raised an exception at prompt 4"):
                 handler.next_batch(30)
         handler.offer(iter(prompts(10)), group_size=2)
         for batch in handler:

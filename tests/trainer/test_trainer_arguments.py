@@ -185,7 +185,7 @@ REFUSED: list[tuple[Call, str]] = [
         "TypeError: unused_mask: expected a torch.Tensor, got int",
     ),
     (lambda g: pad_input(TWO, TWO[:, 0], 2, 3), "TypeError: indices: expected int64, got torch.f"),
-    (lambda g: pad_input(TWO, INDICES[:1], 2, 3), "ValueError: one for each row of hidden"),
+    (lambda g: pad_input(TWO, INDICES[:1], 2, 3), "ValueError: an index per row of hidden"),
     (lambda g: pad_input(TWO, INDICES + 99, 2, 3), "IndexError: out of range|out of bounds"),
     (lambda g: pad_input(TWO, [0], 2, 3), "TypeError: indices: expected a torch.Tensor, got list"),  # type: ignore[arg-type]
     (lambda g: pad_input(TWO, INDICES, 2.0, 3), "TypeError: batch: expected an int, got float"),  # type: ignore[arg-type]

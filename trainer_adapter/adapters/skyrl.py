@@ -143,8 +143,8 @@ class GenerateByBus:
                 of_group.sort(key=lambda place: ids[place].repetition_id)
                 if any(prompts[place] != prompts[of_group[0]] for place in of_group):
                     raise ValueError(
-                        f"generate: group {instance_id!r}: expected one prompt for all of its "
-                        "samples, got others; give each prompt an instance_id of its own"
+                        f"generate: group {instance_id!r}: expected the same prompt for its "
+                        "samples, got different prompts; give each prompt its own instance_id"
                     )
                 key: tuple[str, int | None] = (instance_id, next(self._rounds))
                 self._wanted.add(key)

@@ -146,8 +146,8 @@ def begin_gather(
     if table.has_rows:
         staging.give_back(block)
         raise SeveralRowsError(
-            "gather: expected samples of one row each, got one that was put with rows=; the kernel "
-            "packs a record as one sequence: use trainer_adapter.pack, or transport='copy'"
+            "gather: expected single-row samples, got a sample put with rows=; the kernel packs a "
+            "record as one sequence: use trainer_adapter.pack, or transport='copy'"
         )
     facts = _facts(table)
     blocks = [block]

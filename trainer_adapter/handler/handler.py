@@ -544,8 +544,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
         """Offer prompts before a wait; raise if no batch can come any more."""
         if asked and self._prompts.is_hopeless():
             raise TimeoutError(
-                "no batch can come: what was requested has ended, nothing is on the bus, and no "
-                f"producer is attached; {self._what_is_there()}"
+                "no batch can come: every request ended, the bus is empty, and no producer is "
+                f"attached; {self._what_is_there()}"
             )
         return self._prompts.look(asked, deadline_s)
 
@@ -671,8 +671,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         else:
             why = "it was given back already, or another handler yielded it"
         raise shmbus.ProtocolError(
-            f"cannot {verb} batch {batch.step}: it is not out: {why}; each batch of this handler "
-            "ends once"
+            f"cannot {verb} batch {batch.step}: {why}; each batch of this handler ends once"
         )
 
     # -- prompts --------------------------------------------------------------------------------

@@ -140,9 +140,9 @@ class PromptSource:
             raise
         if not self._drawn and self._raised and self._is_used_up:
             raise ValueError(
-                f"prompts: the iterator has raised an exception at prompt {self.position}, and "
-                "gives nothing more; call offer again with one that is at its start: those that "
-                "were offered are passed over"
+                f"prompts: the iterator raised an exception at prompt {self.position}, and is "
+                "exhausted; call offer again with an iterator at its start: offer skips the "
+                "prompts already offered"
             )
         self._raised = False
 

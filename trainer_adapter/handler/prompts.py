@@ -162,8 +162,8 @@ class PromptOffers:
             self._refill(source, deadline_s)
         if source.ended and self._has_ended(asked):
             raise PromptsEndedError(
-                f"bus {self._consumer.name!r}: every prompt was offered, {source.position} of "
-                "them, and is trained or given up; offer others, or stop here"
+                f"bus {self._consumer.name!r}: the {source.position} offered prompts are "
+                "trained or given up; offer further prompts, or stop here"
             )
         return LOOK_S
 

@@ -133,8 +133,8 @@ def fetch_descriptor(
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if not await_server or time.monotonic() >= deadline:
                     raise PeerGoneError(
-                        f"nobody gives device memory at {path}: {error.strerror}; is the process "
-                        "that has it running?"
+                        f"no process shares device memory at {path}: {error.strerror}; is its "
+                        "owner running?"
                     ) from error
                 time.sleep(RETRY_S)
         if _peer_uid(connection) != os.geteuid():

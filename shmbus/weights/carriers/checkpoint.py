@@ -253,7 +253,7 @@ class CheckpointVersion(CarriedVersion):
             elif (dtype_name(found.dtype), tuple(found.shape)) != (place.dtype, place.shape):
                 faults.append(f"{place.name!r}: {found.dtype} {list(found.shape)}")
         if faults:
-            raise ManifestError("the file does not have what its manifest says", faults)
+            raise ManifestError("the file does not match its manifest", faults)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the file's tensors."""

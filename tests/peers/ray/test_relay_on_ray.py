@@ -216,7 +216,7 @@ def test_weights_of_the_trainers_node_reach_the_others_and_every_actor_may_die(
             for name in sources:
                 with PoolReader(name, "weights") as reader, reader.latest(timeout=10) as lease:
                     assert (lease.view() == lease.version).all()
-            with pytest.raises(shmbus.BusBusyError, match="with other"):
+            with pytest.raises(shmbus.BusBusyError, match="with different"):
                 shmbus.relay.start(
                     [f"{buses['left']}@left", f"{buses['right']}@right"],
                     [f"{buses['trainer']}@trainer"],
@@ -294,7 +294,7 @@ def test_a_relay_that_runs_is_returned_or_refused_and_one_that_ended_says_so(
     relay = shmbus.relay.start(left, [trainer])
     try:
         assert shmbus.relay.start(left, [trainer]).addresses == relay.addresses
-        with pytest.raises(shmbus.BusBusyError, match="runs already, with other"):
+        with pytest.raises(shmbus.BusBusyError, match="runs already, with different"):
             shmbus.relay.start(left, [trainer], release="put")
     finally:
         relay.stop()

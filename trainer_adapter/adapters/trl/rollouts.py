@@ -42,8 +42,8 @@ def check_equal(prompts: list[Any], slot: int, size: int) -> None:
     """Refuse slots with different prompts."""
     if any(each != prompts[slot] for each in prompts[slot : slot + size]):
         raise ValueError(
-            f"rollouts: expected {size} equal prompts from slot {slot} on, got others; TRL gives "
-            "them so, unless num_generations was changed after its constructor"
+            f"rollouts: expected {size} equal prompts from slot {slot} on, got different "
+            "prompts; do not change num_generations after TRL's constructor"
         )
 
 
