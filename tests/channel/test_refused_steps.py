@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shmbus import CapacityError, WaitTimeoutError
+from shmbus import CapacityError, DeviceMismatchError, WaitTimeoutError
 from shmbus.channel.endpoint import channel_path
 from shmbus.tensors import (
     CudaCarrier,
@@ -337,7 +337,9 @@ def test_a_wrong_option_is_refused_by_its_name_and_leaves_nothing(
 def test_a_carrier_checks_its_options_when_it_is_made() -> None:
     with pytest.raises(ValueError, match="colocated=True"):
         CudaCarrier(device="cuda:0", colocated=False)
-    with pytest.raises(Exception, match="CUDA devices that this process sees, got 'cuda:63'"):
+    with pytest.raises(
+        DeviceMismatchError, match="CUDA devices that this process sees, got 'cuda:63'"
+    ):
         CudaCarrier(device="cuda:63")
     with pytest.raises(ValueError, match="slots: expected 1 to 8, got 9"):
         HostCarrier(slots=9)
