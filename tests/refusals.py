@@ -1,14 +1,64 @@
-"""Calls that are refused: each room has one table of them, with the error that each is."""
+"""Tables of refused calls, and of wrong values by the kind of an argument."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from shmbus import ShmbusError
+
+#: Values of an argument, each with the errors that refuse the value.
+Wrong = tuple[tuple[Any, tuple[type[Exception], ...]], ...]
+ARRAYS = (np.zeros(2), torch.zeros(2), np.array(["auto", "wait"]))
+
+
+def of_type(*values: Any) -> Wrong:
+    """Values of a wrong type."""
+    return tuple((value, (TypeError,)) for value in values)
+
+
+def of_value(*values: Any) -> Wrong:
+    """Values of the right type that are out of range."""
+    return tuple((value, (ValueError,)) for value in values)
+
+
+ARRAY: Wrong = tuple((array, (TypeError, ValueError)) for array in ARRAYS)
+INT = of_type(1.5, "2", True, np.bool_(True), np.array([1, 2]), torch.ones(2), int)
+COUNT = INT + of_value(0, -1)
+SECONDS = of_type("1", 1j, True, *ARRAYS) + of_value(math.nan, -1, -0.001, 10**400)
+FLAG = of_type("no", *ARRAYS)
+TEXT = of_type(5, b"x", *ARRAYS)
+CHOICE = of_value("no such") + ARRAY
+#: What a float cannot hold, or what is no number.
+NUMBER = tuple(
+    (value, (TypeError, ValueError))
+    for value in (10**400, -(10**400), math.nan, "a", b"a", [], {}, object(), int, 1j, *ARRAYS)
+)
+
+
+def let_through(call: Callable[..., Any], name: str, wrong: Wrong, said: str = "") -> list[str]:
+    """Call with each wrong value; returns what was accepted, or refused by another error or name.
+
+    A message names the argument, by `said` where a call's own word differs.
+    """
+    found = []
+    for value, errors in wrong:
+        try:
+            call(**{name: value})
+        except errors as error:
+            if (said or name) not in str(error) or isinstance(error, UnicodeError):
+                found.append(f"{value!r:.60}: {error}")
+        except Exception as error:
+            found.append(f"{value!r:.60}: {error!r}")
+        else:
+            found.append(f"{value!r:.60}: accepted")
+    return found
 
 
 def refused(said: str, call: Callable[..., Any], *given: Any) -> BaseException:
