@@ -41,6 +41,29 @@ NUMBER = tuple(
     for value in (10**400, -(10**400), math.nan, "a", b"a", [], {}, object(), int, 1j, *ARRAYS)
 )
 
+#: Of the options that a Consumer and a relay share.
+POLICIES: dict[str, Wrong] = {
+    "group_timeout": SECONDS + of_value(0), "retry_timeout": SECONDS + of_value(0) + of_type(None),
+    "on_timeout": CHOICE + of_type(None), "on_failure": CHOICE + of_value("wait"),
+    "max_policy_lag": INT + of_value(-1), "skip_zero_variance": FLAG,
+    "sample_retries": INT + of_value(-1) + of_type(None),
+    "retry_backoff": of_type(0.5, (0.5, "30")) + of_value((-1, 30), (31, math.inf), (2, 1)),
+}  # fmt: skip
+
+
+def tells(message: str, value: Any) -> bool:
+    """Check that a message has a value: the value itself, a part, the type, length or shape."""
+    if isinstance(value, dict | list | tuple) and any(tells(message, each) for each in value):
+        return True
+    shown = {type(value).__name__, repr(value), f"{value}"}
+    if isinstance(value, torch.Tensor):
+        shown.add(f"{tuple(value.shape)}")
+    if isinstance(value, str | bytes):
+        shown.add(str(len(value.encode("utf-8", "replace") if isinstance(value, str) else value)))
+    if isinstance(value, int) and abs(value) >= 10**309:
+        shown |= {"beyond 1e308", "got inf"}
+    return any(each in message for each in shown)
+
 
 def let_through(call: Callable[..., Any], name: str, wrong: Wrong, said: str = "") -> list[str]:
     """Call with each wrong value; returns what was accepted, or refused by another error or name.
@@ -52,7 +75,8 @@ def let_through(call: Callable[..., Any], name: str, wrong: Wrong, said: str = "
         try:
             call(**{name: value})
         except errors as error:
-            if (said or name) not in str(error) or isinstance(error, UnicodeError):
+            named = (said or name) in str(error) and tells(str(error), value)
+            if not named or isinstance(error, UnicodeError):
                 found.append(f"{value!r:.60}: {error}")
         except Exception as error:
             found.append(f"{value!r:.60}: {error!r}")

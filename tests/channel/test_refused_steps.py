@@ -303,20 +303,8 @@ def test_a_state_is_what_state_dict_returned(
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"slots": "2"}, TypeError, "slots: expected an int"),
-        (
-            {"max_bytes": (1 << 64) + 4096},
-            ValueError,
-            "max_bytes: expected .* got 18446744073709555712",
-        ),
-        ({"timeout": None}, TypeError, "each wait needs an end"),
-        ({"timeout": float("nan")}, ValueError, "timeout"),
-        ({"specs": 5}, TypeError, "specs: expected"),
         ({"specs": {"a": ("float32", 5)}}, TypeError, "expected a shape, got 5"),
         ({"carrier": "cuda"}, ValueError, "device: expected one such as"),
-        ({"device": "abacus"}, ValueError, "device: expected one that torch knows"),
-        ({"label": 5}, TypeError, "expected a str, got int"),
-        ({"carrier": "tcp"}, ValueError, "'auto', 'host', 'memfd' or 'cuda', got 'tcp'"),
         ({"specs": {"a": ("floaty", (1,))}}, ValueError, "dtype of torch, got 'floaty'"),
         ({"slots": 0, "carrier": "memfd"}, ValueError, "slots: expected 1 to 8, got 0"),
         ({"carrier": HostCarrier(), "slots": 3}, ValueError, "slots: options of the carrier"),

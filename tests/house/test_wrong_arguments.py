@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import segments_named
 from refusals import (
     ARRAY,
     ARRAYS,
@@ -30,6 +31,7 @@ from refusals import (
     FLAG,
     INT,
     NUMBER,
+    POLICIES,
     SECONDS,
     TEXT,
     Wrong,
@@ -41,7 +43,7 @@ from refusals import (
 
 import shmbus
 from shmbus import Bus, Consumer, Feeder, Producer
-from shmbus.engines import EngineFleet, VllmServer
+from shmbus.engines import EngineFleet, LoraFleet, VllmServer
 from shmbus.pool import PoolReader
 from shmbus.tensors import TensorChannel
 from shmbus.tensors.config import CudaCarrier
@@ -240,13 +242,6 @@ def test_options_of_handles_have_no_error_from_the_inside(
 WAIT_S = 20.0
 ROW, MASK = torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool)
 BORDERS = torch.tensor([0, 1, 4])
-POLICIES: dict[str, Wrong] = {
-    "group_timeout": SECONDS + of_value(0), "retry_timeout": SECONDS + of_value(0) + of_type(None),
-    "on_timeout": CHOICE + of_type(None), "on_failure": CHOICE + of_value("wait"),
-    "max_policy_lag": INT + of_value(-1), "skip_zero_variance": FLAG,
-    "sample_retries": INT + of_value(-1) + of_type(None),
-    "retry_backoff": of_type(0.5, (0.5, "30")) + of_value((-1, 30), (31, math.inf), (2.0, 1.0)),
-}  # fmt: skip
 
 
 def source() -> ModuleSource:
@@ -280,7 +275,7 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "on_overflow": CHOICE + of_type(1), "duplicate": CHOICE + of_type(True),
             "max_stash_bytes": INT + of_value(0), "on_stall": of_value("warn") + of_type(5),
             "stall_timeout": SECONDS + of_value(0), "wait": SECONDS, "daemon": FLAG,
-            "label": TEXT + of_value("a\0b"), "no_such": of_type(1),
+            "label": TEXT + of_value("a\0b"), 
         },
     ),
     "Producer": (
@@ -297,7 +292,7 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "extra_fields": of_type(["x"], {3: "token"}) + ARRAY,
             "fields": of_type({"tokens": "t"}), "keep_group": of_type("dapo"),
             "score_group": of_type(0.5), "on_metrics": of_type("wandb", {"reward": 3}),
-            "pack_threads": COUNT + of_value(65), "no_such": of_type(1),
+            "pack_threads": COUNT + of_value(65), 
         },
     ),
     "extra_fields": (with_extra, {"field": ARRAY}),
@@ -309,7 +304,7 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
         lambda bus, **o: OnlineDataHandler(bus, fields=FieldNames(**o)), {"loss_mask": ARRAY},
     ),
     "WeightPublisher": (
-        lambda bus, **o: WeightPublisher(**{"bus": bus, "source": source(), **o}),
+        lambda place, **o: WeightPublisher(**{"bus": place, "source": source(), **o}),
         {
             "bus": ARRAY, "source": ARRAY, "carrier": CHOICE, "when_held": CHOICE, "digests": FLAG,
             "rank": INT, "world_size": INT, "slots": INT + of_value(-1, (1 << 32) + 2),
@@ -350,28 +345,33 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
     "CudaCarrier": (
         lambda bus, **o: CudaCarrier(device="cuda:0", **o), {"kind": ARRAY, "colocated": ARRAY},
     ),
-    "EngineFleet": (
-        lambda bus, **o: EngineFleet([VllmServer("http://127.0.0.1:1")], bus=bus, **o),
-        {"mode": CHOICE, "timeout": SECONDS + of_value(0) + of_type(None), "quorum": INT},
-    ),
+    **{
+        kind.__name__: (
+            lambda bus, kind=kind, **o: kind([VllmServer("http://127.0.0.1:1")], bus=bus, **o),
+            {"timeout": SECONDS + of_value(0) + of_type(None), "quorum": INT + of_value(3)}
+            | ({"mode": CHOICE, "clear_cache": FLAG} if kind is EngineFleet else {}),
+        )
+        for kind in (EngineFleet, LoraFleet)
+    },
     "group_advantages": (
         lambda bus, **o: group_advantages([1.0, 2.0], **o), {"std": ARRAY, "eps": NUMBER},
     ),
     "varlen_attention": (
         lambda bus, **o: attend(**o),
         {
-            "scale": NUMBER, "max_q": NUMBER + of_value(-1), "max_k": NUMBER + of_value(-1),
+            "scale": NUMBER, "max_q": NUMBER + of_type(2.5) + of_value(-1, 2**31),
+            "max_k": NUMBER + of_value(-1),
             "window_size": tuple(((value, 0), errors) for value, errors in NUMBER),
             "backend": CHOICE, "return_lse": FLAG, "enable_gqa": FLAG,
         },
     ),
     "policy_loss": (
         lambda bus, **o: policy_loss(ROW, ROW, ROW, MASK, **o),
-        {"clip_low": NUMBER + of_value(-1), "clip_high": NUMBER + of_value(-1)},
+        {"clip_low": NUMBER + of_value(-1, 1.5), "clip_high": NUMBER + of_value(-1)},
     ),
     "gspo_loss": (
         lambda bus, **o: gspo_loss(ROW, ROW, ROW, MASK, cu_seqlens=BORDERS, **o),
-        {"clip_low": NUMBER + of_value(-1)},
+        {"clip_low": NUMBER + of_value(-1, 2)},
     ),
     "cispo_loss": (
         lambda bus, **o: cispo_loss(ROW, ROW, ROW, MASK, **o), {"low": NUMBER + of_value(-1)},
@@ -396,10 +396,12 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
 def test_a_wrong_option_is_refused_by_its_name_and_holds_no_bus(call: str, bus: Bus) -> None:
     function, options = OPTIONS[call]
     made = partial(function, bus.name)
+    before = segments_named(bus.name)
     found = {name: let_through(made, name, wrong) for name, wrong in options.items()}
     assert {name: each for name, each in found.items() if each} == {}
     assert bus.stats().producers == []
     assert bus.stats().collector_pid == 0
+    assert segments_named(bus.name) == before
 
 
 def test_ints_of_a_sample_are_named(handles: tuple[Bus, Producer, Feeder]) -> None:
@@ -432,6 +434,7 @@ def test_pack_names_a_wrong_option(bus: Bus) -> None:
 
 #: Options that exclude each other, and names that are nearly an option's.
 TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
+    *((handle, {"no_such": 1}, "TypeError: no_such") for handle in (Consumer, OnlineDataHandler)),
     (Consumer, {"world_size": 2, "daemon": False}, "ValueError: daemon=False: .* leave daemon out"),
     *(
         (OnlineDataHandler, options, said)

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, create_pool, unlink_pool
-from shmbus.weights import ModuleSource, WeightPublisher
 from trainer_adapter.balance import balance, by_budget
 
 ROW = np.array([1, 2])
@@ -49,14 +47,6 @@ def test_integers_of_numpy_are_ints_of_a_reader(pool: str) -> None:
 def test_a_kind_that_no_file_can_be_named_by_is_refused(bus_name: str) -> None:
     with pytest.raises(ValueError, match="expected a kind of few letters, got one of 300"):
         create_pool(bus_name, "a" * 300, PoolSpec(slot_bytes=4096))
-
-
-def test_a_rank_of_weights_is_an_int_before_it_is_compared(bus_name: str) -> None:
-    source = ModuleSource(torch.nn.Linear(2, 2))
-    for name in ("rank", "world_size"):
-        wrong: dict[str, Any] = {name: ROW}
-        with pytest.raises(TypeError, match=f"^{name}: expected an int"):
-            WeightPublisher(bus_name, source, **wrong)
 
 
 @pytest.mark.parametrize("value", [None, 1.5, "2", ROW, int])
