@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import CHOICE, POLICIES, let_through, of_type
+from refusals import CHOICE, POLICIES, SECONDS, let_through, of_type, of_value
 
 import shmbus.relay
 from shmbus.cli import main
@@ -84,10 +84,9 @@ def test_a_word_that_the_command_does_not_take_is_a_usage_error(
     assert "usage: shmbus relay" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [None, "1", True, 0, -1.0, float("nan")])
 @pytest.mark.parametrize("call", ["describe", "ledgers", "status"])
-def test_a_time_for_answers_that_is_none_is_refused_by_its_name(call: str, wrong: Any) -> None:
+def test_a_time_for_answers_is_refused_by_its_name(call: str) -> None:
     from shmbus.relay.on_ray import Relay
 
-    with pytest.raises((TypeError, ValueError), match="timeout: expected"):
-        getattr(Relay("run1", []), call)(timeout=wrong)
+    wrong = SECONDS + of_type(None) + of_value(0)
+    assert let_through(getattr(Relay("run1", []), call), "timeout", wrong) == []
