@@ -86,7 +86,7 @@ def let_through(call: Callable[..., Any], name: str, wrong: Wrong, said: str = "
 
 
 def refused(said: str, call: Callable[..., Any], *given: Any) -> BaseException:
-    """Make a call that raises what `said` is: a kind of error, and a pattern of its text."""
+    """Make a call that raises the error class and the pattern of text that `said` names."""
     kind, _, words = said.partition(": ")
     with pytest.raises((TypeError, ValueError, LookupError, RuntimeError, ShmbusError)) as caught:
         call(*given)

@@ -95,7 +95,7 @@ VALUES: list[Any] = [
     np.zeros(1, [("a", "i4")]), 1 + 2j, decimal.Decimal("1.5"), datetime.datetime(2026, 1, 1),
     range(3), memoryview(b"abc"), Ellipsis, NotImplemented, Exception("x"),
 ]  # fmt: skip
-#: The same for a name of the call that is at fault: what is found there is one of these.
+#: Errors that a call raises for its own arguments.
 OWN_ERRORS = (TypeError, ValueError, shmbus.ShmbusError)
 
 Call = Callable[[Any], object]

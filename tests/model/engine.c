@@ -74,7 +74,7 @@ static void release_locks(int process) {
 }
 
 static void resume(int process) {
-    step(process);
+    switch_to(process);
     memory_settle(process);
     if (world.processes[process].state == P_DONE) {
         release_locks(process);

@@ -67,7 +67,7 @@ void engine_observe(uint64_t value) {
 }
 
 static void resume(int process) {
-    step(process);
+    switch_to(process);
     if (world.processes[process].state == P_DONE) {
         memory_release_locks(process);
     }
