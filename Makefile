@@ -384,7 +384,7 @@ CHANNEL_SEEDS := $(sort $(wildcard tests/model/channel/seeds/*.sed))
 CHANNEL_SHORT_SEEDS := $(patsubst %,tests/model/channel/seeds/%.sed,early_ack no_second_count)
 build/explore/pool/explore build/explore/channel/explore: build/explore/%/explore: \
 		$(wildcard shmbus_ext/base/* shmbus_ext/pool/* shmbus_ext/channel/*) \
-		$(wildcard tests/model/companion/* tests/model/pool/*.* tests/model/channel/*.*) tests/model/hooks.h
+		$(wildcard tests/model/companion/* tests/model/pool/*.* tests/model/channel/*.*) tests/model/hooks.h tests/model/coroutines.h
 	CC='$(CC)' sh tests/model/companion/build.sh $* shmbus_ext $(@D) -O2
 
 # Each of these has a directory of its own.

@@ -74,31 +74,17 @@ def _has(*names: str) -> bool:
     return all(spec is not None and spec.origin is not None for spec in found)
 
 
-# Tests against other projects run in environments that have these; see `make test-peers`.
-collect_ignore = [
-    folder
-    for folder, needs in {
-        "engines": ("aiohttp",),
-        "gateway": ("aiohttp", "isal"),
-        "peers/atropos": ("atroposlib",),
-        "peers/sglang": ("sglang",),
-        "peers/skyrl": ("skyrl",),
-        "peers/torchtitan": ("torchtitan",),
-        "peers/trl": ("trl",),
-        "peers/openenv": ("openenv",),
-        "peers/peft": ("peft",),
-        "peers/recorder": ("anthropic",),
-        "peers/verifiers": ("verifiers",),
-        "peers/verl": ("verl",),
-        "peers/vllm": ("vllm",),
-        "web": ("aiohttp",),
-        "web/test_browser.py": ("playwright",),
-        "web/test_busy_page.py": ("playwright",),
-        "web/test_narrow_pages.py": ("playwright",),
-        "web/test_page_names.py": ("playwright",),
-    }.items()
-    if not _has(*needs)
-]
+# Environments of other projects lack extras of shmbus; see `make test-peers`.
+_NEEDS = {"engines": ("aiohttp",), "gateway": ("aiohttp", "isal"), "web": ("aiohttp",)}
+# A folder of tests/peers has the name of the package that its tests need, with two exceptions.
+_PACKAGES = {"atropos": "atroposlib", "recorder": "anthropic"}
+_NEEDS |= {
+    f"peers/{folder.name}": (_PACKAGES.get(folder.name, folder.name),)
+    for folder in (ROOT / "tests/peers").iterdir()
+}
+_BROWSED = ("browser", "busy_page", "narrow_pages", "page_names")
+_NEEDS |= dict.fromkeys((f"web/test_{name}.py" for name in _BROWSED), ("playwright",))
+collect_ignore = [folder for folder, needs in _NEEDS.items() if not _has(*needs)]
 # Clusters of several nodes take longer than all else; `make test-relay` names their folder.
 collect_ignore.append("peers/ray")
 

@@ -300,6 +300,10 @@ def aggregate_loss(
     if not isinstance(denominator, Tensor):
         _check_denominator(denominator)
         denominator = total.new_full((), denominator)
+    elif denominator.numel() != 1:
+        raise ValueError(
+            f"denominator: expected a tensor of one element, got shape {tuple(denominator.shape)}"
+        )
     # Without trained tokens, the whole batch's number of tokens may be 0 too.
     return total / torch.where(count > 0, denominator, 1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -23,20 +22,10 @@ from trainer_adapter.attention import varlen_attention
         ({"q": torch.zeros(5, 2, 8)}, ValueError, "k: expected head dimension 8"),
         ({"q": torch.zeros(5, 3, 4)}, ValueError, "multiple of k's heads"),
         ({"q": torch.zeros(5, 4, 4)}, ValueError, "pass enable_gqa=True"),
-        ({"scale": math.nan}, ValueError, "scale: expected a finite"),
-        ({"scale": -(10**400)}, ValueError, "scale: expected a finite"),
-        ({"scale": "big"}, TypeError, "scale: expected a number, got str"),
         ({"window_size": (1, 2, 3)}, TypeError, "window_size: expected two integers"),
         ({"window_size": (0.5, 0)}, TypeError, "window_size: expected two integers"),
         ({"window_size": (-2, 0)}, ValueError, "window_size: expected numbers from -1"),
-        ({"window_size": (10**400, 0)}, ValueError, "window_size: expected numbers from -1"),
         ({"window_size": (-1, 2**31)}, ValueError, "window_size: expected numbers from -1"),
-        ({"return_lse": torch.ones(2)}, TypeError, "return_lse: expected True or False, got T"),
-        ({"enable_gqa": "no"}, TypeError, "enable_gqa: expected True or False, got str"),
-        ({"max_q": 2.5}, TypeError, "max_q: expected an integer, got float"),
-        ({"max_k": -1}, ValueError, "max_k: expected 0 to"),
-        ({"max_k": 10**400}, ValueError, "max_k: expected 0 to"),
-        ({"max_q": 2**31}, ValueError, "max_q: expected 0 to"),
         ({"max_k": 2}, ValueError, "cu_seqlens_k: expected at most 2 tokens.*max_k.*got 3"),
         ({"cu_seqlens_q": [0, 5]}, TypeError, "cu_seqlens_q: expected an int32 or int64.*list"),
         ({"cu_seqlens_q": torch.zeros(3)}, TypeError, "cu_seqlens_q: expected an int32.*float32"),
@@ -45,7 +34,6 @@ from trainer_adapter.attention import varlen_attention
         ({"cu_seqlens_q": torch.tensor([0, 3, 4])}, ValueError, "rise from 0 to 5.*0 to 4"),
         ({"cu_seqlens_q": torch.tensor([1, 3, 5])}, ValueError, "rise from 0 to 5"),
         ({"cu_seqlens_k": torch.tensor([0, 6, 5])}, ValueError, "smallest step -1"),
-        ({"backend": "cudnn"}, ValueError, "backend: expected 'auto'"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(

@@ -1,19 +1,18 @@
-"""Steps in memory of the sender's own, exported by descriptor: by a memfd, on any machine.
-
-`tests/device/test_cuda_channel.py` has the same of a GPU.
-"""
+"""Steps in the sender's own memory, exported: a memfd on any machine, device memory on a GPU."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import Spawner
+from conftest import Child, Spawner
 
 from shmbus import CapacityError, PeerGoneError, WaitTimeoutError
 from shmbus.channel.endpoint import channel_path
@@ -21,89 +20,519 @@ from shmbus.segment.names import memory_socket
 from shmbus.tensors import (
     ChannelClosedError,
     ChannelError,
+    CudaCarrier,
+    SpecMismatchError,
     StepFailedError,
+    StepOrderError,
+    StepSkippedError,
     TensorChannel,
     TensorReceiver,
     TensorSender,
 )
 from shmbus.tensors.sender import ExportedWriter
 
-SPECS = {"x": ("int64", (None,)), "y": ("bfloat16", (None, 8))}
-STEPS = 150
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+class Memory(NamedTuple):
+    """A kind of memory: its device, and what a sender is told."""
+
+    device: str
+    options: dict[str, Any]
+
+
+MEMFD = pytest.param(Memory("cpu", {"carrier": "memfd"}), id="memfd")
+CUDA = pytest.param(Memory("cuda:0", {"device": "cuda:0"}), id="cuda", marks=GPU)
+in_memfd = pytest.mark.parametrize("memory", [MEMFD])
+in_each_memory = pytest.mark.parametrize("memory", [MEMFD, CUDA])
+on_a_gpu = pytest.mark.parametrize("memory", [CUDA])
+each_way = pytest.mark.parametrize("how", ["copies", "views"])
+
+SPECS = {"hidden": ("bfloat16", (None, 64)), "ids": ("int64", (None,))}
+#: The longest step of a run comes within PERIOD steps.
+PERIOD = 61
+CUDA_STEPS = int(os.environ.get("SHMBUS_CUDA_STEPS", "500"))
 NEVER_S = 3600.0
 
-RECEIVER = """
-import os, sys, torch
+# Either side makes the same steps from their number alone.
+MADE = """
+import torch
+def made(step, device, rows=None):
+    rows = (1 + (step * 7919) % 61) * 16 if rows is None else rows
+    bits = torch.arange(rows * 64, dtype=torch.int64, device=device) * 40503 + step * 2654435761
+    hidden = (bits & 0xFFFF).sub(32768).to(torch.int16).view(torch.bfloat16).view(rows, 64)
+    return {"hidden": hidden, "ids": bits[:rows].clone()}
+def wrong(step, item):
+    want = made(step, item["ids"].device, item["ids"].numel())
+    return sum(not torch.equal(item[n].view(torch.uint8), want[n].view(torch.uint8)) for n in want)
+"""
+
+RECEIVER = (
+    MADE
+    + """
+import gc, sys
 from shmbus.tensors import ChannelClosedError, TensorChannel
-specs = {"x": ("int64", (None,)), "y": ("bfloat16", (None, 8))}
-mapped = lambda: sum("memfd:shmbus" in line for line in open("/proc/self/maps"))
-views = sys.argv[2] == "views"
-with TensorChannel.open(sys.argv[1], specs=specs, wait=30, views=views) as rx:
+from shmbus.tensors.device.memory import _Mapping
+def mapped():
+    return sum("memfd:shmbus" in line for line in open("/proc/self/maps"))
+def own(device):  # only what this process has: other processes use the device meanwhile
+    if device.type == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    known = sum(each.nbytes for each in gc.get_objects() if type(each) is _Mapping)
+    return known + torch.cuda.memory_allocated(device)
+name, how, device, period = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+specs = {"hidden": ("bfloat16", (None, 64)), "ids": ("int64", (None,))}
+options = {} if device == "-" else {"device": device}
+with TensorChannel.open(name, specs=specs, wait=30, views=how == "views", **options) as rx:
     print("ready", flush=True)
-    step, wrong, most = 0, 0, 0
+    step, bad, most, early = 0, 0, 0, None
     try:
         while True:
             with rx.recv(60) as item:
-                rows = 1 + step * 7919 % 61
-                wrong += item.step != step or item["x"].tolist() != list(range(step, step + rows))
-                wrong += item["y"].shape != (rows, 8) or bool((item["y"] != step % 128).any())
+                bad += item.step != step or item.meta != {"n": step}
+                bad += wrong(step, item)
                 most = max(most, mapped())
                 step += 1
+                on = item["ids"].device
+            if step == 2 * period:
+                early = own(on)
     except ChannelClosedError:
-        print("steps", step, "wrong", wrong, "mapped", most, flush=True)
+        grown = 0 if early is None else max(0, own(on) - early)
+        print("steps", step, "wrong", bad, "on", on, "mapped", most, "grown", grown, flush=True)
 """
+)
 
-SENDER = """
-import sys, time
+SENDER = (
+    MADE
+    + """
+import json, sys, time
 from shmbus.tensors import TensorChannel
-import torch
-tx = TensorChannel.create(sys.argv[1], carrier="memfd", slots=int(sys.argv[3]))
+options = json.loads(sys.argv[4])
+tx = TensorChannel.create(sys.argv[1], slots=int(sys.argv[3]), **options)
 for _ in range(int(sys.argv[2])):
     step = tx.next_step
-    tx.send({"x": torch.arange(step, step + 5), "y": torch.zeros(5, 8, dtype=torch.bfloat16)})
+    tx.send(made(step, options.get("device", "cpu"), 16), meta={"n": step})
+tx.next_step  # all of it is sent
 print("sent", flush=True)
 time.sleep(600)
 """
+)
+
+scope: dict[str, Any] = {}
+exec(MADE, scope)
+made, wrong = scope["made"], scope["wrong"]
 
 
-def made(step: int, rows: int | None = None) -> dict[str, torch.Tensor]:
-    rows = 1 + step * 7919 % 61 if rows is None else rows
-    x = torch.arange(step, step + rows)
-    return {"x": x, "y": torch.full((rows, 8), float(step % 128), dtype=torch.bfloat16)}
+def create(bus: str, memory: Memory, **options: Any) -> TensorSender:
+    return TensorChannel.create(bus, **{"timeout": 20, **memory.options, **options})
+
+
+def start_sender(spawn: Spawner, bus: str, memory: Memory, steps: int, slots: int) -> Child:
+    return spawn.script(SENDER, bus, steps, slots, json.dumps(memory.options))
+
+
+def start_receiver(spawn: Spawner, bus: str, how: str, device: str = "-") -> Child:
+    child = spawn.script(RECEIVER, bus, how, device, PERIOD)
+    child.expect("ready", timeout=60)
+    return child
+
+
+def send(sender: TensorSender, memory: Memory, step: int, rows: int | None = 16) -> None:
+    sender.send(made(step, memory.device, rows), step=step, meta={"n": step}, timeout=60)
+
+
+def receives(receiver: TensorReceiver, *steps: int) -> None:
+    """Each bit of these steps comes, in this order."""
+    for step in steps:
+        with receiver.recv(30) as item:
+            assert (item.step, item.meta, wrong(step, item)) == (step, {"n": step}, 0)
 
 
 @pytest.fixture
-def both(bus_name: str) -> Iterator[tuple[TensorSender, TensorReceiver]]:
+def both(bus_name: str, memory: Memory) -> Iterator[tuple[TensorSender, TensorReceiver]]:
     with (
-        TensorChannel.create(bus_name, carrier="memfd", max_bytes="1MiB", timeout=20) as sender,
+        create(bus_name, memory, max_bytes="1MiB") as sender,
         TensorChannel.open(bus_name, specs=SPECS) as receiver,
     ):
         yield sender, receiver
 
 
-def buffers_of(sender: TensorSender) -> int:
+def writer_of(sender: TensorSender) -> ExportedWriter:
     writer = sender._writer
     assert isinstance(writer, ExportedWriter)
-    return len(writer._arena._buffers) + len(writer._arena._replaced)
+    return writer
+
+
+# -- steps
+
+
+@pytest.mark.timeout(280)
+@each_way
+@pytest.mark.parametrize("kind", ["memfd", *(pytest.param(k, marks=GPU) for k in ("vmm", "ipc"))])
+def test_steps_of_varying_lengths_arrive_bit_for_bit_in_order_in_flat_memory(
+    bus_name: str, spawn: Spawner, kind: Any, how: str
+) -> None:
+    """A sender has at most one buffer more than slots."""
+    host = kind == "memfd"
+    memory = Memory("cpu" if host else "cuda:0", {})
+    carrier = kind if host else CudaCarrier(device=memory.device, kind=kind)
+    steps = 150 if host else CUDA_STEPS
+    most = 0
+    with TensorChannel.create(bus_name, carrier=carrier) as sender:
+        child = start_receiver(spawn, bus_name, how)
+        for step in range(steps):
+            tensors = made(step, memory.device)
+            sender.send(tensors, step=step, meta={"n": step}, timeout=60)
+            for tensor in tensors.values():
+                tensor.zero_()  # on the stream that was current: after the copy
+            arena = writer_of(sender)._arena
+            most = max(most, len(arena._buffers) + len(arena._replaced))
+        growths = sender._writer.growths
+        sender.close()
+        said = child.finish(timeout=120)
+        mapped = 2 if host else 0
+        assert f"steps {steps} wrong 0 on {memory.device} mapped {mapped} grown 0" in said
+    assert most == 3
+    assert growths < PERIOD
+    assert not os.path.exists(channel_path(bus_name))
+    assert not os.path.exists(memory_socket("channel", bus_name))
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("how", ["copies", "views"])
-def test_steps_arrive_bit_for_bit_in_order_in_at_most_one_buffer_more_than_slots(
-    bus_name: str, spawn: Spawner, how: str
+@each_way
+@on_a_gpu
+@pytest.mark.parametrize("rows", [16, 1 << 15])
+def test_steps_that_are_alike_arrive_bit_for_bit_from_any_stream(
+    bus_name: str, spawn: Spawner, memory: Memory, rows: int, how: str
 ) -> None:
-    most = 0
-    with TensorChannel.create(bus_name, carrier="memfd") as sender:
-        child = spawn.script(RECEIVER, bus_name, how)
-        child.expect("ready", timeout=60)
-        for step in range(STEPS):
-            sender.send(made(step), step=step, timeout=60)
-            most = max(most, buffers_of(sender))
+    with create(bus_name, memory) as sender:
+        child = start_receiver(spawn, bus_name, how)
+        steps = 200
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        for step in range(steps):
+            with torch.cuda.stream(side if step % 3 == 0 else torch.cuda.default_stream()):
+                tensors = made(step, memory.device, rows)
+                tensors["hidden"].requires_grad_(step == 100)
+                sender.send(tensors, step=step, meta={"n": step}, timeout=60)
+                with torch.no_grad():
+                    for tensor in tensors.values():
+                        tensor.zero_()
         sender.close()
-        assert f"steps {STEPS} wrong 0 mapped 2" in child.finish(timeout=60)
-    assert most == 3
-    assert not os.path.exists(channel_path(bus_name))
-    assert not os.path.exists(memory_socket("channel", bus_name))
+        assert f"steps {steps} wrong 0 on cuda:0" in child.finish(timeout=60)
+
+
+@in_each_memory
+def test_steps_that_are_not_like_the_last_one_arrive_too(
+    both: tuple[TensorSender, TensorReceiver], memory: Memory
+) -> None:
+    sender, receiver = both
+    for step in range(4):
+        send(sender, memory, step)
+        receives(receiver, step)
+    with pytest.raises(StepOrderError, match="expected step 4, got step 9"):
+        send(sender, memory, 9)
+    with pytest.raises(SpecMismatchError):
+        sender.send({"hidden": made(4, memory.device, 16)["hidden"]})
+    send(sender, memory, 4)
+    receives(receiver, 4)
+    assert sender.skip(reason="empty") == 5
+    with pytest.raises(StepSkippedError, match="skipped: empty"):
+        receiver.recv(20)
+    # Then another length, in larger buffers.
+    for step, rows in enumerate([16] * 3 + [40] * 3 + [16] * 3, 6):
+        send(sender, memory, step, rows)
+        receives(receiver, step)
+
+
+@in_each_memory
+def test_what_cannot_be_sent_is_named_and_the_channel_stays_usable(
+    both: tuple[TensorSender, TensorReceiver], memory: Memory
+) -> None:
+    sender, receiver = both
+    good = made(0, memory.device, 16)
+    bad: list[tuple[torch.Tensor, str]] = [
+        (good["ids"].to("meta"), f"on the agreed device '{memory.device}', got 'meta'"),
+    ]
+    if memory.device != "cpu":
+        bad += [
+            (good["ids"].cpu(), "on the agreed device 'cuda:0', got 'cpu'"),
+            (torch.arange(32, device="cuda:0")[::2], "expected a contiguous tensor"),
+            (good["ids"][:0], "expected elements, got shape [0]"),
+        ]
+    for tensor, problem in bad:
+        with pytest.raises(ValueError, match=f"step 0, tensor 'ids': .*{re.escape(problem)}"):
+            sender.send({**good, "ids": tensor})
+    with pytest.raises(CapacityError, match="a buffer may grow to max_bytes=1048576"):
+        send(sender, memory, 0, 1 << 14)
+    send(sender, memory, 0)
+    receives(receiver, 0)
+
+
+@on_a_gpu
+def test_more_than_the_device_has_is_refused_and_the_channel_stays_usable(
+    bus_name: str, memory: Memory
+) -> None:
+    with (
+        create(bus_name, memory) as sender,
+        TensorChannel.open(bus_name, specs=SPECS) as receiver,
+    ):
+        free = torch.cuda.mem_get_info()[0]
+        taken = torch.empty(free - (1 << 30), dtype=torch.uint8, device="cuda:0")
+        big = torch.empty((600 << 20) // 128, 64, dtype=torch.bfloat16, device="cuda:0")
+        with pytest.raises(CapacityError, match="no memory on cuda:0 for step 0"):
+            sender.send({"hidden": big, "ids": torch.arange(8, device="cuda:0")})
+        del taken, big
+        torch.cuda.empty_cache()
+        send(sender, memory, 0)
+        receives(receiver, 0)
+
+
+@in_memfd
+def test_a_buffer_grows_to_the_exact_size_and_what_it_replaced_is_freed(
+    both: tuple[TensorSender, TensorReceiver], memory: Memory
+) -> None:
+    sender, receiver = both
+    for step, rows in enumerate([1, 1, 101, 1001, 10, 10]):
+        send(sender, memory, step, rows)
+        receives(receiver, step)
+    assert sender._writer.growths == 4
+    # The ids begin at a multiple of 256: steps 2 and 3 are the largest.
+    assert writer_of(sender).nbytes == (13_056 + 101 * 8) + (128_256 + 1001 * 8)
+
+
+@in_each_memory
+def test_a_view_that_outlives_its_context_is_an_error_and_the_step_comes_again(
+    bus_name: str, memory: Memory
+) -> None:
+    with (
+        create(bus_name, memory) as sender,
+        TensorChannel.open(bus_name, specs=SPECS, views=True) as receiver,
+    ):
+        send(sender, memory, 0)
+        with (
+            pytest.raises(ChannelError, match="a view of it outlives its context"),
+            receiver.recv(5) as item,
+        ):
+            kept = item["ids"][:1]
+        del kept
+        assert sender.acked_step == -1
+        receives(receiver, 0)
+        assert sender.acked_step == 0
+
+
+@on_a_gpu
+def test_gradients_through_a_step_are_those_of_tensors_that_never_left(
+    bus_name: str, memory: Memory
+) -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(64, 8, device="cuda:0", dtype=torch.bfloat16)
+    hidden = torch.randn(256, 64, device="cuda:0", dtype=torch.bfloat16)
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        head.zero_grad()
+        head(x).float().square().mean().backward()
+        assert head.weight.grad is not None
+        return head.weight.grad.clone()
+
+    with (
+        create(bus_name, memory) as sender,
+        TensorChannel.open(bus_name, specs={"hidden": ("bfloat16", (None, 64))}) as receiver,
+    ):
+        sender.send({"hidden": hidden})
+        with receiver.recv(20) as item:
+            assert torch.equal(gradient(item["hidden"]), gradient(hidden))
+
+
+# -- devices
+
+
+@pytest.mark.timeout(100)
+@each_way
+@pytest.mark.parametrize("memory", [pytest.param(CUDA.values[0], marks=TWO_GPUS)])
+def test_a_receiver_on_another_device_reads_over_peer_access(
+    bus_name: str, spawn: Spawner, memory: Memory, how: str
+) -> None:
+    with create(bus_name, memory) as sender:
+        child = start_receiver(spawn, bus_name, how, "cuda:1")
+        for step in range(100):
+            send(sender, memory, step, None)
+        sender.close()
+        assert "steps 100 wrong 0 on cuda:1" in child.finish(timeout=60)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("memory", [pytest.param(CUDA.values[0], marks=TWO_GPUS)])
+def test_a_process_that_does_not_see_the_device_is_told_so(
+    bus_name: str, spawn: Spawner, memory: Memory
+) -> None:
+    with create(bus_name, memory, timeout=5) as sender:
+        send(sender, memory, 0)
+        env = {"CUDA_VISIBLE_DEVICES": "1"}
+        child = spawn.script(RECEIVER, bus_name, "copies", "-", PERIOD, env=env)
+        assert child.wait(60) != 0
+        assert "DeviceMismatchError" in child.output()
+        assert "which this process does not see" in child.output()
+        with TensorChannel.open(bus_name, specs=SPECS) as receiver:
+            receives(receiver, 0)
+
+
+# -- deaths
+
+
+@pytest.mark.timeout(100)
+@in_each_memory
+def test_a_receiver_that_has_the_memory_gets_what_a_killed_sender_has_sent(
+    bus_name: str, spawn: Spawner, memory: Memory
+) -> None:
+    child = start_sender(spawn, bus_name, memory, 1, 1)
+    child.expect("sent", timeout=60)
+    with TensorChannel.open(bus_name, specs=SPECS) as receiver:
+        with pytest.raises(ZeroDivisionError), receiver.recv(5):
+            raise ZeroDivisionError
+        child.kill()
+        receives(receiver, 0)
+        with pytest.raises(PeerGoneError):
+            receiver.recv(NEVER_S)
+        successor = start_sender(spawn, bus_name, memory, 1, 1)
+        receives(receiver, 1)
+        successor.kill()
+
+
+@pytest.mark.timeout(100)
+@in_each_memory
+def test_a_step_whose_memory_died_with_its_sender_fails_and_the_next_one_comes(
+    bus_name: str, spawn: Spawner, memory: Memory
+) -> None:
+    child = start_sender(spawn, bus_name, memory, 2, 2)
+    child.expect("sent", timeout=60)
+    with TensorChannel.open(bus_name, specs=SPECS) as receiver:
+        child.kill()
+        for step in range(2):
+            with pytest.raises(StepFailedError, match="memory went with the sender") as lost:
+                receiver.recv(5)
+            assert lost.value.step == step
+        successor = start_sender(spawn, bus_name, memory, 1, 2)
+        successor.expect("sent", timeout=60)
+        while True:
+            try:
+                receives(receiver, 2)
+                break
+            except PeerGoneError:
+                continue
+        successor.kill()
+
+
+@pytest.mark.timeout(100)
+@in_each_memory
+def test_a_killed_receiver_leaves_its_step_to_the_successor(
+    bus_name: str, spawn: Spawner, memory: Memory
+) -> None:
+    holding = RECEIVER.replace(
+        "step += 1", "print('holds', flush=True); __import__('time').sleep(600)"
+    )
+    with create(bus_name, memory) as sender:
+        child = spawn.script(holding, bus_name, "copies", "-", PERIOD)
+        send(sender, memory, 0)
+        child.expect("holds", timeout=60)
+        send(sender, memory, 1)
+        child.kill()
+        with pytest.raises(PeerGoneError):
+            sender.send(made(2, memory.device), meta={"n": 2}, timeout=NEVER_S)
+        with TensorChannel.open(bus_name, specs=SPECS) as receiver:
+            receives(receiver, 0, 1)
+            send(sender, memory, 2)
+            receives(receiver, 2)
+
+
+@pytest.mark.timeout(60)
+@in_memfd
+def test_steps_that_died_with_their_sender_come_again_once_both_sides_resume(
+    bus_name: str, spawn: Spawner, memory: Memory
+) -> None:
+    child = start_sender(spawn, bus_name, memory, 2, 2)
+    child.expect("sent", timeout=60)
+    with TensorChannel.open(bus_name, specs=SPECS) as receiver:
+        state = receiver.state_dict()
+        child.kill()
+        for _ in range(2):
+            with pytest.raises(StepFailedError, match="resume both sides from a checkpoint"):
+                receiver.recv(5)
+        with pytest.raises(PeerGoneError):
+            receiver.recv(NEVER_S)
+        with create(bus_name, memory) as successor:
+            successor.load_state_dict(state)
+            receiver.load_state_dict(state)
+            for step in range(3):
+                send(successor, memory, step)
+                receives(receiver, step)
+
+
+@pytest.mark.timeout(60)
+@in_memfd
+def test_a_successor_sends_again_what_nobody_had_received(
+    bus_name: str, spawn: Spawner, memory: Memory
+) -> None:
+    child = start_sender(spawn, bus_name, memory, 2, 2)
+    child.expect("sent", timeout=60)
+    child.kill()
+    with create(bus_name, memory, timeout=0.1) as sender:
+        assert sender.next_step == 0
+        for step in range(2):
+            send(sender, memory, step, 3)
+        with TensorChannel.open(bus_name, specs=SPECS) as receiver:
+            receives(receiver, 0, 1)
+
+
+@in_memfd
+def test_a_sender_that_closes_waits_for_a_receiver_that_is_slow(
+    bus_name: str, spawn: Spawner, memory: Memory
+) -> None:
+    child = spawn.script(RECEIVER, bus_name, "copies", "-", PERIOD)
+    with TensorChannel.create(bus_name, **memory.options) as sender:
+        for step in range(2):
+            send(sender, memory, step)
+    assert "steps 2 wrong 0" in child.finish()
+
+
+@in_memfd
+def test_a_sender_that_closes_waits_no_longer_than_its_timeout(
+    bus_name: str, memory: Memory
+) -> None:
+    sender = create(bus_name, memory, timeout=0.05)
+    send(sender, memory, 0)
+    sender.close()
+    with TensorChannel.open(bus_name, specs=SPECS) as receiver:
+        with pytest.raises(StepFailedError, match="memory went with the sender"):
+            receiver.recv(5)
+        with pytest.raises(ChannelClosedError):
+            receiver.recv(5)
+
+
+@in_memfd
+def test_a_stopped_sender_is_slow_and_nothing_is_lost(
+    bus_name: str, spawn: Spawner, memory: Memory
+) -> None:
+    child = start_sender(spawn, bus_name, memory, 1, 1)
+    child.expect("sent", timeout=60)
+    with TensorChannel.open(bus_name, specs=SPECS) as receiver:
+        receiver._reader._buffers._timeout = 0.2
+        child.send_signal(signal.SIGSTOP)
+        with pytest.raises(WaitTimeoutError, match="the sender lives"):
+            receiver.recv(5)
+        child.send_signal(signal.SIGCONT)
+        receives(receiver, 0)
+    child.kill()
+
+
+# -- copies that take time
 
 
 class Gate:
@@ -123,62 +552,58 @@ class Gate:
 
 
 def gated(sender: TensorSender, monkeypatch: pytest.MonkeyPatch) -> list[Gate]:
-    writer = sender._writer
-    assert isinstance(writer, ExportedWriter)
     gates: list[Gate] = []
 
     def record(device: torch.device) -> Any:
         gates.append(Gate())
         return gates[-1]
 
-    monkeypatch.setattr(writer._completion, "_record", record)
+    monkeypatch.setattr(writer_of(sender)._completion, "_record", record)
     return gates
 
 
+@in_memfd
 def test_a_step_is_sent_when_its_copies_are_there_and_the_next_ones_do_not_wait_for_that(
-    both: tuple[TensorSender, TensorReceiver], monkeypatch: pytest.MonkeyPatch
+    both: tuple[TensorSender, TensorReceiver], memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver = both
     gates = gated(sender, monkeypatch)
     for step in range(2):
-        assert sender.send(made(step, 3), step=step) == step
+        send(sender, memory, step)
     with pytest.raises(WaitTimeoutError):
         receiver.recv(0.05)
     with pytest.raises(WaitTimeoutError, match="step 2, which step 0 still has"):
-        sender.send(made(2, 3), step=2, timeout=0.05)
+        sender.send(made(2, memory.device, 16), step=2, timeout=0.05)
     for step in range(2):
         gates[step].happen()
-        with receiver.recv(20) as item:
-            assert (item.step, item["x"].tolist()) == (step, list(range(step, step + 3)))
+        receives(receiver, step)
     assert sender.next_step == 2
-    sender.send(made(2, 3))
+    send(sender, memory, 2)
     gates[2].happen()
-    with receiver.recv(20) as item:
-        assert item["x"].tolist() == [2, 3, 4]
+    receives(receiver, 2)
 
 
+@in_memfd
 def test_a_small_step_that_is_copied_at_once_is_sent_by_the_call_itself(
-    both: tuple[TensorSender, TensorReceiver], monkeypatch: pytest.MonkeyPatch
+    both: tuple[TensorSender, TensorReceiver], memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver = both
     monkeypatch.setattr(Gate, "query", lambda self: True)
     gated(sender, monkeypatch)
     for step in range(3):
-        sender.send(made(step, 3))
+        send(sender, memory, step)
         assert sender._channel.sent_step == step
-        with receiver.recv(20) as item:
-            assert item.step == step
-    assert isinstance(sender._writer, ExportedWriter)
-    assert sender._writer._completion._thread is None
+        receives(receiver, step)
+    assert writer_of(sender)._completion._thread is None
 
 
+@in_memfd
 def test_what_keeps_a_step_from_being_sent_keeps_those_behind_it_and_is_told(
-    both: tuple[TensorSender, TensorReceiver], monkeypatch: pytest.MonkeyPatch
+    both: tuple[TensorSender, TensorReceiver], memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver = both
-    sender.send(made(0, 3))
-    with receiver.recv(20) as item:
-        assert item.step == 0
+    send(sender, memory, 0)
+    receives(receiver, 0)
     gates = gated(sender, monkeypatch)
     failing = [ZeroDivisionError()]
     post = sender._channel.post
@@ -189,182 +614,13 @@ def test_what_keeps_a_step_from_being_sent_keeps_those_behind_it_and_is_told(
         post(meta)
 
     monkeypatch.setattr(sender._channel, "post", fail_once)
-    sender.send(made(1, 3))
-    sender.send(made(2, 3))
+    for step in (1, 2):
+        send(sender, memory, step, 3)
     for gate in gates:
         gate.happen()
     with pytest.raises(ZeroDivisionError):
         sender.next_step  # noqa: B018
     assert sender.next_step == 1
-    sender.send(made(7, 3), step=1)
+    send(sender, memory, 1, 5)
     gates[2].happen()
-    with receiver.recv(20) as item:
-        assert (item.step, item["x"].tolist()) == (1, [7, 8, 9])
-
-
-def test_a_view_that_outlives_its_context_is_an_error_and_the_step_comes_again(
-    bus_name: str,
-) -> None:
-    with (
-        TensorChannel.create(bus_name, carrier="memfd", timeout=20) as sender,
-        TensorChannel.open(bus_name, specs=SPECS, views=True) as receiver,
-    ):
-        sender.send(made(0))
-        with (
-            pytest.raises(ChannelError, match="a view of it outlives its context"),
-            receiver.recv(5) as item,
-        ):
-            kept = item["x"][:1]
-        del kept
-        assert sender.acked_step == -1
-        with receiver.recv(5) as item:
-            assert (item.step, item["x"].tolist()) == (0, [0])
-        assert sender.acked_step == 0
-
-
-def test_a_buffer_grows_to_the_exact_size_and_what_it_replaced_is_freed(
-    both: tuple[TensorSender, TensorReceiver],
-) -> None:
-    sender, receiver = both
-    writer = sender._writer
-    assert isinstance(writer, ExportedWriter)
-    for step, rows in enumerate([1, 1, 100, 1000, 10, 10]):
-        sender.send(made(step, rows))
-        with receiver.recv(5) as item:
-            assert item["x"].tolist() == list(range(step, step + rows))
-    assert sender._writer.growths == 4
-    # x and y, of which y begins at a multiple of 256: steps 2 and 3 are the largest.
-    assert writer.nbytes == (1024 + 100 * 16) + (8192 + 1000 * 16)
-
-
-def test_what_is_too_large_or_elsewhere_is_named_and_the_channel_stays_usable(
-    both: tuple[TensorSender, TensorReceiver],
-) -> None:
-    sender, receiver = both
-    with pytest.raises(CapacityError, match="a buffer may grow to max_bytes=1048576"):
-        sender.send(made(0, 1 << 17))
-    with pytest.raises(ValueError, match="'x': expected a tensor on the agreed device 'cpu', got"):
-        sender.send({**made(0), "x": torch.ones(1, dtype=torch.int64, device="meta")})
-    sender.skip(reason="nothing")
-    sender.send(made(1))
-    with pytest.raises(ChannelError, match="skipped: nothing"):
-        receiver.recv(5)
-    with receiver.recv(5) as item:
-        assert item.step == 1
-
-
-@pytest.mark.timeout(60)
-def test_a_receiver_that_has_the_memory_gets_what_a_killed_sender_has_sent(
-    bus_name: str, spawn: Spawner
-) -> None:
-    child = spawn.script(SENDER, bus_name, 1, 1)
-    child.expect("sent", timeout=60)
-    with TensorChannel.open(bus_name, specs=SPECS) as receiver:
-        with pytest.raises(ZeroDivisionError), receiver.recv(5) as item:
-            raise ZeroDivisionError
-        child.kill()
-        with receiver.recv(5) as item:
-            assert item["x"].tolist() == list(range(5))
-        with pytest.raises(PeerGoneError):
-            receiver.recv(NEVER_S)
-        successor = spawn.script(SENDER, bus_name, 1, 1)
-        with receiver.recv(30) as item:
-            assert (item.step, item["x"].tolist()) == (1, list(range(1, 6)))
-        successor.kill()
-
-
-@pytest.mark.timeout(60)
-def test_a_step_whose_memory_died_with_its_sender_fails_and_the_next_one_comes(
-    bus_name: str, spawn: Spawner
-) -> None:
-    child = spawn.script(SENDER, bus_name, 2, 2)
-    child.expect("sent", timeout=60)
-    with TensorChannel.open(bus_name, specs=SPECS) as receiver:
-        child.kill()
-        for step in range(2):
-            with pytest.raises(StepFailedError, match="memory went with the sender") as lost:
-                receiver.recv(5)
-            assert lost.value.step == step
-        successor = spawn.script(SENDER, bus_name, 1, 2)
-        successor.expect("sent", timeout=60)
-        while True:
-            try:
-                with receiver.recv(30) as item:
-                    assert (item.step, item["x"].tolist()) == (2, list(range(2, 7)))
-                break
-            except PeerGoneError:
-                continue
-        successor.kill()
-
-
-@pytest.mark.timeout(60)
-def test_steps_that_died_with_their_sender_come_again_once_both_sides_resume(
-    bus_name: str, spawn: Spawner
-) -> None:
-    child = spawn.script(SENDER, bus_name, 2, 2)
-    child.expect("sent", timeout=60)
-    with TensorChannel.open(bus_name, specs=SPECS) as receiver:
-        state = receiver.state_dict()
-        child.kill()
-        for _ in range(2):
-            with pytest.raises(StepFailedError, match="resume both sides from a checkpoint"):
-                receiver.recv(5)
-        with pytest.raises(PeerGoneError):
-            receiver.recv(NEVER_S)
-        with TensorChannel.create(bus_name, carrier="memfd", timeout=20) as successor:
-            successor.load_state_dict(state)
-            receiver.load_state_dict(state)
-            for step in range(3):
-                successor.send(made(step, 3), step=step)
-                with receiver.recv(5) as item:
-                    assert (item.step, item["x"].tolist()) == (step, list(range(step, step + 3)))
-
-
-@pytest.mark.timeout(60)
-def test_a_successor_sends_again_what_nobody_had_received(bus_name: str, spawn: Spawner) -> None:
-    child = spawn.script(SENDER, bus_name, 2, 2)
-    child.expect("sent", timeout=60)
-    child.kill()
-    with TensorChannel.create(bus_name, carrier="memfd", timeout=0.1) as sender:
-        assert sender.next_step == 0
-        for step in range(2):
-            sender.send(made(step, 3))
-        with TensorChannel.open(bus_name, specs=SPECS) as receiver:
-            for step in range(2):
-                with receiver.recv(5) as item:
-                    assert item["x"].tolist() == list(range(step, step + 3))
-
-
-def test_a_sender_that_closes_waits_for_a_receiver_that_is_slow(
-    bus_name: str, spawn: Spawner
-) -> None:
-    child = spawn.script(RECEIVER, bus_name, "copies")
-    with TensorChannel.create(bus_name, carrier="memfd") as sender:
-        for step in range(2):
-            sender.send(made(step))
-    assert "steps 2 wrong 0" in child.finish()
-
-
-def test_a_sender_that_closes_waits_no_longer_than_its_timeout(bus_name: str) -> None:
-    sender = TensorChannel.create(bus_name, carrier="memfd", timeout=0.05)
-    sender.send(made(0))
-    sender.close()
-    with TensorChannel.open(bus_name, specs=SPECS) as receiver:
-        with pytest.raises(StepFailedError, match="memory went with the sender"):
-            receiver.recv(5)
-        with pytest.raises(ChannelClosedError):
-            receiver.recv(5)
-
-
-def test_a_stopped_sender_is_slow_and_nothing_is_lost(bus_name: str, spawn: Spawner) -> None:
-    child = spawn.script(SENDER, bus_name, 1, 1)
-    child.expect("sent", timeout=60)
-    with TensorChannel.open(bus_name, specs=SPECS) as receiver:
-        receiver._reader._buffers._timeout = 0.2
-        child.send_signal(signal.SIGSTOP)
-        with pytest.raises(WaitTimeoutError, match="the living sender"):
-            receiver.recv(5)
-        child.send_signal(signal.SIGCONT)
-        with receiver.recv(20) as item:
-            assert item.step == 0
-    child.kill()
+    receives(receiver, 1)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from refusals import INT, SECONDS, let_through, of_type, of_value
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shmbus import CapacityError, WaitTimeoutError
+from shmbus import CapacityError, DeviceMismatchError, WaitTimeoutError
 from shmbus.channel.endpoint import channel_path
 from shmbus.tensors import (
     CudaCarrier,
@@ -186,29 +188,13 @@ def test_a_size_may_be_an_integer_of_numpy(bus_name: str) -> None:
         assert sender.send({"a": torch.ones(4, 2)}) == 0
 
 
-WAITS: list[tuple[Any, type[Exception]]] = [
-    (np.array(1.0), TypeError),
-    (np.ones(2), TypeError),
-    (torch.tensor(1.0), TypeError),
-    ("1", TypeError),
-    (float("nan"), ValueError),
-    (-1, ValueError),
-    (-1.0, ValueError),
-]
-
-
-@pytest.mark.parametrize(("timeout", "error"), WAITS)
-def test_a_timeout_is_looked_at_also_where_nothing_is_waited_for(
-    timeout: Any, error: type[Exception], sides: Sides
-) -> None:
+def test_a_timeout_is_checked_also_where_nothing_is_waited_for(sides: Sides) -> None:
     sender, receiver = sides
-    with pytest.raises(error, match="timeout: expected"):
-        sender.send(STEP, timeout=timeout)
-    with pytest.raises(error, match="timeout: expected"):
-        sender.skip(reason="none", timeout=timeout)
+    wrong = SECONDS + of_type(np.array(1.0), torch.tensor(1.0))
+    assert let_through(partial(sender.send, STEP), "timeout", wrong) == []
+    assert let_through(partial(sender.skip, reason="none"), "timeout", wrong) == []
     assert sender.send(STEP) == 0
-    with pytest.raises(error, match="timeout: expected"):
-        receiver.recv(timeout=timeout)
+    assert let_through(receiver.recv, "timeout", wrong) == []
     assert receiver.recv().step == 0
 
 
@@ -238,39 +224,23 @@ def test_a_timeout_of_few_bits_ends_in_its_time(
                 receiver.recv(timeout=given)
 
 
-@pytest.mark.parametrize(
-    ("meta", "error"),
-    [
-        ({1: 2}, TypeError),
-        ({"a": object()}, TypeError),
-        ({"a": torch.ones(1)}, TypeError),
-        ({"a": 1 << 70}, ValueError),
-        ({"a": "\ud800"}, ValueError),
-        ([("a", 1)], TypeError),
-        (5, TypeError),
-    ],
-)
-def test_a_meta_that_nobody_could_read_is_not_sent(
-    meta: Any, error: type[Exception], sides: Sides
-) -> None:
+def test_a_meta_that_nobody_could_read_is_not_sent(sides: Sides) -> None:
     sender, receiver = sides
-    with pytest.raises(error, match=r"^meta: expected .* nothing was sent"):
-        sender.send(STEP, meta=meta)
+    wrong = of_type({1: 2}, {"a": object()}, {"a": torch.ones(1)}, [("a", 1)], 5)
+    wrong += of_value({"a": 1 << 70}, {"a": "\ud800"})
+    for meta, errors in wrong:
+        with pytest.raises(errors, match=r"^meta: expected .* nothing was sent"):
+            sender.send(STEP, meta=meta)
     sender.send(STEP, meta={"a": 1})
     with receiver.recv() as item:
         assert (item.step, item.meta) == (0, {"a": 1})
 
 
-@pytest.mark.parametrize(
-    ("step", "error"),
-    [("0", TypeError), (0.0, TypeError), (False, TypeError), (1 << 70, ValueError)],
-)
-def test_a_step_is_a_number(step: Any, error: type[Exception], sides: Sides) -> None:
+def test_a_step_is_a_number(sides: Sides) -> None:
     sender, receiver = sides
-    with pytest.raises(error, match="step: expected an int"):
-        sender.send(STEP, step=step)
-    with pytest.raises(error, match="step: expected an int"):
-        receiver.recv(step=step)
+    wrong = INT + of_value(1 << 70)
+    assert let_through(partial(sender.send, STEP), "step", wrong) == []
+    assert let_through(receiver.recv, "step", wrong) == []
     assert sender.next_step == 0
 
 
@@ -282,41 +252,19 @@ def test_tensors_have_names(tensors: Any, sides: Sides) -> None:
     assert sender.send(STEP) == 0
 
 
-@pytest.mark.parametrize(
-    ("state", "error"),
-    [
-        (None, TypeError),
-        ({}, ValueError),
-        ({"acked_step": "3"}, TypeError),
-        ({"acked_step": -5}, ValueError),
-        ({"acked_step": 1 << 70}, ValueError),
-    ],
-)
-def test_a_state_is_what_state_dict_returned(
-    state: Any, error: type[Exception], sides: Sides
-) -> None:
+def test_a_state_is_what_state_dict_returned(sides: Sides) -> None:
+    steps = of_type({"acked_step": "3"}) + of_value({"acked_step": -5}, {"acked_step": 1 << 70})
     for side in sides:
-        with pytest.raises(error, match=r"acked_step|state"):
-            side.load_state_dict(state)
+        for state, errors in of_type(None) + of_value({}) + steps:
+            with pytest.raises(errors, match=r"acked_step|state"):
+                side.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"slots": "2"}, TypeError, "slots: expected an int"),
-        (
-            {"max_bytes": (1 << 64) + 4096},
-            ValueError,
-            "max_bytes: expected .* got 18446744073709555712",
-        ),
-        ({"timeout": None}, TypeError, "each wait needs an end"),
-        ({"timeout": float("nan")}, ValueError, "timeout"),
-        ({"specs": 5}, TypeError, "specs: expected"),
         ({"specs": {"a": ("float32", 5)}}, TypeError, "expected a shape, got 5"),
         ({"carrier": "cuda"}, ValueError, "device: expected one such as"),
-        ({"device": "abacus"}, ValueError, "device: expected .* got 'abacus'"),
-        ({"label": 5}, TypeError, "expected a str, got int"),
-        ({"carrier": "tcp"}, ValueError, "'auto', 'host', 'memfd' or 'cuda', got 'tcp'"),
         ({"specs": {"a": ("floaty", (1,))}}, ValueError, "dtype of torch, got 'floaty'"),
         ({"slots": 0, "carrier": "memfd"}, ValueError, "slots: expected 1 to 8, got 0"),
         ({"carrier": HostCarrier(), "slots": 3}, ValueError, "slots: options of the carrier"),
@@ -337,7 +285,9 @@ def test_a_wrong_option_is_refused_by_its_name_and_leaves_nothing(
 def test_a_carrier_checks_its_options_when_it_is_made() -> None:
     with pytest.raises(ValueError, match="colocated=True"):
         CudaCarrier(device="cuda:0", colocated=False)
-    with pytest.raises(Exception, match="CUDA devices that this process sees, got 'cuda:63'"):
+    with pytest.raises(
+        DeviceMismatchError, match="CUDA devices that this process sees, got 'cuda:63'"
+    ):
         CudaCarrier(device="cuda:63")
     with pytest.raises(ValueError, match="slots: expected 1 to 8, got 9"):
         HostCarrier(slots=9)

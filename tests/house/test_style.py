@@ -221,9 +221,7 @@ def test_no_two_files_of_the_suite_have_one_name() -> None:
     """They are modules without a package: of two with one name, one cannot be imported."""
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        # Those of other projects run alone, each in its environment; models are a package.
-        if not {"peers", "model"} & set(path.parts) and not path.name.startswith("__"):
-            found.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
+        found.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
     report([", ".join(paths) for paths in found.values() if len(paths) > 1])
 
 

@@ -12,13 +12,11 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <string.h>
-#include <ucontext.h>
 
 enum {
     MAX_DEPTH = 6000,       /* steps of one run; a longer one makes no progress */
     MAX_TIMEOUTS = 24,      /* of one run */
     TABLE_BITS = 26,        /* of the table of states: 512 MiB, allocated as it fills */
-    STACK_MARGIN_BYTES = 256, /* below the frame that yields */
     TRACE_LINES = 60,
 };
 #define TIMEOUT_CLOCK_NS UINT64_C(2000000000)
@@ -29,11 +27,9 @@ int running = -1;
 struct bounds bounds;
 uint64_t states_seen, steps_taken, runs_ended, deaths_tried;
 
+#include "coroutines.h"
+
 static const struct scenario *scenario;
-static jmp_buf scheduler_at;
-static ucontext_t first_context;
-static uint64_t *table;
-static bool at_bound;
 
 struct choice {
     int8_t process;
@@ -46,9 +42,6 @@ static struct step {
     const char *where;
 } path[MAX_DEPTH];
 static unsigned depth;
-
-static uint8_t *saved; /* snapshots of the runs under way, one above the other */
-static size_t saved_room, saved_used;
 
 /* ---- coroutines ---- */
 
@@ -81,19 +74,7 @@ static void release_locks(int process) {
 }
 
 static void resume(int process) {
-    struct process *p = &world.processes[process];
-    running = process;
-    if (_setjmp(scheduler_at) == 0) {
-        if (p->started) {
-            _longjmp(p->at, 1);
-        }
-        p->started = true;
-        getcontext(&first_context);
-        first_context.uc_stack.ss_sp = stacks[process];
-        first_context.uc_stack.ss_size = STACK_BYTES;
-        makecontext(&first_context, run_script, 0);
-        setcontext(&first_context);
-    }
+    switch_to(process);
     memory_settle(process);
     if (world.processes[process].state == P_DONE) {
         release_locks(process);
@@ -126,28 +107,6 @@ void engine_pause(void) {
 }
 
 /* ---- snapshots ---- */
-
-static void push(const void *from, size_t bytes) {
-    if (saved_used + bytes > saved_room) {
-        saved_room = saved_room ? saved_room * 2 : 64 << 20;
-        saved = realloc(saved, saved_room);
-        if (saved == NULL) {
-            engine_fail("no memory for snapshots");
-        }
-    }
-    memcpy(saved + saved_used, from, bytes);
-    saved_used += bytes;
-}
-
-static void pop(void *to, size_t bytes) {
-    saved_used -= bytes;
-    memcpy(to, saved + saved_used, bytes);
-}
-
-static size_t stack_used(int process) {
-    const struct process *p = &world.processes[process];
-    return p->started ? (size_t)(stacks[process] + STACK_BYTES - p->lowest) : 0;
-}
 
 /* All that a step of this process can change. */
 static void save(int process) {
@@ -207,26 +166,6 @@ static uint64_t hash_world(void) {
         }
     }
     return hash | 1;
-}
-
-/* False when it was met before. */
-static bool enter_state(void) {
-    uint64_t mask = (UINT64_C(1) << TABLE_BITS) - 1;
-    uint64_t hash = hash_world();
-    uint64_t at = (hash >> 1) & mask;
-    while (table[at] != 0) {
-        if (table[at] == hash) {
-            return false;
-        }
-        at = (at + 1) & mask;
-    }
-    if (states_seen >= bounds.states || states_seen > mask / 8 * 7) {
-        at_bound = true;
-        return false;
-    }
-    table[at] = hash;
-    states_seen++;
-    return true;
 }
 
 /* ---- the search ---- */
@@ -380,7 +319,7 @@ static void audit(void) {
 }
 
 static void visit(void) {
-    if (!enter_state()) {
+    if (!enter(hash_world())) {
         return;
     }
     if (depth + 1 >= MAX_DEPTH) {
@@ -411,22 +350,11 @@ static void visit(void) {
     }
 }
 
-static void reset_counts(void) {
-    states_seen = steps_taken = runs_ended = deaths_tried = 0;
-    at_bound = false;
-    free(table);
-    table = calloc(UINT64_C(1) << TABLE_BITS, sizeof *table);
-    if (table == NULL) {
-        fprintf(stderr, "no memory for %u million states\n", 1u << (TABLE_BITS - 20));
-        exit(2);
-    }
-}
-
 bool engine_search(const struct scenario *which) {
     scenario = which;
     depth = 0;
-    saved_used = 0;
-    reset_counts();
+    states_seen = steps_taken = runs_ended = deaths_tried = 0;
+    forget_states();
     engine_prepare(which);
     visit();
     return !at_bound;

@@ -28,7 +28,7 @@ from shmbus.channel import unlink_channel
 from trainer_adapter.adapters.atropos import AtroposTrainer, ShmbusEnv
 from trainer_adapter.adapters.skyrl import GenerateByBus
 from trainer_adapter.adapters.torchtitan import ShmbusBatches
-from trainer_adapter.adapters.trl import ShmbusRollouts
+from trainer_adapter.adapters.trl import ShmbusRollouts, scored
 
 EXAMPLES = str(Path(__file__).resolve().parents[2] / "examples")
 sys.path.insert(0, EXAMPLES)
@@ -273,6 +273,34 @@ class Packer:
 TYPES: Any = ModuleType("types")
 for _name in ("RolloutTurnID", "TrainingSample", "TrainingSampleGroup"):
     setattr(TYPES, _name, type(_name, (SimpleNamespace,), {}))
+
+
+OF_ADAPTERS: list[tuple[Callable[[str], object], str]] = [
+    (lambda bus: AtroposTrainer(bus, 2.0), "batch_size: expected an int, got float"),
+    (lambda bus: AtroposTrainer(bus, True), "batch_size: expected an int, got bool"),
+    (lambda bus: AtroposTrainer(bus, 2, keep_batches="1"), "keep_batches: expected an int"),
+    (lambda bus: AtroposTrainer(bus, 2, minimums={1: math.nan}), "share of 0 to 1 for env"),
+    (lambda bus: AtroposTrainer(bus, 2, minimums=5), "minimums: expected the shares"),
+    (lambda bus: AtroposTrainer(bus, 2, url="host:1"), "url: expected http://HOST:PORT"),
+    (lambda bus: GenerateByBus(bus, timeout=math.nan), "timeout: expected 0 or more seconds"),
+    (lambda bus: GenerateByBus(bus, timeout=None), "timeout: expected seconds, got NoneType"),
+    (lambda bus: GenerateByBus(bus, logprobs="no"), "logprobs: expected True or False"),
+    (lambda bus: GenerateByBus(bus, split="eval"), "split: training and evaluation"),
+    (lambda bus: ShmbusRollouts(bus, timeout="5"), "timeout: expected seconds, got str"),
+    (lambda bus: ShmbusRollouts(bus, split="eval"), "split: training and evaluation"),
+    (lambda bus: ShmbusBatches(bus, Packer(), advantages="x", types=TYPES), "'rloo' or 'none'"),
+    (lambda bus: ShmbusBatches(bus, None, types=TYPES), "batcher: expected torchtitan's Batch"),
+    (lambda bus: scored("1e"), "reward: expected a finite number, NaN or None, got '1e'"),
+    (lambda bus: scored(None, [1]), "meta: expected a mapping or None, got list"),
+]
+
+
+@pytest.mark.parametrize(("make", "match"), OF_ADAPTERS)
+def test_a_wrong_argument_is_named_where_the_adapter_is_made(
+    make: Callable[[str], object], match: str, bus: shmbus.Bus
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=match):
+        make(bus.name)
 
 
 class SlimeSample:

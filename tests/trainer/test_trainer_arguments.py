@@ -25,7 +25,7 @@ from trainer_adapter.corrections import (
     sequence_ratios,
 )
 from trainer_adapter.gpu.packer import GpuPacker
-from trainer_adapter.losses import kl_estimate, policy_loss
+from trainer_adapter.losses import policy_loss
 from trainer_adapter.microbatch import micro_batches
 
 Call = Callable[[Any], object]
@@ -73,21 +73,11 @@ REFUSED: list[tuple[Call, str]] = [
     (packed(fields={}), "TypeError: fields: expected FieldNames, got dict"),
     (lambda g: pack([]), "ValueError: at least one group, got none"),
     # -- a handler's options
-    (handler(prefetch=-1), "ValueError: prefetch: expected 0 to 8 batches, got -1"),
-    (handler(prefetch=9), "ValueError: got 9"),
-    (handler(prefetch=True), "TypeError: prefetch: expected an int, got bool"),
-    (handler(prefetch=1.5), "TypeError: got float"),
     (handler(world_size=2, truncated="drop"), "ValueError: truncated: .*several ranks, got 'drop'"),
     (handler(world_size=2, keep_group=bool), "ValueError: keep_group: expected none with several"),
-    (handler(keep_group="dapo"), "TypeError: keep_group: expected a callable, got 'dapo'"),
-    (handler(score_group=0.5), "TypeError: score_group: expected a callable, got float"),
-    (handler(on_metrics="wandb"), "TypeError: expected a callable, or a dict of them .*'wandb'"),
-    (handler(on_metrics={"reward": 3}), "TypeError: expected a callable"),
     (handler(on_metrics={"rewards": print}), "ValueError: among 'reward', 'lag'.*got 'rewards'"),
-    (handler(extra_fields=["x"]), "TypeError: expected a dict of names and kinds, got list"),
     (handler(extra_fields={"x": "tokn"}), "ValueError: did you mean 'token'"),
     (handler(extra_fields={"x": 3}), "TypeError: expected a kind or an ExtraField, got 3"),
-    (handler(extra_fields={3: "token"}), "TypeError: expected str names, got 3"),
     *(
         (handler(extra_fields={"x": ExtraField(**options)}), said)
         for options, said in (
@@ -147,19 +137,10 @@ REFUSED: list[tuple[Call, str]] = [
     (loss(logprobs=ROW.long()), "TypeError: logprobs: expected a floating"),
     (loss(old_logprobs=torch.zeros(3)), "ValueError: old_logprobs: expected .T. or .S, L."),
     (loss(weights=torch.zeros(4, 1)), "ValueError: weights: expected"),
-    (loss(clip_low=1.5), "ValueError: clip_low and clip_high"),
-    (loss(clip_high=math.nan), "ValueError: clip_low and clip_high"),
-    (loss(normalisation="mean"), "ValueError: normalisation: expected 'token'"),
     (loss(**BORDERS), "ValueError: cu_seqlens: expected the borders"),
     (loss(**BORDERS, cu_seqlens=ROW), "TypeError: expected an int32 or int64 .*float32"),
     (loss(**BORDERS, cu_seqlens=INDICES[None]), "ValueError: shape .sequences . 1., got .1, 2."),
     (loss(normalisation="constant"), "ValueError: denominator: expected a number"),
-    (loss(denominator=math.nan), "ValueError: denominator: expected a finite number.*got nan"),
-    (loss(denominator=-2), "ValueError: denominator: expected a finite number.*got -2"),
-    (loss(denominator="8"), "TypeError: denominator: expected a number.*got str"),
-    (lambda g: kl_estimate(ROW, ROW, MASK, kind="k4"), "ValueError: kind: expected 'k1'"),  # type: ignore[arg-type]
-    (lambda g: importance_correction(ROW, ROW, MASK, level="word"), "ValueError: level: expected"),  # type: ignore[arg-type]
-    (lambda g: importance_correction(ROW, ROW, MASK, high=0), "ValueError: expected high > 0"),
     (lambda g: importance_correction(ROW, ROW, MASK, low=3.0), "ValueError: low <= high, got 2.0"),
     (
         lambda g: importance_correction(ROW, ROW, MASK, level="sequence"),
@@ -167,7 +148,6 @@ REFUSED: list[tuple[Call, str]] = [
     ),
     (lambda g: importance_correction(ROW, None, MASK), "ValueError: expected logprobs"),
     (lambda g: sequence_ratios(ROW, None, MASK), "ValueError: old_logprobs: expected logprobs"),
-    (lambda g: gspo_loss(ROW, ROW, ROW, MASK, clip_low=2), "ValueError: clip_low and clip_high: "),
     (lambda g: gspo_loss(ROW, ROW, ROW, MASK), "ValueError: cu_seqlens: expected the borders"),
     (lambda g: cispo_loss(ROW, ROW, ROW, MASK, high=0.5), "ValueError: low and high: .* 0 <= low"),
     (lambda g: overlong_penalty([1], longest=4, buffer=5), "ValueError: expected 0 < buff"),

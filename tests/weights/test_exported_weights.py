@@ -1,7 +1,4 @@
-"""Whole versions in exported memory: by a memfd, on any machine.
-
-`test_cuda_weights.py` has the same of a GPU.
-"""
+"""Whole versions in exported memory: a memfd on any machine, device memory on a GPU."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Spawner, open_descriptors, wait_until
-from weight_models import many
+from weight_models import Odd, many
 
-from shmbus import DamagedError, WaitTimeoutError
+from shmbus import CapacityError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
 from shmbus.segment.names import memory_socket
@@ -33,12 +30,81 @@ from shmbus.weights.carriers.pool import PoolWriter
 
 MakePublisher = Callable[..., WeightPublisher]
 
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+DEVICE = "cuda:0"
+VMM, IPC, SHM = (pytest.param(name, marks=GPU) for name in ("cuda_vmm", "cuda_ipc", "shm"))
+in_each_memory = pytest.mark.parametrize("carrier", ["memfd", VMM, IPC])
+to_a_device = pytest.mark.parametrize("carrier", [VMM, IPC, SHM])
+
+
+def on_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that a machine without a GPU skips."""
+    for mark in GPU:
+        test = mark(test)
+    return test
+
+
+def place(carrier: str) -> str:
+    """The device of a model whose versions this carrier has."""
+    return "cpu" if carrier == "memfd" else DEVICE
+
+
+#: Versions that a reader in another process loads while memory is watched.
+SYNCS = int(os.environ.get("SHMBUS_CUDA_SYNCS", "100"))
+
+READER = """
+import sys, time, torch
+sys.path.insert(0, sys.argv[1])
+from weight_models import many, same
+from shmbus.weights import *
+bus, device, last = sys.argv[2], sys.argv[3], int(sys.argv[4])
+replica, wanted = many(300, seed=9).to(device), many(300, seed=1).to(device)
+have, want = ([each.detach() for each in model.parameters()] for model in (replica, wanted))
+
+def free_bytes():
+    torch.cuda.synchronize(); torch.cuda.empty_cache()
+    return [torch.cuda.mem_get_info(each)[0] for each in range(torch.cuda.device_count())]
+
+free = None
+with WeightSubscriber(bus, device=device, label="replica") as subscriber:
+    version, wrong = 0, 0
+    print("ready", flush=True)
+    while version < last:
+        version = subscriber.wait(newer_than=version, timeout=60)
+        with subscriber.latest(timeout=5) as weights:
+            weights.load_into(replica)
+            version = weights.version
+            # One question: two processes take turns on a device for each.
+            expected = torch.cat([each.view(-1) for each in torch._foreach_add(want, version)])
+            wrong += not torch.equal(torch.cat([each.view(-1) for each in have]), expected)
+        del expected
+        if free is None and version >= last // 2:
+            free = free_bytes()
+    grown = sum(max(0, before - now) for before, now in zip(free, free_bytes()))
+    print("read to", version, "wrong", wrong, "grown", grown, flush=True)
+"""
+
+HOLDER = """
+import sys, time, torch
+from shmbus.weights import *
+subscriber = WeightSubscriber(sys.argv[1], device=sys.argv[2], label="slow")
+weights = subscriber.latest(timeout=60)
+view = next(iter(weights.values()))
+print("holds", weights.version, flush=True)
+time.sleep(600)
+"""
+
 PUBLISHER = """
 import sys, time, torch
 from shmbus.weights import *
-model = torch.nn.Linear(40, 40)
-publisher = WeightPublisher(sys.argv[1], ModuleSource(model), carrier="memfd")
-for version in range(int(sys.argv[2]), int(sys.argv[3])):
+bus, carrier, device = sys.argv[1:4]
+model = torch.nn.Linear(40, 40, device=device)
+publisher = WeightPublisher(bus, ModuleSource(model), carrier=carrier, device=device)
+for version in range(int(sys.argv[4]), int(sys.argv[5])):
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(version)
@@ -47,14 +113,25 @@ print("published", flush=True)
 time.sleep(600)
 """
 
-READER = """
-import sys, time, torch
+#: Sees one device only, which is not the publisher's.
+BLIND = """
+import sys, torch
+from shmbus.errors import DeviceMismatchError
 from shmbus.weights import *
-subscriber = WeightSubscriber(sys.argv[1], label="slow")
-weights = subscriber.latest(timeout=30)
-view = weights["weight"]
-print("holds", weights.version, flush=True)
-time.sleep(600)
+bus = sys.argv[1]
+assert torch.cuda.device_count() == 1
+replica = torch.nn.Linear(40, 50, device="cuda:0")
+before = replica.weight.detach().clone()
+with WeightSubscriber(bus, device="cuda:0", label="blind") as subscriber:
+    try:
+        subscriber.latest(timeout=20)
+    except DeviceMismatchError as error:
+        print("refused", error, flush=True)
+        assert torch.equal(replica.weight, before)
+    else:
+        with subscriber.latest(timeout=20) as weights:
+            weights.load_into(replica)
+print("sum", float(replica.weight.detach().double().sum()), flush=True)
 """
 
 
@@ -63,9 +140,11 @@ def publishers(bus_name: str) -> Iterator[MakePublisher]:
     """Make publishers of one bus; nothing of them is left after the test."""
     made: list[WeightPublisher] = []
 
-    def make(model: torch.nn.Module, **options: object) -> WeightPublisher:
-        options = {"carrier": "memfd", **options}
-        made.append(WeightPublisher(bus_name, ModuleSource(model), **options))  # type: ignore[arg-type]
+    def make(model: torch.nn.Module, carrier: str = "memfd", **options: object) -> WeightPublisher:
+        if carrier.startswith("cuda"):
+            options = {"device": DEVICE, **options}
+        source = ModuleSource(model)
+        made.append(WeightPublisher(bus_name, source, carrier=carrier, **options))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -75,35 +154,130 @@ def publishers(bus_name: str) -> Iterator[MakePublisher]:
     Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
 
 
-@pytest.fixture
-def subscriber(bus_name: str) -> Iterator[WeightSubscriber]:
-    with WeightSubscriber(bus_name, label="replica") as made:
-        yield made
+def buffers_of(publisher: WeightPublisher) -> OwnBuffers:
+    writer = publisher._writer
+    assert isinstance(writer, PoolWriter) and isinstance(writer.memory, ExportedWriter)
+    buffers = writer.memory.buffers
+    assert isinstance(buffers, OwnBuffers)
+    return buffers
+
+
+def same_on_devices(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    left, right = one.state_dict(), other.state_dict()
+    return left.keys() == right.keys() and all(
+        left[k].cpu().contiguous().view(-1).view(torch.uint8).equal(
+            right[k].cpu().contiguous().view(-1).view(torch.uint8)
+        )
+        for k in left
+        if left[k].numel()
+    )  # fmt: skip
+
+
+@to_a_device
+@pytest.mark.parametrize(
+    "make", [Odd, lambda seed=0: many(300, seed), lambda seed=0: many(1000, seed)]
+)
+def test_every_bit_of_a_model_arrives(
+    carrier: str, make: Callable[..., torch.nn.Module], bus_name: str, publishers: MakePublisher
+) -> None:
+    model, replica = make(seed=1).to(DEVICE), make(seed=2).to(DEVICE)
+    publisher = publishers(model, carrier, digests=True)
+    with WeightSubscriber(bus_name, device=DEVICE) as subscriber:
+        for version in range(3):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.is_floating_point() and parameter.element_size() > 1:
+                        parameter.add_(version)
+            publisher.publish(version=version)
+            with subscriber.latest(timeout=5) as weights:
+                weights.load_into(replica)
+                weights._open().verify(sample=False)
+            assert same_on_devices(model, replica)
+
+
+@to_a_device
+def test_large_tensors_masters_and_models_of_the_host_arrive(
+    carrier: str, bus_name: str, publishers: MakePublisher
+) -> None:
+    torch.manual_seed(0)
+    masters = torch.nn.Sequential(*(torch.nn.Linear(2048, 2000 + n) for n in range(3)))
+    replica = torch.nn.Sequential(*(torch.nn.Linear(2048, 2000 + n) for n in range(3)))
+    options = {} if carrier == "shm" else {"device": DEVICE}
+    source = ModuleSource(masters, dtype=torch.bfloat16)
+    replica = replica.to(DEVICE, torch.bfloat16)
+    with (
+        WeightPublisher(bus_name, source, carrier=carrier, **options) as publisher,  # type: ignore[arg-type]
+        WeightSubscriber(bus_name, device=DEVICE) as subscriber,
+    ):
+        publisher.publish(version=0)
+        with subscriber.latest(timeout=5) as weights:
+            weights.load_into(replica)
+        for have, want in zip(replica.parameters(), masters.parameters(), strict=True):
+            assert torch.equal(have.cpu(), want.bfloat16())
+        host = torch.nn.Sequential(*(torch.nn.Linear(2048, 2000 + n) for n in range(3))).bfloat16()
+        with subscriber.latest(timeout=5) as weights:
+            weights.load_into(host)
+        assert same_on_devices(host, replica)
+
+
+@pytest.mark.timeout(250)
+@to_a_device
+@pytest.mark.parametrize("device", ["cuda:0", pytest.param("cuda:1", marks=needs_two)])
+def test_another_process_loads_versions_in_flat_memory(
+    carrier: str, device: str, bus_name: str, publishers: MakePublisher, spawn: Spawner
+) -> None:
+    model = many(300, seed=1).to(DEVICE)
+    live = [parameter.detach() for parameter in model.parameters()]
+    start = [each.clone() for each in live]
+    publisher = publishers(model, carrier, timeout=60)
+    here = str(Path(__file__).parent)
+    child = spawn.script(READER, here, bus_name, device, SYNCS)
+    for version in range(1, SYNCS + 1):
+        torch._foreach_copy_(live, torch._foreach_add(start, version))
+        publisher.publish(version=version)
+        if version == 1:
+            child.expect("ready", timeout=60)
+    assert f"read to {SYNCS} wrong 0 grown 0" in child.finish(timeout=120)
+
+
+@pytest.mark.timeout(100)
+@needs_two
+@pytest.mark.parametrize("carrier", [VMM, IPC])
+def test_a_reader_that_does_not_see_the_device_says_so_and_reads_through_the_host(
+    carrier: str, bus_name: str, publishers: MakePublisher, spawn: Spawner
+) -> None:
+    model = torch.nn.Linear(40, 50, device=DEVICE)
+    publisher = publishers(model, carrier)
+    publisher.publish(version=1)
+    env = {"CUDA_VISIBLE_DEVICES": "1"}
+    said = spawn.script(BLIND, bus_name, env=env).finish(timeout=60)
+    assert "choose the carrier 'shm'" in said and "that this process runs stay" in said
+    publisher.close()
+    publishers(model, "shm").publish(version=2)
+    said = spawn.script(BLIND, bus_name, env=env).finish(timeout=60)
+    assert f"sum {float(model.weight.detach().double().sum())}" in said and "refused" not in said
 
 
 def test_a_pool_grows_by_a_buffer(bus_name: str, publishers: MakePublisher, spawn: Spawner) -> None:
     publisher = publishers(torch.nn.Linear(40, 40), when_held="grow", max_slots=3, timeout=0.2)
     publisher.publish(version=1)
-    child = spawn.script(READER, bus_name)
+    child = spawn.script(HOLDER, bus_name, "cpu")
     child.expect("holds 1")
     for version in range(2, 5):
         publisher.publish(version=version)
-    writer = publisher._writer
-    assert isinstance(writer, PoolWriter) and isinstance(writer.memory, ExportedWriter)
-    buffers = writer.memory.buffers
-    assert isinstance(buffers, OwnBuffers)
-    assert len(buffers._arena._buffers) == 3
+    assert len(buffers_of(publisher)._arena._buffers) == 3
     child.kill()
 
 
-@pytest.mark.timeout(60)
-def test_a_killed_or_stopped_reader_decides_as_with_shm(
-    bus_name: str, publishers: MakePublisher, spawn: Spawner
+@pytest.mark.timeout(100)
+@in_each_memory
+def test_a_reader_that_is_stopped_or_killed_decides_as_with_shm(
+    carrier: str, bus_name: str, publishers: MakePublisher, spawn: Spawner
 ) -> None:
-    publisher = publishers(torch.nn.Linear(40, 40), timeout=0.3)
+    publisher = publishers(many(5).to(place(carrier)), carrier, timeout=0.3)
     publisher.publish(version=1)
-    child = spawn.script(READER, bus_name)
-    child.expect("holds 1")
+    child = spawn.script(HOLDER, bus_name, place(carrier))
+    child.expect("holds 1", timeout=60)
     child.send_signal(signal.SIGSTOP)
     publisher.publish(version=2)
     with pytest.raises(WaitTimeoutError, match="slow"):
@@ -112,13 +286,18 @@ def test_a_killed_or_stopped_reader_decides_as_with_shm(
     publisher.publish(version=3)
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("carrier", ["memfd", VMM])
 def test_a_killed_publisher_leaves_its_versions_to_readers_that_have_them_and_a_successor(
-    bus_name: str, spawn: Spawner
+    carrier: str, bus_name: str, spawn: Spawner
 ) -> None:
-    child = spawn.script(PUBLISHER, bus_name, 1, 3)
-    child.expect("published")
-    with WeightSubscriber(bus_name) as attached, WeightSubscriber(bus_name) as late:
+    device = place(carrier)
+    child = spawn.script(PUBLISHER, bus_name, carrier, device, 1, 3)
+    child.expect("published", timeout=60)
+    with (
+        WeightSubscriber(bus_name, device=device) as attached,
+        WeightSubscriber(bus_name, device=device) as late,
+    ):
         attached.latest(timeout=5).close()
         child.kill()
         with attached.latest(timeout=5) as weights:
@@ -126,9 +305,9 @@ def test_a_killed_publisher_leaves_its_versions_to_readers_that_have_them_and_a_
             assert bool((weights["weight"] == 2).all())
         with pytest.raises(WeightsError, match="lay in the memory of its publisher, which has end"):
             late.latest(timeout=0.05)
-        successor = spawn.script(PUBLISHER, bus_name, 5, 6)
+        successor = spawn.script(PUBLISHER, bus_name, carrier, device, 5, 6)
         for reader in (attached, late):
-            assert reader.wait(newer_than=2, timeout=30) == 5
+            assert reader.wait(newer_than=2, timeout=60) == 5
             with reader.latest(timeout=5) as weights:
                 assert bool((weights["weight"] == 5).all())
         successor.kill()
@@ -136,52 +315,182 @@ def test_a_killed_publisher_leaves_its_versions_to_readers_that_have_them_and_a_
     Path(memory_socket("weights", bus_name)).unlink()
 
 
-def test_a_scribble_is_found_by_the_digests(bus_name: str, publishers: MakePublisher) -> None:
-    publisher = publishers(torch.nn.Linear(64, 64), digests=True)
+@on_a_gpu
+def test_a_view_keeps_its_slot_until_the_device_has_read_it(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    model = torch.nn.Linear(1024, 1024, device=DEVICE)
+    publisher = publishers(model, "cuda_vmm", when_held="skip")
     publisher.publish(version=1)
-    writer = publisher._writer
-    assert isinstance(writer, PoolWriter) and isinstance(writer.memory, ExportedWriter)
-    buffers = writer.memory.buffers
-    assert isinstance(buffers, OwnBuffers)
-    with WeightSubscriber(bus_name, verify="all") as reader:
+    before = model.weight.detach().clone()
+    with WeightSubscriber(bus_name, device=DEVICE) as subscriber:
+        with subscriber.latest(timeout=5) as weights:
+            view = weights["weight"]
+        with torch.no_grad():
+            model.weight.zero_()
+        assert not publisher.publish(version=2).skipped
+        assert publisher.publish(version=3).skipped
+        torch.cuda._sleep(200_000_000)
+        copy = view.clone()  # is begun when the device wakes up
+        del view
+        assert not publisher.publish(version=4).skipped
+        assert torch.equal(copy, before)
+
+
+@pytest.mark.parametrize("carrier", ["memfd", VMM])
+def test_digests_find_a_scribble(carrier: str, bus_name: str, publishers: MakePublisher) -> None:
+    device = place(carrier)
+    publisher = publishers(many(20).to(device), carrier, digests=True)
+    publisher.publish(version=1)
+    with WeightSubscriber(bus_name, device=device, verify="all") as reader:
         reader.latest(timeout=5).close()
-        buffers._arena.buffer(0, 1)[1][100] ^= 1
+        buffers_of(publisher)._arena.buffer(0, 1)[1][100] ^= 1
         with pytest.raises(DamagedError, match="do not match their digest"):
             reader.latest(timeout=5)
-    rows = read_pool(bus_name, "weights").readers
-    assert rows == []
+    assert read_pool(bus_name, "weights").readers == []
+
+
+@on_a_gpu
+def test_versions_that_the_device_has_no_room_for_are_refused_at_once(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    free = torch.cuda.mem_get_info()[0]
+    taken = torch.empty(free - (1 << 30), dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(CapacityError, match="Choose fewer slots"):
+        publishers(torch.nn.Linear(16_384, 10_000, dtype=torch.float32), "cuda_vmm")
+    del taken
+    torch.cuda.empty_cache()
+    assert not os.path.exists(pool_path(bus_name, "weights"))
+
+
+@on_a_gpu
+def test_publishing_beside_the_next_computation_publishes_what_was_there(
+    bus_name: str, publishers: MakePublisher
+) -> None:
+    model = torch.nn.Linear(2048, 2048, device=DEVICE)
+    publisher = publishers(model, "cuda_vmm")
+    with WeightSubscriber(bus_name, device=DEVICE) as subscriber:
+        for version in range(20):
+            with torch.no_grad():
+                torch.cuda._sleep(1_000_000)
+                model.weight.fill_(version)
+            publication = publisher.publish_async(version=version)
+            publication.wait_copied(timeout=20)
+            with torch.no_grad():
+                model.weight.fill_(-1)
+            publication.wait(timeout=20)
+            with subscriber.latest(timeout=5) as weights:
+                assert bool((weights["weight"] == version).all())
+
+
+@on_a_gpu
+def test_rows_name_the_device(bus_name: str, publishers: MakePublisher) -> None:
+    publishers(many(2).to(DEVICE), "cuda_vmm").publish(version=1)
+    with WeightSubscriber(bus_name, device=DEVICE, label="r") as subscriber:
+        with subscriber.latest(timeout=5) as weights:
+            weights.load_into(many(2).to(DEVICE))
+        (row,) = read_pool(bus_name, "weights").readers
+        assert (row.device, row.applied_version) == ("cuda:0", 1)
 
 
 @pytest.mark.parametrize("carrier", ["cuda_vmm", "cuda_ipc"])
-def test_a_device_carrier_needs_a_device_and_says_so(
-    carrier: str, publishers: MakePublisher
-) -> None:
+def test_a_device_carrier_needs_a_device_and_says_so(carrier: str, bus_name: str) -> None:
     with pytest.raises(WeightsError, match=f"carrier '{carrier}' cannot serve here: it needs a CU"):
-        publishers(many(3), carrier=carrier)
+        WeightPublisher(bus_name, ModuleSource(many(3)), carrier=carrier)  # type: ignore[arg-type]
 
 
-def test_the_probe_names_what_it_does_not_choose_by_itself() -> None:
-    refused = probe_carriers("cpu").refused
-    assert "ask for it by name" in refused["memfd"]
-    assert "needs a CUDA device, got 'cpu'" in refused["cuda_vmm"]
-    assert "needs a CUDA device, got 'cpu'" in refused["cuda_ipc"]
+@pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=GPU)])
+def test_the_probe_names_what_it_does_not_choose_by_itself(device: str) -> None:
+    refused = probe_carriers(device).refused
+    asked, other = "ask for it by name", "needs a CUDA device, got 'cpu'"
+    if device == "cpu":
+        expected = {"memfd": asked, "cuda_vmm": other, "cuda_ipc": other}
+    else:
+        expected = {"memfd": "not that of cuda:0", "cuda_vmm": asked, "cuda_ipc": asked}
+    for carrier, why in expected.items():
+        assert why in refused[carrier]
 
 
 def test_a_hundred_publishers_leave_nothing_behind(
-    publishers: MakePublisher, subscriber: WeightSubscriber
+    bus_name: str, publishers: MakePublisher
 ) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:shmbus")
 
-    for version in range(100):
-        publisher = publishers(many(2))
-        publisher.publish(version=version)
-        with subscriber.latest(timeout=5) as weights:
-            weights.load_into(many(2, seed=1))
-        publisher.close()
-        if version == 0:
-            before, mappings = open_descriptors(), mapped()
-    wait_until(lambda: not open_descriptors() - before and mapped() <= mappings)
+    with WeightSubscriber(bus_name, label="replica") as subscriber:
+        for version in range(100):
+            publisher = publishers(many(2))
+            publisher.publish(version=version)
+            with subscriber.latest(timeout=5) as weights:
+                weights.load_into(many(2, seed=1))
+            publisher.close()
+            if version == 0:
+                before, mappings = open_descriptors(), mapped()
+        wait_until(lambda: not open_descriptors() - before and mapped() <= mappings)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("size", [1 << 20, 8 << 20, 64 << 20])
+def test_lazy_negatives_and_conjugates_arrive_over_host_memory(
+    bus_name: str, publishers: MakePublisher, size: int
+) -> None:
+    real = torch.randn(size // 4, device=DEVICE)
+    pairs = torch.randn(size // 8, dtype=torch.complex64, device=DEVICE)
+    model = torch.nn.Module()
+    model.negative = torch.nn.Parameter(torch._neg_view(real), requires_grad=False)
+    model.conjugate = torch.nn.Parameter(torch.conj(pairs), requires_grad=False)
+    publisher = publishers(model, carrier="shm")
+    target = {"negative": torch.zeros_like(real), "conjugate": torch.zeros_like(pairs)}
+    with WeightSubscriber(bus_name, device=DEVICE) as subscriber:
+        for version in range(6):
+            real.normal_()
+            pairs.normal_()
+            publisher.publish(version)
+            with subscriber.latest(timeout=10) as weights:
+                weights.load_into(target)
+            assert torch.equal(target["negative"], -real)
+            assert torch.equal(target["conjugate"], torch.conj(pairs).resolve_conj())
+
+
+@on_a_gpu
+@pytest.mark.parametrize("reader", [DEVICE, "cpu"])
+def test_a_model_with_a_tensor_without_elements_follows_by_patches(
+    bus_name: str, publishers: MakePublisher, reader: str
+) -> None:
+    model = torch.nn.Linear(500, 500, device=DEVICE)
+    model.empty = torch.nn.Parameter(torch.empty(0, 3, device=DEVICE))
+    publisher = publishers(model, carrier="shm", patches=True)
+    target = {name: torch.zeros_like(t, device=reader) for name, t in model.state_dict().items()}
+    with WeightSubscriber(bus_name, device=reader, patches=True) as subscriber:
+        for version in range(4):
+            with torch.no_grad():
+                model.bias[version] = version
+            publisher.publish(version)
+            with subscriber.latest(timeout=10) as weights:
+                weights.load_into(target)
+            assert torch.equal(target["bias"].to(DEVICE), model.bias)
+
+
+@needs_two
+@pytest.mark.parametrize("reader", ["cuda:0", "cuda:1"])
+@to_a_device
+def test_a_model_over_two_devices_arrives(
+    bus_name: str, publishers: MakePublisher, carrier: str, reader: str
+) -> None:
+    first, second = torch.nn.Linear(700, 700, device="cuda:0"), torch.nn.Linear(3, 3000)
+    model = torch.nn.Sequential(first, second.to("cuda:1"))
+    publisher = publishers(model, carrier=carrier)
+    target = {name: torch.zeros_like(t, device=reader) for name, t in model.state_dict().items()}
+    with WeightSubscriber(bus_name, device=reader) as subscriber:
+        for version in range(6):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_()
+            publisher.publish(version)
+            with subscriber.latest(timeout=10) as weights:
+                weights.load_into(target)
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(tensor.cpu(), target[name].cpu()), name
 
 
 def test_small_tensors_of_a_device_go_together_and_large_ones_alone() -> None:

@@ -1,7 +1,7 @@
 """How tensors are copied: what crosses to a device together, is cut for a launch, or was seen.
 
 
-The crossing and the launch themselves are in `test_cuda_weights.py`.
+The crossing and the launch themselves are in `test_exported_weights.py`.
 """
 
 from __future__ import annotations

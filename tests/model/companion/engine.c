@@ -12,13 +12,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <ucontext.h>
 
 enum {
     MAX_DEPTH = 4000,
     MAX_TIMEOUTS = 30, /* of one run: more are no progress */
     TABLE_BITS = 24,
-    STACK_MARGIN_BYTES = 256,
     TRACE_LINES = 70,
 };
 
@@ -28,19 +26,15 @@ int running = -1;
 struct bounds bounds;
 uint64_t states_seen, runs_ended;
 
+#include "coroutines.h"
+
 static const struct scenario *scenario;
-static jmp_buf scheduler_at;
-static ucontext_t first_context;
-static uint64_t *table;
-static bool at_bound;
 static struct choice {
     int8_t process;
     uint8_t variant;
     const char *where;
 } path[MAX_DEPTH];
 static unsigned depth;
-static uint8_t *saved;
-static size_t saved_room, saved_used;
 
 static void run_script(void) {
     scenario->scripts[running]();
@@ -73,19 +67,7 @@ void engine_observe(uint64_t value) {
 }
 
 static void resume(int process) {
-    struct process *p = &world.processes[process];
-    running = process;
-    if (_setjmp(scheduler_at) == 0) {
-        if (p->started) {
-            _longjmp(p->at, 1);
-        }
-        p->started = true;
-        getcontext(&first_context);
-        first_context.uc_stack.ss_sp = stacks[process];
-        first_context.uc_stack.ss_size = STACK_BYTES;
-        makecontext(&first_context, run_script, 0);
-        setcontext(&first_context);
-    }
+    switch_to(process);
     if (world.processes[process].state == P_DONE) {
         memory_release_locks(process);
     }
@@ -97,28 +79,6 @@ static void resume(int process) {
 }
 
 /* ---- snapshots ---- */
-
-static void push(const void *from, size_t bytes) {
-    if (saved_used + bytes > saved_room) {
-        saved_room = saved_room ? saved_room * 2 : 64 << 20;
-        saved = realloc(saved, saved_room);
-        if (saved == NULL) {
-            engine_fail("no memory for snapshots");
-        }
-    }
-    memcpy(saved + saved_used, from, bytes);
-    saved_used += bytes;
-}
-
-static void pop(void *to, size_t bytes) {
-    saved_used -= bytes;
-    memcpy(to, saved + saved_used, bytes);
-}
-
-static size_t stack_used(int process) {
-    const struct process *p = &world.processes[process];
-    return p->started ? (size_t)(stacks[process] + STACK_BYTES - p->lowest) : 0;
-}
 
 static void save(int process) {
     size_t stack = stack_used(process);
@@ -139,7 +99,7 @@ static uint64_t mix(uint64_t hash, uint64_t value) {
     return hash ^ (hash >> 32);
 }
 
-static bool enter_state(void) {
+static uint64_t hash_world(void) {
     uint64_t hash = memory_hash();
     const uint8_t *control = (const uint8_t *)&world.control;
     for (size_t i = 0; i < sizeof world.control; i++) {
@@ -155,21 +115,7 @@ static bool enter_state(void) {
             hash = mix(mix(hash, p->late[k].offset), p->late[k].value);
         }
     }
-    hash |= 1;
-    uint64_t mask = (UINT64_C(1) << TABLE_BITS) - 1;
-    uint64_t at = (hash >> 1) & mask;
-    for (; table[at] != 0; at = (at + 1) & mask) {
-        if (table[at] == hash) {
-            return false;
-        }
-    }
-    if (states_seen >= bounds.states || states_seen > mask / 8 * 7) {
-        at_bound = true;
-        return false;
-    }
-    table[at] = hash;
-    states_seen++;
-    return true;
+    return hash | 1;
 }
 
 static unsigned list_choices(struct choice *choices) {
@@ -250,7 +196,7 @@ __attribute__((noinline)) static void audit(void) {
 }
 
 static void visit(void) {
-    if (!enter_state()) {
+    if (!enter(hash_world())) {
         return;
     }
     if (depth + 1 >= MAX_DEPTH) {
@@ -276,11 +222,8 @@ static void visit(void) {
 bool engine_search(const struct scenario *which) {
     scenario = which;
     depth = 0;
-    saved_used = 0;
     states_seen = runs_ended = 0;
-    at_bound = false;
-    free(table);
-    table = calloc(UINT64_C(1) << TABLE_BITS, sizeof *table);
+    forget_states();
     memset(&world, 0, sizeof world);
     world.control.current = -1;
     for (int i = 0; i < PROCESSES; i++) {

@@ -87,7 +87,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         pytest.skip("expected vLLM's environment; make build/peers/vllm/.made")
     folder = tmp_path_factory.mktemp("engine")
     (folder / "model").mkdir()
-    command = [str(VLLM), str(HERE / "model.py"), str(folder / "model"), "0"]
+    command = [str(VLLM), str(HERE / "recorder_model.py"), str(folder / "model"), "0"]
     subprocess.run(command, check=True, timeout=START_S)
     engine = Engine(folder)
     try:

@@ -31,7 +31,7 @@ def bus(bus_name: str) -> Iterator[str]:
 
 @contextmanager
 def workers(bus: str, count: int, *arguments: str) -> Iterator[None]:
-    command = [sys.executable, str(HERE / "answering.py"), bus, *arguments]
+    command = [sys.executable, str(HERE / "skyrl_answering.py"), bus, *arguments]
     processes = [subprocess.Popen(command) for _ in range(count)]
     try:
         yield

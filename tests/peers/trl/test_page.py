@@ -71,7 +71,7 @@ def test_an_example_of_the_page_runs(name: str) -> None:
     ]
     _python, *command = shlex.split(line, comments=True)
     if name == "trl_async.py":
-        command.insert(0, str(HERE / "on_a_cpu.py"))  # in place of its Hopper GPU
+        command.insert(0, str(HERE / "trl_on_a_cpu.py"))  # in place of its Hopper GPU
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *command], cwd=ROOT, capture_output=True, text=True,
         timeout=590,

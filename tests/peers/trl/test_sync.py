@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def start_worker(bus: str, model: Path, seed: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-W", "ignore", str(HERE / "answering.py"), bus, str(model)]
+    command = [sys.executable, "-W", "ignore", str(HERE / "trl_answering.py"), bus, str(model)]
     return subprocess.Popen([*command, str(seed)])
 
 

@@ -42,7 +42,7 @@ def test_verls_own_test_of_a_checkpoint_engine_passes(bus_name: str, tmp_path: P
     environment = {
         **os.environ, "HOME": str(tmp_path), "SHMBUS_TEST_BUS": bus_name, "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-        "VERL_USE_EXTERNAL_MODULES": "on_a_cpu", "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "verl_on_a_cpu", "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda", "RAY_ADDRESS": "local",
     }  # fmt: skip
     command = [

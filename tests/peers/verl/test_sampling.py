@@ -48,7 +48,7 @@ def queue() -> Iterator[Any]:
 
 @contextmanager
 def workers(bus: str, count: int, *arguments: str) -> Iterator[None]:
-    command = [sys.executable, str(HERE / "answering.py"), bus, *arguments]
+    command = [sys.executable, str(HERE / "verl_answering.py"), bus, *arguments]
     processes = [subprocess.Popen(command) for _ in range(count)]
     try:
         yield

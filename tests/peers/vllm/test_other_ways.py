@@ -6,10 +6,10 @@ import asyncio
 import os
 from pathlib import Path
 
-import model as tiny
 import pytest
 import requests
 import torch
+import vllm_model as tiny
 from serving import SIZES, Server, fresh_outputs
 from vllm.distributed.weight_transfer.base import ModuleSource as VllmModuleSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import model as tiny
 import pytest
+import vllm_model as tiny
 from serving import SIZES, Server, fresh_outputs
 
 from shmbus import Bus

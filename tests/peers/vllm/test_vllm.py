@@ -9,8 +9,8 @@ import asyncio
 import os
 from pathlib import Path
 
-import model as tiny
 import pytest
+import vllm_model as tiny
 from serving import SIZES, Server, fresh_outputs
 
 from shmbus import Bus

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import model as tiny
 import torch
+import vllm_model as tiny
 from serving import Server, fresh_outputs
 
 from bench import program

@@ -6,7 +6,6 @@ import base64
 import io
 
 import torch
-from model import WORDS
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -19,6 +18,7 @@ from transformers import (
     OPTConfig,
     PreTrainedTokenizerFast,
 )
+from vllm_model import WORDS
 
 SIZE = 32
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}

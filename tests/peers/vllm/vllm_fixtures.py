@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import model as tiny
 import pytest
+import vllm_model as tiny
 
 from shmbus import Bus
 

@@ -100,12 +100,13 @@ def train(bus: str, root: Path) -> list[dict[str, float]]:
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
-        "VERL_USE_EXTERNAL_MODULES": "on_a_cpu", "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "verl_on_a_cpu", "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda", "RAY_worker_niceness": "0",
         "RAY_ADDRESS": "local",
         "VERL_FILE_LOGGER_PATH": str(root / "log.jsonl"),
     }  # fmt: skip
-    command = [sys.executable, "-c", "import training; training.main()", *overrides(bus, root)]
+    program = "import verl_training; verl_training.main()"
+    command = [sys.executable, "-c", program, *overrides(bus, root)]
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=560, cwd=root,

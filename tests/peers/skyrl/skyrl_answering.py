@@ -1,6 +1,6 @@
 """A rollout worker of the tests: it answers requests until the bus is gone. No Ray, no SkyRL.
 
-    answering.py BUS [fail]
+    skyrl_answering.py BUS [fail]
 
 With "fail" it reports each sample of index 1 as failed, the first time that it is asked for it.
 """

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import model as tiny
 import numpy as np
 import pytest
 import torch
+import vllm_model as tiny
 from serving import Server
 
 from shmbus import Bus, Producer

@@ -1,4 +1,4 @@
-"""Makes a tiny chat model with random weights: ``model.py FOLDER SEED``.
+"""Makes a tiny chat model with random weights: ``recorder_model.py FOLDER SEED``.
 
 Its tokenizer knows printable ASCII, a letter a token, and some pairs as one: text that was sampled
 as two letters may come back as a pair. Its template has roles, tools, calls and thoughts.

@@ -1,4 +1,4 @@
-"""Makes a tiny model of a stock architecture, with random weights: ``model.py FOLDER SEED``."""
+"""Make a tiny model of stock architecture, with random weights: ``vllm_model.py FOLDER SEED``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """SkyRL's trainer, with rollouts of outside processes alone.
 
-    training.py BUS DIRECTORY [KEY=VALUE ...]
+    skyrl_training.py BUS DIRECTORY [KEY=VALUE ...]
 
 The keys are SkyRL's. Of its experiment, this changes what its user may: the generator, as the page
 says; no inference engines and no weights sent to them, since the workers of a bus have theirs; and
@@ -16,12 +16,12 @@ from typing import Any
 
 import doc_pages
 import ray
-from on_a_cpu import PolicyWorker
 from skyrl.backends.skyrl_train.utils.ppo_utils import sync_registries
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.dataset import PromptDataset
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.utils import validate_cfg
+from skyrl_on_a_cpu import PolicyWorker
 
 BUS, ROOT = sys.argv[1], Path(sys.argv[2])
 

@@ -1,7 +1,7 @@
 """verl's trainer on a machine without an accelerator, by the plug-ins that verl offers.
 
-``VERL_USE_EXTERNAL_MODULES=on_a_cpu VERL_PLATFORM=cpu`` has verl and its Ray actors import this,
-and take the CPU for their accelerator.
+``VERL_USE_EXTERNAL_MODULES=verl_on_a_cpu VERL_PLATFORM=cpu`` has verl and its Ray actors import
+this module, and take the CPU for their accelerator.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a script with TRL's asynchronous trainer made to run on a CPU.
 
-on_a_cpu.py SCRIPT [ARGUMENTS]
+trl_on_a_cpu.py SCRIPT [ARGUMENTS]
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def train(bus: str, root: Path) -> list[dict[str, float]]:
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
         "RAY_worker_niceness": "0",
     }  # fmt: skip
-    command = [sys.executable, str(HERE / "training.py"), bus, str(root), *overrides(root)]
+    command = [sys.executable, str(HERE / "skyrl_training.py"), bus, str(root), *overrides(root)]
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=560, cwd=root,

@@ -1,6 +1,6 @@
 """A rollout worker of the tests: it answers requests with the tiny model, until the bus is gone.
 
-    answering.py BUS MODEL SEED
+    trl_answering.py BUS MODEL SEED
 
 It loads each version of the weights that the trainer publishes.
 """
