@@ -105,6 +105,13 @@ def test_the_tables_of_a_page_are_those_of_the_results_that_are_kept(page: str) 
     assert report.filled(text, ROOT / page, draw=False) == text
 
 
+@pytest.mark.parametrize(("result", "gone"), [("prefix-h200", True), ("two-cores", False)])
+def test_a_table_names_the_commit_of_a_program_that_is_gone(result: str, gone: bool) -> None:
+    commit = json.loads((RESULTS / f"{result}.json").read_text())["machine"]["commit"][:8]
+    text = report.block(result, ["none"], ROOT / "README.md", draw=False)
+    assert (f"commit {commit}" in text) is gone
+
+
 def test_the_first_page_has_at_most_four_measured_rows() -> None:
     (block,) = report.BLOCK.finditer((ROOT / "README.md").read_text())
     assert 1 <= len([line for line in block[0].splitlines() if line.startswith("|")]) - 2 <= 4
