@@ -24,7 +24,7 @@ PROGRAMS := examples bench
 
 # Tests are shared out by file, so that a file's fixtures are set up once and its tests keep their
 # order. Long ones run first (tests/conftest.py).
-DISTRIBUTED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p no:benchmark
+DISTRIBUTED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 C_SOURCES := $(sort $(shell find shmbus_ext -name "*.c"))
 C_HEADERS := $(sort $(shell find shmbus_ext -name "*.h")) $(sort $(wildcard shmbus_ext/_public*.pyi))
@@ -105,10 +105,10 @@ build/peers/sglang/.made: tests/peers/sglang/requirements.txt pyproject.toml $(C
 	@touch $@
 
 test-once: $(VENV)/.dev ## Kill and resume jobs of changing size, a hundred times (minutes)
-	SHMBUS_ONCE_ROUNDS=100 $(BIN)/pytest -p no:cacheprovider -p no:benchmark $(ARGS) tests/trainer/test_trained_once.py
+	SHMBUS_ONCE_ROUNDS=100 $(BIN)/pytest -p no:cacheprovider $(ARGS) tests/trainer/test_trained_once.py
 
 test-relay: $(VENV)/.dev ## Test the relay on Ray clusters of several nodes (minutes; ARGS="-m 'not slow'": half a minute)
-	$(BIN)/pytest -p no:cacheprovider -p no:benchmark $(ARGS) tests/peers/ray
+	$(BIN)/pytest -p no:cacheprovider $(ARGS) tests/peers/ray
 
 test-web: build/web/.made ## Test the page in a real headless browser (SHMBUS_CHROMIUM)
 	build/web/bin/pytest -p no:cacheprovider $(ARGS) tests/web
@@ -168,8 +168,7 @@ docs: $(VENV)/.docs $(VENV)/.dev ## Build the documentation site into build/site
 bench: $(VENV)/.bench ## Measure shmbus and other ways to move a trajectory (five minutes; ARGS=--full)
 	@$(BIN)/shmbus bench $(ARGS)
 
-bench-calls: $(VENV)/.bench ## Time the hot calls, and check the instruction counts of the C core
-	$(BIN)/pytest -o addopts= --benchmark-columns=min,median,iqr,rounds --benchmark-sort=name bench/calls.py $(ARGS)
+bench-calls: $(VENV)/.bench ## Check the instruction counts of the C core's hot calls
 	$(BIN)/python -m bench.instructions check
 
 # RESULT: where the figures are kept; the pages show those of two-cores.json. LEVEL=--tiny tries it.
@@ -205,10 +204,10 @@ interrupts: $(VENV)/.dev ## Raise INJECTIONS exceptions and send SIGNALS of each
 
 WEEKS ?= 20
 week: $(VENV)/.dev ## Run WEEKS weeks of a run with all that goes wrong in them, and audit each
-	SHMBUS_TEST_WEEKS=$(WEEKS) $(BIN)/pytest -s -p no:benchmark tests/process/test_week.py $(ARGS)
+	SHMBUS_TEST_WEEKS=$(WEEKS) $(BIN)/pytest -s tests/process/test_week.py $(ARGS)
 
 storm: $(VENV)/.dev ## Kill recorders, harnesses, engines and trainers for MINUTES, then audit
-	SHMBUS_TEST_STORM=$$(( $(MINUTES) * 60 )) $(BIN)/pytest -s -p no:benchmark \
+	SHMBUS_TEST_STORM=$$(( $(MINUTES) * 60 )) $(BIN)/pytest -s \
 	    -o faulthandler_timeout=$$(( $(MINUTES) * 60 + 500 )) tests/recorder/test_recorder_deaths.py -k storm $(ARGS)
 
 points: $(VENV)/.dev ## Kill and stop every process at each of its failpoints, at first and later passes
@@ -234,7 +233,7 @@ sanitize: $(VENV)/.dev sanitize-c sanitize-python ## Run the C tests under ASan,
 
 clean: ## Remove the environments and everything that was built
 	rm -rf $(VENV) $(CONTENDERS) build dist *.egg-info shmbus_ext/*.so
-	rm -rf .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment

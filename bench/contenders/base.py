@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 
 from bench.processes import MeasurementError
@@ -34,7 +33,6 @@ from bench.workload import Source
 
 __all__ = [
     "Contender",
-    "Layout",
     "Received",
     "Receiver",
     "Sender",
@@ -63,8 +61,6 @@ class Contender:
         For programs, and for people.
     packages : tuple of str
         Distributions whose versions are printed, the contender's own first.
-    programs : tuple of str
-        Executables that it needs, such as a server.
     environment : str
         The virtual environment that it runs in, of ``make bench-contenders``; "" for the one that
         the benchmark itself runs in.
@@ -88,7 +84,6 @@ class Contender:
     copies: int
     copied: str
     favour: str
-    programs: tuple[str, ...] = ()
     environment: str = ""
     ordered: bool = True
 
@@ -113,35 +108,6 @@ class Receiver(Protocol):
     def done(self) -> None:
         """Give back all that was received: acknowledge it, free its memory."""
         return
-
-
-class Layout:
-    """The arrays of a trajectory, one behind the other in one piece of memory.
-
-    For contenders that move bytes: each array begins at a multiple of 8.
-    """
-
-    def nbytes(self, tokens: int) -> int:
-        """Bytes that a trajectory of so many tokens takes."""
-        return 2 * ((4 * tokens + 7) // 8 * 8) + (tokens + 7) // 8 * 8
-
-    def write(self, source: Source, target: NDArray[np.uint8]) -> None:
-        """Copy a trajectory into bytes."""
-        start = 0
-        arrays: tuple[NDArray[Any], ...] = source
-        for array in arrays:
-            target[start : start + array.nbytes] = array.view(np.uint8)
-            start += -(-array.nbytes // 8) * 8
-
-    def arrays(self, content: Any, tokens: int, start: int = 0) -> tuple[NDArray[Any], ...]:
-        """Make arrays out of such bytes; nothing is copied."""
-        mask = start + (4 * tokens + 7) // 8 * 8
-        logprobs = mask + (tokens + 7) // 8 * 8
-        return (
-            np.frombuffer(content, np.int32, tokens, start),
-            np.frombuffer(content, np.uint8, tokens, mask),
-            np.frombuffer(content, np.float32, tokens, logprobs),
-        )
 
 
 def free_port() -> int:

@@ -283,12 +283,6 @@ def test_a_signal_ends_a_program_that_leaves_nothing_behind(
     assert there() == [] and "Traceback" not in child.output()
 
 
-def test_the_hot_calls_say_who_runs_them(spawn: Spawner) -> None:
-    child = spawn.module("bench.calls", env=PATH)
-    wait_until(lambda: not child.running, what="the program to end")
-    assert child.popen.returncode == 1 and "make bench-calls" in child.output()
-
-
 # --- processes
 
 
