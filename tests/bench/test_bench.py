@@ -171,7 +171,12 @@ def test_each_further_row_can_be_measured(spawn: Spawner) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [["channel"], ["ranks", "--ranks", "2", "--capacity", "64MiB"]],
+    [
+        ["channel"],
+        ["ranks", "--ranks", "2", "--capacity", "64MiB"],
+        ["recorder"],
+        ["gateway", "--clients", "4"],
+    ],
     ids=lambda arguments: arguments[0],
 )
 def test_each_program_measures_and_writes_rows(
