@@ -221,21 +221,6 @@ class Rank:
         settle(self.device)
         return how, time.perf_counter() - began, self.loader.nbytes
 
-    def load_whole(self) -> tuple[str, float, int]:
-        """Load as engines' loaders do by themselves: each tensor, whole, of memory as it is."""
-        began = time.perf_counter()
-        size = 0
-        with self.leased() as weights:
-            size = weights.manifest.total
-
-            def moved() -> Iterator[tuple[str, torch.Tensor]]:
-                for name in weights:
-                    yield name, weights[name].to(self.device)
-
-            self.model.load_weights(moved())
-            settle(self.device)
-        return "loader", time.perf_counter() - began, size
-
     def check(self) -> str:
         """Compare with what the engine's loader makes of the newest version; what differs."""
         fresh = FusedModel(self.shape, self.rank, RANKS, self.device)
@@ -384,15 +369,14 @@ class Bench:
             rank.ask(verb, *arguments)
         return [rank.answer() for rank in self.ranks]
 
-    def update(self, share: float, verb: str = "load", *, ahead: bool = True) -> dict[str, Any]:
+    def update(self, share: float) -> dict[str, Any]:
         """Bring one version to both ranks."""
         _, published = self.trainer.do("publish", share)
         began = time.perf_counter()
-        if ahead:
-            self.both("prepare")
+        self.both("prepare")
         prepared = time.perf_counter() - began
         began = time.perf_counter()
-        loads = self.both(verb)
+        loads = self.both("load")
         return {
             "pause_s": time.perf_counter() - began,
             "prepare_s": prepared,
@@ -472,13 +456,9 @@ class Bench:
             return []
 
     def by_shm(self, nccl: Sequence[float]) -> list[float]:
-        """Measure whole tensors of memory as it is, then a rank's slices of registered memory."""
+        """Measure a rank's slices of registered memory."""
         with self.weights("shm"):
-            loads = [self.update(1.0, "load_whole", ahead=False) for _ in range(self.rounds)]
-            self.add("before", "whole tensors of memory that is not registered", loads)
-            first = [self.update(1.0)]
-            self.add("first", "the first version, by the engine's loader", first)
-            for _ in range(2):  # each slot once
+            for _ in range(3):  # the engine's loader once, then each slot once
                 self.update(1.0)
             loads = [self.update(1.0) for _ in range(self.rounds)]
             beside = _beside(nccl)

@@ -4,7 +4,7 @@ Where atroposlib is installed (``make test-peers`` makes such an environment). A
 of 1.1 MB, posted as an environment does, with gzip or without, and taken as a trainer does, over
 connections of their own. Both servers run at once and are asked in turn. What counts is the time
 that all threads of a server were on a processor, from the kernel's own nanoseconds: the load of the
-machine changes it little. Then environments that poll ``/status-env`` over new connections.
+machine changes it little.
 
 ``--clients N`` measures memory instead: N clients post a group each at once, and a trainer takes
 batches of one group. Row: peak of the gateway's own memory, without the pages of the bus. The page
@@ -46,12 +46,6 @@ TOKENS: Final = 4042
 ROUNDS: Final = 60
 #: Rounds that are not counted: imports, memory, caches.
 WARM_UP: Final = 5
-#: Environments that poll, how often a second each does, and for how many seconds.
-POLLERS: Final = 200
-POLLS_HZ: Final = 10
-POLL_SECONDS: Final = 5.0
-#: Bytes of an answer to a poll, and more.
-ANSWER_BYTES: Final = 4096
 START_S: Final = 60.0
 #: Seconds without work after which a server has ended it, and how long that may take.
 SETTLED_S: Final = 0.003
@@ -175,48 +169,6 @@ def _rounds(servers: dict[str, tuple[int, int]], rounds: int) -> Spent:
                     if any(found[key] != value for key, value in sent.items()):
                         raise MeasurementError(f"{name}: the batch is another group")
     return spent
-
-
-async def _poll(port: int, seconds: float) -> int:
-    """Have the environments poll; returns how many answers came.
-
-    In the words of aiohttp, and as they do it: over a new connection, which they ask to be kept,
-    and end after the answer.
-    """
-    answered = 0
-    body = b'{"env_id": 0}'
-    request = (
-        b"GET /status-env HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nAccept: */*\r\n"
-        b"Accept-Encoding: gzip, deflate\r\nUser-Agent: Python/3.11 aiohttp/3.14.5\r\n"
-        b"Content-Length: %d\r\nContent-Type: application/json\r\n\r\n%s" % (port, len(body), body)
-    )
-    end = time.monotonic() + seconds
-
-    async def one(number: int) -> None:
-        nonlocal answered
-        due = time.monotonic() + number / POLLERS / POLLS_HZ
-        while due < end:
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(request)
-            if (await reader.read(ANSWER_BYTES)).startswith(b"HTTP/1.1 200 "):
-                answered += 1
-            writer.close()
-            due += 1 / POLLS_HZ
-
-    await asyncio.gather(*(one(number) for number in range(POLLERS)))
-    return answered
-
-
-def _poll_us(pid: int, port: int, seconds: float) -> float:
-    """Return the microseconds of the server for a poll."""
-    environment = {
-        "max_token_length": 4096, "desired_name": "e", "weight": 1.0, "group_size": SEQUENCES,
-    }  # fmt: skip
-    ask(port, "POST", "/register-env", json.dumps(environment).encode())
-    began = cpu_s(pid)
-    answered = asyncio.run(_poll(port, seconds))
-    return 1e6 * (cpu_s(pid) - began) / answered
 
 
 TITLES: Final = {
@@ -383,23 +335,13 @@ def measure(options: argparse.Namespace) -> list[Row]:
             ask(port, "POST", "/register", json.dumps(REGISTRATION).encode())
             ask(port, "GET", "/batch")
         spent = _rounds(servers, rounds)
-        seconds = 0.2 if options.tiny else POLL_SECONDS
-        polls = {name: _poll_us(*where, seconds) for name, where in servers.items()}
-    rows = [
+    return [
         Row(
             name=f"gateway-{what}", title=f"{title}, the server's processor time", unit="ms",
             values=tuple(spent["gateway"][what]), beside="atroposlib",
             beside_values=tuple(spent["atroposlib"][what]),
         )
         for what, title in TITLES.items()
-    ]  # fmt: skip
-    title = f"a poll of one of {POLLERS} environments, the server's processor time"
-    return [
-        *rows,
-        Row(
-            name="gateway-poll", title=title, unit="us", values=(polls["gateway"],),
-            beside="atroposlib", beside_values=(polls["atroposlib"],),
-        ),
     ]  # fmt: skip
 
 
