@@ -55,8 +55,6 @@ RANKS: Final = 2
 BUCKET_BYTES: Final = 1 << 30
 #: Seconds for a step of one process, the first of which may compile a kernel.
 PATIENCE_S: Final = 240.0
-#: Seconds for which those who wait for a dead rank are waited for.
-HUNG_S: Final = 20.0
 #: Seconds after which a rank that is to die in an update does.
 DIES_AFTER_S: Final = 0.005
 #: Share of elements that a small step changes.
@@ -275,12 +273,6 @@ class Rank:
         settle(self.device)
         return "broadcast", time.perf_counter() - began, sum(sizes.values())
 
-    def die_in_receive(self) -> None:
-        """Begin to receive, and be killed in it."""
-        threading.Thread(target=self.receive, daemon=True).start()
-        time.sleep(DIES_AFTER_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-
     def peak(self) -> int:
         """Bytes beside the model."""
         return peak_beside(self.model, self.device)
@@ -316,10 +308,10 @@ class Party:
         """Ask it for something, and go on."""
         self.pipe.send((verb, arguments))
 
-    def answer(self, seconds: float = PATIENCE_S) -> Any:
+    def answer(self) -> Any:
         """Wait for what it answers."""
-        if not self.pipe.poll(seconds):
-            raise MeasurementError(f"{self.name} said nothing in {seconds:g} s")
+        if not self.pipe.poll(PATIENCE_S):
+            raise MeasurementError(f"{self.name} said nothing in {PATIENCE_S:g} s")
         try:
             done, result = self.pipe.recv()
         except (EOFError, ConnectionError):
@@ -436,7 +428,6 @@ class Bench:
         best = min((statistics.median(each) for each in (shm, device) if each), default=0.0)
         self.guarded("patch", "1 % changed", lambda: self.by_patch(best))
         self.guarded("killed", "a rank killed in its update, the other", self.killed)
-        self.guarded("nccl-killed", "the same of a broadcast, the trainer", self.killed_broadcast)
         return self.rows
 
     def guarded(self, way: str, title: str, run: Callable[[], list[float]]) -> list[float]:
@@ -549,37 +540,6 @@ class Bench:
                     {"pause_s": pause, "how": [how], "load_s": [took], "bytes_a_rank": [size]}
                 )
         return self.add("nccl", "packed broadcast, buckets of 1 GiB", loads)
-
-    def killed_broadcast(self) -> list[float]:
-        """Have the receiver die in a broadcast."""
-        if self.device != "cpu" and self.devices[0] == self.devices[1]:
-            raise MeasurementError("NCCL takes a device once, and there is one")
-        self.ranks[1].end()
-        self.trainer.end()
-        self.trainer = Party(Trainer, self.shape, self.devices[0])
-        self.ranks[1] = Party(Rank, self.shape, 1, self.devices[1])
-        for party in (self.trainer, self.ranks[1]):
-            party.answer()
-        self.group()
-        self.trainer.ask("broadcast")
-        self.ranks[1].do("receive")
-        self.trainer.answer()
-        began = time.perf_counter()
-        self.ranks[1].ask("die_in_receive")
-        self.trainer.ask("broadcast")
-        try:
-            self.trainer.answer(HUNG_S)
-            end = "it went on"
-        except MeasurementError as error:
-            end = str(error)
-        took = time.perf_counter() - began
-        self.rows.append(
-            Row(
-                name=f"engines-{self.name}-nccl-killed", unit="s", values=(took,), note=end,
-                title=f"{self.name}, a rank killed in a broadcast: until the trainer knows",
-            )
-        )  # fmt: skip
-        return [took]
 
 
 def _beside(nccl: Sequence[float]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Producers put trajectories of 2,048 tokens, as many producers as there are ranks
 steps of a batch for each rank, and each rank packs its own. One rank, with one producer, is
 measured in turns with several. Where the rate does not grow with the ranks, the processor seconds a
 second say who has no time left: the daemon, the ranks, or nobody, which is memory's bandwidth.
-``--producers N`` measures N producers against one embedded reader instead: views, and packed.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from typing import Any, Final
 from bench import machine, program
 from bench.processes import STALL_S, MeasurementError, Role, processor_s, run_together, use_template
 from bench.row import Row, skipped
-from bench.rows.throughput import PACKED_BYTES_PER_TOKEN, TOKENS_PER_BATCH, to_batches, views
+from bench.rows.throughput import TOKENS_PER_BATCH
 from bench.sending import bus_bytes, produce, serving, temporary_bus
-from bench.workload import BYTES_PER_TOKEN, Workload
-from bench.yardsticks import memcpy
+from bench.workload import Workload
 
 __all__ = ["main"]
 
@@ -33,9 +31,6 @@ TURNS: Final = 5
 #: Steps of a run: some two seconds.
 STEPS: Final = 6000
 PER_BATCH: Final = TOKENS_PER_BATCH // TOKENS
-#: Bytes that memcpy copies, far beyond the caches, and trajectories of a run with many producers.
-COPIED_BYTES: Final = 256 << 20
-CROWD_TRAJECTORIES: Final = 1 << 19
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
@@ -47,8 +42,6 @@ def measure(options: argparse.Namespace) -> list[Row]:
     if options.tiny:
         use_template("bench.sending", "trainer_adapter")
     turns = options.repetitions or (1 if options.tiny else TURNS)
-    if options.producers:
-        return [row for count in options.producers for row in _crowd(count, turns, options)]
     runs: dict[int, list[dict[str, float]]] = {count: [] for count in asked}
     for _ in range(turns):
         for count, found in runs.items():
@@ -70,25 +63,6 @@ def measure(options: argparse.Namespace) -> list[Row]:
             )
         )  # fmt: skip
     return rows
-
-
-def _crowd(producers: int, turns: int, options: argparse.Namespace) -> list[Row]:
-    """Measure one embedded reader behind many producers, beside the copies of one core."""
-    workload = Workload(
-        trajectories=PER_BATCH * producers * 8 if options.tiny else CROWD_TRAJECTORIES,
-        tokens=TOKENS, producers=producers, capacity=options.capacity,
-    )  # fmt: skip
-    copied = memcpy(COPIED_BYTES >> (6 if options.tiny else 0), 5)
-    kinds = {"views": (views, BYTES_PER_TOKEN), "packed": (to_batches, PACKED_BYTES_PER_TOKEN)}
-    return [
-        Row(
-            name=f"crowd-{kind}-{producers}", title=f"{producers} producers, one reader, {kind}",
-            unit="trajectories/s",
-            values=tuple(run(workload).rate for _ in range(turns)),
-            beside="memcpy", beside_values=(copied / (TOKENS * width),),
-        )
-        for kind, (run, width) in kinds.items()
-    ]  # fmt: skip
 
 
 def _run(ranks: int, steps: int, capacity: str) -> dict[str, float]:
@@ -145,10 +119,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--ranks", type=program.at_least_one, action="append", metavar="N",
         help="so many, beside one; may be repeated (1, 2, 4, 8)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--producers", type=program.at_least_one, action="append", metavar="N",
-        help="so many producers and one embedded reader; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--capacity", type=program.capacity, default=CAPACITY, help=f"of the bus ({CAPACITY})"

@@ -7,7 +7,7 @@ A contender is one module of this package with
   server); it yields what its ends need to find each other, which has to survive `spawn`;
 - ``sender(address, workload, number)`` and ``receiver(address, workload)``: context managers that
   yield a `Sender` and a `Receiver`, in processes of their own;
-- where its own loop is a better one, ``measure(workload)``, a `bench.workload.Measure`;
+- where its own loop is a better one, ``measure(workload)``, which returns a `Timed`;
   `bench.contest.moving` has the loop for all others;
 - where links take long to begin, ``host()``: a context manager around what they have in common.
 
@@ -53,38 +53,22 @@ SERVER_POLL_S: Final = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """What a contender is, for the table.
-
-    Attributes
-    ----------
-    name, title : str
-        For programs, and for people.
-    packages : tuple of str
-        Distributions whose versions are printed, the contender's own first.
-    environment : str
-        The virtual environment that it runs in, of ``make bench-contenders``; "" for the one that
-        the benchmark itself runs in.
-    per_second : float
-        Trajectories of 2,048 tokens a second to expect: sizes its runs, and nothing else.
-    copies : int
-        Times that a payload byte is copied between the producer's array and the array that the
-        consumer looks at, by processor or kernel.
-    copied : str
-        Which copies these are.
-    favour : str
-        What it was given in its favour.
-    ordered : bool
-        Whether what one producer sends arrives in that order.
-    """
+    """A contender, for the table."""
 
     name: str
     title: str
+    #: Distributions with printed versions, the contender's own first.
     packages: tuple[str, ...]
+    #: Expected trajectories of 2,048 tokens a second: only sizes the runs.
     per_second: float
+    #: Copies of a payload byte from the producer's array to the consumer's, kernel included.
     copies: int
     copied: str
+    #: Settings in the contender's favour.
     favour: str
+    #: Virtual environment of ``make bench-contenders``; "" for the benchmark's own.
     environment: str = ""
+    #: Whether a producer's trajectories arrive in order.
     ordered: bool = True
 
 

@@ -15,7 +15,7 @@ import pytest
 from conftest import Spawner, wait_until
 from fork_server import FUNCTIONS
 
-from bench import channel, machine, processes, program, ranks, report, suite, weights
+from bench import machine, processes, program, ranks, report, suite, weights
 from bench.levels import LEVELS
 from bench.native import CannotRun, compiler
 from bench.native import run as run_program
@@ -172,7 +172,6 @@ def test_each_further_row_can_be_measured(spawn: Spawner) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["channel"],
         ["ranks", "--ranks", "2", "--capacity", "64MiB"],
         ["recorder"],
         ["gateway", "--clients", "4"],
@@ -199,7 +198,7 @@ def test_each_program_measures_and_writes_rows(
         (suite.main, ["--repetitions", "two"], "expected a whole number, 1 or more, got 'two'"),
         (weights.main, ["--size", "0.001"], "expected 0.0037 or more, got '0.001'"),
         (weights.main, ["--size", "nan"], "expected 0.0037 or more, got 'nan'"),
-        (channel.main, ["--repetitions", "0"], "got '0'"),
+        (weights.main, ["--repetitions", "0"], "got '0'"),
         (ranks.main, ["--ranks", "0"], "got '0'"),
         (ranks.main, ["--capacity", "-1"], "--capacity: expected a number with KiB"),
         (ranks.main, ["--output", "/proc/none/figures.json"], "--output"),
