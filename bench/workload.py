@@ -13,15 +13,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "BYTES_PER_TOKEN",
-    "GROUP_SIZE",
-    "Item",
-    "Reader",
-    "Source",
-    "Timed",
-    "Workload",
-]
+__all__ = ["BYTES_PER_TOKEN", "GROUP_SIZE", "Item", "Reader", "Source", "Timed", "Workload"]
 
 #: The arrays of one trajectory: tokens, loss_mask, logprobs.
 Source: TypeAlias = tuple[NDArray[np.int32], NDArray[np.uint8], NDArray[np.float32]]

@@ -31,14 +31,7 @@ from numpy.typing import NDArray
 from bench.processes import MeasurementError
 from bench.workload import Source
 
-__all__ = [
-    "Contender",
-    "Received",
-    "Receiver",
-    "Sender",
-    "free_port",
-    "started",
-]
+__all__ = ["Contender", "Received", "Receiver", "Sender", "free_port", "started"]
 
 #: One trajectory as it arrives: instance id, index, and its arrays: tokens, loss_mask, logprobs.
 #: Valid until the next call of `Receiver.done`.
