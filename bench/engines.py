@@ -55,8 +55,6 @@ RANKS: Final = 2
 BUCKET_BYTES: Final = 1 << 30
 #: Seconds for a step of one process, the first of which may compile a kernel.
 PATIENCE_S: Final = 240.0
-#: Seconds for which those who wait for a dead rank are waited for.
-HUNG_S: Final = 20.0
 #: Seconds after which a rank that is to die in an update does.
 DIES_AFTER_S: Final = 0.005
 
@@ -211,21 +209,6 @@ class Rank:
         settle(self.device)
         return how, time.perf_counter() - began, self.loader.nbytes
 
-    def load_whole(self) -> tuple[str, float, int]:
-        """Load as engines' loaders do by themselves: each tensor, whole, of memory as it is."""
-        began = time.perf_counter()
-        size = 0
-        with self.leased() as weights:
-            size = weights.manifest.total
-
-            def moved() -> Iterator[tuple[str, torch.Tensor]]:
-                for name in weights:
-                    yield name, weights[name].to(self.device)
-
-            self.model.load_weights(moved())
-            settle(self.device)
-        return "loader", time.perf_counter() - began, size
-
     def check(self) -> str:
         """Compare with what the engine's loader makes of the newest version; what differs."""
         fresh = FusedModel(self.shape, self.rank, RANKS, self.device)
@@ -280,12 +263,6 @@ class Rank:
         settle(self.device)
         return "broadcast", time.perf_counter() - began, sum(sizes.values())
 
-    def die_in_receive(self) -> None:
-        """Begin to receive, and be killed in it."""
-        threading.Thread(target=self.receive, daemon=True).start()
-        time.sleep(DIES_AFTER_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-
     def peak(self) -> int:
         """Bytes beside the model."""
         return peak_beside(self.model, self.device)
@@ -321,10 +298,10 @@ class Party:
         """Ask it for something, and go on."""
         self.pipe.send((verb, arguments))
 
-    def answer(self, seconds: float = PATIENCE_S) -> Any:
+    def answer(self) -> Any:
         """Wait for what it answers."""
-        if not self.pipe.poll(seconds):
-            raise MeasurementError(f"{self.name} said nothing in {seconds:g} s")
+        if not self.pipe.poll(PATIENCE_S):
+            raise MeasurementError(f"{self.name} said nothing in {PATIENCE_S:g} s")
         try:
             done, result = self.pipe.recv()
         except (EOFError, ConnectionError):
@@ -374,15 +351,14 @@ class Bench:
             rank.ask(verb, *arguments)
         return [rank.answer() for rank in self.ranks]
 
-    def update(self, verb: str = "load", *, ahead: bool = True) -> dict[str, Any]:
+    def update(self) -> dict[str, Any]:
         """Bring one version to both ranks."""
         _, published = self.trainer.do("publish")
         began = time.perf_counter()
-        if ahead:
-            self.both("prepare")
+        self.both("prepare")
         prepared = time.perf_counter() - began
         began = time.perf_counter()
-        loads = self.both(verb)
+        loads = self.both("load")
         return {
             "pause_s": time.perf_counter() - began,
             "prepare_s": prepared,
@@ -440,7 +416,6 @@ class Bench:
         self.guarded("shm", "through /dev/shm, its slices", lambda: self.by_shm(nccl))
         self.guarded("device", "through device memory", lambda: self.by_device(nccl))
         self.guarded("killed", "a rank killed in its update, the other", self.killed)
-        self.guarded("nccl-killed", "the same of a broadcast, the trainer", self.killed_broadcast)
         return self.rows
 
     def guarded(self, way: str, title: str, run: Callable[[], list[float]]) -> list[float]:
@@ -460,13 +435,9 @@ class Bench:
             return []
 
     def by_shm(self, nccl: Sequence[float]) -> list[float]:
-        """Measure whole tensors of memory as it is, then a rank's slices of registered memory."""
+        """Measure a rank's slices of registered memory."""
         with self.weights("shm"):
-            loads = [self.update("load_whole", ahead=False) for _ in range(self.rounds)]
-            self.add("before", "whole tensors of memory that is not registered", loads)
-            first = [self.update()]
-            self.add("first", "the first version, by the engine's loader", first)
-            for _ in range(2):  # each slot once
+            for _ in range(3):  # the engine's loader once, then each slot once
                 self.update()
             loads = [self.update() for _ in range(self.rounds)]
             beside = _beside(nccl)
@@ -548,37 +519,6 @@ class Bench:
                     {"pause_s": pause, "how": [how], "load_s": [took], "bytes_a_rank": [size]}
                 )
         return self.add("nccl", "packed broadcast, buckets of 1 GiB", loads)
-
-    def killed_broadcast(self) -> list[float]:
-        """Have the receiver die in a broadcast."""
-        if self.device != "cpu" and self.devices[0] == self.devices[1]:
-            raise MeasurementError("NCCL takes a device once, and there is one")
-        self.ranks[1].end()
-        self.trainer.end()
-        self.trainer = Party(Trainer, self.shape, self.devices[0])
-        self.ranks[1] = Party(Rank, self.shape, 1, self.devices[1])
-        for party in (self.trainer, self.ranks[1]):
-            party.answer()
-        self.group()
-        self.trainer.ask("broadcast")
-        self.ranks[1].do("receive")
-        self.trainer.answer()
-        began = time.perf_counter()
-        self.ranks[1].ask("die_in_receive")
-        self.trainer.ask("broadcast")
-        try:
-            self.trainer.answer(HUNG_S)
-            end = "it went on"
-        except MeasurementError as error:
-            end = str(error)
-        took = time.perf_counter() - began
-        self.rows.append(
-            Row(
-                name=f"engines-{self.name}-nccl-killed", unit="s", values=(took,), note=end,
-                title=f"{self.name}, a rank killed in a broadcast: until the trainer knows",
-            )
-        )  # fmt: skip
-        return [took]
 
 
 def _beside(nccl: Sequence[float]) -> dict[str, Any]:

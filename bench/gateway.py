@@ -1,10 +1,14 @@
-"""Processor time of the HTTP gateway, beside atroposlib's server: ``python -m bench.gateway``.
+"""Processor time and memory of the HTTP gateway: ``python -m bench.gateway``.
 
 Where atroposlib is installed (``make test-peers`` makes such an environment). A round is one group
 of 1.1 MB, posted as an environment does, with gzip or without, and taken as a trainer does, over
 connections of their own. Both servers run at once and are asked in turn. What counts is the time
 that all threads of a server were on a processor, from the kernel's own nanoseconds: the load of the
-machine changes it little. Then environments that poll ``/status-env`` over new connections.
+machine changes it little.
+
+``--clients N`` measures memory instead: N clients post a group each at once, and a trainer takes
+batches of one group. Row: peak of the gateway's own memory, without the pages of the bus. The page
+docs/gateway.md states the bound.
 """
 
 from __future__ import annotations
@@ -16,24 +20,25 @@ import http.client
 import json
 import os
 import random
+import re
 import secrets
-import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import shmbus
 from bench import machine, program
-from bench.contenders.base import free_port
+from bench.contenders.base import free_port, started
 from bench.processes import MeasurementError
 from bench.row import Row, skipped
 from bench.sending import bus_bytes
 
-__all__ = ["CAPACITY", "REGISTRATION", "ask", "main", "removed", "server"]
+__all__ = ["main", "peak"]
 
 CAPACITY: Final = "256MiB"
 SEQUENCES: Final = 8
@@ -41,16 +46,18 @@ TOKENS: Final = 4042
 ROUNDS: Final = 60
 #: Rounds that are not counted: imports, memory, caches.
 WARM_UP: Final = 5
-#: Environments that poll, how often a second each does, and for how many seconds.
-POLLERS: Final = 200
-POLLS_HZ: Final = 10
-POLL_SECONDS: Final = 5.0
-#: Bytes of an answer to a poll, and more.
-ANSWER_BYTES: Final = 4096
 START_S: Final = 60.0
 #: Seconds without work after which a server has ended it, and how long that may take.
 SETTLED_S: Final = 0.003
 SETTLE_S: Final = 1.0
+#: Bytes that a client hands to its socket at once.
+PIECE: Final = 256 << 10
+#: A busy machine takes minutes; a client that is answered 503 sends its group again.
+CLIENT_TIMEOUT_S: Final = 1200.0
+#: Where a batch of one group has its first token, and how many bytes from its beginning that is.
+HEAD_BYTES: Final = 200
+FIRST_TOKEN: Final = re.compile(rb'"tokens":\[\[(\d+)')
+SAMPLE_S: Final = 0.05
 
 REGISTRATION: Final = {
     "wandb_group": "g", "wandb_project": "p", "batch_size": SEQUENCES, "max_token_len": 1 << 20,
@@ -110,27 +117,16 @@ def ask(port: int, method: str, path: str, body: bytes | None = None, **headers:
 
 @contextmanager
 def server(argv: list[str], port: int) -> Iterator[int]:
-    """Run a server; yields its pid."""
-    with (
-        tempfile.TemporaryFile() as said,
-        subprocess.Popen(
-            [sys.executable, *argv], stdout=subprocess.DEVNULL, stderr=said
-        ) as process,
-    ):
-        try:
-            deadline = time.monotonic() + START_S
-            while True:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    said.seek(0)
-                    last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
-                    raise MeasurementError(f"{' '.join(argv)}: it does not answer: {last}")
-                with suppress(OSError, http.client.HTTPException):
-                    ask(port, "GET", "/info")
-                    break
-                time.sleep(0.1)
-            yield process.pid
-        finally:
-            process.terminate()
+    """Run a server; yield the process id."""
+
+    def answers() -> bool:
+        with suppress(OSError, http.client.HTTPException):
+            ask(port, "GET", "/info")
+            return True
+        return False
+
+    with started([sys.executable, *argv], answers) as process:
+        yield process.pid
 
 
 @contextmanager
@@ -175,48 +171,6 @@ def _rounds(servers: dict[str, tuple[int, int]], rounds: int) -> Spent:
     return spent
 
 
-async def _poll(port: int, seconds: float) -> int:
-    """Have the environments poll; returns how many answers came.
-
-    In the words of aiohttp, and as they do it: over a new connection, which they ask to be kept,
-    and end after the answer.
-    """
-    answered = 0
-    body = b'{"env_id": 0}'
-    request = (
-        b"GET /status-env HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nAccept: */*\r\n"
-        b"Accept-Encoding: gzip, deflate\r\nUser-Agent: Python/3.11 aiohttp/3.14.5\r\n"
-        b"Content-Length: %d\r\nContent-Type: application/json\r\n\r\n%s" % (port, len(body), body)
-    )
-    end = time.monotonic() + seconds
-
-    async def one(number: int) -> None:
-        nonlocal answered
-        due = time.monotonic() + number / POLLERS / POLLS_HZ
-        while due < end:
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(request)
-            if (await reader.read(ANSWER_BYTES)).startswith(b"HTTP/1.1 200 "):
-                answered += 1
-            writer.close()
-            due += 1 / POLLS_HZ
-
-    await asyncio.gather(*(one(number) for number in range(POLLERS)))
-    return answered
-
-
-def _poll_us(pid: int, port: int, seconds: float) -> float:
-    """Return the microseconds of the server for a poll."""
-    environment = {
-        "max_token_length": 4096, "desired_name": "e", "weight": 1.0, "group_size": SEQUENCES,
-    }  # fmt: skip
-    ask(port, "POST", "/register-env", json.dumps(environment).encode())
-    began = cpu_s(pid)
-    answered = asyncio.run(_poll(port, seconds))
-    return 1e6 * (cpu_s(pid) - began) / answered
-
-
 TITLES: Final = {
     "post": "POST of a group, 1.1 MB",
     "post-gzip": "POST of a group, gzip",
@@ -224,8 +178,145 @@ TITLES: Final = {
 }
 
 
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def body_of(megabytes: float) -> tuple[bytes, bytes]:
+    """Return a group of one sequence, cut where its first token is; all clients share the rest."""
+    count = max(1, int(megabytes * 1e6 / 16))
+    rest = ", ".join(str(100_000 + at % 50_000) for at in range(count))
+    head, tail = b'{"scores": [1.0], "tokens": [[', f', {rest}]], "masks": [[0, {rest}]]}}'
+    return head, tail.encode()
+
+
+class Memory(threading.Thread):
+    """Watches how much memory a process has of its own."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._status = Path(f"/proc/{pid}/status")
+        self._ended = threading.Event()
+        self.most_bytes = 0
+
+    def own_bytes(self) -> int:
+        """Return what it has now, without files and shared memory."""
+        for line in self._status.read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) << 10
+        return 0
+
+    def run(self) -> None:
+        """Look until `stop`, and then once more, or until it has gone."""
+        with suppress(OSError):
+            while True:
+                ended = self._ended.wait(SAMPLE_S)
+                self.most_bytes = max(self.most_bytes, self.own_bytes())
+                if ended:
+                    return
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._ended.set()
+        self.join()
+
+
+async def _post(port: int, head: bytes, tail: bytes) -> bytes:
+    """Post once; returns the status line."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    lines = (
+        "POST /scored_data HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(head) + len(tail)}\r\nConnection: close\r\n\r\n"
+    )
+    writer.write(lines.encode() + head)
+    view = memoryview(tail)
+    for at in range(0, len(view), PIECE):
+        # A copy of a piece at a time: the transports of all clients hold as many.
+        writer.write(bytes(view[at : at + PIECE]))
+        await writer.drain()
+    status = await reader.readline()
+    writer.close()
+    return status.strip()
+
+
+async def _post_all(port: int, clients: int, megabytes: float) -> list[bytes]:
+    head, tail = body_of(megabytes)
+
+    async def one(number: int) -> bytes:
+        while True:
+            # A 503 that comes before the body was read may arrive as a reset: both are tried again.
+            with suppress(ConnectionError):
+                status = await _post(port, head + str(number).encode(), tail)
+                if status and b" 503 " not in status:
+                    return status
+
+    posts = asyncio.gather(*(one(number) for number in range(clients)))
+    return await asyncio.wait_for(posts, CLIENT_TIMEOUT_S)
+
+
+def peak(clients: int, megabytes: float, capacity: str = CAPACITY) -> tuple[int, int]:
+    """Have clients post; return the gateway's own bytes before, and at the most.
+
+    Raises
+    ------
+    MeasurementError
+        A group did not come, or came twice.
+    """
+    found: list[int] = []
+    bus, port = f"bench-clients-{secrets.token_hex(4)}", free_port()
+    argv = ["-m", "shmbus", "gateway", bus, "--create", capacity, "--http", f"127.0.0.1:{port}"]
+    with (
+        removed(bus),
+        server([*argv, "--log-level", "warning"], port) as pid,
+        ThreadPoolExecutor(1) as posting,
+    ):
+        ask(port, "POST", "/register", json.dumps({**REGISTRATION, "batch_size": 1}).encode())
+        ask(port, "GET", "/batch")
+        memory = Memory(pid)
+        before = memory.own_bytes()
+        memory.start()
+        posted = posting.submit(lambda: asyncio.run(_post_all(port, clients, megabytes)))
+        while len(found) < clients:
+            numbers = FIRST_TOKEN.findall(ask(port, "GET", "/batch", None)[:HEAD_BYTES])
+            found += map(int, numbers)
+            if not numbers:
+                if posted.done():
+                    break
+                time.sleep(0.01)
+        statuses = {status.decode() for status in posted.result()}
+        memory.stop()
+    if sorted(found) != list(range(clients)):
+        raise MeasurementError(
+            f"{len(found)} of {clients} groups came, {len(set(found))} different ones, answers "
+            f"{sorted(statuses)}, {memory.most_bytes >> 20} MiB at the most"
+        )
+    return before, memory.most_bytes
+
+
+def memory_rows(options: argparse.Namespace) -> list[Row]:
+    """Measure the peak of memory, beside the memory of an idle gateway."""
+    title = (
+        f"the gateway's own memory, {options.clients} clients post {options.megabytes:g} MB each"
+    )
+    if why := machine.lacks(shm_bytes=bus_bytes(CAPACITY), modules=("aiohttp",)):
+        return [skipped("gateway-clients", title, why)]
+    clients, megabytes = (4, 0.1) if options.tiny else (options.clients, options.megabytes)
+    turns = [peak(clients, megabytes) for _ in range(options.repetitions or 1)]
+    return [
+        Row(
+            name="gateway-clients", title=title, unit="MiB",
+            values=tuple(most / 2**20 for _, most in turns), beside="before",
+            beside_values=tuple(before / 2**20 for before, _ in turns),
+        )
+    ]  # fmt: skip
+
+
+# -- the program -----------------------------------------------------------------------------------
+
+
 def measure(options: argparse.Namespace) -> list[Row]:
-    """Measure both servers."""
+    """Measure both servers, or the memory of the gateway."""
+    if options.clients:
+        return memory_rows(options)
     why = machine.lacks(shm_bytes=bus_bytes(CAPACITY), modules=("aiohttp", "atroposlib", "uvicorn"))
     if why:
         return [skipped("gateway", "the gateway beside atroposlib's server", why)]
@@ -244,9 +335,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
             ask(port, "POST", "/register", json.dumps(REGISTRATION).encode())
             ask(port, "GET", "/batch")
         spent = _rounds(servers, rounds)
-        seconds = 0.2 if options.tiny else POLL_SECONDS
-        polls = {name: _poll_us(*where, seconds) for name, where in servers.items()}
-    rows = [
+    return [
         Row(
             name=f"gateway-{what}", title=f"{title}, the server's processor time", unit="ms",
             values=tuple(spent["gateway"][what]), beside="atroposlib",
@@ -254,19 +343,14 @@ def measure(options: argparse.Namespace) -> list[Row]:
         )
         for what, title in TITLES.items()
     ]  # fmt: skip
-    title = f"a poll of one of {POLLERS} environments, the server's processor time"
-    return [
-        *rows,
-        Row(
-            name="gateway-poll", title=title, unit="us", values=(polls["gateway"],),
-            beside="atroposlib", beside_values=(polls["atroposlib"],),
-        ),
-    ]  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    return program.run("gateway", program.parser_of("gateway", __doc__), measure, argv)
+    parser = program.parser_of("gateway", __doc__)
+    parser.add_argument("--clients", type=program.at_least_one, metavar="N", help="measure memory")
+    parser.add_argument("--megabytes", type=float, default=10.0, help="of JSON of a client (10)")
+    return program.run("gateway", parser, measure, argv)
 
 
 if __name__ == "__main__":

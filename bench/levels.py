@@ -10,46 +10,24 @@ __all__ = ["LEVELS", "Level"]
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """Counts and durations of all rows.
-
-    Attributes
-    ----------
-    repetitions : int
-        Runs of each row.
-    memcpy_bytes : int
-        Of the copy that stands around each run.
-    hop_2048, hop_16384, hop_256, packed : int
-        Trajectories of a run. They fill the bus many times over, since what lies in it at the first
-        delivery was sent before the clock started.
-    wakes : int
-        Wake-ups of a repetition.
-    requests : int
-        Groups that are offered.
-    stash_groups : (int, int)
-        Open groups, few and many.
-    stash_adds : int
-        Trajectories timed at each.
-    idle_s : float
-        Seconds asleep.
-    contest_s : float
-        Seconds that a contender's run is to take.
-    probes : int
-        Of a contender's latency.
-    kills : int
-        Writers of a contender that are killed.
-    """
+    """Counts and durations of all rows."""
 
     repetitions: int
+    #: Of the copy around each run.
     memcpy_bytes: int
+    #: Trajectories of a run: many times the bus, whose content at the first delivery was not timed.
     hop_2048: int
     hop_16384: int
     hop_256: int
     packed: int
     wakes: int
+    #: Offered groups.
     requests: int
+    #: Open groups, few and many.
     stash_groups: tuple[int, int]
     stash_adds: int
     idle_s: float
+    #: Seconds of a contender's run, probes of the latency, killed writers.
     contest_s: float
     probes: int
     kills: int

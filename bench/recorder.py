@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import random
-import secrets
-import subprocess
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Final
 
 import aiohttp
@@ -30,8 +28,11 @@ import msgspec
 from aiohttp import web
 
 import shmbus
-from bench import machine
-from bench.contenders.base import free_port
+from bench import program
+from bench.contenders.base import free_port, started
+from bench.processes import processor_s
+from bench.row import Row
+from bench.sending import temporary_bus
 
 __all__ = ["main"]
 
@@ -130,72 +131,55 @@ async def one(client: aiohttp.ClientSession, url: str, key: str, stream: bool) -
 
 
 async def caller(
-    client: aiohttp.ClientSession, ways: list[tuple[str, str]], rounds: int, stream: bool,
-    found: list[list[float]], delay_s: float,
+    client: aiohttp.ClientSession, ways: Sequence[tuple[str, list[float]]], key: str, rounds: int,
+    stream: bool, delay_s: float,
 ) -> None:  # fmt: skip
     """Ask both ways in turn."""
     await asyncio.sleep(delay_s)
     for _ in range(rounds):
-        for way, (url, key) in enumerate(ways):
-            found[way].append(await one(client, url, key, stream))
+        for url, found in ways:
+            found.append(await one(client, url, key, stream))
 
 
-def percentile(values: list[float], part: float) -> float:
+def percentile_ms(values: list[float], part: float) -> float:
     """Return a percentile in milliseconds."""
     ranked = sorted(values)
     return round(ranked[min(len(ranked) - 1, int(part * len(ranked)))] * 1e3, 3)
 
 
-def cpu_s(pid: int) -> float:
-    """Return the seconds that a process has been on a processor."""
-    with open(f"/proc/{pid}/stat") as stat:
-        fields = stat.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-async def measure(
-    engine: str, proxy: str, keys: list[str], rounds: int, pid: int
-) -> list[dict[str, Any]]:
+async def call_rows(engine: str, proxy: str, keys: list[str], rounds: int, pid: int) -> list[Row]:
     """Measure both forms of an answer."""
     rows = []
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as client:
-        for stream in (False, True):
-            found: list[list[float]] = [[], []]
-            before = cpu_s(pid)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+        for name, title in (("call", "a call at once"), ("stream", "first token of a stream")):
+            direct: list[float] = []
+            through: list[float] = []
+            ways = ((engine, direct), (proxy, through))
+            before = processor_s(pid)
+            # Starts spread over the engine's time, as calls of agents spread.
+            starts = [2 * ENGINE_S * number / len(keys) for number in range(len(keys))]
             await asyncio.gather(
                 *(
-                    # Spread over the engine's time, as calls of agents are.
-                    caller(
-                        client, [(engine, key), (proxy, key)], rounds, stream, found,
-                        2 * ENGINE_S * number / len(keys),
-                    )
-                    for number, key in enumerate(keys)
+                    caller(client, ways, key, rounds, name == "stream", start)
+                    for key, start in zip(keys, starts, strict=True)
+                )
+            )
+            cpu_us = 1e6 * (processor_s(pid) - before) / len(through)
+            p99 = percentile_ms(through, 0.99), percentile_ms(direct, 0.99)
+            rows.append(
+                Row(
+                    name=f"recorder-{name}", title=f"{title}, {len(keys)} callers, p50", unit="ms",
+                    values=(percentile_ms(through, 0.5),), beside="without a recorder",
+                    beside_values=(percentile_ms(direct, 0.5),),
+                    note=f"p99 {p99[0]:.1f}, without a recorder {p99[1]:.1f}; processor "
+                    f"{cpu_us / 1e3:.2f} ms a call, {cpu_us / OUTPUT:.1f} us a token",
+                    figures={"calls": len(through), "p99_ms": p99, "cpu_us_a_call": cpu_us},
                 )
             )  # fmt: skip
-            used = cpu_s(pid) - before
-            calls = len(found[1])
-            direct, through = found
-            rows.append(
-                {
-                    "what": "first token of a stream" if stream else "a call at once",
-                    "calls_at_once": len(keys),
-                    "calls": calls,
-                    **{
-                        f"{name}_p{round(100 * at)}_ms": percentile(values, at)
-                        for name, values in (("direct", direct), ("through", through))
-                        for at in (0.5, 0.99)
-                    },
-                    "cpu_ms_a_call": round(1e3 * used / calls, 3),
-                    "cpu_us_a_token": round(1e6 * used / calls / OUTPUT, 2),
-                }
-            )
     return rows
 
 
-async def measure_lengths(
-    proxy: str, keys: list[str], lengths: list[int], pid: int
-) -> list[dict[str, Any]]:
+async def length_rows(proxy: str, keys: list[str], lengths: list[int], pid: int) -> list[Row]:
     """Measure streams of any length, beside short calls of another session."""
     rows = []
     async with aiohttp.ClientSession(read_bufsize=1 << 18) as client:
@@ -210,25 +194,23 @@ async def measure_lengths(
                     waits.append(await one(client, proxy, keys[0], False))
 
             beside = [asyncio.ensure_future(others()) for _ in range(8)]
-            before = cpu_s(pid)
+            before = processor_s(pid)
             headers = {"Authorization": f"Bearer {key}"}
             async with client.post(
                 f"{proxy}/v1/chat/completions", json=body, headers=headers, timeout=None
             ) as found:
                 async for _ in found.content.iter_any():
                     pass
-            used = cpu_s(pid) - before
+            cpu_us = 1e6 * (processor_s(pid) - before) / length
             over.set()
             await asyncio.gather(*beside)
             rows.append(
-                {
-                    "what": "a long stream",
-                    "tokens": length,
-                    "cpu_us_a_token": round(1e6 * used / length, 2),
-                    "other_calls": len(waits),
-                    "other_p99_ms": percentile(waits, 0.99),
-                }
-            )
+                Row(
+                    name=f"recorder-long-{length}", unit="us", values=(cpu_us,),
+                    title=f"a token of a stream of {length:,}, processor",
+                    note=f"{len(waits)} other calls, p99 {percentile_ms(waits, 0.99)} ms",
+                )
+            )  # fmt: skip
     return rows
 
 
@@ -249,44 +231,45 @@ def opened(bus: str, count: int) -> tuple[list[str], ExitStack]:
     return keys, stack
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write JSON where that is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def listens(port: int) -> bool:
+    """Tell whether a server accepts connections at a port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    """Start engine and recorder, and measure calls or long streams."""
+    lengths = [int(length) for length in (options.lengths or "").split(",") if length]
+    sessions, rounds = (4, 1) if options.tiny else (options.sessions, options.rounds)
+    port, at = free_port(), free_port()
+    engine, proxy = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{at}"
+    with temporary_bus(CAPACITY, schema=SCHEMA) as bus, ExitStack() as stack:
+        pid = 0
+        for place, words in (
+            (port, ["bench.recorder", "--engine-port", str(port)]),
+            (at, ["shmbus", "proxy", bus, "--engine", engine, "--http", f"127.0.0.1:{at}"]),
+        ):
+            command = [sys.executable, "-m", *words]
+            pid = stack.enter_context(started(command, partial(listens, place))).pid
+        keys, opened_sessions = opened(bus, max(sessions, len(lengths) + 1))
+        stack.enter_context(opened_sessions)
+        if lengths:
+            return asyncio.run(length_rows(proxy, keys, lengths, pid))
+        return asyncio.run(call_rows(engine, proxy, keys[:sessions], rounds, pid))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line, or the engine's process."""
+    parser = program.parser_of("recorder", __doc__)
     parser.add_argument("--sessions", type=int, default=200, help="callers at once (default 200)")
     parser.add_argument("--rounds", type=int, default=10, help="calls of each, each way")
     parser.add_argument("--lengths", metavar="N,N", help="measure streams of so many tokens")
-    parser.add_argument("--output", metavar="FILE", help="JSON")
     parser.add_argument("--engine-port", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.engine_port is not None:
-        serve(given.engine_port)
+    options = parser.parse_args(argv)
+    if options.engine_port is not None:
+        serve(options.engine_port)
         return 0
-    bus = f"bench-recorder-{os.getpid()}-{secrets.token_hex(2)}"
-    port = free_port()
-    engine, proxy = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{(at := free_port())}"
-    with ExitStack() as stack:
-        stack.enter_context(shmbus.Bus.create(bus, CAPACITY, schema=SCHEMA))
-        for words in (
-            ["-m", "bench.recorder", "--engine-port", str(port)],
-            ["-m", "shmbus", "proxy", bus, "--engine", engine, "--http", f"127.0.0.1:{at}"],
-        ):
-            process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
-            stack.callback(process.wait)
-            stack.callback(process.terminate)
-        keys, sessions = opened(bus, given.sessions)
-        stack.enter_context(sessions)
-        if given.lengths:
-            lengths = [int(length) for length in given.lengths.split(",")]
-            rows = asyncio.run(measure_lengths(proxy, keys, lengths, process.pid))
-        else:
-            rows = asyncio.run(measure(engine, proxy, keys, given.rounds, process.pid))
-    report = {"machine": machine.describe(), "rows": rows}
-    text = json.dumps(report, indent=2, default=str)
-    print(text)
-    if given.output:
-        with open(given.output, "w") as file:
-            file.write(text + "\n")
-    return 0
+    return program.run("recorder", parser, measure, argv)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """One hop of trajectories between two Ray nodes of this machine: ``python -m bench.relay``.
 
-The relay beside Ray's own objects, one ``ray.put`` a trajectory, and TransferQueue through its
-storage units at the receiver. All nodes share this machine's processors, so that only ratios of one
-run count. Needs the extra ``ray``.
+The relay beside Ray's own objects, one ``ray.put`` a trajectory. All nodes share the processors of
+one machine, so only ratios of a run count. Needs the extra ``ray``.
 """
 
 from __future__ import annotations
@@ -46,12 +45,7 @@ TURNS: Final = 3
 #: Groups of a run, and before it: until each page of both buses and of Ray's stores was touched.
 GROUPS, WARM_GROUPS = 8000, 2200
 LATENCY_GROUPS: Final = 50
-#: Bytes of a block of Ray's own objects, how many, and how many are under way.
-BLOCK, BLOCKS, BLOCKS_AT_ONCE = 16 << 20, 40, 3
 PUTS: Final = 400
-#: Of TransferQueue: trajectories of one call, batches, batches under way, units at the receiver.
-BATCH, BATCHES, BATCHES_AT_ONCE, UNITS = 256, 40, 3, 2
-PARTITION: Final = "train"
 
 
 @contextmanager
@@ -151,170 +145,57 @@ def hop(groups: int, turns: int) -> tuple[list[float], float]:
 
 
 class Sink:
-    """Takes blocks, or references."""
+    """Takes references."""
 
-    def take(self, block: Any) -> int:
-        """Return a block's size."""
-        return len(block)
-
-    def take_each(self, refs: list[Any]) -> int:
-        """Return the size of what these refer to."""
+    def take(self, refs: list[Any]) -> int:
+        """Return the size of the referenced objects."""
         import ray
 
         return sum(len(ray.get(each)) for each in refs)
 
 
 class Source:
-    """Sends blocks, or references."""
+    """Sends references."""
 
-    def send(self, sink: Any, count: int, at_once: int) -> float:
-        """Send blocks, so many at a time; return bytes per second."""
-        import ray
-
-        block = np.zeros(BLOCK, np.uint8)
-        began, under_way = time.perf_counter(), []
-        for _ in range(count):
-            under_way.append(sink.take.remote(block))
-            if len(under_way) == at_once:
-                ray.get(under_way.pop(0))
-        ray.get(under_way)
-        return count * BLOCK / (time.perf_counter() - began)
-
-    def put_each(self, sink: Any, count: int) -> float:
-        """Put each trajectory; return how many per second."""
+    def put(self, sink: Any, count: int) -> float:
+        """Put each trajectory; return trajectories per second."""
         import ray
 
         record = np.zeros(RECORD, np.uint8)
         began = time.perf_counter()
         for _ in range(0, count, SIZE):
-            ray.get(sink.take_each.remote([ray.put(record) for _ in range(SIZE)]))
+            ray.get(sink.take.remote([ray.put(record) for _ in range(SIZE)]))
         return count / (time.perf_counter() - began)
 
 
-def by_ray(turns: int) -> tuple[list[float], list[float]]:
-    """Return trajectories a second of Ray alone: in blocks of 16 MiB, and put one by one."""
+def by_ray(turns: int) -> list[float]:
+    """Return trajectories a second of Ray's own objects, one ``ray.put`` a trajectory."""
     import ray
 
     sink, source = on_side(Sink, "right"), on_side(Source, "left")
-    ray.get(source.send.remote(sink, BLOCKS, BLOCKS_AT_ONCE))  # touches both stores
-    blocks, each = [], []
-    for _ in range(turns):
-        blocks.append(ray.get(source.send.remote(sink, BLOCKS, BLOCKS_AT_ONCE)) / RECORD)
-        each.append(ray.get(source.put_each.remote(sink, PUTS)))
+    ray.get(source.put.remote(sink, PUTS))  # touches both stores
+    rates = [float(ray.get(source.put.remote(sink, PUTS))) for _ in range(turns)]
     for actor in (sink, source):
         ray.kill(actor)
-    return blocks, each
-
-
-def _client() -> Any:
-    os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
-    import transfer_queue as found
-
-    found.init()
-    return found
-
-
-class QueueReceiver:
-    """Gets batches, and clears them."""
-
-    def __init__(self) -> None:
-        self._queue = _client()
-
-    def take(self, meta: Any) -> int:
-        """Get what was put under this; return how many trajectories they are."""
-        batch = self._queue.kv_batch_get_by_meta(meta)
-        count = len(meta.keys)
-        for name in ("tokens", "mask", "logprobs"):
-            rows = batch[name].unbind(0)  # which may be one tensor, or one of each
-            assert len(rows) == count and rows[-1].numel() == TOKENS
-        self._queue.kv_clear(meta.keys, PARTITION)
-        return count
-
-
-class QueueSender:
-    """Puts batches, and has the other side get them."""
-
-    def __init__(self) -> None:
-        self._queue = _client()
-        import tensordict
-        import torch
-
-        fields = {
-            "tokens": torch.zeros(BATCH, TOKENS, dtype=torch.int32),
-            "mask": torch.ones(BATCH, TOKENS, dtype=torch.uint8),
-            "logprobs": torch.zeros(BATCH, TOKENS),
-        }
-        self._batch = tensordict.TensorDict(fields, batch_size=BATCH)
-        self._tags = [{"score": 1.0, "policy_version": 3}] * BATCH
-        self._number = 0
-
-    def send(self, receiver: Any, batches: int) -> float:
-        """Put so many batches; return the seconds until the last one was got and cleared."""
-        import ray
-
-        began, under_way = time.perf_counter(), []
-        for _ in range(batches):
-            keys = [f"{self._number}/{index}" for index in range(BATCH)]
-            self._number += 1
-            meta = self._queue.kv_batch_put(keys, PARTITION, self._batch, self._tags)
-            under_way.append(receiver.take.remote(meta))
-            if len(under_way) == BATCHES_AT_ONCE:
-                assert ray.get(under_way.pop(0)) == BATCH
-        assert ray.get(under_way) == [BATCH] * len(under_way)
-        return time.perf_counter() - began
-
-
-def by_transfer_queue(turns: int) -> list[float]:
-    """Return trajectories a second of TransferQueue, whose storage units are at the receiver."""
-    import ray
-    import transfer_queue as found
-
-    storage = {"num_data_storage_units": UNITS, "required_node_resource": SIDES[1]}
-    found.init({"backend": {"SimpleStorage": storage}})
-    try:
-        receiver, sender = on_side(QueueReceiver, "right"), on_side(QueueSender, "left")
-        ray.get(sender.send.remote(receiver, 4))
-        count = BATCHES * BATCH
-        return [count / float(ray.get(sender.send.remote(receiver, BATCHES))) for _ in range(turns)]
-    finally:
-        found.close()
+    return rates
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    """Measure the relay and what it stands beside."""
+    """Measure the relay beside Ray."""
     title = "put on one node to acknowledged on the other"
     if why := machine.lacks(cores=2, modules=["ray"]):
         return [skipped("relay", title, why)]
     turns = options.repetitions or (1 if options.tiny else TURNS)
-    rows = []
     with cluster():
-        blocks, each = by_ray(turns)
-        without = machine.lacks(modules=["transfer_queue"])
-        queued = [] if without else by_transfer_queue(turns)
+        puts = by_ray(turns)
         rates, p50_ms = hop(100 if options.tiny else GROUPS, turns)
-        others = {
-            "ray-blocks": ("Ray's objects of 16 MiB", blocks),
-            "ray-put": ("one ray.put a trajectory", each),
-            "transfer-queue": ("TransferQueue", queued),
-        }
-        for name, (other, found) in others.items():
-            row = f"relay-{name}"
-            if not found:
-                rows.append(skipped(row, title, without))
-                continue
-            rows.append(
-                Row(
-                    name=row, title=title, unit="trajectories/s",
-                    values=tuple(rates), beside=other, beside_values=tuple(found),
-                )
-            )  # fmt: skip
-        rows.append(
-            Row(
-                name="relay-latency", title="a group alone, p50",
-                unit="ms", values=(p50_ms,),
-            )
-        )  # fmt: skip
-    return rows
+    return [
+        Row(
+            name="relay-ray-put", title=title, unit="trajectories/s", values=tuple(rates),
+            beside="one ray.put a trajectory", beside_values=tuple(puts),
+        ),
+        Row(name="relay-latency", title="a group alone, p50", unit="ms", values=(p50_ms,)),
+    ]  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -81,7 +81,13 @@ def _of(result: dict[str, Any]) -> str:
     cpu = facts["cpu"].replace("(R)", "")
     on = facts.get("gpu") or f"{facts['cores']} cores of an {cpu}"
     load = f"load {facts['load_average'][0]:.1f}"
-    return f"`{command(result['program'])}` on {on}, {facts['date_utc'][:10]}, {load}"
+    program = result["program"]
+    # A kept result outlives the program: a checkout of that commit still has the program.
+    folder = RESULTS.parent
+    places = (folder.parent / program, folder / f"{program}.py")
+    gone = not any(place.exists() for place in places)
+    ran = f"`{program}` of commit {facts['commit'][:8]}" if gone else f"`{command(program)}`"
+    return f"{ran} on {on}, {facts['date_utc'][:10]}, {load}"
 
 
 def _markdown(

@@ -22,35 +22,20 @@ HEADS = ("what", "measured", "lowest-highest (of)", "beside", "times that", "tar
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of a table, one object of the JSON.
-
-    Attributes
-    ----------
-    name, title : str
-        For programs, and for people. The target is that of the name in `bench.targets`.
-    unit : str
-        Of the values and of what stands beside them: "trajectories/s", "us".
-    values : tuple of float
-        Of each repetition.
-    beside : str
-        What the row is compared with, such as "memcpy"; "" for nothing.
-    beside_values : tuple of float
-        What that came to: one a repetition, or one for all.
-    skipped : str
-        Why there is no value, where there is none.
-    note : str
-        What a reader of the value has to know.
-    figures : dict
-        Further numbers, for the JSON.
-    """
+    """One line of a table, one object of the JSON; `bench.targets` has targets by name."""
 
     name: str
     title: str
+    #: Of the values and of the comparison: "trajectories/s", "us".
     unit: str = ""
+    #: One of each repetition.
     values: tuple[float, ...] = ()
+    #: The comparison, such as "memcpy"; "" for none. One value a repetition, or one for all.
     beside: str = ""
     beside_values: tuple[float, ...] = ()
+    #: The reason of a row without a value.
     skipped: str = ""
+    #: A remark for the table, and further numbers for the JSON.
     note: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
 

@@ -32,10 +32,10 @@ def bus_bytes(capacity: str) -> int:
 
 
 @contextmanager
-def temporary_bus(capacity: str, request_capacity: int | None = None) -> Iterator[str]:
+def temporary_bus(capacity: str, **options: Any) -> Iterator[str]:
     """Create a bus, all of it allocated and touched; yield its name, and remove it."""
     name = f"bench-{os.getpid()}-{secrets.token_hex(4)}"
-    with shmbus.Bus.create(name, capacity, request_capacity=request_capacity):
+    with shmbus.Bus.create(name, capacity, **options):
         yield name
 
 

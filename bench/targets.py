@@ -101,9 +101,6 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
         "weights-cuda-to-host": _times(0.95),
         "weights-cuda-from-host": _times(0.95),
         "weights-cuda-step": _most_times(1.05),
-        "channel-stall": _most_times(1.3),
-        "channel-rate": _times(0.8),
-        "channel-cuda-stall": _most_times(1.3),
         # msgspec makes Python numbers of a body; a quarter took a parser of 900 lines.
         "gateway-post": _most_times(0.6),
         "gateway-post-gzip": _most_times(0.6),

@@ -6,30 +6,21 @@ What the producers of a workload send is the same in every run: it follows from 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "BYTES_PER_TOKEN",
-    "GROUP_SIZE",
-    "Item",
-    "Measure",
-    "Reader",
-    "Source",
-    "Timed",
-    "Workload",
-]
+__all__ = ["BYTES_PER_TOKEN", "GROUP_SIZE", "Item", "Reader", "Source", "Timed", "Workload"]
 
 #: The arrays of one trajectory: tokens, loss_mask, logprobs.
 Source: TypeAlias = tuple[NDArray[np.int32], NDArray[np.uint8], NDArray[np.float32]]
 #: What is sent: whose prompt it answers and as which sample, and its arrays.
 Item: TypeAlias = tuple[tuple[str, int], Source]
-#: How the consumer waits: as the contender is fastest, asleep, or polling without a pause.
-Reader: TypeAlias = Literal["fastest", "sleeping", "busy"]
+#: How the consumer waits: as the contender is fastest, or asleep.
+Reader: TypeAlias = Literal["fastest", "sleeping"]
 
 #: Trajectories of a prompt: the smaller of the two usual sizes of GRPO.
 GROUP_SIZE: Final = 8
@@ -44,32 +35,18 @@ COLD_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What the producers send, all of them together.
-
-    Attributes
-    ----------
-    trajectories, tokens : int
-        How many, and the tokens of each.
-    producers : int
-        Processes that send an equal share each, as groups of their own.
-    batch : int
-        Trajectories a call, where the system has a call for several; 0 for one a call.
-    cold : bool
-        Whether what is sent lies in memory that no cache holds any more. Otherwise a producer sends
-        the same arrays again and again, as if it had just written them.
-    capacity : str
-        Size of what lies between, where the system has such a thing.
-    group_size : int
-        Trajectories of a prompt.
-    reader : {"fastest", "sleeping", "busy"}
-        How the consumer waits for more.
-    """
+    """The trajectories of all producers together."""
 
     trajectories: int
+    #: Of each trajectory.
     tokens: int
+    #: Processes with an equal share each, in groups of their own.
     producers: int = 1
+    #: Trajectories a call, for a system with a call for several; 0 for one a call.
     batch: int = 0
+    #: Whether no cache holds the sources; else a producer sends the same arrays again and again.
     cold: bool = False
+    #: Of the ring or queue, for a system with a bound in bytes.
     capacity: str = "64MiB"
     group_size: int = GROUP_SIZE
     reader: Reader = "fastest"
@@ -122,15 +99,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """One run of a workload, from the first delivery to the last acknowledgement.
-
-    Attributes
-    ----------
-    trajectories : int
-        How many the rate counts.
-    seconds : float
-        Of the span, in the consumer.
-    """
+    """Trajectories and seconds of a run, from the first delivery to the last acknowledgement."""
 
     trajectories: int
     seconds: float
@@ -139,6 +108,3 @@ class Timed:
     def rate(self) -> float:
         """Trajectories a second."""
         return self.trajectories / self.seconds
-
-
-Measure: TypeAlias = Callable[[Workload], Timed]

@@ -19,7 +19,7 @@ import numpy as np
 from bench import native
 from bench.processes import STALL_S, MeasurementError, Role, context, run_alone, run_together
 
-__all__ = ["copy_bytes_per_s", "futex_us", "memcpy", "passed_on_us", "queue_us"]
+__all__ = ["futex_us", "memcpy", "passed_on_us", "queue_us"]
 
 #: Of a yardstick of calls: one turn, and turns, of which the median counts.
 CALLS: Final = 1000
@@ -29,18 +29,6 @@ TURNS: Final = 9
 def memcpy(size: int, repetitions: int) -> float:
     """Return bytes a second of a copy of `size` bytes from memory to memory, by one core."""
     return float(run_alone(_copy, size, repetitions))
-
-
-def copy_bytes_per_s(size: int, repetitions: int) -> float:
-    """Measure `memcpy` in this process."""
-    # Written to, so that every page is there and is its own before the clock starts.
-    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
-    seconds = []
-    for _ in range(repetitions):
-        began = time.perf_counter()
-        ctypes.memmove(target.ctypes.data, source.ctypes.data, size)
-        seconds.append(time.perf_counter() - began)
-    return size / statistics.median(seconds)
 
 
 def queue_us() -> float:
@@ -80,8 +68,15 @@ def passed_on_us(pauses_ns: Sequence[int], warm_up: int, between: int = 1) -> fl
 
 
 def _copy(start: Callable[[], None], size: int, repetitions: int) -> float:
+    # Written to, so that every page exists before the clock starts.
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     start()
-    return copy_bytes_per_s(size, repetitions)
+    seconds = []
+    for _ in range(repetitions):
+        began = time.perf_counter()
+        ctypes.memmove(target.ctypes.data, source.ctypes.data, size)
+        seconds.append(time.perf_counter() - began)
+    return size / statistics.median(seconds)
 
 
 def _through_queue(start: Callable[[], None]) -> float:

@@ -22,8 +22,6 @@ MODULES: Final = (
     "faster_fifo",
     "zmq_ipc",
     "mp_queue",
-    "redis_streams",
-    "torch_mp",
     "ray_objects",
     "transfer_queue",
     "atropos",

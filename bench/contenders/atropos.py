@@ -133,15 +133,13 @@ class _Receiver(Receiver):
     # The server forgets a batch that it has handed out.
     def __init__(self, port: int, workload: Workload) -> None:
         self._client = Client(port)
-        self._busy = workload.reader == "busy"
 
     def receive(self, timeout_s: float | None) -> Sequence[Received]:
         deadline = time.monotonic() + (STALL_S if timeout_s is None else timeout_s)
         while not (batch := self._client.get("/batch")["batch"]):
             if time.monotonic() >= deadline:
                 return ()
-            if not self._busy:
-                time.sleep(POLL_S)
+            time.sleep(POLL_S)
         return [one for group in batch for one in self._group(group)]
 
     def _group(self, group: Any) -> Iterator[Received]:

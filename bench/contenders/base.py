@@ -7,7 +7,7 @@ A contender is one module of this package with
   server); it yields what its ends need to find each other, which has to survive `spawn`;
 - ``sender(address, workload, number)`` and ``receiver(address, workload)``: context managers that
   yield a `Sender` and a `Receiver`, in processes of their own;
-- where its own loop is a better one, ``measure(workload)``, a `bench.workload.Measure`;
+- where its own loop is a better one, ``measure(workload)``, which returns a `Timed`;
   `bench.contest.moving` has the loop for all others;
 - where links take long to begin, ``host()``: a context manager around what they have in common.
 
@@ -26,21 +26,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 
 from bench.processes import MeasurementError
 from bench.workload import Source
 
-__all__ = [
-    "Contender",
-    "Layout",
-    "Received",
-    "Receiver",
-    "Sender",
-    "free_port",
-    "started",
-]
+__all__ = ["Contender", "Received", "Receiver", "Sender", "free_port", "started"]
 
 #: One trajectory as it arrives: instance id, index, and its arrays: tokens, loss_mask, logprobs.
 #: Valid until the next call of `Receiver.done`.
@@ -55,41 +46,22 @@ SERVER_POLL_S: Final = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """What a contender is, for the table.
-
-    Attributes
-    ----------
-    name, title : str
-        For programs, and for people.
-    packages : tuple of str
-        Distributions whose versions are printed, the contender's own first.
-    programs : tuple of str
-        Executables that it needs, such as a server.
-    environment : str
-        The virtual environment that it runs in, of ``make bench-contenders``; "" for the one that
-        the benchmark itself runs in.
-    per_second : float
-        Trajectories of 2,048 tokens a second to expect: sizes its runs, and nothing else.
-    copies : int
-        Times that a payload byte is copied between the producer's array and the array that the
-        consumer looks at, by processor or kernel.
-    copied : str
-        Which copies these are.
-    favour : str
-        What it was given in its favour.
-    ordered : bool
-        Whether what one producer sends arrives in that order.
-    """
+    """A contender, for the table."""
 
     name: str
     title: str
+    #: Distributions with printed versions, the contender's own first.
     packages: tuple[str, ...]
+    #: Expected trajectories of 2,048 tokens a second: only sizes the runs.
     per_second: float
+    #: Copies of a payload byte from the producer's array to the consumer's, kernel included.
     copies: int
     copied: str
+    #: Settings in the contender's favour.
     favour: str
-    programs: tuple[str, ...] = ()
+    #: Virtual environment of ``make bench-contenders``; "" for the benchmark's own.
     environment: str = ""
+    #: Whether a producer's trajectories arrive in order.
     ordered: bool = True
 
 
@@ -113,35 +85,6 @@ class Receiver(Protocol):
     def done(self) -> None:
         """Give back all that was received: acknowledge it, free its memory."""
         return
-
-
-class Layout:
-    """The arrays of a trajectory, one behind the other in one piece of memory.
-
-    For contenders that move bytes: each array begins at a multiple of 8.
-    """
-
-    def nbytes(self, tokens: int) -> int:
-        """Bytes that a trajectory of so many tokens takes."""
-        return 2 * ((4 * tokens + 7) // 8 * 8) + (tokens + 7) // 8 * 8
-
-    def write(self, source: Source, target: NDArray[np.uint8]) -> None:
-        """Copy a trajectory into bytes."""
-        start = 0
-        arrays: tuple[NDArray[Any], ...] = source
-        for array in arrays:
-            target[start : start + array.nbytes] = array.view(np.uint8)
-            start += -(-array.nbytes // 8) * 8
-
-    def arrays(self, content: Any, tokens: int, start: int = 0) -> tuple[NDArray[Any], ...]:
-        """Make arrays out of such bytes; nothing is copied."""
-        mask = start + (4 * tokens + 7) // 8 * 8
-        logprobs = mask + (tokens + 7) // 8 * 8
-        return (
-            np.frombuffer(content, np.int32, tokens, start),
-            np.frombuffer(content, np.uint8, tokens, mask),
-            np.frombuffer(content, np.float32, tokens, logprobs),
-        )
 
 
 def free_port() -> int:

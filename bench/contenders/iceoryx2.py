@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+import numpy as np
 from numpy.typing import NDArray
 
-from bench.contenders.base import Contender, Layout, Received, Sender
+from bench.contenders.base import Contender, Received, Sender
 from bench.workload import Source, Workload
 
 __all__ = ["CONTENDER", "link", "receiver", "sender"]
@@ -39,6 +40,22 @@ LEAVE_POLL_S: Final = 0.005
 #: Number of tokens, index, bytes of the instance id.
 HEAD: Final = struct.Struct("<IIH")
 HEAD_BYTES: Final = 64
+
+
+def nbytes_of(tokens: int) -> int:
+    """Return the bytes of a trajectory's arrays, each from a multiple of 8 on."""
+    return 2 * ((4 * tokens + 7) // 8 * 8) + (tokens + 7) // 8 * 8
+
+
+def arrays_of(content: Any, tokens: int) -> tuple[NDArray[Any], ...]:
+    """Make views of the arrays in a sample."""
+    mask = HEAD_BYTES + (4 * tokens + 7) // 8 * 8
+    logprobs = mask + (tokens + 7) // 8 * 8
+    return (
+        np.frombuffer(content, np.int32, tokens, HEAD_BYTES),
+        np.frombuffer(content, np.uint8, tokens, mask),
+        np.frombuffer(content, np.float32, tokens, logprobs),
+    )
 
 
 @contextlib.contextmanager
@@ -92,8 +109,7 @@ class _Port:
 class _Sender(Sender):
     def __init__(self, port: _Port, workload: Workload) -> None:
         iceoryx2 = port.iceoryx2
-        self._layout = Layout()
-        size = HEAD_BYTES + self._layout.nbytes(workload.tokens)
+        size = HEAD_BYTES + nbytes_of(workload.tokens)
         self._publisher = (
             port.service.publisher_builder()
             .initial_max_slice_len(size)
@@ -106,7 +122,7 @@ class _Sender(Sender):
         name = instance_id.encode()
         tokens = source[0].size
         start = HEAD_BYTES
-        size = start + self._layout.nbytes(tokens)
+        size = start + nbytes_of(tokens)
         loaned = self._publisher.loan_slice_uninit(size)
         # Assigning to a slice of a memoryview is the fastest of the ways to copy from Python.
         content = (ctypes.c_uint8 * size).from_address(loaned.payload_ptr)
@@ -128,19 +144,18 @@ class _Receiver:
         self._subscriber = port.service.subscriber_builder().create()
         self._listener = port.event.listener_builder().create() if port.event else None
         self._duration = port.iceoryx2.Duration
-        self._layout = Layout()
         self._samples: list[Any] = []
 
     def receive(self, timeout_s: float | None) -> Sequence[Received]:
         received: list[Received] = []
-        receive, layout, keep = self._subscriber.receive, self._layout, self._samples.append
+        receive, keep = self._subscriber.receive, self._samples.append
         while len(received) < BORROWED and (sample := receive()) is not None:
             # Its own memoryview takes four times as long to make.
             pointer = sample.payload_ptr
             tokens, index, length = HEAD.unpack(ctypes.string_at(pointer, HEAD.size))
             name = ctypes.string_at(pointer + HEAD.size, length).decode()
-            content = (ctypes.c_uint8 * (HEAD_BYTES + layout.nbytes(tokens))).from_address(pointer)
-            received.append((name, index, layout.arrays(content, tokens, HEAD_BYTES)))
+            content = (ctypes.c_uint8 * (HEAD_BYTES + nbytes_of(tokens))).from_address(pointer)
+            received.append((name, index, arrays_of(content, tokens)))
             keep(sample)
         if received or timeout_s == 0:
             return received

@@ -54,29 +54,19 @@ NUMBERS: Final = 10_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Survival:
-    """What became of a run.
-
-    Attributes
-    ----------
-    kills, in_send : int
-        Victims killed, and how many of them were within a send.
-    stopped_after : int, optional
-        The kill after which nothing came from the survivor any more; None if it always went on.
-    lost, torn, doubled : int
-        Trajectories of victims that were sent and never came; of anybody that came in pieces; and
-        that came more than once.
-    lasted_s : float
-    why : str
-        What the reader said when it failed, if it did.
-    """
+    """The outcome of a run."""
 
     kills: int
+    #: Kills within a send.
     in_send: int
+    #: The kill after which nothing came from the survivor; None if the survivor always went on.
     stopped_after: int | None
+    #: Sent trajectories of victims that never came; trajectories in pieces; repeated ones.
     lost: int
     torn: int
     doubled: int
     lasted_s: float
+    #: Error of a reader that failed.
     why: str = ""
 
 

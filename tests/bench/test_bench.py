@@ -15,7 +15,7 @@ import pytest
 from conftest import Spawner, wait_until
 from fork_server import FUNCTIONS
 
-from bench import channel, machine, processes, program, ranks, report, suite, weights
+from bench import machine, processes, program, ranks, report, suite, weights
 from bench.levels import LEVELS
 from bench.native import CannotRun, compiler
 from bench.native import run as run_program
@@ -105,6 +105,13 @@ def test_the_tables_of_a_page_are_those_of_the_results_that_are_kept(page: str) 
     assert report.filled(text, ROOT / page, draw=False) == text
 
 
+@pytest.mark.parametrize(("result", "gone"), [("prefix-h200", True), ("two-cores", False)])
+def test_a_table_names_the_commit_of_a_program_that_is_gone(result: str, gone: bool) -> None:
+    commit = json.loads((RESULTS / f"{result}.json").read_text())["machine"]["commit"][:8]
+    text = report.block(result, ["none"], ROOT / "README.md", draw=False)
+    assert (f"commit {commit}" in text) is gone
+
+
 def test_the_first_page_has_at_most_four_measured_rows() -> None:
     (block,) = report.BLOCK.finditer((ROOT / "README.md").read_text())
     assert 1 <= len([line for line in block[0].splitlines() if line.startswith("|")]) - 2 <= 4
@@ -164,7 +171,11 @@ def test_each_further_row_can_be_measured(spawn: Spawner) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [["channel"], ["ranks", "--ranks", "2", "--capacity", "64MiB"]],
+    [
+        ["ranks", "--ranks", "2", "--capacity", "64MiB"],
+        ["recorder"],
+        ["gateway", "--clients", "4"],
+    ],
     ids=lambda arguments: arguments[0],
 )
 def test_each_program_measures_and_writes_rows(
@@ -187,7 +198,7 @@ def test_each_program_measures_and_writes_rows(
         (suite.main, ["--repetitions", "two"], "expected a whole number, 1 or more, got 'two'"),
         (weights.main, ["--size", "0.001"], "expected 0.0037 or more, got '0.001'"),
         (weights.main, ["--size", "nan"], "expected 0.0037 or more, got 'nan'"),
-        (channel.main, ["--repetitions", "0"], "got '0'"),
+        (weights.main, ["--repetitions", "0"], "got '0'"),
         (ranks.main, ["--ranks", "0"], "got '0'"),
         (ranks.main, ["--capacity", "-1"], "--capacity: expected a number with KiB"),
         (ranks.main, ["--output", "/proc/none/figures.json"], "--output"),
@@ -274,12 +285,6 @@ def test_a_signal_ends_a_program_that_leaves_nothing_behind(
     wait_until(lambda: not child.running, what="the program to end")
     assert child.popen.returncode == 128 + number, child.output()
     assert there() == [] and "Traceback" not in child.output()
-
-
-def test_the_hot_calls_say_who_runs_them(spawn: Spawner) -> None:
-    child = spawn.module("bench.calls", env=PATH)
-    wait_until(lambda: not child.running, what="the program to end")
-    assert child.popen.returncode == 1 and "make bench-calls" in child.output()
 
 
 # --- processes

@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from bench.gateway_clients import peak
+from bench.gateway import peak
 from shmbus.gateway import settings
 
 CLIENTS = int(os.environ.get("SHMBUS_GATEWAY_CLIENTS", "0"))

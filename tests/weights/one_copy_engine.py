@@ -6,12 +6,36 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from bench.fused_engine import FusedModel, Shape, parts
-from shmbus.weights import share_model, shared_model
+from bench.fused_engine import FusedModel, Shape
+from shmbus.weights import Slice, share_model, shared_model
 
 SHAPE = Shape(
     layers=2, hidden=16, heads=4, kv_heads=2, head=4, inner=24, vocab=70, dtype=torch.float32
 )
+
+
+def parts(shape: Shape) -> dict[str, Slice]:
+    """Name the checkpoint's tensors as parts of the engine's."""
+    q, kv = shape.heads * shape.head, shape.kv_heads * shape.head
+    found = {
+        "model.embed_tokens.weight": Slice("embed", 0, 0, shape.vocab),
+        "lm_head.weight": Slice("head", 0, 0, shape.vocab),
+        "model.norm.weight": Slice("norm", 0, 0, shape.hidden),
+    }
+    for layer in range(shape.layers):
+        at, own = f"model.layers.{layer}", f"layers.{layer}"
+        found |= {
+            f"{at}.self_attn.q_proj.weight": Slice(f"{own}.qkv", 0, 0, q),
+            f"{at}.self_attn.k_proj.weight": Slice(f"{own}.qkv", 0, q, kv),
+            f"{at}.self_attn.v_proj.weight": Slice(f"{own}.qkv", 0, q + kv, kv),
+            f"{at}.self_attn.o_proj.weight": Slice(f"{own}.o", 0, 0, shape.hidden),
+            f"{at}.input_layernorm.weight": Slice(f"{own}.input_norm", 0, 0, shape.hidden),
+            f"{at}.post_attention_layernorm.weight": Slice(f"{own}.post_norm", 0, 0, shape.hidden),
+            f"{at}.mlp.gate_proj.weight": Slice(f"{own}.gate_up", 0, 0, shape.inner),
+            f"{at}.mlp.up_proj.weight": Slice(f"{own}.gate_up", 0, shape.inner, shape.inner),
+            f"{at}.mlp.down_proj.weight": Slice(f"{own}.down", 0, 0, shape.hidden),
+        }
+    return found
 
 
 def score(model: FusedModel) -> float:
