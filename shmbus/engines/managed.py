@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from shmbus._programs import program
 from shmbus.engines.errors import EngineError
@@ -99,19 +100,35 @@ class ManagedServer(HttpServer):
 
     async def start(self) -> None:
         """Start the server with its last checkpoint, unless running; EngineError on failure."""
+        # An answer of a stranger at the URL says nothing about the new process.
+        stranger = not self.running and await self._answers()
         if not self.running:
             self._begin()
         deadline = time.monotonic() + self._start_timeout
-        while not await self._answers():
+        while True:
+            answers = await self._answers()
+            stranger = stranger and answers
+            if answers and not stranger and self.running:
+                return
             if not self.running or time.monotonic() >= deadline:
-                code = None if self._process is None else self._process.poll()
-                said = f"it ended with status {code}" if code is not None else "it does not answer"
-                await self.end()
-                raise EngineError(
-                    self.address, "start", None, said,
-                    f"started with {self._checkpoint}: see its output",
-                )  # fmt: skip
+                await self._fail(answers)
             await asyncio.sleep(ASK_S)
+
+    async def _fail(self, answers: bool) -> NoReturn:
+        """End the server, and raise EngineError with the state of the process and of the URL."""
+        process = self._process
+        assert process is not None
+        code = process.poll()
+        said = f"process {process.pid} " + (
+            f"ended with status {code}" if code is not None else "does not answer"
+        )
+        said += f"; another server answers at {self.address}" if answers else ""
+        await self.end()
+        raise EngineError(
+            self.address, "start", None, said,
+            f"started {shlex.join(self._words())}: look at the command's output"
+            + (", and end the other server or choose another port" if answers else ""),
+        )  # fmt: skip
 
     async def end(self) -> None:
         """End the server, and wait; do nothing without a process."""
@@ -126,16 +143,18 @@ class ManagedServer(HttpServer):
         if self._ours >= 0:
             os.close(self._ours)
         theirs, self._ours = os.pipe()
-        words = [word.replace(CHECKPOINT, self._checkpoint) for word in self._command]
         try:
             self._process = subprocess.Popen(
-                program("shmbus._process_group", str(theirs), *words),
+                program("shmbus._process_group", str(theirs), *self._words()),
                 env={**os.environ, **self._environment},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs],
             )
         finally:
             os.close(theirs)
+
+    def _words(self) -> list[str]:
+        return [word.replace(CHECKPOINT, self._checkpoint) for word in self._command]
 
     async def _answers(self) -> bool:
         try:

@@ -7,7 +7,9 @@ weights is decided by the readers' rows, not here.
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 from urllib.parse import SplitResult, urlsplit
@@ -25,6 +27,9 @@ PauseMode = Literal["keep", "wait", "abort"]
 
 #: Limit of bytes read from an answer; a control answer takes a few hundred.
 MAX_ANSWER_BYTES = 1 << 20
+
+#: Seconds for a connection of a dying process to be reset; a live server leaves it open.
+DYING_S = 0.2
 
 #: Shortest header word treated as a key; shorter words occur inside many texts.
 LEAST_KEY = 8
@@ -185,18 +190,41 @@ class HttpServer(ClosedByAsyncWith):
                 self.address, step, None, f"nothing within {timeout:g} s", advice
             ) from error
         except (aiohttp.ClientError, OSError) as error:
-            gone = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
+            refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
                 error.os_error, ConnectionRefusedError
             )
+            gone = refused or not await self._listens()
             advice = _NOBODY if gone else advice
             said = self._without_keys(str(error) or repr(error))
-            cause = None if gone else error  # the text already explains a refusal
+            cause = None if refused else error  # the text already explains a refusal
             raise EngineError(self.address, step, None, said, advice, gone=gone) from cause
         text = raw.decode("utf-8", "replace")
         text = text if status == 200 else self._without_keys(text)
         if good and status not in good:
             raise EngineError(self.address, step, status, text, advice)
         return status, text
+
+    async def _listens(self) -> bool:
+        """Return False once connections are refused, True at a connection left open."""
+        address = urlsplit(self.address)
+        port = address.port or (443 if address.scheme == "https" else 80)
+        deadline = time.monotonic() + 5 * DYING_S
+        while time.monotonic() < deadline:
+            try:
+                opening = asyncio.open_connection(address.hostname, port)
+                reader, writer = await asyncio.wait_for(opening, DYING_S)
+                try:
+                    await asyncio.wait_for(reader.read(1), DYING_S)
+                finally:
+                    writer.close()
+            except ConnectionRefusedError:
+                return False
+            except ConnectionResetError:
+                pass  # by a dying process, also within a connection's begin
+            except (OSError, asyncio.TimeoutError):
+                return True
+            await asyncio.sleep(DYING_S / 20)
+        return True
 
     def _without_keys(self, said: str) -> str:
         """Remove header values: some servers quote the request in an error."""

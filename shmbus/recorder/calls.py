@@ -149,29 +149,30 @@ class _Call:
         """Ask an engine, and the next engine on a failure."""
         self._take_body()
         error: Exception | None = None
+        # The request may be at fault: only a failed connection or probe marks an engine down.
+        tried: list[Engine] = []
         tries = min(limits.MAX_TRIES, len(self._calls._engines.all) + 1)
         for number in range(tries):
             if number >= len(self._calls._engines.all):
                 await asyncio.sleep(limits.RETRY_S)
-            engine = await self._known_engine()
+            engine = await self._known_engine(tried)
             self._session.no_engine = False
             try:
                 return await self._ask(engine)
             except EngineGone as gone:
                 error = gone
                 self._session.engine = None
-                if number + 1 < tries and len(self._calls._engines.all) > 1:
-                    engine.state = "down"
+                tried.append(engine)
         assert error is not None
         self._session.no_engine = True
         raise _no_engine(error)
 
-    async def _known_engine(self) -> Engine:
+    async def _known_engine(self, tried: list[Engine]) -> Engine:
         """Return an engine of known version; wait `VERSION_WAIT_S` for weights, then refuse."""
         calls = self._calls
         deadline_s = time.monotonic() + limits.VERSION_WAIT_S
         while True:
-            engine = calls._engines.pick(self._session, calls._versions.is_known)
+            engine = calls._engines.pick(self._session, calls._versions.is_known, tried)
             self._begun = calls._versions.of(engine.url)
             if self._begun.span is not None:
                 return engine

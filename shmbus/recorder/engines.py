@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Final, Literal
 
 import aiohttp
@@ -154,18 +154,18 @@ class Engines:
     # -- calls ----------------------------------------------------------------------------------
 
     def pick(
-        self, session: Session | None, is_known: Callable[[str], bool] = lambda url: True
-    ) -> Engine:
+        self, session: Session | None, is_known: Callable[[str], bool] = lambda url: True,
+        tried: Collection[Engine] = (),
+    ) -> Engine:  # fmt: skip
         """Return the engine of a session, or the engine with the fewest calls.
 
-        Engines of known version that answer come first.
+        Engines of known version come first, then untried engines, then engines that answer.
         """
         known = [engine for engine in self.all if is_known(engine.url)] or self.all
         if session is not None and session.engine in known and session.engine.state != "down":
             found: Engine = session.engine
             return found
-        usable = [engine for engine in known if engine.state != "down"] or known
-        found = min(usable, key=lambda engine: engine.calls)
+        found = min(known, key=lambda each: (each in tried, each.state == "down", each.calls))
         if session is not None:
             session.engine = found
         return found

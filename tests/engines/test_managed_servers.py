@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -146,3 +147,19 @@ asyncio.run(main())
     child.wait()
     child.stdout.close()
     wait_until(lambda: not is_alive(pid))
+
+
+@pytest.mark.parametrize("end_s", [0.0, 1.0])
+async def test_an_answer_of_another_server_at_its_url_is_no_start(
+    trainer: Trainer, tmp_path: Path, end_s: float
+) -> None:
+    async with server_of(tmp_path / "latest") as stranger:
+        code = f"import sys, time; time.sleep({end_s}); sys.exit(98)"
+        command = [sys.executable, "-c", code, "{checkpoint}"]
+        second = ManagedServer(command, url=stranger.address, checkpoint=tmp_path / "latest")
+        with pytest.raises(EngineError) as failed:
+            await second.start()
+        assert failed.value.step == "start" and not second.running
+        assert re.match(r"process \d+ ended with status 98;", failed.value.body)
+        assert stranger.address in failed.value.body
+        assert stranger.running

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import struct
 import threading
 from typing import Any
 
@@ -50,6 +52,29 @@ async def test_an_address_where_nobody_listens_is_said_and_no_option_advised(
         await fleet.update(trainer, 1)
     assert raised.value.gone
     assert "start the server" not in str(raised.value) and "0.5.23" not in str(raised.value)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_a_server_that_resets_its_last_connections_while_dying_counts_as_gone(
+    dies: bool,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(10.0)
+
+        def reset_three() -> None:
+            for _ in range(3 if dies else 1):
+                taken, _ = listener.accept()
+                taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                taken.close()
+            if dies:
+                listener.close()
+
+        server = VllmServer(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        resets = asyncio.create_task(asyncio.to_thread(reset_three))
+        with pytest.raises(EngineError) as raised:
+            await server.paused(WAITED_S)
+        assert raised.value.gone is dies
+        await resets
 
 
 @pytest.mark.parametrize("path", ["/get_world_size", "/pause", "/update_weights", "/resume"])

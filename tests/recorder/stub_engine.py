@@ -68,6 +68,7 @@ class StubEngine:
         #: Names of what goes wrong with the next answers.
         self.faults: list[str] = []
         self.calls = self.aborted = 0
+        self.healthy = True
         self.url = ""
         self.owner = "vllm"
         self.token_s = 0.0
@@ -89,7 +90,7 @@ class StubEngine:
         return web.json_response({"object": "list", "data": [{"id": "m", "owned_by": self.owner}]})
 
     async def health(self, request: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=200 if self.healthy else 503)
 
     # -- sampling -------------------------------------------------------------------------------
 

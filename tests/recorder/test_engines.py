@@ -64,6 +64,27 @@ def test_an_engine_that_fails_before_anything_went_out_is_replaced_by_another(
     assert group[0].meta["turns"] == 1
 
 
+@pytest.mark.parametrize("healthy", [True, False])
+def test_an_answer_500_of_a_call_marks_an_engine_down_only_by_its_health_check(
+    healthy: bool, start_engine: Any, start_recorder: Any, producer: shmbus.Producer,
+    feeder: shmbus.Feeder,
+) -> None:  # fmt: skip
+    engines = [start_engine(), start_engine()]
+    recorder = start_recorder(*engines)
+    (session,) = open_sessions(producer, feeder, 1)
+    for engine in engines:
+        engine.faults = ["unable"] * 9
+        engine.healthy = healthy
+    body = {"model": "m", "messages": [user("poison")]}
+    assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 503
+    assert sorted(engine.calls for engine in engines) == [1, 2]
+    if healthy:
+        assert [engine.state for engine in recorder.engines.all] == ["up", "up"]
+    else:
+        wait_until(lambda: [each.state for each in recorder.engines.all] == ["down", "down"])
+    session.release()
+
+
 def test_where_no_engine_answers_a_call_is_503_and_the_sample_is_not_to_blame(
     start_engine: Any, start_recorder: Any, producer: shmbus.Producer, feeder: shmbus.Feeder
 ) -> None:
