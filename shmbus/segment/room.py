@@ -45,8 +45,6 @@ _QUOTACTL_FD: Final = 443
 _Q_GETQUOTA: Final = 0x800007
 _DQBLK: Final = struct.Struct("QQQ48x")
 _QUOTA_BLOCK: Final = 1024
-#: Bytes of a read: most files of /proc and /sys come whole.
-_READ_BYTES: Final = 64 << 10
 
 
 class Limit(NamedTuple):
@@ -126,18 +124,10 @@ def _unescaped(word: str) -> str:
 
 
 def _lines(path: Path) -> list[str]:
-    # By descriptor: an interrupted file object would warn of its own at collection.
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:  # uninterrupted: an exception of a signal handler would leave the file open
+        return str(_core.uninterrupted(path.read_text, None, "replace")).splitlines()
     except OSError:
         return []
-    try:
-        text = b"".join(iter(lambda: os.read(fd, _READ_BYTES), b""))
-    except OSError:
-        return []
-    finally:
-        os.close(fd)
-    return text.decode(errors="replace").splitlines()
 
 
 def _number(path: Path) -> int | None:

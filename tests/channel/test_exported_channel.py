@@ -525,7 +525,7 @@ def test_a_stopped_sender_is_slow_and_nothing_is_lost(
     with TensorChannel.open(bus_name, specs=SPECS) as receiver:
         receiver._reader._buffers._timeout = 0.2
         child.send_signal(signal.SIGSTOP)
-        with pytest.raises(WaitTimeoutError, match="the sender lives"):
+        with pytest.raises(WaitTimeoutError, match="the living sender"):
             receiver.recv(5)
         child.send_signal(signal.SIGCONT)
         receives(receiver, 0)

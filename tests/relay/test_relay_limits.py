@@ -158,7 +158,7 @@ def test_a_message_with_a_number_that_nothing_has_is_refused_by_its_sender(messa
 )  # fmt: skip
 def test_a_sample_that_no_bus_has_a_row_for_is_refused(name: str, wrong: Any) -> None:
     sample = [wrong if each == name else getattr(SAMPLE, each) for each in SAMPLE.__struct_fields__]
-    with pytest.raises(shmbus.ProtocolError, match="x sent a Wanted that is none"):
+    with pytest.raises(shmbus.ProtocolError, match="x sent an invalid Wanted"):
         m.unpack(of_another(m.Wanted, ("b", 1, 1, [sample])))
 
 
