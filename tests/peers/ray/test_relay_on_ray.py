@@ -396,7 +396,7 @@ def test_a_node_joins_and_leaves_with_its_mirror_and_a_new_coordinator_knows(
             wait_until(lambda: names_of(relay.status()) == {left, trainer}, "no more than before")
     finally:
         relay.stop()
-        for name in (left, right):
+        for name in (left, right, trainer):
             with contextlib.suppress(shmbus.BusNotFoundError):
                 unlink_pool(name, "weights")
 
