@@ -215,21 +215,27 @@ WIDEST bool gather_any_not_finite(const float *values, uint64_t n) {
     }
 FIRST_OF(gather_find_not_finite, float, gather_any_not_finite)
 
-#define FLAGS_OF(name, type)                                                                     \
+/* WRONG(value): zero for 0 and 1. In the element's own type, a vector holds the most elements. */
+#define FLAGS_OF(name, type, found_type, WRONG)                                                  \
     WIDEST static bool any_no_flag_##name(const type *values, uint64_t n) {                      \
-        uint32_t found = 0;                                                                      \
+        found_type found = 0;                                                                    \
         for (uint64_t i = 0; i < n; i++) {                                                       \
-            found |= (uint32_t)!(values[i] == (type)0 || values[i] == (type)1);                  \
+            found = (found_type)(found | WRONG(values[i]));                                      \
         }                                                                                        \
         return found != 0;                                                                       \
     }                                                                                            \
     static FIRST_OF(find_no_flag_##name, type, any_no_flag_##name)
-FLAGS_OF(8, uint8_t)
-FLAGS_OF(16, uint16_t)
-FLAGS_OF(32, uint32_t)
-FLAGS_OF(64, uint64_t)
-FLAGS_OF(f32, float)
-FLAGS_OF(f64, double)
+#define HIGH_BITS_8(value) ((uint8_t)((value) & 0xfeu))
+#define HIGH_BITS_16(value) ((uint16_t)((value) & 0xfffeu))
+#define HIGH_BITS_32(value) ((value) & ~UINT32_C(1))
+#define HIGH_BITS_64(value) ((value) & ~UINT64_C(1))
+#define NEITHER(value) ((uint32_t)!((value) == 0 || (value) == 1))
+FLAGS_OF(8, uint8_t, uint8_t, HIGH_BITS_8)
+FLAGS_OF(16, uint16_t, uint16_t, HIGH_BITS_16)
+FLAGS_OF(32, uint32_t, uint32_t, HIGH_BITS_32)
+FLAGS_OF(64, uint64_t, uint64_t, HIGH_BITS_64)
+FLAGS_OF(f32, float, uint32_t, NEITHER)
+FLAGS_OF(f64, double, uint32_t, NEITHER)
 
 uint64_t gather_find_no_flag(const void *values, enum element_kind kind, uint64_t n) {
     switch (kind) {
