@@ -252,9 +252,9 @@ class OnlineDataHandler(IterableDataset[Batch]):
         if options["is_old"] is not None:
             consumer_options.pop("max_policy_lag")
         self._consumer = shmbus.Consumer(bus, rank=rank, world_size=world_size, **consumer_options)
-        if options["is_old"] is not None:
-            options["is_old"].consumer = self._consumer
         try:
+            if options["is_old"] is not None:
+                options["is_old"].consumer = self._consumer
             #: Version and waiting trajectories of the bus as found, until the first batch.
             self._found = self._consumer.policy_version, 0
             if self._found[0] and rank == 0:
