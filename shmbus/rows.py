@@ -13,8 +13,8 @@ Invariants:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,6 @@ from shmbus_ext import _core
 PREFIX: Final = "prefix_length"
 #: Name prefix of fields the first sample stores for its group.
 SHARED_PREFIX: Final = _core.SHARED_PREFIX
-#: Fields of sampled tokens only: 0 in a prefix, which another row trains.
-_OF_SAMPLED: Final = frozenset({"loss_mask", "logprobs"})
 
 
 class _Fields(Protocol):
@@ -74,29 +72,6 @@ class Row(Mapping[str, NDArray[Any]]):
 
 
 # ---- For producers
-
-
-class Branch(NamedTuple):
-    """A row of a tree: the parent's number, elements shared with the parent, fields of the rest."""
-
-    parent: int | None
-    prefix: int
-    fields: dict[str, NDArray[Any]]
-
-
-def join_branches(branches: Sequence[Branch]) -> list[dict[str, Any]]:
-    """Return the whole rows of a tree; parents come first, and prefixes are never trained."""
-    rows: list[dict[str, Any]] = []
-    for parent, prefix, own in branches:
-        row: dict[str, Any] = {PREFIX: prefix, **own}
-        if parent is not None:
-            for name, values in own.items():
-                shared = rows[parent][name][:prefix]
-                if name in _OF_SAMPLED:
-                    shared = np.zeros_like(shared)
-                row[name] = np.concatenate((shared, values))
-        rows.append(row)
-    return rows
 
 
 def join_rows(rows: object, others: tuple[str, ...] = ()) -> list[tuple[str, Any]]:
