@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from shmbus._arguments import check_choice, check_int64, check_path, known_device
+from shmbus.base.arguments import check_choice, check_int64, check_path, known_device
 from shmbus.errors import DeviceMismatchError, WeightsError
 from shmbus.weights.carriers import CARRIERS, carrier_class
 

@@ -24,53 +24,11 @@ PACKAGES = ("shmbus", "shmbus_ext", "trainer_adapter")
 # room. It may import its own floor, in no circle, and the floors below.
 FLOORS: dict[str, tuple[str, ...]] = {
     "core": ("shmbus_ext",),
-    "words, numbers and bytes": (
-        "shmbus._arguments",
-        "shmbus._backoff",
-        "shmbus._closing",
-        "shmbus._encoding",
-        "shmbus._fields",
-        "shmbus._format",
-        "shmbus._keys",
-        "shmbus._loop_waits",
-        "shmbus._near_names",
-        "shmbus._programs",
-        "shmbus._prompts",
-        "shmbus._schema",
-        "shmbus._throttle",
-        "shmbus._version",
-        "shmbus.copies",
-        "shmbus.decode",
-        "shmbus.errors",
-        "shmbus.http",
-        "shmbus.inspect.types",
-        "shmbus.ledger",
-        "shmbus.limits",
-        "shmbus.rows",
-    ),
-    "files in shared memory": (
-        "shmbus._install",
-        "shmbus.channel",
-        "shmbus.pool",
-        "shmbus.recorder_files",
-        "shmbus.segment",
-    ),
-    "a bus from outside": ("shmbus.control", "shmbus.inspect", "shmbus.stall"),
-    "handles": (
-        "shmbus.annotator",
-        "shmbus.batch",
-        "shmbus.client",
-        "shmbus.consumer",
-        "shmbus.feeder",
-        "shmbus.group",
-        "shmbus.open_requests",
-        "shmbus.partial_rollouts",
-        "shmbus.producer",
-        "shmbus.producer_requests",
-        "shmbus.session",
-        "shmbus.source",
-        "shmbus.stash",
-    ),
+    "words, numbers and waits": ("shmbus._version", "shmbus.base", "shmbus.errors"),
+    "bytes of a sample": ("shmbus.data", "shmbus.decode", "shmbus.http"),
+    "files in shared memory": ("shmbus.channel", "shmbus.pool", "shmbus.segment"),
+    "a bus from outside": ("shmbus.control", "shmbus.inspect"),
+    "handles": ("shmbus.batch", "shmbus.client", "shmbus.handles", "shmbus.stash"),
     "a whole bus": ("shmbus", "shmbus.daemon", "shmbus.store"),
     "tensors and weights": (
         "shmbus.tensors",
@@ -112,22 +70,22 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS.values()) for room 
 # What a trainer may use of shmbus: its public names, these rooms, how files are called, how
 # programs are started, and words of messages.
 OPEN_TO_TRAINERS = (
-    "shmbus._arguments.",
-    "shmbus._format.several",
-    "shmbus._near_names.",
-    "shmbus._programs.",
+    "shmbus.base.arguments.",
+    "shmbus.base.format.several",
+    "shmbus.base.near_names.",
+    "shmbus.base.programs.",
     "shmbus.batch.",
     "shmbus.channel.",
+    "shmbus.data.sample_rows.",
+    "shmbus.engines.",
+    "shmbus.handles.open_requests.",
     "shmbus.inspect.stall_report.wait_sentence",
-    "shmbus.open_requests.",
     "shmbus.peers.",
     "shmbus.pool.",
-    "shmbus.rows.",
     "shmbus.segment.names.",
     "shmbus.segment.own_file.",
     "shmbus.tensors.",
     "shmbus.weights.",
-    "shmbus.engines.",
 )
 # The gateway and what it shares with trainers: the same, how commands take numbers, how a daemon's
 # log is written, how a bus looks from outside, and its own C.
@@ -147,7 +105,7 @@ OPEN_TO_THE_GATEWAY = (
 
 # The recorder of agents: public names, what a worker's session is made of, and the weights' rows.
 OPEN_TO_THE_RECORDER = (
-    "shmbus._prompts.Ticket",
+    "shmbus.data.prompts.Ticket",
     "shmbus.cli._options.Commands",
     "shmbus.cli._options.bus_name",
     "shmbus.cli._options.require_extra",
@@ -158,14 +116,22 @@ OPEN_TO_THE_RECORDER = (
     "shmbus.http.",
     "shmbus.pool.server_rows.",
     "shmbus.recorder.",
-    "shmbus.recorder_files.",
+    "shmbus.segment.recorder_files.",
     "shmbus.segment.cache_salt.",
     "shmbus.segment.names.",
-    "shmbus.session.",
+    "shmbus.handles.session.",
 )
 
 # A rollout worker is one of many: importing what it needs loads none of these rooms.
-NOT_FOR_A_PRODUCER = ("client", "consumer", "control", "daemon", "inspect", "stash", "store")
+NOT_FOR_A_PRODUCER = (
+    "shmbus.client",
+    "shmbus.control",
+    "shmbus.daemon",
+    "shmbus.handles.consumer",
+    "shmbus.inspect",
+    "shmbus.stash",
+    "shmbus.store",
+)
 MOST_MODULES_OF_A_PRODUCER = 31
 
 
@@ -296,17 +262,17 @@ def test_nothing_knows_the_gateway_nor_the_recorder() -> None:
 
 
 def test_a_producer_loads_few_modules_and_nothing_of_the_other_side() -> None:
-    code = "import json, sys, shmbus.producer; print(json.dumps(sorted(sys.modules)))"
+    code = "import json, sys, shmbus.handles.producer; print(json.dumps(sorted(sys.modules)))"
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout
     ours = [name for name in json.loads(printed) if name.split(".")[0] in PACKAGES]
     report(
         [
-            f"shmbus.producer loads {name}"
+            f"shmbus.handles.producer loads {name}"
             for name in ours
             for room in NOT_FOR_A_PRODUCER
-            if name.split(".")[:2] == ["shmbus", room]
+            if f"{name}.".startswith(f"{room}.")
         ]
     )
     assert len(ours) <= MOST_MODULES_OF_A_PRODUCER, ours
