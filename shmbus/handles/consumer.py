@@ -59,7 +59,7 @@ from shmbus.handles.open_requests import (
     restore_requests,
 )
 from shmbus.handles.source import AttachOptions, Source, attach
-from shmbus.inspect.stall import OnStall, Watch
+from shmbus.handles.stall import OnStall, Watch
 from shmbus.segment.names import check_name
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy

@@ -26,7 +26,7 @@ from shmbus.base.closing import ClosedByAnyWith
 from shmbus.base.loop_waits import LoopWaits
 from shmbus.data.prompts import encode_prompt
 from shmbus.data.schema import Schema, mapping_of, parse
-from shmbus.inspect.stall import OnStall, Watch
+from shmbus.handles.stall import OnStall, Watch
 from shmbus.segment import lifecycle
 from shmbus.segment.explain import requests_full_error
 from shmbus.segment.names import check_name

@@ -45,7 +45,7 @@ from shmbus.data.keys import make_key
 from shmbus.data.prompts import check_request, shared_fields
 from shmbus.data.schema import Schema, agreed_schema, mapping_of, parse, require_same_schema
 from shmbus.handles.producer_requests import ProducerRequests, RequestState, checked_reason
-from shmbus.inspect.stall import OnStall, Watch
+from shmbus.handles.stall import OnStall, Watch
 from shmbus.segment import lifecycle
 from shmbus.segment.cache_salt import cache_salt
 from shmbus.segment.names import check_name

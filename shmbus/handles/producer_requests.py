@@ -30,7 +30,7 @@ from shmbus.handles.partial_rollouts import PartialRollouts, check_continuation
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
-    from shmbus.inspect.stall import Watch
+    from shmbus.handles.stall import Watch
     from shmbus.pool.server_rows import ServerRows
     from shmbus_ext._core import FieldValue, SupportsItem
 

@@ -31,7 +31,7 @@ from shmbus.base.ledger import (
     TrainedBefore,
 )
 from shmbus.data.keys import make_key, split_of
-from shmbus.inspect.stall import Watch
+from shmbus.handles.stall import Watch
 from shmbus.segment import lifecycle
 from shmbus.stash.drops import DropLog, duplicate_error
 from shmbus.stash.retries import Retries
