@@ -132,7 +132,7 @@ NOT_FOR_A_PRODUCER = (
     "shmbus.stash",
     "shmbus.store",
 )
-MOST_MODULES_OF_A_PRODUCER = 31
+MOST_MODULES_OF_A_PRODUCER = 34
 
 
 def modules() -> dict[str, Path]:
