@@ -7,16 +7,13 @@ import json
 from typing import Any
 
 import pytest
-from recorders import sent
-from stub_engine import StubEngine
+from recorders import Scene, sent
 
-import shmbus
 from shmbus.recorder import event_stream
 from shmbus.recorder.calls import _Call
 from shmbus.recorder.dialects import DIALECTS
 from shmbus.recorder.engine_api import CHAT, Reading
 from shmbus.recorder.event_stream import EventParser
-from shmbus.recorder.recorder import Recorder
 from shmbus.recorder.transcript import Span
 
 pytest_plugins = ["recorder_fixtures"]
@@ -93,10 +90,7 @@ def test_chunks_cost_no_more_later(kind: str, path: str, monkeypatch: pytest.Mon
         assert end.count(b"ab" * TOKENS) >= 2
 
 
-def test_a_stream_that_comes_at_once_lets_other_sessions_have_their_turns(
-    recorder: Recorder, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_a_burst_of_a_stream_starves_nobody(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
     turns = [0]
     take = _Call._take_chunk
 
@@ -107,9 +101,8 @@ def test_a_stream_that_comes_at_once_lets_other_sessions_have_their_turns(
         return take(self, raw)
 
     monkeypatch.setattr(_Call, "_take_chunk", counted)
-    feeder.request("q", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
-    engine.script, engine.faults = ["a" * 600], ["burst"]
+    session = scene.open()
+    scene.engine.script, scene.engine.faults = ["a" * 600], ["burst"]
     body = {"model": "m", "messages": [], "stream": True, "max_tokens": 700}
     with sent(f"{session.base_url}/chat/completions", body, session.api_key) as raw:
         found = b""
