@@ -1,7 +1,4 @@
-"""Sides of a tensor channel that are killed in a phase of a step: told at once, and succeeded.
-
-Sides that are only stopped are late, and lose nothing.
-"""
+"""Sides of a tensor channel, killed in a phase of a step: told at once, and succeeded."""
 
 from __future__ import annotations
 

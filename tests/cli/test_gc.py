@@ -1,7 +1,4 @@
-"""``shmbus gc`` and ``shmbus list``: what somebody alive uses is never touched, in any state.
-
-Every command that removes names its buses: other runs on the same machine have theirs in /dev/shm.
-"""
+"""``shmbus gc`` and ``shmbus list``: a bus in use is never touched, in any state."""
 
 from __future__ import annotations
 

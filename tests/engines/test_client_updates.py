@@ -1,8 +1,4 @@
-"""A trainer that has vLLM's four calls alone: whole versions, or what ran before, by the rows.
-
-The servers are small, and the rest is real: sockets, processes, shared memory, weights. The same
-against vLLM itself: `tests/peers/vllm/test_other_ways.py`.
-"""
+"""Updates by vLLM's four calls alone: whole versions, or the earlier version, by the rows."""
 
 from __future__ import annotations
 

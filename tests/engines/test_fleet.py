@@ -1,7 +1,4 @@
-"""Updates of a fleet of real servers, with faults at each step: never half a model, never a hang.
-
-The servers are small, and the rest is real: sockets, processes, shared memory, weights.
-"""
+"""Updates of a fleet of real servers, with faults at each step: no half a model, no hang."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""SGLang servers: each request is what SGLang decodes, each of its answers is understood.
-
-The server is small; its requests are decoded by the wheel's own types where it is installed
-(`make test-engines`), the loader is the real one, and so are sockets, processes and weights.
-"""
+"""SGLang servers: each request is decoded as by SGLang, each answer is understood."""
 
 from __future__ import annotations
 

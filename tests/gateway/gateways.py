@@ -1,7 +1,4 @@
-"""What the tests of the gateway share: a gateway as a process of its own, and raw HTTP to it.
-
-The client here is a socket: it sends what a test says, also what no library would.
-"""
+"""A gateway as a process of its own, and a client of raw sockets."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What is wrong with a request is answered with a status and a sentence, never with a 500.
-
-The first table is what was asked of atroposlib's own server too; `make test-peers` shows both side
-by side. After each request the gateway still serves a batch, so nothing was stuck or lost.
-"""
+"""Wrong requests get a status and a sentence, never 500; the gateway serves on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The steps of docs/gateway.md are gone through as they stand.
-
-Only the name of the bus, the port and the capacity are others.
-"""
+"""The steps of docs/gateway.md run as they stand, with another bus, port and capacity."""
 
 from __future__ import annotations
 

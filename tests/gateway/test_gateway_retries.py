@@ -1,7 +1,4 @@
-"""A full bus, lost answers, dead trainers, environments and gateways: nothing is lost, nor doubled.
-
-Sockets end here as kernels end them: in order, or by a reset where something was unread.
-"""
+"""A full bus, lost answers, dead trainers, environments and gateways: no loss, no double."""
 
 from __future__ import annotations
 

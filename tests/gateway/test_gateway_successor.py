@@ -1,7 +1,4 @@
-"""A gateway that is killed at a chosen line: what its successor knows, and what clients then get.
-
-The faults are lines that run in the gateway's own process before it serves.
-"""
+"""A gateway killed at a chosen line: its successor's knowledge, and its clients' answers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What the documentation names is there: files, folders, modules, links; and it reads in a column.
-
-Names are checked where they stand in inline code, links everywhere outside of code blocks. A path
-counts from the root, from the page's folder, or as the end of a path (`ring/reader.c`, `reader.c`).
-"""
+"""Files, folders, modules and links of the documentation exist, and pages read in a column."""
 
 from __future__ import annotations
 

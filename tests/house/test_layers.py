@@ -1,10 +1,4 @@
-"""Which module may import which: no circle, and each floor only itself and what lies below it.
-
-An import counts wherever it stands: at a file's top, inside a function, under TYPE_CHECKING.
-`from shmbus import errors` imports that module. `import shmbus` and `from shmbus import Bus` import
-the package's own file, which hands out the handles and lies above them. Python runs a package's
-file before any of its modules; that this stays cheap is what the last test checks.
-"""
+"""Which module may import which: no circle, and each floor only itself and lower floors."""
 
 from __future__ import annotations
 

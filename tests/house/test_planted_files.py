@@ -1,5 +1,4 @@
-"""What others have planted under the names of our files: nothing of it is followed, waited for,
-written or believed, and the error says which file it is."""
+"""Planted files under the names of our files are not followed, awaited, written or believed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The house rules that a machine can check: openings, layers, public names, leftovers.
-
-Each test collects all offences before it fails, so that one run shows the whole list.
-"""
+"""The house rules that a machine can check: openings, layers, public names, leftovers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The one sentence, in each state that processes can be put into: a table, made by real processes.
-
-A row is a name, how it is made, and what `shmbus status` must say of it, with and without a daemon.
-"""
+"""The sentence of `shmbus status` in each state of real processes, with and without a daemon."""
 
 from __future__ import annotations
 

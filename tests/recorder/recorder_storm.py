@@ -1,9 +1,4 @@
-"""Kills of recorders, harnesses, engines, trainers: ``recorder_storm.py BUS SECONDS SEED FOLDER``.
-
-Two engines, two recorders, two workers with agents in threads, a harness over HTTP, and a trainer,
-each a process that is killed at random and started again, while prompts are offered. Afterwards
-every prompt was trained, none twice, and every trained token is one that an engine sampled.
-"""
+"""Kills of recorders, agents, engines, trainers: ``recorder_storm.py BUS SECONDS SEED FOLDER``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""An engine that answers as vLLM 0.32 does, keeps a record of what it sampled, and fails to order.
+"""An engine that answers as vLLM 0.32, records sampled tokens, and fails to order.
 
-Its tokenizer is a letter a token, and 5000 for the two letters "th": text that was sampled as that
-token comes back as two. Its template closes each message by `END`.
+A letter is a token, and 5000 stands for "th", which comes back as two tokens.
 """
 
 from __future__ import annotations

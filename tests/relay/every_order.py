@@ -41,10 +41,7 @@ S = TypeVar("S")
 
 
 class Said(NamedTuple):
-    """A message, whom it is for, and everybody who has sent it or awaits it, by their numbers.
-
-    One with no parties is an event that comes at some time: it is never lost, and comes once.
-    """
+    """A message, its receiver, and the parties that sent or await it; none for an event."""
 
     message: Hashable
     to: int
@@ -235,32 +232,7 @@ def visit_every_order(
     faults: Faults,
     rest: Callable[[Sequence[Any]], tuple[list[Any], list[Said]] | None],
 ) -> Found:
-    """Visit every state.
-
-    Parameters
-    ----------
-    parts : sequence of Part
-        Four of them.
-    first : sequence
-        What each is at the beginning.
-    said : sequence of Said
-        What is under way then.
-    faults : Faults
-        How many may happen, each at any instant.
-    rest : callable
-        Called with the states of all parts when nothing is under way and no part would do anything:
-        what they become and say when they ask again; or None at an end, which it has checked.
-
-    Returns
-    -------
-    Found
-        How much was seen.
-
-    Raises
-    ------
-    AssertionError
-        Of a part, or of `rest`, with the events that lead there as notes.
-    """
+    """Visit every state of four parts; an error carries the events that lead there as notes."""
     library = _library()
     search: _Search[Any] = _Search(parts, rest)
     state = _State(

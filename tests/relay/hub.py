@@ -1,8 +1,6 @@
-"""A network between namespaces of this machine: each packet may come late, be lost, or be cut off.
+"""A network between namespaces of this machine, with delays, losses and cuts.
 
-A node is a process in namespaces of its own: network, mounts (with a /dev/shm of its own), and
-processes. The hub has the other end of each node's only link, a TUN device, and carries packets
-from one to another. It needs root, and /dev/net/tun; no module of the kernel beside that.
+A node has namespaces of its own and a link, a TUN device. Needs root and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -99,17 +97,7 @@ class Node:
 
 
 class Hub:
-    """Carries packets between nodes.
-
-    Attributes
-    ----------
-    delay_s : float
-        By how much each comes later.
-    loss : float
-        Which part of them is lost.
-    cut : set of int
-        Numbers of nodes that nothing reaches, and nothing comes from.
-    """
+    """Carries packets between nodes, by `delay_s`, the share `loss`, and the set `cut` of nodes."""
 
     def __init__(self, seed: int) -> None:
         self.delay_s = 0.0

@@ -1,7 +1,4 @@
-"""A life of a relay with its producer and its trainer, which ends by a signal.
-
-It writes down what was acknowledged, and when.
-"""
+"""A life of a relay with producer and trainer, which writes acknowledged groups down."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Mirrors of a pool under SIGKILL and SIGSTOP: no reader of any node sees half a version.
 
-A program: `PYTHONPATH=tests python tests/relay/mirror_storm.py --versions 1000 --faults 300` prints
-what it did, and ends with status 1 at the first byte that is wrong, or where a node is left behind.
-test_mirror_storm.py runs its short form.
+`PYTHONPATH=tests python tests/relay/mirror_storm.py --versions 1000 --faults 300`
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Mirrors and the trainer's node in a world of its own time: links with a rate, and what is lost.
-
-All decisions are those of the machines that ship; here is what a party does beside them: a pool is
-a number, a piece is its number, and a message comes after a while, twice, or not at all.
-"""
+"""Mirrors and the trainer's node in simulated time; decisions are those of the real machines."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Prompts of a trainer's bus under SIGKILL: parties and workers of two nodes die at any time.
-
-A program: `PYTHONPATH=tests python tests/relay/prompt_storm.py` prints what it did, and
-ends with status 1 at the first request that is lost or made twice. test_prompt_storm.py runs its
-short form.
-"""
+"""Prompts of a bus under SIGKILL: `PYTHONPATH=tests python tests/relay/prompt_storm.py`."""
 
 from __future__ import annotations
 

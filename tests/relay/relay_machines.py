@@ -1,8 +1,4 @@
-"""The relay's real state machines as parts of a search: a coordinator, a sink, and two sources.
-
-Each state of a part is a machine that is never changed: an input is given to a copy of it. What
-outlives a machine belongs to its part: the ring to a source, lane and journal to the sink.
-"""
+"""The relay's real state machines as parts of a search: a coordinator, a sink, and two sources."""
 
 from __future__ import annotations
 
@@ -41,10 +37,7 @@ class Acknowledged(NamedTuple):
 
 
 class SinkState(NamedTuple):
-    """A sink, and what outlives it: its lane's records, its journal, and what its trainer ended.
-
-    The term that it follows outlives it too. `offered` records of the lane have made whole groups.
-    """
+    """A sink and its lasting parts: lane records, journal, term and ended groups."""
 
     sink: Sink
     lane: tuple[Origin, ...]
@@ -125,10 +118,7 @@ class System:
         return visit_every_order(self.parts, states, said, faults, self.ask_again)
 
     def ask_again(self, states: Sequence[Any]) -> tuple[list[Any], list[Said]] | None:
-        """What everybody does now and then, since an answer may have been lost.
-
-        Returns None at the end, where nobody has anything to ask; that end is a good one.
-        """
+        """Repeat every question whose answer may be lost; None at a good end."""
         sources: list[SourceState] = list(states[FIRST_SOURCE:])
         after, said = self.parts[COORDINATOR_PART].after(states[COORDINATOR_PART], REST)
         messages: list[m.Message] = []

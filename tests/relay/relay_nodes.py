@@ -1,9 +1,4 @@
-"""A relay over whole nodes: each in namespaces of its own, with a /dev/shm that dies with it.
-
-A program: `python tests/relay/relay_nodes.py SCENARIO` prints what happened, and ends with status 1
-at the first thing that is lost, doubled or torn. test_relay_nodes.py runs its short forms. It needs
-root. The relay's connections cross a network that may delay, lose and cut off (hub.py).
-"""
+"""A relay over nodes in namespaces: `python tests/relay/relay_nodes.py SCENARIO`, as root."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Relays under SIGKILL: two source buses, some trainers' buses, every byte and ledger checked.
 
-A program: `PYTHONPATH=tests python tests/relay/relay_storm.py --kills 1000` prints what it did, and
-ends with status 1 at the first thing that is lost, doubled or torn. test_relay_storm.py runs its
-short form.
+`PYTHONPATH=tests python tests/relay/relay_storm.py --kills 1000`
 """
 
 from __future__ import annotations

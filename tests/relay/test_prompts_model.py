@@ -1,11 +1,4 @@
-"""Prompts to other nodes under every order of events: a trainer's side, two sources, faults.
-
-The machines are the relay's own, as in test_relay_model.py. What outlives them are the lanes. Each
-request is a group of one sample; a worker makes it, and its record comes to the trainer's bus by
-the relay's other messages, which test_relay_model.py searches: here it comes once, at any time.
-
-SHMBUS_TEST_DEATHS=2 takes two deaths of every plan: some minutes.
-"""
+"""Prompts to other nodes under every order of events; SHMBUS_TEST_DEATHS=2 is the long form."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a relay's peers may say that is wrong: refused by names, counted, and nothing stands still.
-
-Blocks that are wrong are in test_block.py and test_parties.py.
-"""
+"""Wrong messages of a relay's peers: refused by names, counted, and nothing stands still."""
 
 from __future__ import annotations
 

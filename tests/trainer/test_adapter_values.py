@@ -1,7 +1,4 @@
-"""Values that frameworks hand over to adapters, and calls that are cut short: named, or kept.
-
-No stack is installed here; `tests/peers` has the same with theirs.
-"""
+"""Values that frameworks hand over to adapters, and interrupted calls: named, or kept."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The adapters of Atropos and slime, without those: real buses, and classes with their members.
-
-`make test-peers` runs the first against atroposlib itself. slime cannot be installed without a GPU.
-"""
+"""The adapters of Atropos and slime over real buses, with stand-ins for both stacks."""
 
 from __future__ import annotations
 

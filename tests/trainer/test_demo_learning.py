@@ -1,7 +1,4 @@
-"""The demo's learning part: the task is fair, sampler and trainer agree, and GRPO steps help.
-
-What needs the bus is tested elsewhere; here one process samples, packs and learns.
-"""
+"""The demo's learning part: the task is fair, sampler and trainer agree, and GRPO steps help."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What trainers that ask for groups do with what they cannot train on, or never get.
-
-Without the stacks: TRL's rollout function and SkyRL's generator, as their trainers call them.
-"""
+"""TRL's rollout function and SkyRL's generator over groups that cannot train or never come."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The TRL adapter without TRL: its account of rows, its checks of samples, what it saves.
-
-Against TRL itself: tests/peers/trl.
-"""
+"""The TRL adapter without TRL: its account of rows, its checks of samples, its saved state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the tests of the page share: the server as a process of its own, and raw HTTP to it.
-
-The client is a socket: it sends what a test says, also what no library would.
-"""
+"""The web server as a process of its own, and a client of raw sockets."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Counts what cycles of weights leave behind: descriptors, mappings, files, memory of the process.
-
-usage: python tests/weights/cycles.py BUS CYCLES
-
-A cycle is a publisher that begins anew or goes on, versions whole and by patches, views that
-outlive their lease, a reader that comes and goes, an error in the middle, and at times a removal.
-Exit status 1, and what grew, where anything did.
-"""
+"""Count leftovers of weight cycles, and exit with 1 at growth: ``cycles.py BUS CYCLES``."""
 
 from __future__ import annotations
 

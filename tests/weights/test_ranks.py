@@ -1,7 +1,4 @@
-"""Trainers of 1, 2 and 4 ranks in every layout and carrier, and readers that are sharded otherwise.
-
-In exported memory each rank writes what it has, on its own device, into the memory of rank 0.
-"""
+"""Trainers of 1, 2 and 4 ranks in each layout and carrier, and readers with other shards."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""A pytest plugin: atroposlib's own tests start a gateway where they would start their server.
+"""A pytest plugin: atroposlib's own tests start a gateway in place of their server.
 
-Some of them start it themselves, so what is swapped is the command line of each new process.
-
-Invariant: a run in which a response came from another server, or none came at all, fails.
+Invariant: a run without any response of the gateway fails.
 """
 
 from __future__ import annotations

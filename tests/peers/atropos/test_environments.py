@@ -1,8 +1,4 @@
-"""Two real BaseEnvs, with groups of 4 and of 2, feed a trainer: the same batches from all servers.
-
-Their server, the gateway, the ring, and gateway and ring at once: every batch has exactly its
-sequences, in packs of 4, and every group comes once and equal, to the last digit.
-"""
+"""Two real BaseEnvs give equal batches by their server, the gateway, the ring and both."""
 
 from __future__ import annotations
 

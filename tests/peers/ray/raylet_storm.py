@@ -1,11 +1,6 @@
-"""Raylets under SIGKILL: a relay over four nodes of a real Ray cluster on this machine.
+"""Raylets of four nodes of a real Ray cluster under SIGKILL: a relay over all of them.
 
-A program: `python tests/peers/ray/raylet_storm.py --kills 50` prints what it did, and ends with
-status 1 at the first thing that is lost, doubled or torn. test_raylets.py runs its short form.
-
-A raylet takes the actors of its node with it, at once or within a moment in which two of them are
-there; the buses stay, as on a machine whose Ray is started again. Nodes die one at a time and in
-pairs, and come back after a random while.
+`python tests/peers/ray/raylet_storm.py --kills 50` ends with status 1 at the first fault.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""What new weights cost a real vLLM server: ``python tests/peers/vllm/updates_table.py``.
+"""Cost of new weights to a real vLLM server: ``python tests/peers/vllm/updates_table.py``.
 
-Eight requests are in flight all the while, with prompts that come again and again. An arm is a way
-to bring the same versions to the same server: through shared memory with a salt of the version, and
-without; by safetensors in tmpfs and vLLM's own ``reload_weights``; by a server that is started
-anew. After each update greedy answers are compared with those of a server that was started with
-these weights, and some prompts are asked that are asked at no other time: what the prefix cache
-serves of them was made by older weights.
-
-``--shape 0.6b`` is Qwen3-0.6B's shape with random weights; without it a model of a megabyte.
+An arm is a way to bring equal versions to a server with eight requests in flight; each answer
+is compared with a fresh server's. ``--shape 0.6b`` takes Qwen3-0.6B's shape.
 """
 
 from __future__ import annotations
