@@ -33,8 +33,6 @@ BATCHES = {
 
 
 class Case(NamedTuple):
-    """A packed batch with its lengths."""
-
     q: Tensor
     k: Tensor
     v: Tensor

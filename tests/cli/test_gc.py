@@ -33,7 +33,6 @@ time.sleep(600)
 
 
 def found(name: str) -> dict[str, Any]:
-    """The row of one bus in ``shmbus gc --json``."""
     (row,) = cli("gc", name, "--json").json()
     assert isinstance(row, dict)
     return row

@@ -54,7 +54,6 @@ class RawServer:
             self.subscriber.close()
 
     def server(self) -> VllmServer:
-        """How a fleet speaks to it."""
         return VllmServer(self.url)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

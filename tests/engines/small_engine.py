@@ -45,7 +45,6 @@ class SmallEngine:
         self.seen: list[tuple[str, Any]] = []
 
     def routes(self) -> list[web.RouteDef]:
-        """What the engine answers."""
         raise NotImplementedError
 
     def take_fault(self, step: str, *kinds: str) -> str:
@@ -160,7 +159,6 @@ class Running:
         return found
 
     def server(self) -> Any:
-        """How a fleet speaks to it."""
         return self._make[0].client(self.url)
 
     async def paused(self) -> bool:

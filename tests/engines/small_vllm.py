@@ -240,8 +240,6 @@ class CachingVllm(SmallVllm):
 
 
 class DraftingVllm(SmallVllm):
-    """Has a draft model that proposes tokens."""
-
     drafts: ClassVar[bool] = True
 
 

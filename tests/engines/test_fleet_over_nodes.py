@@ -24,7 +24,6 @@ pytest_plugins = ["engine_fixtures"]
 
 @pytest.fixture
 def nodes(bus_name: str) -> list[str]:
-    """Buses of two nodes."""
     return [f"{bus_name}.{each}" for each in "ab"]
 
 

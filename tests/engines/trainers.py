@@ -31,7 +31,6 @@ class Trainer:
 
 
 def fleet_of(bus: str, *running: Any, **options: Any) -> EngineFleet:
-    """A fleet of servers that run."""
     servers = [each.server() for each in running]
     return EngineFleet(servers, bus=bus, **{"timeout": TIMEOUT_S, **options})
 

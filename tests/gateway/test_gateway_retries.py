@@ -412,7 +412,6 @@ def _send(connection: socket.socket, request: bytes) -> None:
 
 
 def peak_kib(gateway: Gateway) -> int:
-    """The most memory that it had."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{gateway.child.pid}/status").read_text())
     assert found is not None
     return int(found[1])

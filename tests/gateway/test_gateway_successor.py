@@ -61,13 +61,11 @@ BatchQueue.given = lambda self, *arguments: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def restart(gateway: Gateway, fault: str) -> None:
-    """Have it die at a line."""
     gateway.kill()
     gateway.start(fault)
 
 
 def post_and_lose(gateway: Gateway, path: str, content: Any) -> None:
-    """Post to a gateway that dies before it answers."""
     with pytest.raises(OSError):
         gateway.post(path, content)
     gateway.child.wait()

@@ -62,7 +62,6 @@ def python_texts(path: Path) -> Iterator[str]:
 
 
 def texts(path: Path) -> Iterator[str]:
-    """Yield the prose of a file."""
     if path.suffix in (".py", ".pyi"):
         yield from python_texts(path)
     elif path.suffix in (".c", ".h"):

@@ -64,12 +64,10 @@ def core(failpoint_build: Path) -> dict[str, Symbols]:
 
 
 def owners(core: dict[str, Symbols]) -> dict[str, str]:
-    """Which file defines each symbol."""
     return {name: file for file, symbols in core.items() for name in symbols.defined}
 
 
 def calls(core: dict[str, Symbols]) -> dict[str, set[str]]:
-    """Which files each file needs something of."""
     owner = owners(core)
     return {
         file: {owner[name] for name in symbols.undefined if name in owner}

@@ -35,7 +35,6 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def prose(page: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of the lines that are in no code block."""
     fenced = False
     for number, line in enumerate(page.read_text().splitlines(), start=1):
         if line.lstrip().startswith("```"):
@@ -45,7 +44,6 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
 
 
 def words_in_code(page: Path) -> Iterator[tuple[int, str]]:
-    """Each word of each inline code, with its line."""
     for number, line in prose(page):
         for code in re.findall(r"`([^`]+)`", line):
             for word in code.split():

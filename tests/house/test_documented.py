@@ -180,7 +180,6 @@ def unwrapped(value: Any) -> Any:
 
 
 def parameters(name: str, value: Any) -> list[str]:
-    """Names of the parameters that a caller gives."""
     if name in STUB_FUNCTIONS and not isinstance(unwrapped(value), FunctionType):
         arguments = STUB_FUNCTIONS[name].args
         every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]

@@ -112,12 +112,10 @@ def tree(directory: Path = ROOT) -> Iterator[Path]:
 
 
 def files(*suffixes: str) -> list[Path]:
-    """The project's files with one of these suffixes."""
     return [path for path in tree() if path.suffix in suffixes]
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Name and text of every file that people write."""
     for path in tree():
         if path.suffix in TEXT_SUFFIXES or path.name in TEXT_NAMES:
             yield relative(path), path.read_text()

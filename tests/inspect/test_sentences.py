@@ -116,7 +116,6 @@ class Scene:
         self.stopped: list[Child] = []
 
     def begin(self, retries: int | None = None) -> None:
-        """Make the bus, and its daemon if it has one."""
         if self.served:
             options = [] if retries is None else ["--sample-retries", retries]
             self.daemon = self._serve("--capacity", "1MiB", *options)
@@ -131,7 +130,6 @@ class Scene:
         return child
 
     def rank(self, rank: int, of: int) -> Child:
-        """Start one of several trainers, which waits."""
         child = self._spawn.script(TRAINER, self.name, 0, 0, "wait", "", rank, of)
         child.expect("ready")
         return child
@@ -148,7 +146,6 @@ class Scene:
         self.stopped.append(child)
 
     def until(self, predicate: Callable[[BusStatus], object]) -> None:
-        """Wait until a status of the bus is so."""
         wait_until(lambda: predicate(read_status(self.name)))
 
 
@@ -438,7 +435,6 @@ def servers_paused(scene: Scene) -> None:
 
 
 def waits(status: BusStatus) -> bool:
-    """Whether a trainer sleeps until groups come."""
     if status.daemon is not None:
         return any(lease.waiting for lease in status.daemon.leases)
     return status.collector.waits

@@ -29,7 +29,6 @@ class Row(NamedTuple):
 
     @property
     def begin(self) -> int:
-        """Where the first sampled token is."""
         return self.mask.index(1)
 
 

@@ -101,8 +101,6 @@ def be_trainer(bus: str, log: str) -> None:
 
 
 class Party:
-    """A process that is started again."""
-
     def __init__(self, *words: str) -> None:
         self._words = words
         self.process: subprocess.Popen[bytes]

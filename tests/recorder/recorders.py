@@ -37,13 +37,11 @@ class Scene:
 
     @property
     def recorder(self) -> Recorder:
-        """The recorder of the test's fixture."""
         self.has_recorder = True
         found: Recorder = self.request.getfixturevalue("recorder")
         return found
 
     def start_recorder(self, *engines: StubEngine | str, **options: Any) -> Recorder:
-        """Start a recorder with options of its own."""
         self.has_recorder = True
         return self.start(*engines, **options)
 
@@ -91,7 +89,6 @@ def user(text: str) -> dict[str, Any]:
 
 
 def refused(status_and_body: tuple[int, dict[str, Any]]) -> tuple[int, str]:
-    """Return status and word of a refusal."""
     status, body = status_and_body
     return status, body["error"]["code"]
 

@@ -21,8 +21,6 @@ BEGIN, END, TH, LETTERS = 1, 2, 5000, 100
 
 
 class Sampled(NamedTuple):
-    """What the engine knows of one answer."""
-
     prompt: list[int]
     output: list[int]
     logprobs: list[float]
@@ -57,8 +55,6 @@ def damaged(data: bytes, fault: str) -> bytes:
 
 
 class StubEngine:
-    """Answers `/v1/chat/completions` and `/v1/completions`."""
-
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
         self.record: list[Sampled] = []
@@ -351,7 +347,6 @@ class StubEngine:
         return found
 
     def let_go(self) -> None:
-        """Answer what waits."""
         assert self.gate is not None
         self.loop.call_soon_threadsafe(self.gate.set)
 

@@ -43,8 +43,6 @@ class Text(str):
 
 
 class Piece(bytes):
-    """Bytes of a stream."""
-
     def __radd__(self, before: bytes) -> bytes:
         Work.copied += len(before)
         return before.__add__(self)

@@ -153,7 +153,6 @@ class _Search(Generic[S]):
         self.violations: dict[tuple[int, int, int], AssertionError] = {}
 
     def number(self, part: int, state: Any) -> int:
-        """Return the word of a part's state."""
         key = self.parts[part].key(state)
         found = self.numbers[part].get(key)
         if found is None:
@@ -162,7 +161,6 @@ class _Search(Generic[S]):
         return found | (CAN_STEP if self.parts[part].can_step(state) else 0)
 
     def word(self, said: Said) -> int:
-        """Return the word of a message."""
         key = (type(said.message), said.message)
         found = self.words.get(key)
         if found is None:
@@ -176,7 +174,6 @@ class _Search(Generic[S]):
         return found
 
     def next(self, part: int, number: int, given: int, into: Any) -> int:
-        """Answer the search: what a part does."""
         try:
             return self._next(part, number, given, into)
         except BaseException as error:  # goes through C, and on from there
@@ -202,7 +199,6 @@ class _Search(Generic[S]):
         return 2 + len(said)
 
     def rest(self, parts: Any, into: Any) -> int:
-        """Answer the search: what everybody asks again."""
         try:
             numbers = [parts[i] & ~CAN_STEP for i in range(PARTS)]
             found = self.rest_of([self.states[i][n] for i, n in enumerate(numbers)])
@@ -218,7 +214,6 @@ class _Search(Generic[S]):
             return -1
 
     def tell(self, event: int) -> str:
-        """Return an event in words."""
         kind, what = event >> EVENT_SHIFT, event & ((1 << EVENT_SHIFT) - 1)
         if kind < 3:
             return f"{EVENTS[kind]} {self.messages[what & _LAST].message}"

@@ -40,7 +40,6 @@ def unavailable() -> str:
 
 
 def address_of(number: int) -> str:
-    """Return a node's address."""
     return f"10.201.0.{number + 1}"
 
 
@@ -86,7 +85,6 @@ class Node:
 
     @property
     def running(self) -> bool:
-        """Whether it runs."""
         return self.process.poll() is None
 
     def kill(self) -> None:
@@ -160,7 +158,6 @@ class Hub:
             os.write(tun, packet)
 
     def close(self) -> None:
-        """Carry nothing more."""
         self._over.set()
         self._thread.join()
         for _, tun in self._tuns.values():

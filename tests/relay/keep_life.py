@@ -10,7 +10,6 @@ import shmbus
 
 
 def main(source: str, trainer: str, directory: str, log: str) -> None:
-    """Relay and train until the end."""
     with (
         relay([source], [trainer], keep=directory),
         shmbus.Consumer(trainer) as consumer,

@@ -33,8 +33,6 @@ PIECE_BYTES = 64 << 10
 
 
 class Plan(NamedTuple):
-    """What a storm is made of."""
-
     name: str
     directory: str
     nodes: int = 3
@@ -47,7 +45,6 @@ class Plan(NamedTuple):
 
     @property
     def trainer(self) -> str:
-        """The trainer's bus."""
         return f"{self.name}.t"
 
     @property
@@ -57,7 +54,6 @@ class Plan(NamedTuple):
 
 
 def work(plan: Plan, address: str) -> None:
-    """Be a party, for ever."""
     mailbox = open_mailbox(plan.directory, address)
 
     def make() -> Any:
@@ -81,13 +77,11 @@ class Storm:
         self.over = threading.Event()
 
     def start(self, address: str) -> None:
-        """Start a party."""
         child = TEMPLATE.Process(target=work, args=(self.plan, address), daemon=True)
         child.start()
         self.children[address] = child
 
     def harm(self) -> None:
-        """Do something to one of the parties."""
         address = self.rng.choice([SOURCE, *self.plan.buses])
         what = self.rng.choice(["kill", "kill", "stop", "away", "remove"])
         self.done[what] += 1
@@ -129,7 +123,6 @@ class Storm:
             reader.close()
 
     def run(self) -> dict[str, Any]:
-        """Do all of it, and return what there is to say."""
         plan, began = self.plan, time.monotonic()
         trainer = Trainer(plan.trainer, plan.size, plan.seed, timeout=plan.quiet_s)
         engines = [threading.Thread(target=self.engine, args=(bus,)) for bus in plan.buses]
@@ -164,7 +157,6 @@ class Storm:
         }
 
     def harm_all(self) -> None:
-        """Do harm as often as planned."""
         for _ in range(self.plan.faults):
             if self.faults:
                 return
@@ -180,7 +172,6 @@ class Storm:
             time.sleep(0.01)
 
     def wait_for_all(self, version: int) -> None:
-        """Wait until each node has the last version."""
         until = time.monotonic() + self.plan.quiet_s
         while time.monotonic() < until:
             there = {bus: version_of(bus) for bus in self.plan.buses}
@@ -191,7 +182,6 @@ class Storm:
 
 
 def main() -> int:
-    """Run it as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--versions", type=int, default=1000)
     parser.add_argument("--faults", type=int, default=300)

@@ -29,7 +29,6 @@ DROPPED = 9
 
 
 def group_of(number: int) -> GroupName:
-    """Return the group of a request."""
     return str(number), None, "train"
 
 
@@ -55,7 +54,6 @@ class SourceState(NamedTuple):
 
     @property
     def unmade(self) -> list[int]:
-        """What workers may make."""
         return [number for number, made in self.rows.items() if not made]
 
 
@@ -71,7 +69,6 @@ class World:
         self.parts = (SenderPart(self), NobodyPart(), *sources)
 
     def explore(self, faults: Faults) -> Found:
-        """Visit every state."""
         states, said = [], []
         for part in self.parts:
             state, words = part.begin()
@@ -109,8 +106,6 @@ class NobodyPart:
 
 
 class SenderPart:
-    """The trainer's side."""
-
     def __init__(self, world: World) -> None:
         self.world = world
 
@@ -271,8 +266,6 @@ GIVES_BACK = ((MAKE,), (GIVE_BACK, MAKE))
 
 
 class Case(NamedTuple):
-    """What is searched."""
-
     name: str
     faults: Faults
     numbers: tuple[int, ...] = ONE

@@ -22,7 +22,6 @@ HOUR = 3600 * SECOND
 
 @pytest.fixture
 def buses(bus_name: str) -> Iterator[dict[str, str]]:
-    """A source and a trainer's bus."""
     names = {"a": f"{bus_name}.a", "t": f"{bus_name}.t"}
     for name in names.values():
         shmbus.Bus.create(name, "4MiB").close()

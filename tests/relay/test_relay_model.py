@@ -85,8 +85,6 @@ def explore(
 
 
 class Case(NamedTuple):
-    """What is searched."""
-
     name: str
     faults: Faults
     plan: Plan = WITH_ROUND

@@ -21,7 +21,6 @@ def main() -> None:
     folder, checkpoints = Path(told["folder"]), Path(told["checkpoints"])
 
     def meet(at: str, say: object = None) -> list[object]:
-        """Wait for all ranks; return what each says."""
         new = folder / f"{at}.{rank}.new"
         new.write_text(json.dumps(say))
         new.rename(folder / f"{at}.{rank}")

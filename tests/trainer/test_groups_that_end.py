@@ -51,7 +51,6 @@ def by_trl(bus: str, **options: Any) -> list[float]:
 
 
 def by_skyrl(bus: str, **options: Any) -> list[float]:
-    """The same by SkyRL's generator."""
     ids = [SimpleNamespace(instance_id="a", repetition_id=index) for index in range(2)]
     batch = {"prompts": ["a"] * 2, "env_classes": ["echo"] * 2, "trajectory_ids": ids}
     generator = GenerateByBus(bus, timeout=60.0, **options)

@@ -49,7 +49,6 @@ def begin(spawn: Spawner, bus: str, **told: Any) -> Child:
 
 
 def trained(*lives: Child) -> list[str]:
-    """What these lives trained, once they were killed."""
     names: list[str] = []
     for life in lives:
         life.expect("over")

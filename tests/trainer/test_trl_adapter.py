@@ -165,7 +165,6 @@ def test_limits_of_the_trainer_are_checked(bus: str) -> None:
 
 
 def random_sample(dice: np.random.Generator) -> dict[str, Any]:
-    """Fields of one token row."""
     length = int(dice.integers(1, 30))
     mask = dice.integers(0, 2, length)
     return {
@@ -224,8 +223,6 @@ class _Model:
 
 
 class _RowsOf:
-    """A data set of TRL, as far as its columns go."""
-
     def __init__(self, *names: str) -> None:
         self.column_names = list(names)
 

@@ -83,7 +83,6 @@ def sentence(page: Page) -> str:
 
 
 def wait_for(page: Page, wanted: Callable[[], Any], what: str) -> None:
-    """Wait, with the browser's events served."""
     deadline = time.monotonic() + 30
     while not wanted():
         if time.monotonic() > deadline:

@@ -20,7 +20,6 @@ SPARE_KIB = 4096
 
 
 def figures(bus: str) -> dict[str, int]:
-    """Count what this process has."""
     with Path("/proc/self/maps").open() as maps:
         mapped = sum("/dev/shm/shmbus" in line for line in maps)
     return {
@@ -56,7 +55,6 @@ def cycle(bus: str, number: int, made: torch.Generator) -> None:
 
 
 def main(bus: str, cycles: int) -> int:
-    """Run, count, compare."""
     made = torch.Generator().manual_seed(1)
     torch.set_num_threads(1)
     before: dict[str, int] = {}

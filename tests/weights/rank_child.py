@@ -51,7 +51,6 @@ def own_part(value: torch.Tensor, mesh: DeviceMesh, placed: Placement) -> torch.
 
 
 def sharded(layout: str, world: int, device: str = "cpu") -> torch.nn.Sequential:
-    """The model in one layout."""
     model = whole_model().to(device)
     if layout == "replicated" or world == 1:
         return model

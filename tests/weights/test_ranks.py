@@ -131,7 +131,6 @@ def fill(publisher: WeightPublisher, value: int) -> None:
 
 
 def is_all(bus: str, version: int) -> bool:
-    """Whether every element of the newest version is its number."""
     with WeightSubscriber(bus) as reader, reader.latest(timeout=5) as weights:
         return weights.version == version and all(
             bool((weights[name] == version).all()) for name in weights

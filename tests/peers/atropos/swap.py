@@ -52,7 +52,6 @@ def request(session: requests.Session, method: str, url: str, **options: Any) ->
 
 
 def pytest_configure() -> None:
-    """Swap."""
     subprocess.Popen = GatewayPopen  # type: ignore[misc]
     requests.Session.request = request  # type: ignore[method-assign]
 
@@ -68,7 +67,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say who answered."""
     terminalreporter.line(
         f"gateways started: {len(_started)}; responses of shmbus {shmbus.__version__}: {_ours}; "
         f"of other servers: {len(_others)} {_others[:3]}"

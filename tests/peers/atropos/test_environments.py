@@ -78,7 +78,6 @@ class Place:
         wait_until(lambda: answers(self.url), PATIENCE_S, f"the server at {self.url}")
 
     def environment(self, number: int, tokenizer: str, *, ring: bool) -> None:
-        """Start a BaseEnv."""
         more = {"SHMBUS_BUS": str(self.bus)} if ring else {}
         self._spawn.file(
             HERE / "environment.py",
@@ -87,7 +86,6 @@ class Place:
         )
 
     def ask(self) -> Any:
-        """Ask as a trainer does."""
         return requests.get(f"{self.url}/batch", timeout=10).json()["batch"]
 
 

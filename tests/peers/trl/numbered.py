@@ -14,7 +14,6 @@ SCALE = 65536.0
 
 
 def number_of(t: shmbus.Trajectory) -> int:
-    """The number of a sample."""
     return round(-float(t["logprobs"][1]) * SCALE) - 1
 
 

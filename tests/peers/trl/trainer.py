@@ -28,7 +28,6 @@ LINGER_S = 60.0
 
 
 def settings(root: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of AsyncGRPOConfig."""
     return {
         "output_dir": str(root / "out"),
         "max_steps": steps,

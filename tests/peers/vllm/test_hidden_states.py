@@ -90,8 +90,6 @@ class Reference:
 
 
 class Trainer(threading.Thread):
-    """Receives until it is told that it is over, and keeps what is wrong."""
-
     def __init__(self, receiver: TensorReceiver, reference: Reference) -> None:
         super().__init__()
         self.receiver, self.reference = receiver, reference

@@ -45,8 +45,6 @@ RESTARTS = 3
 
 
 class Load:
-    """Requests in flight, one after the other."""
-
     def __init__(self, server: Server, salt: Callable[[], str]) -> None:
         self.server, self.salt = server, salt
         self.tokens = self.lost = 0
@@ -141,7 +139,6 @@ async def measure_arm(
 async def by_memory(
     options: argparse.Namespace, folders: dict[int, Path], expected: Any, *, salted: bool
 ) -> Row:
-    """Through shared memory."""
     arm = Arm(
         "shm-salt" if salted else "shm",
         "through shared memory" + (", with salts" if salted else ", without salts"),
@@ -223,7 +220,6 @@ def build(options: argparse.Namespace, seed: int) -> torch.nn.Module:
 
 
 async def table(options: argparse.Namespace) -> list[Row]:
-    """Measure every arm."""
     with tempfile.TemporaryDirectory() as name:
         folders = {seed: Path(name) / str(seed) for seed in (1, 2)}
         for seed, folder in folders.items():
@@ -243,7 +239,6 @@ async def table(options: argparse.Namespace) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
     parser = program.parser_of(PROGRAM, __doc__)
     parser.add_argument("--shape", default="tiny", choices=("tiny", "0.6b"))
     parser.add_argument("--tp", type=int, default=1)
