@@ -276,10 +276,7 @@ def test_what_cannot_be_sent_is_named_and_the_channel_stays_usable(
 
 @on_a_gpu
 def test_a_step_beyond_the_device_is_refused(bus_name: str, memory: Memory) -> None:
-    with (
-        create(bus_name, memory) as sender,
-        TensorChannel.open(bus_name, specs=SPECS) as receiver,
-    ):
+    with create(bus_name, memory) as sender, TensorChannel.open(bus_name, specs=SPECS) as receiver:
         free = torch.cuda.mem_get_info()[0]
         taken = torch.empty(free - (1 << 30), dtype=torch.uint8, device="cuda:0")
         big = torch.empty((600 << 20) // 128, 64, dtype=torch.bfloat16, device="cuda:0")

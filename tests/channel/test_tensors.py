@@ -138,9 +138,7 @@ def raised(sender: TensorSender, tensors: dict[str, torch.Tensor]) -> BaseExcept
     raise AssertionError("nothing was raised")
 
 
-def test_a_step_unlike_the_agreed_specs_is_refused_before_sending(
-    bus_name: str,
-) -> None:
+def test_a_step_unlike_the_agreed_specs_is_refused_before_sending(bus_name: str) -> None:
     sender, receiver = both(bus_name)
     with sender, receiver:
         sender.send(good())
@@ -152,9 +150,7 @@ def test_a_step_unlike_the_agreed_specs_is_refused_before_sending(
                 assert item["hidden"].shape == (rows, 16)
 
 
-def test_a_step_sent_before_the_receiver_is_refused_on_both_sides(
-    bus_name: str,
-) -> None:
+def test_a_step_sent_before_the_receiver_is_refused_on_both_sides(bus_name: str) -> None:
     with TensorChannel.create(bus_name) as sender:
         sender.send({"hidden": torch.ones(2, 16), "ids": torch.arange(2)})
         sender.send({"hidden": torch.ones(2, 8), "ids": torch.arange(2)})

@@ -10,12 +10,7 @@ import pytest
 from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer, update
 
 from shmbus import Bus
-from shmbus.engines import (
-    EngineError,
-    EngineFleet,
-    UpdateRolledBackError,
-    VllmServer,
-)
+from shmbus.engines import EngineError, EngineFleet, UpdateRolledBackError, VllmServer
 from shmbus.engines.pause_note import paused_by
 
 pytestmark = pytest.mark.slow

@@ -21,13 +21,7 @@ from small_lora import SmallLora
 from trainers import TIMEOUT_S
 
 from shmbus import Bus
-from shmbus.engines import (
-    LoraFleet,
-    SglangServer,
-    UpdateReport,
-    UpdateRolledBackError,
-    VllmServer,
-)
+from shmbus.engines import LoraFleet, SglangServer, UpdateReport, UpdateRolledBackError, VllmServer
 from shmbus.weights import (
     LoraFiles,
     LoraVersion,

@@ -208,9 +208,7 @@ def test_a_trainer_that_leaves_http_has_everything_and_may_come_back(gateway_of:
     assert balanced(gateway.name)
 
 
-def test_groups_given_away_do_not_end_a_batch(
-    gateway_of: Any,
-) -> None:
+def test_groups_given_away_do_not_end_a_batch(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "32MiB")
     gateway.register(batch_size=2)
     # 12 MB of JSON: more than the kernel keeps for a client that does not read.

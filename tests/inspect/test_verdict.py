@@ -253,9 +253,7 @@ def test_a_trainers_wait_is_counted(bus_name: str, daemon: Callable[..., object]
         taken.ack()
 
 
-def test_a_worker_that_gives_back_is_a_finding_until_it_works(
-    bus_name: str,
-) -> None:
+def test_a_worker_that_gives_back_is_a_finding_until_it_works(bus_name: str) -> None:
     with (
         Bus.create(bus_name, "1MiB"),
         Consumer(bus_name) as taker,

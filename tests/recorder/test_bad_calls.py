@@ -135,9 +135,7 @@ def test_an_agent_whose_session_is_over_ends(session: shmbus.Session, scene: Sce
     assert scene.engine.calls == 1, "its client tried again"
 
 
-def test_a_group_complete_without_a_session_ends_it_and_frees_the_engine(
-    scene: Scene,
-) -> None:
+def test_a_group_complete_without_a_session_ends_it_and_frees_the_engine(scene: Scene) -> None:
     session = scene.open(group_size=2, need=1, round=0)
     scene.engine.gate = asyncio.Event()
     with ThreadPoolExecutor(1) as pool:

@@ -18,9 +18,7 @@ pytest_plugins = ["recorder_fixtures"]
 torch = pytest.importorskip("torch")
 
 
-def test_a_call_over_new_weights_has_both_versions_and_the_next_a_new_salt(
-    scene: Scene,
-) -> None:
+def test_a_call_over_new_weights_has_both_versions_and_the_next_a_new_salt(scene: Scene) -> None:
     from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
     model = torch.nn.Linear(2, 2)

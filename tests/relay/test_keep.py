@@ -77,10 +77,7 @@ def test_an_evaluation_survives_another_number(buses: dict[str, str], tmp_path: 
 
 def test_only_unacknowledged_groups_survive_a_reboot(buses: dict[str, str], tmp_path: Path) -> None:
     sources = [buses["a"], buses["b"]]
-    with (
-        relay(sources, [buses["t"]], keep=str(tmp_path)),
-        shmbus.Consumer(buses["t"]) as consumer,
-    ):
+    with relay(sources, [buses["t"]], keep=str(tmp_path)), shmbus.Consumer(buses["t"]) as consumer:
         for number in range(40):
             put_group(sources, number)
         groups = sorted(take(consumer, 40), key=lambda group: int(group.instance_id[1:]))
@@ -100,10 +97,7 @@ def test_only_unacknowledged_groups_survive_a_reboot(buses: dict[str, str], tmp_
             wait_until(lambda: stats(buses["a"]).acknowledged == 2)
         assert read_status(buses["t"]).ledger.balanced
     lose_memory(buses)
-    with (
-        relay(sources, [buses["t"]], keep=str(tmp_path)),
-        shmbus.Consumer(buses["t"]) as consumer,
-    ):
+    with relay(sources, [buses["t"]], keep=str(tmp_path)), shmbus.Consumer(buses["t"]) as consumer:
         time.sleep(0.5)
         assert consumer.take(timeout=0.5) == []
 

@@ -84,9 +84,7 @@ def test_a_request_is_made_on_another_node_as_it_was_offered(buses: dict[str, st
         assert producer.requests.next(timeout=0.2) is None
 
 
-def test_two_nodes_make_each_request_once(
-    buses: dict[str, str],
-) -> None:
+def test_two_nodes_make_each_request_once(buses: dict[str, str]) -> None:
     made: Counter[str] = Counter()
     with (
         relay([buses["a"], buses["b"]], [buses["t"]]),
@@ -174,9 +172,7 @@ def test_a_group_that_needs_no_more_is_made_on_no_node_any_more(buses: dict[str,
         assert counts(buses["t"]) == (4, 0, 0, 2, 2, 0)
 
 
-def test_a_group_chosen_by_workers_is_cancelled_everywhere(
-    buses: dict[str, str],
-) -> None:
+def test_a_group_chosen_by_workers_is_cancelled_everywhere(buses: dict[str, str]) -> None:
     with (
         relay([buses["a"], buses["b"]], [buses["t"]]),
         shmbus.Producer(buses["a"]) as one,
@@ -232,9 +228,7 @@ def test_groups_are_begun_as_far_ahead_as_the_trainers_bus_says(bus_name: str) -
             shmbus.unlink(name)
 
 
-def test_a_failed_sample_is_asked_again_with_its_prompt(
-    buses: dict[str, str],
-) -> None:
+def test_a_failed_sample_is_asked_again_with_its_prompt(buses: dict[str, str]) -> None:
     policy = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
     with (
         relay([buses["a"], buses["b"]], [buses["t"]], policy=policy),
@@ -320,9 +314,7 @@ def test_a_trainer_that_went_back_has_the_same_request_made_again(buses: dict[st
         assert made.total() == 12
 
 
-def test_requests_of_a_removed_bus_are_over(
-    buses: dict[str, str],
-) -> None:
+def test_requests_of_a_removed_bus_are_over(buses: dict[str, str]) -> None:
     with relay([buses["a"]], [buses["t"]]), shmbus.Producer(buses["a"]) as producer:
         with shmbus.Feeder(buses["t"]) as feeder:
             offer(feeder, 1)

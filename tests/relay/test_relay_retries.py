@@ -120,9 +120,7 @@ def test_a_dead_workers_sample_is_a_failed_attempt(buses: dict[str, str], spawn:
         take(consumer, 1)[0].ack()
 
 
-def test_a_lasting_failure_drops_its_group_on_every_node(
-    buses: dict[str, str],
-) -> None:
+def test_a_lasting_failure_drops_its_group_on_every_node(buses: dict[str, str]) -> None:
     with (
         relay([buses["a"], buses["b"]], [buses["t"]]) as made,
         shmbus.Producer(buses["a"]) as one,
@@ -157,9 +155,7 @@ def test_a_failure_reaches_a_trainer_that_takes_groups_without_it(buses: dict[st
         wait_until(lambda: stats(buses["b"]).dropped == {"failed": 1})
 
 
-def test_a_group_without_missing_samples_is_whole_at_its_trainer(
-    buses: dict[str, str],
-) -> None:
+def test_a_group_without_missing_samples_is_whole_at_its_trainer(buses: dict[str, str]) -> None:
     policy = StashPolicy(group_timeout_s=0.3, on_timeout="partial")
     with (
         relay([buses["a"]], [buses["t"]], policy=policy),

@@ -73,9 +73,7 @@ def next_request(producer: shmbus.Producer) -> Request:
 # -- both ways -------------------------------------------------------------------------------------
 
 
-def test_two_nodes_make_an_evaluation_during_training(
-    unlike: dict[str, str],
-) -> None:
+def test_two_nodes_make_an_evaluation_during_training(unlike: dict[str, str]) -> None:
     made: Counter[tuple[str, str]] = Counter()
 
     def make(producer: shmbus.Producer, request: Request) -> None:
@@ -142,11 +140,7 @@ def test_a_handler_evaluates_what_another_node_makes(unlike: dict[str, str]) -> 
     def make(producer: shmbus.Producer, request: Request) -> None:
         producer.requests.answer(request, score=float(request.index), tokens=request["prompt"])
 
-    with (
-        relay([a], [t]),
-        OnlineDataHandler(t, groups_per_batch=2) as handler,
-        workers([a], make),
-    ):
+    with relay([a], [t]), OnlineDataHandler(t, groups_per_batch=2) as handler, workers([a], make):
         for number in range(3):
             handler.request(f"q{number}", group_size=2, split="eval", prompt=PROMPT)
         figures = handler.evaluate(3, timeout=60.0)
@@ -155,9 +149,7 @@ def test_a_handler_evaluates_what_another_node_makes(unlike: dict[str, str]) -> 
         wait_until(lambda: ended(a) == (6, 0, 0))
 
 
-def test_workers_groups_of_a_split_come_whole(
-    unlike: dict[str, str],
-) -> None:
+def test_workers_groups_of_a_split_come_whole(unlike: dict[str, str]) -> None:
     a, b, t = (unlike[each] for each in "abt")
     with relay([a, b], [t]), taking(t) as consumer:
         for number in range(10):
@@ -201,9 +193,7 @@ def test_a_restarted_party_keeps_an_evaluation_exact(unlike: dict[str, str], who
         assert not consumer.take(timeout=0.2)
 
 
-def test_a_half_put_evaluation_is_completed(
-    unlike: dict[str, str],
-) -> None:
+def test_a_half_put_evaluation_is_completed(unlike: dict[str, str]) -> None:
     a, t = unlike["a"], unlike["t"]
     with relay([a], [t]) as made:
         sink = made.parties[t]
@@ -218,9 +208,7 @@ def test_a_half_put_evaluation_is_completed(
         wait_until(lambda: ended(a) == (4, 0, 0))
 
 
-def test_a_forgotten_nodes_evaluation_is_made_elsewhere(
-    unlike: dict[str, str],
-) -> None:
+def test_a_forgotten_nodes_evaluation_is_made_elsewhere(unlike: dict[str, str]) -> None:
     a, b, t = (unlike[each] for each in "abt")
     with (
         relay([a, b], [t]) as made,
@@ -442,15 +430,9 @@ def test_a_failed_sample_of_an_evaluation_is_asked_for_again_and_then_elsewhere(
         assert ended(t) == (2, 0, 0) and ended(a) == (1, 2, 0)
 
 
-def test_a_failed_evaluation_sample_is_asked_again(
-    unlike: dict[str, str],
-) -> None:
+def test_a_failed_evaluation_sample_is_asked_again(unlike: dict[str, str]) -> None:
     a, b, t = (unlike[each] for each in "abt")
-    with (
-        relay([a, b], [t], policy=TWICE),
-        taking(t) as consumer,
-        shmbus.Producer(a) as producer,
-    ):
+    with relay([a, b], [t], policy=TWICE), taking(t) as consumer, shmbus.Producer(a) as producer:
         consumer.request("e", group_size=1, split="eval", prompt=PROMPT)
         request = next_request(producer)
         for attempt in (1, 2):
@@ -464,11 +446,7 @@ def test_a_failed_evaluation_sample_is_asked_again(
 
 def test_a_dead_workers_evaluation_has_failed(unlike: dict[str, str], spawn: Spawner) -> None:
     a, t = unlike["a"], unlike["t"]
-    with (
-        relay([a], [t], policy=TWICE),
-        taking(t) as consumer,
-        shmbus.Producer(a) as producer,
-    ):
+    with relay([a], [t], policy=TWICE), taking(t) as consumer, shmbus.Producer(a) as producer:
         put_sample(producer, 0)
         child = spawn.script(CLAIM, a)
         producer.fail("q", 1, "first", group_size=2, split="eval")
@@ -497,9 +475,7 @@ def test_an_evaluation_goes_without_samples_that_never_came(unlike: dict[str, st
         wait_until(lambda: ended(t) == (2, 2, 0))
 
 
-def test_a_cancelled_evaluation_ends_alone_on_every_node(
-    unlike: dict[str, str],
-) -> None:
+def test_a_cancelled_evaluation_ends_alone_on_every_node(unlike: dict[str, str]) -> None:
     a, b, t = (unlike[each] for each in "abt")
     with (
         relay([a, b], [t]),
@@ -523,9 +499,7 @@ def test_a_cancelled_evaluation_ends_alone_on_every_node(
         wait_until(lambda: read_status(a).requests.groups == read_status(t).requests.groups == 0)
 
 
-def test_a_restored_trainer_repeats_its_evaluation(
-    unlike: dict[str, str],
-) -> None:
+def test_a_restored_trainer_repeats_its_evaluation(unlike: dict[str, str]) -> None:
     made: Counter[int] = Counter()
 
     def make(producer: shmbus.Producer, request: Request) -> None:

@@ -94,9 +94,7 @@ HAS_READER = (2, 7)
 
 @pytest.mark.skipif(TORCH < HAS_READER, reason="this torch has no such reader")
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_a_safetensors_checkpoint_loads_under_each_name_of_torchs_reader(
-    tmp_path: Path,
-) -> None:
+def test_a_safetensors_checkpoint_loads_under_each_name_of_torchs_reader(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     import torch.distributed.checkpoint as dcp
 

@@ -12,12 +12,7 @@ from loss_rows import BORDERS, CU_SEQLENS, POISON, TOKENS, Row, padded
 from torch import Tensor
 
 from trainer_adapter.corrections import importance_correction
-from trainer_adapter.losses import (
-    LOG_RATIO_LIMIT,
-    aggregate_loss,
-    kl_estimate,
-    policy_loss,
-)
+from trainer_adapter.losses import LOG_RATIO_LIMIT, aggregate_loss, kl_estimate, policy_loss
 
 
 def aggregated(losses: dict[int, float], normalisation: str, denominator: float | None) -> float:

@@ -362,9 +362,7 @@ def test_parked_threads_use_no_processor(packer: HostPacker) -> None:
     wait_until(asleep, what="both helpers asleep")
 
 
-def test_by_default_a_rank_has_a_quarter_of_its_processors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_by_default_a_rank_has_a_quarter_of_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     def usual(processors: int, ranks: int) -> int:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(processors)))
         return checked_pack_threads(None, ranks)

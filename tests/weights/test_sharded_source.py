@@ -181,10 +181,7 @@ def test_every_trainers_layout_is_what_every_engines_layout_loads(
         for layout, own, first in ranks
     ]
     source = Together(Ranks(len(ranks)).sources(shards))
-    with (
-        WeightPublisher(bus_name, source) as publisher,
-        WeightSubscriber(bus_name) as subscriber,
-    ):
+    with WeightPublisher(bus_name, source) as publisher, WeightSubscriber(bus_name) as subscriber:
         for version in (1, 2):
             publisher.publish(version=version)
             with subscriber.latest(timeout=10) as weights:

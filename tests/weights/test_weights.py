@@ -14,12 +14,7 @@ import torch
 from conftest import Spawner, wait_until
 from weight_models import Odd, Unwritable, bits, many, same
 
-from shmbus import (
-    BusBusyError,
-    BusClosedError,
-    DamagedError,
-    WaitTimeoutError,
-)
+from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
 from shmbus.weights import (
@@ -303,9 +298,7 @@ def test_weights_stay(bus_name: str, by_each: MakePublisher, subscriber: WeightS
         by_each(many(2))
 
 
-def test_a_repeated_cell_that_makes_its_publisher_again_gets_advice(
-    bus_name: str,
-) -> None:
+def test_a_repeated_cell_that_makes_its_publisher_again_gets_advice(bus_name: str) -> None:
     make = "publisher = WeightPublisher(name, source, carrier='shm')"
     scope = {"WeightPublisher": WeightPublisher, "name": bus_name, "source": ModuleSource(many(2))}
     exec(make, scope)

@@ -22,12 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from shmbus import PeerGoneError, WaitTimeoutError
 from shmbus.channel import unlink_channel
-from shmbus.tensors import (
-    ChannelClosedError,
-    StepFailedError,
-    TensorChannel,
-    TensorReceiver,
-)
+from shmbus.tensors import ChannelClosedError, StepFailedError, TensorChannel, TensorReceiver
 
 pytest_plugins = ["vllm_fixtures"]
 

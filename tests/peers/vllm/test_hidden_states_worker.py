@@ -16,12 +16,7 @@ from vllm.v1.request import RequestStatus
 from shmbus.channel import unlink_channel
 from shmbus.engines import hidden_states
 from shmbus.engines.hidden_states import Finished, HiddenStatesConnector, Options, _Worker
-from shmbus.tensors import (
-    ChannelClosedError,
-    SpecMismatchError,
-    StepFailedError,
-    TensorChannel,
-)
+from shmbus.tensors import ChannelClosedError, SpecMismatchError, StepFailedError, TensorChannel
 
 BLOCKS, LAYERS, BLOCK, WIDTH = 6, 2, 4, 8
 SPECS = {"hidden": ("float32", (None, LAYERS, WIDTH)), "token_ids": ("int64", (None,))}
