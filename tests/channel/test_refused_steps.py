@@ -166,9 +166,7 @@ def test_a_step_may_have_a_meta_alone(bus_name: str) -> None:
         ({"a": ("float32", (True,))}, ValueError, r"specs\['a'\]: expected sizes"),
     ],
 )
-def test_specs_that_cannot_be_stated_leave_no_side_taken(
-    specs: Any, error: type[Exception], match: str, bus_name: str
-) -> None:
+def test_bad_specs_take_none(specs: Any, error: type[Exception], match: str, bus_name: str) -> None:
     with pytest.raises(error, match=match):
         TensorChannel.create(bus_name, specs=specs)
     with TensorChannel.create(bus_name) as sender:

@@ -221,9 +221,7 @@ def test_bodies_beyond_the_memory_of_all_are_503(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(("limit", "calls"), [({"calls": 2}, 2), ({"tokens": 10}, 1)])
-def test_calls_and_tokens_of_a_session_are_bounded(
-    limit: dict[str, int], calls: int, scene: Scene
-) -> None:
+def test_a_sessions_calls_are_bounded(limit: dict[str, int], calls: int, scene: Scene) -> None:
     scene.start_recorder(scene.engine, **limit)
     session = scene.open()
     for _ in range(calls):

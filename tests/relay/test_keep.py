@@ -348,9 +348,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("frame", FORGED.values(), ids=FORGED)
-def test_a_forged_frame_with_right_checksums_costs_nothing_else(
-    buses: dict[str, str], tmp_path: Path, frame: tuple[int, bytes]
-) -> None:
+def test_forgery_is_alone(buses: dict[str, str], tmp_path: Path, frame: tuple[int, bytes]) -> None:
     kept(buses, tmp_path)
     opened = Keep(str(tmp_path), buses["t"], 1.0)
     assert opened._append([frame])
@@ -508,9 +506,7 @@ def test_a_source_keeps_what_has_ended_until_the_end_is_on_the_disk(
 
 
 @pytest.mark.parametrize(("life", "count"), [("first", 0), ("second", 24), ("", 24)])
-def test_records_return_to_another_life_of_the_bus_only(
-    buses: dict[str, str], tmp_path: Path, life: str, count: int
-) -> None:
+def test_records_want_a_life(buses: dict[str, str], tmp_path: Path, life: str, count: int) -> None:
     found = kept(buses, tmp_path)
     opened = Keep(str(tmp_path), buses["t"], 0.0, "first")
     assert len([*opened.records(())]) == 24
@@ -611,9 +607,7 @@ main(*sys.argv[2:])
 """
 
 
-def test_a_kill_at_any_instant_and_a_reboot_lose_nothing_that_was_put(
-    buses: dict[str, str], tmp_path: Path, spawn: Spawner, seed: int
-) -> None:
+def test_reboots_are_safe(buses: dict[str, str], tmp_path: Path, spawn: Spawner, seed: int) -> None:
     random = np.random.default_rng(seed)
     for life in range(5):
         directory, log = tmp_path / str(life), tmp_path / f"log{life}"

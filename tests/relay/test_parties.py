@@ -354,9 +354,7 @@ def test_a_coordinator_that_no_sink_heard_cuts_no_source_off(buses: dict[str, st
         take(consumer, 1)
 
 
-def test_a_bus_that_two_relays_announce_is_refused_by_both_names(
-    buses: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_doubled_bus_is_refused(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     with relay([buses["a"], buses["b"]], [buses["t"]]) as made:
         wait_until(lambda: len(made.coordinator.hellos) == 3)
         hello, _ = made.coordinator.hellos[buses["a"]]

@@ -53,9 +53,7 @@ def test_more_small_records_than_the_journal_has_entries_cross(small: dict[str, 
 @pytest.mark.parametrize(
     ("there", "reason"), [(140, "malformed"), (139, "timeout")], ids=["too-large", "late"]
 )
-def test_a_group_of_more_records_than_the_journal_has_entries_is_dropped(
-    small: dict[str, str], there: int, reason: str
-) -> None:
+def test_a_group_beyond_the_journal_is_lost(small: dict[str, str], there: int, reason: str) -> None:
     policy = StashPolicy(group_timeout_s=0.5, on_timeout="drop")
     with relay([small["a"]], [small["t"]], policy=policy) as made:
         with shmbus.Producer(small["a"]) as producer:

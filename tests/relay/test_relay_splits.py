@@ -316,9 +316,7 @@ def test_of_several_trainers_the_first_has_all_that_is_not_trained_on(bus_name: 
 MANY = [f"split{n}" for n in range(_core.MAX_SPLITS - 1)]
 
 
-def test_a_request_of_a_split_for_which_a_node_has_no_number_waits_and_others_go_on(
-    buses: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_split_waits(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     a, t = buses["a"], buses["t"]
     have_splits(a, *MANY)
     have_splits(t, "eval")
@@ -331,9 +329,7 @@ def test_a_request_of_a_split_for_which_a_node_has_no_number_waits_and_others_go
         assert len(told) == 2 and "fewer splits" in told[0]
 
 
-def test_a_relay_has_as_many_splits_as_a_bus_and_tells_of_others(
-    buses: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_splits_of_a_bus_are_all(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     a, b, t = (buses[each] for each in "abt")
     have_splits(a, *MANY)
     with relay([a], [t]) as made, shmbus.Consumer(t) as consumer:
@@ -401,9 +397,7 @@ def wanted(producer: shmbus.Producer) -> Request:
 
 
 @pytest.mark.parametrize("round", [None, 5])
-def test_a_failed_sample_of_an_evaluation_is_asked_for_again_and_then_elsewhere(
-    unlike: dict[str, str], round: int | None
-) -> None:
+def test_a_failed_evaluation_sample_moves_on(unlike: dict[str, str], round: int | None) -> None:
     a, b, t = (unlike[each] for each in "abt")
     with (
         relay([a, b], [t], policy=TWICE) as made,

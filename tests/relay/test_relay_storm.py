@@ -22,9 +22,7 @@ def private() -> Iterator[str]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("release", "sinks"), [("acknowledged", 2), ("put", 1)])
-def test_killed_relays_lose_double_and_tear_nothing(
-    release: str, sinks: int, bus_name: str, private: str, seed: int
-) -> None:
+def test_kills_are_safe(release: str, sinks: int, bus_name: str, private: str, seed: int) -> None:
     plan = Plan(bus_name, private, sinks, KILLS // 2, 25 * KILLS, release, seed, pause_s=0.05)
     said = Storm(plan).run()
     print(said)

@@ -224,9 +224,7 @@ def test_a_full_disk_leaves_nothing_half_written(bus_name: str, tmp_path: Path) 
         assert snapshot.take(bus_name, tmp_path / "s").records == 1200
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_snapshot_or_none(
-    bus_name: str, spawn: Spawner, tmp_path: Path, seed: int
-) -> None:
+def test_kills_leave_it_whole(bus_name: str, spawn: Spawner, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     with shmbus.Bus.create(bus_name, "16MiB"), shmbus.Producer(bus_name) as producer:
         for number in range(200):
@@ -468,9 +466,7 @@ def test_without_safetensors_the_extra_is_named(bus_name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_full_bus_is_restored_into_its_own_capacity_however_its_lanes_lay(
-    bus_name: str, tmp_path: Path, seed: int, mixed: bool
-) -> None:
+def test_a_full_bus_is_restored(bus_name: str, tmp_path: Path, seed: int, mixed: bool) -> None:
     rng = random.Random(seed)
     sizes = {"small": 700, "two extents": 7500, **({"any": 0} if mixed else {})}
     put = {}

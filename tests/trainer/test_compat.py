@@ -27,9 +27,7 @@ def random_mask(seed: int, batch: int = 6, seqlen: int = 9) -> Tensor:
 
 @pytest.mark.parametrize("tail", [(), (3,), (2, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8], ids=str)
-def test_the_marked_tokens_are_packed_row_after_row(
-    dtype: torch.dtype, tail: tuple[int, ...], seed: int
-) -> None:
+def test_marked_tokens_are_packed(dtype: torch.dtype, tail: tuple[int, ...], seed: int) -> None:
     mask = random_mask(seed)
     hidden = torch.randn(*mask.shape, *tail)
     packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(hidden, mask.to(dtype))

@@ -22,9 +22,7 @@ from trainer_adapter import Batch, OnlineDataHandler, pack
 
 
 @pytest.mark.parametrize("budget", [29, 60, 200, 100_000])
-def test_a_batch_holds_as_many_whole_groups_as_its_budget_and_a_larger_one_alone(
-    bus: Bus, producer: Producer, seed: int, budget: int
-) -> None:
+def test_batches_hold_whole_groups(bus: Bus, producer: Producer, seed: int, budget: int) -> None:
     groups = put_random(producer, seed, 60, longest=30)
     sizes = {key: sum(len(s["tokens"]) for s in group) for key, group in groups.items()}
     want: list[list[str]] = [[]]

@@ -699,9 +699,7 @@ def test_rank_0_offers_for_all_ranks(bus: Bus, daemon: Callable[..., Daemon]) ->
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("left", [0, 1])
-def test_ranks_with_a_budget_of_tokens_train_all_that_fits_into_a_step(
-    bus: Bus, daemon: Callable[..., Daemon], left: int
-) -> None:
+def test_ranks_train_all_that_fits(bus: Bus, daemon: Callable[..., Daemon], left: int) -> None:
     daemon()
     found: list[list[str]] = [[], []]
     errors: list[BaseException] = []

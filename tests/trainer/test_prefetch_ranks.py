@@ -124,9 +124,7 @@ time.sleep(600)
 """
 
 
-def test_a_rank_that_dies_gets_the_shards_that_it_had_ready_again_as_they_were(
-    daemon: Served, bus_name: str, spawn: Spawner
-) -> None:
+def test_a_dead_ranks_ready_shards_return(daemon: Served, bus_name: str, spawn: Spawner) -> None:
     daemon("--capacity", "8MiB")
     keys = put(bus_name, range(20))
     child = spawn.script(DOOMED, bus_name)

@@ -156,9 +156,7 @@ def test_a_prompt_under_way_twice_is_told_with_the_remedy(bus: Bus, producer: Pr
             handler.next_batch(timeout=0.1)
 
 
-def test_a_malformed_group_is_one_warning_with_its_reason(
-    bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_malformed_is_said(bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1, malformed="drop") as handler:
         producer.put("bad", group_size=1, index=0, tokens=SIX, loss_mask=SIX[:2])
         with pytest.raises(TimeoutError):
@@ -168,9 +166,7 @@ def test_a_malformed_group_is_one_warning_with_its_reason(
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_batch_that_was_returned_is_listed_until_it_ends_though_nobody_keeps_it(
-    bus: Bus, producer: Producer, prefetch: int
-) -> None:
+def test_a_returned_batch_is_listed_to_its_end(bus: Bus, producer: Producer, prefetch: int) -> None:
     for number in range(3):
         put_pair(producer, f"g{number}")
     with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=prefetch) as handler:

@@ -286,9 +286,7 @@ def test_a_reader_that_is_stopped_or_killed_decides_as_with_shm(
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("carrier", ["memfd", VMM])
-def test_a_killed_publisher_leaves_its_versions_to_readers_that_have_them_and_a_successor(
-    carrier: str, bus_name: str, spawn: Spawner
-) -> None:
+def test_a_killed_publishers_versions_stay(carrier: str, bus_name: str, spawn: Spawner) -> None:
     device = place(carrier)
     child = spawn.script(PUBLISHER, bus_name, carrier, device, 1, 3)
     child.expect("published", timeout=60)
@@ -442,9 +440,7 @@ def test_lazy_views_cross_host_memory(bus_name: str, publishers: MakePublisher, 
 
 @on_a_gpu
 @pytest.mark.parametrize("reader", [DEVICE, "cpu"])
-def test_a_model_with_a_tensor_without_elements_follows_by_patches(
-    bus_name: str, publishers: MakePublisher, reader: str
-) -> None:
+def test_empty_tensors_follow(bus_name: str, publishers: MakePublisher, reader: str) -> None:
     model = torch.nn.Linear(500, 500, device=DEVICE)
     model.empty = torch.nn.Parameter(torch.empty(0, 3, device=DEVICE))
     publisher = publishers(model, carrier="shm", patches=True)

@@ -240,9 +240,7 @@ def test_part_names_lead_to_parts(publishers: MakePublisher, subscriber: WeightS
         assert all(torch.equal(plain[name], weights[name]) for name in names)
 
 
-def test_parts_are_loaded_into_a_fused_tensor_of_the_model(
-    publishers: MakePublisher, subscriber: WeightSubscriber
-) -> None:
+def test_parts_load_into_a_fusion(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
     model = torch.nn.ModuleDict({n: torch.nn.Linear(6, 4, bias=False) for n in "qkv"})
     publishers(model).publish(version=1)
     fused = {"qkv.weight": torch.zeros(12, 6)}

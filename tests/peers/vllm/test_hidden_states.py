@@ -182,9 +182,7 @@ async def drive(url: str, aborted: set[int], seed: int) -> dict[int, list[int]]:
 
 
 @pytest.mark.timeout(1800)
-async def test_every_row_is_transformers_own_under_aborts_preemption_chunks_and_cached_prefixes(
-    folders: dict[int, Path], tmp_path: Path, channel: str
-) -> None:
+async def test_rows_are_exact(folders: dict[int, Path], tmp_path: Path, channel: str) -> None:
     server = Server(folders[1], tmp_path / "log", 1, *options(channel))
     try:
         await server.started()
@@ -244,9 +242,7 @@ async def test_tp_2_sends_once(folders: dict[int, Path], tmp_path: Path, channel
 
 
 @pytest.mark.timeout(1800)
-async def test_a_killed_engine_is_named_once_and_its_successor_repeats_and_skips_nothing(
-    folders: dict[int, Path], tmp_path: Path, channel: str
-) -> None:
+async def test_a_killed_engine_is_1(folders: dict[int, Path], tmp_path: Path, channel: str) -> None:
     first = Server(folders[1], tmp_path / "first", 1, *options(channel))
     try:
         await first.started()

@@ -109,9 +109,7 @@ def test_what_cannot_be_sent_is_told_as_that_step(channel: str) -> None:
     rx.close()
 
 
-def test_another_specification_is_told_on_both_sides_and_its_successor_gets_the_rows(
-    channel: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_specification_is_told(channel: str, caplog: pytest.LogCaptureFixture) -> None:
     one = worker(channel)
     wrong = {**SPECS, "hidden": ("bfloat16", (None, LAYERS, WIDTH))}
     with TensorChannel.open(channel, specs=wrong) as rx, caplog.at_level(logging.WARNING):
