@@ -204,7 +204,6 @@ def test_varying_steps_arrive_in_flat(bus_name: str, spawn: Spawner, kind: Any, 
     assert not os.path.exists(memory_socket("channel", bus_name))
 
 
-@pytest.mark.timeout(100)
 @each_way
 @on_a_gpu
 @pytest.mark.parametrize("rows", [16, 1 << 15])
@@ -335,7 +334,6 @@ def test_gradients_cross_as_if_tensors_never_left(bus_name: str, memory: Memory)
 # -- devices
 
 
-@pytest.mark.timeout(100)
 @each_way
 @pytest.mark.parametrize("memory", [pytest.param(CUDA.values[0], marks=TWO_GPUS)])
 def test_peer_access_reads_across(bus_name: str, spawn: Spawner, memory: Memory, how: str) -> None:
@@ -347,7 +345,6 @@ def test_peer_access_reads_across(bus_name: str, spawn: Spawner, memory: Memory,
         assert "steps 100 wrong 0 on cuda:1" in child.finish(timeout=60)
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("memory", [pytest.param(CUDA.values[0], marks=TWO_GPUS)])
 def test_a_missing_device_is_told(bus_name: str, spawn: Spawner, memory: Memory) -> None:
     with create(bus_name, memory, timeout=5) as sender:
@@ -364,7 +361,6 @@ def test_a_missing_device_is_told(bus_name: str, spawn: Spawner, memory: Memory)
 # -- deaths
 
 
-@pytest.mark.timeout(100)
 @in_each_memory
 def test_a_killed_senders_steps_arrive(bus_name: str, spawn: Spawner, memory: Memory) -> None:
     child = start_sender(spawn, bus_name, memory, 1, 1)
@@ -381,7 +377,6 @@ def test_a_killed_senders_steps_arrive(bus_name: str, spawn: Spawner, memory: Me
         successor.kill()
 
 
-@pytest.mark.timeout(100)
 @in_each_memory
 def test_a_step_dead_with_its_memory_fails(bus_name: str, spawn: Spawner, memory: Memory) -> None:
     child = start_sender(spawn, bus_name, memory, 2, 2)
@@ -403,7 +398,6 @@ def test_a_step_dead_with_its_memory_fails(bus_name: str, spawn: Spawner, memory
         successor.kill()
 
 
-@pytest.mark.timeout(100)
 @in_each_memory
 def test_a_killed_receivers_step_goes_on(bus_name: str, spawn: Spawner, memory: Memory) -> None:
     holding = RECEIVER.replace(
@@ -423,7 +417,6 @@ def test_a_killed_receivers_step_goes_on(bus_name: str, spawn: Spawner, memory: 
             receives(receiver, 2)
 
 
-@pytest.mark.timeout(60)
 @in_memfd
 def test_steps_that_died_come_again(bus_name: str, spawn: Spawner, memory: Memory) -> None:
     child = start_sender(spawn, bus_name, memory, 2, 2)
@@ -444,7 +437,6 @@ def test_steps_that_died_come_again(bus_name: str, spawn: Spawner, memory: Memor
                 receives(receiver, step)
 
 
-@pytest.mark.timeout(60)
 @in_memfd
 def test_a_successor_repeats_missed_steps(bus_name: str, spawn: Spawner, memory: Memory) -> None:
     child = start_sender(spawn, bus_name, memory, 2, 2)

@@ -57,7 +57,6 @@ def open_ids(name: str) -> list[str]:
 # --- how many are open
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_so_many_batches_are_open_and_each_prompt_is_trained_once(bus: Bus, prefetch: int) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=prefetch) as handler:
@@ -78,7 +77,6 @@ def test_so_many_batches_are_open_and_each_prompt_is_trained_once(bus: Bus, pref
             handler.next_batch()
 
 
-@pytest.mark.timeout(60)
 def test_batches_that_are_out_leave_room_for_others(bus: Bus) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler, worker(bus.name):
         handler.offer(prompts(12), ahead=1, group_size=1)
@@ -87,7 +85,6 @@ def test_batches_that_are_out_leave_room_for_others(bus: Bus) -> None:
             handler.ack(batch)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("groups", [3, None])
 def test_the_last_batch_has_what_is_left(bus: Bus, prefetch: int, groups: int | None) -> None:
@@ -103,7 +100,6 @@ def test_the_last_batch_has_what_is_left(bus: Bus, prefetch: int, groups: int | 
         assert sizes == [3, 3, 1]
 
 
-@pytest.mark.timeout(60)
 def test_a_budget_of_tokens_is_estimated_from_recent_groups(bus: Bus) -> None:
     with OnlineDataHandler(bus.name, tokens_per_batch=40, max_wait=None) as handler:
         handler.offer(prompts(400), ahead=2, group_size=1)
@@ -149,7 +145,6 @@ ENDS: dict[str, tuple[Callable[[Producer, shmbus.Request], None], dict[str, Any]
 }
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("served", [False, True])
 @pytest.mark.parametrize("how", list(ENDS))
 def test_a_group_that_ends_otherwise_than_trained_is_replaced(
@@ -267,7 +262,6 @@ def test_a_wrong_prompt_is_named_once_and_skipped(bus: Bus, wrong: list[Any], sa
         assert sorted(trained) == ["q0", "q1"]
 
 
-@pytest.mark.timeout(60)
 def test_a_prompt_that_is_wrong_later_is_an_error_of_next_batch_once(bus: Bus) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler, worker(bus.name):
         handler.offer([*prompts(3), 7, *prompts(5)[3:]], ahead=1, group_size=2)
@@ -329,7 +323,6 @@ class Again:
             yield prompt
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", [Flaky, Again])
 def test_a_raising_iterator_resumes_at_its_prompt(bus: Bus, make: Callable[[int], Any]) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler, worker(bus.name):
@@ -349,7 +342,6 @@ def test_a_raising_iterator_resumes_at_its_prompt(bus: Bus, make: Callable[[int]
         assert errors and sorted(trained) == sorted(f"q{number}" for number in range(9))
 
 
-@pytest.mark.timeout(60)
 def test_a_generator_that_raises_is_not_taken_for_the_end(bus: Bus) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler, worker(bus.name):
         handler.offer(iter(Again(10)), group_size=2)
@@ -369,7 +361,6 @@ def test_a_generator_that_raises_is_not_taken_for_the_end(bus: Bus) -> None:
         assert sorted(trained) == sorted(f"q{number}" for number in range(10))
 
 
-@pytest.mark.timeout(60)
 def test_an_iterator_that_is_slower_than_the_trainer_loses_nothing(bus: Bus) -> None:
     def slowly() -> Iterator[dict[str, Any]]:
         for prompt in prompts(8):
@@ -391,7 +382,6 @@ def test_an_iterator_that_is_slower_than_the_trainer_loses_nothing(bus: Bus) -> 
         assert sorted(trained) == sorted(f"q{number}" for number in range(8))
 
 
-@pytest.mark.timeout(60)
 def test_two_rounds_of_a_prompt_never_meet(bus: Bus) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=4) as handler, worker(bus.name):
         handler.offer([*prompts(2)] * 10, ahead=3, group_size=3)
@@ -404,7 +394,6 @@ def test_two_rounds_of_a_prompt_never_meet(bus: Bus) -> None:
         assert handler.stats().dropped == {}
 
 
-@pytest.mark.timeout(60)
 def test_a_lane_that_is_full_is_filled_as_it_empties(bus: Bus) -> None:
     large = [(f"q{number}", np.full(4000, number, np.int32)) for number in range(24)]
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
@@ -418,7 +407,6 @@ def test_a_lane_that_is_full_is_filled_as_it_empties(bus: Bus) -> None:
         assert handler.step == 24
 
 
-@pytest.mark.timeout(60)
 def test_other_data_can_follow_when_all_were_trained(bus: Bus) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler, worker(bus.name):
         for _ in range(2):
@@ -431,7 +419,6 @@ def test_other_data_can_follow_when_all_were_trained(bus: Bus) -> None:
 # --- checkpoints
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["list", "iterator", "state"])
 def test_the_same_call_goes_on_at_the_exact_prompt_on_a_new_bus(bus_name: str, kind: str) -> None:
     def data() -> Any:
@@ -485,7 +472,6 @@ def test_a_full_lane_does_not_move_the_position_of_a_loader_with_a_state(bus: Bu
         assert handler.state_dict()["offer"]["source"] == {"at": offered}
 
 
-@pytest.mark.timeout(60)
 def test_a_run_that_goes_back_in_one_process_trains_none_twice(bus: Bus) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler, worker(bus.name):
         handler.offer(prompts(10), group_size=2)
@@ -611,7 +597,6 @@ def train(name: str, path: Path, dies: int, place: str, prefetch: int) -> None:
         save()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("served", [False, True])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_kills_between_offer_and_checkpoint_skip_none_and_train_none_twice(
@@ -655,7 +640,6 @@ def test_kills_between_offer_and_checkpoint_skip_none_and_train_none_twice(
 # --- ranks
 
 
-@pytest.mark.timeout(120)
 def test_rank_0_offers_for_all_ranks(bus: Bus, daemon: Callable[..., Daemon]) -> None:
     daemon()
     handlers = [
@@ -697,7 +681,6 @@ def test_rank_0_offers_for_all_ranks(bus: Bus, daemon: Callable[..., Daemon]) ->
         handler.close()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("left", [0, 1])
 def test_ranks_train_all_that_fits(bus: Bus, daemon: Callable[..., Daemon], left: int) -> None:
     daemon()
@@ -735,7 +718,6 @@ def test_ranks_train_all_that_fits(bus: Bus, daemon: Callable[..., Daemon], left
     assert len(set(trained)) == len(trained) and len(trained) >= 10
 
 
-@pytest.mark.timeout(60)
 def test_prompts_offered_after_a_checkpoint_are_trained_once(bus: Bus, tmp_path: Path) -> None:
     """A snapshot has the samples of a prompt, and not that it was offered."""
     restored = f"{bus.name}-restored"

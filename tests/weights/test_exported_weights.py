@@ -238,7 +238,6 @@ def test_another_process_loads_versions_in_flat_memory(
     assert f"read to {SYNCS} wrong 0 grown 0" in child.finish(timeout=120)
 
 
-@pytest.mark.timeout(100)
 @needs_two
 @pytest.mark.parametrize("carrier", [VMM, IPC])
 def test_a_reader_that_does_not_see_the_device_says_so_and_reads_through_the_host(
@@ -267,7 +266,6 @@ def test_a_pool_grows_by_a_buffer(bus_name: str, publishers: MakePublisher, spaw
     child.kill()
 
 
-@pytest.mark.timeout(100)
 @in_each_memory
 def test_a_reader_that_is_stopped_or_killed_decides_as_with_shm(
     carrier: str, bus_name: str, publishers: MakePublisher, spawn: Spawner
@@ -284,7 +282,6 @@ def test_a_reader_that_is_stopped_or_killed_decides_as_with_shm(
     publisher.publish(version=3)
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("carrier", ["memfd", VMM])
 def test_a_killed_publishers_versions_stay(carrier: str, bus_name: str, spawn: Spawner) -> None:
     device = place(carrier)
