@@ -174,12 +174,17 @@ def test_a_trainer_that_hangs_up_at_once_has_its_batch_again(gateway: Gateway) -
     assert all_batches(gateway) == [0]
 
 
-def test_a_trainer_that_died_with_its_batch_has_it_again(gateway: Gateway) -> None:
+@pytest.mark.parametrize("gateway_dies", [False, True])
+def test_a_dead_trainers_batch_comes_again(gateway_of: Any, gateway_dies: bool) -> None:
+    gateway = gateway_of("--create", "4MiB")
     gateway.register(batch_size=2)
     for number in range(3):
         gateway.post("/scored_data", numbered(number))
     assert numbers(gateway.batch()) == [0]
     assert numbers(gateway.batch()) == [1]
+    if gateway_dies:
+        gateway.kill()
+        gateway.start()
     # It is started again, and registers: 0 was acknowledged by the second request, 1 was not.
     assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
     assert all_batches(gateway) == [1, 2]
@@ -275,18 +280,6 @@ def test_registrations_and_groups_outlive_the_gateway(gateway_of: Any) -> None:
     assert all_batches(gateway) == [2, 3]
     gateway.stop()
     assert balanced(gateway.name)
-
-
-def test_a_trainer_that_died_with_the_gateway_has_its_batch_again(gateway_of: Any) -> None:
-    gateway = gateway_of("--create", "4MiB")
-    gateway.register(batch_size=2)
-    for number in range(2):
-        gateway.post("/scored_data", numbered(number))
-    assert numbers(gateway.batch()) == [0]
-    gateway.kill()
-    gateway.start()
-    assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
-    assert all_batches(gateway) == [0, 1]
 
 
 def test_a_body_that_the_dead_gateway_had_put_comes_once(gateway_of: Any, seed: int) -> None:

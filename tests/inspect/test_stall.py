@@ -104,17 +104,6 @@ def test_many_short_waits_are_one_long_one(served: str) -> None:
     assert reports[0].stalled_s >= PERIOD_S
 
 
-def test_what_a_callback_raises_ends_the_wait(served: str) -> None:
-    def stop(report: StallReport) -> None:
-        raise KeyboardInterrupt(report.waits_for)
-
-    with (
-        Consumer(served, on_stall=stop, stall_timeout=PERIOD_S) as consumer,
-        pytest.raises(KeyboardInterrupt, match="a complete group"),
-    ):
-        next(iter(consumer))
-
-
 def test_a_bus_where_others_move_has_not_stalled(served: str) -> None:
     reports: list[StallReport] = []
     with (

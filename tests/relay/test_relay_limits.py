@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from conftest import wait_until
-from relay.local import COORDINATOR, put_group, relay, stats, take
+from relay.local import COORDINATOR, put_group, relay, relayed, stats, take
 from relay.swarm import swarm
 
 import shmbus
@@ -68,10 +68,7 @@ def test_a_group_beyond_the_journal_is_lost(small: dict[str, str], there: int, r
 
 def test_a_record_of_a_bus_that_has_gone_ends_nothing_of_another_one(buses: dict[str, str]) -> None:
     """Its entry of the journal is not another record's while a record on the bus names it."""
-    with (
-        relay([buses["a"], buses["b"]], [buses["t"]]) as made,
-        shmbus.Consumer(buses["t"]) as consumer,
-    ):
+    with relayed(buses, "ab") as (made, consumer, _, _):
         sink = made.parties[buses["t"]]
         put_group([buses["a"]], 1)
         (gone,) = take(consumer, 1)
