@@ -78,7 +78,6 @@ def test_each_step_of_the_trainer_is_what_the_engine_has_at_once_without_a_copy(
     model = trainer_model()
     with attach_model(bus_name, model, writable=True) as shared:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        shared.guard_optimizer(optimizer)
         scores = [engine.score()]
         for step in range(1, STEPS + 1):
             optimizer.zero_grad()
@@ -91,18 +90,6 @@ def test_each_step_of_the_trainer_is_what_the_engine_has_at_once_without_a_copy(
         values = [value for _, value in scores]
         assert values == sorted(values, reverse=True)
     assert engine.score()[0] == STEPS, "the engine goes on without its trainer"
-
-
-def test_an_optimizer_steps_only_where_no_server_reads(engine: Engine, bus_name: str) -> None:
-    model = trainer_model()
-    with attach_model(bus_name, model, writable=True) as shared:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        shared.guard_optimizer(optimizer)
-        loss(model).backward()
-        before = engine.score()
-        with pytest.raises(WeightsError, match="Nothing was changed"):
-            optimizer.step()
-        assert engine.score() == before
 
 
 def test_a_step_that_failed_is_met_by_nobody_and_healed_by_the_next_trainer(
