@@ -31,7 +31,6 @@ from shmbus.batch.uninterrupted import ClosedByBlock
 from shmbus.errors import DamagedError, WaitTimeoutError
 from shmbus.tensors.copy_table import Pair, prepare_copies
 from shmbus.tensors.views import count_writes, is_sharded
-from shmbus.weights.carriers import carrier_class
 from shmbus.weights.carriers.base import CarriedVersion, ReaderCarrier, ReaderOptions
 from shmbus.weights.errors import (
     LOAD_CODE,
@@ -53,7 +52,7 @@ from shmbus.weights.loading import (
 from shmbus.weights.manifest import Slice, require_slices, view_of
 from shmbus.weights.patch_apply import LoadedModel, apply_changes, compare, plain_model
 from shmbus.weights.patches import VersionChanges
-from shmbus.weights.probe import choose
+from shmbus.weights.probe import CARRIERS, choose
 
 Verify: TypeAlias = Literal["off", "sample", "all"]
 
@@ -144,7 +143,7 @@ class WeightSubscriber(ClosedByWith):
         #: Places of this subscriber's last versions, by number.
         self._met: dict[int, Place] = {}
         self._closed = False
-        self._reader: ReaderCarrier = carrier_class(self.carrier.name).reader(
+        self._reader: ReaderCarrier = CARRIERS[self.carrier.name].reader(
             ReaderOptions(bus, torch.device(device), label, directory)
         )
 

@@ -13,7 +13,7 @@ from fork_server import TEMPLATE
 from one_copy_engine import SHAPE, serve
 
 from bench.fused_engine import checkpoint
-from shmbus.errors import PeerGoneError, WaitTimeoutError, WeightsError
+from shmbus.errors import PeerGoneError, WaitTimeoutError
 from shmbus.weights import attach_model
 
 STEPS = 60
