@@ -20,7 +20,7 @@ import shmbus
 from bench import machine
 from bench.processes import MeasurementError
 from bench.row import Row, table
-from shmbus._arguments import parse_size
+from shmbus.base.arguments import parse_size
 
 __all__ = ["at_least_one", "capacity", "command", "file", "finish", "parser_of", "run"]
 

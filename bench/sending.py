@@ -16,7 +16,7 @@ from typing import Any
 import shmbus
 from bench.processes import STALL_S, MeasurementError
 from bench.workload import Item, Workload
-from shmbus._arguments import parse_size
+from shmbus.base.arguments import parse_size
 from shmbus.segment.names import socket_path
 
 __all__ = ["bus_bytes", "check_ledger", "produce", "put_batches", "put_each", "serving",

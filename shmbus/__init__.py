@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING
 import shmbus_ext as _shmbus_ext  # noqa: F401
 
 # isort: split
-from shmbus import _install as _install
 from shmbus._version import VERSION as _VERSION
+from shmbus.segment import install as _install
 
 if TYPE_CHECKING:  # "as" exports the name to type checkers
-    from shmbus.annotator import Annotator as Annotator
-    from shmbus.annotator import Columns as Columns
-    from shmbus.annotator import UnannotatedGroup as UnannotatedGroup
-    from shmbus.consumer import Consumer as Consumer
+    from shmbus.base.ledger import Ledger as Ledger
+    from shmbus.base.ledger import RequestCounts as RequestCounts
     from shmbus.errors import BusBusyError as BusBusyError
     from shmbus.errors import BusClosedError as BusClosedError
     from shmbus.errors import BusExistsError as BusExistsError
@@ -47,28 +45,30 @@ if TYPE_CHECKING:  # "as" exports the name to type checkers
     from shmbus.errors import UnservedGroupError as UnservedGroupError
     from shmbus.errors import VersionUnknownError as VersionUnknownError
     from shmbus.errors import WaitTimeoutError as WaitTimeoutError
-    from shmbus.feeder import Feeder as Feeder
-    from shmbus.group import Group as Group
+    from shmbus.handles.annotator import Annotator as Annotator
+    from shmbus.handles.annotator import Columns as Columns
+    from shmbus.handles.annotator import UnannotatedGroup as UnannotatedGroup
+    from shmbus.handles.consumer import Consumer as Consumer
+    from shmbus.handles.feeder import Feeder as Feeder
+    from shmbus.handles.group import Group as Group
+    from shmbus.handles.producer import Producer as Producer
+    from shmbus.handles.producer import ProducerStats as ProducerStats
+    from shmbus.handles.producer_requests import ProducerRequests as ProducerRequests
+    from shmbus.handles.producer_requests import Request as Request
+    from shmbus.handles.session import Session as Session
     from shmbus.inspect.stall_report import StallReport as StallReport
-    from shmbus.ledger import Ledger as Ledger
-    from shmbus.ledger import RequestCounts as RequestCounts
-    from shmbus.producer import Producer as Producer
-    from shmbus.producer import ProducerStats as ProducerStats
-    from shmbus.producer_requests import ProducerRequests as ProducerRequests
-    from shmbus.producer_requests import Request as Request
     from shmbus.segment.bus import Bus as Bus
     from shmbus.segment.bus import BusStats as BusStats
     from shmbus.segment.bus import ProducerInfo as ProducerInfo
     from shmbus.segment.lifecycle import unlink as unlink
-    from shmbus.session import Session as Session
     from shmbus_ext._core import Reservation as Reservation
     from shmbus_ext._core import Trajectory as Trajectory
 
 _HOMES = {
-    "Annotator": "shmbus.annotator",
-    "Columns": "shmbus.annotator",
-    "UnannotatedGroup": "shmbus.annotator",
-    "Consumer": "shmbus.consumer",
+    "Annotator": "shmbus.handles.annotator",
+    "Columns": "shmbus.handles.annotator",
+    "UnannotatedGroup": "shmbus.handles.annotator",
+    "Consumer": "shmbus.handles.consumer",
     "BusBusyError": "shmbus.errors",
     "BusClosedError": "shmbus.errors",
     "BusExistsError": "shmbus.errors",
@@ -90,20 +90,20 @@ _HOMES = {
     "UnservedGroupError": "shmbus.errors",
     "VersionUnknownError": "shmbus.errors",
     "WaitTimeoutError": "shmbus.errors",
-    "Feeder": "shmbus.feeder",
-    "Group": "shmbus.group",
+    "Feeder": "shmbus.handles.feeder",
+    "Group": "shmbus.handles.group",
     "StallReport": "shmbus.inspect.stall_report",
-    "Ledger": "shmbus.ledger",
-    "RequestCounts": "shmbus.ledger",
-    "Producer": "shmbus.producer",
-    "ProducerStats": "shmbus.producer",
-    "ProducerRequests": "shmbus.producer_requests",
-    "Request": "shmbus.producer_requests",
+    "Ledger": "shmbus.base.ledger",
+    "RequestCounts": "shmbus.base.ledger",
+    "Producer": "shmbus.handles.producer",
+    "ProducerStats": "shmbus.handles.producer",
+    "ProducerRequests": "shmbus.handles.producer_requests",
+    "Request": "shmbus.handles.producer_requests",
     "Bus": "shmbus.segment.bus",
     "BusStats": "shmbus.segment.bus",
     "ProducerInfo": "shmbus.segment.bus",
     "unlink": "shmbus.segment.lifecycle",
-    "Session": "shmbus.session",
+    "Session": "shmbus.handles.session",
     "Reservation": "shmbus_ext._core",
     "Trajectory": "shmbus_ext._core",
 }

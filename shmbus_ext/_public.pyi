@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar, overload
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from shmbus.copies import TrajectoryCopy
-from shmbus.rows import Row
+from shmbus.data.copies import TrajectoryCopy
+from shmbus.data.sample_rows import Row
 from shmbus_ext._core import Intake
 
 class Trajectory:

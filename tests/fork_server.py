@@ -53,7 +53,7 @@ READ_LATER = frozenset({"PYTHONPATH", "GLOO_SOCKET_IFNAME"})
 
 #: What every child needs, and what some need beside it.
 COMMANDS = tuple(f"shmbus.cli.{module}" for module in dict.fromkeys(cli._COMMANDS.values()))
-PLAIN = ("uvloop", "shmbus.consumer", "shmbus.feeder", *COMMANDS)
+PLAIN = ("uvloop", "shmbus.handles.consumer", "shmbus.handles.feeder", *COMMANDS)
 # With what torch imports at the first optimizer or loaded tensor, in as much time as all the rest.
 TORCH = (*PLAIN, "torch._dynamo", "trainer_adapter.handler.handler")
 HTTP = (*PLAIN, "aiohttp.web", "shmbus.gateway.server")

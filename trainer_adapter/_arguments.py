@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import default_collate
 
 import shmbus
-from shmbus._arguments import (
+from shmbus.base.arguments import (
     check_choice,
     check_count,
     check_int,
@@ -24,7 +24,7 @@ from shmbus._arguments import (
     check_timeout,
     known_device,
 )
-from shmbus._near_names import unknown_option
+from shmbus.base.near_names import unknown_option
 from shmbus.batch.gather import MAX_SCORE, FieldNames, GatherThreads
 from trainer_adapter.advantages import check_kind
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shmbus._arguments import check_choice
+from shmbus.base.arguments import check_choice
 from shmbus.batch.equal_scores import are_equal
 from shmbus.batch.gather import MAX_SCORE
 from trainer_adapter.scored_group import ScoredGroup, sight_of

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus._arguments import check_int
+from shmbus.base.arguments import check_int
 
 __all__ = ["balance", "by_budget"]
 

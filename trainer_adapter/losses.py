@@ -17,7 +17,7 @@ from typing import Final, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from shmbus._arguments import check_choice, check_number
+from shmbus.base.arguments import check_choice, check_number
 from trainer_adapter._masked import (
     LOG_RATIO_LIMIT,
     bounded_ratio,

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shmbus._arguments import check_count
+from shmbus.base.arguments import check_count
 from trainer_adapter.balance import balance, by_budget
 from trainer_adapter.batches.batch import Batch, Layout
 from trainer_adapter.batches.prefix_tree import PrefixTree, Segments

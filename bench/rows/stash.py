@@ -23,7 +23,7 @@ from bench.levels import Level
 from bench.processes import run_alone
 from bench.row import Row
 from bench.workload import GROUP_SIZE
-from shmbus import limits
+from shmbus.base import limits
 from shmbus.stash.stash import Stash
 
 __all__ = ["Sample", "growth"]

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import ClassVar, Final, TypeVar
 
 from shmbus import errors
-from shmbus._arguments import check_timeout, fit_text, process_label
-from shmbus._closing import ClosedForReason
-from shmbus._format import printable, show_wait
+from shmbus.base.arguments import check_timeout, fit_text, process_label
+from shmbus.base.closing import ClosedForReason
+from shmbus.base.format import printable, show_wait
 from shmbus.errors import ChannelError, DamagedError, PeerGoneError, WaitTimeoutError
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
 from shmbus.segment.peer_wait import wait_for

@@ -14,7 +14,7 @@ from typing import ClassVar, TypeAlias
 
 import msgspec
 
-from shmbus._arguments import check_int64
+from shmbus.base.arguments import check_int64
 from shmbus.channel.endpoint import (
     Endpoint,
     StepFailedError,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from shmbus._arguments import check_bytes, check_int, check_int64, fit_text
+from shmbus.base.arguments import check_bytes, check_int, check_int64, fit_text
 from shmbus.channel.endpoint import (
     Endpoint,
     StepOrderError,

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from shmbus._programs import program
+from shmbus.base.programs import program
 
 logger = logging.getLogger("shmbus.serve")
 

@@ -31,7 +31,7 @@ from typing import Final, Literal
 import msgspec
 
 import shmbus
-from shmbus._format import printable, several, show_size
+from shmbus.base.format import printable, several, show_size
 from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.inspect import leftovers
 from shmbus.pool.status import read_pools

@@ -8,8 +8,8 @@ import time
 
 import msgspec
 
-from shmbus import limits
-from shmbus._format import several
+from shmbus.base import limits
+from shmbus.base.format import several
 from shmbus.cli._options import Commands, add_command, print_json, whole
 from shmbus.inspect.history import EventList, read_events, read_group
 from shmbus.inspect.text import events_text, history_text

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from shmbus import errors
-from shmbus._format import printable, several, show_size, table
+from shmbus.base.format import printable, several, show_size, table
 from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.inspect import leftovers
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from shmbus import limits
-from shmbus._format import show_count, show_duration, show_size, table
+from shmbus.base import limits
+from shmbus.base.format import show_count, show_duration, show_size, table
 from shmbus.cli._options import Commands, add_command, print_json, whole
 from shmbus.inspect.dump import Inspection, RecordView, RunView, inspect
 from shmbus.inspect.groups import read_groups

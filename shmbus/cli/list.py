@@ -7,7 +7,7 @@ import argparse
 import msgspec
 
 from shmbus import errors
-from shmbus._format import printable, show_count, show_size, table
+from shmbus.base.format import printable, show_count, show_size, table
 from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.inspect.status import read_status
 from shmbus.pool.status import PoolStatus, describe_pool, read_pools

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 
-from shmbus import limits
+from shmbus.base import limits
 from shmbus.cli._options import Commands, add_command, require_extra, whole
 
 

@@ -7,7 +7,7 @@ import contextlib
 import sys
 
 from shmbus import errors
-from shmbus._format import printable, show_count, show_size
+from shmbus.base.format import printable, show_count, show_size
 from shmbus.cli._options import Commands, add_command, bus_name
 from shmbus.inspect import leftovers
 from shmbus.segment.explain import others_text

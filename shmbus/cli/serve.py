@@ -15,9 +15,9 @@ from shmbus.cli._options import Commands, require_extra
 from shmbus.cli._supervise import resume_program, supervised
 from shmbus.control.socket_path import require_place
 from shmbus.daemon import config, logs, server
+from shmbus.handles.source import stash_options
 from shmbus.segment import creation, lifecycle
 from shmbus.segment.names import check_name
-from shmbus.source import stash_options
 from shmbus.store import snapshot
 
 logger = logging.getLogger("shmbus.serve")

@@ -7,8 +7,8 @@ import argparse
 import msgspec
 
 from shmbus import errors
-from shmbus._arguments import parse_size
-from shmbus._format import printable, several, show_count, show_size
+from shmbus.base.arguments import parse_size
+from shmbus.base.format import printable, several, show_count, show_size
 from shmbus.cli._options import Commands, add_command, bus_name, print_json
 from shmbus.control.ask import ask_snapshot
 from shmbus.store import snapshot

@@ -8,11 +8,11 @@ import sys
 
 import msgspec
 
-from shmbus._format import show_count
+from shmbus.base.format import show_count
 from shmbus.cli._options import Commands, add_command, print_json
+from shmbus.data.status_types import BusStatus
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import status_text
-from shmbus.inspect.types import BusStatus
 from shmbus.pool.status import describe_pool, read_pools
 
 

@@ -15,7 +15,7 @@ import tty
 from collections.abc import Iterator
 
 from shmbus import errors
-from shmbus._format import several, show_count, show_size
+from shmbus.base.format import several, show_count, show_size
 from shmbus.cli._options import Commands, add_command, seconds
 from shmbus.cli.status import report
 from shmbus.inspect.rates import Watcher

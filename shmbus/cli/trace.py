@@ -21,8 +21,9 @@ from typing import Final, TextIO
 
 import msgspec
 
-from shmbus import errors, limits
-from shmbus._format import printable, several, show_duration
+from shmbus import errors
+from shmbus.base import limits
+from shmbus.base.format import printable, several, show_duration
 from shmbus.cli._options import Commands, add_command, seconds
 from shmbus.inspect.groups import read_groups
 from shmbus.inspect.history import read_events

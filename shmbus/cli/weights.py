@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import time
 
-from shmbus._format import show_duration, show_size, table
+from shmbus.base.format import show_duration, show_size, table
 from shmbus.cli._options import Commands, add_command, print_json, require_extra, share
 from shmbus.cli._supervise import resume_program
 from shmbus.pool.status import PoolStatus, read_pool

@@ -25,7 +25,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from shmbus import errors, limits
+from shmbus import errors
+from shmbus.base import limits
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal

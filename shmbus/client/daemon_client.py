@@ -24,13 +24,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shmbus import errors, limits
-from shmbus._arguments import TRAIN
+from shmbus import errors
+from shmbus.base import limits
+from shmbus.base.arguments import TRAIN
+from shmbus.base.ledger import Ledger, TrainedBefore
 from shmbus.client.connection import REPLY_GRACE_S, Connection, end_trained_messages
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.control import messages
 from shmbus.control.wire import Wire, refusal
-from shmbus.ledger import Ledger, TrainedBefore
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 

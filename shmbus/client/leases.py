@@ -22,7 +22,8 @@ from __future__ import annotations
 import threading
 from typing import TypeVar
 
-from shmbus import errors, limits
+from shmbus import errors
+from shmbus.base import limits
 from shmbus.control import messages
 from shmbus_ext import _core
 

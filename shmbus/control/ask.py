@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import time
 
-from shmbus import errors, limits
+from shmbus import errors
+from shmbus.base import limits
 from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 

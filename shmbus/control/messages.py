@@ -17,9 +17,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from shmbus import errors, limits
-from shmbus.inspect.types import BusEvent, Count, GroupCells, GroupState, LeaseStatus
-from shmbus.ledger import Ledger
+from shmbus import errors
+from shmbus.base import limits
+from shmbus.base.ledger import Ledger
+from shmbus.data.status_types import BusEvent, Count, GroupCells, GroupState, LeaseStatus
 from shmbus_ext import _core
 
 #: The protocol's version, equal on both sides.

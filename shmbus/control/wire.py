@@ -19,7 +19,8 @@ import select
 import socket
 import time
 
-from shmbus import errors, limits
+from shmbus import errors
+from shmbus.base import limits
 from shmbus.control import messages, socket_path
 from shmbus.segment import names
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from shmbus import limits
-from shmbus._arguments import TRAIN
+from shmbus.base import limits
+from shmbus.base.arguments import TRAIN
 from shmbus.control import messages
 from shmbus.daemon.leases import Session
 from shmbus_ext import _core

@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from shmbus import limits
-from shmbus._arguments import check_backoff, check_share, parse_size
-from shmbus._schema import parse
+from shmbus.base import limits
+from shmbus.base.arguments import check_backoff, check_share, parse_size
+from shmbus.data.schema import parse
 from shmbus.segment.bounds import Bounds, check_bounds
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core

@@ -26,8 +26,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
-from shmbus import errors, limits
-from shmbus._throttle import LimitedLog
+from shmbus import errors
+from shmbus.base import limits
+from shmbus.base.throttle import LimitedLog
 from shmbus.control import messages, socket_path
 from shmbus.daemon.leases import Session
 from shmbus.daemon.service import Service

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable
 
-from shmbus import limits
-from shmbus._keys import split_key
+from shmbus.base import limits
 from shmbus.daemon.leases import Lease
-from shmbus.inspect.types import GroupCells, GroupState, SampleCell
+from shmbus.data.keys import split_key
+from shmbus.data.status_types import GroupCells, GroupState, SampleCell
 from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailedIndex, FailingGroup
 from shmbus_ext import _core

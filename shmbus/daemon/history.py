@@ -16,12 +16,12 @@ from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from shmbus import limits
-from shmbus._keys import make_key, split_key
+from shmbus.base import limits
 from shmbus.control import messages
 from shmbus.daemon.leases import Lease, Session
+from shmbus.data.keys import make_key, split_key
+from shmbus.data.status_types import BusEvent, SampleCommit
 from shmbus.inspect.failure_kinds import kind_of
-from shmbus.inspect.types import BusEvent, SampleCommit
 from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailedIndex
 from shmbus_ext import _core

@@ -15,10 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from shmbus import limits
-from shmbus._keys import split_of
+from shmbus.base import limits
 from shmbus.control import messages
-from shmbus.inspect.types import LeaseStatus
+from shmbus.data.keys import split_of
+from shmbus.data.status_types import LeaseStatus
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 

@@ -37,15 +37,16 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from shmbus import errors, limits
-from shmbus._closing import ClosedByWith
+from shmbus import errors
 from shmbus._version import VERSION
+from shmbus.base import limits
+from shmbus.base.closing import ClosedByWith
+from shmbus.base.ledger import REASONS
+from shmbus.data.status_types import BusStatus, EngineState
 from shmbus.http.access import is_loopback
 from shmbus.http.server import AddressError, HttpServer
 from shmbus.inspect.failure_kinds import KINDS, kind_of
 from shmbus.inspect.status import read_status
-from shmbus.inspect.types import BusStatus, EngineState
-from shmbus.ledger import REASONS
 from shmbus.pool.status import read_pools
 
 #: Producer slots, ranks and readers with a label of their own; the rest share a label, or have

@@ -33,8 +33,9 @@ from typing import Any
 import msgspec
 import uvloop
 
-from shmbus import errors, limits
-from shmbus._throttle import LimitedLog
+from shmbus import errors
+from shmbus.base import limits
+from shmbus.base.throttle import LimitedLog
 from shmbus.control import messages, socket_path
 from shmbus.daemon.connection import Connection
 from shmbus.daemon.leases import Session

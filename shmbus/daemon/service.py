@@ -21,9 +21,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from shmbus import errors, limits
-from shmbus._keys import split_key
+from shmbus import errors
 from shmbus._version import VERSION
+from shmbus.base import limits
+from shmbus.base.ledger import Ledger
 from shmbus.control import messages
 from shmbus.daemon import admission
 from shmbus.daemon.groups import find_group, group_cells
@@ -31,7 +32,7 @@ from shmbus.daemon.history import History
 from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease, LeaseTable, Session
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
 from shmbus.daemon.steps import StepPlanner, StepRequest, patience_s, step_request
-from shmbus.ledger import Ledger
+from shmbus.data.keys import split_key
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 

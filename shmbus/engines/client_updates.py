@@ -18,7 +18,7 @@ import secrets
 import time
 from typing import Any, Final, Protocol
 
-from shmbus._arguments import check_int64, check_seconds
+from shmbus.base.arguments import check_int64, check_seconds
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.rows import POLL_S, Missing, RankRows, is_whole, say_version
 from shmbus.pool.server_rows import CLIENT_NAMES, drop_dead_rows

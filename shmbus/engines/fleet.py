@@ -32,8 +32,8 @@ from typing import Final, Protocol, TypeAlias
 import msgspec
 
 import shmbus
-from shmbus._arguments import check_choice, check_flag, check_int
-from shmbus._closing import ClosedByAsyncWith
+from shmbus.base.arguments import check_choice, check_flag, check_int
+from shmbus.base.closing import ClosedByAsyncWith
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.pause_note import PauseNote, PauseNotice
 from shmbus.engines.report import ServerReport, UpdateReport

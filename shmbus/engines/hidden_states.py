@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import torch
 
-from shmbus._arguments import check_bytes
-from shmbus._throttle import LimitedLog
+from shmbus.base.arguments import check_bytes
+from shmbus.base.throttle import LimitedLog
 from shmbus.channel import ChannelClosedError
 from shmbus.errors import ShmbusError, WaitTimeoutError
 from shmbus.tensors import TensorChannel, TensorSender

@@ -23,8 +23,8 @@ from typing import Protocol
 
 import msgspec
 
-from shmbus._arguments import check_int
-from shmbus._closing import ClosedByAsyncWith
+from shmbus.base.arguments import check_int
+from shmbus.base.closing import ClosedByAsyncWith
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.report import ServerReport, UpdateReport
 from shmbus.engines.rows import say_version

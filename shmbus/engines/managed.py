@@ -3,7 +3,7 @@
 `EngineFleet.reload` drives it like any server: a pause ends the process, and a reload starts a new
 process with the checkpoint.
 
-Invariant: the server ends with its owner's process, also after SIGKILL (`shmbus._process_group`).
+Invariant: the server ends with its owner's process, also after SIGKILL (`shmbus.base.process_group`).
 
 Source: mode ``none`` of Atropos' example trainer, which restarts vLLM with every checkpoint.
 """
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from shmbus._programs import program
+from shmbus.base.programs import program
 from shmbus.engines.errors import EngineError
 from shmbus.engines.server import HttpServer, PauseMode, checked_timeout
 
@@ -145,7 +145,7 @@ class ManagedServer(HttpServer):
         theirs, self._ours = os.pipe()
         try:
             self._process = subprocess.Popen(
-                program("shmbus._process_group", str(theirs), *self._words()),
+                program("shmbus.base.process_group", str(theirs), *self._words()),
                 env={**os.environ, **self._environment},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs],

@@ -14,7 +14,7 @@ from collections.abc import Collection
 import msgspec
 
 from shmbus import LayoutMismatchError
-from shmbus._closing import ClosedByWith
+from shmbus.base.closing import ClosedByWith
 from shmbus.segment.cache_salt import NOTE_KIND
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name

@@ -17,8 +17,8 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 import msgspec
 
-from shmbus._arguments import check_seconds
-from shmbus._closing import ClosedByAsyncWith
+from shmbus.base.arguments import check_seconds
+from shmbus.base.closing import ClosedByAsyncWith
 from shmbus.engines.errors import SHOWN_BODY, EngineError
 from shmbus.segment.names import check_name
 

@@ -19,7 +19,7 @@ from typing import Final, Literal
 import msgspec
 
 from shmbus import BusNotFoundError, ShmbusError
-from shmbus._format import fold, printable, show_size
+from shmbus.base.format import fold, printable, show_size
 from shmbus.engines.errors import EngineError
 from shmbus.engines.rank_check import Answer, Question, unmask
 from shmbus.engines.resume import headers_for_servers

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shmbus._format import label_text, printable, several
-from shmbus._schema import SchemaField
+from shmbus.base.format import label_text, printable, several
+from shmbus.data.schema import SchemaField
+from shmbus.data.status_types import ProducerSlot
 from shmbus.inspect.records import RecordRow, Run, Scan
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.tables import read_schema
-from shmbus.inspect.types import ProducerSlot
 from shmbus_ext import _core
 
 _SLOT_STATES = {_core.SLOT_FREE: "free", _core.SLOT_ACTIVE: "active", _core.SLOT_CLOSED: "closed"}

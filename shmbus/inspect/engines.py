@@ -10,11 +10,11 @@ import time
 import msgspec
 
 from shmbus import errors
-from shmbus._format import printable
-from shmbus.inspect.types import EngineStatus
+from shmbus.base.format import printable
+from shmbus.data.status_types import EngineStatus
 from shmbus.pool.server_rows import WEIGHTS, row_name, server_versions
 from shmbus.pool.status import PoolStatus, read_pool
-from shmbus.recorder_files import EngineNote, read_recorders
+from shmbus.segment.recorder_files import EngineNote, read_recorders
 
 
 def read_engines(name: str, trainers: int) -> list[EngineStatus]:

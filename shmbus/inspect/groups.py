@@ -14,12 +14,12 @@ from typing import Literal
 
 import msgspec
 
-from shmbus import limits
-from shmbus._format import printable
+from shmbus.base import limits
+from shmbus.base.format import printable
 from shmbus.control.ask import ask_groups
+from shmbus.data.status_types import GroupCells, SampleCell, WantedStatus
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.tables import read_wanted, with_begun
-from shmbus.inspect.types import GroupCells, SampleCell, WantedStatus
 from shmbus.inspect.undelivered import OpenGroups, counters
 from shmbus.segment.names import check_name
 

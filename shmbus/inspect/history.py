@@ -11,12 +11,12 @@ from typing import Literal
 
 import msgspec
 
-from shmbus import limits
-from shmbus._format import printable, unprinted
+from shmbus.base import limits
+from shmbus.base.format import printable, unprinted
 from shmbus.control.ask import ask_events, ask_group
+from shmbus.data.status_types import BusEvent, GroupCells, GroupState
 from shmbus.inspect.groups import WALK_RECORDS, joined
 from shmbus.inspect.segment_file import SegmentFile
-from shmbus.inspect.types import BusEvent, GroupCells, GroupState
 from shmbus.inspect.undelivered import OpenGroups, counters
 from shmbus.segment.names import check_name
 from shmbus_ext import _core

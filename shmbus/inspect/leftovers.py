@@ -22,7 +22,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from shmbus import errors
-from shmbus._format import printable, several
+from shmbus.base.format import printable, several
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import status_of
 from shmbus.segment.lifecycle import unlink

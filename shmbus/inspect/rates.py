@@ -12,14 +12,14 @@ from collections import deque
 
 import msgspec
 
-from shmbus import limits
+from shmbus.base import limits
 from shmbus.control.ask import ask_status
+from shmbus.data.status_types import BusEvent, BusStatus
 from shmbus.inspect.groups import Groups, read_groups
 from shmbus.inspect.history import read_events
 from shmbus.inspect.processes import ProducerChecks
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import join, status_of
-from shmbus.inspect.types import BusEvent, BusStatus
 from shmbus.inspect.verdict import judge
 
 #: Undelivered trajectories up to which a poll also walks and groups them: some 0.2 s of work.

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from shmbus._keys import make_key
+from shmbus.data.keys import make_key
 from shmbus_ext import _core
 
 #: The structs of the segment, by their names in the core.

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmbus import errors
-from shmbus._closing import ClosedByWith
-from shmbus._schema import decode_part
+from shmbus.base.closing import ClosedByWith
+from shmbus.data.schema import decode_part
 from shmbus.inspect.records import STRUCTS, RecordRow, Run, Scan, unreadable_rest
 from shmbus.segment.explain import layout_error, not_found_error
 from shmbus.segment.names import shm_path

@@ -8,10 +8,10 @@ from __future__ import annotations
 import msgspec
 
 from shmbus import errors
-from shmbus._format import show_duration
+from shmbus.base.format import show_duration
+from shmbus.data.status_types import BusStatus
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import status_text
-from shmbus.inspect.types import BusStatus
 
 #: Waits of trainers; all other waits belong to producers.
 OF_TRAINERS = ("a complete group", "this rank's step")

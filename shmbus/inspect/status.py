@@ -18,10 +18,21 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from shmbus import errors, limits
-from shmbus._format import label_text, printable
+from shmbus import errors
+from shmbus.base import limits
+from shmbus.base.format import label_text, printable
+from shmbus.base.ledger import REASONS
 from shmbus.control import messages
 from shmbus.control.ask import ask_status
+from shmbus.data.status_types import (
+    BusStatus,
+    CollectorStatus,
+    DaemonStatus,
+    LedgerStatus,
+    PauseStatus,
+    ProducerStatus,
+    SplitStatus,
+)
 from shmbus.inspect.engines import read_engines
 from shmbus.inspect.groups import read_groups
 from shmbus.inspect.processes import ProducerChecks, is_stopped, servers_left, stopped_pids
@@ -37,18 +48,8 @@ from shmbus.inspect.tables import (
     read_waited,
     read_wanted,
 )
-from shmbus.inspect.types import (
-    BusStatus,
-    CollectorStatus,
-    DaemonStatus,
-    LedgerStatus,
-    PauseStatus,
-    ProducerStatus,
-    SplitStatus,
-)
 from shmbus.inspect.undelivered import OpenGroups, count_undelivered, counters
 from shmbus.inspect.verdict import judge
-from shmbus.ledger import REASONS
 from shmbus.pool.lifecycle import pool_path
 from shmbus.pool.server_rows import WEIGHTS
 from shmbus.pool.status import read_pool

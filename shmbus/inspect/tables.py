@@ -1,4 +1,4 @@
-"""The tables of a segment's file, as structs of `shmbus.inspect.types`, for operators.
+"""The tables of a segment's file, as structs of `shmbus.data.status_types`, for operators.
 
 The retry table, the request lane and the bound on groups, samples in hand, seconds of waiting,
 counted deliveries, the relay's journal, the declared schema.
@@ -24,11 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmbus import errors
-from shmbus._format import printable
-from shmbus._schema import SchemaField, fields_of
-from shmbus.inspect.records import STRUCTS
-from shmbus.inspect.segment_file import SegmentFile
-from shmbus.inspect.types import (
+from shmbus.base.format import printable
+from shmbus.base.ledger import LanePauseStatus
+from shmbus.data.schema import SchemaField, fields_of
+from shmbus.data.status_types import (
     GroupCells,
     Histogram,
     LeadStatus,
@@ -38,7 +37,8 @@ from shmbus.inspect.types import (
     WaitedStatus,
     WantedStatus,
 )
-from shmbus.ledger import LanePauseStatus
+from shmbus.inspect.records import STRUCTS
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus_ext import _core
 
 #: Names of the core's figures, by their number.

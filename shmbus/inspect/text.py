@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from shmbus._arguments import TRAIN
-from shmbus._format import (
+from shmbus.base.arguments import TRAIN
+from shmbus.base.format import (
     bar,
     fold,
     printable,
@@ -20,10 +20,8 @@ from shmbus._format import (
     show_size,
     table,
 )
-from shmbus._schema import SchemaField
-from shmbus.inspect.groups import Groups
-from shmbus.inspect.history import GroupHistory
-from shmbus.inspect.types import (
+from shmbus.data.schema import SchemaField
+from shmbus.data.status_types import (
     BusEvent,
     BusStatus,
     DaemonStatus,
@@ -32,6 +30,8 @@ from shmbus.inspect.types import (
     RelayStatus,
     SampleCell,
 )
+from shmbus.inspect.groups import Groups
+from shmbus.inspect.history import GroupHistory
 
 _WANTED_SHOWN = 8
 #: Sources of a trainer's bus, those with the most records.

@@ -21,8 +21,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from shmbus.data.status_types import BusEvent, BusStatus
 from shmbus.inspect.groups import Groups
-from shmbus.inspect.types import BusEvent, BusStatus
 from shmbus.pool.status import PoolStatus
 
 #: An event, to be encoded as a JSON object.

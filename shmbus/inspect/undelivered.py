@@ -16,11 +16,12 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from shmbus import _encoding, limits
-from shmbus._format import printable
+from shmbus.base import limits
+from shmbus.base.format import printable
+from shmbus.data import encoding
+from shmbus.data.status_types import GroupCells, SampleCell
 from shmbus.inspect.records import RecordRow, Run
 from shmbus.inspect.segment_file import SegmentFile
-from shmbus.inspect.types import GroupCells, SampleCell
 from shmbus_ext import _core
 
 
@@ -221,7 +222,7 @@ def _cell(file: SegmentFile, row: RecordRow, now_ns: int) -> SampleCell:
 def _reason(file: SegmentFile, row: RecordRow) -> str:
     size = min(row.meta_bytes, limits.STATUS_REASON_BYTES)
     try:
-        reason = _encoding.decode_meta(file.read_payload(row, row.meta_offset, size))
+        reason = encoding.decode_meta(file.read_payload(row, row.meta_offset, size))
     except ValueError:
         return "its reason cannot be read"
     return printable(str(reason))

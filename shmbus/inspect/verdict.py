@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
-from shmbus import limits
-from shmbus._format import several, show_count, show_duration
-from shmbus.inspect.types import (
+from shmbus.base import limits
+from shmbus.base.format import several, show_count, show_duration
+from shmbus.data.status_types import (
     BusStatus,
     DaemonStatus,
     EngineStatus,

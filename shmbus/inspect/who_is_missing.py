@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-from shmbus.inspect.types import GroupCells, ProducerStatus
+from shmbus.data.status_types import GroupCells, ProducerStatus
 
 #: Minimum share of a custom: of groups with a single producer, or of an index from a single
 #: producer.

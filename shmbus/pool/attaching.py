@@ -10,8 +10,8 @@ import os
 import time
 
 from shmbus import errors
-from shmbus._arguments import check_bytes
-from shmbus._format import show_wait
+from shmbus.base.arguments import check_bytes
+from shmbus.base.format import show_wait
 from shmbus.errors import BusBusyError, WaitTimeoutError
 from shmbus.pool.lifecycle import (
     PoolSpec,

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shmbus._arguments import check_bytes, check_int
+from shmbus.base.arguments import check_bytes, check_int
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from shmbus.segment.shared_file import Companion
 from shmbus_ext import _core

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbus import errors
-from shmbus._arguments import (
+from shmbus.base.arguments import (
     check_bytes,
     check_choice,
     check_flag,
@@ -28,7 +28,7 @@ from shmbus._arguments import (
     check_timeout,
     fit_text,
 )
-from shmbus._format import printable, show_wait
+from shmbus.base.format import printable, show_wait
 from shmbus.errors import BusBusyError, PeerGoneError, WaitTimeoutError, WeightsError
 from shmbus.pool.attaching import attach, identity_of
 from shmbus.pool.lifecycle import PoolSpec, companion_of, pool_path, unlink_pool

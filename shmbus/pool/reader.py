@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbus import errors
-from shmbus._arguments import check_int64, check_timeout, fit_text
-from shmbus._format import show_wait
+from shmbus.base.arguments import check_int64, check_timeout, fit_text
+from shmbus.base.format import show_wait
 from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError
 from shmbus.pool.attaching import identity_of
 from shmbus.pool.lifecycle import open_pool, pool_path

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from shmbus import errors
-from shmbus._format import printable, several, show_size
+from shmbus.base.format import printable, several, show_size
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.segment.cache_salt import life_name
 from shmbus.segment.names import SHM_DIRECTORY, parse_companion

@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 import shmbus
-from shmbus._prompts import Ticket
+from shmbus.data.prompts import Ticket
+from shmbus.handles.session import PackedArray, PackedRow, PackedSample
 from shmbus.recorder import settings as limits
 from shmbus.recorder.calls import Calls
 from shmbus.recorder.engines import Engines
@@ -29,8 +30,7 @@ from shmbus.recorder.refusals import CallRefusal
 from shmbus.recorder.sessions import Place, Session, Sessions
 from shmbus.recorder.settings import Settings
 from shmbus.recorder.versions import EngineVersions
-from shmbus.recorder_files import EngineNote, RecorderFile, RecorderNote, SessionNote
-from shmbus.session import PackedArray, PackedRow, PackedSample
+from shmbus.segment.recorder_files import EngineNote, RecorderFile, RecorderNote, SessionNote
 
 logger = logging.getLogger(__name__)
 

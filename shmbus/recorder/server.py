@@ -24,7 +24,8 @@ import msgspec
 from aiohttp import web
 
 import shmbus
-from shmbus._prompts import Ticket
+from shmbus.data.prompts import Ticket
+from shmbus.handles.session import Opened
 from shmbus.http.access import (
     Refusal,
     bearer_of,
@@ -42,7 +43,6 @@ from shmbus.recorder.recorder import Recorder
 from shmbus.recorder.refusals import CallRefusal, bad_request, kind_of
 from shmbus.recorder.sessions import Session
 from shmbus.recorder.settings import Settings
-from shmbus.session import Opened
 
 logger = logging.getLogger(__name__)
 #: A line for each refused or failed request.

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus.session import Branch, join_branches
+from shmbus.handles.session import Branch, join_branches
 
 _TOKEN: Final = np.dtype(np.int32)
 _LOGPROB: Final = np.dtype(np.float32)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from shmbus import errors
-from shmbus._arguments import TRAIN
-from shmbus._format import printable, show_count, show_duration, show_size, table
+from shmbus.base.arguments import TRAIN
+from shmbus.base.format import printable, show_count, show_duration, show_size, table
 from shmbus.cli._options import (
     Commands,
     add_command,

@@ -18,7 +18,7 @@ from collections.abc import Collection, Container, Hashable, Iterable, Mapping, 
 
 import msgspec
 
-from shmbus._keys import split_of
+from shmbus.data.keys import split_of
 from shmbus.relay.messages import (
     Announcement,
     Assignment,

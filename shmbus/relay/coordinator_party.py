@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 
 from shmbus import errors
-from shmbus._backoff import Backoff
+from shmbus.base.backoff import Backoff
 from shmbus.relay import messages
 from shmbus.relay.coordinator import WINDOW_BYTES, Coordinator
 from shmbus.relay.messages import Envelope, Mark, Message, bus_of, name_origin

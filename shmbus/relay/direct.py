@@ -29,7 +29,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from shmbus._backoff import backoff_s
+from shmbus.base.backoff import backoff_s
 
 #: Buffers kept: the blocks under way and a spare.
 _MOST_KEPT = 4

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from shmbus._backoff import Backoff
+from shmbus.base.backoff import Backoff
 from shmbus.relay.messages import MirrorState, Transfer
 from shmbus.relay.party import PARTY_BACKOFF_S
 

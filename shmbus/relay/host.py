@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from shmbus import errors
-from shmbus._arguments import (
+from shmbus.base.arguments import (
     check_backoff,
     check_choice,
     check_count,

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeAlias, cast, get_args
 import msgspec
 
 from shmbus import errors
-from shmbus.ledger import REASONS
+from shmbus.base.ledger import REASONS
 from shmbus_ext import _core
 from shmbus_ext._core import OriginHead
 

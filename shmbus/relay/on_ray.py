@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from shmbus import errors
-from shmbus._arguments import check_choice, check_flag, check_period
+from shmbus.base.arguments import check_choice, check_flag, check_period
 from shmbus.relay.coordinator_party import RelayNote
 from shmbus.relay.direct import Direct, Endpoint
 from shmbus.relay.host import Host, PartyPlan, check_keep, check_specs, make_policy

@@ -21,10 +21,11 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Final
 
-from shmbus import errors, limits
-from shmbus._closing import ClosedByWith
-from shmbus._keys import has_round, make_key, split_key
-from shmbus.ledger import REASONS
+from shmbus import errors
+from shmbus.base import limits
+from shmbus.base.closing import ClosedByWith
+from shmbus.base.ledger import REASONS
+from shmbus.data.keys import has_round, make_key, split_key
 from shmbus.relay.messages import GroupName, Origin, name_origin
 from shmbus.relay.splits import number_of
 from shmbus.segment import lifecycle

@@ -19,8 +19,8 @@ from functools import cached_property
 from typing import Final
 
 from shmbus import Bus, Producer, errors
-from shmbus._backoff import Backoff
-from shmbus.ledger import REASONS
+from shmbus.base.backoff import Backoff
+from shmbus.base.ledger import REASONS
 from shmbus.relay import messages
 from shmbus.relay.keep import Keep, Kept
 from shmbus.relay.messages import (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from shmbus._keys import make_key, split_key
+from shmbus.data.keys import make_key, split_key
 from shmbus.relay.messages import GroupName
 from shmbus_ext import _core
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shmbus._arguments import check_count, parse_size
-from shmbus._format import show_size
+from shmbus.base.arguments import check_count, parse_size
+from shmbus.base.format import show_size
 from shmbus_ext import _core
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from shmbus import errors
-from shmbus._arguments import check_policy_version
-from shmbus._format import show_size
-from shmbus._schema import Schema, declared_schema, mapping_of, parse
-from shmbus.ledger import REASONS
+from shmbus.base.arguments import check_policy_version
+from shmbus.base.format import show_size
+from shmbus.base.ledger import REASONS
+from shmbus.data.schema import Schema, declared_schema, mapping_of, parse
 from shmbus.segment import creation, lifecycle
 from shmbus.segment.bounds import check_bounds
 from shmbus.segment.names import identity, is_named

@@ -17,10 +17,11 @@ import os
 import time
 from typing import Final
 
-from shmbus import errors, limits
-from shmbus._arguments import LARGEST_SIZE, check_int, parse_size
-from shmbus._format import show_size
-from shmbus._schema import declared_schema, difference
+from shmbus import errors
+from shmbus.base import limits
+from shmbus.base.arguments import LARGEST_SIZE, check_int, parse_size
+from shmbus.base.format import show_size
+from shmbus.data.schema import declared_schema, difference
 from shmbus.segment.bounds import NO_BOUNDS, Bounds
 from shmbus.segment.explain import UnfinishedError, no_default_error, space_error
 from shmbus.segment.lifecycle import (

@@ -11,9 +11,10 @@ import re
 import time
 from typing import Final
 
-from shmbus import errors, limits
-from shmbus._format import printable, several, show_count, show_duration, show_size, show_wait
+from shmbus import errors
 from shmbus._version import VERSION
+from shmbus.base import limits
+from shmbus.base.format import printable, several, show_count, show_duration, show_size, show_wait
 from shmbus.segment.names import SHM_DIRECTORY, bus_names, shm_path
 from shmbus_ext import _core
 

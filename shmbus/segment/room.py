@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from shmbus._format import printable, several, show_size
+from shmbus.base.format import printable, several, show_size
 from shmbus.segment.locked_file import try_lock
 from shmbus.segment.names import PREFIX, SHM_DIRECTORY, parse_companion
 from shmbus_ext import _core

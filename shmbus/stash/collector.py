@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import Literal, TypeAlias
 
-from shmbus import errors, limits
-from shmbus._arguments import process_label
-from shmbus._keys import make_key, split_of
-from shmbus.ledger import (
+from shmbus import errors
+from shmbus.base import limits
+from shmbus.base.arguments import process_label
+from shmbus.base.ledger import (
     REASONS,
     LanePauseStatus,
     Ledger,
@@ -30,8 +30,9 @@ from shmbus.ledger import (
     SplitCounts,
     TrainedBefore,
 )
+from shmbus.data.keys import make_key, split_of
+from shmbus.handles.stall import Watch
 from shmbus.segment import lifecycle
-from shmbus.stall import Watch
 from shmbus.stash.drops import DropLog, duplicate_error
 from shmbus.stash.retries import Retries
 from shmbus.stash.stash import Stash, StashPolicy

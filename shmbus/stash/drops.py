@@ -11,10 +11,11 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
-from shmbus import errors, limits
-from shmbus._format import printable, several
-from shmbus._keys import split_key
-from shmbus._throttle import Throttle
+from shmbus import errors
+from shmbus.base import limits
+from shmbus.base.format import printable, several
+from shmbus.base.throttle import Throttle
+from shmbus.data.keys import split_key
 from shmbus_ext import _core
 
 logger = logging.getLogger("shmbus.drops")

@@ -33,8 +33,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Final, Generic, Literal, Protocol, TypeVar
 
-from shmbus import limits
-from shmbus._backoff import backoff_s
+from shmbus.base import limits
+from shmbus.base.backoff import backoff_s
 from shmbus_ext._core import GroupEntry
 
 DiscardReason = Literal["failed", "duplicate", "size_mismatch"]

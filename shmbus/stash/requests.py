@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 
-from shmbus._keys import make_key
+from shmbus.data.keys import make_key
 from shmbus_ext import _core
 
 

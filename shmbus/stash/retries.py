@@ -24,10 +24,10 @@ import time
 from collections.abc import Hashable
 from typing import Any
 
-from shmbus import limits
-from shmbus._format import show_duration
-from shmbus._keys import make_key, split_key
-from shmbus.ledger import LanePauseStatus
+from shmbus.base import limits
+from shmbus.base.format import show_duration
+from shmbus.base.ledger import LanePauseStatus
+from shmbus.data.keys import make_key, split_key
 from shmbus.stash.failures import Request
 from shmbus.stash.stash import Stash
 from shmbus_ext import _core

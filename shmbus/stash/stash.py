@@ -33,10 +33,11 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
-from shmbus import errors, limits
-from shmbus._keys import has_round, split_of
+from shmbus import errors
+from shmbus.base import limits
 from shmbus.batch.equal_scores import are_equal
 from shmbus.batch.token_versions import is_stale
+from shmbus.data.keys import has_round, split_of
 from shmbus.stash.failures import FailingGroup, Failures, Reported, Request
 from shmbus_ext import _core
 from shmbus_ext._core import (

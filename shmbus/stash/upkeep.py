@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeAlias
 
-from shmbus import limits
-from shmbus._keys import split_key
+from shmbus.base import limits
+from shmbus.data.keys import split_key
 from shmbus.stash.requests import Requests
 from shmbus_ext import _core
 

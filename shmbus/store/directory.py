@@ -22,7 +22,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from shmbus._format import show_size
+from shmbus.base.format import show_size
 from shmbus.segment.locked_file import LockedFile
 from shmbus.store.parts import write_file
 

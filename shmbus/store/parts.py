@@ -33,7 +33,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus import _encoding, errors
+from shmbus import errors
+from shmbus.data import encoding
 from shmbus.inspect.records import Field, RecordRow, parse_fields
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.segment.own_file import read_own
@@ -242,7 +243,7 @@ def _columns(
 
 def _known_dtype(field: Field) -> np.dtype[Any] | None:
     try:
-        dtype = _encoding.decode_dtype(field.name, field.dtype.encode())
+        dtype = encoding.decode_dtype(field.name, field.dtype.encode())
     except TypeError:
         return None
     if dtype.char in _KNOWN and dtype.isnative and dtype.itemsize == field.itemsize:

@@ -27,14 +27,14 @@ from typing import Annotated, Final
 import msgspec
 
 from shmbus import errors
-from shmbus._arguments import parse_size, process_label
-from shmbus._format import show_size
-from shmbus._schema import SchemaField, encode, fields_of
 from shmbus._version import VERSION
+from shmbus.base.arguments import parse_size, process_label
+from shmbus.base.format import show_size
+from shmbus.base.ledger import REASONS
+from shmbus.data.schema import SchemaField, encode, fields_of
+from shmbus.data.status_types import Count, ProducerSlot
 from shmbus.inspect.segment_file import SegmentFile
-from shmbus.inspect.types import Count, ProducerSlot
 from shmbus.inspect.undelivered import counters, stream_undelivered
-from shmbus.ledger import REASONS
 from shmbus.segment import creation, lifecycle
 from shmbus.segment.names import check_name, shm_path
 from shmbus.segment.own_file import read_own

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from shmbus._arguments import check_int, is_text
+from shmbus.base.arguments import check_int, is_text
 from shmbus.channel import ChannelError
 from shmbus.channel.endpoint import Endpoint
 from shmbus.errors import DamagedError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shmbus._arguments import check_flag, known_device
+from shmbus.base.arguments import check_flag, known_device
 from shmbus.channel.sender import DEFAULT_TIMEOUT_S
 from shmbus.tensors.config import Carrier, choose_carrier
 from shmbus.tensors.group import ChannelGroup

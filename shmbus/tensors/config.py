@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 import torch
 
-from shmbus._arguments import check_choice, check_flag, check_int, known_device
+from shmbus.base.arguments import check_choice, check_flag, check_int, known_device
 from shmbus.channel.sender import DEFAULT_MAX_BYTES
 from shmbus.errors import DeviceMismatchError
 from shmbus.tensors.device.memory import refusals

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import torch
 
-from shmbus._arguments import check_count, check_int
-from shmbus._closing import ClosedForReason
+from shmbus.base.arguments import check_count, check_int
+from shmbus.base.closing import ClosedForReason
 from shmbus.channel import ChannelClosedError, StepFailedError, StepOrderError, StepSkippedError
 from shmbus.errors import WaitTimeoutError
 from shmbus.tensors.receiver import StepItem, TensorReceiver

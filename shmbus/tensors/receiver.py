@@ -12,8 +12,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from shmbus._closing import ClosedForReason
-from shmbus._near_names import UnknownNameError
+from shmbus.base.closing import ClosedForReason
+from shmbus.base.near_names import UnknownNameError
 from shmbus.channel import ChannelError, ChannelReceiver, Message, StepFailedError
 from shmbus.errors import PeerGoneError, WaitTimeoutError
 from shmbus.segment.names import memory_socket

@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 from shmbus import CapacityError
-from shmbus._arguments import check_bytes, check_int64, is_text
-from shmbus._closing import ClosedForReason
+from shmbus.base.arguments import check_bytes, check_int64, is_text
+from shmbus.base.closing import ClosedForReason
 from shmbus.channel import ChannelSender
 from shmbus.errors import ShmbusError
 from shmbus.pool.lifecycle import copy_bytes

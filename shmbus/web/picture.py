@@ -20,10 +20,8 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from shmbus._format import printable, several, unprinted
-from shmbus.inspect.groups import Groups
-from shmbus.inspect.rates import Watcher
-from shmbus.inspect.types import (
+from shmbus.base.format import printable, several, unprinted
+from shmbus.data.status_types import (
     BusEvent,
     BusStatus,
     GroupCells,
@@ -31,9 +29,11 @@ from shmbus.inspect.types import (
     ProducerStatus,
     SampleCell,
 )
+from shmbus.inspect.groups import Groups
+from shmbus.inspect.rates import Watcher
 from shmbus.inspect.verdict import producer_name
 from shmbus.inspect.who_is_missing import waiting_for
-from shmbus.recorder_files import read_recorders
+from shmbus.segment.recorder_files import read_recorders
 from shmbus.web import settings
 
 Picture: TypeAlias = dict[str, Any]

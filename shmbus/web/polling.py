@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from shmbus import errors
-from shmbus._format import printable, unprinted
+from shmbus.base.format import printable, unprinted
 from shmbus.inspect.history import read_group
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.status import read_status

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 
-from shmbus._format import unprinted
+from shmbus.base.format import unprinted
 from shmbus.http.access import Refusal, host_of, is_loopback
 from shmbus.http.server import HttpServer, run_server, url_of
 from shmbus.web import settings as limits

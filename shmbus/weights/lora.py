@@ -23,7 +23,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from shmbus._arguments import check_int, check_int64, check_text
+from shmbus.base.arguments import check_int, check_int64, check_text
 from shmbus.errors import WeightsError
 from shmbus.segment.own_file import require_own_folder
 from shmbus.weights.carriers.checkpoint import faults_in_file, sync_path

@@ -17,8 +17,8 @@ from typing import Final
 import msgspec
 import torch
 
-from shmbus._arguments import check_text
-from shmbus._near_names import UnknownNameError
+from shmbus.base.arguments import check_text
+from shmbus.base.near_names import UnknownNameError
 from shmbus.tensors.views import ALIGNMENT, DTYPE_BYTES, TensorPlace
 from shmbus.weights.errors import ManifestError
 

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 import torch
 
-from shmbus._arguments import check_choice, check_int64, check_path, known_device
+from shmbus.base.arguments import check_choice, check_int64, check_path, known_device
 from shmbus.errors import DeviceMismatchError, WeightsError
 from shmbus.segment.room import shortage, tightest
 from shmbus.tensors.device.arena import MemoryKind

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from shmbus import Bus, BusClosedError
-from shmbus._arguments import (
+from shmbus.base.arguments import (
     check_flag,
     check_int,
     check_int64,

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import torch
 
-from shmbus._arguments import check_choice
+from shmbus.base.arguments import check_choice
 from shmbus.tensors.views import is_sharded
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice

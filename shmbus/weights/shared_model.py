@@ -38,8 +38,14 @@ from typing import Final, Literal
 import torch
 
 from shmbus import BusClosedError
-from shmbus._arguments import check_choice, check_flag, check_int64, check_seconds, check_timeout
-from shmbus._closing import ClosedByWith
+from shmbus.base.arguments import (
+    check_choice,
+    check_flag,
+    check_int64,
+    check_seconds,
+    check_timeout,
+)
+from shmbus.base.closing import ClosedByWith
 from shmbus.errors import (
     BusBusyError,
     DamagedError,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import torch
 
-from shmbus._arguments import check_choice, check_flag
+from shmbus.base.arguments import check_choice, check_flag
 from shmbus.errors import WeightsError
 from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.tensors.views import has_memory, is_sharded

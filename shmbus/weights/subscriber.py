@@ -18,7 +18,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 import torch
 
 from shmbus import BusClosedError
-from shmbus._arguments import (
+from shmbus.base.arguments import (
     check_choice,
     check_flag,
     check_int,
@@ -26,7 +26,7 @@ from shmbus._arguments import (
     check_text,
     check_timeout,
 )
-from shmbus._closing import ClosedByWith
+from shmbus.base.closing import ClosedByWith
 from shmbus.batch.uninterrupted import ClosedByBlock
 from shmbus.errors import DamagedError, WaitTimeoutError
 from shmbus.tensors.copy_table import Pair, prepare_copies

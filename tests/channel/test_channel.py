@@ -19,7 +19,7 @@ from shmbus import (
     LayoutMismatchError,
     WaitTimeoutError,
 )
-from shmbus._arguments import process_label
+from shmbus.base.arguments import process_label
 from shmbus.channel import (
     ChannelClosedError,
     ChannelReceiver,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import segments_named
 
-from shmbus._programs import program
+from shmbus.base.programs import program
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60

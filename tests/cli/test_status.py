@@ -20,8 +20,8 @@ from operators import (
 )
 
 import shmbus
+from shmbus.data.status_types import BusStatus
 from shmbus.inspect.status import read_status
-from shmbus.inspect.types import BusStatus
 from shmbus_ext import _core
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shmbus import Bus, Group, Producer, ProtocolError, limits
+from shmbus import Bus, Group, Producer, ProtocolError
+from shmbus.base import limits
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.control import messages
 from shmbus.segment import lifecycle

@@ -27,11 +27,11 @@ from shmbus import (
     Group,
     Producer,
     ProtocolError,
-    limits,
-    source,
 )
+from shmbus.base import limits
 from shmbus.control import messages
 from shmbus.daemon.service import MAX_WAITING
+from shmbus.handles import source
 from shmbus.segment.names import MAX_NAME_BYTES, socket_path
 
 Served = Callable[..., Daemon]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from conftest import Child, Daemon, Spawner, client_of, wait_until
 
-from shmbus import Consumer, Group, Producer, limits
+from shmbus import Consumer, Group, Producer
+from shmbus.base import limits
 from shmbus.control import messages
 
 Served = Callable[..., Daemon]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from conftest import Daemon, client_of, wait_until
 
-from shmbus import Consumer, Group, Producer, limits
+from shmbus import Consumer, Group, Producer
+from shmbus.base import limits
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.control import messages
 from shmbus.control.wire import Wire

@@ -8,9 +8,10 @@ import struct
 import msgspec
 import pytest
 
-from shmbus import Ledger, ProtocolError, limits
+from shmbus import Ledger, ProtocolError
+from shmbus.base import limits
 from shmbus.control import messages
-from shmbus.inspect.types import LeaseStatus
+from shmbus.data.status_types import LeaseStatus
 
 LEDGER = Ledger(committed=1, acknowledged=1, leased=0, stashed=0, in_ring=0, dropped={})
 REQUESTS: list[messages.Request] = [

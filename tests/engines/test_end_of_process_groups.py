@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import wait_until
 
-from shmbus import _process_group
+from shmbus.base import process_group
 
 #: A server with a worker and a resource tracker, like vLLM's; each notes its SIGTERM, and the
 #: tracker removes a file after the last holder of its pipe ends.
@@ -52,10 +52,10 @@ while True:
 def test_a_server_is_told_to_end_before_its_workers_and_the_tracker_removes_shared_memory(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_process_group, "END_S", 5.0 if server == "obeys" else 0.5)
+    monkeypatch.setattr(process_group, "END_S", 5.0 if server == "obeys" else 0.5)
     theirs, ours = os.pipe()
     command = [str(theirs), sys.executable, "-c", SERVER, str(tmp_path), server]
-    runs = threading.Thread(target=_process_group.main, args=(command,))
+    runs = threading.Thread(target=process_group.main, args=(command,))
     runs.start()
     wait_until(lambda: (tmp_path / "ready").exists() and (tmp_path / "set").exists())
     os.close(ours)

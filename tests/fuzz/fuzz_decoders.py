@@ -16,7 +16,7 @@ import numpy as np
 from harness import run
 
 import shmbus
-from shmbus import _encoding
+from shmbus.data import encoding
 from shmbus_ext import _core
 
 _NAME = f"fuzz-{os.getpid()}"
@@ -26,13 +26,13 @@ _RECORD_BYTES = 512
 def fuzz_meta(data: bytes) -> None:
     """Any bytes decode, or are a ValueError."""
     with contextlib.suppress(ValueError):
-        _encoding.decode_meta(data)
+        encoding.decode_meta(data)
 
 
 def fuzz_dtype(data: bytes) -> None:
     """Any description is a plain dtype without objects, or a TypeError."""
     try:
-        dtype = _encoding.decode_dtype("field", data)
+        dtype = encoding.decode_dtype("field", data)
     except TypeError:
         return
     assert isinstance(dtype, np.dtype) and not dtype.hasobject, dtype

@@ -10,7 +10,7 @@ from functools import cache
 from test_style import ROOT
 
 from shmbus import ShmbusError, errors
-from shmbus.ledger import REASONS
+from shmbus.base.ledger import REASONS
 from shmbus.stash.drops import _REMEDIES
 
 PAGE = (ROOT / "docs" / "errors.md").read_text()

@@ -25,50 +25,50 @@ PACKAGES = ("shmbus", "shmbus_ext", "trainer_adapter")
 FLOORS: dict[str, tuple[str, ...]] = {
     "core": ("shmbus_ext",),
     "words, numbers and bytes": (
-        "shmbus._arguments",
-        "shmbus._backoff",
-        "shmbus._closing",
-        "shmbus._encoding",
-        "shmbus._fields",
-        "shmbus._format",
-        "shmbus._keys",
-        "shmbus._loop_waits",
-        "shmbus._near_names",
-        "shmbus._programs",
-        "shmbus._prompts",
-        "shmbus._schema",
-        "shmbus._throttle",
+        "shmbus.base.arguments",
+        "shmbus.base.backoff",
+        "shmbus.base.closing",
+        "shmbus.data.encoding",
+        "shmbus.data.fields",
+        "shmbus.base.format",
+        "shmbus.data.keys",
+        "shmbus.base.loop_waits",
+        "shmbus.base.near_names",
+        "shmbus.base.programs",
+        "shmbus.data.prompts",
+        "shmbus.data.schema",
+        "shmbus.base.throttle",
         "shmbus._version",
-        "shmbus.copies",
+        "shmbus.data.copies",
         "shmbus.decode",
         "shmbus.errors",
         "shmbus.http",
-        "shmbus.inspect.types",
-        "shmbus.ledger",
-        "shmbus.limits",
-        "shmbus.rows",
+        "shmbus.data.status_types",
+        "shmbus.base.ledger",
+        "shmbus.base.limits",
+        "shmbus.data.sample_rows",
     ),
     "files in shared memory": (
-        "shmbus._install",
+        "shmbus.segment.install",
         "shmbus.channel",
         "shmbus.pool",
-        "shmbus.recorder_files",
+        "shmbus.segment.recorder_files",
         "shmbus.segment",
     ),
-    "a bus from outside": ("shmbus.control", "shmbus.inspect", "shmbus.stall"),
+    "a bus from outside": ("shmbus.control", "shmbus.inspect", "shmbus.handles.stall"),
     "handles": (
-        "shmbus.annotator",
+        "shmbus.handles.annotator",
         "shmbus.batch",
         "shmbus.client",
-        "shmbus.consumer",
-        "shmbus.feeder",
-        "shmbus.group",
-        "shmbus.open_requests",
-        "shmbus.partial_rollouts",
-        "shmbus.producer",
-        "shmbus.producer_requests",
-        "shmbus.session",
-        "shmbus.source",
+        "shmbus.handles.consumer",
+        "shmbus.handles.feeder",
+        "shmbus.handles.group",
+        "shmbus.handles.open_requests",
+        "shmbus.handles.partial_rollouts",
+        "shmbus.handles.producer",
+        "shmbus.handles.producer_requests",
+        "shmbus.handles.session",
+        "shmbus.handles.source",
         "shmbus.stash",
     ),
     "a whole bus": ("shmbus", "shmbus.daemon", "shmbus.store"),
@@ -112,17 +112,17 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS.values()) for room 
 # What a trainer may use of shmbus: its public names, these rooms, how files are called, how
 # programs are started, and words of messages.
 OPEN_TO_TRAINERS = (
-    "shmbus._arguments.",
-    "shmbus._format.several",
-    "shmbus._near_names.",
-    "shmbus._programs.",
+    "shmbus.base.arguments.",
+    "shmbus.base.format.several",
+    "shmbus.base.near_names.",
+    "shmbus.base.programs.",
     "shmbus.batch.",
     "shmbus.channel.",
     "shmbus.inspect.stall_report.wait_sentence",
-    "shmbus.open_requests.",
+    "shmbus.handles.open_requests.",
     "shmbus.peers.",
     "shmbus.pool.",
-    "shmbus.rows.",
+    "shmbus.data.sample_rows.",
     "shmbus.segment.names.",
     "shmbus.segment.own_file.",
     "shmbus.tensors.",
@@ -147,7 +147,7 @@ OPEN_TO_THE_GATEWAY = (
 
 # The recorder of agents: public names, what a worker's session is made of, and the weights' rows.
 OPEN_TO_THE_RECORDER = (
-    "shmbus._prompts.Ticket",
+    "shmbus.data.prompts.Ticket",
     "shmbus.cli._options.Commands",
     "shmbus.cli._options.bus_name",
     "shmbus.cli._options.require_extra",
@@ -158,10 +158,10 @@ OPEN_TO_THE_RECORDER = (
     "shmbus.http.",
     "shmbus.pool.server_rows.",
     "shmbus.recorder.",
-    "shmbus.recorder_files.",
+    "shmbus.segment.recorder_files.",
     "shmbus.segment.cache_salt.",
     "shmbus.segment.names.",
-    "shmbus.session.",
+    "shmbus.handles.session.",
 )
 
 # A rollout worker is one of many: importing what it needs loads none of these rooms.
@@ -296,14 +296,14 @@ def test_nothing_knows_the_gateway_nor_the_recorder() -> None:
 
 
 def test_a_producer_loads_few_modules_and_nothing_of_the_other_side() -> None:
-    code = "import json, sys, shmbus.producer; print(json.dumps(sorted(sys.modules)))"
+    code = "import json, sys, shmbus.handles.producer; print(json.dumps(sorted(sys.modules)))"
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout
     ours = [name for name in json.loads(printed) if name.split(".")[0] in PACKAGES]
     report(
         [
-            f"shmbus.producer loads {name}"
+            f"shmbus.handles.producer loads {name}"
             for name in ours
             for room in NOT_FOR_A_PRODUCER
             if name.split(".")[:2] == ["shmbus", room]

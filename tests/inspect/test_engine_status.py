@@ -11,13 +11,13 @@ from operators import cli
 
 from shmbus import Bus
 from shmbus.daemon.metrics import MetricsServer
+from shmbus.data.status_types import EngineStatus, Finding
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import status_text
-from shmbus.inspect.types import EngineStatus, Finding
 from shmbus.inspect.verdict import STILL_S, judge
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
-from shmbus.recorder_files import EngineNote, RecorderFile, RecorderNote
+from shmbus.segment.recorder_files import EngineNote, RecorderFile, RecorderNote
 from shmbus.web.picture import picture
 
 GOOD, OLD, DEAD, OTHER = (f"http://127.0.0.1:{port}" for port in (1, 2, 3, 4))

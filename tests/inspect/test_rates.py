@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from shmbus import Bus, Producer
+from shmbus.data.status_types import BusStatus, DaemonStatus, LeaseStatus, WaitedStatus
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.status import read_status
-from shmbus.inspect.types import BusStatus, DaemonStatus, LeaseStatus, WaitedStatus
 
 
 class Clock:

@@ -17,11 +17,11 @@ import pytest
 from conftest import Child, Daemon, Spawner, wait_until
 
 from shmbus import Bus
+from shmbus.data.status_types import BusStatus
 from shmbus.inspect import verdict
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.stall_report import gather
 from shmbus.inspect.status import read_status
-from shmbus.inspect.types import BusStatus
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from trainer_adapter import OnlineDataHandler
 

@@ -16,7 +16,8 @@ import pytest
 from conftest import Daemon, Spawner, wait_until
 
 import shmbus
-from shmbus import Bus, Consumer, Producer, StallError, StallReport, limits
+from shmbus import Bus, Consumer, Producer, StallError, StallReport
+from shmbus.base import limits
 from trainer_adapter import OnlineDataHandler
 
 Served = Callable[..., Daemon]

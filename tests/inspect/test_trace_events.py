@@ -9,10 +9,10 @@ import pytest
 import trace_format
 from trace_format import slices
 
+from shmbus.data.status_types import BusEvent, GroupCells, SampleCell, SampleCommit
 from shmbus.inspect import trace_events
 from shmbus.inspect.groups import Groups
 from shmbus.inspect.trace_events import TraceEvents
-from shmbus.inspect.types import BusEvent, GroupCells, SampleCell, SampleCommit
 from shmbus.pool.status import PoolStatus, ReaderStatus, SlotStatus
 
 TRAINER = "train.py (pid 7)"

@@ -10,11 +10,11 @@ from conftest import Daemon, Spawner, wait_until
 from operators import cli
 
 from shmbus import Bus, BusFullError, Consumer, Producer
+from shmbus.data.status_types import BusStatus, GroupCells, SampleCell, Verdict
 from shmbus.inspect.groups import read_groups
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import groups_text, status_text
-from shmbus.inspect.types import BusStatus, GroupCells, SampleCell, Verdict
 from shmbus.inspect.who_is_missing import waiting_for
 
 

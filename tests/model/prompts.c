@@ -1,5 +1,5 @@
-/* What a feeder and workers do with the request lane: the calls of shmbus/feeder.py and
- * shmbus/producer_requests.py, in their order, over one group of two samples.
+/* What a feeder and workers do with the request lane: the calls of shmbus/handles/feeder.py and
+ * shmbus/handles/producer_requests.py, in their order, over one group of two samples.
  *
  * What must hold in the end, whoever died when: a sample that is done has one answer in the ring, and
  * one that is open has none; none is in anybody's hands. Of a feeder that died there is a whole

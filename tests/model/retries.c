@@ -1,5 +1,5 @@
 /* What collectors and producers do with retry requests: the calls of shmbus/stash/retries.py and
- * shmbus/producer_requests.py, in their order, over a table of one entry.
+ * shmbus/handles/producer_requests.py, in their order, over a table of one entry.
  *
  * A taker's proof of life is the lock of its slot; its producer id is its slot's number. The answer
  * is the ghost's: how a record comes into the ring has scenarios of its own.

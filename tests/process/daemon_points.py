@@ -25,8 +25,10 @@ from failpoints import DEADLINE_S, SPAN_TWO, Child, deadline, pattern, play, rui
 from points import arm
 
 import shmbus
-from shmbus import errors, limits, source
+from shmbus import errors
+from shmbus.base import limits
 from shmbus.cli import main as shmbus_main
+from shmbus.handles import source
 from shmbus.inspect.status import read_status
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy

@@ -70,7 +70,7 @@ def be_worker(bus: str, seed: int) -> None:
 
 def be_harness(bus: str, seed: int) -> None:
     """Open, run and score over HTTP, at whichever recorder lives."""
-    from shmbus.recorder_files import read_recorders
+    from shmbus.segment.recorder_files import read_recorders
 
     rng = random.Random(seed)
     while True:

@@ -16,7 +16,7 @@ from recorders import ask, chat, user
 from stub_engine import StubEngine
 
 import shmbus
-from shmbus.recorder_files import read_recorders
+from shmbus.segment.recorder_files import read_recorders
 
 pytest_plugins = ["recorder_fixtures"]
 
@@ -64,7 +64,7 @@ def test_an_agents_exception_while_its_recorder_says_nothing_goes_on_and_release
     proxy: Any, bus: shmbus.Bus, producer: shmbus.Producer, feeder: shmbus.Feeder,
     monkeypatch: pytest.MonkeyPatch, signal: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("shmbus.session._ANSWER_S", 0.3)
+    monkeypatch.setattr("shmbus.handles.session._ANSWER_S", 0.3)
     feeder.request("q", group_size=1)
     with (
         pytest.raises(LookupError, match="of the agent"),

@@ -244,7 +244,7 @@ def test_the_environment_of_an_agents_process_leads_to_the_session(
 def test_of_several_recorders_the_one_with_the_fewest_sessions_takes_the_next(
     start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
 ) -> None:  # fmt: skip
-    from shmbus.recorder_files import read_recorders
+    from shmbus.segment.recorder_files import read_recorders
 
     first, second = start_recorder(engine), start_recorder(engine)
     one = open_session(producer, feeder, "a")

@@ -11,7 +11,7 @@ from conftest import Spawner
 from relay.heads import export
 
 import shmbus
-from shmbus.ledger import REASONS
+from shmbus.base.ledger import REASONS
 from shmbus.relay.record_reader import RecordReader
 from shmbus.segment import lifecycle
 from shmbus_ext import _core

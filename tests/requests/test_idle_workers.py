@@ -10,7 +10,8 @@ import pytest
 from conftest import Spawner, wait_until
 from counted_calls import count
 
-from shmbus import Bus, BusRemovedError, Consumer, Feeder, Producer, limits
+from shmbus import Bus, BusRemovedError, Consumer, Feeder, Producer
+from shmbus.base import limits
 from shmbus_ext import _core
 
 WORKERS = 24

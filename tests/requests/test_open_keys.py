@@ -10,7 +10,7 @@ import pytest
 from counted_work import instructions
 
 from shmbus import Bus, Consumer, Producer
-from shmbus.open_requests import OpenKeys
+from shmbus.handles.open_requests import OpenKeys
 from trainer_adapter.handler.planner import BatchPlanner
 from trainer_adapter.handler.prompts import PromptOffers
 

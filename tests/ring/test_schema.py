@@ -16,7 +16,7 @@ from conftest import SHM_DIR, Spawner
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
-from shmbus._schema import SchemaField, difference, encode, fields_of, mapping_of, parse
+from shmbus.data.schema import SchemaField, difference, encode, fields_of, mapping_of, parse
 from shmbus.inspect.dump import inspect
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import schema_text

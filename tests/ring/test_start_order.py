@@ -24,7 +24,7 @@ from fork_server import TEMPLATE
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
-from shmbus.producer import ProducerOptions
+from shmbus.handles.producer import ProducerOptions
 from shmbus.segment import creation
 from shmbus.segment.names import shm_path
 

@@ -15,7 +15,8 @@ import pytest
 from conftest import Spawner, wait_until
 
 import shmbus
-from shmbus import Bus, Consumer, Group, Producer, limits
+from shmbus import Bus, Consumer, Group, Producer
+from shmbus.base import limits
 
 
 @pytest.fixture

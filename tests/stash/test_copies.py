@@ -15,7 +15,7 @@ from fork_server import TEMPLATE
 
 import shmbus
 from shmbus import Bus, Consumer, Group, Producer, Trajectory
-from shmbus.copies import GroupCopy, TrajectoryCopy
+from shmbus.data.copies import GroupCopy, TrajectoryCopy
 
 SIZE = 4
 

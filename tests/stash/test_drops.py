@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmbus import Bus, Consumer, Producer, ProtocolError, limits
-from shmbus._throttle import LimitedLog, Throttle
+from shmbus import Bus, Consumer, Producer, ProtocolError
+from shmbus.base import limits
+from shmbus.base.throttle import LimitedLog, Throttle
 
 TOKENS = np.arange(4, dtype=np.int32)
 

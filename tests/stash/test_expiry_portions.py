@@ -10,7 +10,8 @@ import pytest
 from conftest import wait_until
 from counted_work import instructions
 
-from shmbus import Bus, Consumer, Producer, limits
+from shmbus import Bus, Consumer, Producer
+from shmbus.base import limits
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
 

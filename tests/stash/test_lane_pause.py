@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 from test_failing_groups import Sample
 
-from shmbus import limits
-from shmbus._backoff import backoff_s
+from shmbus.base import limits
+from shmbus.base.backoff import backoff_s
 from shmbus.stash.failures import LanePause
 from shmbus.stash.stash import Stash, StashPolicy
 

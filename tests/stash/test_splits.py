@@ -15,9 +15,9 @@ import pytest
 from conftest import Daemon, Spawner, client_of
 
 from shmbus import Bus, BusBusyError, BusFullError, Consumer, Producer, unlink
+from shmbus.base.ledger import SplitCounts
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import status_text
-from shmbus.ledger import SplitCounts
 from shmbus.store import snapshot
 
 Served = Callable[..., Daemon]

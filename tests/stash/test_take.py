@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 from conftest import Spawner, wait_until
 
-from shmbus import Bus, BusClosedError, Consumer, Producer, StallReport, limits
+from shmbus import Bus, BusClosedError, Consumer, Producer, StallReport
+from shmbus.base import limits
 from shmbus_ext._core import RecursiveLock
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import shmbus
-from shmbus._near_names import OPTIONS
+from shmbus.base.near_names import OPTIONS
 from trainer_adapter import OnlineDataHandler
 
 

@@ -18,7 +18,7 @@ from http_answers import more, read_answer
 from pages import Web
 
 from shmbus import Bus, Producer
-from shmbus._format import printable
+from shmbus.base.format import printable
 from shmbus.web import settings
 from shmbus.web.server import read_files
 

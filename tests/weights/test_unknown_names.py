@@ -9,7 +9,7 @@ import pytest
 import torch
 from weight_models import many
 
-from shmbus._near_names import UnknownNameError
+from shmbus.base.near_names import UnknownNameError
 from shmbus.tensors import TensorChannel
 from shmbus.weights import ModuleSource, WeightPublisher, Weights, WeightSubscriber, share_model
 

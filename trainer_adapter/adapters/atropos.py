@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 import shmbus
-from shmbus._arguments import check_int, check_text, check_timeout
+from shmbus.base.arguments import check_int, check_text, check_timeout
 from shmbus.peers.atropos import env_id_of, group_of, is_atropos, samples_of
 from shmbus.peers.atropos_queue import GroupQueue, Waiting
 from trainer_adapter.adapters.ended_groups import still_leased

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus.rows import SHARED_PREFIX
+from shmbus.data.sample_rows import SHARED_PREFIX
 
 _LARGEST: Final = np.iinfo(np.int64).max
 #: Accepted kinds of dtypes per field, and their names.

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import shmbus
-from shmbus._arguments import check_flag, check_seconds
+from shmbus.base.arguments import check_flag, check_seconds
 from trainer_adapter.adapters.ended_groups import EndedGroups
 from trainer_adapter.adapters.optional_imports import Stack
 from trainer_adapter.adapters.prompt_response import Parted, experts_of, part_row

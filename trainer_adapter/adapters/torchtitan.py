@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus._arguments import check_choice, check_flag, check_timeout
+from shmbus.base.arguments import check_choice, check_flag, check_timeout
 from shmbus.batch.equal_scores import are_equal
 from trainer_adapter.adapters.ended_groups import still_leased
 from trainer_adapter.adapters.optional_imports import Stack

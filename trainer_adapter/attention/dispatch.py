@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shmbus._arguments import check_choice
+from shmbus.base.arguments import check_choice
 from trainer_adapter.attention.arguments import Call
 from trainer_adapter.attention.flash import call_flash, flash_obstacle
 from trainer_adapter.attention.native import (

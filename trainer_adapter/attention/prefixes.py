@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shmbus._arguments import check_choice
+from shmbus.base.arguments import check_choice
 from trainer_adapter.attention.arguments import as_autocast, check_operands, checked_scale
 from trainer_adapter.attention.dispatch import Backend
 from trainer_adapter.attention.varlen import varlen_attention

@@ -23,7 +23,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from shmbus._arguments import check_flag
+from shmbus.base.arguments import check_flag
 from trainer_adapter.attention.arguments import (
     Call,
     as_autocast,

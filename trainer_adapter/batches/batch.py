@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
-from shmbus._format import several
+from shmbus.base.format import several
 from trainer_adapter.batches.prefix_tree import PrefixTree
 from trainer_adapter.batches.tensors import TensorHolder, indexable
 

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
-from shmbus._arguments import check_text
+from shmbus.base.arguments import check_text
 from shmbus.batch import extra_fields as bus_extras
 from shmbus.batch.extra_fields import ExtraRows, ExtraSpec, PackedExtra
-from shmbus.rows import SHARED_PREFIX
+from shmbus.data.sample_rows import SHARED_PREFIX
 
 __all__ = ["ExtraField", "ExtraFields", "ExtraKind", "GivenExtraFields", "MeasuredExtras"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import shmbus
 from shmbus.batch import gather as bus_gather
-from shmbus.rows import row_fields, row_lengths
+from shmbus.data.sample_rows import row_fields, row_lengths
 from trainer_adapter._arguments import (
     check_choices,
     check_device,

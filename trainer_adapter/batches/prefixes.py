@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import shmbus
 from shmbus.batch.field_names import FieldNames
-from shmbus.rows import row_lengths
+from shmbus.data.sample_rows import row_lengths
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.batches.finite import SampleError
 from trainer_adapter.batches.prefix_tree import same_tokens, share_prefixes

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 import shmbus
-from shmbus._programs import program
+from shmbus.base.programs import program
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
 from trainer_adapter.demo.sampler import PolicyConfig, Sampler
 from trainer_adapter.demo.task import SortTask, reward

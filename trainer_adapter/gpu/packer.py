@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 import shmbus
-from shmbus._arguments import check_choice
+from shmbus.base.arguments import check_choice
 from shmbus.batch.gather import FieldNames
 from shmbus.batch.gather_plan import mapping_of
 from shmbus.tensors.copy_table import import_kernels

@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 import shmbus
-from shmbus._arguments import check_count
+from shmbus.base.arguments import check_count
 from shmbus.batch.field_presence import MixedLogprobsError
 from shmbus.batch.gather import FieldNames, measure
 from shmbus.batch.token_versions import is_stale

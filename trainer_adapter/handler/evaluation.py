@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 import shmbus
-from shmbus._arguments import check_int, check_timeout
+from shmbus.base.arguments import check_int, check_timeout
 from shmbus.batch.field_names import FieldNames
 from trainer_adapter.handler.group_calls import GroupScoring
 

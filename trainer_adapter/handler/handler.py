@@ -26,10 +26,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbus
-from shmbus._arguments import check_timeout
+from shmbus.base.arguments import check_timeout
 from shmbus.batch.field_presence import MixedLogprobsError
+from shmbus.handles.open_requests import RestoredRequests
 from shmbus.inspect.stall_report import wait_sentence
-from shmbus.open_requests import RestoredRequests
 from trainer_adapter._arguments import (
     ConsumerOptions,
     check_choices,

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple, TextIO
 
 import shmbus
-from shmbus._format import several
+from shmbus.base.format import several
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.handler.planner import BatchPlanner
 

@@ -19,9 +19,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import shmbus
-from shmbus._arguments import check_int
-from shmbus._format import several
-from shmbus.open_requests import RestoredRequests
+from shmbus.base.arguments import check_int
+from shmbus.base.format import several
+from shmbus.handles.open_requests import RestoredRequests
 from trainer_adapter.handler.checkpoint import Key as _Key
 from trainer_adapter.handler.checkpoint import part_trained
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch

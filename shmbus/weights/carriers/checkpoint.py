@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 import msgspec
 import torch
 
-from shmbus._arguments import check_int, check_text, is_text
+from shmbus.base.arguments import check_int, check_text, is_text
 from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsError
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.own_file import require_own_folder

@@ -24,8 +24,8 @@ from typing import Any, Final
 import numpy as np
 
 import shmbus
-from shmbus._arguments import check_flag, check_seconds
-from shmbus._format import several
+from shmbus.base.arguments import check_flag, check_seconds
+from shmbus.base.format import several
 from trainer_adapter.adapters.ended_groups import EndedGroups, still_leased
 from trainer_adapter.adapters.request_meta import columns_for
 from trainer_adapter.adapters.split_consumer import SplitConsumer, check_options

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import shmbus
 from shmbus.batch.gather import FieldNames, PackedBatch, gather, measure, packed_bytes
-from shmbus.rows import SHARED_PREFIX, row_fields, row_lengths
+from shmbus.data.sample_rows import SHARED_PREFIX, row_fields, row_lengths
 from trainer_adapter.adapters.prompt_response import not_of_its_kind, shared_name
 from trainer_adapter.adapters.trl.samples import Expected
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus._arguments import check_int
+from shmbus.base.arguments import check_int
 
 if TYPE_CHECKING:
     from trainer_adapter.adapters.trl.callback import TrainerArguments

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import shmbus
-from shmbus._arguments import check_choice
+from shmbus.base.arguments import check_choice
 from trainer_adapter.adapters.split_consumer import check_options
 from trainer_adapter.adapters.trl.callback import TrainerArguments, make_callback
 from trainer_adapter.adapters.trl.checkpoints import TrainedRows

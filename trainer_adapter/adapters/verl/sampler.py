@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 import shmbus
-from shmbus._arguments import check_choice
+from shmbus.base.arguments import check_choice
 from trainer_adapter.adapters.ended_groups import EndedGroups
 from trainer_adapter.adapters.prompt_response import experts_of, part_row
 from trainer_adapter.adapters.split_consumer import SplitConsumer

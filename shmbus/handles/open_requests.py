@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus.feeder import Feeder, check_offer
+from shmbus.handles.feeder import Feeder, check_offer
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.undelivered import OpenGroups
 from shmbus_ext import _core

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict
 import msgspec
 import numpy as np
 
-from shmbus import errors, limits
-from shmbus._arguments import (
+from shmbus import errors
+from shmbus.base import limits
+from shmbus.base.arguments import (
     SECONDS,
     TRAIN,
     check_choice,
@@ -37,25 +38,25 @@ from shmbus._arguments import (
     check_timeout,
     names_options,
 )
-from shmbus._closing import ClosedByAnyWith
-from shmbus._fields import FieldSpec, check_sizes, parse_field
-from shmbus._keys import make_key
-from shmbus._loop_waits import LoopWaits
-from shmbus._prompts import check_request, shared_fields
-from shmbus._schema import Schema, agreed_schema, mapping_of, parse, require_same_schema
-from shmbus.producer_requests import ProducerRequests, RequestState, checked_reason
+from shmbus.base.closing import ClosedByAnyWith
+from shmbus.base.loop_waits import LoopWaits
+from shmbus.data.fields import FieldSpec, check_sizes, parse_field
+from shmbus.data.keys import make_key
+from shmbus.data.prompts import check_request, shared_fields
+from shmbus.data.schema import Schema, agreed_schema, mapping_of, parse, require_same_schema
+from shmbus.handles.producer_requests import ProducerRequests, RequestState, checked_reason
+from shmbus.handles.stall import OnStall, Watch
 from shmbus.segment import lifecycle
 from shmbus.segment.cache_salt import cache_salt
 from shmbus.segment.names import check_name
-from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+    from shmbus.handles.producer_requests import Request
+    from shmbus.handles.session import Session
     from shmbus.pool.server_rows import ServerRows
-    from shmbus.producer_requests import Request
-    from shmbus.session import Session
     from shmbus_ext._core import FieldValue, SupportsItem
 
 
@@ -837,7 +838,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
                 answer = run_agent(request.meta, session.base_url, session.api_key)
                 session.finish(score_of(answer))
         """
-        from shmbus.session import Session
+        from shmbus.handles.session import Session
 
         return Session._open(self, check_request(request), url, wait)
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmbus import errors
-from shmbus.rows import Row, put_rows, rows_of
+from shmbus.data.sample_rows import Row, put_rows, rows_of
 from shmbus_ext import _core
 
 

@@ -27,16 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmbus import errors
-from shmbus._arguments import check_timeout
-from shmbus.recorder_files import RecorderNote, read_recorders
-from shmbus.rows import PREFIX
+from shmbus.base.arguments import check_timeout
+from shmbus.data.sample_rows import PREFIX
+from shmbus.segment.recorder_files import RecorderNote, read_recorders
 
 if TYPE_CHECKING:
-    from shmbus._prompts import Request
-    from shmbus.producer_requests import ProducerRequests
+    from shmbus.data.prompts import Request
+    from shmbus.handles.producer_requests import ProducerRequests
 
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("shmbus.session")
 
 #: Seconds for a recorder's answer: the recorder copies rows, and never waits.
 _ANSWER_S: Final = 60.0

@@ -24,14 +24,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from shmbus import errors, limits
+from shmbus import errors
+from shmbus.base import limits
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
     from shmbus.inspect.stall_report import StallReport
 
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("shmbus.stall")
 
 #: The longest period: a watchdog silent for more than a day watches nothing.
 _TIMEOUT_MAX_S = 86_400.0

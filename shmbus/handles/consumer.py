@@ -25,8 +25,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, TypeVar
 
-from shmbus import errors, limits
-from shmbus._arguments import (
+from shmbus import errors
+from shmbus.base import limits
+from shmbus.base.arguments import (
     TRAIN,
     check_backoff,
     check_choice,
@@ -42,24 +43,24 @@ from shmbus._arguments import (
     clamp_request,
     names_options,
 )
-from shmbus._closing import ClosedByAnyWith
-from shmbus._format import show_wait
-from shmbus._loop_waits import LoopWaits
-from shmbus._schema import Schema, mapping_of, parse
+from shmbus.base.closing import ClosedByAnyWith
+from shmbus.base.format import show_wait
+from shmbus.base.ledger import Ledger, TrainedBefore
+from shmbus.base.loop_waits import LoopWaits
 from shmbus.client.daemon_client import DaemonClient
-from shmbus.feeder import Feeder
-from shmbus.group import Group, GroupState
-from shmbus.ledger import Ledger, TrainedBefore
-from shmbus.open_requests import (
+from shmbus.data.schema import Schema, mapping_of, parse
+from shmbus.handles.feeder import Feeder
+from shmbus.handles.group import Group, GroupState
+from shmbus.handles.open_requests import (
     OpenKeys,
     RequestsState,
     RestoredRequests,
     requests_state,
     restore_requests,
 )
+from shmbus.handles.source import AttachOptions, Source, attach
+from shmbus.handles.stall import OnStall, Watch
 from shmbus.segment.names import check_name
-from shmbus.source import AttachOptions, Source, attach
-from shmbus.stall import OnStall, Watch
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core

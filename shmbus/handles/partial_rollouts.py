@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 
 from shmbus import errors
-from shmbus._prompts import Prompt, Request, encode_prompt
 from shmbus.batch.token_versions import version_span
+from shmbus.data.prompts import Prompt, Request, encode_prompt
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from shmbus_ext import _core

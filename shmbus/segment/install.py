@@ -8,33 +8,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shmbus import _encoding, errors
+from shmbus import errors
+from shmbus.data import encoding
 from shmbus.segment import explain
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
-    from shmbus.copies import TrajectoryCopy
+    from shmbus.data.copies import TrajectoryCopy
 
 
 def _copy_trajectory(arguments: tuple[Any, ...]) -> TrajectoryCopy:
     # Not at the top: a producer makes no copies, and does not load this.
-    from shmbus.copies import TrajectoryCopy
+    from shmbus.data.copies import TrajectoryCopy
 
     raw_meta, fields = arguments[-2:]
-    meta = _encoding.decode_meta(raw_meta) if raw_meta else None
+    meta = encoding.decode_meta(raw_meta) if raw_meta else None
     make: Callable[..., TrajectoryCopy] = TrajectoryCopy
     return make(*arguments[:-2], meta, fields)
 
 
 def _join_rows(rows: object, others: tuple[str, ...]) -> list[tuple[str, Any]]:
     # Not at the top: most samples consist of a single row.
-    from shmbus.rows import join_rows
+    from shmbus.data.sample_rows import join_rows
 
     return join_rows(rows, others)
 
 
 def _rows_of(trajectory: Any) -> list[Any]:
-    from shmbus.rows import rows_of
+    from shmbus.data.sample_rows import rows_of
 
     return rows_of(trajectory)
 
@@ -49,13 +50,13 @@ _core.install(
     layout_error=explain.layout_error,
     space_error=explain.space_error,
     memory_error=explain.memory_error,
-    encode_meta=_encoding.encode_meta,
-    decode_meta=_encoding.decode_meta,
-    encode_dtype=_encoding.encode_dtype,
-    decode_dtype=_encoding.decode_dtype,
-    as_array=_encoding.as_array,
+    encode_meta=encoding.encode_meta,
+    decode_meta=encoding.decode_meta,
+    encode_dtype=encoding.encode_dtype,
+    decode_dtype=encoding.decode_dtype,
+    as_array=encoding.as_array,
     copy_trajectory=_copy_trajectory,
-    unknown_field=_encoding.unknown_field,
+    unknown_field=encoding.unknown_field,
     join_rows=_join_rows,
     rows_of=_rows_of,
 )

@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from shmbus import errors
-from shmbus._arguments import TRAIN, check_rank, check_timeout
-from shmbus._closing import ClosedByWith
-from shmbus._encoding import parse_dtype
-from shmbus._prompts import Request
-from shmbus.consumer import Consumer
-from shmbus.group import Group
+from shmbus.base.arguments import TRAIN, check_rank, check_timeout
+from shmbus.base.closing import ClosedByWith
+from shmbus.data.encoding import parse_dtype
+from shmbus.data.prompts import Request
+from shmbus.handles.consumer import Consumer
+from shmbus.handles.group import Group
+from shmbus.handles.producer import Producer
 from shmbus.inspect.segment_file import SegmentFile
-from shmbus.producer import Producer
 from shmbus.segment.bus import Bus
 from shmbus.segment.names import COLUMNS_INFIX, check_name
 from shmbus_ext import _core
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("shmbus.annotator")
 
 #: Field with the start of each sample's rows, in a column and in an annotator's input.
 _BORDERS: Final = "borders"

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from shmbus import errors
-from shmbus._encoding import dtype_name, encode_dtype, parse_dtype
-from shmbus._fields import is_argument
+from shmbus.data.encoding import dtype_name, encode_dtype, parse_dtype
+from shmbus.data.fields import is_argument
 from shmbus_ext import _core
 
 if TYPE_CHECKING:

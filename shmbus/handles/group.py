@@ -10,8 +10,8 @@ import contextlib
 from typing import Any, Literal, NoReturn
 
 from shmbus import errors
-from shmbus._arguments import TRAIN
-from shmbus.copies import GroupCopy, ReadGroup
+from shmbus.base.arguments import TRAIN
+from shmbus.data.copies import GroupCopy, ReadGroup
 from shmbus_ext._core import GroupBase, Trajectory
 
 GroupState = Literal["leased", "acknowledged", "given_back", "dropped"]

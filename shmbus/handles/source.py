@@ -14,20 +14,21 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from shmbus import errors, limits
-from shmbus._arguments import TRAIN, process_label
-from shmbus._format import show_wait
+from shmbus import errors
+from shmbus.base import limits
+from shmbus.base.arguments import TRAIN, process_label
+from shmbus.base.format import show_wait
+from shmbus.base.ledger import Ledger, TrainedBefore
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.control.socket_path import obstacle
 from shmbus.control.wire import DaemonUnreachable, socket_exists
-from shmbus.ledger import Ledger, TrainedBefore
 from shmbus.segment import lifecycle
 from shmbus.segment.explain import DAEMON_LABEL
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("shmbus.source")
 
 #: Seconds a new Consumer waits for the absent daemon of a bus: a supervisor restarts a daemon in
 #: less.

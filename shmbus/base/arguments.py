@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, ParamSpec
 
 import numpy as np
 
-from shmbus import limits
-from shmbus._format import show_size
+from shmbus.base import limits
+from shmbus.base.format import show_size
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def names_options(init: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(init)
     def __init__(*args: P.args, **given: P.kwargs) -> None:
         for name in given.keys() - options:
-            from shmbus._near_names import unknown_option
+            from shmbus.base.near_names import unknown_option
 
             raise unknown_option(init.__qualname__.partition(".")[0], name, options)
         try:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus._encoding import (
+from shmbus.data.encoding import (
     as_array,
     decode_dtype,
     decode_meta,
@@ -23,7 +23,7 @@ from shmbus._encoding import (
     encode_meta,
     unknown_field,
 )
-from shmbus._fields import is_argument
+from shmbus.data.fields import is_argument
 from shmbus_ext import _core
 
 _ALIGN = 16

@@ -14,8 +14,8 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from shmbus._schema import SchemaField
-from shmbus.ledger import LanePauseStatus, TrajectoryCounts
+from shmbus.base.ledger import LanePauseStatus, TrajectoryCounts
+from shmbus.data.schema import SchemaField
 from shmbus_ext import _core
 
 #: Place of a group: incomplete; complete and not taken; with a trainer; or absent from the bus, now

@@ -19,9 +19,9 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus._arguments import check_count
-from shmbus._encoding import as_array
-from shmbus._fields import is_argument
+from shmbus.base.arguments import check_count
+from shmbus.data.encoding import as_array
+from shmbus.data.fields import is_argument
 from shmbus_ext import _core
 
 #: A row's optional key beside its fields: the number of elements shared with another row.

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from shmbus import errors
-from shmbus._arguments import check_int
-from shmbus._encoding import parse_dtype
+from shmbus.base.arguments import check_int
+from shmbus.data.encoding import parse_dtype
 from shmbus_ext import _core
 
 #: A dtype and sizes; or only sizes, for a field of a known dtype.

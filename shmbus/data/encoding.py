@@ -226,7 +226,7 @@ def refuse_masked(name: str, value: object) -> None:
 
 def unknown_field(name: str, names: tuple[str, ...]) -> TypeError:
     """Report a field missing from a schema, with the schema's fields."""
-    from shmbus._near_names import near, near_argument
+    from shmbus.base.near_names import near, near_argument
 
     found = next(iter(near(name, names)), None) or near_argument(name)
     hint = "" if found is None else f"; did you mean {found}=?"
@@ -256,7 +256,7 @@ def _tensor_array(tensor: Any) -> np.ndarray[Any, Any]:
 
 def _refuse_near(name: str, value: object) -> None:
     # Imported only for a value other than an array: a producer does not load the module.
-    from shmbus._near_names import near_argument
+    from shmbus.base.near_names import near_argument
 
     near = near_argument(name)
     if near == "advantages":

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from shmbus import errors, limits
-from shmbus._arguments import (
+from shmbus import errors
+from shmbus.base import limits
+from shmbus.base.arguments import (
     TRAIN,
     check_count,
     check_instance_id,
@@ -21,14 +22,14 @@ from shmbus._arguments import (
     check_round,
     check_timeout,
 )
-from shmbus._closing import ClosedByAnyWith
-from shmbus._loop_waits import LoopWaits
-from shmbus._prompts import encode_prompt
-from shmbus._schema import Schema, mapping_of, parse
+from shmbus.base.closing import ClosedByAnyWith
+from shmbus.base.loop_waits import LoopWaits
+from shmbus.data.prompts import encode_prompt
+from shmbus.data.schema import Schema, mapping_of, parse
+from shmbus.handles.stall import OnStall, Watch
 from shmbus.segment import lifecycle
 from shmbus.segment.explain import requests_full_error
 from shmbus.segment.names import check_name
-from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
 
 #: A feeder's wait, as named in a stall report.

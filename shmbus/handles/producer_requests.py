@@ -18,20 +18,20 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, overload
 
-from shmbus import limits
-from shmbus._arguments import check_count, check_timeout, clamp_request, fit_text
-from shmbus._backoff import Backoff
-from shmbus._keys import make_key
-from shmbus._loop_waits import LoopWaits
-from shmbus._prompts import Prompt, Request, RequestText, Ticket, check_request
+from shmbus.base import limits
+from shmbus.base.arguments import check_count, check_timeout, clamp_request, fit_text
+from shmbus.base.backoff import Backoff
+from shmbus.base.loop_waits import LoopWaits
 from shmbus.batch.token_versions import version_span
+from shmbus.data.keys import make_key
+from shmbus.data.prompts import Prompt, Request, RequestText, Ticket, check_request
 from shmbus.errors import BusClosedError
-from shmbus.partial_rollouts import PartialRollouts, check_continuation
+from shmbus.handles.partial_rollouts import PartialRollouts, check_continuation
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
+    from shmbus.handles.stall import Watch
     from shmbus.pool.server_rows import ServerRows
-    from shmbus.stall import Watch
     from shmbus_ext._core import FieldValue, SupportsItem
 
 __all__ = ["ProducerRequests", "Request", "RequestState", "checked_reason"]

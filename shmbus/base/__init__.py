@@ -1,0 +1,1 @@
+"""Limits, arguments, formats and waits: for each other room."""

@@ -1,0 +1,1 @@
+"""Data of a sample: schema, encoding, prompts, copies, status types."""

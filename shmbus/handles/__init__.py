@@ -1,0 +1,1 @@
+"""Handles of workers and trainers: producer, feeder, consumer, group, session, annotator."""
