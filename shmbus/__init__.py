@@ -19,7 +19,7 @@ import shmbus_ext as _shmbus_ext  # noqa: F401
 
 # isort: split
 from shmbus._version import VERSION as _VERSION
-from shmbus.segment import install as _install
+from shmbus.segment import install as _install  # noqa: F401
 
 if TYPE_CHECKING:  # "as" exports the name to type checkers
     from shmbus.base.ledger import Ledger as Ledger

@@ -1,7 +1,7 @@
 """A command in a session of its own, which ends with the holder of the pipe's other end.
 
-``python -m shmbus.base.process_group DESCRIPTOR COMMAND...``: a trainer's death, also by SIGKILL, ends
-the server and all processes of the server.
+``python -m shmbus.base.process_group DESCRIPTOR COMMAND...``: a trainer's death, also by SIGKILL,
+ends the server and all processes of the server.
 """
 
 from __future__ import annotations

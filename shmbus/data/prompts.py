@@ -161,7 +161,9 @@ def shared_fields(shared: object, declared: _core.DeclaredSchema | None) -> dict
 class Partials(Protocol):
     """Store of a request's partial rollouts."""
 
-    def find(self, request: Request, /) -> tuple[Prompt, int] | None: ...
+    def find(self, request: Request, /) -> tuple[Prompt, int] | None:
+        """Give the request's partial rollout and its number, or None."""
+        ...
 
 
 class Prompt:

@@ -3,7 +3,8 @@
 `EngineFleet.reload` drives it like any server: a pause ends the process, and a reload starts a new
 process with the checkpoint.
 
-Invariant: the server ends with its owner's process, also after SIGKILL (`shmbus.base.process_group`).
+Invariant: the server ends with its owner's process, also after SIGKILL
+(`shmbus.base.process_group`).
 
 Source: mode ``none`` of Atropos' example trainer, which restarts vLLM with every checkpoint.
 """

@@ -235,9 +235,7 @@ def test_padding_costs_the_gradient_of_a_single_token_no_precision(seed: int) ->
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_rows_that_may_see_nothing_give_zero_and_minus_infinity(
-    window: tuple[int, int], seed: int
-) -> None:
+def test_rows_without_keys_give_zero_and_minus_infinity(window: tuple[int, int], seed: int) -> None:
     case = make_case([(7, 3), (4, 0), (2, 2), (0, 5)], (2, 2), seed)
     out, lse = packed(case, window, return_lse=True)
     blind = blind_rows(case, window)
@@ -320,9 +318,7 @@ def test_int64_borders_and_longest_lengths_with_slack_are_fine(seed: int) -> Non
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("batch", ["square", "cross"])
-def test_the_log_sum_exp_and_its_gradient_are_those_of_the_scores(
-    batch: str, window: tuple[int, int], seed: int
-) -> None:
+def test_log_sum_exp_and_its_gradient_agree(batch: str, window: tuple[int, int], seed: int) -> None:
     case = make_case(BATCHES[batch], (4, 2), seed)
     _, lse = packed(case, window, return_lse=True)
     sighted = ~blind_rows(case, window)
@@ -365,9 +361,7 @@ def test_two_halves_of_the_keys_combine_by_their_log_sum_exps(seed: int) -> None
         assert_close(gradient, right)
 
 
-def test_no_call_and_no_mask_spans_the_packed_row(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_calls_and_masks_never_span_the_row(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     calls: list[tuple[int, int]] = []
     real = F.scaled_dot_product_attention
 

@@ -283,9 +283,7 @@ def test_on_a_gpu_it_compiles_without_a_graph_break_or_a_warning(backend: Any, s
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_under_autocast_operands_are_cast_first_whatever_they_have(
-    compiles: bool, seed: int
-) -> None:
+def test_autocast_casts_every_operand_first(compiles: bool, seed: int) -> None:
     q, k, v = operands(seed, LENGTHS)
     cu = borders(LENGTHS)
 
@@ -455,9 +453,7 @@ def one_by_one(model: Any, batch: Batch) -> tuple[Tensor, list[Tensor]]:
 
 @pytest.mark.parametrize("by", ["borders", "positions"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
-def test_a_packed_batch_trains_a_stock_model_as_its_sequences_alone_would(
-    kind: str, by: str, seed: int
-) -> None:
+def test_packed_training_equals_training_by_single_sequences(kind: str, by: str, seed: int) -> None:
     lengths = [9, 2, 30, 9]
     more = {"sliding_window": 5} if kind == "mistral" else {}
     model = tiny(kind, seed, **more)

@@ -40,9 +40,7 @@ def test_a_causal_batch_needs_no_mask_even_where_key_lengths_differ() -> None:
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_every_token_that_meets_another_has_exactly_one_slot(
-    window: tuple[int, int], seed: int
-) -> None:
+def test_tokens_that_meet_have_one_slot(window: tuple[int, int], seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = [(int(a), int(b)) for a, b in rng.integers(0, 30, (40, 2))]
     plan = plan_of(lengths, window)

@@ -79,9 +79,7 @@ def by_hand(given: list[Tensor], tree: PrefixTree, lengths: list[int], window: i
 
 
 @pytest.mark.parametrize("part", range(5))
-def test_500_random_trees_give_what_each_sequence_gives_alone(
-    part: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_500_random_trees_are_exact(part: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng([seed, part])
     shared = 0
     for turn in range(100):
@@ -103,9 +101,7 @@ def test_500_random_trees_give_what_each_sequence_gives_alone(
 
 
 @pytest.mark.parametrize("window", [-1, 5])
-def test_bfloat16_is_as_near_to_float64_as_the_plain_layout(
-    seed: int, window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_is_no_less_exact(seed: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_tree, "LEAST_SAVED", 4)
     rng = np.random.default_rng(seed)
     errors = np.zeros((2, 4))
@@ -148,9 +144,7 @@ def test_bfloat16_is_as_near_to_float64_as_the_plain_layout(
     assert (np.sqrt(errors[0]) <= 1.25 * np.sqrt(errors[1])).all(), errors
 
 
-def test_blocks_are_those_that_the_rule_of_the_mask_gives(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_follow_the_masks_rule(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "BLOCK", 4)
     monkeypatch.setattr(prefix_tree, "LEAST_SAVED", 1)
     rng = np.random.default_rng(seed)
@@ -173,9 +167,7 @@ def test_blocks_are_those_that_the_rule_of_the_mask_gives(
                 assert not block.any()
 
 
-def test_each_row_sees_exactly_its_own_sequences_before_it(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_see_only_their_own_past(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_tree, "LEAST_SAVED", 1)
     rng = np.random.default_rng(seed)
     for _ in range(100):

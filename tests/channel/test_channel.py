@@ -40,7 +40,7 @@ def bytes_of(receiver: ChannelReceiver) -> bytes:
     return data
 
 
-def test_steps_come_in_order_with_their_meta_and_the_last_to_leave_removes_the_file(
+def test_steps_keep_order_and_meta_and_the_last_side_removes_the_file(
     bus_name: str,
 ) -> None:
     with ChannelSender(bus_name, slots=3) as sender, ChannelReceiver(bus_name) as receiver:
@@ -186,7 +186,7 @@ def test_each_side_is_one_process_and_a_closed_handle_says_so(bus_name: str) -> 
     unlink_channel(bus_name)
 
 
-def test_a_step_out_of_order_or_too_large_is_refused_and_the_channel_stays_usable(
+def test_a_refused_step_leaves_the_channel_usable(
     bus_name: str,
 ) -> None:
     with (
@@ -288,9 +288,7 @@ def test_header_rows_and_sides_lie_where_the_page_says(bus_name: str) -> None:
         (12, struct.pack("<I", 7), "header .* is damaged"),
     ],
 )
-def test_a_segment_of_another_form_is_refused(
-    bus_name: str, offset: int, value: bytes, message: str
-) -> None:
+def test_a_foreign_form_is_refused(bus_name: str, offset: int, value: bytes, message: str) -> None:
     with ChannelSender(bus_name) as sender:
         sender.send(b"0")
     with open(channel_path(bus_name), "r+b") as file:

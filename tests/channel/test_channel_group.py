@@ -153,7 +153,7 @@ def child(target: Any, name: str, rank: int) -> tuple[Any, Any]:
     return process, ours
 
 
-def test_a_killed_receiver_is_named_and_its_steps_wait_for_its_successor(
+def test_a_killed_receiver_is_named_and_its_steps_wait(
     name: str,
 ) -> None:
     group = TensorChannel.group(name, senders=1, receivers=2)
@@ -290,9 +290,7 @@ def test_counts_that_do_not_divide_each_other_are_refused() -> None:
         TensorChannel.group("x", senders=2, receivers=2).sender(2)
 
 
-def test_two_gloo_ranks_of_a_trainer_learn_as_one_process(
-    name: str, tmp_path: Path, seed: int
-) -> None:
+def test_two_gloo_ranks_learn_as_one_process(name: str, tmp_path: Path, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
     steps = [torch.randn(2 * ROWS, WIDTH, generator=chance) for _ in range(STEPS)]
     address = f"file://{tmp_path}/store"

@@ -230,9 +230,7 @@ def test_steps_that_are_alike_arrive_bit_for_bit_from_any_stream(
 
 
 @in_each_memory
-def test_steps_that_are_not_like_the_last_one_arrive_too(
-    both: tuple[TensorSender, TensorReceiver], memory: Memory
-) -> None:
+def test_unlike_steps_arrive_too(both: tuple[TensorSender, TensorReceiver], memory: Memory) -> None:
     sender, receiver = both
     for step in range(4):
         send(sender, memory, step)
@@ -277,9 +275,7 @@ def test_what_cannot_be_sent_is_named_and_the_channel_stays_usable(
 
 
 @on_a_gpu
-def test_more_than_the_device_has_is_refused_and_the_channel_stays_usable(
-    bus_name: str, memory: Memory
-) -> None:
+def test_a_step_beyond_the_device_is_refused(bus_name: str, memory: Memory) -> None:
     with (
         create(bus_name, memory) as sender,
         TensorChannel.open(bus_name, specs=SPECS) as receiver,
@@ -309,9 +305,7 @@ def test_a_buffer_grows_to_the_exact_size_and_what_it_replaced_is_freed(
 
 
 @in_each_memory
-def test_a_view_that_outlives_its_context_is_an_error_and_the_step_comes_again(
-    bus_name: str, memory: Memory
-) -> None:
+def test_a_view_beyond_its_context_is_an_error(bus_name: str, memory: Memory) -> None:
     with (
         create(bus_name, memory) as sender,
         TensorChannel.open(bus_name, specs=SPECS, views=True) as receiver,
@@ -329,9 +323,7 @@ def test_a_view_that_outlives_its_context_is_an_error_and_the_step_comes_again(
 
 
 @on_a_gpu
-def test_gradients_through_a_step_are_those_of_tensors_that_never_left(
-    bus_name: str, memory: Memory
-) -> None:
+def test_gradients_cross_as_if_tensors_never_left(bus_name: str, memory: Memory) -> None:
     torch.manual_seed(0)
     head = torch.nn.Linear(64, 8, device="cuda:0", dtype=torch.bfloat16)
     hidden = torch.randn(256, 64, device="cuda:0", dtype=torch.bfloat16)
@@ -357,9 +349,7 @@ def test_gradients_through_a_step_are_those_of_tensors_that_never_left(
 @pytest.mark.timeout(100)
 @each_way
 @pytest.mark.parametrize("memory", [pytest.param(CUDA.values[0], marks=TWO_GPUS)])
-def test_a_receiver_on_another_device_reads_over_peer_access(
-    bus_name: str, spawn: Spawner, memory: Memory, how: str
-) -> None:
+def test_peer_access_reads_across(bus_name: str, spawn: Spawner, memory: Memory, how: str) -> None:
     with create(bus_name, memory) as sender:
         child = start_receiver(spawn, bus_name, how, "cuda:1")
         for step in range(100):
@@ -370,9 +360,7 @@ def test_a_receiver_on_another_device_reads_over_peer_access(
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("memory", [pytest.param(CUDA.values[0], marks=TWO_GPUS)])
-def test_a_process_that_does_not_see_the_device_is_told_so(
-    bus_name: str, spawn: Spawner, memory: Memory
-) -> None:
+def test_a_missing_device_is_told(bus_name: str, spawn: Spawner, memory: Memory) -> None:
     with create(bus_name, memory, timeout=5) as sender:
         send(sender, memory, 0)
         env = {"CUDA_VISIBLE_DEVICES": "1"}
@@ -432,9 +420,7 @@ def test_a_step_whose_memory_died_with_its_sender_fails_and_the_next_one_comes(
 
 @pytest.mark.timeout(100)
 @in_each_memory
-def test_a_killed_receiver_leaves_its_step_to_the_successor(
-    bus_name: str, spawn: Spawner, memory: Memory
-) -> None:
+def test_a_killed_receivers_step_goes_on(bus_name: str, spawn: Spawner, memory: Memory) -> None:
     holding = RECEIVER.replace(
         "step += 1", "print('holds', flush=True); __import__('time').sleep(600)"
     )
@@ -477,9 +463,7 @@ def test_steps_that_died_with_their_sender_come_again_once_both_sides_resume(
 
 @pytest.mark.timeout(60)
 @in_memfd
-def test_a_successor_sends_again_what_nobody_had_received(
-    bus_name: str, spawn: Spawner, memory: Memory
-) -> None:
+def test_a_successor_repeats_missed_steps(bus_name: str, spawn: Spawner, memory: Memory) -> None:
     child = start_sender(spawn, bus_name, memory, 2, 2)
     child.expect("sent", timeout=60)
     child.kill()
@@ -492,9 +476,7 @@ def test_a_successor_sends_again_what_nobody_had_received(
 
 
 @in_memfd
-def test_a_sender_that_closes_waits_for_a_receiver_that_is_slow(
-    bus_name: str, spawn: Spawner, memory: Memory
-) -> None:
+def test_a_closing_sender_awaits_a_receiver(bus_name: str, spawn: Spawner, memory: Memory) -> None:
     child = spawn.script(RECEIVER, bus_name, "copies", "-", PERIOD)
     with TensorChannel.create(bus_name, **memory.options) as sender:
         for step in range(2):
@@ -503,9 +485,7 @@ def test_a_sender_that_closes_waits_for_a_receiver_that_is_slow(
 
 
 @in_memfd
-def test_a_sender_that_closes_waits_no_longer_than_its_timeout(
-    bus_name: str, memory: Memory
-) -> None:
+def test_a_closing_sender_waits_within_its_timeout(bus_name: str, memory: Memory) -> None:
     sender = create(bus_name, memory, timeout=0.05)
     send(sender, memory, 0)
     sender.close()
@@ -517,9 +497,7 @@ def test_a_sender_that_closes_waits_no_longer_than_its_timeout(
 
 
 @in_memfd
-def test_a_stopped_sender_is_slow_and_nothing_is_lost(
-    bus_name: str, spawn: Spawner, memory: Memory
-) -> None:
+def test_a_stopped_sender_loses_nothing(bus_name: str, spawn: Spawner, memory: Memory) -> None:
     child = start_sender(spawn, bus_name, memory, 1, 1)
     child.expect("sent", timeout=60)
     with TensorChannel.open(bus_name, specs=SPECS) as receiver:

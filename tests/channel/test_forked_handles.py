@@ -35,9 +35,7 @@ def in_child(call: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("carrier", ["host", "memfd"])
-def test_a_fork_beside_a_thread_that_waits_leaves_no_lock_taken(
-    bus_name: str, carrier: str
-) -> None:
+def test_a_fork_beside_a_waiting_thread_takes_no_lock(bus_name: str, carrier: str) -> None:
     with (
         TensorChannel.create(bus_name, slots=1, carrier=carrier) as sender,
         TensorChannel.open(bus_name, specs=SPECS, timeout=20) as receiver,

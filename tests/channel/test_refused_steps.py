@@ -49,9 +49,7 @@ def free(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("size", [4, 1 << 17])
 @pytest.mark.parametrize("offset", [0, 4])
 @pytest.mark.parametrize("left", [0, 8])
-def test_a_tensor_without_all_of_its_memory_is_not_read(
-    sides: Sides, left: int, offset: int, size: int
-) -> None:
+def test_a_partial_tensor_is_not_read(sides: Sides, left: int, offset: int, size: int) -> None:
     sender, receiver = sides
     cut = free(torch.ones(offset + size)[offset:], left)
     with pytest.raises(ValueError, match=r"tensor 'a': expected a tensor with memory.* nothing"):
@@ -199,9 +197,7 @@ def test_a_timeout_is_checked_also_where_nothing_is_waited_for(sides: Sides) -> 
 
 
 @pytest.mark.parametrize("timeout", [np.float16(0.05), np.float32(0.05), np.int8(0), 0])
-def test_a_timeout_of_few_bits_ends_in_its_time(
-    timeout: Any, bus_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tiny_timeout_ends(timeout: Any, bus_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # What a clock says after ten days is more than such a number can have.
     import time
 

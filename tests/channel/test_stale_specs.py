@@ -35,9 +35,7 @@ def dead(bus_name: str, spawn: Spawner, side: str) -> None:
 
 
 @pytest.mark.parametrize("declared", [None, RIGHT])
-def test_specs_of_a_dead_sender_are_no_difference_for_who_comes_later(
-    bus_name: str, spawn: Spawner, declared: Any
-) -> None:
+def test_a_dead_senders_specs_are_ignored(bus_name: str, spawn: Spawner, declared: Any) -> None:
     dead(bus_name, spawn, "sender")
     with TensorChannel.open(bus_name, specs=RIGHT) as receiver:
         with pytest.raises(WaitTimeoutError, match="no successor has come"):
@@ -50,9 +48,7 @@ def test_specs_of_a_dead_sender_are_no_difference_for_who_comes_later(
                 assert item["x"].tolist() == [0, 1, 2]
 
 
-def test_a_receiver_that_comes_after_the_successor_does_not_look_at_the_dead_sender(
-    bus_name: str, spawn: Spawner
-) -> None:
+def test_a_receiver_ignores_a_dead_sender_before_a_successor(bus_name: str, spawn: Spawner) -> None:
     dead(bus_name, spawn, "sender")
     with (
         TensorChannel.create(bus_name) as sender,
@@ -65,9 +61,7 @@ def test_a_receiver_that_comes_after_the_successor_does_not_look_at_the_dead_sen
             assert item.step == 0
 
 
-def test_specs_of_a_dead_receiver_are_no_difference_for_who_comes_later(
-    bus_name: str, spawn: Spawner
-) -> None:
+def test_a_dead_receivers_specs_are_ignored(bus_name: str, spawn: Spawner) -> None:
     first = TensorChannel.create(bus_name)
     dead(bus_name, spawn, "receiver")
     first.close()
@@ -77,7 +71,7 @@ def test_specs_of_a_dead_receiver_are_no_difference_for_who_comes_later(
             assert item.step == 0
 
 
-def test_a_difference_is_told_once_of_a_side_that_has_gone_and_then_its_successor_is_awaited(
+def test_a_gone_sides_difference_is_told_once_and_a_successor_awaited(
     bus_name: str,
 ) -> None:
     with TensorChannel.create(bus_name, specs=RIGHT) as sender:

@@ -91,9 +91,7 @@ def tensor_receiver(name: str, phase: str, pipe: Connection) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("phase", ["created", "declared", "copying", "sent", "waiting"])
-def test_a_sender_that_is_killed_in_a_phase_is_told_and_succeeded(
-    bus_name: str, phase: str
-) -> None:
+def test_a_sender_killed_in_a_phase_is_succeeded(bus_name: str, phase: str) -> None:
     sent = phase in ("sent", "waiting")
     with child_at(tensor_sender, bus_name, phase) as child:
         receiver = TensorChannel.open(bus_name, specs=SPECS)
@@ -119,9 +117,7 @@ def test_a_sender_that_is_killed_in_a_phase_is_told_and_succeeded(
 @pytest.mark.parametrize(
     "phase", ["opened", "waiting", "opening a step", "holding a step", "acknowledged"]
 )
-def test_a_receiver_that_is_killed_in_a_phase_is_told_and_succeeded(
-    bus_name: str, phase: str
-) -> None:
+def test_a_receiver_killed_in_a_phase_is_succeeded(bus_name: str, phase: str) -> None:
     acked = int(phase == "acknowledged")
     with TensorChannel.create(bus_name, slots=1) as sender:
         if phase not in ("opened", "waiting"):

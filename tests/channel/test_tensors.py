@@ -75,9 +75,7 @@ def good(rows: int = 2) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.timeout(280)
-def test_steps_of_varying_lengths_arrive_bit_for_bit_in_order_in_flat_memory(
-    bus_name: str, spawn: Spawner
-) -> None:
+def test_steps_of_varying_lengths_arrive_in_order(bus_name: str, spawn: Spawner) -> None:
     scope: dict[str, Any] = {}
     exec(MADE, scope)
     with TensorChannel.create(bus_name) as sender:
@@ -140,7 +138,7 @@ def raised(sender: TensorSender, tensors: dict[str, torch.Tensor]) -> BaseExcept
     raise AssertionError("nothing was raised")
 
 
-def test_a_later_step_that_is_not_what_was_agreed_is_refused_before_it_is_sent(
+def test_a_step_unlike_the_agreed_specs_is_refused_before_sending(
     bus_name: str,
 ) -> None:
     sender, receiver = both(bus_name)
@@ -154,7 +152,7 @@ def test_a_later_step_that_is_not_what_was_agreed_is_refused_before_it_is_sent(
                 assert item["hidden"].shape == (rows, 16)
 
 
-def test_a_step_that_was_sent_before_the_receiver_came_is_refused_on_both_sides(
+def test_a_step_sent_before_the_receiver_is_refused_on_both_sides(
     bus_name: str,
 ) -> None:
     with TensorChannel.create(bus_name) as sender:

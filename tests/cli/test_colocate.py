@@ -81,9 +81,7 @@ def test_a_driver_without_mps_is_named(mps: Path, monkeypatch: pytest.MonkeyPatc
         (os.getuid(), "it runs elsewhere .pid 7.: set CUDA_MPS_PIPE_DIRECTORY=/tmp/other"),
     ],
 )
-def test_another_mps_is_named_and_left_alone(
-    mps: Path, monkeypatch: pytest.MonkeyPatch, user: int, why: str
-) -> None:
+def test_another_mps_stays(mps: Path, monkeypatch: pytest.MonkeyPatch, user: int, why: str) -> None:
     monkeypatch.setattr(colocate, "_daemons", lambda: iter([(7, user, "/tmp/other")]))
     problem = colocate._start()
     assert not mps.exists()

@@ -48,8 +48,6 @@ def test_a_companion_is_called_after_kind_and_bus(bus: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "bus"), [("weights", "x.sock"), ("we.ights", "x"), ("", "x")])
-def test_a_companion_that_would_be_called_like_something_else_is_refused(
-    kind: str, bus: str
-) -> None:
+def test_a_companion_with_an_ambiguous_name_is_refused(kind: str, bus: str) -> None:
     with pytest.raises(ValueError, match="choose another name"):
         companion_name(kind, bus)

@@ -96,9 +96,7 @@ def test_a_cgroup_above_the_own_one_that_is_tighter_than_dev_shm_is_a_warning(
     assert "/sys/fs/cgroup/pod has 3.0 MiB free of 8.0 MiB" in finding.found
 
 
-def test_a_torch_that_cannot_be_imported_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_torch_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "torch"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('libcuda.so.1 is broken')")

@@ -42,9 +42,7 @@ def found(name: str) -> dict[str, Any]:
     return row
 
 
-def test_an_abandoned_bus_is_named_with_its_loss_and_removed_only_with_yes(
-    bus_name: str, spawn: Spawner
-) -> None:
+def test_an_abandoned_bus_is_removed_only_with_yes(bus_name: str, spawn: Spawner) -> None:
     shmbus.Bus.create(bus_name, "4MiB").close()
     worker = spawn.script(WORKER, bus_name, 3, "w")
     worker.expect("ready")
@@ -65,9 +63,7 @@ def test_an_abandoned_bus_is_named_with_its_loss_and_removed_only_with_yes(
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("user", ["creator", "handle", "producer", "consumer"])
-def test_what_anybody_alive_has_open_is_never_touched(
-    bus_name: str, spawn: Spawner, user: str, stopped: bool
-) -> None:
+def test_a_bus_in_use_is_untouched(bus_name: str, spawn: Spawner, user: str, stopped: bool) -> None:
     if user != "creator":
         shmbus.Bus.create(bus_name, "1MiB").close()
     child = {
@@ -88,9 +84,7 @@ def test_what_anybody_alive_has_open_is_never_touched(
     assert found(bus_name)["verdict"] == "removable"
 
 
-def test_a_child_forked_from_a_user_does_not_keep_the_bus_in_use(
-    bus_name: str, spawn: Spawner
-) -> None:
+def test_a_forked_child_does_not_keep_the_bus_in_use(bus_name: str, spawn: Spawner) -> None:
     child = spawn.script(
         "import os, sys, time, shmbus\n"
         "bus, creator = shmbus.Bus.create(sys.argv[1], '1MiB'), os.getpid()\n"
@@ -290,9 +284,7 @@ time.sleep(600)
 """
 
 
-def test_shared_memory_of_a_dead_engine_is_reported_with_the_command_and_never_removed(
-    bus_name: str, spawn: Spawner
-) -> None:
+def test_a_dead_engines_shared_memory_is_reported_and_kept(bus_name: str, spawn: Spawner) -> None:
     path = f"/dev/shm/psm_{bus_name}"
     engine = spawn.script(MAPPER, path)
     engine.expect("ready")

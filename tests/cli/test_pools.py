@@ -54,9 +54,7 @@ def test_status_and_list_say_what_weights_there_are(bus_name: str, weights: Pool
         assert row["pools"][0]["readers"][0]["label"] == "replica"  # type: ignore[index, call-overload]
 
 
-def test_a_version_that_a_reader_refused_is_a_finding(
-    bus_name: str, weights: PoolPublisher
-) -> None:
+def test_a_version_refused_by_a_reader_is_found(bus_name: str, weights: PoolPublisher) -> None:
     del weights
     with PoolReader(bus_name, "weights", label="replica") as reader:
         with reader.latest(timeout=5) as lease:

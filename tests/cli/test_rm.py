@@ -26,9 +26,7 @@ def leave_companions(name: str) -> None:
     Path("/dev/shm" + companion_name("gateway", name)).write_bytes(b"state")
 
 
-def test_a_bus_goes_with_its_weights_and_the_state_of_its_gateway(
-    bus_name: str, spawn: Spawner
-) -> None:
+def test_a_bus_goes_with_its_companions(bus_name: str, spawn: Spawner) -> None:
     shmbus.Bus.create(bus_name, "4MiB").close()
     leave_companions(bus_name)
     worker = spawn.script(WORKER, bus_name, 3, "w")
@@ -60,9 +58,7 @@ def test_by_force_who_has_it_open_is_told(bus_name: str) -> None:
             producer.put("a", group_size=1, index=0, tokens=[1], timeout=5)
 
 
-def test_a_daemon_ends_with_the_bus_that_is_removed_by_force(
-    bus_name: str, daemon: Callable[..., Any]
-) -> None:
+def test_a_forced_removal_ends_a_daemon(bus_name: str, daemon: Callable[..., Any]) -> None:
     shmbus.Bus.create(bus_name, "1MiB").close()
     served = daemon()
     assert "a daemon listens on it" in cli("rm", bus_name).err
@@ -71,9 +67,7 @@ def test_a_daemon_ends_with_the_bus_that_is_removed_by_force(
     wait_until(lambda: files_of(bus_name) == [], what="the daemon's socket to go")
 
 
-def test_by_force_what_a_killed_daemon_left_goes_with_all_else(
-    bus_name: str, daemon: Callable[..., Any]
-) -> None:
+def test_force_removes_a_killed_daemons_files(bus_name: str, daemon: Callable[..., Any]) -> None:
     served = daemon("--capacity", "1MiB")
     leave_companions(bus_name)
     served.kill()

@@ -95,9 +95,7 @@ def start(terminal: list[Terminal], *arguments: str) -> Terminal:
 
 
 @pytest.mark.parametrize("how", ["q", "Q", "\x03", "SIGTERM", "SIGHUP", "SIGINT"])
-def test_top_leaves_the_terminal_as_it_was(
-    bus_name: str, terminal: list[Terminal], how: str
-) -> None:
+def test_top_restores_the_terminal(bus_name: str, terminal: list[Terminal], how: str) -> None:
     with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name, label="worker") as producer:
         put_group(producer, "waits", skip=1)
         top = start(terminal, "top", bus_name, "--interval", "0.2")
@@ -126,9 +124,7 @@ def test_other_keys_do_not_quit(bus_name: str, terminal: list[Terminal]) -> None
         assert top.finish() == 0
 
 
-def test_a_bus_that_goes_away_ends_the_view_with_a_message(
-    bus_name: str, terminal: list[Terminal]
-) -> None:
+def test_a_bus_that_goes_away_ends_the_view(bus_name: str, terminal: list[Terminal]) -> None:
     with shmbus.Bus.create(bus_name, "1MiB"):
         top = start(terminal, "top", bus_name, "--interval", "0.1")
         top.expect("ledger")
@@ -169,9 +165,7 @@ def test_rates_come_from_counts_and_time(bus_name: str, spawn: Spawner) -> None:
 
 
 @pytest.mark.parametrize("producers", [0, 3, 40])
-def test_a_frame_fits_every_terminal_and_counts_what_it_leaves_out(
-    bus_name: str, producers: int
-) -> None:
+def test_a_frame_fits_and_counts_omissions(bus_name: str, producers: int) -> None:
     with (
         shmbus.Bus.create(bus_name, "1MiB", max_producers=64),
         contextlib.ExitStack() as stack,

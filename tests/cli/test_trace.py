@@ -36,9 +36,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def test_the_trace_has_what_was_before_and_what_happens(
-    bus_name: str, daemon: Start, tmp_path: Path
-) -> None:
+def test_a_trace_has_past_and_present(bus_name: str, daemon: Start, tmp_path: Path) -> None:
     daemon("--capacity", "2MiB")
     path = tmp_path / "run.json"
     with (
@@ -111,9 +109,7 @@ def test_a_trace_is_read_from_the_oldest_on_page_by_page(bus_name: str, daemon: 
     assert [each.number for each in pages] == [each.number for each in whole]
 
 
-def test_the_trace_of_a_bus_that_vanishes_ends_well(
-    bus_name: str, daemon: Start, tmp_path: Path
-) -> None:
+def test_a_trace_of_a_removed_bus_ends(bus_name: str, daemon: Start, tmp_path: Path) -> None:
     served = daemon("--capacity", "2MiB")
     path = tmp_path / "run.json"
     traced = begin(bus_name, path)

@@ -64,9 +64,7 @@ def test_a_wrong_option_is_a_usage_error_before_anything_is_made(
         (("list", "--jsn"), {}, "unrecognized arguments"),
     ],
 )
-def test_a_wrong_word_is_a_usage_error(
-    line: tuple[str, ...], env: dict[str, str], said: str
-) -> None:
+def test_a_wrong_word_is_refused(line: tuple[str, ...], env: dict[str, str], said: str) -> None:
     ended = cli(*line, env=env)
     assert (ended.status, said in ended.err) == (2, True), ended.err
     assert "Traceback" not in ended.err
@@ -170,9 +168,7 @@ def test_what_a_living_creator_holds_is_left_alone(bus_name: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["status", "list", "inspect", "gc"])
-def test_a_command_whose_output_was_closed_before_its_start_ends_as_any_other(
-    bus_name: str, command: str
-) -> None:
+def test_closed_output_ends_a_command_as_usual(bus_name: str, command: str) -> None:
     """As by ``>&-`` in a shell, or under a supervisor that gives no descriptors."""
     names = [] if command == "list" else [bus_name]
     with Bus.create(bus_name, "64KiB"):

@@ -130,9 +130,7 @@ def test_a_place_that_is_not_in_the_segment_is_refused_and_leaves_no_lock(
     assert borrower.locks() == (0, 0) and lease_locks(bus) == 0
 
 
-def test_a_released_record_cannot_be_borrowed(
-    bus: Bus, reader: _core.Reader, borrower: _core.Borrower
-) -> None:
+def test_a_release_ends_borrowing(bus: Bus, reader: _core.Reader, borrower: _core.Borrower) -> None:
     put(bus, 1)
     found = reader.poll(1)
     places = _core.places(found)
@@ -239,9 +237,7 @@ def put_singles(name: str, count: int) -> None:
             producer.put(str(index), group_size=1, index=0, tokens=np.zeros(800, np.int32))
 
 
-def test_views_outlive_their_borrower_and_hold_nothing_then(
-    bus: Bus, reader: _core.Reader, borrower: _core.Borrower
-) -> None:
+def test_views_outlive_a_borrower(bus: Bus, reader: _core.Reader, borrower: _core.Borrower) -> None:
     put(bus, 1)
     found = reader.poll(1)
     ours = borrow(borrower, _core.places(found)).samples
@@ -258,9 +254,7 @@ def test_views_outlive_their_borrower_and_hold_nothing_then(
         ours[0]["tokens"]
 
 
-def test_leases_move_with_the_client_number(
-    bus: Bus, reader: _core.Reader, borrower: _core.Borrower
-) -> None:
+def test_leases_follow_the_client(bus: Bus, reader: _core.Reader, borrower: _core.Borrower) -> None:
     put(bus, 3)
     places = _core.places(reader.poll(3))
     leases = [borrow(borrower, places) for _ in range(2)]
@@ -347,9 +341,7 @@ time.sleep(600)
 """
 
 
-def test_a_borrower_that_is_killed_holds_nothing(
-    bus: Bus, reader: _core.Reader, spawn: Spawner
-) -> None:
+def test_a_killed_borrower_holds_nothing(bus: Bus, reader: _core.Reader, spawn: Spawner) -> None:
     put(bus, 2)
     child = spawn.script(BORROW, bus.name, _core.places(reader.poll(2)).hex())
     child.expect("looking")
@@ -358,9 +350,7 @@ def test_a_borrower_that_is_killed_holds_nothing(
     wait_until(lambda: not lease_locks(bus) and not view_locks(bus))
 
 
-def test_the_policy_version_of_a_read_only_mapping_cannot_be_set(
-    bus: Bus, borrower: _core.Borrower
-) -> None:
+def test_a_read_only_mappings_policy_version_is_fixed(bus: Bus, borrower: _core.Borrower) -> None:
     with pytest.raises(TypeError, match="read-only"):
         borrower.segment.policy_version = 3
     with pytest.raises(OSError):

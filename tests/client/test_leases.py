@@ -99,7 +99,7 @@ def test_what_is_given_back_is_unlocked_before_the_daemon_is_told(dialogue: Dial
     assert dialogue.leases.locks()[0] == len(rest)
 
 
-def test_a_reconnect_renumbers_leases_confirms_ends_and_loses_what_it_must(
+def test_a_reconnect_renumbers_and_confirms_leases(
     dialogue: Dialogue,
 ) -> None:
     leases, state = dialogue.leases, dialogue.state
@@ -122,9 +122,7 @@ def test_a_reconnect_renumbers_leases_confirms_ends_and_loses_what_it_must(
     assert dialogue.give_back(lost_group) is None
 
 
-def test_claims_are_split_within_the_bound_on_a_message(
-    dialogue: Dialogue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_claims_are_split_by_size(dialogue: Dialogue, monkeypatch: pytest.MonkeyPatch) -> None:
     dialogue.grant(step=4)
     assert dialogue.state.next_step == 5
     monkeypatch.setattr(limits, "MAX_MESSAGE_BYTES", 2 * (16 + 64))
@@ -148,7 +146,7 @@ def test_ready_leases_are_handed_out_in_order_and_lost_ones_never(dialogue: Dial
     assert dialogue.take(2) == [] and dialogue.leases.ready == []
 
 
-def test_what_is_ready_can_be_given_back_and_lost_leases_are_not_among_it(
+def test_ready_groups_but_no_lost_lease_can_be_given_back(
     dialogue: Dialogue,
 ) -> None:
     _, second, _ = dialogue.grant()

@@ -169,9 +169,7 @@ time.sleep(600)
 
 
 @pytest.mark.timeout(60)
-def test_the_socket_of_an_owner_is_in_use_while_it_lives_and_removable_after(
-    bus_name: str, spawn: Spawner
-) -> None:
+def test_an_owners_socket_is_in_use_while_it_lives(bus_name: str, spawn: Spawner) -> None:
     path = memory_socket("channel", bus_name)
 
     def verdict() -> str:

@@ -61,9 +61,7 @@ def settled_descriptors() -> Counter[str]:
     return seen[-1]
 
 
-def test_another_process_gets_the_descriptor_and_its_message(
-    server: DescriptorServer, place: str, spawn: Spawner
-) -> None:
+def test_a_descriptor_crosses(server: DescriptorServer, place: str, spawn: Spawner) -> None:
     said = spawn.script(ASKER, place).finish()
     assert said.split("\n")[0] == "the answer to chunk 0 content of chunk 0"
 

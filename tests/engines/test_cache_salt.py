@@ -62,9 +62,7 @@ async def test_no_new_request_is_served_what_older_weights_have_cached(
     assert sum(each["runs"] == 7 for each in answers) > PROMPTS, "nothing could be cached"
 
 
-async def test_a_number_that_comes_again_clears_what_was_cached_by_it(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_a_repeated_number_clears_its_cache(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = servers(1, CachingVllm)
     answers: list[dict[str, float]] = []
     async with EngineFleet([VllmServer(running.url)], bus=bus.name, timeout=TIMEOUT_S) as fleet:
@@ -79,9 +77,7 @@ async def test_a_number_that_comes_again_clears_what_was_cached_by_it(
     assert [each["clears"] for each in answers[::2]] == [0, 0, 1, 1]
 
 
-async def test_while_servers_are_updated_no_two_requests_share_a_salt(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_no_two_requests_share_a_salt(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = servers(1)
     with shmbus.Producer(bus.name) as producer:
         before = producer.cache_salt

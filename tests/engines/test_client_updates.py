@@ -65,9 +65,7 @@ def tokens(running: Running) -> list[float | str]:
     return found
 
 
-def test_every_rank_runs_what_was_sent_and_the_bus_says_so(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+def test_ranks_run_what_the_bus_says(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = servers(2)
     trainer.publish(1)
     updates = ClientUpdates(bus.name, Client(running), timeout=TIMEOUT_S)
@@ -106,9 +104,7 @@ def test_a_failure_after_the_start_brings_all_ranks_back(
     assert tokens(running) == [4.0] * 3
 
 
-def test_a_failure_before_the_start_touches_nothing(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+def test_an_early_failure_touches_nothing(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = servers(1)
     trainer.publish(1)
     client = Client(running)
@@ -131,9 +127,7 @@ def test_a_server_that_can_go_nowhere_is_named(bus: Bus, trainer: Trainer, serve
         updates.bring(2, None)
 
 
-def test_an_update_that_a_dead_trainer_left_open_is_ended_first(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+def test_a_dead_trainers_update_is_ended_first(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = servers(1)
     trainer.publish(1)
     dead = Client(running)

@@ -28,9 +28,7 @@ def fleet_of(bus: Bus, *running: Any, **options: Any) -> EngineFleet:
     return EngineFleet(servers, bus=bus.name, timeout=TIMEOUT_S, **options)
 
 
-async def test_a_server_joins_at_the_newest_version_and_the_others_go_on(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_a_server_joins_at_the_newest(bus: Bus, trainer: Trainer, servers: Any) -> None:
     first, second = servers(1), servers(2)
     async with fleet_of(bus, first) as fleet:
         assert await fleet.add(VllmServer(second.url)) is None, "nothing was published"
@@ -61,9 +59,7 @@ async def test_a_server_that_joins_in_the_middle_of_an_update_waits_for_its_end(
         assert [await token(each) for each in (first, second)] == [2.0, 2.0]
 
 
-async def test_a_server_that_does_not_take_the_weights_is_none_of_the_fleet(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_a_server_without_weights_is_out(bus: Bus, trainer: Trainer, servers: Any) -> None:
     first, second = servers(1), servers(1)
     async with fleet_of(bus, first) as fleet:
         await fleet.update(trainer, 1)
@@ -140,9 +136,7 @@ async def test_a_server_that_was_started_anew_has_no_version_until_it_catches_up
             assert producer.requests.next(5.0) is not None
 
 
-async def test_a_refused_connection_is_one_error_without_the_library_s_own(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_a_refused_connection_is_one_error(bus: Bus, trainer: Trainer, servers: Any) -> None:
     gone = servers(1)
     gone.kill()
     async with fleet_of(bus, gone) as fleet:
@@ -153,9 +147,7 @@ async def test_a_refused_connection_is_one_error_without_the_library_s_own(
     assert (caught.value.__cause__, caught.value.server) == (None, gone.url)
 
 
-async def test_a_server_leaves_and_the_last_one_stays(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_a_server_leaves_the_last_stays(bus: Bus, trainer: Trainer, servers: Any) -> None:
     first, second = servers(1), servers(1)
     async with fleet_of(bus, first, second, quorum=1) as fleet:
         await fleet.update(trainer, 1)

@@ -77,9 +77,7 @@ REFUSED: list[tuple[Call, str]] = [
 
 
 @pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_makes_no_fleet_and_no_server_is_refused_without_its_keys(
-    call: Call, said: str
-) -> None:
+def test_what_makes_no_fleet_is_refused_without_keys(call: Call, said: str) -> None:
     told = str(refused(said, call))
     assert "secret" not in told and "key@" not in told
 

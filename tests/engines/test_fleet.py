@@ -82,9 +82,7 @@ async def test_a_failure_after_the_start_brings_every_server_back_to_the_last_wh
     assert [each.version for each in report.servers] == [9, 9]
 
 
-async def test_with_a_quorum_the_others_go_on_and_the_one_behind_is_named(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_a_quorum_names_the_server_behind(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = [servers(1), servers(1)]
     await update(bus.name, trainer, 1, *running)
     await running[1].fault("update", "refuse")
@@ -128,9 +126,7 @@ async def test_a_server_without_a_version_to_go_back_to_stays_paused_and_is_name
     assert paused_by(bus.name) is None
 
 
-async def test_a_server_that_dies_in_the_middle_is_no_reason_to_hang(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_a_dying_server_causes_no_hang(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = [servers(1), servers(1)]
     await update(bus.name, trainer, 1, *running)
     await running[0].fault("update", "die")
@@ -140,9 +136,7 @@ async def test_a_server_that_dies_in_the_middle_is_no_reason_to_hang(
     assert await running[1].tokens(1) == [2.0]
 
 
-async def test_a_server_that_hangs_costs_its_deadline(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_a_hang_costs_its_deadline(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = [servers(1)]
     await update(bus.name, trainer, 1, *running)
     await running[0].fault("update", "hang")
@@ -165,9 +159,7 @@ async def test_an_update_that_is_open_still_is_ended_before_the_next_begins(
     assert await running[0].tokens(1) == [2.0]
 
 
-async def test_a_server_is_paused_once_no_rank_of_it_looks_a_version_up(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_a_pause_waits_for_rank_lookups(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = [servers(2), servers(2)]
     await running[0].fault("init", "aside")
     report = await update(bus.name, trainer, 1, *running)
@@ -176,9 +168,7 @@ async def test_a_server_is_paused_once_no_rank_of_it_looks_a_version_up(
         assert await each.calls() == [["paused while it looks up", False]]
 
 
-async def test_a_resume_that_did_nothing_is_said_again(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_an_idle_resume_is_repeated(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = [servers(1)]
     await running[0].fault("resume", "lie")
     await update(bus.name, trainer, 1, *running)
@@ -235,9 +225,7 @@ async def test_two_trainers_do_not_update_at_once(bus: Bus, trainer: Trainer, se
         await first
 
 
-def test_without_an_event_loop_an_update_is_one_call(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+def test_an_update_needs_no_event_loop(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = servers(1)
     report = EngineFleet([VllmServer(running.url)], bus=bus.name, timeout=TIMEOUT_S).update_sync(
         trainer, 3

@@ -69,9 +69,7 @@ async def test_a_server_that_answers_nothing_stays_named_over_the_updates_of_the
     assert await running[1].tokens(1) == [3.0] and named(bus.name) == []
 
 
-async def test_servers_of_another_fleet_stay_in_the_note_until_somebody_knows_them(
-    bus: Bus, servers: Any
-) -> None:
+async def test_other_fleets_servers_stay_in_the_note_until_known(bus: Bus, servers: Any) -> None:
     left, mine = servers(1), servers(1)
     process = start_trainer(bus.name, "vllm", [left], "update", False, signal.SIGKILL)
     await asyncio.to_thread(process.join, 60)
@@ -125,9 +123,7 @@ async def test_a_step_of_a_shared_model_resumes_no_server_that_an_update_left_to
     assert await running.tokens(1) == [1.0] and named(bus.name) == []
 
 
-async def test_a_torn_shared_model_is_served_by_nobody_where_its_healing_cannot_pause(
-    bus: Bus, servers: Any
-) -> None:
+async def test_a_torn_model_that_cannot_pause_is_served_by_none(bus: Bus, servers: Any) -> None:
     running = [servers(1, SmallShared), servers(1, SmallShared)]
     model = model_of(1)
 
@@ -151,9 +147,7 @@ async def test_a_torn_shared_model_is_served_by_nobody_where_its_healing_cannot_
     assert named(bus.name) == []
 
 
-async def test_a_note_that_cannot_be_read_is_locked_by_nobody(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_an_unreadable_note_locks_nobody(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = servers(1)
     path = Path(SHM_DIRECTORY + companion_name(NOTE_KIND, bus.name))
     path.write_bytes(b"another version's")

@@ -294,9 +294,7 @@ async def test_an_adapter_that_a_server_does_not_load_leaves_the_version_before_
         assert (await server.adapters(TIMEOUT_S))[second.name] == first.path
 
 
-async def test_a_server_that_has_ended_is_reported_gone(
-    bus: Bus, servers: Any, folder: Path
-) -> None:
+async def test_an_ended_server_is_gone(bus: Bus, servers: Any, folder: Path) -> None:
     running = [servers(1, SmallLora), servers(1, SmallLora)]
     running[1].kill()
     made = LoraFiles(folder, "run1", CONFIG).publish(lora_state(Peft()), 0)

@@ -86,9 +86,7 @@ async def test_it_runs_each_checkpoint_that_a_reload_brings_and_ends_with_its_bl
     assert not is_alive(pid) and not server.running
 
 
-async def test_one_that_died_is_started_again_with_what_it_had(
-    trainer: Trainer, tmp_path: Path
-) -> None:
+async def test_a_dead_one_is_restarted_with_its_state(trainer: Trainer, tmp_path: Path) -> None:
     async with server_of(tmp_path / "latest") as server:
         os.kill(says(server.address)["pid"], signal.SIGKILL)
         await asyncio.to_thread(wait_until, lambda: not server.running)
@@ -150,9 +148,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("end_s", [0.0, 1.0])
-async def test_an_answer_of_another_server_at_its_url_is_no_start(
-    trainer: Trainer, tmp_path: Path, end_s: float
-) -> None:
+async def test_a_foreign_answer_is_no_start(trainer: Trainer, tmp_path: Path, end_s: float) -> None:
     async with server_of(tmp_path / "latest") as stranger:
         code = f"import sys, time; time.sleep({end_s}); sys.exit(98)"
         command = [sys.executable, "-c", code, "{checkpoint}"]

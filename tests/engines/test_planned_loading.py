@@ -234,9 +234,7 @@ def test_what_a_loader_computes_with_is_loaded_by_it_each_time_and_the_rest_is_n
     assert len(load.given) == (4 if again else 1)
 
 
-def test_a_model_whose_memory_moved_is_loaded_by_its_loader(
-    bus: str, device: torch.device, seed: int
-) -> None:
+def test_moved_memory_means_an_ordinary_load(bus: str, device: torch.device, seed: int) -> None:
     trainer, model = Trainer(Shape(), seed), FusedModel(Shape(), device=device)
     loader = PlannedLoader(model, device, load := Counted(model))
     with published(bus, trainer, device) as following:
@@ -249,9 +247,7 @@ def test_a_model_whose_memory_moved_is_loaded_by_its_loader(
     assert len(load.given) == 2
 
 
-def test_modules_that_may_not_be_planned_are_loaded_each_time(
-    bus: str, device: torch.device, seed: int
-) -> None:
+def test_unplannable_modules_load_each_time(bus: str, device: torch.device, seed: int) -> None:
     trainer, model = Trainer(Shape(), seed), FusedModel(Shape(), device=device)
     loader = PlannedLoader(
         model, device, load := Counted(model), may_plan=lambda module: module is not model.layers[1]

@@ -70,9 +70,7 @@ async def test_a_reload_that_fails_is_followed_by_one_of_the_checkpoint_before(
     assert bus.policy_version == 1 and paused_by(bus.name) is None
 
 
-async def test_with_a_quorum_the_others_go_on(
-    bus: Bus, writer: Trainer, servers: Any, tmp_path: Path
-) -> None:
+async def test_a_quorum_goes_on(bus: Bus, writer: Trainer, servers: Any, tmp_path: Path) -> None:
     running = [servers(1), servers(1)]
     writer.publish(1)
     await reload(bus.name, tmp_path, *running)
@@ -113,9 +111,7 @@ async def test_a_timeout_is_any_number_of_seconds(
     assert await running.tokens(3) == [1.0] * 3
 
 
-async def test_what_cannot_be_paused_is_left_alone(
-    bus: Bus, writer: Trainer, servers: Any, tmp_path: Path
-) -> None:
+async def test_no_pause_no_reload(bus: Bus, writer: Trainer, servers: Any, tmp_path: Path) -> None:
     running = [servers(1), servers(1)]
     writer.publish(1)
     await running[0].fault("pause", "500")

@@ -42,9 +42,7 @@ async def test_an_answer_that_comes_in_pieces_is_read_whole(bus: Bus, trainer: T
 
 
 @pytest.mark.parametrize("kind", [VllmServer, SglangServer])
-async def test_an_address_where_nobody_listens_is_said_and_no_option_advised(
-    kind: Any, bus: Bus, trainer: Trainer
-) -> None:
+async def test_a_closed_port_is_told_without_advice(kind: Any, bus: Bus, trainer: Trainer) -> None:
     async with RawServer() as server:
         url = server.url
     fleet = EngineFleet([kind(url)], bus=bus.name, timeout=TIMEOUT_S)
@@ -55,7 +53,7 @@ async def test_an_address_where_nobody_listens_is_said_and_no_option_advised(
 
 
 @pytest.mark.parametrize("dies", [True, False])
-async def test_a_server_that_resets_its_last_connections_while_dying_counts_as_gone(
+async def test_a_server_that_resets_connections_while_dying_is_gone(
     dies: bool,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -78,9 +76,7 @@ async def test_a_server_that_resets_its_last_connections_while_dying_counts_as_g
 
 
 @pytest.mark.parametrize("path", ["/get_world_size", "/pause", "/update_weights", "/resume"])
-async def test_json_of_any_depth_is_an_answer_like_any_other(
-    path: str, bus: Bus, trainer: Trainer
-) -> None:
+async def test_deeply_nested_json_is_an_answer(path: str, bus: Bus, trainer: Trainer) -> None:
     async with RawServer() as server:
         fleet = fleet_of(bus.name, server)
         await fleet.update(trainer, 1)
@@ -96,9 +92,7 @@ async def test_json_of_any_depth_is_an_answer_like_any_other(
         assert server.model.unique().tolist() == [3.0]
 
 
-async def test_what_a_server_of_the_users_raises_leaves_nobody_paused(
-    bus: Bus, trainer: Trainer
-) -> None:
+async def test_a_raising_user_server_stays_unpaused(bus: Bus, trainer: Trainer) -> None:
     class Broken(VllmServer):
         async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
             if version == 2:
@@ -156,9 +150,7 @@ def test_names_of_rows_fit_and_differ() -> None:
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
-async def test_a_pause_of_the_operators_is_the_operators_to_end(
-    mode: str, bus: Bus, trainer: Trainer
-) -> None:
+async def test_only_the_operator_ends_their_pause(mode: str, bus: Bus, trainer: Trainer) -> None:
     async with RawServer() as server:
         bus.pause("the disk is full")
         await fleet_of(bus.name, server, mode=mode).update(trainer, 1)
@@ -258,9 +250,7 @@ async def test_what_a_dead_trainer_asked_last_ends_before_its_rows_are_believed(
 
 
 @pytest.mark.parametrize("step", LATE_STEPS)
-def test_a_client_that_gave_up_brings_back_what_ran_before(
-    step: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+def test_a_timed_out_client_reverts(step: str, bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = servers(2)
     client = Client(running, timeout=PATIENCE_S)
     trainer.publish(1)

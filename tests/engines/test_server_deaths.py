@@ -68,9 +68,7 @@ pytest_plugins = ["engine_fixtures"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_it_is_paused_again_before_what_a_dead_trainer_left_is_loaded(
-    kind: str, bus: Bus, servers: Any
-) -> None:
+async def test_it_is_paused_again_before_healing(kind: str, bus: Bus, servers: Any) -> None:
     running = [servers(1, kind), servers(2, kind)]
     process = start_trainer(bus.name, kind, running, "update", False, signal.SIGKILL)
     await asyncio.to_thread(process.join, 60)

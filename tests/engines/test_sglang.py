@@ -70,9 +70,7 @@ async def test_each_mode_is_said_in_sglangs_words_and_no_request_meets_a_mix(
 
 
 @pytest.mark.parametrize("kind", ["500", "503", "lie", "break"])
-async def test_a_failed_update_brings_every_server_back(
-    kind: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_a_failure_is_undone(kind: str, bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = [servers(2, SmallSglang), servers(1, SmallSglang)]
     await update(bus.name, trainer, 7, *running)
     await running[0].fault("update", kind)
@@ -145,9 +143,7 @@ async def test_a_server_that_cannot_take_weights_is_not_paused(
     assert await running.tokens(1) == [0.0]
 
 
-async def test_a_quantised_model_is_never_opened_without_being_loaded(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_quantised_models_are_always_loaded(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = servers(2, Quantised)
     report = await update(bus.name, trainer, 4, running)
     assert report.servers[0].version == 4
@@ -155,9 +151,7 @@ async def test_a_quantised_model_is_never_opened_without_being_loaded(
     assert paths.count("/begin_weight_update") == 1
 
 
-async def test_ranks_that_cannot_attach_leave_the_old_weights_in_force(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_old_weights_stay_without_attaching(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = servers(1, SmallSglang)
     await running.fault("update", "lie")
     with pytest.raises(
@@ -198,9 +192,7 @@ async def test_a_session_of_which_nobody_knows_the_end_keeps_the_server_paused_a
     assert [await each.tokens(1) for each in running] == [[2.0]] * 2
 
 
-async def test_servers_of_both_kinds_are_one_fleet(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_one_fleet_has_both_kinds(bus: Bus, trainer: Trainer, servers: Any) -> None:
     first, second = servers(1, SmallSglang), servers(2, SmallVllm)
     both: list[Any] = [SglangServer(first.url), VllmServer(second.url)]
     async with EngineFleet(both, bus=bus.name, timeout=TIMEOUT_S) as fleet:

@@ -31,9 +31,7 @@ async def attached(bus: str, *running: Running) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-async def test_requests_in_flight_meet_whole_versions_of_the_one_copy(
-    mode: Any, bus: Bus, servers: Any
-) -> None:
+async def test_requests_meet_whole_versions_in_the_copy(mode: Any, bus: Bus, servers: Any) -> None:
     running = [servers(1, SmallShared), servers(1, SmallShared)]
     model = model_of(0)
     with share_model(bus.name, model, version=0) as shared:
@@ -52,9 +50,7 @@ async def test_requests_in_flight_meet_whole_versions_of_the_one_copy(
     assert paused_by(bus.name) is None
 
 
-async def test_a_step_that_failed_leaves_the_servers_paused_until_it_is_healed(
-    bus: Bus, servers: Any
-) -> None:
+async def test_a_failed_step_pauses_servers_until_healed(bus: Bus, servers: Any) -> None:
     running = servers(1, SmallShared)
     model = model_of(1)
 
@@ -78,9 +74,7 @@ async def test_a_step_that_failed_leaves_the_servers_paused_until_it_is_healed(
 
 
 @pytest.mark.parametrize("kind", ["500", "close"])
-async def test_a_server_that_cannot_be_paused_keeps_the_model_as_it_is(
-    kind: str, bus: Bus, servers: Any
-) -> None:
+async def test_an_unpausable_server_keeps_the_model(kind: str, bus: Bus, servers: Any) -> None:
     running = [servers(1, SmallShared), servers(1, SmallShared)]
     model = model_of(1)
     with share_model(bus.name, model, version=1) as shared:
@@ -146,9 +140,7 @@ async def test_a_model_of_another_bus_is_refused(bus: Bus) -> None:
             await fleet.step(shared, dict, 2)
 
 
-async def test_a_step_has_images_encoded_anew_and_a_number_that_comes_again_clears_caches(
-    bus: Bus, servers: Any
-) -> None:
+async def test_a_step_encodes_images_anew_and_clears_caches(bus: Bus, servers: Any) -> None:
     running = servers(1, SmallShared)
     model = model_of(0)
     with share_model(bus.name, model, version=0) as shared:

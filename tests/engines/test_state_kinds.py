@@ -72,9 +72,7 @@ async def test_a_reload_that_would_keep_encoder_outputs_is_refused_before_a_paus
     trainer.publisher.close()
 
 
-async def test_a_server_that_keeps_its_encoder_outputs_keeps_its_old_weights(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_kept_encoder_outputs_keep_weights(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = servers(1)
     await update(bus.name, trainer, 1, running)
     await running.fault("encoder", "500")
@@ -153,9 +151,7 @@ async def test_each_report_warns_of_a_draft_model_that_keeps_its_weights(
             assert (told.version, told.error) == (version, "") and named in told.warning
 
 
-async def test_a_version_that_was_never_published_is_not_in_force(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+async def test_an_unpublished_version_is_refused(bus: Bus, trainer: Trainer, servers: Any) -> None:
     server, rows = servers(1).server(), RankRows(bus.name)
     trainer.publish(1)
     with PoolReader(bus.name, "weights", label=f"{server.address} rank 0") as rank:

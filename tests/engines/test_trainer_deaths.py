@@ -92,9 +92,7 @@ async def test_a_server_that_has_ended_is_not_waited_for(bus: Bus, servers: Any)
     assert paused_by(bus.name) is None
 
 
-async def test_a_server_that_stays_torn_is_named_until_the_command_has_it_resumed(
-    bus: Bus, servers: Any
-) -> None:
+async def test_a_torn_server_is_named_until_the_command_resumes_it(bus: Bus, servers: Any) -> None:
     running = [servers(1), servers(1)]
     process = start_trainer(bus.name, "vllm", running, "update", False, signal.SIGKILL)
     await asyncio.to_thread(process.join, 60)
@@ -122,9 +120,7 @@ async def test_a_server_that_stays_torn_is_named_until_the_command_has_it_resume
 
 
 @pytest.mark.parametrize(("kind", "step"), [("vllm", "update"), ("sglang", "end")])
-async def test_a_stopped_trainer_is_waited_for_and_goes_on(
-    kind: str, step: str, bus: Bus, servers: Any
-) -> None:
+async def test_a_stopped_trainer_is_awaited(kind: str, step: str, bus: Bus, servers: Any) -> None:
     running = [servers(1, kind)]
     process = start_trainer(bus.name, kind, running, step, False, signal.SIGSTOP)
     with open(f"/proc/{process.pid}/stat") as stat:

@@ -76,9 +76,7 @@ def run(bus_name: str, seed: int, servers: Any) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_every_rank_of_the_version_in_force_is_equal_and_nothing_changes(
-    ranks: int, run: Any
-) -> None:
+async def test_the_version_in_force_is_equal_on_every_rank(ranks: int, run: Any) -> None:
     own = run(ranks)
     for version in (1, 2):  # by the engine's loader, then by its plan
         await own.update(version)
@@ -170,9 +168,7 @@ class Between(VllmServer):
         return await super().verify(asked, timeout)
 
 
-async def test_slices_are_bounded_and_keep_no_lease_between_them(
-    run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slices_are_bounded_and_leaseless(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own = run()
     await own.update(1)
     server = Between(own.running.url)
@@ -190,9 +186,7 @@ async def test_slices_are_bounded_and_keep_no_lease_between_them(
     assert told.share <= 0.5
 
 
-async def test_an_update_between_two_slices_ends_the_check(
-    run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_update_ends_the_check(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own = run()
     await own.update(1)
     server = Between(own.running.url)
@@ -241,9 +235,7 @@ async def few_answers(own: Run) -> None:
         (few_answers, "ranks [1]", True),
     ],
 )
-async def test_what_cannot_be_compared_is_an_error_by_name(
-    action: Any, said: str, asks_ranks: bool, run: Any
-) -> None:
+async def test_a_misfit_is_named(action: Any, said: str, asks_ranks: bool, run: Any) -> None:
     own = run()
     await own.update(1)
     await action(own)
@@ -278,9 +270,7 @@ async def test_a_server_that_never_took_a_version_is_asked_nothing(
 @pytest.mark.parametrize(
     "words", [("--verify",), ("--server", "http://127.0.0.1:9"), ("--verify", "--server", "none")]
 )
-def test_a_bus_without_servers_and_a_wrong_address_are_errors(
-    words: tuple[str, ...], bus_name: str
-) -> None:
+def test_no_servers_and_wrong_addresses_are_errors(words: tuple[str, ...], bus_name: str) -> None:
     ended = cli("weights", bus_name, *words)
     assert ended.status == 1 and "Traceback" not in ended.err
 

@@ -21,9 +21,7 @@ LAST_LINE = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S + 20)
-def test_the_loss_falls_with_the_gradients_of_tensors_that_never_left_the_process(
-    bus_name: str, spawn: Spawner
-) -> None:
+def test_the_loss_falls_with_gradients_that_stayed_inside(bus_name: str, spawn: Spawner) -> None:
     said = spawn.file(EXAMPLE, "--quick", "--name", bus_name).finish(DEADLINE_S)
     found = re.fullmatch(LAST_LINE, said.splitlines()[-1])
     assert found, said

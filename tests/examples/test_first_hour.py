@@ -40,9 +40,7 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S + 20)
-def test_the_page_runs_from_the_first_block_to_the_resumed_run(
-    tmp_path: Path, bus_name: str
-) -> None:
+def test_the_page_runs_from_first_to_resumed_block(tmp_path: Path, bus_name: str) -> None:
     assert {language for language, *_ in BLOCKS} == {"sh", "python", "text"}
     write_programs(tmp_path, bus_name)
     script = "".join(text for language, _, text in BLOCKS if language == "sh")
@@ -76,9 +74,7 @@ def test_the_page_runs_from_the_first_block_to_the_resumed_run(
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S + 20)
-def test_the_programs_of_the_page_run_to_their_last_step_though_samples_fail(
-    tmp_path: Path, bus_name: str
-) -> None:
+def test_programs_of_the_page_end_though_samples_fail(tmp_path: Path, bus_name: str) -> None:
     """One sample in fifty fails for good, so that one group in seven is given up."""
     steps, rate, dies = 100, 0.02, 40
     write_programs(tmp_path, bus_name)

@@ -57,9 +57,7 @@ def work(name: str, client: Any, code: str) -> None:
 
 
 @pytest.mark.slow
-def test_worker_and_trainer_of_the_page_train_every_prompt(
-    bus_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_trains_every_prompt(bus_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("openai")
     import torch

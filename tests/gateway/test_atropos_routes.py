@@ -240,9 +240,7 @@ def test_a_native_producer_feeds_the_same_batches(gateway: Gateway) -> None:
     assert batch[1]["inference_logprobs"] == [[0.0, -0.5]] * 2
 
 
-def test_where_the_trainer_reads_the_bus_itself_environments_still_begin(
-    bus_name: str, gateway_of: Any
-) -> None:
+def test_environments_begin_where_the_trainer_reads_the_bus(bus_name: str, gateway_of: Any) -> None:
     with shmbus.Bus.create(bus_name, "4MiB"), shmbus.Consumer(bus_name) as consumer:
         gateway = gateway_of()
         assert gateway.post("/register", REGISTRATION).status == 200
@@ -258,9 +256,7 @@ def test_where_the_trainer_reads_the_bus_itself_environments_still_begin(
         assert gateway.get("/status-env", {"env_id": env}).json()["queue_size"] == 0
 
 
-def test_behind_a_daemon_the_gateway_is_one_of_its_clients(
-    bus_name: str, daemon: Any, gateway_of: Any
-) -> None:
+def test_a_gateway_may_be_a_daemons_client(bus_name: str, daemon: Any, gateway_of: Any) -> None:
     daemon("--capacity", "8MiB")
     gateway = gateway_of("--daemon")
     gateway.register(batch_size=2)

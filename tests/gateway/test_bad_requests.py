@@ -292,7 +292,7 @@ def test_a_header_of_a_megabyte_is_refused(shared: Gateway) -> None:
     still_serves(shared)
 
 
-def test_requests_over_one_connection_are_taken_and_answered_in_their_order(
+def test_requests_of_one_connection_are_answered_in_order(
     shared: Gateway,
 ) -> None:
     still_serves(shared)

@@ -211,7 +211,7 @@ def test_a_trainer_that_leaves_http_has_everything_and_may_come_back(gateway_of:
     assert balanced(gateway.name)
 
 
-def test_a_batch_under_way_does_not_end_where_its_groups_were_given_to_others(
+def test_groups_given_away_do_not_end_a_batch(
     gateway_of: Any,
 ) -> None:
     gateway = gateway_of("--create", "32MiB")
@@ -369,9 +369,7 @@ def test_a_new_bus_of_the_same_name_knows_nothing_of_the_old(gateway_of: Any) ->
     assert gateway.get("/info").json()["batch_size"] == -1
 
 
-def test_a_second_gateway_of_a_bus_is_refused_and_harms_nothing(
-    gateway: Gateway, gateway_of: Any
-) -> None:
+def test_a_second_gateway_of_a_bus_is_refused(gateway: Gateway, gateway_of: Any) -> None:
     gateway.register()
     with pytest.raises(AssertionError, match=f"found the one with pid {gateway.child.pid}"):
         gateway_of()
@@ -426,9 +424,7 @@ def peak_kib(gateway: Gateway) -> int:
 # --- beside a daemon
 
 
-def test_with_the_daemon_killed_groups_wait_and_then_come(
-    bus_name: str, daemon: Any, gateway_of: Any
-) -> None:
+def test_groups_wait_for_a_killed_daemon(bus_name: str, daemon: Any, gateway_of: Any) -> None:
     served = daemon("--capacity", "8MiB")
     gateway = gateway_of("--daemon")
     gateway.register(batch_size=2)

@@ -154,9 +154,7 @@ def cycle(producer: shmbus.Producer, consumer: shmbus.Consumer) -> list[int]:
 
 
 @pytest.mark.parametrize("slot_is_taken", [False, True])
-def test_a_retry_of_a_group_that_was_trained_on_and_whose_space_is_used_again(
-    slot_is_taken: bool, gateway_of: Any
-) -> None:
+def test_a_retry_of_a_trained_and_reused_group_is_one(slot_is_taken: bool, gateway_of: Any) -> None:
     """Once; twice only if another producer has the slot of the dead gateway's by then, too."""
     gateway = gateway_of("--create", "4MiB")
     assert gateway.post("/register", {**REGISTRATION, "reads_bus": True}).status == 200
@@ -213,7 +211,7 @@ def taken(consumer: shmbus.Consumer) -> list[int]:
     return found
 
 
-def test_a_trainer_that_hangs_up_as_its_gateway_is_killed_is_taken_for_one_that_read(
+def test_a_hang_up_during_a_gateways_death_counts_as_read(
     gateway_of: Any,
 ) -> None:
     """The one loss that is left: all bytes had left the gateway, and nobody read the last ones."""
@@ -252,7 +250,7 @@ def test_a_retry_while_the_daemon_is_dead_comes_once(daemon: Any, gateway_of: An
     assert all_batches(gateway) == [0]
 
 
-def test_a_gateway_that_dies_in_the_instant_of_an_answer_gives_that_batch_again(
+def test_a_gateway_dying_in_an_answer_repeats_the_batch(
     gateway_of: Any,
 ) -> None:
     gateway = gateway_of("--create", "4MiB")

@@ -80,9 +80,7 @@ def test_one_that_ends_early_is_not_taken(shared: Gateway) -> None:
         ({"Origin": "http://elsewhere.example"}, 403),
     ],
 )
-def test_one_that_is_refused_ends_its_connection(
-    shared: Gateway, headers: dict[str, str], status: int
-) -> None:
+def test_a_refusal_ends_connections(shared: Gateway, headers: dict[str, str], status: int) -> None:
     # What is left of it would be taken for the next request.
     data = request_bytes("POST", "/scored_data", large(1), **headers)
     head = data.index(b"\r\n\r\n") + 4
@@ -138,7 +136,7 @@ def test_one_that_goes_at_once_leaves_nothing_behind(shared: Gateway, end: Any, 
     assert "Traceback" not in shared.child.output()
 
 
-def test_a_held_body_is_answered_when_there_is_room_and_dropped_when_its_client_goes(
+def test_a_held_body_is_answered_with_room_or_dropped_with_its_client(
     gateway_of: Any,
 ) -> None:
     gateway = gateway_of("--create", "4MiB")

@@ -212,9 +212,7 @@ class Storm:
 @pytest.mark.slow
 @pytest.mark.skipif(not SECONDS, reason="SHMBUS_STORM_SECONDS says for how long")
 @pytest.mark.timeout(SECONDS + 240)
-def test_nothing_is_lost_or_trained_twice(
-    spawn: Spawner, gateway_of: Any, tmp_path: Path, seed: int
-) -> None:
+def test_nothing_is_lost(spawn: Spawner, gateway_of: Any, tmp_path: Path, seed: int) -> None:
     # Its own limit, above, is longer than that of a test which hangs.
     faulthandler.cancel_dump_traceback_later()
     gateway = gateway_of("--create", "4MiB")

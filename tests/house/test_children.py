@@ -87,9 +87,7 @@ def test_it_ends_without_a_word_of_what_its_server_has_imported(spawn: Spawner) 
     assert child.finish() == "over\n"
 
 
-def test_another_environment_gets_a_fresh_one(
-    spawn: Spawner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_environments_are_fresh(spawn: Spawner, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import os; print(os.environ['SHMBUS_TEST_CHILD'])"
     given = spawn.script(script, env={"SHMBUS_TEST_CHILD": "given"})
     monkeypatch.setenv("SHMBUS_TEST_CHILD", "set")

@@ -29,6 +29,7 @@ NOT_OURS = {
     "Python.h": "CPython's header",
     "shmbus.commands": "a group of entry points",
     "shmbus.drops": "a logger",
+    "shmbus.stall": "a logger",
 }
 
 FILE = re.compile(r"(?:[\w.-]+/)*[\w.-]+\.(?:py|pyi|c|h|sh|md)|(?:[\w.-]+/)+[\w.-]+\.\w+")

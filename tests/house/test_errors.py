@@ -157,9 +157,7 @@ def test_bad_geometry_is_refused_and_leaves_nothing(bus_name: str, name: str) ->
 
 
 @pytest.mark.parametrize("too_much", [4096, 1 << 30, 1 << 45])
-def test_what_does_not_fit_into_dev_shm_is_an_error_at_creation(
-    bus_name: str, too_much: int
-) -> None:
+def test_a_bus_beyond_dev_shm_is_refused_at_creation(bus_name: str, too_much: int) -> None:
     room = os.statvfs("/dev/shm")
     size = room.f_bavail * room.f_frsize + too_much
     with pytest.raises(shmbus.CapacityError, match=r"[GT]iB.* /dev/shm has .* free"):

@@ -143,9 +143,7 @@ def test_what_is_planted_is_refused_by_its_name_and_stays_as_it_is(
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_a_daemon_resumes_nothing_for_a_planted_note(
-    plant: Callable[[str, Path], None], bus: Bus, folder: Path
-) -> None:
+def test_a_planted_note_is_idle(plant: Callable[[str, Path], None], bus: Bus, folder: Path) -> None:
     path = companion("fleet", bus.name)
     victim = folder / "victim"
     victim.write_bytes(SECRET)

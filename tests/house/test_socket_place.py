@@ -82,9 +82,7 @@ def test_an_embedded_consumer_goes_on_beside_what_another_user_left(
 
 @needs_root
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_daemon_of_another_user_says_what_is_in_its_place(
-    bus_name: str, spawn: Spawner, kind: str
-) -> None:
+def test_another_users_daemon_is_named(bus_name: str, spawn: Spawner, kind: str) -> None:
     """Nobody's daemon, and what root has left."""
     path = Path(f"/dev/shm/shmbus-{bus_name}.sock")
     if kind == "socket":

@@ -56,9 +56,7 @@ def test_a_wheel_of_another_c_library_is_a_sentence(tmp_path: Path) -> None:
     assert "libz.so.0" in said and "pip install --no-binary=shmbus shmbus" in said
 
 
-def test_a_folder_that_is_called_like_a_package_is_not_taken_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_passes_for_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_stack_of_its_own").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert _has("pytest") and not _has("pytest", "a_stack_of_its_own")

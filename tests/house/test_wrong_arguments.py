@@ -132,7 +132,7 @@ def faults(call: Call, values: list[Any] = VALUES) -> list[str]:
     return found
 
 
-def test_names_of_samples_are_checked_alike_wherever_they_are_given(
+def test_sample_names_are_checked_alike_everywhere(
     handles: tuple[Bus, Producer, Feeder],
 ) -> None:
     """`put` says what an id and a round are; begin, abandon, cancelled and request agree."""
@@ -174,7 +174,7 @@ def test_names_of_samples_are_checked_alike_wherever_they_are_given(
 
 
 @pytest.mark.filterwarnings("ignore:Data type alias:DeprecationWarning")  # NumPy's, of an "a"
-def test_calls_of_a_producer_have_no_error_from_the_inside(
+def test_producer_calls_have_no_inner_error(
     handles: tuple[Bus, Producer, Feeder],
 ) -> None:
     _, producer, feeder = handles
@@ -203,7 +203,7 @@ def test_calls_of_a_producer_have_no_error_from_the_inside(
     assert {name: found for name, call in calls.items() if (found := faults(call))} == {}
 
 
-def test_options_of_handles_have_no_error_from_the_inside(
+def test_handle_options_have_no_inner_error(
     handles: tuple[Bus, Producer, Feeder],
 ) -> None:
     bus, producer, _ = handles

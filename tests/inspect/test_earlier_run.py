@@ -60,9 +60,7 @@ def test_a_trainer_that_goes_on_is_not_warned(
     assert not [r for r in caplog.records if "earlier run" in r.message]
 
 
-def test_weights_older_than_the_samples_of_the_bus_are_told(
-    old_bus: Bus, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_of_an_earlier_run_are_told(old_bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
     with (
         Consumer(old_bus.name),
         WeightPublisher(old_bus.name, ModuleSource(torch.nn.Linear(2, 2))) as publisher,

@@ -82,7 +82,7 @@ def of(*engines: EngineStatus, bus: Bus) -> dict[str, Finding]:
     return {each.kind: each for each in judge(status).findings if each.kind.startswith("engine")}
 
 
-def test_the_sentence_is_about_servers_where_all_are_unknown_and_waits_for_those_behind(
+def test_the_sentence_names_unknown_servers_before_those_behind(
     bus: Bus,
 ) -> None:
     unknown = EngineStatus(address=DEAD, state="unknown", why="it ended")

@@ -43,9 +43,7 @@ def want(segment: _core.Segment, row: int, number: int) -> None:
     )  # fmt: skip
 
 
-def test_no_request_is_torn_or_handed_to_two_while_rows_change(
-    bus_name: str, spawn: Spawner, seed: int
-) -> None:
+def test_changing_rows_tear_no_request(bus_name: str, spawn: Spawner, seed: int) -> None:
     rng = random.Random(seed)
     with Bus.create(bus_name, "1MiB"):
         segment = open_segment(bus_name)

@@ -42,9 +42,7 @@ def put(producer: Producer, key: str, *indices: int, size: int = 4) -> None:
         producer.put(key, group_size=size, index=index, tokens=np.arange(8, dtype=np.int32))
 
 
-def test_a_consumer_that_waits_in_vain_says_who_is_missing(
-    served: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_consumer_says_who_is_missing(served: str, caplog: pytest.LogCaptureFixture) -> None:
     with Producer(served, label="worker-3") as producer:
         put(producer, "gsm8k-17", 0, 1, 3)
         with (
@@ -289,9 +287,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_trainer_whose_workers_have_all_died_ends_with_who_was_last_and_what_is_missing(
-    served: str, spawn: Spawner
-) -> None:
+def test_a_trainer_with_dead_workers_ends_with_details(served: str, spawn: Spawner) -> None:
     worker = spawn.script(DIES, served)
     worker.wait()
     with OnlineDataHandler(served, groups_per_batch=1) as handler:
@@ -305,9 +301,7 @@ def test_a_trainer_whose_workers_have_all_died_ends_with_who_was_last_and_what_i
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("state", ["a worker at work", "a pause"])
-def test_a_healthy_slow_run_is_told_and_not_ended(
-    served: str, state: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_slow_run_goes_on(served: str, state: str, caplog: pytest.LogCaptureFixture) -> None:
     with Consumer(served) as consumer, caplog.at_level(logging.WARNING, "shmbus.stall"):
         with ExitStack() as stack:
             if state == "a pause":

@@ -69,9 +69,7 @@ def test_a_ring_full_of_complete_and_incomplete_groups_names_both(
         assert "Have the trainer take groups, set group_timeout" in sentence, sentence
 
 
-def test_aborted_reservations_that_nobody_reads_are_not_a_lack_of_capacity(
-    bus_name: str, spawn: Spawner
-) -> None:
+def test_unread_aborted_reservations_are_no_shortage(bus_name: str, spawn: Spawner) -> None:
     script = (
         "import sys, shmbus\n"
         "producer = shmbus.Producer(sys.argv[1])\n"
@@ -161,9 +159,7 @@ def test_groups_are_the_same_from_a_daemon_and_from_the_records(
             bus.close()
 
 
-def test_an_answer_is_bounded_and_says_what_it_leaves_out(
-    bus_name: str, daemon: Callable[..., object]
-) -> None:
+def test_a_bounded_answer_counts_omissions(bus_name: str, daemon: Callable[..., object]) -> None:
     daemon("--capacity", "32MiB")
     with Producer(bus_name) as producer:
         for number in range(40):
@@ -186,9 +182,7 @@ def test_an_answer_is_bounded_and_says_what_it_leaves_out(
 
 
 @pytest.mark.parametrize("with_daemon", [False, True])
-def test_groups_say_their_split_and_what_they_need(
-    bus_name: str, daemon: Callable[..., object], with_daemon: bool
-) -> None:
+def test_groups_say_needs(bus_name: str, daemon: Callable[..., object], with_daemon: bool) -> None:
     bus = None if with_daemon else Bus.create(bus_name, "4MiB")
     if with_daemon:
         daemon("--capacity", "4MiB")
@@ -242,9 +236,7 @@ def test_failures_alike_are_one_line(bus_name: str) -> None:
             assert line == "  failed: p0[1], p0[2], p0[3] and 27 more, once: timed out"
 
 
-def test_the_time_that_a_trainer_waits_is_counted(
-    bus_name: str, daemon: Callable[..., object]
-) -> None:
+def test_a_trainers_wait_is_counted(bus_name: str, daemon: Callable[..., object]) -> None:
     daemon("--capacity", "1MiB")
 
     def waited() -> float:
@@ -261,7 +253,7 @@ def test_the_time_that_a_trainer_waits_is_counted(
         taken.ack()
 
 
-def test_a_worker_that_gives_back_beside_one_that_works_is_a_finding_until_it_has_a_sample(
+def test_a_worker_that_gives_back_is_a_finding_until_it_works(
     bus_name: str,
 ) -> None:
     with (

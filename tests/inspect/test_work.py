@@ -126,9 +126,7 @@ class Counted(SegmentFile):
         return super().slot_alive(slot)
 
 
-def test_of_many_producers_some_are_checked_in_each_look_and_all_in_turn(
-    bus_name: str, spawn: Spawner
-) -> None:
+def test_each_look_checks_some_of_many_producers(bus_name: str, spawn: Spawner) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(Bus.create(bus_name, "1MiB"))
         for number in range(8):

@@ -117,9 +117,7 @@ def test_a_patch_of_another_base_is_refused_and_the_version_before_stays(ends: E
         assert copy.version == 1
 
 
-def test_bytes_that_are_no_patch_write_nothing_outside_of_the_version(
-    ends: Ends, seed: int
-) -> None:
+def test_bad_patch_bytes_write_nothing_outside_the_version(ends: Ends, seed: int) -> None:
     rng = random.Random(seed)
     with ends.publish(2) as lease, ends.newest_there() as before:
         exported = export_patch(lease.buffer)

@@ -73,9 +73,7 @@ def holds_one_value(lease: VersionLease) -> int:
     return int(array[0])
 
 
-def test_a_reader_gets_the_newest_version_with_its_meta(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_a_reader_gets_the_newest_version(bus_name: str, publishers: MakePublisher) -> None:
     publisher = publishers()
     with PoolReader(bus_name, KIND) as reader:
         for version in (5, 6, 3):  # a publisher may go back
@@ -86,9 +84,7 @@ def test_a_reader_gets_the_newest_version_with_its_meta(
                 assert holds_one_value(lease) == version
 
 
-def test_what_is_leased_never_changes_and_outlives_its_handles(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_a_leased_version_never_changes(bus_name: str, publishers: MakePublisher) -> None:
     publisher = publishers(timeout=0.1)
     publish(publisher, 1)
     reader = PoolReader(bus_name, KIND)
@@ -111,9 +107,7 @@ def test_memory_of_a_reader_is_read_only(bus_name: str, publishers: MakePublishe
         assert not lease.view().flags.writeable
 
 
-def test_several_leases_of_one_reader_end_one_by_one(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_leases_of_one_reader_end_one_by_one(bus_name: str, publishers: MakePublisher) -> None:
     publisher = publishers(timeout=0.1)
     publish(publisher, 1)
     with PoolReader(bus_name, KIND) as reader:
@@ -154,9 +148,7 @@ def test_a_timeout_says_that_the_publisher_died(bus_name: str, spawn: Spawner) -
             reader.latest(timeout=0.05)
 
 
-def test_a_second_publisher_is_refused_by_the_name_of_the_first(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_a_second_publisher_is_refused(bus_name: str, publishers: MakePublisher) -> None:
     publishers(label="trainer-a")
     with pytest.raises(BusBusyError, match=rf"pid {os.getpid()} \(trainer-a\) is rank 0 already"):
         publishers()
@@ -187,9 +179,7 @@ def test_a_slow_reader_is_met_by_the_chosen_policy(
     assert publish(publisher, 5)
 
 
-def test_a_waiting_publisher_goes_on_when_the_reader_lets_go(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_a_waiting_publisher_gets_a_free_slot(bus_name: str, publishers: MakePublisher) -> None:
     publisher = publishers(timeout=20)
     publish(publisher, 1)
     with PoolReader(bus_name, KIND) as reader:
@@ -213,9 +203,7 @@ def test_a_version_that_raises_is_given_up(bus_name: str, publishers: MakePublis
     assert publish(publisher, 3)
 
 
-def test_a_version_is_not_finished_while_arrays_of_it_are_there(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_a_version_with_arrays_is_unfinished(bus_name: str, publishers: MakePublisher) -> None:
     publisher = publishers()
     write = publisher.begin(1, SIZE)
     assert write is not None
@@ -284,9 +272,7 @@ def test_a_pool_that_does_not_fit_says_what_it_needs(bus_name: str) -> None:
 
 
 @pytest.mark.parametrize("version", [7, 8], ids=["an older one", "the same"])
-def test_a_reader_that_loads_again_runs_no_whole_version_until_it_has(
-    version: int, bus_name: str
-) -> None:
+def test_a_reloading_reader_runs_no_whole_version(version: int, bus_name: str) -> None:
     with (
         PoolPublisher(bus_name, "weights", spec=PoolSpec(slot_bytes=64, slots=2)) as publisher,
         PoolReader(bus_name, "weights", label="a") as reader,
@@ -331,9 +317,7 @@ def test_a_pool_is_created_once_and_removed_once(bus_name: str) -> None:
         PoolReader(bus_name, KIND)
 
 
-def test_a_pool_that_is_too_small_is_replaced_unless_it_is_in_use(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_a_small_pool_is_replaced_unless_used(bus_name: str, publishers: MakePublisher) -> None:
     publishers().close()
     assert publishers(size=2 * SIZE).pool.slot_bytes == 2 * SIZE
     with (
@@ -354,9 +338,7 @@ def test_a_removed_pool_is_noticed(bus_name: str, publishers: MakePublisher) -> 
             reader.latest(after=after, timeout=20)
 
 
-def test_a_closed_handle_and_a_handle_with_a_role_say_so(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_closed_handles_and_roles_are_shown(bus_name: str, publishers: MakePublisher) -> None:
     publisher = publishers()
     with pytest.raises(RuntimeError, match="one role"):
         publisher.pool.claim_reader("x", "")
@@ -368,9 +350,7 @@ def test_a_closed_handle_and_a_handle_with_a_role_say_so(
         reader.latest(timeout=0)
 
 
-def test_a_forked_child_neither_uses_nor_keeps_what_it_inherited(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_a_forked_child_keeps_nothing(bus_name: str, publishers: MakePublisher) -> None:
     publisher = publishers(timeout=20)
     publish(publisher, 1)
     reader = PoolReader(bus_name, KIND)
@@ -444,9 +424,7 @@ def test_cycles_leave_no_descriptor_mapping_or_file(bus_name: str) -> None:
     assert not Path(pool_path(bus_name, KIND)).exists()
 
 
-def test_gc_removes_a_pool_only_when_nobody_has_it_open(
-    bus_name: str, publishers: MakePublisher, spawn: Spawner
-) -> None:
+def test_gc_keeps_a_pool_in_use(bus_name: str, publishers: MakePublisher, spawn: Spawner) -> None:
     publisher = publishers()
     publish(publisher, 1)
     child = spawn.script(READER, bus_name)

@@ -14,9 +14,7 @@ KIND = "weights"
 SIZE = 1 << 20
 
 
-def test_a_reader_that_is_killed_frees_its_slot_and_a_stopped_one_keeps_it(
-    bus_name: str, spawn: Spawner
-) -> None:
+def test_a_killed_reader_frees_its_slot_a_stopped_one_not(bus_name: str, spawn: Spawner) -> None:
     reader_text = (
         "import sys, time\nfrom shmbus.pool import PoolReader\n"
         'reader = PoolReader(sys.argv[1], "weights", label="slow")\n'

@@ -74,9 +74,7 @@ def main(bus: str, seed: int) -> None:
     print("done", good > 0, bad > 0)
 
 
-def test_no_bytes_of_a_pool_crash_or_deceive_who_opens_it(
-    bus_name: str, spawn: Spawner, seed: int
-) -> None:
+def test_no_bytes_of_a_pool_crash_a_reader(bus_name: str, spawn: Spawner, seed: int) -> None:
     text = "import sys; sys.path.insert(0, sys.argv[3]); import test_pool_fuzz as t\n"
     text += "import shmbus.pool.lifecycle as l; l.OPEN_WAIT_S = 0\n"
     text += "t.main(sys.argv[1], int(sys.argv[2]))"

@@ -70,9 +70,7 @@ def rank_child(spawn: Spawner, bus: str, plan: str, *more: object) -> Child:
     return child
 
 
-def test_a_version_has_the_pieces_of_all_ranks(
-    bus_name: str, publisher_of: PoolPublisher, spawn: Spawner
-) -> None:
+def test_ranks_make_one_version(bus_name: str, publisher_of: PoolPublisher, spawn: Spawner) -> None:
     child = rank_child(spawn, bus_name, "go")
     for version in range(1, 30):
         publish(publisher_of, version)
@@ -113,9 +111,7 @@ def test_a_rank_that_fails_leaves_the_version_before_in_force(
     child.expect("published 3")
 
 
-def test_a_rank_that_never_comes_is_named_at_the_deadline(
-    bus_name: str, publisher_of: PoolPublisher
-) -> None:
+def test_a_missing_rank_is_named(bus_name: str, publisher_of: PoolPublisher) -> None:
     publisher_of.timeout = 0.1
     with pytest.raises(WaitTimeoutError, match=r"ranks \[1\] did not write"):
         publish(publisher_of, 1)
@@ -126,9 +122,7 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(
         reader.latest(timeout=0)
 
 
-def test_a_rank_never_writes_for_a_publisher_that_does_not_wait_for_it(
-    bus_name: str, spawn: Spawner
-) -> None:
+def test_a_rank_writes_only_for_a_waiting_publisher(bus_name: str, spawn: Spawner) -> None:
     with PoolPublisher(bus_name, KIND, spec=PoolSpec(slot_bytes=SIZE), timeout=20) as alone:
         text = RANK.replace("timeout=20", "timeout=0.2")
         child = spawn.script(text, bus_name, 1, 2, "go")
@@ -158,9 +152,7 @@ def test_a_rank_learns_that_rank_0_has_died(bus_name: str, spawn: Spawner) -> No
     Path(pool_path(bus_name, KIND)).unlink()
 
 
-def test_a_slot_is_not_taken_while_a_rank_of_a_dead_publisher_writes_it(
-    bus_name: str, spawn: Spawner, tmp_path: Path
-) -> None:
+def test_a_rank_of_a_dead_one_keeps_its_slot(bus_name: str, spawn: Spawner, tmp_path: Path) -> None:
     leader = spawn.script(
         RANK.replace("rank=rank,", "rank=rank, spec=PoolSpec(slot_bytes=1 << 20),").replace(
             "import PoolPublisher", "import PoolPublisher, PoolSpec"

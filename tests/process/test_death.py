@@ -100,7 +100,9 @@ def audited(soak: Child, kills: str) -> None:
 def test_cycles_of_everything_leave_nothing_behind(bus_name: str, spawn: Spawner) -> None:
     child = spawn.script((STORM.parent / "leaks.py").read_text(), bus_name, 150)
     report = json.loads(child.finish(timeout=100).splitlines()[-1])
-    assert report["descriptors"] == report["mappings"] == report["segments"] == 0, report
+    assert report["descriptors"] == report["segments"] == 0, report
+    # The C library may give an arena back between two counts.
+    assert report["mappings"] <= 0, report
     assert report["objects"] < 50 and report["blocks"] < 300, report
 
 

@@ -85,18 +85,14 @@ def test_a_key_of_no_session_is_401(key: str | None, recorder: Recorder) -> None
     assert "producer.session" in answer[1]["error"]["message"]
 
 
-def test_a_call_after_the_end_is_404_and_says_how_it_ended(
-    session: shmbus.Session, consumer: shmbus.Consumer
-) -> None:
+def test_a_call_after_the_end_is_404(session: shmbus.Session, consumer: shmbus.Consumer) -> None:
     chat(session, [user("hello")])
     assert session.finish(1.0)
     wait_until(lambda: call(session)[0] == 404)
     assert refused(call(session)) == (404, "scored")
 
 
-def test_a_second_score_is_an_error_and_the_first_one_stays(
-    session: shmbus.Session, consumer: shmbus.Consumer
-) -> None:
+def test_only_the_first_score_counts(session: shmbus.Session, consumer: shmbus.Consumer) -> None:
     chat(session, [user("hello")])
     assert session.finish(1.0)
     with pytest.raises(RuntimeError, match="ended already"):
@@ -215,9 +211,7 @@ def test_a_body_that_cannot_be_recorded_is_400_and_its_session_goes_on(
     chat(session, [user("hello")])
 
 
-def test_a_body_of_100_mb_is_413_before_it_is_read(
-    session: shmbus.Session, recorder: Recorder
-) -> None:
+def test_a_body_of_100_mb_is_413_unread(session: shmbus.Session, recorder: Recorder) -> None:
     parts = urlsplit(session.base_url)
     with socket.create_connection((parts.hostname, parts.port)) as raw:
         raw.sendall(
@@ -377,9 +371,7 @@ def test_an_engine_that_dies_in_mid_stream_gives_the_sample_back(
         assert other.requests.next(30.0).attempt == 0
 
 
-def test_what_an_engine_refuses_its_client_is_told(
-    session: shmbus.Session, engine: StubEngine
-) -> None:
+def test_a_client_hears_an_engines_refusal(session: shmbus.Session, engine: StubEngine) -> None:
     engine.faults = ["refuse"]
     assert call(session) == (400, {"error": {"message": "too long"}})
     chat(session, [user("shorter")])

@@ -128,9 +128,7 @@ def answer_of(raw: socket.socket) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_call_is_recorded_or_refused_by_its_name(
-    name: str, session: shmbus.Session, recorder: Recorder
-) -> None:
+def test_a_call_is_kept_or_refused(name: str, session: shmbus.Session, recorder: Recorder) -> None:
     status, form = FORMS[name]
     url = f"{session.base_url}/chat/completions"
     with sent(url, form.body, session.api_key, *form.headers) as raw:

@@ -74,9 +74,7 @@ def delta_of(kind: str, number: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["content", "reasoning", "tool"])
 @pytest.mark.parametrize("path", sorted(DIALECTS.keys() - {"/v1/completions"}))
-def test_a_chunk_costs_as_much_after_a_thousand_others(
-    kind: str, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_cost_no_more_later(kind: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The library's encoder takes no text that counts.
     monkeypatch.setattr(event_stream, "_encode", lambda data: json.dumps(data).encode())
     body: dict[str, Any] = {"model": "m", "messages": [], "input": "x", "max_tokens": 9}

@@ -127,9 +127,7 @@ def test_any_part_of_any_bytes_comes_out_of_base64(data: bytes, cut: Any) -> Non
 
 
 @given(text=st.binary(max_size=16), size=st.integers(0, 14), begin=st.integers(0, 14))
-def test_what_is_no_base64_is_refused_or_decoded_as_python_does(
-    text: bytes, size: int, begin: int
-) -> None:
+def test_bad_base64_is_refused_or_decoded_as_by_python(text: bytes, size: int, begin: int) -> None:
     out = bytearray(size)
     try:
         _core.decode_base64("f", text, begin, out)

@@ -174,9 +174,7 @@ def test_an_error_behind_the_last_token_asks_no_second_engine(
     assert trained(consumer) == [first.record[0].output]
 
 
-def test_a_response_that_nobody_read_is_no_conversation(
-    session: shmbus.Session, recorder: Recorder
-) -> None:
+def test_an_unread_response_is_unrecorded(session: shmbus.Session, recorder: Recorder) -> None:
     raw = sent(f"{session.base_url}/responses", {"model": "m", "input": "x"}, session.api_key)
     wait_until(lambda: only(recorder).history)
     raw.recv(1, socket.MSG_PEEK)

@@ -119,9 +119,7 @@ def test_only_a_404_says_that_a_session_is_over(
     assert end in repr(session)
 
 
-def test_a_recorder_that_is_killed_gives_its_own_samples_back(
-    proxy: Any, bus: shmbus.Bus, feeder: shmbus.Feeder
-) -> None:
+def test_a_killed_one_returns_samples(proxy: Any, bus: shmbus.Bus, feeder: shmbus.Feeder) -> None:
     (note,) = read_recorders(bus.name)
     feeder.request("q", group_size=1)
     assert ask(f"{note.url}/sessions", {"timeout": 30})[0] == 200
@@ -146,18 +144,14 @@ def test_a_worker_that_is_killed_has_its_session_end_and_its_sample_asked_for_ag
         assert other.requests.next(30.0).instance_id == "q"
 
 
-def test_a_bus_that_is_removed_ends_its_recorder(
-    proxy: Any, bus: shmbus.Bus, bus_name: str
-) -> None:
+def test_a_removed_bus_ends_its_recorder(proxy: Any, bus: shmbus.Bus, bus_name: str) -> None:
     shmbus.unlink(bus_name)
     wait_until(lambda: not proxy.running)
     assert proxy.popen.returncode == 1
 
 
 @pytest.mark.timeout(STORM_S + 400)
-def test_a_storm_of_kills_loses_no_sample_and_trains_none_twice(
-    bus_name: str, seed: int, tmp_path: Path
-) -> None:
+def test_kills_lose_and_double_no_sample(bus_name: str, seed: int, tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name("recorder_storm.py")), bus_name]
     done = subprocess.run(
         [*command, str(STORM_S), str(seed), str(tmp_path)], capture_output=True, text=True

@@ -140,9 +140,7 @@ def test_schemas_of_tools_are_a_grammar_where_the_engine_enforces_them() -> None
 
 
 @pytest.mark.parametrize("value", ["temperature", "heat=1", "top_p=x", "top_k=nan", ""])
-def test_an_option_of_the_command_that_is_none_is_refused(
-    value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_option_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["proxy", "x", "--engine", "http://127.0.0.1:9", "--force-sampling", value])
     assert ended.value.code == 2

@@ -102,9 +102,7 @@ def test_records_arrive_as_they_were(source: str, target: str, checksum: bool) -
     assert [said(t) for t in sent] == [said(t) for t in taken]
 
 
-def test_a_record_has_its_number_of_split_on_the_bus_that_it_comes_to(
-    source: str, target: str
-) -> None:
+def test_a_record_has_the_split_number_of_its_bus(source: str, target: str) -> None:
     with shmbus.Producer(source) as producer, shmbus.Producer(target) as other:
         for split in ("test", "eval"):
             other.put("before", group_size=1, index=0, split=split)

@@ -250,7 +250,7 @@ def test_a_source_keeps_what_is_not_acknowledged_and_lets_go_early_under_put() -
 
 
 @pytest.mark.parametrize("announced_first", [False, True])
-def test_what_a_dead_sink_owed_to_an_earlier_coordinator_is_placed_again(
+def test_a_dead_sinks_debts_to_a_coordinator_are_placed_again(
     announced_first: bool,
 ) -> None:
     origins = (make_origin(B0, 1, 0), make_origin(B0, 1, 1))

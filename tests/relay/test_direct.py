@@ -237,7 +237,7 @@ class DirectRelay:
             direct.close()
 
 
-def test_a_relay_over_connections_that_are_cut_loses_doubles_and_tears_nothing(
+def test_cut_connections_lose_double_and_tear_nothing(
     bus_name: str,
 ) -> None:
     names = [f"{bus_name}.{each}" for each in "abt"]
@@ -278,7 +278,7 @@ def test_whoever_connects_and_says_nothing_keeps_nobody_else_out() -> None:
         wait_until(lambda: both.came)
 
 
-def test_whoever_greets_byte_by_byte_gets_no_more_time_than_others(
+def test_a_slow_greeting_gets_no_more_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shmbus.relay.direct._MEET_S", 0.3)

@@ -212,9 +212,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("committed", [0, 1, 3, 4])
-def test_whoever_takes_a_killed_sinks_slot_heals_the_journal_first(
-    bus: str, committed: int, spawn: Spawner
-) -> None:
+def test_a_new_sink_heals_the_journal_first(bus: str, committed: int, spawn: Spawner) -> None:
     child = spawn.script(CHILD, bus, committed)
     child.expect("there")
     child.kill()

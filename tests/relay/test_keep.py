@@ -45,9 +45,7 @@ def numbers(groups: list[shmbus.Group]) -> list[int]:
     return sorted(int(group.instance_id[1:]) for group in groups)
 
 
-def test_an_evaluation_comes_back_to_a_bus_that_has_another_number_for_it(
-    buses: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_evaluation_survives_another_number(buses: dict[str, str], tmp_path: Path) -> None:
     policy = StashPolicy(group_timeout_s=0.3, on_timeout="partial")
     options: Any = {"policy": policy, "keep": str(tmp_path)}
     for name, label in ((buses["a"], "warmup"), (buses["t"], "eval")):
@@ -77,9 +75,7 @@ def test_an_evaluation_comes_back_to_a_bus_that_has_another_number_for_it(
         assert {each.split for each in read_status(buses["t"]).splits} == {"train", "other", "eval"}
 
 
-def test_what_was_not_acknowledged_is_there_after_a_reboot_and_nothing_else(
-    buses: dict[str, str], tmp_path: Path
-) -> None:
+def test_only_unacknowledged_groups_survive_a_reboot(buses: dict[str, str], tmp_path: Path) -> None:
     sources = [buses["a"], buses["b"]]
     with (
         relay(sources, [buses["t"]], keep=str(tmp_path)),
@@ -112,9 +108,7 @@ def test_what_was_not_acknowledged_is_there_after_a_reboot_and_nothing_else(
         assert consumer.take(timeout=0.5) == []
 
 
-def test_a_sink_that_begins_again_over_its_bus_brings_nothing_back(
-    buses: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_restarted_sink_returns_nothing(buses: dict[str, str], tmp_path: Path) -> None:
     with (
         relay([buses["a"]], [buses["t"]], keep=str(tmp_path)) as running,
         shmbus.Consumer(buses["t"]) as consumer,
@@ -131,9 +125,7 @@ def test_a_sink_that_begins_again_over_its_bus_brings_nothing_back(
         wait_until(lambda: running.parties[buses["t"]].records == 4)
 
 
-def test_where_only_the_trainers_node_has_lost_its_memory_each_group_comes_once(
-    buses: dict[str, str], tmp_path: Path
-) -> None:
+def test_only_the_trainers_node_lost_its_memory(buses: dict[str, str], tmp_path: Path) -> None:
     with (
         relay([buses["a"]], [buses["t"]], keep=str(tmp_path)),
         shmbus.Consumer(buses["t"]) as consumer,
@@ -159,9 +151,7 @@ def test_where_only_the_trainers_node_has_lost_its_memory_each_group_comes_once(
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_group_that_goes_without_a_sample_is_brought_back_so(
-    buses: dict[str, str], tmp_path: Path, fails: bool
-) -> None:
+def test_reduced_groups_return_reduced(buses: dict[str, str], tmp_path: Path, fails: bool) -> None:
     policy = StashPolicy(on_failure="partial", on_timeout="partial", group_timeout_s=0.5)
     how: dict[str, Any] = {"policy": policy, "keep": str(tmp_path)}
     with (
@@ -186,9 +176,7 @@ def test_a_group_that_goes_without_a_sample_is_brought_back_so(
         group.ack()
 
 
-def test_a_run_goes_on_after_a_reboot_by_its_checkpoint_and_what_was_kept(
-    buses: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_checkpoint_and_kept_groups_resume_a_run(buses: dict[str, str], tmp_path: Path) -> None:
     prompts = [(f"q{n}", {"prompt": np.full(4, n, np.int32)}) for n in range(60)]
     trained: Counter[str] = Counter()
     made: Counter[str] = Counter()
@@ -338,9 +326,7 @@ def test_a_damaged_head_costs_its_own_frame(buses: dict[str, str], tmp_path: Pat
             assert records(buses, tmp_path) == left, (at, kind, place)
 
 
-def test_a_copy_of_a_frame_within_a_record_is_no_frame(
-    buses: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_frame_within_a_record_is_data(buses: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     inner = np.frombuffer(kept(buses, tmp_path / "from").read_bytes(), np.uint8)
     with (
@@ -546,9 +532,7 @@ def test_records_return_to_another_life_of_the_bus_only(
     opened.close()
 
 
-def test_what_is_none_of_this_bus_is_refused_and_left_as_it_is(
-    buses: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_foreign_file_is_refused_and_kept(buses: dict[str, str], tmp_path: Path) -> None:
     file = kept(buses, tmp_path)
     other = tmp_path / f"{buses['a']}.kept"
     for content in (file.read_bytes(), b"somebody's text, of more bytes than a head has"):

@@ -116,9 +116,7 @@ def test_each_resource_has_an_address_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("same_node", [True, False])
-def test_two_trainers_nodes_may_share_a_directory(
-    buses: dict[str, str], tmp_path: Path, same_node: bool
-) -> None:
+def test_two_trainers_may_share_it(buses: dict[str, str], tmp_path: Path, same_node: bool) -> None:
     plan = PartyPlan("sink", "t@one", COORDINATOR, buses["t"], keep=str(tmp_path), node="one")
     first = Keep(plan.keep, plan.bus, 1.0, node=plan.node)
     try:

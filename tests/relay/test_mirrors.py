@@ -90,9 +90,7 @@ class AnotherLayout(LocalMailbox):
 # -- what readers see ------------------------------------------------------------------------------
 
 
-def test_every_node_has_each_version_with_all_that_it_says_of_itself(
-    trainer: Trainer, nodes: list[str]
-) -> None:
+def test_every_node_has_each_version_and_its_facts(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes):
         for version in (3, 4, 7):
             trainer.publish(version, meta=b"manifest")
@@ -103,9 +101,7 @@ def test_every_node_has_each_version_with_all_that_it_says_of_itself(
                     assert (lease.meta(), lease.text) == (b"manifest", f"v{version}")
 
 
-def test_a_patch_crosses_where_the_base_is_and_readers_there_get_it_as_one(
-    trainer: Trainer, nodes: list[str]
-) -> None:
+def test_a_patch_crosses_to_nodes_with_its_base(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes) as relay:
         for version in range(1, 6):
             trainer.publish(version)
@@ -156,9 +152,7 @@ def test_subscribers_of_weights_work_unchanged(bus_name: str, nodes: list[str]) 
                 assert torch.equal(model.weight, other.weight)
 
 
-def test_the_trainers_node_sees_which_engine_on_which_node_runs_what(
-    trainer: Trainer, nodes: list[str]
-) -> None:
+def test_the_trainer_sees_engines_and_versions(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes) as relay:
         trainer.publish(1)
         have(nodes, 1)
@@ -209,9 +203,7 @@ def test_a_version_that_is_not_what_was_sent_is_never_published(
         assert party.damaged == 2 and party.state().done.base == 0
 
 
-def test_a_pool_of_another_layout_is_refused_by_name_and_others_go_on(
-    trainer: Trainer, nodes: list[str]
-) -> None:
+def test_a_pool_of_another_layout_is_refused_by_name(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes, mailbox=AnotherLayout) as relay:
         trainer.publish(1)
         have(nodes[1:], 1)
@@ -219,9 +211,7 @@ def test_a_pool_of_another_layout_is_refused_by_name_and_others_go_on(
         assert version_of(nodes[0]) is None
 
 
-def test_a_pool_that_is_somebody_elses_is_left_alone_until_it_is_free(
-    trainer: Trainer, nodes: list[str]
-) -> None:
+def test_a_foreign_pool_is_left_alone_until_it_is_free(trainer: Trainer, nodes: list[str]) -> None:
     spec = PoolSpec(slot_bytes=SIZE, patch_bytes=SIZE // 4)
     with (
         PoolPublisher(nodes[0], POOL_KIND, spec=spec, label="somebody") as other,
@@ -270,9 +260,7 @@ def test_a_version_in_a_devices_memory_is_refused_by_name(trainer: Trainer, bus_
         have([node], 2)
 
 
-def test_a_pool_whose_creator_died_over_it_is_made_again(
-    trainer: Trainer, nodes: list[str]
-) -> None:
+def test_a_pool_of_a_dead_creator_is_made_again(trainer: Trainer, nodes: list[str]) -> None:
     Path(pool_path(nodes[0], POOL_KIND)).write_bytes(bytes(4096))
     with mirrors(trainer.bus, nodes):
         trainer.publish(1)
@@ -295,9 +283,7 @@ def test_a_fifo_in_a_pools_place_holds_no_mirror(trainer: Trainer, nodes: list[s
 # -- deaths and returns ----------------------------------------------------------------------------
 
 
-def test_a_node_that_nothing_reaches_keeps_neither_the_trainer_nor_other_nodes(
-    trainer: Trainer, nodes: list[str]
-) -> None:
+def test_an_unreachable_node_delays_no_other(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes) as relay:
         trainer.publish(1)
         have(nodes, 1)
@@ -312,9 +298,7 @@ def test_a_node_that_nothing_reaches_keeps_neither_the_trainer_nor_other_nodes(
 
 
 @pytest.mark.parametrize("who", [0, 1, SOURCE])
-def test_whoever_dies_comes_back_at_the_newest_version(
-    trainer: Trainer, nodes: list[str], who: int | str
-) -> None:
+def test_dead_parties_return_newest(trainer: Trainer, nodes: list[str], who: int | str) -> None:
     with mirrors(trainer.bus, nodes) as relay:
         for version in range(1, 6):
             trainer.publish(version)
@@ -323,9 +307,7 @@ def test_whoever_dies_comes_back_at_the_newest_version(
         assert [checked(bus, SIZE, trainer.seed) for bus in nodes] == [5, 5, 5]
 
 
-def test_a_reader_that_keeps_a_slot_delays_its_own_node_alone(
-    trainer: Trainer, nodes: list[str]
-) -> None:
+def test_a_reader_with_a_slot_delays_only_its_node(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes):
         trainer.publish(1)
         have(nodes, 1)
@@ -339,9 +321,7 @@ def test_a_reader_that_keeps_a_slot_delays_its_own_node_alone(
             have(nodes, 4)
 
 
-def test_a_pool_that_was_removed_at_a_node_is_made_again(
-    trainer: Trainer, nodes: list[str]
-) -> None:
+def test_a_removed_pool_is_made_again(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes):
         trainer.publish(1)
         have(nodes, 1)
@@ -351,9 +331,7 @@ def test_a_pool_that_was_removed_at_a_node_is_made_again(
         have(nodes, 2)
 
 
-def test_a_trainers_larger_pool_under_the_same_name_is_mirrored_as_one(
-    bus_name: str, nodes: list[str], seed: int
-) -> None:
+def test_a_larger_pool_keeps_its_mirror(bus_name: str, nodes: list[str], seed: int) -> None:
     first = Trainer(f"{bus_name}.t", SIZE, seed)
     with mirrors(first.bus, nodes):
         first.publish(9)

@@ -153,7 +153,7 @@ def test_whatever_is_cut_or_changed_is_heads_or_refused(seed: int) -> None:
     assert 0 < refused < 20_000
 
 
-def test_an_announcement_that_is_none_is_refused_and_its_source_is_asked_again(
+def test_a_malformed_announcement_is_refused_and_asked_again(
     bus_name: str,
 ) -> None:
     names = [f"{bus_name}.{each}" for each in "at"]

@@ -27,7 +27,7 @@ from shmbus_ext import _core
 pytest_plugins = ["relay.relay_fixtures"]
 
 
-def test_groups_whose_samples_are_on_two_nodes_arrive_and_every_ledger_balances(
+def test_groups_made_on_two_nodes_arrive_and_ledgers_balance(
     buses: dict[str, str],
 ) -> None:
     sources = [buses["a"], buses["b"]]
@@ -45,7 +45,7 @@ def test_groups_whose_samples_are_on_two_nodes_arrive_and_every_ledger_balances(
             assert stats(name).undelivered == 0 and not stats(name).dropped
 
 
-def test_a_source_holds_a_record_until_its_trainer_has_acknowledged_it(
+def test_a_source_holds_a_record_until_the_trainers_ack(
     buses: dict[str, str],
 ) -> None:
     with relay([buses["a"]], [buses["t"]]), shmbus.Consumer(buses["t"]) as consumer:
@@ -110,7 +110,7 @@ def test_a_useless_group_never_crosses(buses: dict[str, str]) -> None:
         assert stats(buses["t"]).committed == 0
 
 
-def test_a_small_trainers_bus_never_stands_still_beside_a_fast_and_a_slow_source(
+def test_a_small_bus_never_stands_still_beside_uneven_sources(
     bus_name: str,
 ) -> None:
     fast, slow, small = (f"{bus_name}.{each}" for each in ("fast", "slow", "small"))
@@ -169,9 +169,7 @@ def test_status_says_who_relays_and_what_waits_for_which_source(buses: dict[str,
 
 
 @pytest.mark.parametrize("who", ["coordinator", "a", "t"])
-def test_what_was_lost_in_a_partition_is_said_again_though_nothing_comes_after_it(
-    buses: dict[str, str], who: str
-) -> None:
+def test_partition_losses_are_repeated(buses: dict[str, str], who: str) -> None:
     with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
         put_group([buses["a"]], 1)
         take(consumer, 1)[0].ack()
@@ -190,9 +188,7 @@ def test_what_was_lost_in_a_partition_is_said_again_though_nothing_comes_after_i
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def test_a_group_that_no_trainers_bus_takes_is_dropped_and_told(
-    bus_name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwanted_group_is_dropped(bus_name: str, caplog: pytest.LogCaptureFixture) -> None:
     large, small = f"{bus_name}.large", f"{bus_name}.small"
     with (
         shmbus.Bus.create(large, "8MiB"),
@@ -208,7 +204,7 @@ def test_a_group_that_no_trainers_bus_takes_is_dropped_and_told(
         assert take(consumer, 1)[0].instance_id == "q2"
 
 
-def test_a_sources_bus_that_was_made_again_goes_on_and_what_it_had_is_counted(
+def test_a_sources_new_bus_goes_on_and_losses_are_counted(
     buses: dict[str, str],
 ) -> None:
     sources = [buses["a"], buses["b"]]
@@ -224,7 +220,7 @@ def test_a_sources_bus_that_was_made_again_goes_on_and_what_it_had_is_counted(
         assert made.coordinator.note().announced == 0
 
 
-def test_what_a_removed_trainers_bus_had_and_nobody_acknowledged_comes_again(
+def test_unacknowledged_groups_of_a_removed_bus_return(
     buses: dict[str, str],
 ) -> None:
     with relay([buses["a"]], [buses["t"]]):
@@ -239,7 +235,7 @@ def test_what_a_removed_trainers_bus_had_and_nobody_acknowledged_comes_again(
         wait_until(lambda: stats(buses["a"]).acknowledged == 4)
 
 
-def test_a_source_hears_what_was_acknowledged_while_its_block_was_half_put(
+def test_acks_during_a_half_put_block_reach_the_source(
     buses: dict[str, str],
 ) -> None:
     a, t = buses["a"], buses["t"]
@@ -280,7 +276,7 @@ def test_a_source_hears_what_was_acknowledged_while_its_block_was_half_put(
         wait_until(is_told)
 
 
-def test_another_version_of_shmbus_is_refused_with_both_numbers(
+def test_another_version_is_refused_with_both(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     opener = Opener("node8")
@@ -315,7 +311,7 @@ class OldMailbox(LocalMailbox):
         return []
 
 
-def test_a_node_with_the_shmbus_before_this_one_is_refused_by_name_and_the_others_go_on(
+def test_a_node_of_the_previous_release_is_refused_by_name(
     buses: dict[str, str],
 ) -> None:
     a, b, t = buses["a"], buses["b"], buses["t"]
@@ -364,7 +360,7 @@ def test_of_two_coordinators_the_older_one_ends(buses: dict[str, str]) -> None:
         made.stop()
 
 
-def test_a_source_that_heard_a_coordinator_which_no_sink_heard_is_not_cut_off(
+def test_a_coordinator_that_no_sink_heard_cuts_no_source_off(
     buses: dict[str, str],
 ) -> None:
     with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:

@@ -15,9 +15,7 @@ KILLS = int(os.environ.get("SHMBUS_TEST_KILLS", "20"))
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("release", ["acknowledged", "put"])
-def test_killed_parties_and_workers_lose_no_request_and_have_none_made_twice(
-    release: str, bus_name: str, seed: int
-) -> None:
+def test_kills_lose_and_double_no_request(release: str, bus_name: str, seed: int) -> None:
     with tempfile.TemporaryDirectory(prefix="shmbus-") as directory:
         plan = Plan(bus_name, directory, 1, KILLS // 2, 10 * KILLS, release, seed, pause_s=0.1)
         said = PromptStorm(plan).run()

@@ -92,7 +92,7 @@ def test_a_record_of_a_bus_that_has_gone_ends_nothing_of_another_one(buses: dict
         wait_until(lambda: not sink.journal._entries)
 
 
-def test_a_reason_of_a_pause_in_any_script_is_cut_and_follows_the_trainers(
+def test_a_pause_reason_of_any_script_is_cut(
     buses: dict[str, str],
 ) -> None:
     with (

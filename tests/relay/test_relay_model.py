@@ -129,7 +129,7 @@ LONG = [
 
 
 @pytest.mark.parametrize("case", [*SHORT, *(LONG if IS_LONG else [])], ids=lambda case: case.name)
-def test_in_every_order_of_events_and_faults_each_record_is_put_once_and_nothing_is_left_behind(
+def test_every_order_puts_each_record_once_and_leaves_nothing(
     case: Case,
 ) -> None:
     explore(case.faults, case.plan, case.kind, case.policy, case.release)

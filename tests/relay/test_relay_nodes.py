@@ -35,7 +35,7 @@ def test_what_a_dead_rollout_node_had_is_counted_and_asked_for_elsewhere(seed: i
 
 
 @long
-def test_a_dead_trainers_node_loses_nothing_that_its_trainer_had_not_acknowledged(
+def test_a_dead_trainers_node_loses_only_acknowledged_groups(
     seed: int,
 ) -> None:
     from relay.relay_nodes import a_trainers_node_dies
@@ -51,7 +51,7 @@ def test_a_dead_trainers_node_loses_what_its_status_had_announced_under_put(seed
 
 
 @long
-def test_after_partitions_on_a_slow_network_that_loses_packets_it_goes_on_by_itself(
+def test_after_partitions_of_a_lossy_network_it_recovers(
     seed: int,
 ) -> None:
     from relay.relay_nodes import a_partition

@@ -85,7 +85,7 @@ def test_a_request_is_made_on_another_node_as_it_was_offered(buses: dict[str, st
         assert producer.requests.next(timeout=0.2) is None
 
 
-def test_each_request_of_one_order_is_made_once_by_workers_of_two_nodes(
+def test_two_nodes_make_each_request_once(
     buses: dict[str, str],
 ) -> None:
     made: Counter[str] = Counter()
@@ -175,7 +175,7 @@ def test_a_group_that_needs_no_more_is_made_on_no_node_any_more(buses: dict[str,
         assert counts(buses["t"]) == (4, 0, 0, 2, 2, 0)
 
 
-def test_a_group_that_workers_chose_themselves_is_cancelled_on_every_node(
+def test_a_group_chosen_by_workers_is_cancelled_everywhere(
     buses: dict[str, str],
 ) -> None:
     with (
@@ -233,7 +233,7 @@ def test_groups_are_begun_as_far_ahead_as_the_trainers_bus_says(bus_name: str) -
             shmbus.unlink(name)
 
 
-def test_a_failed_sample_is_asked_for_again_with_its_prompt_where_that_is(
+def test_a_failed_sample_is_asked_again_with_its_prompt(
     buses: dict[str, str],
 ) -> None:
     policy = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
@@ -257,9 +257,7 @@ def test_a_failed_sample_is_asked_for_again_with_its_prompt_where_that_is(
         assert counts(buses["t"]) == (2, 0, 0, 2, 0, 0)
 
 
-def test_what_no_worker_begins_on_a_node_is_made_on_another(
-    buses: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unbegun_work_moves_on(buses: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shmbus.relay.prompt_lanes._IDLE_S", 0.5)
     with (
         relay([buses["a"], buses["b"]], [buses["t"]]),
@@ -323,7 +321,7 @@ def test_a_trainer_that_went_back_has_the_same_request_made_again(buses: dict[st
         assert made.total() == 12
 
 
-def test_what_a_trainers_bus_had_asked_for_is_over_once_that_is_made_again(
+def test_requests_of_a_removed_bus_are_over(
     buses: dict[str, str],
 ) -> None:
     with relay([buses["a"]], [buses["t"]]), shmbus.Producer(buses["a"]) as producer:
@@ -343,9 +341,7 @@ def test_what_a_trainers_bus_had_asked_for_is_over_once_that_is_made_again(
             take(consumer, 1)[0].ack()
 
 
-def test_a_worker_that_dies_has_its_sample_made_by_another_of_its_node(
-    buses: dict[str, str], spawn: Spawner
-) -> None:
+def test_a_dead_workers_sample_is_made_on_its_node(buses: dict[str, str], spawn: Spawner) -> None:
     with (
         relay([buses["a"]], [buses["t"]]),
         shmbus.Consumer(buses["t"]) as consumer,

@@ -42,9 +42,7 @@ def wanted(producer: shmbus.Producer) -> Request:
 
 
 @pytest.mark.parametrize("round", [None, 5])
-def test_a_failed_sample_is_asked_for_on_its_node_and_completes_its_group(
-    buses: dict[str, str], round: int | None
-) -> None:
+def test_a_failed_sample_completes_its_group(buses: dict[str, str], round: int | None) -> None:
     with (
         relay([buses["a"], buses["b"]], [buses["t"]], policy=TWICE),
         shmbus.Consumer(buses["t"]) as consumer,
@@ -105,9 +103,7 @@ def test_the_second_attempt_goes_to_another_node(buses: dict[str, str]) -> None:
         take(consumer, 1)[0].ack()
 
 
-def test_a_worker_that_dies_with_a_sample_in_hand_counts_as_a_failed_attempt(
-    buses: dict[str, str], spawn: Spawner
-) -> None:
+def test_a_dead_workers_sample_is_a_failed_attempt(buses: dict[str, str], spawn: Spawner) -> None:
     with (
         relay([buses["a"]], [buses["t"]], policy=TWICE),
         shmbus.Consumer(buses["t"]) as consumer,
@@ -124,7 +120,7 @@ def test_a_worker_that_dies_with_a_sample_in_hand_counts_as_a_failed_attempt(
         take(consumer, 1)[0].ack()
 
 
-def test_a_group_with_a_sample_that_failed_for_good_is_dropped_on_every_node(
+def test_a_lasting_failure_drops_its_group_on_every_node(
     buses: dict[str, str],
 ) -> None:
     with (
@@ -161,7 +157,7 @@ def test_a_failure_reaches_a_trainer_that_takes_groups_without_it(buses: dict[st
         wait_until(lambda: stats(buses["b"]).dropped == {"failed": 1})
 
 
-def test_a_group_that_goes_without_samples_that_never_came_is_no_half_at_its_trainer(
+def test_a_group_without_missing_samples_is_whole_at_its_trainer(
     buses: dict[str, str],
 ) -> None:
     policy = StashPolicy(group_timeout_s=0.3, on_timeout="partial")

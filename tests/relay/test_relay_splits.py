@@ -74,7 +74,7 @@ def next_request(producer: shmbus.Producer) -> Request:
 # -- both ways -------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_is_made_on_two_nodes_while_training_goes_on(
+def test_two_nodes_make_an_evaluation_during_training(
     unlike: dict[str, str],
 ) -> None:
     made: Counter[tuple[str, str]] = Counter()
@@ -156,7 +156,7 @@ def test_a_handler_evaluates_what_another_node_makes(unlike: dict[str, str]) -> 
         wait_until(lambda: ended(a) == (6, 0, 0))
 
 
-def test_what_workers_put_of_a_split_comes_whole_to_whoever_takes_it(
+def test_workers_groups_of_a_split_come_whole(
     unlike: dict[str, str],
 ) -> None:
     a, b, t = (unlike[each] for each in "abt")
@@ -173,9 +173,7 @@ def test_what_workers_put_of_a_split_comes_whole_to_whoever_takes_it(
 
 
 @pytest.mark.parametrize("who", ["a", "t", COORDINATOR])
-def test_a_party_that_begins_again_neither_loses_nor_doubles_an_evaluation(
-    unlike: dict[str, str], who: str
-) -> None:
+def test_a_restarted_party_keeps_an_evaluation_exact(unlike: dict[str, str], who: str) -> None:
     a, b, t = (unlike[each] for each in "abt")
     address = unlike.get(who, who)
     with (
@@ -204,7 +202,7 @@ def test_a_party_that_begins_again_neither_loses_nor_doubles_an_evaluation(
         assert not consumer.take(timeout=0.2)
 
 
-def test_a_sink_that_had_begun_to_put_an_evaluation_is_gone_on_from(
+def test_a_half_put_evaluation_is_completed(
     unlike: dict[str, str],
 ) -> None:
     a, t = unlike["a"], unlike["t"]
@@ -221,7 +219,7 @@ def test_a_sink_that_had_begun_to_put_an_evaluation_is_gone_on_from(
         wait_until(lambda: ended(a) == (4, 0, 0))
 
 
-def test_what_a_forgotten_node_had_of_an_evaluation_is_made_elsewhere(
+def test_a_forgotten_nodes_evaluation_is_made_elsewhere(
     unlike: dict[str, str],
 ) -> None:
     a, b, t = (unlike[each] for each in "abt")
@@ -445,7 +443,7 @@ def test_a_failed_sample_of_an_evaluation_is_asked_for_again_and_then_elsewhere(
         assert ended(t) == (2, 0, 0) and ended(a) == (1, 2, 0)
 
 
-def test_a_failed_sample_of_a_requested_evaluation_is_made_again_with_its_prompt(
+def test_a_failed_evaluation_sample_is_asked_again(
     unlike: dict[str, str],
 ) -> None:
     a, b, t = (unlike[each] for each in "abt")
@@ -465,9 +463,7 @@ def test_a_failed_sample_of_a_requested_evaluation_is_made_again_with_its_prompt
         take(consumer, 1)[0].ack()
 
 
-def test_a_worker_that_dies_with_a_sample_of_an_evaluation_has_failed_it(
-    unlike: dict[str, str], spawn: Spawner
-) -> None:
+def test_a_dead_workers_evaluation_has_failed(unlike: dict[str, str], spawn: Spawner) -> None:
     a, t = unlike["a"], unlike["t"]
     with (
         relay([a], [t], policy=TWICE),
@@ -502,7 +498,7 @@ def test_an_evaluation_goes_without_samples_that_never_came(unlike: dict[str, st
         wait_until(lambda: ended(t) == (2, 2, 0))
 
 
-def test_a_cancelled_evaluation_is_cancelled_on_every_node_and_training_is_not(
+def test_a_cancelled_evaluation_ends_alone_on_every_node(
     unlike: dict[str, str],
 ) -> None:
     a, b, t = (unlike[each] for each in "abt")
@@ -528,7 +524,7 @@ def test_a_cancelled_evaluation_is_cancelled_on_every_node_and_training_is_not(
         wait_until(lambda: read_status(a).requests.groups == read_status(t).requests.groups == 0)
 
 
-def test_a_trainer_that_went_back_has_the_same_evaluation_made_again(
+def test_a_restored_trainer_repeats_its_evaluation(
     unlike: dict[str, str],
 ) -> None:
     made: Counter[int] = Counter()

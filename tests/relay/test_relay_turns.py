@@ -95,7 +95,7 @@ def test_the_coordinator_hears_of_several_blocks_at_once_and_of_the_last_one_too
         assert 1 < len(told) < blocks
 
 
-def test_a_sink_speaks_to_each_source_before_there_is_anything_to_fetch(
+def test_a_sink_greets_each_source_at_once(
     buses: dict[str, str],
 ) -> None:
     with turns(

@@ -30,9 +30,7 @@ while True:
 
 
 @pytest.mark.parametrize("kind", ["source", "sink"])
-def test_a_bus_of_another_version_is_told_and_its_successor_is_relayed(
-    bus_name: str, spawn: Spawner, kind: str
-) -> None:
+def test_a_bus_of_another_version_is_told(bus_name: str, spawn: Spawner, kind: str) -> None:
     shmbus.Bus.create(bus_name, "4MiB").close()
     with Path(shm_path(bus_name)).open("r+b") as segment:
         segment.seek(8)

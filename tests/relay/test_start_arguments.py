@@ -75,9 +75,7 @@ def test_options_may_be_numbers_of_numpy_and_without_end() -> None:
         ["run1", "--trainer", "t", "--max-policy-lag", "1.5"],
     ],
 )  # fmt: skip
-def test_a_word_that_the_command_does_not_take_is_a_usage_error(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_word_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["relay", *words])
     assert ended.value.code == 2

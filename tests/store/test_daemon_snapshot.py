@@ -25,9 +25,7 @@ def put_large(name: str, groups: int) -> None:
             producer.put(f"g{number}", group_size=1, index=0, tokens=np.zeros(250_000, np.int32))
 
 
-def test_a_snapshot_under_load_is_of_one_instant_and_loses_nothing(
-    daemon: Served, bus_name: str, tmp_path: Path
-) -> None:
+def test_a_snapshot_under_load_loses_nothing(daemon: Served, bus_name: str, tmp_path: Path) -> None:
     served = daemon("--capacity", "2MiB")
     stop = threading.Event()
     ended: list[tuple[int, int]] = []

@@ -65,9 +65,7 @@ def check(trajectory: shmbus.Trajectory, put: dict[Any, Any]) -> None:
         np.testing.assert_array_equal(trajectory[name], array)
 
 
-def test_what_comes_back_is_what_was_there_with_its_ledger(
-    bus_name: str, tmp_path: Path, seed: int
-) -> None:
+def test_restored_groups_have_their_ledger(bus_name: str, tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     numbers = {}
     with shmbus.Bus.create(bus_name, "8MiB") as bus:
@@ -117,9 +115,7 @@ def test_what_comes_back_is_what_was_there_with_its_ledger(
         assert ledger.leased + ledger.stashed + ledger.in_ring in (0, 4)
 
 
-def test_a_dead_buses_records_go_through_a_snapshot(
-    bus_name: str, spawn: Spawner, tmp_path: Path
-) -> None:
+def test_a_dead_buss_records_survive(bus_name: str, spawn: Spawner, tmp_path: Path) -> None:
     shmbus.Bus.create(bus_name, "4MiB").close()
     for label in ("a", "b"):
         worker = spawn.script(WORKER, bus_name, 20, label)
@@ -380,9 +376,7 @@ def as_another_users(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [as_link, as_fifo, as_another_users])
 @pytest.mark.parametrize("file", ["manifest.json", "part-00000.safetensors"])
-def test_a_snapshot_is_read_from_files_of_its_own_user(
-    bus_name: str, taken: Path, make: Any, file: str
-) -> None:
+def test_a_foreign_snapshot_is_refused(bus_name: str, taken: Path, make: Any, file: str) -> None:
     make(taken / file)
     kind = PermissionError if make is as_another_users else shmbus.LayoutMismatchError
     with pytest.raises(kind, match=file):
@@ -416,9 +410,7 @@ def test_a_snapshot_is_restored_once_unless_told_otherwise(bus_name: str, taken:
     assert read_status(bus_name).ledger.in_ring == 40
 
 
-def test_the_daemon_restores_once_serves_metrics_and_goes_on(
-    bus_name: str, taken: Path, spawn: Spawner
-) -> None:
+def test_the_daemon_restores_once_and_goes_on(bus_name: str, taken: Path, spawn: Spawner) -> None:
     arguments = ("serve", bus_name, "--restore", taken, "--metrics-port", 0)
     for expected in (40, 36):
         child = spawn.module("shmbus.cli", *arguments)
@@ -466,9 +458,7 @@ def test_where_something_is_no_snapshot_is_written(bus_name: str, taken: Path) -
     assert cli("snapshot", bus_name, "/proc/snap").status == 1
 
 
-def test_without_safetensors_there_is_a_message_that_names_the_extra(
-    bus_name: str, tmp_path: Path
-) -> None:
+def test_without_safetensors_the_extra_is_named(bus_name: str, tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['safetensors'] = None;"
         f"from shmbus.cli import main; sys.exit(main(['snapshot', {bus_name!r}, '{tmp_path}/s']))"

@@ -67,9 +67,7 @@ def prompts_of(*names: str) -> dict[str, Any]:
 # -- calls that are cut short -------------------------------------------------------------------
 
 
-def test_a_cancelled_call_of_skyrl_takes_nothing_along_that_is_anothers(
-    bus: shmbus.Bus, seed: int
-) -> None:
+def test_a_cancelled_skyrl_call_takes_only_its_own_groups(bus: shmbus.Bus, seed: int) -> None:
     """The wait for groups is a thread's; what that has is filed, though its call is cancelled."""
     dice = random.Random(seed)
 
@@ -157,9 +155,7 @@ def test_a_send_that_was_cancelled_is_made_again_once(run: str) -> None:
 
 @pytest.mark.parametrize("done", [False, True], ids=["before", "behind"])
 @pytest.mark.parametrize("take", ["atropos", "slime", "torchtitan"])
-def test_an_acknowledgement_that_was_cut_short_is_made_again(
-    take: str, done: bool, bus: shmbus.Bus
-) -> None:
+def test_an_interrupted_ack_is_repeated_once(take: str, done: bool, bus: shmbus.Bus) -> None:
     """Ctrl-C came right at the call that acknowledges; the trainer catches it and goes on."""
     with shmbus.Producer(bus.name) as producer:
         for number in range(2):
@@ -250,9 +246,7 @@ class Env(ShmbusEnv):
     ],
     ids=["scores", "tokens", "masks", "meta", "large", "none"],
 )
-def test_of_groups_that_come_together_none_is_put_where_one_cannot_be(
-    second: Any, says: str, bus: shmbus.Bus
-) -> None:
+def test_groups_put_together_are_put_all_or_none(second: Any, says: str, bus: shmbus.Bus) -> None:
     good = {"tokens": [[1], [2]], "masks": [[1], [2]], "scores": [0.0, 1.0]}
     env = Env()
     env.shmbus_bus = bus.name  # type: ignore[misc]
@@ -358,9 +352,7 @@ def test_what_torchtitan_would_train_as_other_numbers_is_named(
         (np.ones(3, np.uint8), r"uint8 in shape \(3,\)"),
     ],
 )
-def test_experts_that_would_become_others_are_named(
-    experts: Any, got: str, bus: shmbus.Bus
-) -> None:
+def test_experts_changed_by_a_cast_are_refused(experts: Any, got: str, bus: shmbus.Bus) -> None:
     """As verl and SkyRL replay them: 16 bits each."""
     generator = GenerateByBus(bus.name, timeout=30.0)
     fields = {**GOOD, "routed_experts": experts}

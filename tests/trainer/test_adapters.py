@@ -163,9 +163,7 @@ def test_a_group_that_atropos_cannot_have_costs_no_other(
         assert (ledger.acknowledged, ledger.undelivered, ledger.balanced) == (2, 1, True)
 
 
-def test_groups_that_make_no_batch_do_not_put_the_timeout_off(
-    bus: shmbus.Bus, producer: shmbus.Producer
-) -> None:
+def test_useless_groups_extend_no_timeout(bus: shmbus.Bus, producer: shmbus.Producer) -> None:
     stop = threading.Event()
 
     def put_on() -> None:
@@ -225,9 +223,7 @@ def item(group: str, number: int, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_slimes_groups_come_whole_and_are_acknowledged_by_the_next_call(
-    bus: shmbus.Bus, producer: shmbus.Producer
-) -> None:
+def test_the_next_slime_call_acks_whole_groups(bus: shmbus.Bus, producer: shmbus.Producer) -> None:
     rollouts = SlimeRollouts(bus.name, 2, SlimeSample)
     for number in range(2):
         for group in ("a", "b", "c"):
@@ -253,9 +249,7 @@ def test_slimes_groups_come_whole_and_are_acknowledged_by_the_next_call(
     again.close()
 
 
-def test_a_second_sample_with_the_same_uid_completes_no_group(
-    bus: shmbus.Bus, producer: shmbus.Producer
-) -> None:
+def test_a_repeated_uid_completes_no_group(bus: shmbus.Bus, producer: shmbus.Producer) -> None:
     rollouts = SlimeRollouts(bus.name, 2, SlimeSample)
     for _ in range(2):
         put_sample(producer, item("a", 0))
@@ -265,9 +259,7 @@ def test_a_second_sample_with_the_same_uid_completes_no_group(
     rollouts.close()
 
 
-def test_a_sample_that_slime_cannot_have_is_named_and_costs_no_other(
-    bus: shmbus.Bus, producer: shmbus.Producer
-) -> None:
+def test_a_sample_that_slime_refuses_is_dropped(bus: shmbus.Bus, producer: shmbus.Producer) -> None:
     rollouts = SlimeRollouts(bus.name, 2, SlimeSample)
     put_sample(producer, item("a", 0))
     put_sample(producer, item("b", 0, status="nearly"))

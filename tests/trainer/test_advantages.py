@@ -41,9 +41,7 @@ def ragged(seed: int, groups: int = 50) -> list[list[float]]:
 
 @pytest.mark.parametrize("std", ["bessel", "biased"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_ragged_batch_gets_what_each_group_would_get_alone(
-    kind: Any, std: Any, seed: int
-) -> None:
+def test_a_ragged_batch_equals_each_group_alone(kind: Any, std: Any, seed: int) -> None:
     batch = ragged(seed)
     flat = np.array([s for group in batch for s in group])
     got = advantages_for_groups(flat, [len(group) for group in batch], kind, std=std, eps=0.1)
@@ -88,9 +86,7 @@ def test_finite_scores_never_give_nan_or_infinity(
     scores=st.lists(st.integers(-50, 50).map(float), min_size=2, max_size=12),
     kind=st.sampled_from(["grpo", "dr_grpo", "rloo"]),
 )
-def test_the_advantages_of_a_group_sum_to_zero_and_keep_its_order(
-    scores: list[float], kind: Any
-) -> None:
+def test_advantages_of_a_group_sum_to_zero_in_order(scores: list[float], kind: Any) -> None:
     got = group_advantages(scores, kind)
     assert abs(math.fsum(got)) < 1e-9
     assert [scores[i] for i in np.argsort(got, kind="stable")] == sorted(scores)
@@ -133,9 +129,7 @@ def test_rows_are_groups_and_sizes_cut_a_flat_row() -> None:
         (torch.tensor([[0.0, 1.0]]).double(), torch.float64),
     ],
 )
-def test_the_container_stays_and_the_type_is_float32_or_stays_float64(
-    scores: Any, dtype: Any
-) -> None:
+def test_container_and_float64_stay_and_all_else_is_float32(scores: Any, dtype: Any) -> None:
     got = group_advantages(scores, "dr_grpo")
     assert type(got) is type(scores)
     assert got.dtype == dtype
@@ -291,9 +285,7 @@ def test_normalisation_over_the_batch_is_by_its_formulas(std: Any, seed: int) ->
     eps=st.sampled_from([0.0, 1e-6, 1e300]),
 )
 @example(groups=[[0.0, 1e-104]], kind="batch_std", eps=1e300)
-def test_normalisation_over_the_batch_never_gives_nan_or_infinity(
-    groups: list[list[float]], kind: Any, eps: float
-) -> None:
+def test_batch_normalisation_stays_finite(groups: list[list[float]], kind: Any, eps: float) -> None:
     flat = np.array([s for group in groups for s in group], dtype=np.float64)
     got = advantages_for_groups(flat, [len(group) for group in groups], kind, eps=eps)
     assert np.isfinite(got).all()

@@ -36,9 +36,7 @@ def reference(group: shmbus.Group) -> dict[str, Any]:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("layout", ["packed", "padded", "prefix"])
-def test_columns_come_to_the_batch_each_to_its_own_sample(
-    bus: Bus, producer: Producer, layout: Any, prefetch: int
-) -> None:
+def test_columns_reach_the_sample(bus: Bus, producer: Producer, layout: Any, prefetch: int) -> None:
     put(producer, "a")
     put(producer, "b", (2, 4, 1))
     with OnlineDataHandler(
@@ -76,9 +74,7 @@ def test_a_coroutine_annotates_all_groups_of_a_take_at_once(bus: Bus, producer: 
         handler.ack(batch)
 
 
-def test_what_it_raises_is_raised_and_the_group_is_annotated_once_by_the_next_call(
-    bus: Bus, producer: Producer
-) -> None:
+def test_an_error_is_raised_and_the_next_call_annotates_once(bus: Bus, producer: Producer) -> None:
     asked: list[str] = []
 
     def annotate(group: shmbus.Group) -> dict[str, Any]:

@@ -209,9 +209,7 @@ with shmbus.Columns(sys.argv[1], {"ref_logprobs": "float32"}) as columns, Online
 """
 
 
-def test_annotators_and_trainers_that_are_killed_cost_nothing(
-    bus: Bus, spawn: Spawner, seed: int, tmp_path: Path
-) -> None:
+def test_killed_processes_lose_nothing(bus: Bus, spawn: Spawner, seed: int, tmp_path: Path) -> None:
     groups, lives = GROUPS, 3
     batches = groups // 4 // (lives + 2)
     written, trained = tmp_path / "written", tmp_path / "trained"
@@ -322,9 +320,7 @@ def test_ranks_that_are_killed_each_find_what_was_written_for_their_groups(
         assert consumer.stats().balanced
 
 
-def test_ranks_without_a_daemon_of_their_columns_are_told_so(
-    daemon: Callable[..., Daemon], bus: Bus
-) -> None:
+def test_ranks_without_daemon_columns_are_told(daemon: Callable[..., Daemon], bus: Bus) -> None:
     daemon()
     with pytest.raises(shmbus.BusNotFoundError, match=r"columns\.ref_logprobs"):
         Columns(bus.name, REFERENCE, rank=1, world_size=2)
@@ -399,9 +395,7 @@ with shmbus.Annotator(sys.argv[1], {"ref_logprobs": "float32"}) as annotator:
 """
 
 
-def test_a_group_of_a_stopped_annotator_goes_to_one_that_lives(
-    bus: Bus, spawn: Spawner, tmp_path: Path
-) -> None:
+def test_a_stopped_annotators_group_is_reassigned(bus: Bus, spawn: Spawner, tmp_path: Path) -> None:
     put(bus, 1)
     with (
         Columns(bus.name, REFERENCE, claim_timeout=0.3, **SMALL) as columns,
@@ -477,9 +471,7 @@ def test_a_group_that_no_annotator_can_serve_is_dropped_and_the_next_one_comes(
         ("float32", ("float32", ())),
     ],
 )
-def test_helpers_that_disagree_about_a_column_are_refused_when_they_attach(
-    bus: Bus, trainers: Any, annotators: Any
-) -> None:
+def test_helpers_of_differing_columns_are_refused(bus: Bus, trainers: Any, annotators: Any) -> None:
     with Columns(bus.name, {"ref_logprobs": trainers}, **SMALL) as columns:
         with pytest.raises(ValueError, match="ref_logprobs") as refused:
             Annotator(bus.name, {"ref_logprobs": annotators}, wait=0)

@@ -132,9 +132,7 @@ def test_each_row_is_packed_as_a_sequence_with_its_samples_advantage(
     assert batch.advantages.numpy() == pytest.approx(want, rel=1e-5)
 
 
-def test_rows_are_padded_each_to_a_row_of_its_own(
-    consumer: Consumer, groups: list[list[dict[str, Any]]]
-) -> None:
+def test_each_row_is_padded_alone(consumer: Consumer, groups: list[list[dict[str, Any]]]) -> None:
     batch = pack(consumer.take(3, 10), layout="padded", extra_fields={"ref_logprobs": "token"})
     assert_rows(batch, groups)
     for line, ref, (_, _, row) in zip(
@@ -165,9 +163,7 @@ def test_extra_fields_of_rows_are_cut_and_those_of_samples_repeated(
         assert batch.extra_offsets[name].tolist() == ends.tolist(), name
 
 
-def test_micro_batches_take_rows_apart_and_keep_what_is_theirs(
-    consumer: Consumer, groups: list[list[dict[str, Any]]]
-) -> None:
+def test_micro_batches_keep_rows(consumer: Consumer, groups: list[list[dict[str, Any]]]) -> None:
     batch = pack(consumer.take(3, 10), extra_fields=EXTRA)
     parts = micro_batches(batch, max_tokens=9)
     assert sum(part.num_sequences for part in parts) == batch.num_sequences
@@ -274,9 +270,7 @@ def test_a_token_budget_counts_all_rows(bus: shmbus.Bus, producer: Producer) -> 
         handler.ack(batch)
 
 
-def test_reward_figures_count_samples_and_length_figures_sequences(
-    bus: shmbus.Bus, producer: Producer
-) -> None:
+def test_rewards_count_samples_lengths_count_sequences(bus: shmbus.Bus, producer: Producer) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         several = [{"tokens": [1, 2]}, {"tokens": [3, 4]}, {"tokens": [5, 6, 7, 8, 9, 9, 9, 9]}]
         samples = [{"score": 3.0, "rows": several}, {"score": 1.0, "tokens": [1, 1, 1, 1]}]
@@ -297,9 +291,7 @@ def test_rows_without_tokens_are_refused_by_name(consumer: Consumer, producer: P
         pack(consumer.take(1, 10))
 
 
-def test_a_fill_stands_for_rows_of_a_sample_that_lacks_a_field(
-    consumer: Consumer, producer: Producer
-) -> None:
+def test_a_fill_replaces_rows_of_an_absent_field(consumer: Consumer, producer: Producer) -> None:
     producer.put("q", group_size=2, index=0, rows=[{"tokens": [1]}, {"tokens": [2, 3]}], timeout=10)
     producer.put("q", group_size=2, index=1, tokens=[4], ref=np.ones(1, np.float32), timeout=10)
     fields = {"ref": ExtraField(kind="token", dtype="float32", fill=-1.0)}
@@ -308,9 +300,7 @@ def test_a_fill_stands_for_rows_of_a_sample_that_lacks_a_field(
     assert batch.lengths == [1, 2, 1]
 
 
-def test_a_kernels_table_says_that_a_sample_has_rows(
-    consumer: Consumer, producer: Producer
-) -> None:
+def test_a_kernels_table_tells_that_rows_follow(consumer: Consumer, producer: Producer) -> None:
     producer.put("plain", group_size=1, index=0, tokens=[1, 2], timeout=10)
     producer.put("rows", group_size=1, index=0, rows=[{"tokens": [3]}], timeout=10)
     memory = np.zeros(1 << 14, np.uint8)

@@ -94,7 +94,7 @@ HAS_READER = (2, 7)
 
 @pytest.mark.skipif(TORCH < HAS_READER, reason="this torch has no such reader")
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_a_safetensors_checkpoint_is_loaded_whatever_torch_calls_its_reader(
+def test_a_safetensors_checkpoint_loads_under_each_name_of_torchs_reader(
     tmp_path: Path,
 ) -> None:
     safetensors = pytest.importorskip("safetensors.torch")

@@ -40,9 +40,7 @@ def ratios_by_hand(row: Row, level: str) -> dict[int, float]:
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("mode", ["truncate", "mask", "reject"])
 @pytest.mark.parametrize("low", [None, 0.7])
-def test_a_correction_weighs_as_its_formula_says(
-    level: Any, mode: Any, low: float | None, seed: int
-) -> None:
+def test_a_correction_has_its_formula(level: Any, mode: Any, low: float | None, seed: int) -> None:
     row = Row(seed, 0.4).of_sequences()
     got = importance_correction(
         row.new, row.old, row.mask, level=level, mode=mode, high=1.3, low=low,
@@ -114,9 +112,7 @@ def gspo_by_hand(row: Row, low: float, high: float, weighed: bool) -> tuple[floa
 
 @pytest.mark.parametrize("bounds", [(3e-4, 4e-4), (0.1, 0.3), (1.0, 9.0)])
 @pytest.mark.parametrize("weighed", [False, True])
-def test_gspo_clips_one_ratio_a_sequence(
-    bounds: tuple[float, float], weighed: bool, seed: int
-) -> None:
+def test_gspo_clips_a_sequence_ratio(bounds: tuple[float, float], weighed: bool, seed: int) -> None:
     row = Row(seed, 0.4).of_sequences()
     low, high = bounds
     weights = row.weights if weighed else None
@@ -154,9 +150,7 @@ def test_gspo_of_one_token_a_sequence_is_the_clipped_surrogate(seed: int) -> Non
 
 @pytest.mark.parametrize("bounds", [(0.0, 5.0), (0.8, 1.2)])
 @pytest.mark.parametrize("weighed", [False, True])
-def test_cispo_weighs_log_probabilities_by_clipped_ratios(
-    bounds: tuple[float, float], weighed: bool, seed: int
-) -> None:
+def test_cispo_weighs_clipped_ratios(bounds: tuple[float, float], weighed: bool, seed: int) -> None:
     row = Row(seed, 0.4).of_sequences()
     low, high = bounds
     got = cispo_loss(

@@ -59,9 +59,7 @@ def test_workers_of_a_data_loader_are_refused(bus: Bus) -> None:
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_torchs_stateful_data_loader_resumes_it(
-    bus: Bus, producer: Producer, prefetch: int
-) -> None:
+def test_a_stateful_data_loader_resumes(bus: Bus, producer: Producer, prefetch: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     keys = [f"k{number}" for number in range(10)]
     for key in keys:
@@ -86,9 +84,7 @@ def test_torchs_stateful_data_loader_resumes_it(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("acks", [0, 2])
-def test_a_distributed_checkpoint_saves_and_loads_it(
-    bus: Bus, producer: Producer, tmp_path: Path, acks: int
-) -> None:
+def test_torch_dcp_saves_and_loads(bus: Bus, producer: Producer, tmp_path: Path, acks: int) -> None:
     # Here and not above: it takes as long as torch, in each worker that collects this file.
     import torch.distributed.checkpoint as dcp
 
@@ -113,9 +109,7 @@ def test_a_distributed_checkpoint_saves_and_loads_it(
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_a_sample_may_ask_for_an_advantage_of_zero(
-    bus: Bus, producer: Producer, layout: Any
-) -> None:
+def test_a_sample_may_ask_for_zero_advantage(bus: Bus, producer: Producer, layout: Any) -> None:
     metas = [{"set_advantage_to_zero": True}, {"set_advantage_to_zero": False}, None, "text"]
     put(producer, "a", metas)
     put(producer, "own", [{"set_advantage_to_zero": 1}], advantages=np.full(4, 9.0))
@@ -213,9 +207,7 @@ def test_a_mask_of_other_values_than_0_and_1_drops_its_group_alone(
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 @pytest.mark.parametrize("wrong", [0.01, 3.0, 1e30])
-def test_a_positive_logprob_drops_its_group_alone(
-    bus: Bus, producer: Producer, wrong: float, dtype: str
-) -> None:
+def test_positive_logprobs_drop_it(bus: Bus, producer: Producer, wrong: float, dtype: str) -> None:
     put(producer, "bad", logprobs=np.array([-1, -1, wrong, -1], dtype))
     mask = np.array([1, 1, 0, 1], np.uint8)
     put(producer, "masked", logprobs=np.array([0, -0.0, wrong, -1], dtype), loss_mask=mask)
@@ -233,9 +225,7 @@ def test_logprobs_outside_the_mask_may_be_anything(bus: Bus, producer: Producer)
         assert handler.next_batch(10).logprobs.isfinite().all()
 
 
-def test_a_sequence_above_the_budget_is_malformed_and_a_group_above_it_comes_alone(
-    bus: Bus, producer: Producer
-) -> None:
+def test_a_long_sequence_is_malformed_and_a_large_group_alone(bus: Bus, producer: Producer) -> None:
     put(producer, "long", tokens=np.arange(11), loss_mask=np.ones(11), logprobs=np.zeros(11))
     put(producer, "large", [None] * 5)
     with OnlineDataHandler(bus.name, tokens_per_batch=10, max_wait=0.05) as handler:
@@ -255,9 +245,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_the_progress_line_says_what_came_and_what_is_behind_it(
-    bus: Bus, producer: Producer, stream: Any
-) -> None:
+def test_the_progress_line_shows_batches_and_lag(bus: Bus, producer: Producer, stream: Any) -> None:
     written = stream()
     put(producer, "a", policy_version=3)
     producer.put("open", group_size=2, index=0, tokens=np.arange(3))

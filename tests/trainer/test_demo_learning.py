@@ -106,9 +106,7 @@ def prompt_of(text: str) -> npt.NDArray[np.int32]:
         ("3142", [9] * 10, 0.0),
     ],
 )
-def test_the_reward_is_the_share_of_right_positions(
-    prompt: str, completion: list[int], expected: float
-) -> None:
+def test_the_reward_is_the_right_share(prompt: str, completion: list[int], expected: float) -> None:
     scored = sorting.reward(prompt_of(prompt), np.array(completion, np.int32))
     assert scored == pytest.approx(expected)
 

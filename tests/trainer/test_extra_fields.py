@@ -101,9 +101,7 @@ def test_a_handler_packs_them_beside_the_tokens(
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_micro_batches_have_those_of_their_sequences(
-    bus: Bus, samples: list[dict[str, Any]], layout: Any
-) -> None:
+def test_micro_batches_keep_their_own(bus: Bus, samples: list[dict[str, Any]], layout: Any) -> None:
     with Consumer(bus.name) as consumer:
         batch = pack(consumer.take(64, 10), extra_fields=FIELDS, layout=layout)
         parts = micro_batches(batch, count=5)
@@ -117,9 +115,7 @@ NUMPY_DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4",
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_the_dtype_of_a_field_is_kept(
-    bus: Bus, producer: Producer, dtype: str, layout: Any
-) -> None:
+def test_a_field_keeps_its_dtype(bus: Bus, producer: Producer, dtype: str, layout: Any) -> None:
     values = [np.array([0, 1, 2, 100][:n]).astype(dtype) for n in (2, 4)]
     put(producer, "a", [{"tokens": np.arange(len(one)), "x": one} for one in values])
     with Consumer(bus.name) as consumer:
@@ -240,9 +236,7 @@ def test_a_gpu_gets_long_rows_and_fills(bus: Bus, producer: Producer) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_loader_pins_a_batch_with_its_extra_fields(
-    bus: Bus, samples: list[dict[str, Any]]
-) -> None:
+def test_a_loader_pins_extra_fields_too(bus: Bus, samples: list[dict[str, Any]]) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=8, extra_fields=FIELDS) as handler:
         batch = next(iter(DataLoader(handler, batch_size=None, pin_memory=True)))
         assert batch.tokens.is_pinned() and batch.extra["ref_logprobs"].is_pinned()

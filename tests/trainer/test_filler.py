@@ -89,9 +89,7 @@ def test_logprobs_that_nobody_sent_are_none(bus: Bus, producer: Producer) -> Non
         handler.ack(batch)
 
 
-def test_a_batch_of_groups_of_which_some_have_logprobs_is_refused(
-    bus: Bus, producer: Producer
-) -> None:
+def test_a_batch_with_logprobs_in_some_groups_is_refused(bus: Bus, producer: Producer) -> None:
     with Consumer(bus.name) as consumer:
         producer.put("a", group_size=1, index=0, tokens=TOKENS, logprobs=FULL["logprobs"])
         producer.put("b", group_size=1, index=0, tokens=TOKENS)
@@ -122,9 +120,7 @@ def test_a_group_without_logprobs_beside_others_with_them_is_malformed(
     assert "'logprobs'" in record.getMessage() and "FieldNames" in record.getMessage()
 
 
-def test_a_late_first_group_with_logprobs_ends_those_that_wait_without(
-    bus: Bus, producer: Producer
-) -> None:
+def test_late_logprobs_end_waiting_groups_without_logprobs(bus: Bus, producer: Producer) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2, max_wait=None) as handler:
         producer.put("without", group_size=1, index=0, tokens=TOKENS)
         handler._planner.inbox.extend(handler._take(10, True))
@@ -153,9 +149,7 @@ def test_a_loss_says_that_the_logprobs_are_not_there(bus: Bus, producer: Produce
                 call()
 
 
-def test_a_name_that_is_nearly_right_is_told_once(
-    bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_near_name_warns(bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture) -> None:
     near = {"log_probs": "logprobs", "completion_mask": "loss_mask"}
     with (
         OnlineDataHandler(bus.name, groups_per_batch=1) as handler,
@@ -173,9 +167,7 @@ def test_a_name_that_is_nearly_right_is_told_once(
         assert repr(right) in record.getMessage()
 
 
-def test_fields_that_are_named_are_no_news(
-    bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_named_fields_pass(bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture) -> None:
     names = FieldNames(logprobs="log_probs", loss_mask="completion_mask")
     with OnlineDataHandler(bus.name, groups_per_batch=1, fields=names) as handler:
         for index in range(2):
@@ -195,9 +187,7 @@ def test_the_advice_for_a_value_that_is_no_array_fits_it(bus: Bus, producer: Pro
         assert advice in str(caught.value) and "int32" not in str(caught.value)
 
 
-def test_the_advice_for_a_tensor_that_numpy_cannot_take_fits_it(
-    bus: Bus, producer: Producer
-) -> None:
+def test_advice_for_a_tensor_that_numpy_refuses_fits(bus: Bus, producer: Producer) -> None:
     for value in (torch.ones(2, device="meta"), torch.ones(2).to_sparse()):
         with pytest.raises(TypeError, match="contiguous CPU"):
             producer.put("a", group_size=1, index=0, tokens=TOKENS, extra=value)

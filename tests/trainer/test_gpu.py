@@ -155,9 +155,7 @@ def read_chunks(memory: np.ndarray[Any, Any], first: int, count: int) -> list[li
 
 @pytest.mark.parametrize("flagged", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 1024])
-def test_the_table_says_where_each_chunk_is_and_where_it_goes(
-    bus: Bus, seed: int, chunk: int, flagged: bool
-) -> None:
+def test_the_table_maps_chunks_to_places(bus: Bus, seed: int, chunk: int, flagged: bool) -> None:
     with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
         put_random(producer, seed, 8, 300)
         groups = consumer.take(64, 10)
@@ -253,9 +251,7 @@ def test_members_are_those_of_groups_alone() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-def test_the_kernel_makes_the_batch_that_the_host_makes(
-    bus: Bus, spawn: Spawner, seed: int
-) -> None:
+def test_the_kernel_and_the_host_make_one_batch(bus: Bus, spawn: Spawner, seed: int) -> None:
     path = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH")]))
     program = Path(__file__).with_name("interpreted_kernel.py")
     env = {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
@@ -313,9 +309,7 @@ def packing(bus: Bus, **options: Any) -> Iterator[tuple[GpuPacker, Producer, Con
 @needs_gpu
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("transport", ["gather", "pinned", "copy"])
-def test_every_transport_brings_the_batch_that_the_host_makes(
-    bus: Bus, seed: int, transport: Any, layout: Any
-) -> None:
+def test_transports_and_host_agree(bus: Bus, seed: int, transport: Any, layout: Any) -> None:
     options: dict[str, Any] = {"layout": layout, "truncated": "mask"}
     with packing(bus, transport=transport, **options) as (packer, producer, consumer):
         for number, longest in enumerate((60, 5000, 1)):
@@ -330,9 +324,7 @@ def test_every_transport_brings_the_batch_that_the_host_makes(
 
 @pytest.mark.gpu
 @needs_gpu
-def test_batches_may_overlap_and_their_records_be_overwritten_once_they_have_arrived(
-    bus: Bus, seed: int
-) -> None:
+def test_batches_overlap_and_records_may_change_after_arrival(bus: Bus, seed: int) -> None:
     with packing(bus) as (packer, producer, consumer):
         waiting: list[tuple[Any, Batch]] = []
         for number in range(40):
@@ -347,9 +339,7 @@ def test_batches_may_overlap_and_their_records_be_overwritten_once_they_have_arr
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_batch_that_nobody_waits_for_keeps_its_table_until_the_kernel_is_done(
-    bus: Bus, seed: int
-) -> None:
+def test_an_unawaited_batch_keeps_its_table_until_its_kernel_ends(bus: Bus, seed: int) -> None:
     with packing(bus) as (packer, producer, consumer):
         put_random(producer, seed, 8, 4000)
         groups = consumer.take(64, 10)
@@ -494,9 +484,7 @@ def test_a_packer_reads_the_ring_of_the_consumer_whose_groups_come(
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_packer_goes_on_with_the_next_consumer_and_may_be_dropped_after_it(
-    bus: Bus, seed: int
-) -> None:
+def test_a_packer_outlives_its_consumer_and_may_be_dropped(bus: Bus, seed: int) -> None:
     packer = GpuPacker("cuda", transport="gather")
     with Producer(bus.name) as producer:
         for turn in range(4):

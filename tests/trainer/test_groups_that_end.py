@@ -103,9 +103,7 @@ def test_a_group_that_failed_for_good_ends_the_step_by_name(
         ask(bus_name)
 
 
-def test_a_step_goes_on_after_one_that_ended(
-    bus: shmbus.Bus, ask: Callable[..., list[float]]
-) -> None:
+def test_a_step_follows_an_ended_one(bus: shmbus.Bus, ask: Callable[..., list[float]]) -> None:
     with answering(bus.name, fail), pytest.raises(RuntimeError, match="dropped it"):
         ask(bus.name)
     with answering(bus.name, of_version(0)):

@@ -52,9 +52,7 @@ def test_a_budget_may_be_used_to_its_last_token(bus: Bus, producer: Producer) ->
         assert [batch.total_tokens for batch in batches] == [60, 60, 30]
 
 
-def test_a_number_of_groups_is_exact_and_a_wait_cuts_it_short(
-    bus: Bus, producer: Producer, seed: int
-) -> None:
+def test_a_group_count_is_exact_unless_time_is_up(bus: Bus, producer: Producer, seed: int) -> None:
     groups = put_random(producer, seed, 7)
     with OnlineDataHandler(bus.name, groups_per_batch=3, max_wait=0.1) as handler:
         batches = [handler.next_batch(10) for _ in range(3)]
@@ -171,9 +169,7 @@ def assert_matches(text: str, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_an_error_of_the_callers_own_loses_no_group(
-    bus: Bus, producer: Producer, prefetch: int
-) -> None:
+def test_an_error_in_a_callback_loses_no_group(bus: Bus, producer: Producer, prefetch: int) -> None:
     calls = 0
 
     def moody(scores: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -195,9 +191,7 @@ def test_an_error_of_the_callers_own_loses_no_group(
 # --- ends of batches
 
 
-def test_acknowledging_a_batch_frees_its_space_and_is_done_once(
-    bus: Bus, producer: Producer
-) -> None:
+def test_an_ack_frees_the_batchs_space_once(bus: Bus, producer: Producer) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         big = {"tokens": np.zeros(100_000, np.int32)}
         for _ in range(30):
@@ -220,9 +214,7 @@ def pack_one(bus: Bus, producer: Producer, handler: OnlineDataHandler) -> Batch:
 
 
 @pytest.mark.parametrize("per_batch", [1, 2, 5])
-def test_a_batch_given_back_is_the_next_to_come(
-    bus: Bus, producer: Producer, seed: int, per_batch: int
-) -> None:
+def test_a_nacked_batch_comes_next(bus: Bus, producer: Producer, seed: int, per_batch: int) -> None:
     groups = put_random(producer, seed, 10)
     with OnlineDataHandler(bus.name, groups_per_batch=per_batch) as handler:
         first, second = handler.next_batch(10), handler.next_batch(10)
@@ -236,9 +228,7 @@ def test_a_batch_given_back_is_the_next_to_come(
         assert handler.stats().balanced
 
 
-def test_tensors_of_a_batch_stay_as_they_are_whatever_comes_after(
-    bus: Bus, producer: Producer, seed: int
-) -> None:
+def test_tensors_of_a_batch_never_change(bus: Bus, producer: Producer, seed: int) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         rng = random.Random(seed)
@@ -323,9 +313,7 @@ def test_options_of_the_consumer_are_passed_on(bus: Bus, producer: Producer) -> 
         assert handler.stats().dropped == {"zero_variance": 2, "stale": 2}
 
 
-def test_closing_ends_the_iteration_and_gives_everything_to_the_next(
-    bus: Bus, producer: Producer
-) -> None:
+def test_closing_ends_the_iteration_and_returns_groups(bus: Bus, producer: Producer) -> None:
     groups = put_random(producer, 11, 6)
     handler = OnlineDataHandler(bus.name, groups_per_batch=2)
     with ThreadPoolExecutor(1) as pool:
@@ -342,9 +330,7 @@ def test_closing_ends_the_iteration_and_gives_everything_to_the_next(
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_the_handlers_step_is_the_version_that_a_batch_makes(
-    bus: Bus, producer: Producer, prefetch: int
-) -> None:
+def test_a_batch_makes_the_handlers_step(bus: Bus, producer: Producer, prefetch: int) -> None:
     for number in range(4):
         producer.put(number, group_size=1, index=0, tokens=[1])
     with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=prefetch) as handler:
@@ -380,9 +366,7 @@ def test_a_callable_is_called_with_scores_of_the_bus_only(bus: Bus, producer: Pr
     assert seen == [[3.0, 5.0]]
 
 
-def test_a_callable_that_gives_no_advantages_is_named_and_costs_no_group(
-    bus: Bus, producer: Producer
-) -> None:
+def test_an_advantage_callable_with_a_bad_result_is_named(bus: Bus, producer: Producer) -> None:
     put_pair(producer, "g")
     answers: list[Any] = [[1.0], [float("nan"), 0.0], None, [1j, 0.0], [2.0, 3.0]]
     with OnlineDataHandler(

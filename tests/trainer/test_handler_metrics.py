@@ -104,9 +104,7 @@ def test_truncated_samples_are_counted_from_the_first_call_on(bus: Bus, producer
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_callback_gets_the_figures_of_each_batch(
-    bus: Bus, producer: Producer, prefetch: int
-) -> None:
+def test_a_callback_gets_each_batchs_figures(bus: Bus, producer: Producer, prefetch: int) -> None:
     told: list[dict[str, float]] = []
     with OnlineDataHandler(
         bus.name, groups_per_batch=1, on_metrics=told.append, prefetch=prefetch
@@ -171,9 +169,7 @@ def test_the_page_has_every_name(bus: Bus, producer: Producer) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_filter_drops_useless_groups_and_says_how_many_to_sample(
-    bus: Bus, producer: Producer, prefetch: int
-) -> None:
+def test_a_filter_drops_groups_and_counts_them(bus: Bus, producer: Producer, prefetch: int) -> None:
     def keep(group: ScoredGroup) -> bool:
         return bool(group.lengths.sum() > 10 and not group.truncated.all())
 
@@ -197,9 +193,7 @@ def test_a_filter_drops_useless_groups_and_says_how_many_to_sample(
         assert handler.refill == 3
 
 
-def test_a_filter_that_misses_a_value_makes_its_group_malformed(
-    bus: Bus, producer: Producer
-) -> None:
+def test_a_filter_without_its_value_drops_the_group(bus: Bus, producer: Producer) -> None:
     def keep(group: ScoredGroup) -> bool:
         return bool(group.rewards("exact").any())
 
@@ -216,9 +210,7 @@ def test_a_filter_that_misses_a_value_makes_its_group_malformed(
 # --- iteration
 
 
-def test_an_iteration_with_a_timeout_ends_by_it_and_another_goes_on(
-    bus: Bus, producer: Producer
-) -> None:
+def test_an_iteration_may_follow_a_timed_out_one(bus: Bus, producer: Producer) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         put(producer, "a", [1.0])
         got = []
@@ -266,9 +258,7 @@ def test_a_handler_says_its_bus_and_step(bus: Bus, producer: Producer) -> None:
     assert repr(handler).endswith("step 1 closed>")
 
 
-def test_figures_whose_count_was_interrupted_are_added_up_nevertheless(
-    bus: Bus, producer: Producer, seed: int
-) -> None:
+def test_figures_survive_an_interrupted_count(bus: Bus, producer: Producer, seed: int) -> None:
     groups = put_random(producer, seed, 3)
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         for _ in groups:

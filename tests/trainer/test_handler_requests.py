@@ -116,9 +116,7 @@ def test_a_prompt_that_is_offered_again_after_a_checkpoint_is_made_again_and_onc
         assert ledger.balanced and ledger.acknowledged == 4 and ledger.requests.open == 0
 
 
-def test_a_prompt_that_is_offered_twice_at_once_is_one_group_still(
-    bus: Bus, producer: Producer
-) -> None:
+def test_a_prompt_offered_twice_at_once_is_one_group(bus: Bus, producer: Producer) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         for _ in range(2):
             handler.request("q", group_size=2, round=0, prompt=TOKENS)

@@ -88,9 +88,7 @@ def test_a_wait_for_a_batch_ends_in_time_and_the_group_is_called_once(
 
 
 @pytest.mark.parametrize("form", ["async score", "async annotate"])
-def test_a_group_without_an_answer_keeps_no_other_from_its_batch(
-    bus: Bus, producer: Producer, form: str
-) -> None:
+def test_an_unanswered_group_delays_no_other(bus: Bus, producer: Producer, form: str) -> None:
     helper = Helper(form)
     for key in ("a", STUCK, "b"):
         put(producer, key)
@@ -139,9 +137,7 @@ def test_a_second_helper_may_answer_what_the_first_did_not(bus: Bus, producer: P
 
 
 @pytest.mark.parametrize("form", ["score", "async score"])
-def test_a_judge_may_say_that_no_helper_serves_a_group(
-    bus: Bus, producer: Producer, form: str
-) -> None:
+def test_a_judge_may_name_groups_without_helper(bus: Bus, producer: Producer, form: str) -> None:
     def refuses(group: shmbus.Group) -> list[float]:
         if group.instance_id == STUCK:
             raise shmbus.UnservedGroupError("too long for the reward model")

@@ -36,9 +36,7 @@ def aggregated(losses: dict[int, float], normalisation: str, denominator: float 
     ("normalisation", "denominator"),
     [("token", None), ("token", 40.0), ("sequence", None), ("sequence", 8.0), ("constant", 64.0)],
 )
-def test_the_policy_loss_is_the_clipped_surrogate(
-    normalisation: Any, denominator: float | None, seed: int
-) -> None:
+def test_policy_loss_is_clipped(normalisation: Any, denominator: float | None, seed: int) -> None:
     row = Row(seed)
     got = policy_loss(
         row.new, row.old, row.advantages, row.mask, clip_low=0.2, clip_high=0.3,

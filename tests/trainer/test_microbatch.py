@@ -54,9 +54,7 @@ def sequences_of(batch: Batch | MicroBatch) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("cut", [{"max_tokens": 150}, {"max_tokens": 60}, {"count": 5}], ids=str)
-def test_every_sequence_is_in_one_micro_batch_unchanged(
-    consumer: Consumer, layout: Any, cut: dict[str, int]
-) -> None:
+def test_micro_batches_cover_it_once(consumer: Consumer, layout: Any, cut: dict[str, int]) -> None:
     batch = pack(consumer.take(64, 10), layout=layout)
     whole = sequences_of(batch)
     parts = micro_batches(batch, **cut)
@@ -80,9 +78,7 @@ def test_every_sequence_is_in_one_micro_batch_unchanged(
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
-def test_losses_of_the_micro_batches_add_up_to_that_of_the_batch(
-    consumer: Consumer, normalisation: Any, layout: Any
-) -> None:
+def test_micro_batch_losses_sum_to_one(consumer: Consumer, normalisation: Any, layout: Any) -> None:
     batch = pack(consumer.take(64, 10), layout=layout)
     # A policy with one weight: its logprobs are what the producers sent, times the weight.
     weight = torch.tensor(1.1, dtype=torch.float64, requires_grad=True)

@@ -32,9 +32,7 @@ def test_each_synonym_leads_to_an_option_that_there_is_and_is_none_itself() -> N
         (shmbus.Producer, "timeout", "expected one of name, checksum, label, "),
     ],
 )
-def test_a_wrong_keyword_of_a_handle_is_answered_with_its_options(
-    handle: Any, wrong: str, said: str
-) -> None:
+def test_a_wrong_keyword_of_a_handle_shows_its_options(handle: Any, wrong: str, said: str) -> None:
     with pytest.raises(TypeError) as caught:
         handle("nobody", **{wrong: 1})
     named = f"{handle.__name__} got an unexpected keyword argument {wrong!r}; {said}"

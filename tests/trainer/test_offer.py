@@ -257,9 +257,7 @@ def test_text_and_messages_go_into_the_meta(bus: Bus, producer: Producer) -> Non
         ([{"image": np.zeros(10**7)}], "is left out: .* the request lane has"),
     ],
 )
-def test_a_prompt_that_is_wrong_is_named_once_and_the_others_go_on(
-    bus: Bus, wrong: list[Any], says: str
-) -> None:
+def test_a_wrong_prompt_is_named_once_and_skipped(bus: Bus, wrong: list[Any], says: str) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler, worker(bus.name):
         with pytest.raises((TypeError, ValueError), match=says):
             handler.offer([wrong[0], *prompts(2)], group_size=2)
@@ -334,9 +332,7 @@ class Again:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", [Flaky, Again])
-def test_an_iterator_that_raises_goes_on_at_the_same_prompt(
-    bus: Bus, make: Callable[[int], Any]
-) -> None:
+def test_a_raising_iterator_resumes_at_its_prompt(bus: Bus, make: Callable[[int], Any]) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler, worker(bus.name):
         data, trained, errors = make(9), [], 0
         while True:
@@ -743,9 +739,7 @@ def test_ranks_with_a_budget_of_tokens_train_all_that_fits_into_a_step(
 
 
 @pytest.mark.timeout(60)
-def test_what_was_offered_after_a_checkpoint_is_trained_once_on_a_restored_bus(
-    bus: Bus, tmp_path: Path
-) -> None:
+def test_prompts_offered_after_a_checkpoint_are_trained_once(bus: Bus, tmp_path: Path) -> None:
     """A snapshot has the samples of a prompt, and not that it was offered."""
     restored = f"{bus.name}-restored"
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler, Producer(bus.name) as producer:

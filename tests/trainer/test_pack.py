@@ -39,9 +39,7 @@ INTEGERS = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "?"]
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_tokens_of_every_integer_type_become_int64(
-    bus: Bus, producer: Producer, dtype: str
-) -> None:
+def test_every_integer_type_becomes_int64(bus: Bus, producer: Producer, dtype: str) -> None:
     kind = np.dtype(dtype)
     info = np.iinfo(kind) if kind.kind in "iu" else np.iinfo("u1")
     top = min(int(info.max), 2**63 - 1) if kind.kind in "iu" else 1
@@ -53,9 +51,7 @@ def test_tokens_of_every_integer_type_become_int64(
 
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, "f4", "f8"])
-def test_a_mask_of_every_numeric_type_is_true_where_it_is_one(
-    bus: Bus, producer: Producer, dtype: str
-) -> None:
+def test_a_mask_of_any_numeric_type_marks_ones(bus: Bus, producer: Producer, dtype: str) -> None:
     mask = np.array([0, 1, 0, 1, 1], dtype)
     if dtype[0] == "f":
         mask = np.append(mask, [-0.0]).astype(dtype)
@@ -99,9 +95,7 @@ def test_the_usual_dtypes_make_bit_for_bit_what_others_make(
     assert not taken["usual"].logprobs[~taken["usual"].loss_mask].any()
 
 
-def test_a_logprob_that_is_not_finite_is_found_wherever_it_stands(
-    bus: Bus, producer: Producer, seed: int
-) -> None:
+def test_a_logprob_that_is_not_finite_is_found(bus: Bus, producer: Producer, seed: int) -> None:
     rng = np.random.default_rng(seed)
     for at in (0, 63, 64, 255, 256, 299):
         group = sample(rng, 300)
@@ -116,9 +110,7 @@ def test_a_logprob_that_is_not_finite_is_found_wherever_it_stands(
             pack(taken)
 
 
-def test_logprobs_are_zero_outside_the_mask_whatever_stands_there(
-    bus: Bus, producer: Producer
-) -> None:
+def test_logprobs_outside_the_mask_are_zero(bus: Bus, producer: Producer) -> None:
     logprobs = np.array([np.nan, -1.0, np.inf, -2.0, -np.inf], np.float32)
     mask = np.array([0, 1, 0, 1, 0], np.uint8)
     put(producer, "a", [{"tokens": np.arange(5), "loss_mask": mask, "logprobs": logprobs}])
@@ -178,9 +170,7 @@ def test_pack_wants_groups_under_lease(bus: Bus, producer: Producer) -> None:
 # --- memory
 
 
-def test_memory_that_a_kept_tensor_looks_at_is_not_packed_into(
-    bus: Bus, producer: Producer, seed: int
-) -> None:
+def test_memory_of_a_kept_tensor_is_not_reused(bus: Bus, producer: Producer, seed: int) -> None:
     put_random(producer, seed, 8)
     memory = BatchMemory()
     with Consumer(bus.name) as consumer:

@@ -65,9 +65,7 @@ EXTRA: dict[str, Any] = {"ref": "token", "image": "ragged", "one": "sequence"}
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
-def test_several_threads_make_the_same_batch_bit_for_bit(
-    bus: Bus, producer: Producer, seed: int, threads: int
-) -> None:
+def test_threads_make_the_same_bits(bus: Bus, producer: Producer, seed: int, threads: int) -> None:
     put_wide(producer, seed)
     with Consumer(bus.name) as consumer:
         groups = consumer.take(8, 10)
@@ -96,9 +94,7 @@ def same(mine: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("dtype", ["i1", "u2", "i4", "u8", "f8"])
-def test_a_sequence_is_cut_by_the_width_of_its_elements(
-    bus: Bus, producer: Producer, seed: int, dtype: str
-) -> None:
+def test_width_decides_where_a_cut_is(bus: Bus, producer: Producer, seed: int, dtype: str) -> None:
     rng = np.random.default_rng(seed)
     groups = {
         "a": [
@@ -134,9 +130,7 @@ def spoiled(rng: np.random.Generator, how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["nan", "length", "lacks", "score", "dtype"])
-def test_a_malformed_sample_is_refused_in_the_same_words(
-    bus: Bus, producer: Producer, seed: int, how: str
-) -> None:
+def test_threads_refuse_malformed_ones(bus: Bus, producer: Producer, seed: int, how: str) -> None:
     rng = np.random.default_rng(seed)
     put(producer, "good", [sample(rng, LONG) for _ in range(2)])
     put(producer, "bad", [sample(rng, 3), spoiled(rng, how)])
@@ -152,9 +146,7 @@ def test_a_malformed_sample_is_refused_in_the_same_words(
         assert pack(good, pack_threads=3).sequences == 2
 
 
-def test_a_handler_keeps_its_threads_and_ends_them_with_itself(
-    bus: Bus, producer: Producer, seed: int
-) -> None:
+def test_a_handler_ends_its_threads(bus: Bus, producer: Producer, seed: int) -> None:
     rng = np.random.default_rng(seed)
     with OnlineDataHandler(bus.name, groups_per_batch=1, pack_threads=3) as handler:
         assert helpers() == []
@@ -210,9 +202,7 @@ def test_a_closed_packer_packs_with_the_callers_thread_alone(
     assert helpers() == []
 
 
-def test_threads_that_cannot_start_are_said_and_the_batch_comes_with_fewer(
-    bus: Bus, spawn: Spawner
-) -> None:
+def test_a_batch_comes_though_threads_cannot_start(bus: Bus, spawn: Spawner) -> None:
     said = spawn.script(NO_ROOM, bus.name).finish().splitlines()
     assert said[0].startswith("pack_threads: 64 threads could not be started: ")
     assert said[1] == "packed"
@@ -239,9 +229,7 @@ with Producer(sys.argv[1]) as producer, Consumer(sys.argv[1]) as consumer:
 """
 
 
-def test_two_threads_may_pack_by_one_packer_and_a_third_close_it(
-    bus: Bus, producer: Producer, seed: int
-) -> None:
+def test_a_packer_serves_two_threads_and_closing(bus: Bus, producer: Producer, seed: int) -> None:
     rng = np.random.default_rng(seed)
     groups = {key: [sample(rng, LONG) for _ in range(4)] for key in "ab"}
     for key, group in groups.items():
@@ -344,9 +332,7 @@ handler.close()
 """
 
 
-def test_ctrl_c_comes_to_the_thread_that_packs_and_loses_nothing(
-    bus: Bus, producer: Producer, spawn: Spawner
-) -> None:
+def test_ctrl_c_meets_the_packing_thread(bus: Bus, producer: Producer, spawn: Spawner) -> None:
     child = spawn.script(INTERRUPTED, bus.name)
     child.expect("waiting")
     tokens = np.arange(20_000, dtype=np.int32)
@@ -377,7 +363,7 @@ def test_parked_threads_use_no_processor(packer: HostPacker) -> None:
     wait_until(asleep, what="both helpers asleep")
 
 
-def test_without_a_number_a_rank_takes_a_fourth_of_its_processors(
+def test_by_default_a_rank_has_a_quarter_of_its_processors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def usual(processors: int, ranks: int) -> int:

@@ -119,9 +119,7 @@ def test_memory_that_fails_in_a_step_of_the_thread_is_told_and_batches_go_on(
         assert handler.stats().balanced
 
 
-def test_what_is_ready_is_not_out_and_goes_back_to_the_bus_at_the_end(
-    bus: Bus, producer: Producer
-) -> None:
+def test_closing_returns_ready_groups_to_the_bus(bus: Bus, producer: Producer) -> None:
     keys = put_many(producer, 8)
     with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=2) as handler:
         first = handler.next_batch(10)
@@ -135,9 +133,7 @@ def test_what_is_ready_is_not_out_and_goes_back_to_the_bus_at_the_end(
         assert consumer.stats().acknowledged == 4
 
 
-def test_a_state_that_is_loaded_late_still_filters_what_is_ready(
-    bus: Bus, producer: Producer
-) -> None:
+def test_a_state_loaded_late_filters_ready_batches(bus: Bus, producer: Producer) -> None:
     keys = put_many(producer, 8)
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
         assert keys_of(handler.next_batch(10)) == keys[:2]
@@ -188,9 +184,7 @@ def test_errors_come_in_their_turn_and_end_nothing(bus: Bus, producer: Producer)
         assert (ledger.dropped, ledger.acknowledged, ledger.balanced) == ({"malformed": 4}, 4, True)
 
 
-def test_a_batch_that_is_not_full_is_cut_only_while_somebody_waits(
-    bus: Bus, producer: Producer
-) -> None:
+def test_a_batch_is_cut_short_only_for_a_waiting_caller(bus: Bus, producer: Producer) -> None:
     put(producer, "first")
     with OnlineDataHandler(bus.name, tokens_per_batch=40, max_wait=0.05, prefetch=1) as handler:
         assert keys_of(handler.next_batch(10)) == ["first"]
@@ -218,9 +212,7 @@ def test_a_timeout_says_what_is_missing_and_loses_nothing(bus: Bus, producer: Pr
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_what_became_stale_while_it_was_ready_is_dropped_as_stale(
-    bus: Bus, producer: Producer, prefetch: int
-) -> None:
+def test_a_ready_group_can_still_become_stale(bus: Bus, producer: Producer, prefetch: int) -> None:
     put_many(producer, 6, policy_version=1)
     put(producer, "fresh", policy_version=4)
     with OnlineDataHandler(
@@ -240,9 +232,7 @@ def test_what_became_stale_while_it_was_ready_is_dropped_as_stale(
         assert (ledger.dropped, ledger.acknowledged, ledger.balanced) == ({"stale": 10}, 4, True)
 
 
-def test_closing_ends_the_iteration_of_whoever_waits(
-    bus: Bus, producer: Producer, others: set[threading.Thread]
-) -> None:
+def test_closing_ends_a_wait(bus: Bus, producer: Producer, others: set[threading.Thread]) -> None:
     put_many(producer, 6)
     handler = OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=1)
     with ThreadPoolExecutor(1) as pool:
@@ -258,9 +248,7 @@ def test_closing_ends_the_iteration_of_whoever_waits(
     Consumer(bus.name).close()
 
 
-def test_a_handler_that_nobody_has_any_more_frees_the_bus(
-    bus: Bus, producer: Producer, others: set[threading.Thread]
-) -> None:
+def test_a_lost_handler_goes(bus: Bus, producer: Producer, others: set[threading.Thread]) -> None:
     put_many(producer, 4)
     handler = OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=1)
     handler.next_batch(10)
@@ -276,9 +264,7 @@ def test_a_handler_that_nobody_has_any_more_frees_the_bus(
     Consumer(bus.name).close()
 
 
-def test_a_forked_child_gets_a_clear_error_and_never_waits_for_the_thread(
-    bus: Bus, producer: Producer
-) -> None:
+def test_a_forked_child_gets_an_error_and_no_hang(bus: Bus, producer: Producer) -> None:
     put_many(producer, 6)
     with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=2) as handler:
         batch = handler.next_batch(10)
@@ -336,9 +322,7 @@ handler.close()
 """
 
 
-def test_ctrl_c_interrupts_the_wait_and_loses_nothing(
-    bus: Bus, producer: Producer, spawn: Spawner
-) -> None:
+def test_ctrl_c_interrupts_a_wait(bus: Bus, producer: Producer, spawn: Spawner) -> None:
     child = spawn.script(INTERRUPTED, bus.name)
     child.expect("waiting")
     put(producer, "k0")
@@ -351,9 +335,7 @@ def test_ctrl_c_interrupts_the_wait_and_loses_nothing(
     assert child.finish().splitlines()[-1] == "k0 k1 k2 k3 k4 k5 12"
 
 
-def test_many_threads_of_acks_and_batches_keep_the_ledger_balanced(
-    bus: Bus, producer: Producer, seed: int
-) -> None:
+def test_threads_keep_the_ledger_balanced(bus: Bus, producer: Producer, seed: int) -> None:
     rng = random.Random(seed)
     with (
         OnlineDataHandler(bus.name, groups_per_batch=3, max_wait=0.05, prefetch=2) as handler,
@@ -374,9 +356,7 @@ def test_many_threads_of_acks_and_batches_keep_the_ledger_balanced(
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_what_waits_is_kept_while_the_share_of_its_old_tokens_is_small(
-    bus: Bus, producer: Producer, prefetch: int
-) -> None:
+def test_a_small_share_of_old_tokens_is_kept(bus: Bus, producer: Producer, prefetch: int) -> None:
     for key, old in (("few", 1), ("many", 2)):
         versions = np.array([1] * old + [4] * (5 - old))
         put(producer, key, policy_version=(1, 4), token_versions=versions)

@@ -54,9 +54,7 @@ def join(name: str, rank: int, **options: Any) -> OnlineDataHandler:
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_ranks_have_their_shards_ready_and_train_each_group_once(
-    daemon: Served, bus_name: str, restart: bool
-) -> None:
+def test_prefetching_ranks_train_each_once(daemon: Served, bus_name: str, restart: bool) -> None:
     served = daemon("--capacity", "8MiB")
     keys = put(bus_name, range(48))
     # One asks further ahead than the other, and a third way would be not to ask ahead at all.
@@ -181,9 +179,7 @@ def test_shards_that_go_back_keep_their_borders(daemon: Served, bus_name: str) -
         assert [keys_of(zero.next_batch(20)) for _ in range(3)] == first
 
 
-def test_a_step_that_nobody_waits_for_is_formed_only_when_it_is_full(
-    daemon: Served, bus_name: str
-) -> None:
+def test_only_a_full_step_is_formed_without_demand(daemon: Served, bus_name: str) -> None:
     daemon("--capacity", "8MiB")
     options = {"groups_per_batch": 2, "max_wait": 0.0}
     with (

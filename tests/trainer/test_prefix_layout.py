@@ -221,9 +221,7 @@ def test_images_that_differ_are_not_shared(bus: Bus, seed: int) -> None:
 
 
 @pytest.mark.parametrize("malformed", ["raise", "drop"])
-def test_a_prompt_that_differs_in_one_token_is_named_and_costs_its_group(
-    bus: Bus, malformed: Any, seed: int
-) -> None:
+def test_a_prompt_unequal_in_one_token_costs_its_group(bus: Bus, malformed: Any, seed: int) -> None:
     rng = np.random.default_rng(seed)
     prompt = rng.integers(0, 30, 300)
     wrong, right = answers(rng, prompt, 4), answers(rng, prompt, 4)
@@ -278,9 +276,7 @@ def test_a_padded_batch_has_no_rows_of_logits(bus: Bus, seed: int) -> None:
             token_logprobs(torch.zeros(3, 30), plain)
 
 
-def test_logprobs_are_those_of_a_plain_softmax_in_chunks(
-    bus: Bus, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logprobs_are_plain_softmax(bus: Bus, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer_adapter import logprobs as room
 
     monkeypatch.setattr(room, "CHUNK_LOGITS", 70)

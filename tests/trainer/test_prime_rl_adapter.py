@@ -93,9 +93,7 @@ def theirs_received(batches: list[Any]) -> bytes:
     return msgspec.msgpack.encode(own.decode(msgspec.msgpack.encode(batches)))
 
 
-def test_what_is_received_is_what_prime_rls_own_receiver_gives_byte_for_byte(
-    commit: str, run: str, seed: int
-) -> None:
+def test_prime_rls_own_receiver_gives_the_same_bytes(commit: str, run: str, seed: int) -> None:
     dice = random.Random(seed)
     with installed(commit) as theirs:
         package, middle, _ = PUBLISHED[commit]
@@ -228,9 +226,7 @@ def test_two_trainers_of_one_slice_are_not_both_served(run: str) -> None:
             end.close()
 
 
-def test_a_run_before_with_other_ranks_refuses_nobody(
-    run: str, spawn: Spawner, request: pytest.FixtureRequest
-) -> None:
+def test_other_old_ranks_are_fine(run: str, spawn: Spawner, request: pytest.FixtureRequest) -> None:
     child = spawn.script(DYING.format(tests=str(request.path.parent), examples=EXAMPLES, run=run))
     child.expect("sent")
     child.send_signal(signal.SIGKILL)

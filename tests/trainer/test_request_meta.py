@@ -32,9 +32,7 @@ def test_arrays_and_tensors_go_along_as_lists_and_nothing_else_changes() -> None
 
 
 @pytest.mark.parametrize("value", [object(), 2**70, "\ud800", np.array([object()]), {1j: 2}])
-def test_a_value_that_messagepack_lacks_is_named_once(
-    value: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_value_without_messagepack_is_told(value: Any, caplog: pytest.LogCaptureFixture) -> None:
     column = f"column of {value!r:.20}"
     for _ in range(3):
         assert columns_for("a stack", {column: value, "answer": 4}) == {"answer": 4}
@@ -47,9 +45,7 @@ def test_a_column_by_a_name_that_the_meta_has_is_named(caplog: pytest.LogCapture
     assert "rename the column" in caplog.text
 
 
-def test_skyrls_parameters_and_extras_reach_workers(
-    bus: shmbus.Bus, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skyrls_extras_reach_workers(bus: shmbus.Bus, caplog: pytest.LogCaptureFixture) -> None:
     extra = f"image of {bus.name}"
     batch = {
         "prompts": ["a"], "env_classes": ["echo"], "env_extras": [{"answer": 4, extra: object()}],
@@ -142,7 +138,7 @@ def test_verls_parameters_and_columns_reach_workers(
     wait_until(lambda: image in caplog.text, what="the column to be named")
 
 
-def test_verls_evaluation_has_parameters_of_its_own(
+def test_verls_evaluation_has_own_parameters(
     manager: Callable[[Any], dict[str, Any]],
 ) -> None:
     meta = manager({"uid": ["u1"], "raw_prompt": ["a"], "validate": [True]})

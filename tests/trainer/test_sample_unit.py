@@ -41,9 +41,7 @@ def put(producer: Producer, key: str, samples: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("loss", [policy_loss, gspo_loss, cispo_loss])
-def test_a_sample_of_twenty_rows_counts_once(
-    bus: Bus, producer: Producer, layout: Any, loss: Any
-) -> None:
+def test_many_rows_of_a_sample_are_1(bus: Bus, producer: Producer, layout: Any, loss: Any) -> None:
     put_rows(producer)
     with OnlineDataHandler(bus.name, groups_per_batch=1, layout=layout) as handler:
         batch = handler.next_batch(30)
@@ -117,9 +115,7 @@ def test_a_loss_by_sample_without_the_samples_is_named(given: Any) -> None:
         )  # fmt: skip
 
 
-def test_a_batch_in_which_nothing_is_trained_has_logprobs_of_zero(
-    bus: Bus, producer: Producer
-) -> None:
+def test_a_batch_with_an_empty_mask_has_zero_logprobs(bus: Bus, producer: Producer) -> None:
     put(producer, "q", [{"loss_mask": np.zeros(4, np.bool_), "score": 1.0}] * 2)
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         batch = handler.next_batch(30)
@@ -167,9 +163,7 @@ def test_a_sample_is_withheld_without_its_group(
         assert handler.stats().acknowledged == 3
 
 
-def test_a_callable_for_advantages_does_not_see_a_sample_that_is_excluded(
-    bus: Bus, producer: Producer
-) -> None:
+def test_an_advantage_callable_sees_no_excluded_sample(bus: Bus, producer: Producer) -> None:
     seen: list[list[float]] = []
 
     def kind(scores: Any, group: Any) -> Any:
@@ -206,9 +200,7 @@ def test_scores_that_are_equal_up_to_rounding_teach_nothing(kind: Any, scale: fl
 
 
 @pytest.mark.parametrize("scored_by", ["producer", "score_group"])
-def test_a_group_of_rounded_scores_has_zero_variance(
-    bus: Bus, producer: Producer, scored_by: str
-) -> None:
+def test_rounded_scores_have_zero_variance(bus: Bus, producer: Producer, scored_by: str) -> None:
     late = scored_by == "score_group"
     put(producer, "q", [{"score": None if late else score} for score in ROUNDED])
     options: dict[str, Any] = {"score_group": lambda group: ROUNDED} if late else {}

@@ -86,9 +86,7 @@ def put_two_groups(producer: Producer) -> None:
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_a_callable_sees_lengths_metas_rewards_and_truncation(
-    bus: Bus, producer: Producer, both: bool
-) -> None:
+def test_callables_see_lengths_metas_and_rewards(bus: Bus, producer: Producer, both: bool) -> None:
     put_two_groups(producer)
     seen: list[ScoredGroup] = []
 

@@ -38,9 +38,7 @@ def judge(group: shmbus.Group) -> list[float]:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_what_has_no_score_is_scored_and_the_others_keep_theirs(
-    bus: Bus, producer: Producer, prefetch: int
-) -> None:
+def test_only_unscored_samples_are_scored(bus: Bus, producer: Producer, prefetch: int) -> None:
     asked: list[str] = []
 
     def recorded(group: shmbus.Group) -> torch.Tensor:
@@ -78,9 +76,7 @@ def test_without_a_scorer_it_is_malformed_and_named(bus: Bus, producer: Producer
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_groups_of_a_take_are_scored_at_the_same_time_in_one_loop(
-    bus: Bus, producer: Producer, prefetch: int
-) -> None:
+def test_a_takes_groups_are_scored_at_once(bus: Bus, producer: Producer, prefetch: int) -> None:
     def score_threads() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name == "shmbus-groups"}
 
@@ -156,9 +152,7 @@ def test_a_judge_that_fails_loses_no_group_and_is_asked_for_none_twice(
 @pytest.mark.parametrize(
     "given", [[1.0], [1.0, float("nan")], "ab", 1.0, [[1.0, 2.0]], ["x", "y"], [None, 1.0]]
 )
-def test_an_answer_that_is_no_score_for_each_is_an_error_and_loses_nothing(
-    bus: Bus, producer: Producer, given: Any
-) -> None:
+def test_an_answer_without_scores_loses_nothing(bus: Bus, producer: Producer, given: Any) -> None:
     put(producer, "q")
     answers = [given, [0.0, 1.0]]
     with OnlineDataHandler(
@@ -171,9 +165,7 @@ def test_an_answer_that_is_no_score_for_each_is_an_error_and_loses_nothing(
         assert handler.next_batch(30).scores.tolist() == [0.0, 1.0]
 
 
-def test_what_cannot_be_scored_or_teaches_nothing_is_dropped_and_sampled_anew(
-    bus: Bus, producer: Producer
-) -> None:
+def test_unscorable_and_useless_groups_are_sampled_anew(bus: Bus, producer: Producer) -> None:
     answers = {"useless": [1.0, 1.0], "unfit": None, "good": [0.0, 1.0], "refused": [5.0, 6.0]}
     for key in answers:
         put(producer, key)
@@ -193,9 +185,7 @@ def test_what_cannot_be_scored_or_teaches_nothing_is_dropped_and_sampled_anew(
         assert handler.stats().dropped["filtered"] == 3 * SIZE
 
 
-def test_evaluations_are_scored_too_and_come_back_after_an_error(
-    bus: Bus, producer: Producer
-) -> None:
+def test_evaluations_are_scored_and_survive_an_error(bus: Bus, producer: Producer) -> None:
     answers: list[list[float] | None] = [None]
 
     def score_group(group: shmbus.Group) -> list[float]:
@@ -296,9 +286,7 @@ async def ask(path: str, group: shmbus.Group) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_no_death_of_trainer_or_judge_loses_doubles_or_mixes_up_a_score(
-    bus: Bus, producer: Producer, tmp_path: Path
-) -> None:
+def test_deaths_lose_and_mix_up_no_score(bus: Bus, producer: Producer, tmp_path: Path) -> None:
     path, log = str(tmp_path / "judge"), tmp_path / "trained"
     context = multiprocessing.get_context("fork")
     for number in range(GROUPS):

@@ -119,9 +119,7 @@ def test_logprobs_are_those_of_logits_that_are_masked_as_a_sampler_masks_them(
         ),
     ],
 )
-def test_a_mask_that_is_wrong_is_named_and_costs_its_group(
-    bus: Bus, change: Any, message: str
-) -> None:
+def test_a_wrong_mask_is_named_and_costs_its_group(bus: Bus, change: Any, message: str) -> None:
     def sample() -> dict[str, Any]:
         return {
             "tokens": np.array([1, 2, 3], np.int32),

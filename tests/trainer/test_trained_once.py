@@ -129,9 +129,7 @@ def test_an_older_state_names_what_was_trained_when_it_was_saved(
     assert set(second) < set(third)
 
 
-def test_a_rank_counts_of_others_what_they_were_yielded_up_to_its_own_step(
-    daemon: Served, bus_name: str
-) -> None:
+def test_a_rank_counts_others_batches_up_to_its_own_step(daemon: Served, bus_name: str) -> None:
     daemon("--capacity", "4MiB")
     put_groups(bus_name, range(8))
     with (
@@ -189,9 +187,7 @@ def names_of(handler: OnlineDataHandler) -> int:
     return sum(len(pairs) for _, pairs in handler.state_dict()["trained"])
 
 
-def test_a_prompt_that_another_rank_trained_after_rank_0_saved_is_not_offered_again(
-    daemon: Served, bus_name: str
-) -> None:
+def test_a_prompt_trained_after_rank_0_saved_is_not_offered(daemon: Served, bus_name: str) -> None:
     """The states of one step are one, though rank 1 had no batch of it yet when rank 0 saved."""
     daemon("--capacity", "4MiB")
 
@@ -322,9 +318,7 @@ def test_a_leased_group_comes_again_with_the_same_members(
 # -- another bus --------------------------------------------------------------------------------
 
 
-def test_a_restored_bus_knows_what_was_trained(
-    spawn: Spawner, bus_name: str, tmp_path: Path
-) -> None:
+def test_a_restored_bus_skips_trained_groups(spawn: Spawner, bus_name: str, tmp_path: Path) -> None:
     state, restored, again = str(tmp_path / "state.json"), f"{bus_name}-b", f"{bus_name}-c"
     with Bus.create(bus_name, capacity="1MiB"):
         put_groups(bus_name, range(4))

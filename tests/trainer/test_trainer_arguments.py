@@ -198,9 +198,7 @@ def given() -> Iterator[SimpleNamespace]:
 
 
 @pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_is_wrong_is_refused_by_name_and_costs_nothing(
-    call: Call, said: str, given: Any
-) -> None:
+def test_a_wrong_argument_is_named_and_costs_nothing(call: Call, said: str, given: Any) -> None:
     before = given.handler.state_dict()
     refused(said, call, given)
     assert given.handler.state_dict() == before

@@ -285,9 +285,7 @@ def answers(bus: str, rows: int = 1, metas: list[Any] | None = None) -> Iterator
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_an_evaluation_is_a_split_of_its_own(
-    served: bool, bus_name: str, daemon: Callable[..., Any]
-) -> None:
+def test_evaluations_have_a_split(served: bool, bus_name: str, daemon: Callable[..., Any]) -> None:
     if served:
         daemon("--capacity", "1MiB")
     with shmbus.Bus.ensure(bus_name, capacity="1MiB") as handle, answers(bus_name) as asked:
@@ -342,9 +340,7 @@ def test_workers_are_told_the_other_columns_of_each_prompts_own_row(bus: str) ->
     assert all(meta["split"] == "train" and "bus_score" not in meta for meta in metas)
 
 
-def test_a_column_that_cannot_go_along_is_named_once_and_holds_up_nothing(
-    bus: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unfit_column_is_named_once(bus: str, caplog: pytest.LogCaptureFixture) -> None:
     name = f"image of {bus}"
     for _ in range(2):
         trainer = _SyncTrainer(True)
@@ -356,9 +352,7 @@ def test_a_column_that_cannot_go_along_is_named_once_and_holds_up_nothing(
     assert "does not go to workers" in said and "object" in said
 
 
-def test_columns_that_nobody_can_see_are_named_with_what_to_call(
-    bus: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_columns_out_of_sight_are_named(bus: str, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         trainer = _SyncTrainer(True)
         trainer.train_dataset = _RowsOf("prompt", "answer", "level")
@@ -498,9 +492,7 @@ def model(value: float) -> Iterator[tuple[str, torch.Tensor]]:
     return iter([("a", torch.full((2,), value)), ("b", torch.full((3,), value))])
 
 
-def test_a_first_sync_without_parameters_publishes_nothing(
-    bus: str, weights: ShmbusWeights
-) -> None:
+def test_a_first_sync_of_no_parameters_sends_nothing(bus: str, weights: ShmbusWeights) -> None:
     with pytest.raises(ValueError, match="send_weights: expected the model's parameters, got none"):
         weights.send_weights(iter([]))
     with pytest.raises(FileNotFoundError):
@@ -510,9 +502,7 @@ def test_a_first_sync_without_parameters_publishes_nothing(
         assert found.version == 1 and found["a"].tolist() == [1.0, 1.0]
 
 
-def test_a_later_sync_without_parameters_leaves_the_last_version(
-    bus: str, weights: ShmbusWeights
-) -> None:
+def test_a_later_sync_of_no_parameters_changes_nothing(bus: str, weights: ShmbusWeights) -> None:
     weights.send_weights(model(1.0))
     with pytest.raises(ManifestError, match="'a' is missing"):
         weights.send_weights(iter([]))

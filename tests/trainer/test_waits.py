@@ -21,9 +21,7 @@ def put(producer: Producer, key: str) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("timeout", [0, 0.3])
-def test_a_timeout_bounds_the_call_though_groups_are_held(
-    bus: Bus, producer: Producer, prefetch: int, timeout: float
-) -> None:
+def test_held_groups_keep_it(bus: Bus, producer: Producer, prefetch: int, timeout: float) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=3, prefetch=prefetch) as handler:
         put(producer, "a")
         put(producer, "b")
@@ -65,9 +63,7 @@ def test_short_waits_add_up_to_max_wait(bus: Bus, producer: Producer, prefetch: 
 
 
 @pytest.mark.timeout(60)
-def test_an_iteration_with_a_timeout_ends_though_groups_are_held(
-    bus: Bus, producer: Producer
-) -> None:
+def test_held_groups_do_not_extend_an_iteration(bus: Bus, producer: Producer) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
         put(producer, "a")
         with pytest.raises(TimeoutError, match="1 of 2 groups are held"):
@@ -117,9 +113,7 @@ def put_pair(producer: Producer, key: str, size: int = 2, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_timeout_says_what_was_dropped_and_why_once(
-    bus: Bus, producer: Producer, prefetch: int
-) -> None:
+def test_a_timeout_names_drops_once(bus: Bus, producer: Producer, prefetch: int) -> None:
     put_pair(producer, "before")
     with OnlineDataHandler(
         bus.name, groups_per_batch=1, max_policy_lag=4, prefetch=prefetch

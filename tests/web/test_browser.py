@@ -185,9 +185,7 @@ def test_a_click_tells_the_history_of_a_group_to_its_end(
         assert "second (pid" in happened and "train.py (pid" in happened
 
 
-def test_numbers_are_those_of_the_status_and_hold_still_when_told(
-    web: Start, bus_name: str, open_page: Open
-) -> None:
+def test_numbers_are_those_of_the_status(web: Start, bus_name: str, open_page: Open) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, Consumer(bus_name) as taker:
         for number in range(3):
             for index in range(2):
@@ -332,9 +330,7 @@ def test_ids_and_scores_of_every_kind_are_text_and_numbers(
     assert page.title() == f"{bus_name} · shmbus"
 
 
-def test_a_bus_of_another_user_is_told_in_words(
-    spawn: Spawner, bus_name: str, open_page: Open
-) -> None:
+def test_a_foreign_bus_is_told(spawn: Spawner, bus_name: str, open_page: Open) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can be two users")
     server = Web(spawn, (bus_name,), before=AS_NOBODY)

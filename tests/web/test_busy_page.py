@@ -77,9 +77,7 @@ def ask(page: Page, what: str, *arguments: Any) -> Any:
     )
 
 
-def test_versions_are_marked_once_in_a_tenth_of_the_axis_at_the_most(
-    web: Start, bus_name: str, open_page: Open
-) -> None:
+def test_versions_are_marked_at_most_every_10th(web: Start, bus_name: str, open_page: Open) -> None:
     with Bus.create(bus_name, "1MiB"):
         page = open_page(web(bus_name))
         page.wait_for_selector(".flow")
@@ -99,9 +97,7 @@ def test_versions_are_marked_once_in_a_tenth_of_the_axis_at_the_most(
         assert mark["v"] in (50, 140)
 
 
-def test_ticks_are_whole_seconds_or_whole_minutes(
-    web: Start, bus_name: str, open_page: Open
-) -> None:
+def test_ticks_are_whole_seconds_or_minutes(web: Start, bus_name: str, open_page: Open) -> None:
     with Bus.create(bus_name, "1MiB"):
         page = open_page(web(bus_name))
         page.wait_for_selector(".flow")

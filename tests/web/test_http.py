@@ -72,9 +72,7 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(page: Web) -> None:
         (f"/group?id=q&split={'x' * 100}", {}, 400),
     ],
 )
-def test_whoever_may_not_see_it_is_refused(
-    page: Web, path: str, headers: dict[str, str], status: int
-) -> None:
+def test_strangers_are_refused(page: Web, path: str, headers: dict[str, str], status: int) -> None:
     answer = page.ask(path, **headers)
     assert answer.status == status
     assert page.token not in answer.body.decode()

@@ -34,9 +34,7 @@ def status_of(name: str) -> Picture:
     return found
 
 
-def test_the_numbers_are_those_of_the_status(
-    web: Start, bus_name: str, daemon: Callable[..., Daemon]
-) -> None:
+def test_numbers_are_the_status(web: Start, bus_name: str, daemon: Callable[..., Daemon]) -> None:
     daemon("--capacity", "4MiB", "--sample-retries", "1")
     with Producer(bus_name, label="worker") as producer, Consumer(bus_name) as taker:
         for number in range(6):
@@ -241,9 +239,7 @@ def test_a_daemon_that_is_killed_and_started_again_leaves_the_page_going_on(
     assert seen[0][0] == seen[-1][0] == "live"
 
 
-def test_a_stuck_daemon_is_told_in_words(
-    web: Start, bus_name: str, daemon: Callable[..., Daemon]
-) -> None:
+def test_a_stuck_daemon_is_told(web: Start, bus_name: str, daemon: Callable[..., Daemon]) -> None:
     served = daemon("--capacity", "4MiB")
     page = web(bus_name)
     page.until("", lambda p: p["state"] == "live", what="a live bus")
@@ -340,9 +336,7 @@ def test_a_group_of_one_and_one_of_16384_are_shown_and_what_is_left_out_is_said(
     assert len(json.dumps(shown)) < 100_000
 
 
-def test_an_overview_has_every_bus_and_one_of_them_can_be_watched(
-    web: Start, bus_name: str, spawn: Spawner
-) -> None:
+def test_an_overview_has_every_bus_to_watch(web: Start, bus_name: str, spawn: Spawner) -> None:
     other = f"{bus_name}-b"
     with Bus.create(bus_name, "1MiB"), Bus.create(other, "1MiB"):
         page = web(bus_name, other)

@@ -58,9 +58,7 @@ def test_a_bus_that_is_not_there_is_awaited(web: Start, bus_name: str, open_page
         wait_for(page, lambda: page.locator(".flow").count(), "the bus")
 
 
-def test_a_bus_that_a_server_does_not_show_is_told_in_place_of_another(
-    web: Start, bus_name: str, browser: Browser
-) -> None:
+def test_an_unshown_bus_is_told(web: Start, bus_name: str, browser: Browser) -> None:
     with Bus.create(bus_name, "1MiB"), Bus.create(f"{bus_name}-b", "1MiB"):
         server = web(bus_name, f"{bus_name}-b")
         # Not by open_page: a browser writes on its console that a stream was refused.

@@ -55,9 +55,7 @@ def test_a_group_that_is_found_by_its_id_shows_its_samples(
         assert "0.25" in page.inner_text("#history table")
 
 
-def test_scores_that_are_further_apart_than_any_number_have_their_shades(
-    web: Start, bus_name: str, open_page: Open
-) -> None:
+def test_scores_far_apart_have_shades(web: Start, bus_name: str, open_page: Open) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
         for index, score in enumerate((-1e308, 0.0, 1e308)):
             producer.put("q", group_size=4, index=index, score=score, tokens=[1])
@@ -66,9 +64,7 @@ def test_scores_that_are_further_apart_than_any_number_have_their_shades(
         assert cells_of(page) == ["0%", "50%", "100%"]
 
 
-def test_ids_that_differ_in_half_a_letter_are_cut_before_it(
-    web: Start, bus_name: str, open_page: Open
-) -> None:
+def test_a_half_letter_is_cut_before(web: Start, bus_name: str, open_page: Open) -> None:
     faces = ["\N{GRINNING FACE}", "\N{SMILING FACE WITH OPEN MOUTH}", "\N{FACE WITH TEARS OF JOY}"]
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
         for face in faces:
@@ -79,9 +75,7 @@ def test_ids_that_differ_in_half_a_letter_are_cut_before_it(
 
 
 @pytest.mark.parametrize("ending", ["\u202eevil", "<script>alert(1)<", "%zz?&#a b"])
-def test_a_bus_of_any_name_is_opened_from_the_overview(
-    ending: str, web: Start, bus_name: str, open_page: Open
-) -> None:
+def test_any_bus_name_is_opened(ending: str, web: Start, bus_name: str, open_page: Open) -> None:
     other = bus_name + ending
     with Bus.create(bus_name, "1MiB"), Bus.create(other, "1MiB"):
         page = open_page(web(bus_name, other))
@@ -106,9 +100,7 @@ def test_a_bus_that_comes_while_the_overview_is_open_may_have_any_name(browser: 
     assert keys == ["__proto__"]
 
 
-def test_an_address_that_is_no_encoded_text_is_taken_as_it_is(
-    web: Start, bus_name: str, open_page: Open
-) -> None:
+def test_an_unencoded_address_is_kept(web: Start, bus_name: str, open_page: Open) -> None:
     other = f"{bus_name}%zz"
     with Bus.create(bus_name, "1MiB"), Bus.create(other, "1MiB"):
         page = open_page(web(bus_name, other))

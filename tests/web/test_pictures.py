@@ -66,9 +66,7 @@ def test_the_reward_of_a_point_is_of_what_came_since_the_one_before() -> None:
     ("buckets", "part", "expected"),
     [([0, 10, 0, 0], 0.5, 0.25), ([0, 0, 0, 4], 0.99, 1.0), ([0, 1, 99, 0], 0.99, 0.9949495)],
 )
-def test_a_percentile_is_within_its_bucket(
-    buckets: list[int], part: float, expected: float
-) -> None:
+def test_a_percentile_fits_its_bucket(buckets: list[int], part: float, expected: float) -> None:
     assert percentile([0.0, 0.5, 1.0], buckets, part) == pytest.approx(expected)
 
 

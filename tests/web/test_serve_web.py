@@ -45,9 +45,7 @@ def pid_of(port: int) -> int:
     raise AssertionError(f"nobody listens at {port}")
 
 
-def test_the_page_lives_and_ends_with_the_daemon(
-    daemon: Callable[..., Daemon], bus_name: str
-) -> None:
+def test_page_and_daemon_end_together(daemon: Callable[..., Daemon], bus_name: str) -> None:
     served = daemon("--capacity", "1MiB", "--web", "0")
     page = page_of(served)
     assert next(page.pictures())["state"] == "live"
@@ -56,9 +54,7 @@ def test_the_page_lives_and_ends_with_the_daemon(
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), what="the page's end")
 
 
-def test_a_page_that_dies_harms_nobody_and_comes_again_with_its_token(
-    daemon: Callable[..., Daemon], bus_name: str
-) -> None:
+def test_a_dead_page_returns_with_its_token(daemon: Callable[..., Daemon], bus_name: str) -> None:
     served = daemon("--capacity", "1MiB", "--web", "0")
     first = page_of(served)
     os.kill(pid_of(first.port), signal.SIGKILL)

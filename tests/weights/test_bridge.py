@@ -184,9 +184,7 @@ def test_what_does_not_fit_changes_no_parameter(
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_file_that_is_nowhere_is_said_with_all_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_file_names_all_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOGDIR", str(tmp_path / "logs"))
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "tmp"))

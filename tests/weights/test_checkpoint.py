@@ -142,17 +142,13 @@ def test_a_dtype_that_files_have_not_is_refused_before_a_version(tmp_path: Path)
         {"\ud800": torch.zeros(1)},
     ],
 )
-def test_an_adapter_that_files_cannot_hold_is_not_written(
-    state: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_an_unsaveable_adapter_is_refused(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"'run1-v1-\w{16}' was not written"):
         LoraFiles(tmp_path, "run1", CONFIG).publish(state, version=1)
     assert os.listdir(tmp_path) == []
 
 
-def test_an_adapter_without_room_says_what_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_without_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -209,9 +205,7 @@ def test_a_version_that_could_not_be_written_is_not_there_and_says_what_is(
             assert weights.version == 3 and same(model, replica)
 
 
-def test_a_file_system_without_locks_of_directories_takes_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lockless_file_system_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(9, "Bad file descriptor")
 

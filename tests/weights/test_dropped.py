@@ -65,9 +65,7 @@ def test_a_script_that_ends_publishes_what_it_has_begun(bus_name: str, spawn: Sp
     Path(pool_path(bus_name, "weights")).unlink()
 
 
-def test_kernels_are_imported_where_no_interrupt_ends_it_half_way(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_kernels_load_beyond_interrupts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "slow_kernels.py").write_text(
         "import signal, threading, time\n"
         "signal.raise_signal(signal.SIGINT)\n"
@@ -93,7 +91,7 @@ def test_who_may_use_a_device_imports_its_kernels_at_once(monkeypatch: pytest.Mo
     assert imported == ["shmbus.tensors.copy_kernel"]
 
 
-def test_an_interrupt_while_a_slot_is_let_go_of_is_raised_and_leaves_no_slot_behind(
+def test_an_interrupted_release_raises_and_keeps_no_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Stream:

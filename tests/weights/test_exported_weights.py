@@ -196,9 +196,7 @@ def test_every_bit_of_a_model_arrives(
 
 
 @to_a_device
-def test_large_tensors_masters_and_models_of_the_host_arrive(
-    carrier: str, bus_name: str, publishers: MakePublisher
-) -> None:
+def test_large_and_cast_ones_arrive(carrier: str, bus_name: str, publishers: MakePublisher) -> None:
     torch.manual_seed(0)
     masters = torch.nn.Sequential(*(torch.nn.Linear(2048, 2000 + n) for n in range(3)))
     replica = torch.nn.Sequential(*(torch.nn.Linear(2048, 2000 + n) for n in range(3)))
@@ -316,9 +314,7 @@ def test_a_killed_publisher_leaves_its_versions_to_readers_that_have_them_and_a_
 
 
 @on_a_gpu
-def test_a_view_keeps_its_slot_until_the_device_has_read_it(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_a_view_keeps_its_slot_until_read(bus_name: str, publishers: MakePublisher) -> None:
     model = torch.nn.Linear(1024, 1024, device=DEVICE)
     publisher = publishers(model, "cuda_vmm", when_held="skip")
     publisher.publish(version=1)
@@ -351,9 +347,7 @@ def test_digests_find_a_scribble(carrier: str, bus_name: str, publishers: MakePu
 
 
 @on_a_gpu
-def test_versions_that_the_device_has_no_room_for_are_refused_at_once(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_too_large_versions_are_refused_at_once(bus_name: str, publishers: MakePublisher) -> None:
     free = torch.cuda.mem_get_info()[0]
     taken = torch.empty(free - (1 << 30), dtype=torch.uint8, device=DEVICE)
     with pytest.raises(CapacityError, match="Choose fewer slots"):
@@ -364,9 +358,7 @@ def test_versions_that_the_device_has_no_room_for_are_refused_at_once(
 
 
 @on_a_gpu
-def test_publishing_beside_the_next_computation_publishes_what_was_there(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_publishing_ignores_later_computation(bus_name: str, publishers: MakePublisher) -> None:
     model = torch.nn.Linear(2048, 2048, device=DEVICE)
     publisher = publishers(model, "cuda_vmm")
     with WeightSubscriber(bus_name, device=DEVICE) as subscriber:
@@ -411,9 +403,7 @@ def test_the_probe_names_what_it_does_not_choose_by_itself(device: str) -> None:
         assert why in refused[carrier]
 
 
-def test_a_hundred_publishers_leave_nothing_behind(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_a_hundred_publishers_leave_nothing(bus_name: str, publishers: MakePublisher) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:shmbus")
 
@@ -431,9 +421,7 @@ def test_a_hundred_publishers_leave_nothing_behind(
 
 @on_a_gpu
 @pytest.mark.parametrize("size", [1 << 20, 8 << 20, 64 << 20])
-def test_lazy_negatives_and_conjugates_arrive_over_host_memory(
-    bus_name: str, publishers: MakePublisher, size: int
-) -> None:
+def test_lazy_views_cross_host_memory(bus_name: str, publishers: MakePublisher, size: int) -> None:
     real = torch.randn(size // 4, device=DEVICE)
     pairs = torch.randn(size // 8, dtype=torch.complex64, device=DEVICE)
     model = torch.nn.Module()

@@ -51,7 +51,7 @@ def model() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("patches", [False, 0.5])
-def test_every_version_has_the_elements_and_scales_of_the_plainest_way(
+def test_a_version_equals_the_plainest_conversion(
     patches: float | bool,
 ) -> None:
     bus = f"test-fp8-{os.getpid()}"

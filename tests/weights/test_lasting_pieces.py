@@ -65,9 +65,7 @@ def arrived(live: torch.nn.Module, module: torch.nn.Module) -> bool:
 
 @pytest.mark.parametrize("changed", ["the trainer's", "the server's"])
 @pytest.mark.parametrize(("carrier", "device"), CARRIERS)
-def test_a_model_that_was_changed_in_any_way_arrives_as_it_is(
-    carrier: Any, device: str, changed: str, bus_name: str
-) -> None:
+def test_any_change_arrives(carrier: Any, device: str, changed: str, bus_name: str) -> None:
     module, live = square().to(device), square().to(device)
     with both_sides(bus_name, module, carrier, device) as (publisher, subscriber):
         for version, change in enumerate(IN_TURN):
@@ -81,9 +79,7 @@ def test_a_model_that_was_changed_in_any_way_arrives_as_it_is(
 
 
 @pytest.mark.parametrize(("carrier", "device"), CARRIERS)
-def test_after_a_model_that_does_not_fit_the_next_one_gets_what_is_newest(
-    carrier: Any, device: str, bus_name: str
-) -> None:
+def test_a_misfit_skips_to_the_newest(carrier: Any, device: str, bus_name: str) -> None:
     module, live = square().to(device), square().to(device)
     other = {name: torch.zeros(5, device=device) for name in module.state_dict()}
     with both_sides(bus_name, module, carrier, device) as (publisher, subscriber):
@@ -123,9 +119,7 @@ def in_a_thread_of_its_own(call: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(("carrier", "device"), CARRIERS)
-def test_a_thread_that_never_used_the_device_publishes_and_loads(
-    carrier: Any, device: str, bus_name: str
-) -> None:
+def test_a_thread_new_to_the_device_works(carrier: Any, device: str, bus_name: str) -> None:
     module, live = square().to(device), square().to(device)
     with both_sides(bus_name, module, carrier, device) as (publisher, subscriber):
         for version in range(6):

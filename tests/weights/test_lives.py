@@ -110,9 +110,7 @@ def test_a_reader_follows_where_training_went_back(bus_name: str, carrier: str, 
 
 
 @pytest.mark.parametrize("version", [5, 9])
-def test_a_reader_that_waits_already_gets_the_first_version_of_a_new_life(
-    bus_name: str, version: int
-) -> None:
+def test_a_waiting_reader_gets_a_new_lifes_first_version(bus_name: str, version: int) -> None:
     trainer = Trainer(bus_name)
     got: list[int] = []
     with trainer.publisher, WeightSubscriber(bus_name) as subscriber:
@@ -145,9 +143,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_of_two_versions_with_a_number_the_last_is_taken_and_no_patch_leads_across(
-    bus_name: str, spawn: Spawner
-) -> None:
+def test_a_number_used_twice_is_the_last_and_unpatched(bus_name: str, spawn: Spawner) -> None:
     model = torch.nn.Linear(8, 8)
     spawn.script(DIES, bus_name).wait(60)
     with WeightSubscriber(bus_name, patches=True) as subscriber:
@@ -187,7 +183,7 @@ class Named:
     address = "http://127.0.0.1:1"
 
 
-def test_a_server_that_runs_a_number_of_the_life_before_does_not_run_the_new_version(
+def test_a_number_of_an_earlier_life_is_not_taken_for_the_new_version(
     bus_name: str,
 ) -> None:
     rows = RankRows(bus_name)

@@ -71,9 +71,7 @@ class Strange:
         ),
     ],
 )
-def test_a_source_that_contradicts_itself_is_refused(
-    source: Strange, text: str, bus_name: str
-) -> None:
+def test_a_contradictory_source_is_refused(source: Strange, text: str, bus_name: str) -> None:
     assert isinstance(source, WeightSource)
     with pytest.raises(ManifestError, match=text):
         WeightPublisher(bus_name, source)
@@ -106,9 +104,7 @@ def planned() -> Manifest:
         ({"slices": {"d": Slice("a", 0, 0, 2, drop_dim=True)}}, "drops a dimension of 2"),
     ],
 )  # fmt: skip
-def test_a_manifest_that_contradicts_itself_is_refused(
-    change: dict[str, object], text: str
-) -> None:
+def test_a_contradictory_manifest_is_refused(change: dict[str, object], text: str) -> None:
     good = planned()
     assert Manifest.decode(good.encode(), good.total) == good and good.total == 512
     bad = msgspec.structs.replace(good, **change)
@@ -146,9 +142,7 @@ def test_two_tensors_of_one_name_are_refused_not_lost() -> None:
         (lambda t: [LocalPiece("a", (0, 0), t), LocalPiece("z", (0, 0), t)], "not in the manifest"),
     ],
 )
-def test_a_source_that_gives_something_else_publishes_nothing(
-    pieces: Any, match: str, bus_name: str
-) -> None:
+def test_an_unreliable_source_publishes_nothing(pieces: Any, match: str, bus_name: str) -> None:
     params = [ParamMeta(name, "float32", (2, 3)) for name in "ab"]
     source = Strange(*params, pieces=pieces(torch.ones(2, 3)))
     with WeightPublisher(bus_name, source) as publisher:

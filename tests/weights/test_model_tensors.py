@@ -287,9 +287,7 @@ def load(bus: str, model: torch.nn.Module, target: Any, **options: Any) -> None:
         {"q": Slice("qk", 0, 2, 4), "k": Slice("qk", 0, 4, 4)},
     ],
 )
-def test_slices_that_do_not_make_up_a_fused_tensor_change_nothing(
-    parts: dict[str, Slice], bus_name: str
-) -> None:
+def test_partial_slices_change_no_fused_tensor(parts: dict[str, Slice], bus_name: str) -> None:
     target = {"qk": torch.zeros(8, 4)}
     with pytest.raises(ManifestError, match="each row has to be in one of them"):
         load(bus_name, Holder(q=Q, k=Q + 1), target, slices=parts)
@@ -333,9 +331,7 @@ def test_a_tensor_without_plain_bytes_is_not_published(tensor: torch.Tensor, mat
 
 
 @pytest.mark.parametrize("patches", [False, True])
-def test_lazy_conjugates_and_negatives_arrive_as_what_they_mean(
-    patches: bool, bus_name: str
-) -> None:
+def test_lazy_conjugates_and_negatives_arrive_resolved(patches: bool, bus_name: str) -> None:
     plain = torch.complex(Q, Q + 1)
     model = Holder(a=plain.conj(), b=plain.conj().imag)
     target = {"a": torch.zeros_like(plain), "b": torch.zeros(4, 4)}

@@ -72,9 +72,7 @@ def loss(model: torch.nn.Module) -> torch.Tensor:
     return torch.stack([each.double().pow(2).sum() for each in model.parameters()]).sum()
 
 
-def test_each_step_of_the_trainer_is_what_the_engine_has_at_once_without_a_copy(
-    engine: Engine, bus_name: str
-) -> None:
+def test_the_engine_has_each_step_at_once_without_a_copy(engine: Engine, bus_name: str) -> None:
     model = trainer_model()
     with attach_model(bus_name, model, writable=True) as shared:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -92,9 +90,7 @@ def test_each_step_of_the_trainer_is_what_the_engine_has_at_once_without_a_copy(
     assert engine.score()[0] == STEPS, "the engine goes on without its trainer"
 
 
-def test_a_step_that_failed_is_met_by_nobody_and_healed_by_the_next_trainer(
-    engine: Engine, bus_name: str
-) -> None:
+def test_a_failed_step_is_unseen_and_healed_by_a_successor(engine: Engine, bus_name: str) -> None:
     model = trainer_model()
     with (
         attach_model(bus_name, model, writable=True) as shared,

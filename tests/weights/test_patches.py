@@ -78,9 +78,7 @@ def test_every_bit_follows_by_patches(publishers: MakePublisher, bus_name: str, 
     assert how["patch"] > VERSIONS // 4 and how["whole"] >= 1
 
 
-def test_models_with_lazy_tensors_without_elements_follow_by_patches(
-    publishers: MakePublisher, bus_name: str
-) -> None:
+def test_lazy_empty_tensors_follow_by_patches(publishers: MakePublisher, bus_name: str) -> None:
     model = torch.nn.Linear(9, 9)
     # As an empty one of a device, it has no bytes in host memory to compare.
     empty = torch.conj(torch.empty(0, 3, dtype=torch.complex64))
@@ -116,9 +114,7 @@ def test_models_of_many_tensors_follow_by_patches(
             assert same(model, replica)
 
 
-def test_masters_that_are_cast_are_patched_too(
-    publishers: MakePublisher, bus_name: str, seed: int
-) -> None:
+def test_cast_masters_are_patched(publishers: MakePublisher, bus_name: str, seed: int) -> None:
     made = torch.Generator().manual_seed(seed)
     masters = torch.nn.Sequential(torch.nn.Linear(700, 900), torch.nn.LayerNorm(900))
     replica = torch.nn.Sequential(torch.nn.Linear(700, 900), torch.nn.LayerNorm(900)).bfloat16()
@@ -176,9 +172,7 @@ def test_a_trainer_whose_tensors_changed_between_patches_publishes_them_as_they_
             assert same(model, replica), f"version {version}"
 
 
-def test_a_model_that_is_loaded_in_another_way_is_compared_again(
-    publishers: MakePublisher, bus_name: str, seed: int
-) -> None:
+def test_another_load_is_compared(publishers: MakePublisher, bus_name: str, seed: int) -> None:
     made = torch.Generator().manual_seed(seed)
     model, replica = many(20, 1), many(20, 2)
     some = {name: value for name, value in replica.named_parameters() if name != "p3"}
@@ -196,9 +190,7 @@ def test_a_model_that_is_loaded_in_another_way_is_compared_again(
             assert same(model, replica), f"version {version}"
 
 
-def test_what_torch_does_not_see_is_found_where_the_patch_writes(
-    publishers: MakePublisher, bus_name: str
-) -> None:
+def test_a_patch_checks_its_place_for_changes(publishers: MakePublisher, bus_name: str) -> None:
     model, replica = many(20, 1), many(20, 2)
     publisher = publishers(model)
     with WeightSubscriber(bus_name, patches=True, verify="off") as subscriber:
@@ -216,9 +208,7 @@ def test_what_torch_does_not_see_is_found_where_the_patch_writes(
     assert same(model, replica)
 
 
-def test_verifying_all_finds_what_a_patch_does_not_touch(
-    publishers: MakePublisher, bus_name: str
-) -> None:
+def test_verifying_reads_beyond_the_patch(publishers: MakePublisher, bus_name: str) -> None:
     model, replica = many(20, 1), many(20, 2)
     publisher = publishers(model, digests=True)
     with WeightSubscriber(bus_name, patches=True, verify="all") as subscriber:
@@ -232,9 +222,7 @@ def test_verifying_all_finds_what_a_patch_does_not_touch(
                 replica.p7.data[0] = 99  # type: ignore[index, union-attr]
 
 
-def test_a_patch_for_another_base_is_refused_by_name(
-    publishers: MakePublisher, bus_name: str
-) -> None:
+def test_a_patch_for_another_base_is_refused(publishers: MakePublisher, bus_name: str) -> None:
     model, replica = many(20, 1), many(20, 2)
     publisher = publishers(model)
     with WeightSubscriber(bus_name) as subscriber:
@@ -264,9 +252,7 @@ def test_a_patch_for_another_base_is_refused_by_name(
             assert (row.applied_version, row.refused_version) == (None, 8)
 
 
-def test_fused_parts_and_casts_follow_by_what_changed(
-    publishers: MakePublisher, bus_name: str, seed: int
-) -> None:
+def test_fused_and_cast_parts_follow(publishers: MakePublisher, bus_name: str, seed: int) -> None:
     made = torch.Generator().manual_seed(seed)
     model = torch.nn.Module()
     model.register_parameter("qkv", torch.nn.Parameter(torch.randn(96, 64)))
@@ -293,9 +279,7 @@ def test_fused_parts_and_casts_follow_by_what_changed(
             assert bits(parts["o"]) == bits(wide["o"]) == bits(model.o)  # type: ignore[arg-type]
 
 
-def test_weights_that_begin_anew_are_not_taken_for_a_base(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_restarted_weights_are_no_base(bus_name: str, publishers: MakePublisher) -> None:
     replica = many(20, 9)
     with WeightSubscriber(bus_name, patches=True) as subscriber:
         for round_ in range(2):
@@ -328,9 +312,7 @@ with WeightPublisher(sys.argv[1], ModuleSource(model), patches=0.3, keep=True) a
 """
 
 
-def test_killed_publishers_leave_patches_that_lead_to_whole_versions(
-    bus_name: str, spawn: Spawner, seed: int
-) -> None:
+def test_killed_patchers_leave_whole_versions(bus_name: str, spawn: Spawner, seed: int) -> None:
     rng = random.Random(seed)
     replica = many(200, 0)
     patched = 0
@@ -372,9 +354,7 @@ def scribble(path: Path, weights: Weights, rng: random.Random) -> None:
         file.write(bytes([old ^ 0x55]))
 
 
-def test_a_scribbled_patch_or_base_is_never_followed(
-    bus_name: str, publishers: MakePublisher, seed: int
-) -> None:
+def test_scribbled_patches_are_refused(bus_name: str, publishers: MakePublisher, seed: int) -> None:
     rng = random.Random(seed)
     made = torch.Generator().manual_seed(seed)
     model, replica = many(60, 1), many(60, 2)
@@ -511,9 +491,7 @@ def part(model: torch.nn.Module, dim: int, rank: int, world: int) -> dict[str, t
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_patches_of_every_layout_make_one_model_for_every_reader(
-    world: int, dim: int, bus_name: str, seed: int
-) -> None:
+def test_all_layouts_patch_one_model(world: int, dim: int, bus_name: str, seed: int) -> None:
     made = torch.Generator().manual_seed(seed)
     model, replica = Whole(), Whole()
     publishers = [
@@ -549,9 +527,7 @@ def test_patches_of_every_layout_make_one_model_for_every_reader(
         Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
 
 
-def test_a_rank_whose_patch_is_full_leaves_the_version_whole_for_all(
-    bus_name: str, seed: int
-) -> None:
+def test_a_full_patch_of_a_rank_leaves_the_version_whole(bus_name: str, seed: int) -> None:
     made = torch.Generator().manual_seed(seed)
     model, replica = Whole(), Whole()
     publishers = [

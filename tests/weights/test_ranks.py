@@ -253,9 +253,7 @@ def ranks(directory: Path) -> Iterator[Child]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("layout", "world"), PUBLISHED)
-def test_a_model_of_many_ranks_is_one_model_for_every_reader(
-    layout: str, world: int, ranks: Child
-) -> None:
+def test_many_ranks_publish_one_model(layout: str, world: int, ranks: Child) -> None:
     from rank_child import VERSIONS, whole_model
 
     bus = bus_of(layout, world)
@@ -269,16 +267,12 @@ def test_a_model_of_many_ranks_is_one_model_for_every_reader(
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("layout", "world"), READ)
-def test_ranks_of_every_layout_read_what_ranks_of_another_published(
-    layout: str, world: int, ranks: Child
-) -> None:
+def test_any_layout_reads_any_layout(layout: str, world: int, ranks: Child) -> None:
     for _, readers in READERS:
         for rank in range(readers):
             ranks.expect(f"rank {rank} of {readers}: read {bus_of(layout, world)}", timeout=200)
 
 
 @pytest.mark.timeout(240)
-def test_each_rank_writes_its_own_pieces_into_the_memory_of_rank_0(
-    ranks: Child, directory: Path
-) -> None:
+def test_a_rank_writes_its_pieces_into_rank_0s_memory(ranks: Child, directory: Path) -> None:
     read_back(ranks, bus_of("memfd", 2), directory, EXPORTED, "cpu")

@@ -222,9 +222,7 @@ def row_shard(name: str, first: int, rows: int) -> Shard:
         ([[row_shard("a", 0, 8)], [row_shard("b", 6, 4)]], r"'b': \[4, 2\] at \[6, 0\]"),
     ],
 )
-def test_a_hole_an_overlap_and_a_disagreement_are_refused_by_name(
-    ranks: list[list[Shard]], said: str
-) -> None:
+def test_holes_overlaps_and_conflicts_are_refused(ranks: list[list[Shard]], said: str) -> None:
     with pytest.raises(ManifestError, match=said):
         if "6, 0" in said:
             ShardedSource(lambda: ranks[1])

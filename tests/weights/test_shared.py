@@ -68,9 +68,7 @@ def trained(bus_name: str) -> Iterator[tuple[Tiny, SharedModel]]:
         yield model, shared
 
 
-def test_a_server_sees_the_trainers_tensors_and_not_a_copy(
-    bus_name: str, trained: tuple[Tiny, SharedModel]
-) -> None:
+def test_a_server_sees_the_trainers_own(bus_name: str, trained: tuple[Tiny, SharedModel]) -> None:
     model, shared = trained
     with torch.device("meta"):
         shell = Split()
@@ -99,9 +97,7 @@ def test_an_optimizer_goes_on_with_the_parameters_that_it_has(bus_name: str) -> 
         assert not server.head.weight.requires_grad
 
 
-def test_what_does_not_fit_is_named_at_once_and_nothing_is_attached(
-    bus_name: str, trained: tuple[Tiny, SharedModel]
-) -> None:
+def test_a_misfit_attaches_nothing(bus_name: str, trained: tuple[Tiny, SharedModel]) -> None:
     with torch.device("meta"):
         shell = Split()
     shell.embed = torch.nn.Embedding(11, 8)
@@ -117,9 +113,7 @@ def test_what_does_not_fit_is_named_at_once_and_nothing_is_attached(
     assert shell.embed.weight is before and shell.k_proj.weight.is_meta
 
 
-def test_a_step_waits_for_readers_and_readers_for_a_step(
-    bus_name: str, trained: tuple[Tiny, SharedModel]
-) -> None:
+def test_steps_and_readers_take_turns(bus_name: str, trained: tuple[Tiny, SharedModel]) -> None:
     model, shared = trained
     server = Tiny()
     with attach_model(bus_name, server) as seen:
@@ -166,7 +160,7 @@ def generate(bus: str, threads: int, seconds: float, result: Any) -> None:
     result.send((len(found), sum(len(values) != 1 for values in found)))
 
 
-def test_passes_in_flight_meet_one_version_each_and_steps_are_not_starved(
+def test_passes_meet_one_version_and_starve_no_step(
     trained: tuple[Tiny, SharedModel],
 ) -> None:
     model, shared = trained
@@ -230,7 +224,7 @@ def test_a_trainer_that_died_in_a_step_leaves_an_error_and_no_mix(bus_name: str)
         assert version == 1 and not shared.torn
 
 
-def test_a_step_that_fails_is_torn_until_whole_weights_are_loaded(
+def test_a_failed_step_is_torn_until_a_whole_load(
     trained: tuple[Tiny, SharedModel],
 ) -> None:
     model, shared = trained
@@ -247,9 +241,7 @@ def test_a_step_that_fails_is_torn_until_whole_weights_are_loaded(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_reader_holds_nobody_up_and_a_stopped_one_does(
-    number: int, trained: tuple[Tiny, SharedModel]
-) -> None:
+def test_only_a_stopped_reader_blocks(number: int, trained: tuple[Tiny, SharedModel]) -> None:
     _, shared = trained
     ours, theirs = TEMPLATE.Pipe()
     process = TEMPLATE.Process(target=read_and_wait, args=(shared.bus, theirs))
@@ -363,9 +355,7 @@ def test_a_server_that_waits_for_a_model_gets_all_of_it(bus_name: str) -> None:
         server.join()
 
 
-def test_a_trainer_that_is_killed_while_it_shares_leaves_all_or_nothing(
-    bus_name: str, seed: int
-) -> None:
+def test_a_trainer_killed_while_sharing_leaves_all_or_nothing(bus_name: str, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(8 if "SHMBUS_TEST_LONG" in os.environ else 4):
         ours, theirs = TEMPLATE.Pipe()

@@ -140,9 +140,7 @@ def test_a_version_is_an_int(given: Any) -> None:
 
 
 @pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_is_wrong_is_refused_by_name_and_leaves_nothing(
-    call: Callable[[Any], object], said: str, given: Any
-) -> None:
+def test_a_wrong_value_leaves_nothing(call: Callable[[Any], object], said: str, given: Any) -> None:
     refused(said, call, given)
     assert not (given.folder / "none").exists() and not [*(given.folder / "adapters").iterdir()]
     assert not given.shared.torn

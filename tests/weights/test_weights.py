@@ -88,9 +88,7 @@ def test_every_bit_of_a_model_arrives(
         assert same(model, replica)
 
 
-def test_views_are_the_published_bytes_and_copy_none(
-    publishers: MakePublisher, subscriber: WeightSubscriber
-) -> None:
+def test_views_copy_nothing(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
     model = Odd(3)
     publishers(model).publish(version=0)
     with warnings.catch_warnings():
@@ -106,9 +104,7 @@ def test_views_are_the_published_bytes_and_copy_none(
                 weights["no.such"]
 
 
-def test_handles_show_what_they_are(
-    publishers: MakePublisher, subscriber: WeightSubscriber
-) -> None:
+def test_handles_have_a_repr(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
     publisher = publishers(many(5))
     publisher.publish(version=3)
     with subscriber.latest(timeout=5) as weights:
@@ -118,9 +114,7 @@ def test_handles_show_what_they_are(
     assert repr(publisher) == f"<WeightPublisher {publisher.bus!r} by shm rank 0 of 1>"
 
 
-def test_a_view_outlives_its_lease_and_keeps_its_bytes(
-    by_each: MakePublisher, subscriber: WeightSubscriber
-) -> None:
+def test_a_view_outlives_its_lease(by_each: MakePublisher, subscriber: WeightSubscriber) -> None:
     model = many(5)
     publisher = by_each(model, when_held="skip")
     publisher.publish(version=1)
@@ -148,9 +142,7 @@ def test_masters_are_cast_while_they_are_copied(
             assert bits(weights[name]) == bits(wanted)
 
 
-def test_a_tensor_of_many_blocks_arrives_and_is_verified(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_a_large_tensor_arrives_verified(bus_name: str, publishers: MakePublisher) -> None:
     model = torch.nn.Linear(3000, 3000)
     publishers(model, digests=True).publish(version=1)
     replica = torch.nn.Linear(3000, 3000)
@@ -178,9 +170,7 @@ def test_a_scribbled_byte_is_found_and_said(bus_name: str, publishers: MakePubli
         assert row.refused_version == 8 and "digest" in row.error
 
 
-def test_verifying_without_digests_says_what_to_do(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_verifying_without_digests_is_told(bus_name: str, publishers: MakePublisher) -> None:
     publishers(many(3)).publish(version=8)
     with (
         WeightSubscriber(bus_name, verify="sample") as reader,
@@ -234,9 +224,7 @@ def test_a_copy_that_fails_says_that_the_model_is_torn(
         assert row.refused_version == 4
 
 
-def test_names_for_parts_lead_to_the_parts(
-    publishers: MakePublisher, subscriber: WeightSubscriber
-) -> None:
+def test_part_names_lead_to_parts(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
     model = torch.nn.Module()
     model.register_parameter("qkv", torch.nn.Parameter(torch.randn(12, 8)))
     model.register_parameter("experts", torch.nn.Parameter(torch.randn(3, 10, 4)))
@@ -273,9 +261,7 @@ def test_parts_are_loaded_into_a_fused_tensor_of_the_model(
             weights.load_into(fused, slices=slices)
 
 
-def test_versions_may_be_zero_and_negative(
-    publishers: MakePublisher, subscriber: WeightSubscriber
-) -> None:
+def test_negative_versions_work(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
     publisher = publishers(many(2))
     for version in (-5, 0, 7):
         publisher.publish(version=version, text=f"step {version}")
@@ -284,9 +270,7 @@ def test_versions_may_be_zero_and_negative(
             assert (weights.version, weights.text) == (version, f"step {version}")
 
 
-def test_a_wait_takes_only_what_is_newer(
-    publishers: MakePublisher, subscriber: WeightSubscriber
-) -> None:
+def test_a_wait_takes_newer_only(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
     publisher = publishers(many(2))
     publisher.publish(version=7)
     with pytest.raises(WaitTimeoutError, match=r"newest: 7|newest is 7"):
@@ -295,9 +279,7 @@ def test_a_wait_takes_only_what_is_newer(
     assert subscriber.wait(newer_than=7, timeout=20) == 8
 
 
-def test_a_subscriber_may_come_first_and_outlives_its_publisher(
-    bus_name: str, publishers: MakePublisher
-) -> None:
+def test_a_subscriber_outlives_its_publisher(bus_name: str, publishers: MakePublisher) -> None:
     got: list[int] = []
     with WeightSubscriber(bus_name) as early:
         thread = threading.Thread(target=lambda: got.append(early.wait(timeout=20)))
@@ -314,16 +296,14 @@ def test_a_subscriber_may_come_first_and_outlives_its_publisher(
     assert got == [1]
 
 
-def test_weights_can_be_kept_and_taken_over(
-    bus_name: str, by_each: MakePublisher, subscriber: WeightSubscriber
-) -> None:
+def test_weights_stay(bus_name: str, by_each: MakePublisher, subscriber: WeightSubscriber) -> None:
     by_each(many(2), keep=True).publish(version=1)
     assert subscriber.wait(timeout=5) == 1
     with pytest.raises(BusBusyError, match="is rank 0 already"):
         by_each(many(2))
 
 
-def test_a_cell_of_a_notebook_that_makes_its_publisher_again_is_told_what_to_do(
+def test_a_repeated_cell_that_makes_its_publisher_again_gets_advice(
     bus_name: str,
 ) -> None:
     make = "publisher = WeightPublisher(name, source, carrier='shm')"
@@ -335,9 +315,7 @@ def test_a_cell_of_a_notebook_that_makes_its_publisher_again_is_told_what_to_do(
     exec("publisher.publish(version=1)\npublisher.close()", scope)
 
 
-def test_a_killed_publisher_leaves_the_last_whole_version(
-    bus_name: str, spawn: Spawner, subscriber: WeightSubscriber
-) -> None:
+def test_a_killed_one_is_whole(bus_name: str, spawn: Spawner, subscriber: WeightSubscriber) -> None:
     child = spawn.script(
         "import sys, time, torch\nfrom shmbus.weights import *\n"
         "model = torch.nn.Linear(700, 700)\n"
@@ -378,9 +356,7 @@ def test_publishing_beside_a_step(publishers: MakePublisher, subscriber: WeightS
     assert sorted(each.wait(timeout=20).version for each in several) == [2, 3, 4]
 
 
-def test_a_source_that_fails_leaves_the_old_version_in_force(
-    publishers: MakePublisher, subscriber: WeightSubscriber
-) -> None:
+def test_a_failing_source_undoes(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
     class Failing(ModuleSource):
         fails = False
 
@@ -449,9 +425,7 @@ def test_a_probe_asks_and_changes_nothing(tmp_path: Path) -> None:
     assert torch.cuda.is_initialized() == before[1]
 
 
-def test_readers_rows_say_what_each_runs(
-    bus_name: str, by_each: MakePublisher, spawn: Spawner
-) -> None:
+def test_rows_tell_readers_versions(bus_name: str, by_each: MakePublisher, spawn: Spawner) -> None:
     publisher = by_each(many(2))
     publisher.publish(version=5)
     child = spawn.script(
@@ -469,9 +443,7 @@ def test_readers_rows_say_what_each_runs(
     wait_until(lambda: read_pool(bus_name, "weights").readers[0].state == "dead")
 
 
-def test_an_older_version_is_there_while_somebody_leases_it(
-    publishers: MakePublisher, subscriber: WeightSubscriber
-) -> None:
+def test_a_leased_version_stays(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
     model = Odd(seed=1)
     publisher = publishers(model)
     publisher.publish(version=1)

@@ -158,9 +158,7 @@ def test_batches_over_http(
         }
 
 
-def test_batches_without_http_between_environments_and_trainer(
-    place_of: Callable[[bool], Place], tokenizer: str
-) -> None:
+def test_batches_bypass_http(place_of: Callable[[bool], Place], tokenizer: str) -> None:
     place = place_of(True)
     assert place.bus is not None
     with AtroposTrainer(place.bus, BATCH_SIZE, url=place.url) as trainer:

@@ -76,9 +76,7 @@ def server() -> Iterator[str]:
     thread.join(10)
 
 
-def test_an_agent_of_an_environment_becomes_a_worker_by_its_base_url(
-    server: str, bus_name: str, seed: int
-) -> None:
+def test_an_environments_agent_works_by_base_url(server: str, bus_name: str, seed: int) -> None:
     schema = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
     with (
         shmbus.Bus.create(bus_name, "1MiB", schema=schema),

@@ -131,9 +131,7 @@ def test_a_newer_version_is_loaded_beside_the_one_in_use(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_set_of_its_own_brings_another_model_to_the_same_outputs(
-    kind: str, bus_name: str
-) -> None:
+def test_another_set_brings_a_model_to_equal_outputs(kind: str, bus_name: str) -> None:
     model = trained(kind)
     replica = trained(kind)
     train(replica)

@@ -106,9 +106,7 @@ def acknowledged(name: str) -> int:
 
 
 @pytest.mark.slow
-def test_groups_of_two_nodes_reach_the_third_and_every_actor_may_die(
-    cluster: Any, buses: dict[str, str]
-) -> None:
+def test_groups_cross_nodes_and_every_actor_may_die(cluster: Any, buses: dict[str, str]) -> None:
     sources = [buses["left"], buses["right"]]
     relay = shmbus.relay.start(
         [f"{buses['left']}@left", f"{buses['right']}@right"], [f"{buses['trainer']}@trainer"]
@@ -142,9 +140,7 @@ def answer(producer: shmbus.Producer, request: shmbus.Request) -> None:
 
 
 @pytest.mark.slow
-def test_prompts_of_the_trainers_node_reach_the_others_and_every_actor_may_die(
-    cluster: Any, buses: dict[str, str]
-) -> None:
+def test_prompts_cross_nodes_and_every_actor_may_die(cluster: Any, buses: dict[str, str]) -> None:
     sources = [buses["left"], buses["right"]]
     relay = shmbus.relay.start(
         [f"{buses['left']}@left", f"{buses['right']}@right"], [f"{buses['trainer']}@trainer"]
@@ -181,9 +177,7 @@ def idle(relay: shmbus.relay.Relay) -> Any:
 
 
 @pytest.mark.slow
-def test_weights_of_the_trainers_node_reach_the_others_and_every_actor_may_die(
-    cluster: Any, buses: dict[str, str]
-) -> None:
+def test_weights_cross_nodes_and_every_actor_may_die(cluster: Any, buses: dict[str, str]) -> None:
     sources = [buses["left"], buses["right"]]
     relay = shmbus.relay.start(
         [f"{buses['left']}@left", f"{buses['right']}@right"], [f"{buses['trainer']}@trainer"],
@@ -278,18 +272,14 @@ def test_a_bus_that_no_node_has_is_named(cluster: Any, buses: dict[str, str]) ->
         shmbus.relay.start(f"{buses['left']}@left", ["nowhere"], max_lag=3)
 
 
-def test_a_bus_that_is_source_and_trainers_too_is_refused(
-    cluster: Any, buses: dict[str, str]
-) -> None:
+def test_a_bus_as_source_and_trainers_is_refused(cluster: Any, buses: dict[str, str]) -> None:
     left, trainer = f"{buses['left']}@left", f"{buses['trainer']}@trainer"
     for source, trainers in ((left, [left]), (left, [trainer, trainer]), ([left, left], [trainer])):
         with pytest.raises(ValueError, match="is named twice"):
             shmbus.relay.start(source, trainers)
 
 
-def test_a_relay_that_runs_is_returned_or_refused_and_one_that_ended_says_so(
-    cluster: Any, buses: dict[str, str]
-) -> None:
+def test_a_second_start_returns_or_refuses_a_relay(cluster: Any, buses: dict[str, str]) -> None:
     left, trainer = f"{buses['left']}@left", f"{buses['trainer']}@trainer"
     relay = shmbus.relay.start(left, [trainer])
     try:
@@ -348,9 +338,7 @@ def names_of(note: Any) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_node_joins_and_leaves_with_its_mirror_and_a_new_coordinator_knows(
-    cluster: Any, buses: dict[str, str]
-) -> None:
+def test_a_node_joins_and_leaves_with_its_mirror(cluster: Any, buses: dict[str, str]) -> None:
     left, right, trainer = (buses[each] for each in ("left", "right", "trainer"))
     relay = shmbus.relay.start(f"{left}@left", [f"{trainer}@trainer"], weights=True)
     payload = np.zeros(1 << 16, np.uint8)

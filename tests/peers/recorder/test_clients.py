@@ -263,9 +263,7 @@ def test_every_trained_token_is_in_the_engines_own_record_bit_for_bit(
 
 
 @pytest.mark.timeout(1800)
-def test_sub_agents_at_once_are_recorded_alike(
-    bus: shmbus.Bus, engine: Engine, proxy: Proxy
-) -> None:
+def test_parallel_sub_agents_are_recorded(bus: shmbus.Bus, engine: Engine, proxy: Proxy) -> None:
     def agent(session: shmbus.Session, rng: random.Random) -> None:
         with ThreadPoolExecutor(4) as pool:
             seeds = [rng.random() for _ in range(4)]
@@ -278,9 +276,7 @@ def test_sub_agents_at_once_are_recorded_alike(
 
 
 @pytest.mark.timeout(600)
-def test_a_pause_that_keeps_calls_is_invisible_to_clients(
-    bus: shmbus.Bus, engine: Engine, proxy: Proxy
-) -> None:
+def test_a_pause_is_invisible_to_clients(bus: shmbus.Bus, engine: Engine, proxy: Proxy) -> None:
     tokens = 1500
     pauses = []
 
@@ -305,9 +301,7 @@ def test_a_pause_that_keeps_calls_is_invisible_to_clients(
 
 
 @pytest.mark.timeout(600)
-def test_a_harness_of_another_language_opens_scores_and_fails_by_curl(
-    bus: shmbus.Bus, engine: Engine, proxy: Proxy
-) -> None:
+def test_a_curl_harness_scores_and_fails(bus: shmbus.Bus, engine: Engine, proxy: Proxy) -> None:
     script = r"""
     set -eu
     field() { sed -n "s/.*\"$1\":\"\([^\"]*\)\".*/\1/p"; }

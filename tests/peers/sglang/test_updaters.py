@@ -78,9 +78,7 @@ def request(order: Order) -> Any:
     return TypeAdapter(io_struct.UpdateWeightsFromTensorReqInput).validate_python(body)
 
 
-def test_a_session_of_sglangs_own_loads_a_version_and_the_row_says_so(
-    manager: tuple[Any, Model], bus_name: str
-) -> None:
+def test_a_sglang_session_loads_a_version(manager: tuple[Any, Model], bus_name: str) -> None:
     session, model = manager
     source = torch.nn.Module()
     source.value = torch.nn.Parameter(torch.full((8,), 3.0), requires_grad=False)

@@ -195,9 +195,7 @@ def test_lists_of_a_row_are_those_of_whole_arrays(rl: Any, seed: int, bus_name: 
             consumer.ack(group)
 
 
-def test_a_worker_with_older_weights_than_allowed_is_left_out_and_newer_ones_are_shown(
-    rl: Any, bus_name: str
-) -> None:
+def test_a_worker_with_too_old_weights_is_left_out(rl: Any, bus_name: str) -> None:
     row = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "logprobs": [0.0, -1.0, -1.0]}
     with shmbus.Bus.create(bus_name, capacity="1MiB") as bus:
         bus.policy_version = 5
@@ -215,9 +213,7 @@ def test_a_worker_with_older_weights_than_allowed_is_left_out_and_newer_ones_are
         batches.close()
 
 
-def test_what_its_batcher_leaves_out_is_what_it_leaves_out_of_its_own_rollouts(
-    rl: Any, bus_name: str
-) -> None:
+def test_its_batcher_leaves_out_the_same_of_its_own_rollouts(rl: Any, bus_name: str) -> None:
     """Samples longer than seq_len, and sampled tokens whose logprob is not finite."""
     row = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "logprobs": [0.0, -1.0, -1.0]}
     long = {"tokens": [1] * 18, "loss_mask": [0] + [1] * 17, "logprobs": [-1.0] * 18}

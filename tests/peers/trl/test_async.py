@@ -130,9 +130,7 @@ def put_groups(bus: str, first: int, count: int) -> None:
             put(producer, number)
 
 
-def test_stale_groups_are_left_out_by_the_bus_and_none_by_trl(
-    bus_name: str, tmp_path: Path
-) -> None:
+def test_the_bus_leaves_stale_groups_out(bus_name: str, tmp_path: Path) -> None:
     with shmbus.Bus.create(bus_name, capacity="4MiB") as bus:
         put_groups(bus_name, 0, 10)
         bus.policy_version = 9
@@ -150,9 +148,7 @@ def test_stale_groups_are_left_out_by_the_bus_and_none_by_trl(
 
 
 @pytest.mark.slow
-def test_samples_of_newer_weights_than_the_trainers_are_trained_and_shown(
-    bus_name: str, tmp_path: Path
-) -> None:
+def test_samples_of_newer_weights_are_trained(bus_name: str, tmp_path: Path) -> None:
     """As after a resume: workers have weights that the checkpoint has not."""
     with shmbus.Bus.create(bus_name, capacity="4MiB") as bus:
         bus.policy_version = 50
@@ -185,9 +181,7 @@ def test_what_trl_drops_as_stale_ends_and_blocks_nothing(bus_name: str, tmp_path
 
 
 @pytest.mark.slow
-def test_without_the_callback_groups_are_acknowledged_two_versions_later(
-    bus_name: str, tmp_path: Path
-) -> None:
+def test_without_the_callback_acks_come_two_versions_on(bus_name: str, tmp_path: Path) -> None:
     with shmbus.Bus.create(bus_name, capacity="4MiB") as bus:
         put_groups(bus_name, 0, 60)
         done = run(bus_name, tmp_path, 6, "version", without_callback=True)
@@ -203,9 +197,7 @@ def test_without_the_callback_groups_are_acknowledged_two_versions_later(
 
 
 @pytest.mark.slow
-def test_a_group_that_does_not_fit_ends_the_run_or_is_dropped(
-    bus_name: str, tmp_path: Path
-) -> None:
+def test_a_misfit_ends_the_run_or_is_dropped(bus_name: str, tmp_path: Path) -> None:
     with shmbus.Bus.create(bus_name, capacity="4MiB") as bus:
         put_groups(bus_name, 0, 5)
         done = run(bus_name, tmp_path / "a", 2, "version", num_generations=8)

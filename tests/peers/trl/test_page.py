@@ -46,9 +46,7 @@ def trained(bus: str, root: Path, trainer: str, workers: str) -> list[dict[str, 
 
 
 @pytest.mark.parametrize(("trainer", "workers"), [("async", "rollouts"), ("sync", "answers")])
-def test_trainer_and_workers_of_the_page_train(
-    trainer: str, workers: str, bus_name: str, tmp_path: Path
-) -> None:
+def test_the_page_trains(trainer: str, workers: str, bus_name: str, tmp_path: Path) -> None:
     with shmbus.Bus.create(bus_name, capacity="4MiB", max_lead=4) as bus:
         log = trained(bus_name, tmp_path, trainer, workers)
         counts = bus.stats()

@@ -132,9 +132,7 @@ def kill_plan(dice: random.Random) -> list[dict[str, object]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
-def test_every_group_is_trained_once_over_kills(
-    number: int, seed: int, bus_name: str, tmp_path: Path
-) -> None:
+def test_kills_train_each_group_once(number: int, seed: int, bus_name: str, tmp_path: Path) -> None:
     dice = random.Random(seed + number)
     with shmbus.Bus.create(bus_name, capacity=CAPACITY, max_lead=MAX_LEAD):
         with workers(bus_name):
@@ -146,9 +144,7 @@ def test_every_group_is_trained_once_over_kills(
 
 
 @pytest.mark.slow
-def test_groups_that_only_lack_their_acknowledgement_are_acknowledged_untrained(
-    bus_name: str, tmp_path: Path
-) -> None:
+def test_groups_without_an_ack_are_acked_untrained(bus_name: str, tmp_path: Path) -> None:
     with shmbus.Bus.create(bus_name, capacity=CAPACITY, max_lead=MAX_LEAD):
         with workers(bus_name):
             for plan in ({"die_at": "saved-4"}, {"die_at": "saving-8"}, {"die_at": "saved-8"}, {}):

@@ -88,9 +88,7 @@ def check_slots(prompts: list[str], answer: dict[str, list[Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_the_reward_rises_and_the_samplers_policy_is_corrected_for(
-    bus_name: str, tmp_path: Path
-) -> None:
+def test_the_reward_rises_under_policy_correction(bus_name: str, tmp_path: Path) -> None:
     with shmbus.Bus.create(bus_name, capacity="4MiB") as bus, workers(bus_name, tmp_path / "model"):
         train(bus_name, tmp_path, 60, evaluate=True, per_device_train_batch_size=32)
         counts = bus.stats()
@@ -122,9 +120,7 @@ def test_two_ranks_share_groups_that_straddle_them(bus_name: str, tmp_path: Path
         check_slots(its[2], its[3])
 
 
-def test_workers_of_two_ranks_are_told_how_to_sample_and_the_rows_columns(
-    bus_name: str, tmp_path: Path
-) -> None:
+def test_workers_of_two_ranks_are_told_how_to_sample(bus_name: str, tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     metas: list[Any] = []
     over = threading.Event()

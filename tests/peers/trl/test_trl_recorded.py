@@ -66,9 +66,7 @@ def test_rows_of_sessions_are_those_of_trls_own_worker(seed: int, bus_name: str)
         worker.stop()
 
 
-def test_trls_async_loss_is_taken_over_what_the_engine_sampled(
-    seed: int, bus_name: str, tmp_path: Path
-) -> None:
+def test_trls_loss_covers_sampled_tokens(seed: int, bus_name: str, tmp_path: Path) -> None:
     make_model(tmp_path / "model", vocabulary=VOCABULARY)
     with (
         shmbus.Bus.create(bus_name, capacity="4MiB") as bus,
@@ -93,9 +91,7 @@ def test_trls_async_loss_is_taken_over_what_the_engine_sampled(
     assert trained and trained <= sampled
 
 
-def test_completions_of_sessions_are_those_of_grpo_trainers_slots(
-    seed: int, bus_name: str, tmp_path: Path
-) -> None:
+def test_completions_are_in_grpos_slots(seed: int, bus_name: str, tmp_path: Path) -> None:
     make_model(tmp_path / "model", vocabulary=VOCABULARY)
     with (
         shmbus.Bus.create(bus_name, capacity="4MiB") as bus,
@@ -116,9 +112,7 @@ def test_completions_of_sessions_are_those_of_grpo_trainers_slots(
             assert answer["bus_score"][slot] == sample.score
 
 
-def test_grpo_trainer_refuses_a_session_whose_history_was_rewritten(
-    seed: int, bus_name: str
-) -> None:
+def test_grpo_trainer_refuses_a_rewritten_history(seed: int, bus_name: str) -> None:
     trainer: Any = SimpleNamespace(
         model=SimpleNamespace(training=True), accelerator=SimpleNamespace(num_processes=1), **LIMITS
     )

@@ -205,9 +205,7 @@ def test_what_a_rollout_reads_is_shown(bus_name: str) -> None:
     assert (reader.label, reader.applied_version) == ("verl", 7)
 
 
-def test_more_than_a_bucket_goes_to_the_device(
-    bus_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_buckets_reach_the_device(bus_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     receiver, sender = make(bus_name), make(bus_name)
     receiver._bucket_bytes = 24  # of a tensor as large as that there is a view
     monkeypatch.setattr(sys.modules[MODULE], "get_device_name", lambda: "meta")

@@ -132,9 +132,7 @@ def check_sent(root: Path, actor: dict[str, torch.Tensor]) -> None:
         assert torch.equal(whole.to(sent[name].dtype), sent[name]), name
 
 
-def test_verl_trains_on_groups_of_outside_processes_one_of_which_is_killed(
-    bus_name: str, tmp_path: Path
-) -> None:
+def test_verl_trains_though_an_outside_worker_dies(bus_name: str, tmp_path: Path) -> None:
     make(tmp_path)
     with shmbus.Bus.create(bus_name, capacity="1MiB") as bus:
         with sampling(

@@ -49,9 +49,7 @@ def begin(folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.timeout(1800)
-def test_a_head_that_is_killed_goes_on_learns_and_is_accepted_more(
-    tmp_path: Path, runs: list[subprocess.Popen[str]]
-) -> None:
+def test_a_killed_head_goes_on(tmp_path: Path, runs: list[subprocess.Popen[str]]) -> None:
     runs.append(begin(tmp_path))
     end = time.monotonic() + RUN_S
     while not (tmp_path / "eagle_head.pt").exists():

@@ -65,9 +65,7 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.timeout(1500)
-def test_it_learns_and_trains_each_group_once_whatever_was_killed(
-    tmp_path: Path, port: str
-) -> None:
+def test_it_trains_each_group_once_over_kills(tmp_path: Path, port: str) -> None:
     output = tmp_path / f"{os.getpid()}"
     process, said = begun(output, port, "--save-steps", "5")
     try:

@@ -231,9 +231,7 @@ async def test_every_row_is_transformers_own_under_aborts_preemption_chunks_and_
 
 
 @pytest.mark.timeout(1800)
-async def test_tp_2_sends_once_to_two_ranks_of_a_trainer(
-    folders: dict[int, Path], tmp_path: Path, channel: str
-) -> None:
+async def test_tp_2_sends_once(folders: dict[int, Path], tmp_path: Path, channel: str) -> None:
     server = Server(folders[1], tmp_path / "log", 2, *options(channel, receivers=2))
     try:
         await server.started()

@@ -131,9 +131,7 @@ def test_another_specification_is_told_on_both_sides_and_its_successor_gets_the_
     one.close()
 
 
-def test_a_trainer_that_has_closed_ends_nothing_but_the_sending(
-    channel: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_closed_trainer_ends_only_sending(channel: str, caplog: pytest.LogCaptureFixture) -> None:
     one = worker(channel)
     rx = TensorChannel.open(channel, specs=SPECS)
     rx.close("done")

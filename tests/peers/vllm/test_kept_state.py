@@ -96,9 +96,7 @@ class Run:
 
 
 @pytest.mark.timeout(1800)
-async def test_after_each_situation_answers_are_those_of_a_fresh_server(
-    bus: Bus, tmp_path: Path
-) -> None:
+async def test_answers_are_those_of_a_fresh_server(bus: Bus, tmp_path: Path) -> None:
     folders, fresh = {}, {}
     for seed in (0, 1, 2):
         folders[seed] = tmp_path / str(seed)
@@ -158,9 +156,7 @@ async def test_after_each_situation_answers_are_those_of_a_fresh_server(
         ({"ec": object()}, "ec_transfer_config"),
     ],
 )
-def test_what_no_update_renews_is_refused_by_the_backend_before_a_pause(
-    given: dict[str, Any], named: str, bus: Bus
-) -> None:
+def test_the_backend_refuses_before_a_pause(given: dict[str, Any], named: str, bus: Bus) -> None:
     from shmbus.engines.vllm_backend import (
         ShmbusInitInfo,
         ShmbusUpdateInfo,

@@ -86,9 +86,7 @@ def test_a_model_that_the_server_cannot_load_is_named_and_not_said_to_be_in_forc
 
 
 @pytest.mark.timeout(900)
-async def test_a_server_reads_checkpoints_by_their_path(
-    folders: dict[int, Path], bus: Bus, tmp_path: Path
-) -> None:
+async def test_checkpoints_load_by_path(folders: dict[int, Path], bus: Bus, tmp_path: Path) -> None:
     size = SIZES[-1]
     expected = {
         seed: await fresh_outputs(folders[seed], tmp_path / f"fresh-{seed}.log", size)
