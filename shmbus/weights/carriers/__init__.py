@@ -1,1 +1,1 @@
-"""How weights travel: a file a carrier, and a line in `CARRIERS` of `weights/probe.py`."""
+"""How weights travel. Each carrier is a line in `CARRIERS` of `shmbus/weights/probe.py`."""
