@@ -9,6 +9,7 @@ import struct
 import threading
 from typing import Any
 
+import aiohttp
 import pytest
 from raw_server import RawServer
 from small_vllm import SLOW_S
@@ -39,6 +40,22 @@ async def test_an_answer_that_comes_in_pieces_is_read_whole(bus: Bus, trainer: T
         report = await fleet_of(bus.name, server).update(trainer, 3)
         assert report.servers[0].state == "serving" and report.servers[0].version == 3
         assert server.model.unique().tolist() == [3.0] and not server.paused
+
+
+async def test_the_end_of_a_call_is_named_where_asyncio_has_a_timeout_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Late(Exception):
+        """As in Python 3.10: no subclass of the built-in TimeoutError."""
+
+    def late(*_: object, **__: object) -> None:
+        raise Late
+
+    monkeypatch.setattr(asyncio, "TimeoutError", Late)
+    monkeypatch.setattr(aiohttp.ClientSession, "request", late)
+    with pytest.raises(EngineError, match=r"within 7 s") as raised:
+        await VllmServer("http://127.0.0.1:9").post("pause", "/pause", 7.0)
+    assert isinstance(raised.value.__cause__, Late)
 
 
 @pytest.mark.parametrize("kind", [VllmServer, SglangServer])

@@ -223,7 +223,10 @@ def fields_of(kind: type) -> list[str]:
 
 
 def docstring_of(value: Any) -> str:
-    return inspect.cleandoc(inspect.getdoc(unwrapped(value)) or "")
+    """A docstring, or that of the callable it names: "as `WeightSource.iter_local` does"."""
+    text = inspect.cleandoc(inspect.getdoc(unwrapped(value)) or "")
+    same = re.fullmatch(r".*\bas `(\w+\.\w+)` does\.", text)
+    return text if same is None else docstring_of(DOCUMENTED[same[1]])
 
 
 def report(offences: list[str]) -> None:

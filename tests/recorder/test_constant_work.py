@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import threading
 from typing import Any
 
+import msgspec
 import pytest
-from recorders import Scene, sent
+from recorders import Scene, ask, sent, user
 
 from shmbus.recorder import event_stream
 from shmbus.recorder.calls import _Call
 from shmbus.recorder.dialects import DIALECTS
-from shmbus.recorder.engine_api import CHAT, Reading
+from shmbus.recorder.engine_api import CHAT, Reading, decode_answer
 from shmbus.recorder.event_stream import EventParser
 from shmbus.recorder.transcript import Span
 
@@ -108,6 +111,57 @@ def test_a_burst_of_a_stream_starves_nobody(monkeypatch: pytest.MonkeyPatch, sce
             found += raw.recv(1 << 16)
     assert sum(turns) > 600
     assert max(turns) < 200
+    session.release()
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_a_whole_answer_makes_no_tracked_object_for_a_token(chats: bool) -> None:
+    ids = list(range(TOKENS))
+    names = [f"token_id:{token}" for token in ids]
+    content = [{"token": name, "logprob": -1.0, "bytes": [1], "top_logprobs": []} for name in names]
+    text = {"tokens": names, "token_logprobs": [-1.0] * TOKENS, "top_logprobs": []}
+    choice: dict[str, Any] = {
+        "index": 0, "message": {"content": "x"}, "text": "x", "finish_reason": "stop",
+        "token_ids": ids, "logprobs": {"content": content} if chats else text,
+        "prompt_token_ids": [1],
+    }  # fmt: skip
+    raw = json.dumps({"choices": [choice]}).encode()
+    wanted = {"model": "m", "messages": [], "prompt": "x", "logprobs": 1}
+    reading = Reading(wanted, CHAT if chats else "/v1/completions", "vllm")
+    gc.collect()
+    gc.disable()
+    try:
+        before = gc.get_count()[0]
+        read = reading.read(decode_answer(raw))
+        tracked = gc.get_count()[0] - before
+    finally:
+        gc.enable()
+    assert tracked < 100
+    assert msgspec.json.decode(msgspec.json.encode(read))["choices"][0]["logprobs"] == (
+        {"content": content} if chats else text
+    )
+    (turn,) = reading.turns(Span(0, 0))
+    assert (turn.output.tolist(), set(turn.logprobs.tolist())) == (ids, {-1.0})
+
+
+def test_a_long_whole_answer_is_read_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, scene: Scene
+) -> None:
+    readers: list[str] = []
+    read = Reading.read
+
+    def noted(self: Reading, answer: dict[str, Any]) -> dict[str, Any] | None:
+        readers.append(threading.current_thread().name)
+        return read(self, answer)
+
+    monkeypatch.setattr(Reading, "read", noted)
+    session = scene.open()
+    for count in (10, 10_000):
+        scene.engine.script = ["a" * count]
+        body = {"model": "m", "messages": [user("x")], "max_tokens": 20_000}
+        assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 200
+    loop, other = readers
+    assert loop != other
     session.release()
 
 

@@ -127,7 +127,7 @@ def test_blocks_have_digests_where_the_publisher_made_some(bus_name: str, nodes:
 def test_subscribers_of_weights_work_unchanged(bus_name: str, nodes: list[str]) -> None:
     torch = pytest.importorskip("torch")
     from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
-    from shmbus.weights.carriers.pool import KIND
+    from shmbus.weights.carriers.base import KIND
 
     assert KIND == POOL_KIND
     model, other = torch.nn.Linear(256, 256), torch.nn.Linear(256, 256)
@@ -243,7 +243,7 @@ def test_a_node_with_too_little_memory_says_so_and_gets_the_version_once_there_i
 
 def test_a_version_in_a_devices_memory_is_refused_by_name(trainer: Trainer, bus_name: str) -> None:
     pytest.importorskip("torch")
-    from shmbus.weights.carriers.pool import VersionMeta
+    from shmbus.weights.carriers.base import VersionMeta
 
     node = f"{bus_name}.a"
     with mirrors(trainer.bus, [node]) as relay:

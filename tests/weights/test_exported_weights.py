@@ -26,7 +26,7 @@ from shmbus.weights import (
     probe_carriers,
 )
 from shmbus.weights.carriers.exported import ExportedWriter, OwnBuffers, Placed, block_sums
-from shmbus.weights.carriers.pool import PoolWriter
+from shmbus.weights.carriers.pool_writer import PoolWriter
 
 MakePublisher = Callable[..., WeightPublisher]
 

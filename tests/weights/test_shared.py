@@ -18,7 +18,7 @@ from fork_server import TEMPLATE
 from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
 from shmbus.inspect.leftovers import survey
 from shmbus.weights import ManifestError, Slice, WeightsError, attach_model, share_model
-from shmbus.weights.shared_file import path_of, shared_state
+from shmbus.weights.shared_file import path_of
 from shmbus.weights.shared_model import SharedModel
 
 
@@ -108,13 +108,13 @@ def test_a_misfit_attaches_nothing(bus_name: str, trained: tuple[Tiny, SharedMod
     with pytest.raises(ManifestError, match="was not changed") as caught:
         attach_model(bus_name, shell)
     text = " ".join(caught.value.faults)
-    for part in ("missing: 'more'", "shape of 'embed.weight'", "dtype of 'q_proj", "'inv_freq'"):
+    for part in ("missing: 'more'", "'embed.weight': ", "'q_proj.weight': ", "'inv_freq'"):
         assert part in text
     assert shell.embed.weight is before and shell.k_proj.weight.is_meta
 
 
 def test_steps_and_readers_take_turns(bus_name: str, trained: tuple[Tiny, SharedModel]) -> None:
-    model, shared = trained
+    _, shared = trained
     server = Tiny()
     with attach_model(bus_name, server) as seen:
         with (
@@ -129,11 +129,6 @@ def test_steps_and_readers_take_turns(bus_name: str, trained: tuple[Tiny, Shared
             seen.reading(timeout=0.05),
         ):
             raise AssertionError("read in a step")
-        # Off only by saying so.
-        with seen.reading(), shared.stepping(3, guard="none"):
-            fill(model, 3)
-        with seen.reading() as version:
-            assert version == 3
         with pytest.raises(WeightsError, match="only reads"), seen.stepping(4):
             pass
 
@@ -198,7 +193,6 @@ def test_a_trainer_that_died_in_a_step_leaves_an_error_and_no_mix(bus_name: str)
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    assert shared_state(bus_name) == (1, True)
     with attach_model(bus_name, Tiny()) as seen:
         with pytest.raises(DamagedError, match="a mix of version 1"), seen.reading():
             pass
