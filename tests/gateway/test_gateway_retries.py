@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import segments_named, wait_until
+from conftest import segments_named, together, wait_until
 from gateways import REGISTRATION, Gateway
 from http_answers import read_answer
 from http_requests import request_bytes, reset, scored
@@ -384,11 +384,7 @@ def test_what_clients_send_at_once_stays_within_the_budget(gateway_of: Any) -> N
     request = request_bytes("POST", "/scored_data", body.encode())
     before = peak_kib(gateway)
     connections = [gateway.connect() for _ in range(60)]
-    senders = [threading.Thread(target=_send, args=(c, request)) for c in connections]
-    for sender in senders:
-        sender.start()
-    for sender in senders:
-        sender.join()
+    together(lambda connection: _send(connection, request), connections)
     assert gateway.get("/info").status == 200
     # 16 MiB of bodies, one of them decoded, and what is read ahead of the others.
     assert peak_kib(gateway) - before < 64 << 10

@@ -6,14 +6,13 @@ import asyncio
 import itertools
 import logging
 import pickle
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, wait_until
+from conftest import Daemon, Spawner, together, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer, StallError, StallReport
@@ -213,11 +212,7 @@ def wait_together(producers: list[Producer], timeout_s: float) -> list[Exception
         except StallError as error:
             raised.append(error)
 
-    threads = [threading.Thread(target=wait, args=(each,)) for each in producers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(wait, producers)
     return raised
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import answering
-from conftest import Daemon, wait_until
+from conftest import Daemon, together, wait_until
 
 import shmbus
 from shmbus import Bus, Producer
@@ -44,6 +44,14 @@ def ids(batch: Any) -> list[str]:
 
 
 worker = functools.partial(answering, answer=answer)
+
+
+def train_all(handler: OnlineDataHandler) -> list[str]:
+    trained = []
+    for batch in handler:
+        trained += ids(batch)
+        handler.ack(batch)
+    return trained
 
 
 def open_ids(name: str) -> list[str]:
@@ -168,10 +176,7 @@ def test_a_group_that_ends_otherwise_than_trained_is_replaced(
     ):
         handler.set_policy_version(9)
         handler.offer(prompts(30), ahead=1, group_size=2)
-        trained = []
-        for batch in handler:
-            trained += ids(batch)
-            handler.ack(batch)
+        trained = train_all(handler)
         assert sorted(trained) == sorted(f"q{number}" for number in range(0, 30, 3))
         ledger = handler.stats()
         assert ledger.balanced and ledger.requests.balanced and ledger.requests.groups == 0
@@ -255,10 +260,7 @@ def test_a_wrong_prompt_is_named_once_and_skipped(bus: Bus, wrong: list[Any], sa
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler, worker(bus.name):
         with pytest.raises((TypeError, ValueError), match=says):
             handler.offer([wrong[0], *prompts(2)], group_size=2)
-        trained = []
-        for batch in handler:
-            trained += ids(batch)
-            handler.ack(batch)
+        trained = train_all(handler)
         assert sorted(trained) == ["q0", "q1"]
 
 
@@ -355,9 +357,7 @@ def test_a_generator_that_raises_is_not_taken_for_the_end(bus: Bus) -> None:
             with pytest.raises(ValueError, match="raised an exception at prompt 4"):
                 handler.next_batch(30)
         handler.offer(iter(prompts(10)), group_size=2)
-        for batch in handler:
-            trained += ids(batch)
-            handler.ack(batch)
+        trained += train_all(handler)
         assert sorted(trained) == sorted(f"q{number}" for number in range(10))
 
 
@@ -476,12 +476,10 @@ def test_a_run_that_goes_back_in_one_process_trains_none_twice(bus: Bus) -> None
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler, worker(bus.name):
         handler.offer(prompts(10), group_size=2)
         handler.ack(handler.next_batch(30))
-        state, trained = handler.state_dict(), []
+        state = handler.state_dict()
         handler.ack(handler.next_batch(30))  # and its weights are lost
         handler.load_state_dict(state)
-        for batch in handler:
-            trained += ids(batch)
-            handler.ack(batch)
+        trained = train_all(handler)
         assert len(set(trained)) == len(trained) == 8
 
 
@@ -500,10 +498,7 @@ def test_a_state_of_other_data_is_named_and_the_right_data_go_on(bus: Bus) -> No
                 with pytest.raises(ValueError, match=r"those of the checkpoint.*got others"):
                     handler.offer(given, group_size=2)
         handler.offer(prompts(10), group_size=2)
-        seen = []
-        for batch in handler:
-            seen += ids(batch)
-            handler.ack(batch)
+        seen = train_all(handler)
         assert len(seen) == len(set(seen)) == 8
     for changed, says in (
         ({"version": 9}, "of version 1, got 9"),
@@ -647,29 +642,20 @@ def test_rank_0_offers_for_all_ranks(bus: Bus, daemon: Callable[..., Daemon]) ->
         for rank in range(2)
     ]
     found: list[list[str]] = [[], []]
-    errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         handler = handlers[rank]
         handler.offer(prompts(12), ahead=1, group_size=2)
-        try:
-            out = []
-            for _ in range(3):
-                batch = handler.next_batch(60)
-                found[rank] += ids(batch)
-                out.append(batch)  # acknowledged at the end: what another rank holds is a batch
-            for batch in out:
-                handler.ack(batch)
-        except BaseException as error:
-            errors.append(error)
+        out = []
+        for _ in range(3):
+            batch = handler.next_batch(60)
+            found[rank] += ids(batch)
+            out.append(batch)  # acknowledged at the end: what another rank holds is a batch
+        for batch in out:
+            handler.ack(batch)
 
     with worker(bus.name):
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
+        together(run, range(2))
         assert sorted(found[0] + found[1]) == sorted(f"q{number}" for number in range(12))
         with pytest.raises(EOFError):
             handlers[0].next_batch(60)
@@ -685,7 +671,6 @@ def test_rank_0_offers_for_all_ranks(bus: Bus, daemon: Callable[..., Daemon]) ->
 def test_ranks_train_all_that_fits(bus: Bus, daemon: Callable[..., Daemon], left: int) -> None:
     daemon()
     found: list[list[str]] = [[], []]
-    errors: list[BaseException] = []
     over = threading.Event()
 
     def run(rank: int) -> None:
@@ -702,18 +687,12 @@ def test_ranks_train_all_that_fits(bus: Bus, daemon: Callable[..., Daemon], left
                     found[rank] += ids(batch)
                     handler.ack(batch)
         except EOFError:
-            over.set()
-        except BaseException as error:
-            errors.append(error)
+            pass
+        finally:
             over.set()
 
     with worker(bus.name):
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert errors == []
+        together(run, range(2))
     trained = found[0] + found[1]
     assert len(set(trained)) == len(trained) and len(trained) >= 10
 
@@ -739,8 +718,6 @@ def test_prompts_offered_after_a_checkpoint_are_trained_once(bus: Bus, tmp_path:
         trained = ids(batch)
         assert trained == ["q1"]
         with worker(restored):
-            for batch in handler:
-                trained += ids(batch)
-                handler.ack(batch)
+            trained += train_all(handler)
     assert trained == ["q1", "q0", "q2"]
     shmbus.unlink(restored)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import together
 from fork_server import TEMPLATE
 
 from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
@@ -147,11 +147,7 @@ def generate(bus: str, threads: int, seconds: float, result: Any) -> None:
                 found.append(values | {float(version)})
 
     with attach_model(bus, model) as seen:
-        workers = [threading.Thread(target=run, args=(seen,)) for _ in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        together(run, [seen] * threads)
     result.send((len(found), sum(len(values) != 1 for values in found)))
 
 

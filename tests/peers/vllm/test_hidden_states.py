@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from serving import Server, shared_memory
 from transformers import AutoModelForCausalLM
 
 from shmbus import PeerGoneError, WaitTimeoutError
-from shmbus.channel import unlink_channel
 from shmbus.tensors import ChannelClosedError, StepFailedError, TensorChannel, TensorReceiver
 
 pytest_plugins = ["vllm_fixtures"]
@@ -53,14 +52,6 @@ def options(channel: str, **extra: Any) -> list[str]:
         "--max-num-batched-tokens", "64", "--max-num-seqs", "16",
         "--num-gpu-blocks-override", "16", "--block-size", "32",
     ]  # fmt: skip
-
-
-@pytest.fixture
-def channel() -> Iterator[str]:
-    name = f"test-hidden-{os.getpid()}"
-    yield name
-    for file in Path("/dev/shm").glob(f"shmbus-channel.{name}*"):
-        unlink_channel(file.name.removeprefix("shmbus-channel."))
 
 
 class Reference:
