@@ -145,9 +145,6 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-# --- what each sequence gets
-
-
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("batch", [name for name in BATCHES if name != "empty"])
@@ -305,9 +302,6 @@ def test_int64_borders_and_longest_lengths_with_slack_are_fine(seed: int) -> Non
     assert_close(out, packed(case, (-1, 0)))
 
 
-# --- the log-sum-exp
-
-
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("batch", ["square", "cross"])
 def test_log_sum_exp_and_its_gradient_agree(batch: str, window: tuple[int, int], seed: int) -> None:
@@ -374,9 +368,6 @@ def test_calls_and_masks_never_span_the_row(monkeypatch: pytest.MonkeyPatch, see
         assert sum(pairs) <= 2 * sum(a * b for a, b in lengths)
         assert max(elements) <= max(2**15, planning.MIN_BLOCK_ROWS * 300)
     planning.make_plan.cache_clear()
-
-
-# --- the backend
 
 
 def test_the_backend_on_the_cpu_is_sdpa_and_native_says_why_not(seed: int) -> None:

@@ -43,9 +43,6 @@ def operands(seed: int, lengths: list[int], heads: tuple[int, int] = (4, 2)) -> 
     ]
 
 
-# --- compiled
-
-
 #: Batches as a run has them. The first two differ in all of lengths, sequences, tokens and longest:
 #: torch leaves a size open once it has seen two of it.
 MANY_BATCHES = [
@@ -326,9 +323,6 @@ def test_the_operator_is_what_torch_expects_of_one(seed: int) -> None:
         )
 
 
-# --- flash-attn, by a stand-in with its signature: no machine without a GPU runs the real one
-
-
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Any:
     def flash_attn_varlen_func(
@@ -389,9 +383,6 @@ def test_an_older_flash_attn_and_none_at_all_say_so(flash_attn: Any, seed: int) 
     sys.modules["flash_attn"] = None  # type: ignore[assignment]
     flash.flash_function.cache_clear()
     assert "not installed" in flash.flash_function()[1]
-
-
-# --- transformers
 
 
 def tiny(kind: str, seed: int, **more: Any) -> Any:

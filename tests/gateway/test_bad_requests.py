@@ -222,9 +222,6 @@ def test_environments_that_all_disconnected_are_answered(gateway: Gateway) -> No
     assert (answer.status, answer.json()["env_weight"]) == (200, 0.01)
 
 
-# --- what no library sends
-
-
 def talk(gateway: Gateway, data: bytes) -> bytes:
     """Send bytes, and return everything that comes until the gateway ends the connection."""
     with gateway.connect() as connection:

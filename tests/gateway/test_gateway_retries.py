@@ -254,9 +254,6 @@ def test_a_trainer_reads_slowly_and_others_are_answered(gateway: Gateway) -> Non
     assert numbers(gateway.batch()) == [0]
 
 
-# --- kill -9 of the gateway
-
-
 def test_registrations_and_groups_outlive_the_gateway(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "4MiB")
     gateway.register(batch_size=2)
@@ -375,9 +372,6 @@ def test_a_port_that_is_taken_is_said_in_a_sentence(gateway: Gateway, spawn: Any
         path.unlink()
 
 
-# --- memory
-
-
 def test_what_clients_send_at_once_stays_within_the_budget(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "1MiB", "--body-limit", 4, "--memory", 16, "--hold", 1)
     body = json.dumps(scored([1] * 400, messages=[[{"role": "user", "content": "x" * 3_000_000}]]))
@@ -402,9 +396,6 @@ def peak_kib(gateway: Gateway) -> int:
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{gateway.child.pid}/status").read_text())
     assert found is not None
     return int(found[1])
-
-
-# --- beside a daemon
 
 
 def test_groups_wait_for_a_killed_daemon(bus_name: str, daemon: Any, gateway_of: Any) -> None:

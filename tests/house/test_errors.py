@@ -75,9 +75,6 @@ def fill(producer: Producer) -> None:
             producer.put(f"fill{number}", group_size=1, index=0, x=PAGE, timeout=0)
 
 
-# --- names and tree
-
-
 def test_every_public_name_is_there() -> None:
     for name in shmbus.__all__:
         assert getattr(shmbus, name) is not None
@@ -121,9 +118,6 @@ def test_an_error_of_a_peer_says_which_and_travels() -> None:
     error = shmbus.PeerGoneError("gone", rank=1, side="sender", pid=7)
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.rank, again.side, again.pid) == ("gone", 1, "sender", 7)
-
-
-# --- names and sizes
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "/", "a\0b", "x" * 201, "\N{SNOWMAN}" * 67])
@@ -171,8 +165,6 @@ def test_a_bus_that_is_not_there_is_not_found(use: Callable[[str], Any], bus_nam
     with pytest.raises(shmbus.BusNotFoundError, match=f"there is no bus '{bus_name}'"):
         use(bus_name)
 
-
-# --- arguments of put, put_many, aput and reserve
 
 #: A flag counts as a number of seconds here.
 TIMEOUT = tuple(row for row in SECONDS if row[0] is not True)
@@ -386,9 +378,6 @@ def test_a_reservation_ends_once(ends: Ends, verb: str) -> None:
     assert ends.consumer.stats().committed == 1 + (verb == "commit") + len(uses)
 
 
-# --- arguments of a consumer
-
-
 def test_bad_arguments_of_a_consumers_methods_are_refused(ends: Ends) -> None:
     consumer = ends.consumer
     uses: list[tuple[Callable[[], Any], type[Exception], list[str]]] = [
@@ -426,8 +415,6 @@ def test_a_policy_version_is_an_int_from_0(ends: Ends) -> None:
         assert ends.producer.policy_version == 7
         ends.bus.policy_version = 0
 
-
-# --- leases
 
 VERBS: dict[str, Callable[[Group], None]] = {
     "acknowledged": Group.ack, "given_back": Group.give_back, "dropped": Group.drop,
@@ -485,9 +472,6 @@ def test_released_trajectories_say_so_and_keep_what_they_know(ends: Ends) -> Non
     assert (unseen.released, seen.released) == (True, False)
     assert (seen.index, seen.instance_id, seen.meta) == (0, "a", {"m": 1})
     assert (seen.keys(), seen.shape("x"), "x" in seen) == (("x",), (20,), True)
-
-
-# --- a full bus
 
 
 def full_message(producer: Producer) -> str:

@@ -224,8 +224,6 @@ def test_handle_options_have_no_inner_error(handles: tuple[Bus, Producer, Feeder
     assert {name: found for name, call in calls.items() if (found := faults(call, used))} == {}
 
 
-# -- each option, by the kind of its values ----------------------------------------------------
-
 WAIT_S = 20.0
 ROW, MASK = torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool)
 BORDERS = torch.tensor([0, 1, 4])

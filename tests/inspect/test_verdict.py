@@ -116,9 +116,6 @@ def test_a_watcher_tells_that_nothing_moves(bus_name: str) -> None:
         assert watcher.idle_s.keys() == {1}
 
 
-# -- groups, sample by sample -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("with_daemon", [False, True])
 def test_sources_agree(bus_name: str, daemon: Callable[..., object], with_daemon: bool) -> None:
     if with_daemon:

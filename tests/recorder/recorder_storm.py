@@ -23,9 +23,6 @@ GROUP_SIZE, AHEAD, TURNS, THREADS = 2, 12, 3, 3
 KILL_S, REST_S = 0.6, 240.0
 
 
-# -- the parties
-
-
 def post(url: str, body: Any, key: str) -> Any:
     from recorders import ask
 
@@ -95,9 +92,6 @@ def be_trainer(bus: str, log: str) -> None:
             group.ack()
             out.write(json.dumps(["trained", group.instance_id, len(group)]) + "\n")
             out.flush()
-
-
-# -- the storm
 
 
 class Party:

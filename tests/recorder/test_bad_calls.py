@@ -64,9 +64,6 @@ def broken_stream(session: shmbus.Session, body: dict[str, Any], path: str) -> N
         assert json.loads(last.removeprefix("data: "))["error"]["message"]
 
 
-# -- keys and ends
-
-
 @pytest.mark.parametrize("key", [None, "sk-shmbus-another", "", "é"])
 def test_a_key_of_no_session_is_401(key: str | None, recorder: Recorder) -> None:
     headers = {} if key is None else {"x-api-key": key}
@@ -162,9 +159,6 @@ def test_a_session_that_would_be_too_stale_ends(scene: Scene) -> None:
     assert "version 0" in failed_alone(session, scene)
 
 
-# -- bodies
-
-
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
@@ -237,9 +231,6 @@ def test_sessions_at_once_are_bounded(scene: Scene) -> None:
     with pytest.raises(shmbus.RecorderUnavailableError, match="429"):
         scene.producer.session(scene.producer.requests.next(30.0))
     first.release()
-
-
-# -- engines
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -219,9 +219,6 @@ def test_its_size_is_bounded_by_what_is_needed(
         assert set(numbers(take(consumer, 3))) == {0, 1, 2}
 
 
-# -- the file itself ------------------------------------------------------------------------------
-
-
 def kept(buses: dict[str, str], directory: Path, count: int = 6) -> Path:
     """Return the file of a run that was lost with groups that nobody has acknowledged."""
     with relay([buses["a"]], [buses["t"]], keep=str(directory)):
@@ -401,9 +398,6 @@ def test_what_is_no_file_of_its_own_is_refused_and_left_as_it_was(
     assert path.is_symlink() or path.is_fifo() or path.is_dir() or path.stat().st_nlink == 2
 
 
-# -- a disk that takes no more ---------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def full_disk(file: Path) -> Iterator[None]:
     """Limit the size of files to the size of `file`."""
@@ -574,9 +568,6 @@ def test_a_shorter_file_that_has_no_room_leaves_the_disk_as_it_was(
 def test_options_that_say_nothing_are_refused(keep: Any, release: str, error: Any) -> None:
     with pytest.raises(error, match="keep"):
         check_keep(keep, 1.0, release)
-
-
-# -- kills ----------------------------------------------------------------------------------------
 
 
 LIFE = """

@@ -80,9 +80,6 @@ class AnotherLayout(LocalMailbox):
         super().send(to, message, payload)
 
 
-# -- what readers see ------------------------------------------------------------------------------
-
-
 def test_every_node_has_each_version_and_its_facts(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes):
         for version in (3, 4, 7):
@@ -165,9 +162,6 @@ def test_the_trainer_sees_engines_and_versions(trainer: Trainer, nodes: list[str
         assert "vllm:8000" in text and all(bus in text for bus in nodes)
         with PoolReader(trainer.bus, POOL_KIND) as reader:
             wait_until(lambda: reader.newest == 1)
-
-
-# -- what goes wrong -------------------------------------------------------------------------------
 
 
 def test_cut_and_damaged_pieces_are_asked_for_again(
@@ -271,9 +265,6 @@ def test_a_fifo_in_a_pools_place_holds_no_mirror(trainer: Trainer, nodes: list[s
         )
         path.unlink()
         have(nodes, 1)
-
-
-# -- deaths and returns ----------------------------------------------------------------------------
 
 
 def test_an_unreachable_node_delays_no_other(trainer: Trainer, nodes: list[str]) -> None:

@@ -123,9 +123,6 @@ def test_every_order_puts_each_record_once_and_leaves_nothing(case: Case) -> Non
     explore(case.faults, case.plan, case.kind, case.policy, case.release)
 
 
-# -- rules that are left out, one at a time: each is missed ----------------------------------------
-
-
 class TakesLateAnnouncements(Coordinator):
     """Without the rule that the numbers of announcements only grow."""
 

@@ -381,8 +381,6 @@ def test_what_was_written_for_a_group_that_has_ended_ends_with_the_next_life(bus
             assert annotator.take(0) is None
 
 
-# --- helpers without an answer
-
 STOPPED = """
 import os, sys, time, shmbus
 with shmbus.Annotator(sys.argv[1], {"ref_logprobs": "float32"}) as annotator:

@@ -246,8 +246,6 @@ def test_a_loader_pins_extra_fields_too(bus: Bus, samples: list[dict[str, Any]])
         assert handler.stats().acknowledged == 24
 
 
-# --- what does not fit
-
 GOOD = {
     "tokens": np.arange(4),
     "x": np.zeros((4, 2), np.float32),
@@ -312,9 +310,6 @@ def test_a_declared_shape_is_required_of_the_first_sample_too(bus: Bus, producer
         groups = consumer.take(1, 10)
         with pytest.raises(ValueError, match=r"expected rows of shape \(48, 8\).*got \(3,\)"):
             pack(groups, extra_fields=wanted)
-
-
-# --- batches that move
 
 
 def test_a_batch_pickles_without_groups_and_memory(bus: Bus, samples: list[dict[str, Any]]) -> None:

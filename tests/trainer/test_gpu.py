@@ -87,9 +87,6 @@ def assert_same(got: Batch, want: Batch) -> None:
     assert (got.layout, got.groups) == (want.layout, want.groups)
 
 
-# --- the table that the kernel gathers by
-
-
 def address(trajectory: Any, array: np.ndarray[Any, Any]) -> int:
     """Where a view's elements lie in the mapping that CUDA knows; views point into another one."""
     at = int(array.__array_interface__["data"][0])
@@ -244,9 +241,6 @@ def test_members_are_those_of_groups_alone() -> None:
     assert (trajectories, sizes.tolist()) == ([], [])
 
 
-# --- the kernel, without a GPU
-
-
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_the_kernel_and_the_host_make_one_batch(bus: Bus, spawn: Spawner, seed: int) -> None:
     path = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH")]))
@@ -286,9 +280,6 @@ def test_memory_for_tables_is_used_again_only_when_it_was_given_back() -> None:
     staging.give_back(second)
     larger = staging.take(second.array.nbytes + 1)
     assert larger.array.nbytes > second.array.nbytes
-
-
-# --- on a GPU
 
 
 @contextlib.contextmanager
@@ -410,9 +401,6 @@ def test_training_that_is_under_way_is_not_waited_for(bus: Bus, seed: int) -> No
         batch = packer.pack(groups)
         assert not busy.query()
         assert_same(packer.deliver(batch), pack(groups))
-
-
-# --- the ring, as it is registered
 
 
 class Registered:

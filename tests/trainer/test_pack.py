@@ -15,8 +15,6 @@ from shmbus import Bus, Consumer, Producer
 from trainer_adapter import FieldNames, OnlineDataHandler, pack
 from trainer_adapter.batches.memory import BLOCK_BYTES, BatchMemory
 
-# --- layouts and values
-
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "none", lambda s: s * 2 - s.max()])
@@ -157,9 +155,6 @@ def test_pack_wants_groups_under_lease(bus: Bus, producer: Producer) -> None:
         group.ack()
         with pytest.raises(shmbus.BusClosedError, match="acknowledged"):
             pack(group)
-
-
-# --- memory
 
 
 def test_memory_of_a_kept_tensor_is_not_reused(bus: Bus, producer: Producer, seed: int) -> None:

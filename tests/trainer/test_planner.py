@@ -137,9 +137,6 @@ def test_it_says_what_a_step_of_several_ranks_needs(planner: Planner, says: str)
     assert planned(tokens=9).step_requirement(5) == ""
 
 
-# --- against an oracle
-
-
 Planned = tuple[int, int, int]
 CALLS = (
     ["add"] * 2

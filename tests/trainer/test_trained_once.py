@@ -83,9 +83,6 @@ def live(
     return trained(*lives)
 
 
-# -- ranks ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("saved", ["alone", "each", "together"])
 @pytest.mark.parametrize("daemon_dies", [True, False])
@@ -226,9 +223,6 @@ def test_states_of_different_steps_are_refused(bus: Bus) -> None:
             handler.load_state_dict({**state, "version": 3})
 
 
-# -- composition ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("served", [False, True])
 def test_a_late_sample_does_not_bring_trained_ones_back(
     spawn: Spawner, daemon: Served, bus_name: str, tmp_path: Path, served: bool
@@ -309,9 +303,6 @@ def test_a_leased_group_comes_again_with_the_same_members(
         bus.close()
 
 
-# -- another bus --------------------------------------------------------------------------------
-
-
 def test_a_restored_bus_skips_trained_groups(spawn: Spawner, bus_name: str, tmp_path: Path) -> None:
     state, restored, again = str(tmp_path / "state.json"), f"{bus_name}-b", f"{bus_name}-c"
     with Bus.create(bus_name, capacity="1MiB"):
@@ -343,8 +334,6 @@ def test_another_bus_with_the_same_numbers_is_not_mistaken_for_the_first(
             names = trained(begin(spawn, bus_name, steps=2, load=load, save=state))
             assert Counter(names) == Counter(everything)
 
-
-# -- everything, at random ------------------------------------------------------------------------
 
 WORKER = """
 import random, sys, time

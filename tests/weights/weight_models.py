@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from shmbus.weights import WeightPublisher, WeightSource, WeightSubscriber
 
 
 class Odd(torch.nn.Module):
@@ -92,9 +96,6 @@ def square() -> torch.nn.Module:
     return module
 
 
-# -- what may be done to the matrix p3 of a model
-
-
 def write(model: Any) -> None:
     with torch.no_grad():
         model.p3.add_(1)
@@ -124,3 +125,15 @@ CHANGES = (write, move, turn, replace)
 def swap(model: Any) -> None:
     """Exchange two matrices of one shape."""
     model.p4, model.p5 = model.p5, model.p4
+
+
+@contextmanager
+def published(
+    bus: str, source: WeightSource, reader: dict[str, Any] | None = None, **options: Any
+) -> Iterator[tuple[WeightPublisher, WeightSubscriber]]:
+    """A publisher, and a subscriber with its own options."""
+    with (
+        WeightPublisher(bus, source, **options) as publisher,
+        WeightSubscriber(bus, **(reader or {})) as subscriber,
+    ):
+        yield publisher, subscriber
