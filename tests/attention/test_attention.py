@@ -1,8 +1,4 @@
-"""Attention over packed batches: each sequence against itself alone, and the choice of backend.
-
-The reference is plain matmul and softmax in float64, one sequence at a time, with the visible keys
-of a row written out from their definition.
-"""
+"""Attention over packed batches against plain float64 attention of single sequences."""
 
 from __future__ import annotations
 
@@ -37,8 +33,6 @@ BATCHES = {
 
 
 class Case(NamedTuple):
-    """A packed batch with its lengths."""
-
     q: Tensor
     k: Tensor
     v: Tensor

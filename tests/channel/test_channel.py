@@ -155,8 +155,6 @@ def test_skips_failures_and_the_end_are_messages_in_their_order(bus_name: str) -
 
 
 class ChannelReceiverAfter:
-    """Both sides of one channel in one process."""
-
     def __init__(self, name: str) -> None:
         self.sender = ChannelSender(name)
         self.receiver = ChannelReceiver(name)

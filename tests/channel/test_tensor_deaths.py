@@ -1,7 +1,4 @@
-"""Sides of a tensor channel that are killed in a phase of a step: told at once, and succeeded.
-
-Sides that are only stopped are late, and lose nothing.
-"""
+"""Sides of a tensor channel, killed in a phase of a step: told at once, and succeeded."""
 
 from __future__ import annotations
 
@@ -52,7 +49,6 @@ def child_at(target: Callable[..., None], where: Any, phase: str) -> Iterator[An
 
 
 def die_soon(child: Any) -> None:
-    """Kill a child while this process waits for it."""
     threading.Timer(0.05, child.kill).start()
 
 
@@ -172,7 +168,6 @@ def patient_receiver(shared: Any, phase: str, pipe: Connection) -> None:
 
 
 def stop(child: Any) -> None:
-    """SIGSTOP, and wait until it has stopped."""
     os.kill(child.pid, signal.SIGSTOP)
     stat = Path(f"/proc/{child.pid}/stat")
     wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")

@@ -27,8 +27,6 @@ _SHOWS_CURSOR = "\x1b[?25h"
 
 
 class Terminal:
-    """A command on a terminal of its own."""
-
     def __init__(self, *arguments: str, columns: int = 80, rows: int = 60) -> None:
         self.master, self.slave = pty.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -82,7 +80,6 @@ class Terminal:
 
 @pytest.fixture
 def terminal() -> Iterator[list[Terminal]]:
-    """Terminals that are closed after the test."""
     opened: list[Terminal] = []
     yield opened
     for each in opened:

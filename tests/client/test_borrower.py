@@ -56,7 +56,6 @@ CONNECTION, _DAEMON = socket.socketpair()
 def receive(
     borrower: _core.Borrower, granted: list[messages.Granted]
 ) -> tuple[list[_core.ClientLease], list[int]]:
-    """Receive groups, and keep them nowhere."""
     received = borrower.receive(granted, -1, {}, CONNECTION.fileno())
     borrower.ready.clear()
     return received

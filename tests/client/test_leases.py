@@ -39,7 +39,6 @@ class Dialogue:
         return self.leases.receive(answer, self.ends[0].fileno())
 
     def take(self, limit: int) -> list[Group]:
-        """Return groups of what is ready."""
         return self.leases.hand_out(Group, self, limit)
 
     def give_back(self, group: Group) -> list[int] | None:

@@ -1,7 +1,4 @@
-"""A full bus, lost answers, dead trainers, environments and gateways: nothing is lost, nor doubled.
-
-Sockets end here as kernels end them: in order, or by a reset where something was unread.
-"""
+"""A full bus, lost answers, dead trainers, environments and gateways: no loss, no double."""
 
 from __future__ import annotations
 
@@ -415,7 +412,6 @@ def _send(connection: socket.socket, request: bytes) -> None:
 
 
 def peak_kib(gateway: Gateway) -> int:
-    """The most memory that it had."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{gateway.child.pid}/status").read_text())
     assert found is not None
     return int(found[1])

@@ -1,7 +1,4 @@
-"""A gateway that is killed at a chosen line: what its successor knows, and what clients then get.
-
-The faults are lines that run in the gateway's own process before it serves.
-"""
+"""A gateway killed at a chosen line: its successor's knowledge, and its clients' answers."""
 
 from __future__ import annotations
 
@@ -90,13 +87,11 @@ BatchQueue.given = lambda self, *arguments: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def restart(gateway: Gateway, fault: str) -> None:
-    """Have it die at a line."""
     gateway.kill()
     gateway.start(fault)
 
 
 def post_and_lose(gateway: Gateway, path: str, content: Any) -> None:
-    """Post to a gateway that dies before it answers."""
     with pytest.raises(OSError):
         gateway.post(path, content)
     gateway.child.wait()

@@ -35,7 +35,6 @@ def large(first: int, **more: Any) -> dict[str, Any]:
 
 
 def was_put(gateway: Gateway, group: dict[str, Any]) -> bool:
-    """Whether the next batch is this group."""
     [found] = gateway.batch()
     return all(found[key] == group[key] for key in ("tokens", "masks", "scores"))
 

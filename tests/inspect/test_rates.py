@@ -26,7 +26,6 @@ class Clock:
         self.waited_s = 0.0
 
     def pass_time(self, seconds: float) -> None:
-        """Nobody watches."""
         self.now_s += seconds
         self.waited_s += seconds
 

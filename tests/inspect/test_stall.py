@@ -28,7 +28,6 @@ PERIOD_S = 0.2
 
 @pytest.fixture(params=["embedded", "daemon"])
 def served(request: pytest.FixtureRequest, bus_name: str) -> Iterator[str]:
-    """A bus, read by its consumer or by a daemon."""
     if request.param == "daemon":
         request.getfixturevalue("daemon")("--capacity", "2MiB")
         yield bus_name

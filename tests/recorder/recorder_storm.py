@@ -1,9 +1,4 @@
-"""Kills of recorders, harnesses, engines, trainers: ``recorder_storm.py BUS SECONDS SEED FOLDER``.
-
-Two engines, two recorders, two workers with agents in threads, a harness over HTTP, and a trainer,
-each a process that is killed at random and started again, while prompts are offered. Afterwards
-every prompt was trained, none twice, and every trained token is one that an engine sampled.
-"""
+"""Kills of recorders, agents, engines, trainers: ``recorder_storm.py BUS SECONDS SEED FOLDER``."""
 
 from __future__ import annotations
 
@@ -106,8 +101,6 @@ def be_trainer(bus: str, log: str) -> None:
 
 
 class Party:
-    """A process that is started again."""
-
     def __init__(self, *words: str) -> None:
         self._words = words
         self.process: subprocess.Popen[bytes]

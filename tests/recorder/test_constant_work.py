@@ -10,16 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from recorders import ask, sent, user
-from stub_engine import StubEngine
+from recorders import Scene, ask, sent, user
 
-import shmbus
 from shmbus.recorder import event_stream
 from shmbus.recorder.calls import _Call
 from shmbus.recorder.dialects import DIALECTS
 from shmbus.recorder.engine_api import CHAT, Reading, decode_answer
 from shmbus.recorder.event_stream import EventParser
-from shmbus.recorder.recorder import Recorder
 from shmbus.recorder.transcript import Span
 
 pytest_plugins = ["recorder_fixtures"]
@@ -49,8 +46,6 @@ class Text(str):
 
 
 class Piece(bytes):
-    """Bytes of a stream."""
-
     def __radd__(self, before: bytes) -> bytes:
         Work.copied += len(before)
         return before.__add__(self)
@@ -96,10 +91,7 @@ def test_chunks_cost_no_more_later(kind: str, path: str, monkeypatch: pytest.Mon
         assert end.count(b"ab" * TOKENS) >= 2
 
 
-def test_a_stream_that_comes_at_once_lets_other_sessions_have_their_turns(
-    recorder: Recorder, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_a_burst_of_a_stream_starves_nobody(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
     turns = [0]
     take = _Call._take_chunk
 
@@ -110,9 +102,8 @@ def test_a_stream_that_comes_at_once_lets_other_sessions_have_their_turns(
         return take(self, raw)
 
     monkeypatch.setattr(_Call, "_take_chunk", counted)
-    feeder.request("q", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
-    engine.script, engine.faults = ["a" * 600], ["burst"]
+    session = scene.open()
+    scene.engine.script, scene.engine.faults = ["a" * 600], ["burst"]
     body = {"model": "m", "messages": [], "stream": True, "max_tokens": 700}
     with sent(f"{session.base_url}/chat/completions", body, session.api_key) as raw:
         found = b""
@@ -154,9 +145,8 @@ def test_a_whole_answer_makes_no_tracked_object_for_a_token(chats: bool) -> None
 
 
 def test_a_long_whole_answer_is_read_beside_the_event_loop(
-    recorder: Recorder, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     readers: list[str] = []
     read = Reading.read
 
@@ -165,10 +155,9 @@ def test_a_long_whole_answer_is_read_beside_the_event_loop(
         return read(self, answer)
 
     monkeypatch.setattr(Reading, "read", noted)
-    feeder.request("q", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
+    session = scene.open()
     for count in (10, 10_000):
-        engine.script = ["a" * count]
+        scene.engine.script = ["a" * count]
         body = {"model": "m", "messages": [user("x")], "max_tokens": 20_000}
         assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 200
     loop, other = readers

@@ -44,7 +44,7 @@ def proxy(spawn: Spawner, bus: shmbus.Bus, engine: StubEngine) -> Any:
     return child
 
 
-def test_a_recorder_that_is_killed_gives_its_workers_samples_back(
+def test_killed_recorders_release(
     proxy: Any, engine: StubEngine, bus: shmbus.Bus, producer: shmbus.Producer,
     feeder: shmbus.Feeder,
 ) -> None:  # fmt: skip

@@ -23,8 +23,6 @@ COORDINATOR = "coordinator"
 
 
 class Exchange:
-    """Mailboxes of parties in one process."""
-
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.boxes: dict[str, deque[tuple[bytes, bytes]]] = {}
@@ -112,7 +110,6 @@ class LocalRelay:
         self.start(COORDINATOR, lambda box: CoordinatorParty(box, sources, sinks, policy))
 
     def start(self, address: str, make: Callable[[Any], Any]) -> None:
-        """Start a party in a thread."""
         mailbox = self.exchange.open(address)
         if address in self.kinds:
             mailbox = self.kinds[address](self.exchange, address)
@@ -138,18 +135,15 @@ class LocalRelay:
             time.sleep(0.001)
 
     def end(self, address: str) -> None:
-        """End a party, with the messages to it."""
         self._stops[address].set()
         self._threads[address].join()
         self.boxes.pop(address)
 
     def restart(self, address: str) -> None:
-        """End a party, and start its successor."""
         self.end(address)
         self.start_again(address)
 
     def start_again(self, address: str) -> None:
-        """Start the successor of a party that was ended."""
         self.start(address, self._makes[address])
 
     def send(self, sender: str, to: str, message: Message, payload: bytes = b"") -> None:
@@ -162,12 +156,10 @@ class LocalRelay:
 
     @property
     def coordinator(self) -> CoordinatorParty:
-        """The coordinator."""
         found: CoordinatorParty = self.parties[COORDINATOR]
         return found
 
     def stop(self) -> None:
-        """End all of them."""
         self._over.set()
         for thread in self._threads.values():
             thread.join()
@@ -222,7 +214,6 @@ def take(consumer: shmbus.Consumer, count: int, timeout: float = 30.0) -> list[s
 
 
 def stats(name: str) -> shmbus.BusStats:
-    """What a bus says of itself."""
     with shmbus.Bus.open(name) as bus:
         return bus.stats()
 

@@ -11,7 +11,6 @@ import shmbus
 
 @pytest.fixture
 def buses(bus_name: str) -> Iterator[dict[str, str]]:
-    """Two sources and a trainer's bus."""
     names = {"a": f"{bus_name}.a", "b": f"{bus_name}.b", "t": f"{bus_name}.t"}
     for name in names.values():
         shmbus.Bus.create(name, "4MiB").close()

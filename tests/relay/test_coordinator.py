@@ -77,7 +77,6 @@ def test_what_is_not_trained_on_goes_first_and_waits_for_its_split() -> None:
 
 
 def settle(made: Coordinator, said: list[m.Message]) -> None:
-    """Have each group that was assigned be put."""
     for each in said:
         if isinstance(each, m.Assignment):
             made.settled(m.Settled(each.sink, frozenset(each.origins)), 0.0)

@@ -37,14 +37,12 @@ class Pair:
         self.came.append((packed, bytes(payload)))
 
     def meet(self) -> None:
-        """Have the left end send to the right one directly."""
         self.left.learn(self.right.endpoint)
         wait_until(lambda: self.left._links["right"]._connection is not None)
 
 
 @contextmanager
 def pair() -> Iterator[Pair]:
-    """Two ends for a while."""
     made = Pair()
     try:
         yield made

@@ -257,7 +257,6 @@ def kept(buses: dict[str, str], directory: Path, count: int = 6) -> Path:
 
 
 def records(buses: dict[str, str], directory: Path) -> int:
-    """How many records would be brought back."""
     opened = Keep(str(directory), buses["t"], 1.0, "another life")
     try:
         return len(list(opened.records(())))
@@ -305,7 +304,6 @@ def test_a_wrong_byte_costs_its_frame_and_nothing_wrong_is_brought_back(
 
 
 def frames(file: Path) -> list[tuple[int, int]]:
-    """Return place and kind by frame."""
     data, found, at = file.read_bytes(), [], 0
     while at < len(data):
         _, kind, nbytes, _ = keep_module._HEAD.unpack_from(data, at)
@@ -397,13 +395,11 @@ def test_a_forged_put_ends_no_actor(
 
 
 def as_link(path: Path) -> None:
-    """Make a symbolic link."""
     (path.parent / "elsewhere").write_bytes(b"")
     path.symlink_to(path.parent / "elsewhere")
 
 
 def as_second_name(path: Path) -> None:
-    """Make a hard link."""
     (path.parent / "elsewhere").write_bytes(b"")
     path.hardlink_to(path.parent / "elsewhere")
 

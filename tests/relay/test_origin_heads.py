@@ -43,7 +43,6 @@ FORGED = {
 
 
 def head(sequence: int = 0, **other: object) -> OriginHead:
-    """A head of a group of eight."""
     said = {
         "instance_id": "q\N{SNOWMAN}", "round": None, "group_size": 8, "index": 3, "score": 0.5,
         "policy_version": 2, "nbytes": 640, "made_ns": 5, "check": 7, "need": 8, "reason": None,

@@ -1,7 +1,4 @@
-"""What a relay's peers may say that is wrong: refused by names, counted, and nothing stands still.
-
-Blocks that are wrong are in test_block.py and test_parties.py.
-"""
+"""Wrong messages of a relay's peers: refused by names, counted, and nothing stands still."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ HOUR = 3600 * SECOND
 
 @pytest.fixture
 def buses(bus_name: str) -> Iterator[dict[str, str]]:
-    """A source and a trainer's bus."""
     names = {"a": f"{bus_name}.a", "t": f"{bus_name}.t"}
     for name in names.values():
         shmbus.Bus.create(name, "4MiB").close()

@@ -1,8 +1,4 @@
-"""Whole nodes die, with their shared memory; others are cut off: what a relay promises holds.
-
-Needs root and /dev/net/tun. A short form runs by default; SHMBUS_TEST_NODES=1 runs all of them,
-with partitions of a minute, in some minutes.
-"""
+"""Dead and cut-off nodes of a relay; SHMBUS_TEST_NODES=1 runs the long form, as root."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ def answer(producer: shmbus.Producer, request: Request) -> bool:
 
 
 def offer(feeder: shmbus.Feeder, number: int, *, size: int = 4, **more: object) -> None:
-    """Offer a group."""
     feeder.request(
         f"q{number}", group_size=size, prompt=np.full(5, number, np.int32), meta={"n": number},
         **more,

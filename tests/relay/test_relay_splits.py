@@ -28,7 +28,6 @@ PROMPT = np.arange(3, dtype=np.int32)
 
 
 def have_splits(name: str, *labels: str) -> None:
-    """Give a bus these splits, in this order."""
     with shmbus.Producer(name) as producer:
         for label in labels:
             producer.cancelled("none", round=0, split=label)

@@ -26,8 +26,6 @@ MOST_TURNS = 20_000
 
 
 class Turns:
-    """Parties, and all that was said."""
-
     def __init__(self, **kinds: Any) -> None:
         self.said: list[m.Message] = []
         self.boxes = {name: HostMailbox(name, self._carry) for name in kinds}
@@ -49,13 +47,11 @@ class Turns:
             self.boxes[name].flush()
 
     def heard(self, kind: type) -> list[Any]:
-        """Return what was said of this kind."""
         return [message for message in self.said if type(message) is kind]
 
 
 @contextmanager
 def turns(**kinds: Any) -> Iterator[Turns]:
-    """Parties for a while."""
     made = Turns(**kinds)
     try:
         yield made

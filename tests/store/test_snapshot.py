@@ -285,7 +285,6 @@ def test_the_next_snapshot_removes_what_a_killed_one_left_and_nothing_else(
 
 @pytest.fixture
 def taken(bus_name: str, tmp_path: Path) -> Path:
-    """A snapshot of a bus that is gone."""
     with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
         for number in range(10):
             put_group(producer, f"g{number}")
@@ -356,7 +355,6 @@ def test_a_damaged_snapshot_makes_no_bus(bus_name: str, taken: Path, damage: str
 
 
 def as_link(path: Path) -> None:
-    """Replace a file by a symbolic link."""
     path.rename(path.parent.parent / "elsewhere")
     path.symlink_to(path.parent.parent / "elsewhere")
 
@@ -368,7 +366,6 @@ def as_fifo(path: Path) -> None:
 
 
 def as_another_users(path: Path) -> None:
-    """Give a file away."""
     if os.geteuid() != 0:
         pytest.skip("only root gives files away")
     os.chown(path, 65_534, 65_534)

@@ -1,7 +1,4 @@
-"""Values that frameworks hand over to adapters, and calls that are cut short: named, or kept.
-
-No stack is installed here; `tests/peers` has the same with theirs.
-"""
+"""Values that frameworks hand over to adapters, and interrupted calls: named, or kept."""
 
 from __future__ import annotations
 
@@ -50,8 +47,6 @@ def run(bus_name: str) -> Iterator[str]:
 
 
 class Micro(msgspec.Struct, array_like=True):
-    """What is sent of a micro batch."""
-
     input_ids: list[int]
 
 
@@ -258,8 +253,6 @@ def test_groups_put_together_are_put_all_or_none(second: Any, says: str, bus: sh
 
 
 class Packer:
-    """torchtitan's Batcher, with a batch a group."""
-
     def add_training_samples(self, *, training_sample_group: Any) -> Any:
         return training_sample_group
 
@@ -298,8 +291,6 @@ def test_a_wrong_argument_is_named_where_the_adapter_is_made(
 
 
 class SlimeSample:
-    """slime's Sample, as far as it is filled."""
-
     Status = staticmethod(str)
 
     def __init__(self) -> None:

@@ -18,7 +18,6 @@ KINDS = ["grpo", "dr_grpo", "rloo", "none"]
 
 
 def by_hand(scores: list[float], kind: str, std: str = "bessel", eps: float = DEFAULT_EPS) -> Any:
-    """One group, in plain Python."""
     n = len(scores)
     if kind == "none":
         return scores

@@ -1,7 +1,4 @@
-"""The handler as torch's own tools use it: DataLoader, StatefulDataLoader, distributed checkpoints.
-
-And what single samples ask of a batch, what is truncated, and the progress line.
-"""
+"""The handler under torch's own tools: DataLoader, StatefulDataLoader, distributed checkpoints."""
 
 from __future__ import annotations
 

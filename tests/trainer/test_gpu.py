@@ -1,7 +1,4 @@
-"""The way to a GPU: the kernel in Triton's interpreter on any machine, and the rest on a GPU.
-
-Whatever the transport, a batch is what `pack` makes of the same groups on the host.
-"""
+"""Batches on a GPU equal those of `pack` on the host, also in the kernel's interpreter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What trainers that ask for groups do with what they cannot train on, or never get.
-
-Without the stacks: TRL's rollout function and SkyRL's generator, as their trainers call them.
-"""
+"""TRL's rollout function and SkyRL's generator over groups that cannot train or never come."""
 
 from __future__ import annotations
 
@@ -54,7 +51,6 @@ def by_trl(bus: str, **options: Any) -> list[float]:
 
 
 def by_skyrl(bus: str, **options: Any) -> list[float]:
-    """The same by SkyRL's generator."""
     ids = [SimpleNamespace(instance_id="a", repetition_id=index) for index in range(2)]
     batch = {"prompts": ["a"] * 2, "env_classes": ["echo"] * 2, "trajectory_ids": ids}
     generator = GenerateByBus(bus, timeout=60.0, **options)

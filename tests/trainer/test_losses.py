@@ -21,7 +21,6 @@ from trainer_adapter.losses import (
 
 
 def aggregated(losses: dict[int, float], normalisation: str, denominator: float | None) -> float:
-    """`losses` has the trained tokens only."""
     if normalisation == "sequence":
         means = []
         for start, end in itertools.pairwise(BORDERS):

@@ -47,7 +47,6 @@ worker = functools.partial(answering, answer=answer)
 
 
 def open_ids(name: str) -> list[str]:
-    """The prompts that are open, as another process sees them."""
     with Producer(name) as producer:
         found = []
         while (request := producer.requests.next(timeout=0)) is not None:

@@ -26,7 +26,6 @@ LONG = 3 * 4096 + 5
 
 
 def helpers() -> list[int]:
-    """The threads of this process that help to pack."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         try:

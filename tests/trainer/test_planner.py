@@ -30,7 +30,6 @@ def add(planner: Planner, sizes: dict[str, int], now_s: float = 0.0) -> None:
 
 
 def make(planner: Planner) -> str:
-    """Make the next batch: the letters of its groups."""
     groups = planner.next_groups()
     batch = "".join(str(one.group) for one in groups)
     planner.made(groups, batch)
@@ -294,7 +293,6 @@ class Oracle:
 
 
 def call(planner: Planner, oracle: Oracle, what: str, now_s: float, rng: random.Random) -> None:
-    """Make one call, of both."""
     if what == "add":
         new = [(oracle.names + i, rng.randrange(1, 30)) for i in range(rng.randrange(4))]
         planner.add(new, now_s)  # type: ignore[arg-type]

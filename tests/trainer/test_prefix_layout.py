@@ -30,7 +30,6 @@ def bus(bus_name: str) -> Iterator[Bus]:
 
 
 def answers(rng: np.random.Generator, prompt: np.ndarray[Any, Any], count: int) -> list[Any]:
-    """Samples of one prompt, as keywords of put."""
     found = []
     for _ in range(count):
         more = rng.integers(0, 30, int(rng.integers(1, 20)))

@@ -119,8 +119,6 @@ class _Config(dict[str, Any]):
 
 
 class _Batch(dict[str, Any]):
-    """One prompt of verl's, by column."""
-
     def __len__(self) -> int:
         return 1
 

@@ -33,7 +33,6 @@ def put(producer: Producer, key: str, scores: tuple[float | None, ...] = (None, 
 
 
 def judge(group: shmbus.Group) -> list[float]:
-    """Score by the first token."""
     return [float(t["tokens"][0]) for t in group]
 
 

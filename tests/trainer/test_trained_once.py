@@ -1,7 +1,4 @@
-"""What a checkpoint counts as trained is never trained again: other ranks, late samples, a restore.
-
-Trainers are processes of their own, and each is killed. The buses stay.
-"""
+"""Groups that a checkpoint counts as trained never train again, over killed trainer processes."""
 
 from __future__ import annotations
 
@@ -52,7 +49,6 @@ def begin(spawn: Spawner, bus: str, **told: Any) -> Child:
 
 
 def trained(*lives: Child) -> list[str]:
-    """What these lives trained, once they were killed."""
     names: list[str] = []
     for life in lives:
         life.expect("over")

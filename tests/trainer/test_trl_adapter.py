@@ -1,7 +1,4 @@
-"""The TRL adapter without TRL: its account of rows, its checks of samples, what it saves.
-
-Against TRL itself: tests/peers/trl.
-"""
+"""The TRL adapter without TRL: its account of rows, its checks of samples, its saved state."""
 
 from __future__ import annotations
 
@@ -168,7 +165,6 @@ def test_limits_of_the_trainer_are_checked(bus: str) -> None:
 
 
 def random_sample(dice: np.random.Generator) -> dict[str, Any]:
-    """Fields of one token row."""
     length = int(dice.integers(1, 30))
     mask = dice.integers(0, 2, length)
     return {
@@ -227,8 +223,6 @@ class _Model:
 
 
 class _RowsOf:
-    """A data set of TRL, as far as its columns go."""
-
     def __init__(self, *names: str) -> None:
         self.column_names = list(names)
 

@@ -1,8 +1,4 @@
-"""The page in a real browser: names, numbers, keys, themes; no message, no foreign request.
-
-Pictures of the main states are written where SHMBUS_PICTURES says; `docs/page.md` shows some. They
-are looked at by eye before they replace those on record.
-"""
+"""The page in a real browser; SHMBUS_PICTURES names a folder for pictures of its states."""
 
 from __future__ import annotations
 
@@ -87,7 +83,6 @@ def sentence(page: Page) -> str:
 
 
 def wait_for(page: Page, wanted: Callable[[], Any], what: str) -> None:
-    """Wait, with the browser's events served."""
     deadline = time.monotonic() + 30
     while not wanted():
         if time.monotonic() > deadline:

@@ -29,7 +29,6 @@ Picture = dict[str, Any]
 
 
 def status_of(name: str) -> Picture:
-    """What ``shmbus status --json`` prints."""
     found: Picture = cli("status", name, "--json").json()
     return found
 
@@ -93,7 +92,6 @@ def facts_of_status(status: Picture) -> Picture:
 
 
 def facts_of_page(shown: Picture) -> Picture:
-    """The same of a picture."""
     verdict = shown["verdict"]
     return {
         "free": shown["capacity"] - shown["used"],

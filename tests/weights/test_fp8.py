@@ -78,8 +78,6 @@ def test_a_version_equals_the_plainest_conversion(
 
 
 class Shards:
-    """Two shards of one matrix."""
-
     def __init__(self, matrix: torch.Tensor, cut: int) -> None:
         self.matrix, self.cut = matrix, cut
 

@@ -178,8 +178,6 @@ def test_an_exception_keeps_the_weights_and_a_normal_end_removes_them(bus_name: 
 
 
 class Named:
-    """A server, as rows know it."""
-
     address = "http://127.0.0.1:1"
 
 

@@ -439,18 +439,15 @@ class Shards:
         self._model, self._dim = model, dim
 
     def params(self) -> list[ParamMeta]:
-        """All tensors."""
         return [
             ParamMeta(name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
             for name, value in self._model.state_dict().items()
         ]
 
     def aliases(self) -> Mapping[str, str]:
-        """None."""
         return {}
 
     def slices(self) -> Mapping[str, Slice]:
-        """None."""
         return {}
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
@@ -465,7 +462,6 @@ class Shards:
 
 
 def publish_all(publishers: list[WeightPublisher], version: int) -> list[int | None]:
-    """Publish a version from every rank at once."""
     told: list[int | None] = [None] * len(publishers)
     errors: list[BaseException] = []
 

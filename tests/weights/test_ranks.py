@@ -1,7 +1,4 @@
-"""Trainers of 1, 2 and 4 ranks in every layout and carrier, and readers that are sharded otherwise.
-
-In exported memory each rank writes what it has, on its own device, into the memory of rank 0.
-"""
+"""Trainers of 1, 2 and 4 ranks in each layout and carrier, and readers with other shards."""
 
 from __future__ import annotations
 
@@ -134,7 +131,6 @@ def fill(publisher: WeightPublisher, value: int) -> None:
 
 
 def is_all(bus: str, version: int) -> bool:
-    """Whether every element of the newest version is its number."""
     with WeightSubscriber(bus) as reader, reader.latest(timeout=5) as weights:
         return weights.version == version and all(
             bool((weights[name] == version).all()) for name in weights

@@ -1,8 +1,4 @@
-"""How tensors are copied: what crosses to a device together, is cut for a launch, or was seen.
-
-
-The crossing and the launch themselves are in `test_exported_weights.py`.
-"""
+"""Copies of tensors: joint crossings, cuts for a launch, and skipped tensors."""
 
 from __future__ import annotations
 

@@ -87,7 +87,6 @@ def put(names: list[str], first: int, groups: int) -> None:
 
 
 def take(consumer: shmbus.Consumer, first: int, groups: int) -> None:
-    """Take these groups, each once."""
     seen: set[str] = set()
     deadline = time.monotonic() + DEADLINE_S
     while len(seen) < groups:

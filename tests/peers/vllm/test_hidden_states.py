@@ -1,7 +1,4 @@
-"""Hidden states out of a real vLLM server: each row as transformers computes it, once, in place.
-
-Set SHMBUS_TEST_SEQUENCES for another number of sequences than 200.
-"""
+"""Hidden states of a real vLLM server equal those of transformers (SHMBUS_TEST_SEQUENCES)."""
 
 from __future__ import annotations
 
@@ -93,8 +90,6 @@ class Reference:
 
 
 class Trainer(threading.Thread):
-    """Receives until it is told that it is over, and keeps what is wrong."""
-
     def __init__(self, receiver: TensorReceiver, reference: Reference) -> None:
         super().__init__()
         self.receiver, self.reference = receiver, reference

@@ -1,7 +1,4 @@
-"""A real vLLM server takes weights from shared memory, under load, and answers as a fresh one.
-
-``SHMBUS_TEST_UPDATES=100`` is the long form; ``SHMBUS_TEST_TP=1,2`` chooses tensor parallel sizes.
-"""
+"""A real vLLM server takes weights under load (SHMBUS_TEST_UPDATES=100, SHMBUS_TEST_TP=1,2)."""
 
 from __future__ import annotations
 
