@@ -85,7 +85,6 @@ def tensor_receiver(name: str, phase: str, pipe: Connection) -> None:
     stay(phase, pipe)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("phase", ["created", "declared", "copying", "sent", "waiting"])
 def test_a_sender_killed_in_a_phase_is_succeeded(bus_name: str, phase: str) -> None:
     sent = phase in ("sent", "waiting")
@@ -109,7 +108,6 @@ def test_a_sender_killed_in_a_phase_is_succeeded(bus_name: str, phase: str) -> N
             assert (item.step, item["ids"].tolist()) == (int(sent), [7] * 4)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "phase", ["opened", "waiting", "opening a step", "holding a step", "acknowledged"]
 )
@@ -180,7 +178,6 @@ def go_on_in_vain(child: Any, late: Any) -> None:
     wait_until(lambda: late.value > before)
 
 
-@pytest.mark.timeout(60)
 def test_both_sides_stopped_and_continued_go_on_with_each_step_once(bus_name: str) -> None:
     late = [TEMPLATE.RawValue("L") for _ in range(2)]
     enough = TEMPLATE.RawValue("b")

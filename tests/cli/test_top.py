@@ -163,10 +163,7 @@ def test_rates_come_from_counts_and_time(bus_name: str, spawn: Spawner) -> None:
 
 @pytest.mark.parametrize("producers", [0, 3, 40])
 def test_a_frame_fits_and_counts_omissions(bus_name: str, producers: int) -> None:
-    with (
-        shmbus.Bus.create(bus_name, "1MiB", max_producers=64),
-        contextlib.ExitStack() as stack,
-    ):
+    with shmbus.Bus.create(bus_name, "1MiB", max_producers=64), contextlib.ExitStack() as stack:
         for number in range(producers):
             producer = stack.enter_context(shmbus.Producer(bus_name, label=f"w{number}\x1b[2J"))
             put_group(producer, f"\x1b[31m{number}", skip=0)

@@ -169,10 +169,7 @@ class Running:
             await server.close()
 
     async def calls(self) -> list[Any]:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(self.url + "/calls") as response,
-        ):
+        async with aiohttp.ClientSession() as session, session.get(self.url + "/calls") as response:
             answer: list[Any] = await response.json()
             return answer
 

@@ -10,12 +10,7 @@ import pytest
 from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer, update
 
 from shmbus import Bus
-from shmbus.engines import (
-    EngineError,
-    EngineFleet,
-    UpdateRolledBackError,
-    VllmServer,
-)
+from shmbus.engines import EngineError, EngineFleet, UpdateRolledBackError, VllmServer
 from shmbus.engines.pause_note import paused_by
 
 pytestmark = pytest.mark.slow
@@ -113,16 +108,6 @@ async def test_a_server_without_an_earlier_version_stays_paused_and_named(scene:
     assert [each.version for each in report.servers] == [2, 2]
     assert not await running[0].paused()
     assert paused_by(scene.bus.name) is None
-
-
-async def test_a_dying_server_causes_no_hang(bus: Bus, trainer: Trainer, servers: Any) -> None:
-    running = [servers(1), servers(1)]
-    await update(bus.name, trainer, 1, *running)
-    await running[0].fault("update", "die")
-    report = await update(bus.name, trainer, 2, *running, quorum=1)
-    assert report.servers[1].version == 2
-    assert report.servers[0].error
-    assert await running[1].tokens(1) == [2.0]
 
 
 async def test_a_hang_costs_its_deadline(bus: Bus, trainer: Trainer, servers: Any) -> None:

@@ -21,13 +21,7 @@ from small_lora import SmallLora
 from trainers import TIMEOUT_S
 
 from shmbus import Bus
-from shmbus.engines import (
-    LoraFleet,
-    SglangServer,
-    UpdateReport,
-    UpdateRolledBackError,
-    VllmServer,
-)
+from shmbus.engines import LoraFleet, SglangServer, UpdateReport, UpdateRolledBackError, VllmServer
 from shmbus.weights import (
     LoraFiles,
     LoraVersion,
@@ -244,9 +238,7 @@ async def test_an_older_version_is_loaded_and_stays(bus: Bus, servers: Any, fold
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 @pytest.mark.parametrize("life", ["one trainer", "a restarted trainer", "another run"])
-async def test_another_adapter_of_a_number_that_servers_know_answers_as_itself(
-    life: str, kind: str, bus: Bus, servers: Any, folder: Path
-) -> None:
+async def test_a_used_number(life: str, kind: str, bus: Bus, servers: Any, folder: Path) -> None:
     running = servers(1, SmallLora)
     server = server_of(running, kind)
     files = LoraFiles(folder, "run1", CONFIG)

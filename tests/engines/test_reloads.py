@@ -16,13 +16,7 @@ from small_engine import Running
 from trainers import KINDS, TIMEOUT_S, Trainer, fleet_of
 
 from shmbus import Bus
-from shmbus.engines import (
-    EngineError,
-    EngineFleet,
-    UpdateReport,
-    UpdateRolledBackError,
-    VllmServer,
-)
+from shmbus.engines import EngineError, EngineFleet, UpdateReport, UpdateRolledBackError, VllmServer
 from shmbus.engines.pause_note import paused_by
 from shmbus.engines.resume import resume
 from shmbus.weights import WeightsError

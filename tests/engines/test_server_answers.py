@@ -70,9 +70,7 @@ async def test_a_closed_port_is_told_without_advice(kind: Any, bus: Bus, trainer
 
 
 @pytest.mark.parametrize("dies", [True, False])
-async def test_a_server_that_resets_connections_while_dying_is_gone(
-    dies: bool,
-) -> None:
+async def test_a_server_that_resets_connections_while_dying_is_gone(dies: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(10.0)
 

@@ -80,9 +80,7 @@ async def test_it_is_paused_again_before_healing(kind: str, bus: Bus, servers: A
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_it_is_paused_before_it_reads(
-    kind: str, bus: Bus, servers: Any, tmp_path: Path
-) -> None:
+async def test_a_checkpoint_waits(kind: str, bus: Bus, servers: Any, tmp_path: Path) -> None:
     running = servers(1, kind)
     Trainer(bus.name, carrier="checkpoint", directory=tmp_path).publish(7)
     with PauseNote(bus.name) as note:

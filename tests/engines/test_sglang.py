@@ -15,13 +15,7 @@ from small_vllm import SmallVllm
 from trainers import TIMEOUT_S, Scene, Trainer, update
 
 from shmbus import Bus
-from shmbus.engines import (
-    EngineError,
-    EngineFleet,
-    SglangServer,
-    UpdateRolledBackError,
-    VllmServer,
-)
+from shmbus.engines import EngineError, EngineFleet, SglangServer, UpdateRolledBackError, VllmServer
 from shmbus.engines.pause_note import paused_by
 from shmbus.engines.sglang_loader import load
 from shmbus.engines.sglang_order import Order, order_for_rank

@@ -124,9 +124,7 @@ def connector(name: str, *inner: str) -> Any:
         ({"inductor": {"max_autotune": True}}, False, ""),
     ],
 )
-def test_a_vllm_with_lasting_state_is_named(
-    given: dict[str, Any], on_cpu: bool, named: str
-) -> None:
+def test_lasting_vllm_state_is_named(given: dict[str, Any], on_cpu: bool, named: str) -> None:
     said = vllm_refusal(config(**given), on_cpu=on_cpu)
     assert named in said and bool(said) == bool(named)
 

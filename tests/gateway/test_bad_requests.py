@@ -284,9 +284,7 @@ def test_a_header_of_a_megabyte_is_refused(shared: Gateway) -> None:
     still_serves(shared)
 
 
-def test_requests_of_one_connection_are_answered_in_order(
-    shared: Gateway,
-) -> None:
+def test_requests_of_one_connection_are_answered_in_order(shared: Gateway) -> None:
     still_serves(shared)
     tokens = [[[1], [2]], [[3], [4]]]
     first, second = (request_bytes("POST", "/scored_data", scored(*rows)) for rows in tokens)

@@ -252,9 +252,7 @@ def taken(consumer: shmbus.Consumer) -> list[int]:
     return found
 
 
-def test_a_hang_up_during_a_gateways_death_counts_as_read(
-    gateway_of: Any,
-) -> None:
+def test_a_hang_up_during_a_gateways_death_counts_as_read(gateway_of: Any) -> None:
     """The one loss that is left: all bytes had left the gateway, and nobody read the last ones."""
     gateway = gateway_of("--create", "4MiB")
     gateway.register(batch_size=2)
@@ -291,9 +289,7 @@ def test_a_retry_while_the_daemon_is_dead_comes_once(daemon: Any, gateway_of: An
     assert all_batches(gateway) == [0]
 
 
-def test_a_gateway_dying_in_an_answer_repeats_the_batch(
-    gateway_of: Any,
-) -> None:
+def test_a_gateway_dying_in_an_answer_repeats_the_batch(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "4MiB")
     gateway.register(batch_size=2)
     restart(gateway, KILL_BEFORE_THE_BATCH_IS_NOTED)

@@ -113,7 +113,6 @@ CASES = [(name, plant) for name in {**OPENED, **MADE} for plant in PLANTS]
 CASES += [(name, plant_second_name) for name in MADE]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("name", "plant"), CASES, ids=[f"{name} - {plant.__name__[6:]}" for name, plant in CASES]
 )

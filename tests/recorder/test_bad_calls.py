@@ -135,9 +135,7 @@ def test_an_agent_whose_session_is_over_ends(session: shmbus.Session, scene: Sce
     assert scene.engine.calls == 1, "its client tried again"
 
 
-def test_a_group_complete_without_a_session_ends_it_and_frees_the_engine(
-    scene: Scene,
-) -> None:
+def test_a_group_complete_without_a_session_ends_it_and_frees_the_engine(scene: Scene) -> None:
     session = scene.open(group_size=2, need=1, round=0)
     scene.engine.gate = asyncio.Event()
     with ThreadPoolExecutor(1) as pool:
@@ -223,9 +221,7 @@ def test_bodies_beyond_the_memory_of_all_are_503(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(("limit", "calls"), [({"calls": 2}, 2), ({"tokens": 10}, 1)])
-def test_calls_and_tokens_of_a_session_are_bounded(
-    limit: dict[str, int], calls: int, scene: Scene
-) -> None:
+def test_a_sessions_calls_are_bounded(limit: dict[str, int], calls: int, scene: Scene) -> None:
     scene.start_recorder(scene.engine, **limit)
     session = scene.open()
     for _ in range(calls):

@@ -118,9 +118,7 @@ def test_an_answer_read_to_its_end_counts(session: shmbus.Session, scene: Scene)
 
 
 @pytest.mark.parametrize(("attempt", "turns"), [("0", 2), ("1", 1)])
-def test_a_retry_header_wins(
-    attempt: str, turns: int, session: shmbus.Session, scene: Scene
-) -> None:
+def test_retries_win(attempt: str, turns: int, session: shmbus.Session, scene: Scene) -> None:
     with sent(chats(session), CALL, session.api_key) as raw:
         wait_until(lambda: only(scene.recorder).answers and not only(scene.recorder).running)
         headers = {"x-stainless-retry-count": attempt}

@@ -121,9 +121,7 @@ def test_a_harness_that_dies_has_its_sample_fail_after_a_while(scene: Scene) -> 
     assert "no call" in wait_until(again).reason
 
 
-def test_an_engine_without_the_recorded_experts_is_named(
-    scene: Scene,
-) -> None:
+def test_an_engine_without_the_recorded_experts_is_named(scene: Scene) -> None:
     recorder = scene.start_recorder(scene.engine, experts=(1, 1))
     answer = opened(recorder, scene.feeder)
     status, body = ask(f"{answer['base_url']}/chat/completions", CALL, answer["api_key"])

@@ -18,9 +18,7 @@ pytest_plugins = ["recorder_fixtures"]
 torch = pytest.importorskip("torch")
 
 
-def test_a_call_over_new_weights_has_both_versions_and_the_next_a_new_salt(
-    scene: Scene,
-) -> None:
+def test_a_call_over_new_weights_has_both_versions_and_the_next_a_new_salt(scene: Scene) -> None:
     from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
     model = torch.nn.Linear(2, 2)
@@ -61,26 +59,18 @@ def test_a_call_over_new_weights_has_both_versions_and_the_next_a_new_salt(
     assert salts[0] == salts[1]
 
 
-def test_without_rows_the_trainers_version_counts(scene: Scene) -> None:
-    scene.consumer.policy_version = 9
-    session = scene.open()
-    chat(session, [user("one")])
-    assert session.finish(1.0)
-    (group,) = scene.consumer.take(1, timeout=30.0)
-    assert group[0].policy_version == 9
-    assert scene.engine.record[0].body["cache_salt"] == scene.producer.cache_salt
-    assert scene.producer.cache_salt.partition(".")[0] == "9"
-
-
-def test_a_call_while_the_pool_of_weights_is_made_has_the_trainers_version(scene: Scene) -> None:
+@pytest.mark.parametrize("pool_is_made", [False, True])
+def test_without_rows_the_trainers_version_counts(pool_is_made: bool, scene: Scene) -> None:
     scene.consumer.policy_version = 9
     session = scene.open()
     made = Path(pool_path(scene.producer.name, "weights"))
-    made.touch()
+    if pool_is_made:
+        made.touch()
     try:
         chat(session, [user("one")])
     finally:
-        made.unlink()
+        made.unlink(missing_ok=True)
     assert session.finish(1.0)
-    (group,) = scene.consumer.take(1, timeout=30.0)
-    assert group[0].policy_version == 9
+    assert scene.taken()[0].policy_version == 9
+    assert scene.engine.record[0].body["cache_salt"] == scene.producer.cache_salt
+    assert scene.producer.cache_salt.partition(".")[0] == "9"

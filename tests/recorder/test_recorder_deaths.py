@@ -110,10 +110,7 @@ def test_only_a_404_says_that_a_session_is_over(
     feeder.request("q", group_size=1)
     server = spawn.script(STATUS_ONLY, status, body)
     wait_until(lambda: server.output().strip())
-    with (
-        pytest.raises(LookupError),
-        producer.session(producer.requests.next(30.0)) as session,
-    ):
+    with pytest.raises(LookupError), producer.session(producer.requests.next(30.0)) as session:
         session._url = f"http://127.0.0.1:{server.output().strip()}"
         raise LookupError
     assert end in repr(session)

@@ -31,9 +31,7 @@ def sampled(record: list[Sampled]) -> list[tuple[int, float]]:
     return [pair for one in record for pair in zip(one.output, one.logprobs, strict=True)]
 
 
-def test_turns_are_one_row_and_train_each_sampled_token_once(
-    scene: Scene,
-) -> None:
+def test_turns_are_one_row_and_train_each_sampled_token_once(scene: Scene) -> None:
     with scene.open() as session:
         messages = [user("hello")]
         for _ in range(4):

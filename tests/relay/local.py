@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -177,6 +177,17 @@ def relay(sources: list[str], sinks: list[str], **options: Any) -> Iterator[Loca
         raise AssertionError(f"{address} ended") from error
 
 
+@contextmanager
+def relayed(
+    buses: dict[str, str], sources: str, taking: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Any]:
+    """A relay with its trainer's consumer and a producer a source, in this order."""
+    names = [buses[each] for each in sources]
+    with relay(names, [buses["t"]], **options) as made, ExitStack() as stack:
+        consumer = stack.enter_context(shmbus.Consumer(buses["t"], **(taking or {})))
+        yield (made, consumer, *(stack.enter_context(shmbus.Producer(name)) for name in names))
+
+
 #: A worker that claims a sample which is asked for again, says so, and makes nothing of it.
 CLAIM = """
 import sys, time
@@ -187,6 +198,12 @@ while not producer.requests.retries():
 print("has it", flush=True)
 time.sleep(600)
 """
+
+
+def have_splits(name: str, *labels: str) -> None:
+    with shmbus.Producer(name) as producer:
+        for label in labels:
+            producer.cancelled("none", round=0, split=label)
 
 
 def put_group(

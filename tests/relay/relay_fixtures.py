@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from relay.local import have_splits
 
 import shmbus
 
@@ -17,3 +18,12 @@ def buses(bus_name: str) -> Iterator[dict[str, str]]:
     yield names
     for name in names.values():
         shmbus.unlink(name)
+
+
+@pytest.fixture
+def unlike(buses: dict[str, str]) -> dict[str, str]:
+    """Buses of which each has another number for the same split."""
+    have_splits(buses["a"], "warmup", "eval")
+    have_splits(buses["b"], "eval", "warmup")
+    have_splits(buses["t"], "test", "other", "eval")
+    return buses

@@ -249,9 +249,7 @@ def test_a_source_keeps_what_is_not_acknowledged_and_lets_go_early_under_put() -
 
 
 @pytest.mark.parametrize("announced_first", [False, True])
-def test_a_dead_sinks_debts_to_a_coordinator_are_placed_again(
-    announced_first: bool,
-) -> None:
+def test_a_dead_sinks_debts_to_a_coordinator_are_placed_again(announced_first: bool) -> None:
     origins = (make_origin(B0, 1, 0), make_origin(B0, 1, 1))
     heads = pack(B0, *(head("q", 2, i, i)._replace(round=1) for i in range(2)))
     # It begins with a sink that has a group of the coordinator before, in its memory alone.

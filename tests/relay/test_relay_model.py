@@ -119,9 +119,7 @@ LONG = [
 
 
 @pytest.mark.parametrize("case", [*SHORT, *(LONG if IS_LONG else [])], ids=lambda case: case.name)
-def test_every_order_puts_each_record_once_and_leaves_nothing(
-    case: Case,
-) -> None:
+def test_every_order_puts_each_record_once_and_leaves_nothing(case: Case) -> None:
     explore(case.faults, case.plan, case.kind, case.policy, case.release)
 
 

@@ -283,9 +283,7 @@ OF_ADAPTERS: list[tuple[Callable[[str], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "match"), OF_ADAPTERS)
-def test_a_wrong_argument_is_named_where_the_adapter_is_made(
-    make: Callable[[str], object], match: str, bus: shmbus.Bus
-) -> None:
+def test_wrong_arguments_fail(make: Callable[[str], object], match: str, bus: shmbus.Bus) -> None:
     with pytest.raises((TypeError, ValueError), match=match):
         make(bus.name)
 
@@ -321,9 +319,7 @@ class SlimeSample:
         ),
     ],
 )
-def test_what_torchtitan_would_train_as_other_numbers_is_named(
-    field: str, value: Any, says: str, bus: shmbus.Bus
-) -> None:
+def test_torchtitan_refuses_lossy_ids(field: str, value: Any, says: str, bus: shmbus.Bus) -> None:
     with shmbus.Producer(bus.name) as producer:
         producer.put("q", group_size=2, index=0, score=0.0, **GOOD)
         producer.put("q", group_size=2, index=1, score=1.0, **{**GOOD, field: value})

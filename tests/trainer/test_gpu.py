@@ -454,9 +454,7 @@ def test_a_ring_stays_mapped_until_it_is_unregistered(
         assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
 
 
-def test_a_packer_reads_the_ring_of_the_consumer_whose_groups_come(
-    monkeypatch: pytest.MonkeyPatch, bus: Bus, producer: Producer
-) -> None:
+def test_rings_follow_groups(monkeypatch: pytest.MonkeyPatch, bus: Bus, producer: Producer) -> None:
     monkeypatch.setattr(gpu_memory, "Registration", Registered)
     monkeypatch.setattr(gpu_packer, "_on", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(gpu_packer, "begin_gather", lambda *args, **options: "begun")

@@ -284,7 +284,6 @@ async def ask(path: str, group: shmbus.Group) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_deaths_lose_and_mix_up_no_score(bus: Bus, producer: Producer, tmp_path: Path) -> None:
     path, log = str(tmp_path / "judge"), tmp_path / "trained"
     context = multiprocessing.get_context("fork")

@@ -253,9 +253,7 @@ def test_every_part_has_a_name_and_is_reached_by_keys(
         page.wait_for_selector("#history", state="detached")
 
 
-def test_the_server_that_ends_is_told_and_the_page_comes_back_with_it(
-    web: Start, bus_name: str, browser: Browser, spawn: Spawner
-) -> None:
+def test_a_server_returns(web: Start, bus_name: str, browser: Browser, spawn: Spawner) -> None:
     with Bus.create(bus_name, "1MiB"):
         server = web(bus_name)
         context = browser.new_context()

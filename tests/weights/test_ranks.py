@@ -137,7 +137,6 @@ def is_all(bus: str, version: int) -> bool:
         )
 
 
-@pytest.mark.timeout(90)
 def test_a_killed_rank_fails_the_version_and_its_successor_writes_the_next(
     bus_name: str, rank_of: Callable[..., WeightPublisher], spawn: Spawner
 ) -> None:
@@ -156,7 +155,6 @@ def test_a_killed_rank_fails_the_version_and_its_successor_writes_the_next(
     assert is_all(bus_name, 2)
 
 
-@pytest.mark.timeout(90)
 def test_a_rank_that_outlives_rank_0_writes_into_the_memory_of_its_successor(
     bus_name: str, rank_of: Callable[..., WeightPublisher], spawn: Spawner
 ) -> None:
@@ -177,7 +175,6 @@ def test_a_rank_that_outlives_rank_0_writes_into_the_memory_of_its_successor(
         assert is_all(bus_name, version)
 
 
-@pytest.mark.timeout(90)
 def test_ranks_with_different_models_publish_nothing_and_say_so(
     bus_name: str, rank_of: Callable[..., WeightPublisher], spawn: Spawner
 ) -> None:

@@ -64,9 +64,7 @@ async def test_updates_under_load_lose_no_request_and_give_a_fresh_servers_outpu
 
 
 @pytest.mark.timeout(900)
-async def test_a_version_that_does_not_fit_leaves_the_last_whole_one_in_force(
-    folders: dict[int, Path], bus: Bus, tmp_path: Path
-) -> None:
+async def test_a_misfit_changes_nothing(folders: dict[int, Path], bus: Bus, tmp_path: Path) -> None:
     size = SIZES[-1]
     expected = await fresh_outputs(folders[1], tmp_path / "fresh.log", size)
     server = Server(folders[0], tmp_path / "server.log", size)
