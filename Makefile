@@ -190,7 +190,7 @@ fuzz: fuzz-c fuzz-python ## Fuzz the readers of segments, messages and snapshots
 # SOAK=soak runs without daemon and ranks. RESTARTS=1000 kills the daemon 1,000 times.
 SOAK ?= daemon_soak
 soak: $(VENV)/.dev ## Run daemon, ranks and producers under random faults for MINUTES, then audit
-	$(BIN)/python tests/process/$(SOAK).py soak-$$$$ $$(( $(MINUTES) * 60 )) $(or $(SEED),$$$$) $(RESTARTS)
+	PYTHONPATH=tests $(BIN)/python tests/process/$(SOAK).py soak-$$$$ $$(( $(MINUTES) * 60 )) $(or $(SEED),$$$$) $(RESTARTS)
 
 KILLS ?= 10000
 kills: $(VENV)/.dev ## Kill KILLS producers with SIGKILL at random instants
