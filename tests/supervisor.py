@@ -14,12 +14,15 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-__all__ = ["Child", "Supervisor", "deadline"]
+__all__ = ["DEADLINE_S", "Child", "Supervisor", "deadline", "own_tmpfs", "unmount"]
 
 #: Seconds without progress after which a case fails.
 DEADLINE_S = 30.0 * float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNS, _MS_REC_PRIVATE, _MNT_DETACH = 0x20000, 0x4000 | 0x40000, 2
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def deadline(awaited: str) -> Iterator[None]:
@@ -40,7 +43,7 @@ class Child:
         if self.pid == 0:
             status = 1
             try:
-                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 os.environ["SHMBUS_FAILPOINT"] = failpoint
                 program()
                 status = 0
@@ -98,11 +101,11 @@ class Supervisor:
         self.done: Counter[str] = Counter()
         self.children: dict[str, Child] = {}
         self.starts = 0
-        self._programs: dict[str, Callable[[int], None]] = {}
+        self.programs: dict[str, Callable[[int], None]] = {}
 
     def start(self, name: str, program: Callable[[int], None] | None = None) -> None:
         """Fork a process, or its successor; the program gets the number of its start."""
-        program = self._programs.setdefault(name, program or self._programs[name])
+        program = self.programs.setdefault(name, program or self.programs[name])
         number, self.starts = self.starts, self.starts + 1
         self.children[name] = Child(lambda: program(number))
 
@@ -139,3 +142,15 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 self.children[name].go_on()
             self.kill(name)
+
+
+def own_tmpfs(place: Path, nbytes: int) -> bool:
+    """Mount a small tmpfs for this process and its children; False without the kernel's leave."""
+    if _libc.unshare(_CLONE_NEWNS) or _libc.mount(None, b"/", None, _MS_REC_PRIVATE, None):
+        return False
+    return not _libc.mount(b"tmpfs", bytes(place), b"tmpfs", 0, b"size=%d" % nbytes)
+
+
+def unmount(place: Path) -> None:
+    """Take such a tmpfs away, whoever has a file open there."""
+    _libc.umount2(bytes(place), _MNT_DETACH)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import soak
 from soak import ACKED, DOUBLED, Notes, Soak, audit, judge
+from supervisor import own_tmpfs
 
 import shmbus
 from shmbus.cli import main as shmbus_main
@@ -39,8 +40,7 @@ LONGEST_WAIT_S = 2.0
 DAY_NS = 86_400 * 10**9
 CLOCK = Path(__file__).with_name("wall_clock.c")
 LOG = Path(os.environ.get("SHMBUS_WALL_CLOCK", "none")).with_name("daemon.log")
-_CLONE_NEWNS, _CLONE_NEWTIME = 0x20000, 0x80
-_MS_REC_PRIVATE = 0x4000 | 0x40000
+_CLONE_NEWTIME = 0x80
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -149,13 +149,6 @@ class DaemonSoak(Soak):
 # --- what needs the kernel's leave
 
 
-def own_tmpfs() -> bool:
-    """Give this process, and those that it forks, a small /dev/shm."""
-    if _libc.unshare(_CLONE_NEWNS) or _libc.mount(None, b"/", None, _MS_REC_PRIVATE, None):
-        return False
-    return not _libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=%d" % TMPFS_BYTES)
-
-
 def own_monotonic_clock(ahead_s: int) -> bool:
     """Have the processes that this one forks from now on live so many seconds later."""
     if _libc.unshare(_CLONE_NEWTIME):
@@ -185,7 +178,10 @@ def main() -> None:
     print(f"seed {seed}", file=sys.stderr)
     with Path(os.environ["SHMBUS_WALL_CLOCK"]).open("r+b") as file:
         wall = mmap.mmap(file.fileno(), 4096)
-    allowed = {"tmpfs": own_tmpfs(), "time namespaces": own_monotonic_clock(0)}
+    allowed = {
+        "tmpfs": own_tmpfs(Path("/dev/shm"), TMPFS_BYTES),
+        "time namespaces": own_monotonic_clock(0),
+    }
     with shmbus.Bus.create(name, soak.CAPACITY, max_producers=2 * soak.PRODUCERS) as bus:
         run = DaemonSoak(name, seed, restarts, allowed, wall)
         try:
