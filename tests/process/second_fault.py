@@ -39,11 +39,11 @@ from supervisor import DEADLINE_S, Supervisor, own_tmpfs, unmount
 
 import shmbus
 from shmbus.cli import main as shmbus_main
-from shmbus.recorder_files import read_recorders
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.party import run_party
 from shmbus.relay.sink_party import SinkParty
 from shmbus.relay.source_party import SourceParty
+from shmbus.segment.recorder_files import read_recorders
 from shmbus.stash.stash import StashPolicy
 from trainer_adapter import OnlineDataHandler
 
