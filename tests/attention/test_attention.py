@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 HEAD_DIM = 16
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (2, 0), (-1, 2), (2, -1), (3, 1), (40, 40)]
 HEADS = [(2, 2), (4, 2), (4, 1)]
-# Pairs of query and key lengths.
 BATCHES = {
     "empty": [],
     "nothing to see": [(0, 3), (2, 0), (0, 0)],
@@ -219,7 +218,6 @@ def test_padding_costs_the_gradient_of_a_single_token_no_precision(seed: int) ->
     out = packed(case, (-1, -1), scale=0.3)
     upstream = torch.randn_like(out)
     (to_values,) = torch.autograd.grad(out, case.v, upstream)
-    # Each sees itself alone, so its weight is 1 and the gradient passes.
     torch.testing.assert_close(to_values[37:45], upstream[37:45], rtol=1.2e-7, atol=0)
 
 
@@ -452,7 +450,6 @@ def test_the_native_function_is_called_as_its_version_wants(
         out, lse = varlen_attention(
             q, k, v, *rest, enable_gqa=True, return_lse=True, backend="sdpa", **options
         )
-        # As FlashAttention-2 marks rows that see nothing.
         return out, lse.masked_fill(lse == -math.inf, math.inf)
 
     entry = native.NativeEntry(varlen_attn, "lse, please", parameters)

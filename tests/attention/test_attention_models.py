@@ -296,7 +296,6 @@ def test_autocast_casts_every_operand_first(compiles: bool, seed: int) -> None:
     right = torch.autograd.grad(wanted, half, upstream)
     torch.compiler.reset()
     model = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiles else attend
-    # As rotary embeddings leave queries and keys, beside the values of a linear layer.
     mixed = (q, k, half[2])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = model(*mixed)
@@ -504,7 +503,6 @@ def test_what_it_has_not_is_refused(seed: int) -> None:
 def test_an_old_transformers_is_refused_with_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (4, 53):
-        # The same as in 4.52, which has no such module.
         monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
     with pytest.raises(ImportError, match=r"expected transformers 4\.53 or later, got"):
         register_with_transformers()

@@ -236,7 +236,6 @@ def test_unlike_steps_arrive_too(both: tuple[TensorSender, TensorReceiver], memo
     assert sender.skip(reason="empty") == 5
     with pytest.raises(StepSkippedError, match="skipped: empty"):
         receiver.recv(20)
-    # Then another length, in larger buffers.
     for step, rows in enumerate([16] * 3 + [40] * 3 + [16] * 3, 6):
         send(sender, memory, step, rows)
         receives(receiver, step)

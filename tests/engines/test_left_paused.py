@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_shared import SmallShared
+from test_shared_steps import attached, model_of
 from test_trainer_deaths import start_trainer
 from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer, fleet_of, update
 
-from shmbus import Bus, LayoutMismatchError
+from shmbus import Bus, DamagedError, LayoutMismatchError
 from shmbus.engines import EngineError, EngineFleet, VllmServer
 from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
 from shmbus.engines.resume import resume
 from shmbus.segment.cache_salt import NOTE_KIND
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
-from shmbus.weights import WeightsError
+from shmbus.weights import WeightsError, share_model
 
 pytest_plugins = ["engine_fixtures"]
 
@@ -97,6 +99,47 @@ async def test_a_missing_checkpoint_bars_no_other_weights(tmp_path: Path, scene:
             await fleet.reload(gone)
         await fleet.update(scene.trainer, 8)
     assert await running.tokens(1) == [8.0] and named(scene.bus.name) == []
+
+
+async def test_a_shared_step_resumes_no_torn_server(scene: Scene) -> None:
+    running = scene.servers(1)
+    await running.fault("update", "refuse")
+    with pytest.raises(EngineError, match="stays paused"):
+        await scene.update(1, running)
+    model = model_of(1)
+    await running.fault("update", "refuse")
+    with share_model(scene.bus.name, model, version=1) as shared:
+        async with scene.fleet(running) as fleet:
+            with pytest.raises(EngineError, match=f"{running.url}.*nothing was changed"):
+                await fleet.step(shared, lambda: model.value.fill_(2), 2)
+            assert await running.paused() and named(scene.bus.name) == [running.url]
+            assert shared.version == 1
+            await fleet.step(shared, lambda: model.value.fill_(2), 2)  # by now it could be loaded
+    assert await running.tokens(1) == [1.0] and named(scene.bus.name) == []
+
+
+async def test_a_torn_model_that_cannot_pause_is_served_by_none(bus: Bus, servers: Any) -> None:
+    running = [servers(1, SmallShared), servers(1, SmallShared)]
+    model = model_of(1)
+
+    def broken() -> None:
+        model.value[:500] = 2
+        raise RuntimeError("the optimizer failed")
+
+    with share_model(bus.name, model, version=1) as shared:
+        await attached(bus.name, *running)
+        async with fleet_of(bus.name, *running) as fleet:
+            with pytest.raises(DamagedError, match="stay paused"):
+                await fleet.step(shared, broken, 2)
+            await running[1].fault("pause", "500")
+            with pytest.raises(EngineError, match="nothing was changed"):
+                await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
+            assert await running[0].paused() and await running[1].paused()
+            assert named(bus.name) == [each.url for each in running]
+            await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
+        for each in running:
+            assert await each.tokens(1) == [2.0]
+    assert named(bus.name) == []
 
 
 async def test_an_unreadable_note_locks_nobody(bus: Bus, trainer: Trainer, servers: Any) -> None:

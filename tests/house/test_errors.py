@@ -38,7 +38,6 @@ TREE = {
     "WaitTimeoutError": (TimeoutError,),
 }  # fmt: skip
 
-#: Bases of what packages raise; each hands its own out.
 BASES = ("ChannelError", "WeightsError")
 
 X = np.arange(20, dtype=np.int32)
@@ -168,7 +167,6 @@ def test_a_bus_that_is_not_there_is_not_found(use: Callable[[str], Any], bus_nam
 
 #: A flag counts as a number of seconds here.
 TIMEOUT = tuple(row for row in SECONDS if row[0] is not True)
-#: By argument: wrong values of put and reserve.
 BAD: dict[str, Wrong] = {
     "instance_id": of_type(None, b"a") + of_value("", "a" * 256, "\N{SNOWMAN}" * 86, "\ud800"),
     "group_size": of_type(2.0, "2", None) + of_value(0, -1, _core.MAX_GROUP_SIZE + 1, 2**80),
@@ -179,7 +177,6 @@ BAD: dict[str, Wrong] = {
     "round": of_type("0") + of_value(-1, 2**63),
     "meta": of_type(object(), {"deep": [np.array([None])]}, 2**64) + of_value("\ud800"),
 }
-#: Array fields of put, by the name that the message holds.
 BAD_PUT: dict[str, list[tuple[dict[str, Any], type[Exception]]]] = {
     "x": [
         *(
@@ -203,7 +200,6 @@ BAD_PUT: dict[str, list[tuple[dict[str, Any], type[Exception]]]] = {
         ({"x": np.zeros(60_000, np.uint8)}, shmbus.RecordTooLargeError),
     ],
 }  # fmt: skip
-#: Fields of reserve, by the name that the message holds.
 BAD_FIELDS: dict[str, Wrong] = {
     "fields": of_type([("x", "i4", 3)], None, {5: ("i4", 3)}),
     "x": of_type(

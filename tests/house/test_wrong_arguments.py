@@ -251,7 +251,6 @@ def with_extra(bus: str, **options: Any) -> object:
     return OnlineDataHandler(bus, extra_fields={"y": extra})
 
 
-#: By a bus and one option: each call, with its options' wrong values.
 OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
     "Consumer": (
         Consumer,
@@ -417,7 +416,6 @@ def test_pack_names_a_wrong_option(bus: Bus) -> None:
         assert let_through(partial(pack, groups), "memory", of_type(*ARRAYS)) == []
 
 
-#: Options that exclude each other, and names that are nearly an option's.
 TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     *((handle, {"no_such": 1}, "TypeError: no_such") for handle in (Consumer, OnlineDataHandler)),
     (Consumer, {"world_size": 2, "daemon": False}, "ValueError: daemon=False: .* leave daemon out"),

@@ -190,7 +190,6 @@ def test_groups_say_needs(bus_name: str, daemon: Callable[..., object], with_dae
     assert [(each.split, each.need, each.round) for each in found.groups] == [
         ("eval", 3, 7), ("train", 4, 7)
     ]  # fmt: skip
-    # Any of three samples completes the first.
     assert waiting_for(found.groups) == [None, None]
     if bus is not None:
         bus.close()

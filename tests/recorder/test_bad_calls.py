@@ -291,7 +291,6 @@ def test_a_dying_engine_returns_samples(fault: str, session: shmbus.Session, sce
     assert not session.finish(1.0)
     assert "released" in repr(session)
     with shmbus.Producer(scene.bus.name) as other:
-        # Nothing of it counts against the sample.
         assert other.requests.next(30.0).attempt == 0
 
 

@@ -145,7 +145,7 @@ def test_a_whole_answer_makes_no_tracked_object_for_a_token(chats: bool) -> None
 
 
 def test_a_long_whole_answer_is_read_beside_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch, scene: Scene
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readers: list[str] = []
     read = Reading.read

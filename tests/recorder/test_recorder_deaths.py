@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal as signals
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +15,6 @@ import shmbus
 from shmbus.segment.recorder_files import read_recorders
 
 pytest_plugins = ["recorder_fixtures"]
-
-#: Seconds of the storm: 1800 is the long form.
-STORM_S = float(os.environ.get("SHMBUS_TEST_STORM", "6"))
 
 WORKER = """
 import sys, shmbus
@@ -145,17 +138,3 @@ def test_a_removed_bus_ends_its_recorder(proxy: Any, bus: shmbus.Bus, bus_name: 
     shmbus.unlink(bus_name)
     wait_until(lambda: not proxy.running)
     assert proxy.popen.returncode == 1
-
-
-@pytest.mark.timeout(STORM_S + 400)
-def test_kills_lose_and_double_no_sample(bus_name: str, seed: int, tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("recorder_storm.py")), bus_name]
-    done = subprocess.run(
-        [*command, str(STORM_S), str(seed), str(tmp_path)], capture_output=True, text=True
-    )
-    assert not done.returncode, done.stderr[-4000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    print(report)
-    assert report["trained"] == report["offered"] > 0, (report, done.stderr[-4000:])
-    assert report["twice"] == report["foreign"] == 0, report
-    assert sum(report["kills"].values()) > 3

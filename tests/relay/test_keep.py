@@ -196,6 +196,34 @@ def test_a_checkpoint_and_kept_groups_resume_a_run(buses: dict[str, str], tmp_pa
     assert set(trained.values()) == {trained["q0"]}, "each prompt as often as any other"
 
 
+def test_a_checkpoint_names_what_was_acknowledged_while_no_relay_wrote_its_end(
+    buses: dict[str, str], tmp_path: Path
+) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)) as running,
+        OnlineDataHandler(buses["t"], groups_per_batch=1) as handler,
+    ):
+        for number in range(3):
+            put_group([buses["a"]], number)
+        wait_until(lambda: stats(buses["t"]).committed == 12)
+        running.end(buses["t"])
+        first = handler.next_batch(30)
+        trained = {*first.instance_ids}
+        handler.ack(first)
+        trained |= {*handler.next_batch(30).instance_ids}
+        state = handler.state_dict()
+    lose_memory(buses)
+    with (
+        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)),
+        OnlineDataHandler(buses["t"], groups_per_batch=1) as handler,
+    ):
+        handler.load_state_dict(state)
+        third = handler.next_batch(30)
+        assert {*third.instance_ids} == {"q0", "q1", "q2"} - trained
+        handler.ack(third)
+        wait_until(lambda: stats(buses["t"]).committed == stats(buses["t"]).acknowledged == 12)
+
+
 def test_its_size_is_bounded_by_what_is_needed(
     buses: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +281,6 @@ def test_a_file_that_is_cut_anywhere_gives_what_is_whole_of_it(
         assert found[-1] % 4 == 0
         assert caplog.text == "" or "cut or damaged" in caplog.text
     assert found == sorted(found) and found[-1] < 24 and len(set(found)) > 0
-    # It is gone on with, where it was cut.
     opened = Keep(str(tmp_path), buses["t"], 0.0)
     opened.end({record.origin for record in opened.records(())})
     opened.close()

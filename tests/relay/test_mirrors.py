@@ -21,7 +21,6 @@ from shmbus.segment import room
 
 pytestmark = pytest.mark.slow
 
-#: Of a version: some pieces, and the last one shorter.
 SIZE = (1 << 20) + 12_346
 
 

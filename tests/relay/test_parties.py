@@ -312,7 +312,6 @@ def test_a_node_of_the_previous_release_is_refused_by_name(buses: dict[str, str]
         assert any(
             "install the same version" in line for line in show_relay("x", note).splitlines()
         )
-        # Nothing of what it has is lost: the same shmbus on its node relays it.
         assert stats(b).committed == 4 and stats(b).acknowledged == 0
         del made.kinds[b]
         made.restart(b)

@@ -63,7 +63,6 @@ def test_two_nodes_make_an_evaluation_during_training(unlike: dict[str, str]) ->
         shmbus.Feeder(t) as feeder,
         workers([a, b], make),
     ):
-        # A prompt of two splits is two groups, whatever it is called.
         offered = {"train": 20, "eval": 10}
         for number in range(20):
             for split in ("train", "eval")[: 1 + (number < 10)]:

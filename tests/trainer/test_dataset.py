@@ -115,7 +115,6 @@ def test_a_sample_may_ask_for_zero_advantage(bus: Bus, producer: Producer, layou
 
 
 REASONS = [{"finish_reason": reason} for reason in ("stop", "length", "max_tokens", "abort")]
-# As SGLang says it.
 TYPED_REASONS = [{"finish_reason": {"type": meta["finish_reason"]}} for meta in REASONS]
 
 

@@ -178,7 +178,6 @@ def test_a_sample_without_an_optional_field_gets_its_fill(bus: Bus, producer: Pr
     put_optional(producer)
     with OnlineDataHandler(bus.name, groups_per_batch=1, extra_fields=OPTIONAL) as handler:
         first, second = handler.next_batch(10), handler.next_batch(10)
-        # A batch in which no sample has them has the dtypes and shapes that were declared.
         assert first.extra["values"].tolist() == [-1.0] * 3
         assert first.extra["experts"].tolist() == [[0, 0]] * 3
         assert first.extra["experts"].dtype == torch.uint8

@@ -181,7 +181,6 @@ def test_the_table_maps_chunks_to_places(bus: Bus, seed: int, chunk: int, flagge
         assert (memory[table.nbytes :] == 0xAA).all()
         assert table.instance_ids == [t.instance_id for t in trajectories]
         assert table.mentions == [i for i, t in enumerate(trajectories) if t.meta]
-        # Too little memory: all is said but what is in it, and nothing is written behind it.
         for room in (table.nbytes - 1, table.chunks_at - 1, table.borders_at, 0):
             memory[:] = 0xAA
             again = plan_gather(
@@ -346,7 +345,6 @@ def test_an_unawaited_batch_keeps_its_table_until_its_kernel_ends(bus: Bus, seed
 @needs_gpu
 def test_a_ring_that_cannot_be_registered_is_packed_into_pinned_memory(bus: Bus, seed: int) -> None:
     with packing(bus) as (packer, producer, consumer):
-        # What is registered already is refused.
         put_random(producer, seed, 4, 500)
         groups = consumer.take(64, 10)
         first = GpuPacker("cuda", transport="gather")
@@ -355,7 +353,6 @@ def test_a_ring_that_cannot_be_registered_is_packed_into_pinned_memory(bus: Bus,
         assert batch.transport == packer.transport == "pinned"
         assert "cannot be registered" in packer.reason
         assert_same(batch, pack(groups))
-        # The refusal left no error behind for torch's next launch.
         assert torch.ones(3, device="cuda").sum().item() == 3
         first.close()
 

@@ -115,7 +115,6 @@ def test_a_callback_gets_each_batchs_figures(bus: Bus, producer: Producer, prefe
         assert [one["batches"] for one in told] == [1] * 4
         assert [one["step"] for one in told] == [0, 1, 2, 3]
         assert [one["reward/mean"] for one in told] == [0.5, 1.5, 2.5, 3.5]
-        # The callback takes nothing from who asks.
         assert handler.metrics()["batches"] == 4
 
 

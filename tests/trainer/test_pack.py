@@ -71,7 +71,6 @@ def test_usual_dtypes_are_exact(bus: Bus, producer: Producer, seed: int, mask_dt
         tokens = rng.integers(-(2**31), 2**31, length, np.int64)
         mask = rng.integers(0, 2, length).astype(mask_dtype)
         logprobs = rng.integers(0, 2**32, length, np.uint64).astype(np.uint32).view(np.float32)
-        # What is no logprob may stand where the mask is 0, and nowhere else.
         logprobs[(mask != 0) & ~(np.isfinite(logprobs) & (logprobs <= 0))] = -0.0
         score = float(rng.random())
         given = {"logprobs": logprobs, "score": score}

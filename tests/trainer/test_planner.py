@@ -69,7 +69,6 @@ def test_a_batch_that_is_not_full_is_due_max_wait_after_its_first_group() -> Non
 def test_the_wait_runs_exactly_while_a_group_waits() -> None:
     assert planned(tokens=10).left_s(1e9) is None
     planner = planned(tokens=10, max_wait_s=1.0)
-    # Groups were taken, and all of them were dropped.
     add(planner, {}, 1.0)
     assert planner.left_s(1.0) is None
     add(planner, {"a": 1}, 2.0)

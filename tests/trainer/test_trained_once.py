@@ -93,7 +93,6 @@ def test_what_any_rank_had_trained_is_not_trained_again(
     served = daemon("--capacity", "4MiB")
     everything = put_groups(bus_name, range(10))
     saves = [0] if saved == "alone" else [0, 1]
-    # Rank 0 has acknowledged its last step, rank 1 has not.
     first = live(spawn, bus_name, 2, tmp_path / "a", 2, saves=saves, acks=[2, 1])
     assert len(first) == 8
     if daemon_dies:
@@ -350,7 +349,6 @@ with shmbus.Producer(sys.argv[1], wait=60) as producer:
         producer.requests.answer(request, score=rng.random(), tokens=tokens)
 """
 
-#: World sizes of one round's lives; the last one trains what is left.
 LIVES = (2, 3, 2, 1)
 
 

@@ -53,7 +53,6 @@ def place(carrier: str) -> str:
     return "cpu" if carrier == "memfd" else DEVICE
 
 
-#: Versions that a reader in another process loads while memory is watched.
 SYNCS = int(os.environ.get("SHMBUS_CUDA_SYNCS", "100"))
 
 READER = """
@@ -113,7 +112,6 @@ print("published", flush=True)
 time.sleep(600)
 """
 
-#: Sees one device only, which is not the publisher's.
 BLIND = """
 import sys, torch
 from shmbus.errors import DeviceMismatchError

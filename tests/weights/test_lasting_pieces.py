@@ -24,7 +24,6 @@ def change_values(module: Any) -> None:
 
 
 EACH = [change_values, move, turn, nothing, replace, swap, write]
-#: Each change meets both slots, with and without what was known of them.
 IN_TURN = [nothing, nothing, *EACH, *reversed(EACH)]
 
 

@@ -193,7 +193,6 @@ def test_every_trainers_layout_is_what_every_engines_layout_loads(
                         wanted.load_weights(full.items())
                         pairs = zip(model.parameters(), wanted.parameters(), strict=True)
                         assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
-            # The next step changes what ranks have in place.
             for _, own, _ in ranks:
                 for tensor in own.values():
                     tensor.neg_()

@@ -18,7 +18,7 @@ from fork_server import TEMPLATE
 from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
 from shmbus.inspect.leftovers import survey
 from shmbus.weights import ManifestError, Slice, WeightsError, attach_model, share_model
-from shmbus.weights.shared_file import path_of
+from shmbus.weights.shared_file import path_of, shared_state
 from shmbus.weights.shared_model import SharedModel
 
 
@@ -114,7 +114,7 @@ def test_a_misfit_attaches_nothing(bus_name: str, trained: tuple[Tiny, SharedMod
 
 
 def test_steps_and_readers_take_turns(bus_name: str, trained: tuple[Tiny, SharedModel]) -> None:
-    _, shared = trained
+    model, shared = trained
     server = Tiny()
     with attach_model(bus_name, server) as seen:
         with (
@@ -129,6 +129,10 @@ def test_steps_and_readers_take_turns(bus_name: str, trained: tuple[Tiny, Shared
             seen.reading(timeout=0.05),
         ):
             raise AssertionError("read in a step")
+        with seen.reading(), shared.stepping(3, guard="none"):
+            fill(model, 3)
+        with seen.reading() as version:
+            assert version == 3
         with pytest.raises(WeightsError, match="only reads"), seen.stepping(4):
             pass
 
@@ -189,6 +193,7 @@ def test_a_trainer_that_died_in_a_step_leaves_an_error_and_no_mix(bus_name: str)
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
+    assert shared_state(bus_name) == (1, True)
     with attach_model(bus_name, Tiny()) as seen:
         with pytest.raises(DamagedError, match="a mix of version 1"), seen.reading():
             pass

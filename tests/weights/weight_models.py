@@ -107,7 +107,6 @@ def move(model: Any) -> None:
 
 
 def turn(model: Any) -> None:
-    # The same memory, seen in another order.
     value: torch.Tensor = model.p3.data
     rows, columns = value.shape
     strides = (1, rows) if value.is_contiguous() else (columns, 1)
@@ -118,7 +117,6 @@ def replace(model: Any) -> None:
     model.p3 = torch.nn.Parameter(torch.full_like(model.p3, 9))
 
 
-#: Each of them, on a model of any shapes.
 CHANGES = (write, move, turn, replace)
 
 
