@@ -51,7 +51,6 @@ def without(key: str) -> dict[str, Any]:
 
 
 CASES = [
-    # Taken, as there.
     Case("good", "POST", "/scored_data", GOOD, 200),
     Case("gzip", "POST", "/scored_data", PACKED, 200, headers=GZIP),
     Case("x-gzip", "POST", "/scored_data", PACKED, 200, headers={"Content_Encoding": "x-gzip"}),
@@ -74,7 +73,6 @@ CASES = [
     Case("key twice", "POST", "/scored_data",
          json.dumps(GOOD).encode()[:-1] + b', "tokens": [[5, 6], [7, 8]]}', 200),
     Case("token -2**63", "POST", "/scored_data", {**GOOD, "tokens": [[-(2**63), 2], [3, 4]]}, 200),
-    # Not JSON, or not that JSON.
     Case("malformed", "POST", "/scored_data", b'{"tokens": [[1]', 422, "expected JSON"),
     Case("no body", "POST", "/scored_data", b"", 422, "expected JSON"),
     Case("null", "POST", "/scored_data", None, 415, "application/json"),
@@ -106,7 +104,6 @@ CASES = [
          {**GOOD, "messages": [[{"content": "x"}], []]}, 422, "'role'"),
     Case("message of text", "POST", "/scored_data", {**GOOD, "messages": [["x"], []]}, 422),
     Case("list with one bad", "POST", "/scored_data_list", [GOOD, without("masks")], 422, "masks"),
-    # What cannot be trained on, or lost a batch there.
     Case("score NaN", "POST", "/scored_data", {**GOOD, "scores": [float("nan"), 1]}, 422, "NaN"),
     Case("score -Infinity", "POST", "/scored_data", {**GOOD, "scores": [float("-inf"), 1]}, 422,
          "finite"),
@@ -132,7 +129,6 @@ CASES = [
     Case("the same in an unknown key", "POST", "/scored_data", {**GOOD, HALF: 1}, 422,
          "half of a surrogate pair"),
     Case("too many groups", "POST", "/scored_data_list", [TINY] * 65_536, 422, "at most 65535"),
-    # Encodings and types.
     Case("text/plain", "POST", "/scored_data", GOOD, 415, "application/json",
          {"Content_Type": "text/plain"}),
     Case("no type", "POST", "/scored_data", GOOD, 415, "application/json", {"Content_Type": ""}),
@@ -145,7 +141,6 @@ CASES = [
     Case("gzip and more", "POST", "/scored_data", PACKED + b"more" + PACKED[-4:], 400,
          "Invalid gzip", GZIP),
     Case("empty gzip", "POST", "/scored_data", b"", 400, "Invalid gzip", GZIP),
-    # Routes, methods, numbers of environments.
     Case("unknown path", "GET", "/nothing", None, 404, "/nothing: unknown route"),
     Case("wrong method", "GET", "/scored_data", None, 405, "POST"),
     Case("head", "HEAD", "/info", None, 405),
@@ -172,7 +167,6 @@ CASES = [
          422, "max_token_length"),
     Case("group size 0", "POST", "/register-env", {**ENVIRONMENT, "group_size": 0}, 422),
     Case("endless group", "POST", "/register-env", {**ENVIRONMENT, "group_size": 10**12}, 422),
-    # Other sites and names.
     Case("another host", "GET", "/info", None, 403, "loopback", {"Host": "evil.example"}),
     Case("another site", "POST", "/scored_data", GOOD, 403, "another site",
          {"Origin": "https://evil.example"}),
@@ -220,9 +214,6 @@ def test_environments_that_all_disconnected_are_answered(gateway: Gateway) -> No
     gateway.post("/disconnect-env", {"env_id": env})
     answer = gateway.get("/status-env", {"env_id": env})
     assert (answer.status, answer.json()["env_weight"]) == (200, 0.01)
-
-
-# --- what no library sends
 
 
 def talk(gateway: Gateway, data: bytes) -> bytes:

@@ -80,7 +80,6 @@ def test_one_that_ends_early_is_not_taken(shared: Gateway) -> None:
     ],
 )
 def test_a_refusal_ends_connections(shared: Gateway, headers: dict[str, str], status: int) -> None:
-    # What is left of it would be taken for the next request.
     data = request_bytes("POST", "/scored_data", large(1), **headers)
     head = data.index(b"\r\n\r\n") + 4
     with shared.connect() as connection:

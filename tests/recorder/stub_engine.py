@@ -58,9 +58,7 @@ class StubEngine:
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
         self.record: list[Sampled] = []
-        #: What it says next, in order; without any it makes letters up.
         self.script: list[str | list[int]] = []
-        #: Names of what goes wrong with the next answers.
         self.faults: list[str] = []
         self.calls = self.aborted = 0
         self.healthy = True
@@ -70,7 +68,6 @@ class StubEngine:
         self.gate: asyncio.Event | None = None
         self.loop: asyncio.AbstractEventLoop
         self.lock = threading.Lock()
-        #: Where the record goes instead, a line each, of an engine that is killed.
         self.log: Any = None
 
     def routes(self) -> web.Application:
@@ -86,8 +83,6 @@ class StubEngine:
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
-
-    # -- sampling -------------------------------------------------------------------------------
 
     def sample(self, prompt: list[int], body: dict[str, Any]) -> Sampled:
         with self.lock:
@@ -144,8 +139,6 @@ class StubEngine:
         choices = [self.sample(prompt, body) for _ in range(body.get("n") or 1)]
         send = self.stream if body.get("stream") else self.whole
         return await send(request, body, choices, chat, fault)
-
-    # -- forms ----------------------------------------------------------------------------------
 
     def logprobs_of(
         self, body: dict[str, Any], one: Sampled, part: slice, chat: bool, fault: str

@@ -64,9 +64,6 @@ def broken_stream(session: shmbus.Session, body: dict[str, Any], path: str) -> N
         assert json.loads(last.removeprefix("data: "))["error"]["message"]
 
 
-# -- keys and ends
-
-
 @pytest.mark.parametrize("key", [None, "sk-shmbus-another", "", "é"])
 def test_a_key_of_no_session_is_401(key: str | None, recorder: Recorder) -> None:
     headers = {} if key is None else {"x-api-key": key}
@@ -162,9 +159,6 @@ def test_a_session_that_would_be_too_stale_ends(scene: Scene) -> None:
     assert "version 0" in failed_alone(session, scene)
 
 
-# -- bodies
-
-
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
@@ -239,9 +233,6 @@ def test_sessions_at_once_are_bounded(scene: Scene) -> None:
     first.release()
 
 
-# -- engines
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("chats", [False, True])
 @pytest.mark.parametrize(
@@ -300,7 +291,6 @@ def test_a_dying_engine_returns_samples(fault: str, session: shmbus.Session, sce
     assert not session.finish(1.0)
     assert "released" in repr(session)
     with shmbus.Producer(scene.bus.name) as other:
-        # Nothing of it counts against the sample.
         assert other.requests.next(30.0).attempt == 0
 
 

@@ -221,9 +221,6 @@ def test_a_ticket_of_a_number_that_no_bus_has_is_refused(scene: Scene) -> None:
     scene.producer.requests.release(request)
 
 
-# -- budgets and deadlines
-
-
 def test_what_is_announced_and_not_sent_takes_no_room(scene: Scene) -> None:
     recorder = scene.start_recorder(scene.engine, memory=64 << 20)
     session = scene.open()

@@ -188,9 +188,6 @@ def test_the_server_ends_in_order_with_pages_open(page: Web) -> None:
         page.stop()
 
 
-# -- files --------------------------------------------------------------------------------------
-
-
 def test_the_page_is_at_most_150_kb() -> None:
     assert sum(len(body) for _, _, body in read_files().values()) <= 150_000
 

@@ -246,7 +246,6 @@ def test_a_patch_for_another_base_is_refused(publishers: MakePublisher, bus_name
             assert (row.applied_version, row.refused_version) == (8, None)
             with pytest.raises(DamagedError, match="was not version 7"):
                 weights.apply_patch(before, base=7)
-            # A part of it may be written: this process says that it runs no whole version.
             (row,) = read_pool(bus_name, "weights").readers
             assert (row.applied_version, row.refused_version) == (None, 8)
 
@@ -541,5 +540,4 @@ def test_a_full_patch_of_a_rank_leaves_the_version_whole(bus_name: str, seed: in
         for publisher in reversed(publishers):
             publisher.close()
         Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
-    # One goes out without an attempt after it, and the next has a whole one to begin with.
     assert loaded == ["whole", "patch", "whole", "whole", "patch", "patch"]
