@@ -28,7 +28,7 @@ from shmbus.errors import DamagedError, WaitTimeoutError
 from shmbus.pool.reader import PoolReader, VersionLease
 from shmbus.pool.server_rows import NO_ROW, WEIGHTS, row_name, rows_of_server, server_versions
 from shmbus.pool.status import ReaderStatus, read_pool
-from shmbus.weights.carriers.pool import VersionMeta
+from shmbus.weights.carriers.base import VersionMeta
 from shmbus.weights.manifest import Manifest
 
 #: Seconds of an engine's time for a slice; the last part of a slice may end later.

@@ -8,11 +8,13 @@ Invariant: a forked child holds none of these files open when its first line run
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import struct
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Final
 
 from shmbus.segment.names import leads_to
@@ -51,6 +53,20 @@ class LockedFile(_core.ClosedByBlock):
         else:
             self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
+    @contextlib.contextmanager
+    def again(self) -> Iterator[LockedFile]:
+        """Open the same file once more, for locks of its own during a ``with`` block."""
+        with LockedFile() as found:
+            _all.add(found)
+            found.fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                yield found
+            finally:
+                # Before `close`: an interrupt there may lose the descriptor, and no lock. A forked
+                # child shares the parent's locks, and has no descriptor by now.
+                if found.fd >= 0:
+                    found._lock_bytes(fcntl.F_UNLCK, 0, 0)
+
     def take(self, path: str, what: str, patience_s: float = 0.0) -> bool:
         """Open or make a file, and lock it; return False, still open, if a process holds it."""
         deadline = time.monotonic() + patience_s
@@ -75,10 +91,14 @@ class LockedFile(_core.ClosedByBlock):
     def lock_byte(self, byte: int, kind: int) -> bool:
         """Lock or unlock a byte by a kind such as ``fcntl.F_RDLCK``; False for a taken byte."""
         try:
-            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+            self._lock_bytes(kind, byte, 1)
         except (BlockingIOError, PermissionError):
             return False
         return True
+
+    def _lock_bytes(self, kind: int, first: int, count: int) -> None:
+        lock = _FLOCK.pack(kind, os.SEEK_SET, first, count, 0)
+        fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, lock)
 
     def close(self) -> None:
         """Give up the locks; idempotent."""
@@ -87,7 +107,8 @@ class LockedFile(_core.ClosedByBlock):
             os.close(fd)
 
     def __del__(self) -> None:
-        self.close()
+        if self.fd >= 0:
+            self.close()
 
 
 def _forget() -> None:

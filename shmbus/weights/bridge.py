@@ -26,8 +26,9 @@ from shmbus.errors import WeightsError
 from shmbus.segment.own_file import open_own
 from shmbus.tensors.views import DTYPE_BYTES
 from shmbus.weights.errors import ManifestError
+from shmbus.weights.loading import destinations, uncovered
 from shmbus.weights.manifest import Slice
-from shmbus.weights.shared_model import put_views
+from shmbus.weights.shared_model import matching, put_views
 
 FILE: Final = "vllm_bridge_config.json"
 #: Limit of the file's bytes: a thousand tensors with handles take one megabyte.
@@ -208,33 +209,20 @@ def _views_for(
     """Look up the model's tensors, fused tensors by their parts, and list the misfits."""
     state = model.state_dict(keep_vars=True)
     slices: dict[str, Slice] = {}
-    for whole, tensor in tensors.items():
+    for whole in tensors:
         folder, _, leaf = whole.rpartition(".")
         stem, _, kind = folder.rpartition(".")
-        names = [f"{stem}.{part}.{leaf}".lstrip(".") for part in _FUSED.get(kind, ())]
         start = 0
-        for name in names:
+        for part in _FUSED.get(kind, ()):
+            name = f"{stem}.{part}.{leaf}".lstrip(".")
             length = len(state[name]) if name in state else 0
             slices[name] = Slice(whole, 0, start, length)
             start += length
-        if names and start != len(tensor):
-            missing = [name for name in names if name not in state]
-            return {}, [f"{whole!r} has {len(tensor)} rows, {start} in the model; no {missing}"]
-    found, faults = {}, []
+    found = destinations(tensors, slices)
     for name, own in state.items():
-        part = slices.get(name)
-        view = tensors.get(name) if part is None else tensors[part.of]
-        if view is None:
-            faults.append(f"missing: {name!r}")
-            continue
-        if part is not None:
-            view = view.narrow(0, part.start, part.length)
-        if own.dim() and view.dim() == own.dim() and view.shape[0] > own.shape[0]:
-            view = view[: own.shape[0]]  # a padded vocabulary
-        if (view.shape, view.dtype) != (own.shape, own.dtype):
-            faults.append(
-                f"{name!r}: expected {own.dtype} {list(own.shape)}, got {view.dtype} "
-                f"{list(view.shape)}"
-            )
-        found[name] = view
-    return found, faults
+        view = found.get(name)
+        padded = view is not None and own.dim() and view.dim() == own.dim()
+        if view is not None and padded and view.shape[0] > own.shape[0]:
+            found[name] = view[: own.shape[0]]  # a padded vocabulary
+    views, faults = matching(model, found)
+    return views, uncovered(tensors, slices) + faults

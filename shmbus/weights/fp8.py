@@ -45,7 +45,7 @@ def quantize_blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return elements.to(torch.float8_e4m3fn).contiguous(), scale
 
 
-class Fp8BlockSource:
+class Fp8BlockSource(WeightSource):
     """A wrapped source's matrices in fp8, with their scales.
 
     Parameters
@@ -121,23 +121,7 @@ class Fp8BlockSource:
         return found
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        """Yield this rank's pieces.
-
-        Parameters
-        ----------
-        rank, world_size : int
-            Of the publisher.
-
-        Yields
-        ------
-        LocalPiece
-            Quantised pieces belong to this version only.
-
-        Raises
-        ------
-        WeightsError
-            A shard cuts a block.
-        """
+        """Yield this rank's pieces, as `WeightSource.iter_local` does."""
         for piece in self._source.iter_local(rank, world_size):
             shape = self._chosen.get(piece.name)
             if shape is None:

@@ -84,8 +84,8 @@ def paired(
     """Check everything, and return the pairs to copy."""
     targets = {name: target.detach() for name, target in targets.items()}
     require_slices(fit.slices)
-    destinations = _destinations(targets, fit.slices or {})
-    faults = _faults(manifest, targets, destinations, fit)
+    found = destinations(targets, fit.slices or {})
+    faults = _faults(manifest, targets, found, fit)
     if faults:
         raise ManifestError(
             f"version {version} does not fit the model; the model is unchanged", faults
@@ -93,7 +93,7 @@ def paired(
     names = set(manifest.names())
     pairs = {
         name: _pair(name, view_of(tensors, manifest, name), target)
-        for name, target in destinations.items()
+        for name, target in found.items()
         if name in names
     }
     faults = _tied(manifest, pairs)
@@ -127,7 +127,7 @@ class Loading:
         return self._plan.nbytes
 
 
-def _destinations(
+def destinations(
     targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]
 ) -> dict[str, torch.Tensor]:
     """Return target tensors by published names: fused tensors by their parts."""
@@ -155,17 +155,17 @@ def _is_inside(part: Slice, whole: torch.Tensor) -> bool:
 def _faults(
     manifest: Manifest,
     targets: Mapping[str, torch.Tensor],
-    destinations: Mapping[str, torch.Tensor],
+    found: Mapping[str, torch.Tensor],
     fit: Fit,
 ) -> list[str]:
     """List every misfit, in the order missing, unexpected, shape, dtype."""
     places, slices = manifest.by_name(), fit.slices or {}
     missing, unexpected, shapes, dtypes = [], [], [], []
     for name, part in slices.items():
-        if name not in destinations:
+        if name not in found:
             shapes.append(f"slice {name!r}: {part} is not inside a plain tensor of the model")
-    shapes += _uncovered(targets, slices)
-    for name, target in destinations.items():
+    shapes += uncovered(targets, slices)
+    for name, target in found.items():
         problem = _unwritable(target)
         if problem:
             shapes.append(f"{name!r} of the model {problem}")
@@ -179,7 +179,7 @@ def _faults(
         if dtype != dtype_name(target.dtype) and not fit.cast:
             dtypes.append(f"dtype of {name!r}: expected {dtype_name(target.dtype)}, got {dtype}")
     if fit.strict:
-        taken = {manifest.root(name) for name in destinations}
+        taken = {manifest.root(name) for name in found}
         unexpected = [f"unexpected: {t.name!r}" for t in manifest.tensors if t.name not in taken]
     return [*(missing if fit.strict else []), *unexpected, *shapes, *dtypes]
 
@@ -246,7 +246,7 @@ def _is_one(manifest: Manifest, one: str, other: str, pairs: Mapping[str, Pair])
     )
 
 
-def _uncovered(targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> list[str]:
+def uncovered(targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> list[str]:
     """List incompletely covered fused tensors: each row must come exactly once."""
     parts: dict[str, list[Slice]] = {}
     for part in slices.values():

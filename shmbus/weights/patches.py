@@ -107,11 +107,11 @@ class VersionChanges:
             self._patch.apply(run, memory, offset) for run in self._runs[offset] if run.changes
         )
 
-    def same(self, name: str, target: torch.Tensor) -> bool:
-        """Compare a contiguous CPU tensor with the published tensor."""
+    def same(self, name: str, memory: npt.NDArray[np.uint8]) -> bool:
+        """Compare a tensor's bytes with the published tensor."""
         place = self._places[name]
         published = memoryview(self._lease.buffer)
-        return same_bytes(published[place.offset : place.offset + place.size], byte_view(target))
+        return same_bytes(published[place.offset : place.offset + place.size], memory)
 
 
 def _runs_by_offset(runs: list[PatchRun], manifest: Manifest) -> dict[int, list[PatchRun]]:

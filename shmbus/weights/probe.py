@@ -6,14 +6,80 @@ shares a tensor can wedge a device used by several processes.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import torch
 
 from shmbus.base.arguments import check_choice, check_int64, check_path, known_device
 from shmbus.errors import DeviceMismatchError, WeightsError
-from shmbus.weights.carriers import CARRIERS, carrier_class
+from shmbus.segment.room import shortage, tightest
+from shmbus.tensors.device.arena import MemoryKind
+from shmbus.tensors.device.memory import refusals
+from shmbus.weights.carriers.base import Carrier
+from shmbus.weights.carriers.checkpoint import (
+    checkpoint_problem,
+    checkpoint_reader,
+    checkpoint_writer,
+)
+from shmbus.weights.carriers.exported import ExportedWriter
+from shmbus.weights.carriers.pool_reader import PooledReader
+from shmbus.weights.carriers.pool_writer import PoolWriter, SlotWriter
+
+_SHM: Final = Path("/dev/shm")
+
+
+def _shm_problem(device: torch.device, size: int, directory: Path | str | None) -> str:
+    del device, directory
+    if not os.access(_SHM, os.W_OK):
+        return f"{_SHM} is not writable"
+    return shortage(size) if size > tightest().left else ""
+
+
+def _exported(kind: MemoryKind) -> Carrier:
+    """Return the carrier of versions in exported memory of the publisher's own."""
+
+    def problem(device: torch.device, size: int, directory: Path | str | None) -> str:
+        del size, directory
+        if kind == "memfd":
+            return "" if device.type == "cpu" else f"its memory is the host's, not that of {device}"
+        if device.type != "cuda":
+            return f"it needs a CUDA device, got {str(device)!r}"
+        return refusals(device.index or 0).get(kind, "")
+
+    takes = "its versions end with their publisher"
+    if kind != "memfd":
+        takes = "it takes `slots` times the model on the device"
+    return Carrier(
+        problem,
+        lambda options: PoolWriter(options, ExportedWriter(options, kind)),
+        PooledReader,
+        by_name_only=f"{takes}; ask for it by name",
+    )
+
+
+#: Carriers by name. "auto" takes the first usable carrier that permits an automatic choice.
+CARRIERS: Final = {
+    "shm": Carrier(
+        _shm_problem,
+        lambda options: PoolWriter(options, SlotWriter(options)),
+        PooledReader,
+        why=("/dev/shm is there", "whole versions, views without a copy, any death"),
+        takes_patches=True,
+    ),
+    "checkpoint": Carrier(
+        checkpoint_problem,
+        checkpoint_writer,
+        checkpoint_reader,
+        why=("a directory was given", "whole versions, which outlive a reboot"),
+        takes_directory=True,
+    ),
+    "cuda_vmm": _exported("vmm"),
+    "cuda_ipc": _exported("ipc"),
+    "memfd": _exported("memfd"),
+}
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +137,7 @@ def probe_carriers(
         check_path("directory", directory)
     refused = {}
     chosen = None
-    for name in CARRIERS:
-        carrier = carrier_class(name)
+    for name, carrier in CARRIERS.items():
         problem = carrier.problem(checked, size, directory) or carrier.by_name_only
         if problem:
             refused[name] = problem
@@ -96,7 +161,7 @@ def choose(
         check_path("directory", directory)
     if carrier == "auto":
         return probe_carriers(device, directory=directory)
-    chosen = carrier_class(carrier)
+    chosen = CARRIERS[carrier]
     if directory is not None and not chosen.takes_directory:
         raise ValueError(
             f"directory: an option of the carrier 'checkpoint', and carrier={carrier!r}"

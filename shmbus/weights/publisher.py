@@ -33,12 +33,11 @@ from shmbus.base.arguments import (
 from shmbus.errors import ShmbusError, WaitTimeoutError
 from shmbus.pool import WhenHeld
 from shmbus.tensors.copy_table import prepare_copies
-from shmbus.weights.carriers import carrier_class
 from shmbus.weights.carriers.base import DEFAULT_SLOTS, VersionSink, WriterCarrier, WriterOptions
 from shmbus.weights.errors import ManifestError, VersionOrderError
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import patch_share
-from shmbus.weights.probe import choose
+from shmbus.weights.probe import CARRIERS, choose
 from shmbus.weights.rounding import loses_bits, overflows, require_range, round_stochastically
 from shmbus.weights.source import LocalPiece, WeightSource, require_source
 
@@ -242,7 +241,7 @@ class WeightPublisher:
         self._whole = sum(tensor.size for tensor in self.manifest.tensors)
         self._dtypes: Final = {each.name: each.dtype for each in self.manifest.tensors}
         self.carrier: Final = choose(carrier, device, directory=directory)
-        chosen = carrier_class(self.carrier.name)
+        chosen = CARRIERS[self.carrier.name]
         if patch_share(patches) and not chosen.takes_patches:
             raise ValueError(
                 f"carrier {self.carrier.name!r}: expected patches=False, got {patches}; only the "

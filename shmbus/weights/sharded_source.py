@@ -22,14 +22,14 @@ from shmbus.tensors.views import is_sharded
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice
 from shmbus.weights.rounding import ROUNDINGS, Rounding
-from shmbus.weights.source import EvenShares, LocalPiece, dtype_name, local_part
+from shmbus.weights.source import EvenShares, LocalPiece, WeightSource, dtype_name, local_part
 
 #: Exchange of a message: from this rank's bytes to every rank's, in rank order.
 Exchange: TypeAlias = Callable[[bytes], Sequence[bytes]]
 
 
 class Shard:
-    """A part of a tensor of the whole model.
+    """A part of a tensor of the whole model; a tied tensor is one shard, or two.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class _Box(msgspec.Struct, frozen=True, array_like=True):
         return all(a < b + m and b < a + n for a, n, b, m in sides)
 
 
-class ShardedSource:
+class ShardedSource(WeightSource):
     """A source of named shards, a part of them per rank.
 
     Parameters
@@ -142,31 +142,12 @@ class ShardedSource:
         """Return every tensor of the whole model, in the order of the ranks' names."""
         return self._params
 
-    def aliases(self) -> Mapping[str, str]:
-        """Return no aliases: a tied tensor counts as one shard, or two."""
-        return {}
-
     def slices(self) -> Mapping[str, Slice]:
         """Return names for parts, as given."""
         return self._slices
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        """Yield the shards written by this rank.
-
-        Parameters
-        ----------
-        rank, world_size : int
-            Of the publisher.
-
-        Yields
-        ------
-        LocalPiece
-
-        Raises
-        ------
-        ManifestError
-            The rank's shards differ from its announcement, or the number of ranks changed.
-        """
+        """Yield the shards written by this rank, as `WeightSource.iter_local` does."""
         ranks = {each for writers in self._writers.values() for each in writers}
         if ranks and max(ranks) >= world_size:
             raise ManifestError(
@@ -299,10 +280,11 @@ def module_shards(
             yield Shard(name, tuple(tensor.shape), start, local)
 
 
-class ExportedSource:
+class ExportedSource(WeightSource):
     """Whole tensors exported by a trainer, one after the other, on every rank in lockstep.
 
-    Megatron-Bridge exports in this way. Each rank writes its share of them, and keeps none.
+    Megatron-Bridge exports in this way. Each rank writes its share of them, and keeps none. Every
+    rank iterates over every tensor. Tied tensors are exported once, or twice.
 
     Parameters
     ----------
@@ -330,31 +312,8 @@ class ExportedSource:
             self._params = [_meta_of(name, tensor) for name, tensor in self._export()]
         return self._params
 
-    def aliases(self) -> Mapping[str, str]:
-        """Return no aliases: tied tensors are exported once, or twice."""
-        return {}
-
-    def slices(self) -> Mapping[str, Slice]:
-        """Return an empty mapping: an export renames nothing."""
-        return {}
-
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        """Yield this rank's share; iterate over everything, in step with every rank.
-
-        Parameters
-        ----------
-        rank, world_size : int
-            Of the publisher.
-
-        Yields
-        ------
-        LocalPiece
-
-        Raises
-        ------
-        ManifestError
-            The exported tensors differ from the first export.
-        """
+        """Yield this rank's share, as `WeightSource.iter_local` does."""
         known = iter(self.params())
         shares = EvenShares(world_size)
         for name, tensor in self._export():

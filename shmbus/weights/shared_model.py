@@ -16,10 +16,9 @@ On a CUDA device the tensors lie in memory exported once, by either side: an eng
 Invariants:
 
 - A reader inside `reading` meets one version only, and neither it nor the trainer's step starves.
-- A stepping process holds both bytes of a file; a reader holds the second, and passes the first on
-  its way. A waiting stepper therefore keeps new readers out. The file's locks do not distinguish
-  threads of one process, and the guard itself keeps them apart; a lock ends with its object, or its
-  process.
+- A stepper locks both bytes of the file; a reader locks the second, after passing the first. A
+  waiting stepper therefore keeps new readers out. Each block opens the file again for locks of its
+  own, so threads of a process exclude each other; a lock ends with its block, or its process.
 - A trainer's death or exception in a step leaves the word `stepping` behind: readers get an error,
   and no server generates with a mix.
 - A model is attached whole or not at all: every parameter and buffer is found first.
@@ -30,11 +29,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import struct
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, Literal, TypeAlias
+from functools import partial
+from typing import Final, Literal
 
 import torch
 
@@ -54,7 +53,6 @@ from shmbus.errors import (
     WaitTimeoutError,
     WeightsError,
 )
-from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import memory_socket, remove_dead_socket
 from shmbus.tensors.device.arena import (
     Arena,
@@ -89,154 +87,13 @@ from shmbus.weights.source import ModuleSource
 _GATE: Final = 0
 _DATA: Final = 1
 _WRITER: Final = 2
+_STEPPER: Final = 3
 #: Seconds between two tries.
 _RETRY_S: Final = 0.0002
 
 
-class StepGuard:
-    """Locks of one open file."""
-
-    def __init__(self, file: LockedFile) -> None:
-        self._file = file
-        # Reentrant: garbage collection may end an object inside a block under the lock.
-        self._threads = threading.RLock()
-        #: Readers and stepper in this process, by object id.
-        self._readers: set[int] = set()
-        self._stepper: int | None = None
-        #: Whether the stepper keeps readers out.
-        self._excludes = False
-
-    @property
-    def steps(self) -> bool:
-        """Return whether a stepper runs in the process."""
-        return self._stepper is not None
-
-    def become_writer(self) -> bool:
-        """Become the only stepping process until the file is closed; False if another does."""
-        return self._lock(_WRITER, fcntl.F_WRLCK)
-
-    def _lock(self, byte: int, kind: int) -> bool:
-        if self._file.fd < 0:
-            raise BusClosedError("this copy of shared weights was closed meanwhile; attach again")
-        return self._file.lock_byte(byte, kind)
-
-
-class Reading:
-    """Reader in the current process."""
-
-    def __init__(self, guard: StepGuard) -> None:
-        self._guard = guard
-
-    def begin(self, timeout: float | None) -> bool:
-        """Begin to read; return False if a step outlasts the timeout."""
-        return _until(self._try, timeout)
-
-    def _try(self) -> bool:
-        guard = self._guard
-        # Everything under the threads' lock: every thread shares the process's one lock per byte.
-        with guard._threads:
-            if guard._stepper is not None and guard._excludes:
-                return False
-            began = False
-            try:
-                # Registered first: `end` undoes any later part.
-                guard._readers.add(id(self))
-                began = guard._lock(_GATE, fcntl.F_RDLCK) and guard._lock(_DATA, fcntl.F_RDLCK)
-                guard._lock(_GATE, fcntl.F_UNLCK)
-                return began
-            finally:
-                if not began:
-                    self.end()
-
-    def end(self) -> None:
-        """End reading; idempotent."""
-        guard = self._guard
-        # closed, or a forked child, where a thread of the parent may hold the lock
-        if guard._file.fd < 0:
-            return
-        with guard._threads:
-            if id(self) not in guard._readers:
-                return
-            if len(guard._readers) == 1:
-                guard._lock(_DATA, fcntl.F_UNLCK)
-            if guard._stepper is None or not guard._excludes:
-                guard._lock(_GATE, fcntl.F_UNLCK)
-            guard._readers.discard(id(self))
-
-    def __del__(self) -> None:
-        # An interrupt may have hit the constructor, or `end`.
-        if hasattr(self, "_guard") and id(self) in self._guard._readers:
-            self.end()
-
-
-class Stepping:
-    """Stepper in the current process."""
-
-    def __init__(self, guard: StepGuard, *, excludes: bool) -> None:
-        self._guard = guard
-        self._excludes = excludes
-
-    def begin(self, timeout: float | None) -> bool:
-        """Begin to step; return False if a reader outlasts the timeout, or another stepper runs."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        began = False
-        try:
-            if not _until(self._claim, timeout):
-                return False
-            for attempt in (self._pass, self._enter) if self._excludes else ():
-                left = None if deadline is None else deadline - time.monotonic()
-                if not _until(attempt, left):
-                    return False
-            began = True
-            return True
-        finally:
-            if not began:
-                self.end()
-
-    def _claim(self) -> bool:
-        """Become the process's stepper."""
-        guard = self._guard
-        with guard._threads:
-            if guard._stepper is not None:
-                return False
-            guard._excludes = self._excludes
-            guard._stepper = id(self)
-            return True
-
-    def _pass(self) -> bool:
-        """Keep new readers out."""
-        guard = self._guard
-        with guard._threads:
-            return guard._lock(_GATE, fcntl.F_WRLCK)
-
-    def _enter(self) -> bool:
-        """Be alone."""
-        guard = self._guard
-        with guard._threads:
-            # A write lock would replace the read lock of this process's own readers.
-            return not guard._readers and guard._lock(_DATA, fcntl.F_WRLCK)
-
-    def end(self) -> None:
-        """End stepping; idempotent."""
-        guard = self._guard
-        if guard._file.fd < 0:
-            return
-        with guard._threads:
-            if guard._stepper != id(self):
-                return
-            if self._excludes:
-                if not guard._readers:
-                    guard._lock(_DATA, fcntl.F_UNLCK)
-                guard._lock(_GATE, fcntl.F_UNLCK)
-            guard._stepper = None
-
-    def __del__(self) -> None:
-        if hasattr(self, "_guard") and id(self) == self._guard._stepper:
-            self.end()
-
-
-def _until(attempt: Callable[[], bool], timeout: float | None) -> bool:
-    deadline = None if timeout is None else time.monotonic() + timeout
+def _until(attempt: Callable[[], bool], deadline: float | None) -> bool:
+    """Try until success; return False at the deadline."""
     while not attempt():
         if deadline is not None and time.monotonic() >= deadline:
             return False
@@ -244,7 +101,8 @@ def _until(attempt: Callable[[], bool], timeout: float | None) -> bool:
     return True
 
 
-Locking: TypeAlias = Literal["lock", "none"]
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
 
 
 class SharedModel(ClosedByWith):
@@ -257,7 +115,6 @@ class SharedModel(ClosedByWith):
         self._remove = False
         #: Model of these tensors, in the stepping process.
         self._model: weakref.ref[torch.nn.Module] | None = None
-        self._guard = StepGuard(file)
         self._map = file.map(writable=writable)
         #: Exporter of the memory, in its owning process.
         self._arena = arena
@@ -319,9 +176,16 @@ class SharedModel(ClosedByWith):
         """
         check_timeout(timeout, "timeout")
         self._require_open()
-        reading = Reading(self._guard)
-        try:
-            if not reading.begin(timeout):
+        with self._file.again() as locks:
+
+            def enter() -> bool:
+                entered = locks.lock_byte(_GATE, fcntl.F_RDLCK) and locks.lock_byte(
+                    _DATA, fcntl.F_RDLCK
+                )
+                locks.lock_byte(_GATE, fcntl.F_UNLCK)
+                return entered
+
+            if not _until(enter, _deadline(timeout)):
                 raise self._late("the trainer's step has not ended", timeout)
             if self.torn:
                 raise DamagedError(
@@ -333,10 +197,10 @@ class SharedModel(ClosedByWith):
             if version != self._met:  # torch counts only this process's writes
                 count_writes(self._tensors.values())
                 self._met = version
-            yield version
-        finally:
-            self._settle()
-            reading.end()
+            try:
+                yield version
+            finally:
+                self._settle()
 
     def _settle(self) -> None:
         """Wait for the device work queued by this process."""
@@ -378,7 +242,7 @@ class SharedModel(ClosedByWith):
         version: int,
         *,
         timeout: float | None = None,
-        guard: Locking = "lock",
+        guard: Literal["lock", "none"] = "lock",
         heal: bool = False,
     ) -> Iterator[None]:
         """Wait until nobody reads, and keep readers out, for a ``with`` block.
@@ -415,13 +279,14 @@ class SharedModel(ClosedByWith):
         check_flag("heal", heal)
         check_choice("guard", guard, ("lock", "none"))
         self._require_open()
-        if not self._writable or self._guard.steps:
-            what = "steps already" if self._writable else "only reads"
-            raise WeightsError(f"shared weights of bus {self.bus!r}: this process {what}")
-        stepping = Stepping(self._guard, excludes=guard == "lock")
-        try:
-            if not stepping.begin(timeout):
-                raise self._late("a reader has not left, or another one steps", timeout)
+        with self._file.again() as locks:
+            if not self._writable or not locks.lock_byte(_STEPPER, fcntl.F_WRLCK):
+                what = "steps already" if self._writable else "only reads"
+                raise WeightsError(f"shared weights of bus {self.bus!r}: this process {what}")
+            deadline = _deadline(timeout)
+            for byte in (_GATE, _DATA) if guard == "lock" else ():
+                if not _until(partial(locks.lock_byte, byte, fcntl.F_WRLCK), deadline):
+                    raise self._late("a reader has not left", timeout)
             if self.torn and not heal:
                 raise DamagedError(
                     f"shared weights of bus {self.bus!r}: a step before was not ended, and the "
@@ -434,8 +299,6 @@ class SharedModel(ClosedByWith):
             # Not after an exception: some parameters may already be new.
             struct.pack_into("<q", self._map, VERSION_AT, version)
             struct.pack_into("<Q", self._map, STEPPING_AT, 0)
-        finally:
-            stepping.end()
 
     # -- its end --------------------------------------------------------------------------------
 
@@ -447,31 +310,6 @@ class SharedModel(ClosedByWith):
         self._file.close()
         if self._arena is not None:
             self._arena.close()
-
-    def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer refuse a step outside of `stepping`: servers would meet half of it.
-
-        Parameters
-        ----------
-        optimizer : torch.optim.Optimizer
-            Optimizer of these parameters.
-
-        Raises
-        ------
-        WeightsError
-            From the optimizer's step, before it changes a parameter.
-        """
-
-        def require_step(*arguments: object) -> None:
-            del arguments
-            if not self._guard.steps:
-                raise WeightsError(
-                    f"shared weights of bus {self.bus!r}: the optimizer steps while servers may "
-                    "read; step in `with shared.stepping(version)` or by EngineFleet.step. Nothing "
-                    "was changed"
-                )
-
-        optimizer.register_step_pre_hook(require_step)
 
 
 def share_model(
@@ -534,7 +372,7 @@ def share_model(
     try:
         with file.made(manifest, version, 0 if arena is None else arena.owner):
             shared = SharedModel(file, writable=True, arena=arena)
-            shared._remove = not writes or shared._guard.become_writer()
+            shared._remove = not writes or file.lock_byte(_WRITER, fcntl.F_WRLCK)
             shared._writable = writes
             for name, tensor in tensors.items():
                 copy_tensor(shared[name], tensor.detach())
@@ -605,7 +443,6 @@ def attach_model(
     model: torch.nn.Module,
     *,
     timeout: float = 30.0,
-    strict: bool = True,
     writable: bool = False,
 ) -> SharedModel:
     """Make a model's parameters views of the trainer's; zero-copy.
@@ -618,8 +455,6 @@ def attach_model(
         Its parameters may be on the meta device.
     timeout : float
         Seconds to wait for the trainer.
-    strict : bool
-        Whether the model must contain each published tensor.
     writable : bool
         Whether this process is the next trainer, and continues with the servers' copy.
 
@@ -645,9 +480,9 @@ def attach_model(
     file = open_file(bus, timeout)
     try:
         shared = SharedModel(file, writable=writable)
-        if writable and not shared._guard.become_writer():
+        if writable and not file.lock_byte(_WRITER, fcntl.F_WRLCK):
             raise BusBusyError(f"bus {bus!r}: the trainer that shares its weights lives")
-        found, faults = _views_for(shared, model, strict=strict)
+        found, faults = _views_for(shared, model)
         if faults:
             raise ManifestError(
                 "the shared weights do not fit the model, and it was not changed", faults
@@ -688,33 +523,38 @@ def put_views(model: torch.nn.Module, found: Mapping[str, torch.Tensor], *, writ
 
 
 def _views_for(
-    shared: SharedModel, model: torch.nn.Module, *, strict: bool
+    shared: SharedModel, model: torch.nn.Module
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Look up views by the model's names, and list every misfit."""
-    names = set(shared.manifest.names())
-    found: dict[str, torch.Tensor] = {}
-    faults: list[str] = []
-    for name, old in model.state_dict(keep_vars=True).items():
-        if not isinstance(old, torch.Tensor):
-            continue
-        if name not in names:
-            faults.append(f"missing: {name!r}")
-            continue
-        view = shared[name]
-        if view.shape != old.shape:
-            faults.append(f"shape of {name!r}: expected {list(old.shape)}, got {list(view.shape)}")
-        elif view.dtype != old.dtype:
-            faults.append(f"dtype of {name!r}: expected {old.dtype}, got {view.dtype}")
-        found[name] = view
+    found, faults = matching(model, {name: shared[name] for name in shared.manifest.names()})
     # For example rotary frequencies: never published, and without values on the meta device.
     faults += [
         f"buffer {name!r} is on the meta device and is not published; make it before attaching"
         for name, buffer in model.named_buffers()
         if buffer.is_meta and name not in found
     ]
-    if strict:
-        taken = {shared.manifest.root(name) for name in found}
-        faults += [
-            f"unexpected: {t.name!r}" for t in shared.manifest.tensors if t.name not in taken
-        ]
+    taken = {shared.manifest.root(name) for name in found}
+    faults += [f"unexpected: {t.name!r}" for t in shared.manifest.tensors if t.name not in taken]
+    return found, faults
+
+
+def matching(
+    model: torch.nn.Module, views: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the views of a model's tensors, and the tensors without a fitting view."""
+    found: dict[str, torch.Tensor] = {}
+    faults: list[str] = []
+    for name, own in model.state_dict(keep_vars=True).items():
+        if not isinstance(own, torch.Tensor):
+            continue
+        view = views.get(name)
+        if view is None:
+            faults.append(f"missing: {name!r}")
+            continue
+        if (view.shape, view.dtype) != (own.shape, own.dtype):
+            faults.append(
+                f"{name!r}: expected {own.dtype} {list(own.shape)}, got {view.dtype} "
+                f"{list(view.shape)}"
+            )
+        found[name] = view
     return found, faults

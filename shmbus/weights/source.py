@@ -77,9 +77,11 @@ class WeightSource(Protocol):
 
     def aliases(self) -> Mapping[str, str]:
         """Return aliases of tied tensors: alias -> name."""
+        return {}
 
     def slices(self) -> Mapping[str, Slice]:
         """Return names for parts of tensors."""
+        return {}
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
         """Yield this rank's pieces; called for each version.
@@ -92,6 +94,11 @@ class WeightSource(Protocol):
         Yields
         ------
         LocalPiece
+
+        Raises
+        ------
+        ManifestError, WeightsError
+            The tensors differ from `params`, or a shard cuts a block.
         """
 
 
@@ -151,7 +158,7 @@ def local_part(name: str, tensor: DTensor) -> tuple[tuple[int, ...], torch.Tenso
     return tuple(start), local, first
 
 
-class ModuleSource:
+class ModuleSource(WeightSource):
     """Parameters and persistent buffers of a module.
 
     Tied tensors are published once, with aliases. A DTensor, as made by FSDP2 and tensor
@@ -267,17 +274,7 @@ class ModuleSource:
         return self._slices
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        """Yield this rank's pieces.
-
-        Parameters
-        ----------
-        rank, world_size : int
-            Of the publisher.
-
-        Yields
-        ------
-        LocalPiece
-        """
+        """Yield this rank's pieces, as `WeightSource.iter_local` does."""
         named = self._named()[0]
         pieces = self._pieces.get((rank, world_size))
         if pieces is None:

@@ -31,7 +31,6 @@ from shmbus.batch.uninterrupted import ClosedByBlock
 from shmbus.errors import DamagedError, WaitTimeoutError
 from shmbus.tensors.copy_table import Pair, prepare_copies
 from shmbus.tensors.views import count_writes, is_sharded
-from shmbus.weights.carriers import carrier_class
 from shmbus.weights.carriers.base import CarriedVersion, ReaderCarrier, ReaderOptions
 from shmbus.weights.errors import (
     LOAD_CODE,
@@ -41,6 +40,7 @@ from shmbus.weights.errors import (
     ManifestError,
     PatchBaseError,
 )
+from shmbus.weights.followed_model import FollowedModel, LoadedModel
 from shmbus.weights.loading import (
     Fit,
     LoadCache,
@@ -51,9 +51,8 @@ from shmbus.weights.loading import (
     targets_of,
 )
 from shmbus.weights.manifest import Slice, require_slices, view_of
-from shmbus.weights.patch_apply import LoadedModel, apply_changes, compare, plain_model
 from shmbus.weights.patches import VersionChanges
-from shmbus.weights.probe import choose
+from shmbus.weights.probe import CARRIERS, choose
 
 Verify: TypeAlias = Literal["off", "sample", "all"]
 
@@ -144,7 +143,7 @@ class WeightSubscriber(ClosedByWith):
         #: Places of this subscriber's last versions, by number.
         self._met: dict[int, Place] = {}
         self._closed = False
-        self._reader: ReaderCarrier = carrier_class(self.carrier.name).reader(
+        self._reader: ReaderCarrier = CARRIERS[self.carrier.name].reader(
             ReaderOptions(bus, torch.device(device), label, directory)
         )
 
@@ -455,38 +454,47 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         fit: Fit,
     ) -> int:
         """Apply only the changes if possible; otherwise copy everything."""
-        how, origin, patch = fit[:2], carried.origin, carried.patch()
-        if patch is not None and not fit.slices and self._compares == "off":
-            checked = known.plain(origin, patch.base_sequence, self.manifest, how, named)
-            if checked is not None:
-                carried.report_loading()
-                known.forget()
-                written = checked.apply(patch)
-                if written is not None:
-                    known.followed(self.sequence)
-                    self.loaded = "patch"
-                    return written
-        targets = targets_of(named)
-        pairs = self._paired(targets, fit)
-        carried.prepare({target.device for target in targets.values()})
-        carried.report_loading()
-        usable = patch is not None and known.has(origin, patch.base_sequence, pairs)
-        known.forget()
-        written = self._apply(patch, pairs) if patch is not None and usable else None
-        self.loaded = "whole" if written is None else "patch"
-        if written is None:
+        origin, patch, written = carried.origin, carried.patch(), None
+        model: FollowedModel | None = None
+        if patch is not None:
+            model = known.holding(origin, patch.base_sequence, self.manifest, fit, named)
+        if patch is not None and model is not None:
+            carried.report_loading()
+            known.forget()
+            written = self._patch(carried, model, patch, named, fit)
+            self.loaded = "patch"
+        if written is None or model is None:
+            targets = targets_of(named)
+            pairs = self._paired(targets, fit)
+            carried.prepare({target.device for target in targets.values()})
+            carried.report_loading()
+            known.forget()
             written = Loading(pairs).copy(self.version)
-        plain = None if fit.slices else plain_model(self.manifest, how, named, pairs)
-        known.remember(origin, self.sequence, pairs, plain)
+            model = FollowedModel(self.manifest, fit, named, pairs)
+            self.loaded = "whole"
+        known.remember(origin, self.sequence, model)
         return written
 
-    def _apply(self, patch: VersionChanges, pairs: Mapping[str, Pair]) -> int | None:
+    def _patch(
+        self,
+        carried: CarriedVersion,
+        model: FollowedModel,
+        patch: VersionChanges,
+        named: Mapping[str, object],
+        fit: Fit,
+    ) -> int | None:
         """Apply a patch, and verify as configured; return None if a whole copy is needed."""
-        written = apply_changes(self.version, self.manifest, pairs, patch)
-        if written is None or self._compares == "off":
-            return written
+
+        def pairs() -> dict[str, Pair]:
+            targets = targets_of(named)
+            carried.prepare({target.device for target in targets.values()})
+            return self._paired(targets, fit)
+
+        written = model.apply(self.version, patch, pairs)
         sample = self._compares == "sample"
-        return written if compare(self.manifest, pairs, patch, sample=sample) else None
+        if self._compares == "off" or written is None or model.is_equal(patch, sample=sample):
+            return written
+        return None
 
     def patch_base(self) -> int | None:
         """Return the base version of this version's patch; None without a patch."""
@@ -533,13 +541,12 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
                 "changed; load the whole version with load_into()",
                 None if patch is None else patch.base_version,
             )
-        targets = targets_of(model)
-        pairs = self._paired(targets, Fit(slices=slices))
-        carried.prepare({target.device for target in targets.values()})
+        named, fit = named_of(model), Fit(slices=slices)
+        followed = FollowedModel(self.manifest, fit, named, self._paired(targets_of(named), fit))
         carried.report_loading()
         if self._known is not None:
             self._known.forget()
-        written = self._apply(patch, pairs)
+        written = self._patch(carried, followed, patch, named, fit)
         if written is None:
             error = DamagedError(
                 f"version {self.version}: the model was not version {base}, for which its patch "

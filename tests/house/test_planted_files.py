@@ -1,5 +1,4 @@
-"""What others have planted under the names of our files: nothing of it is followed, waited for,
-written or believed, and the error says which file it is."""
+"""Planted files under the names of our files are not followed, awaited, written or believed."""
 
 from __future__ import annotations
 
@@ -114,7 +113,6 @@ CASES = [(name, plant) for name in {**OPENED, **MADE} for plant in PLANTS]
 CASES += [(name, plant_second_name) for name in MADE]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("name", "plant"), CASES, ids=[f"{name} - {plant.__name__[6:]}" for name, plant in CASES]
 )

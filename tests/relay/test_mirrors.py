@@ -27,25 +27,21 @@ SIZE = (1 << 20) + 12_346
 
 @pytest.fixture
 def nodes(bus_name: str) -> list[str]:
-    """Buses of three nodes."""
     return [f"{bus_name}.{each}" for each in "abc"]
 
 
 @pytest.fixture
 def trainer(bus_name: str, seed: int) -> Iterator[Trainer]:
-    """A publisher, and its bus's name as `bus`."""
     made = Trainer(f"{bus_name}.t", SIZE, seed)
     yield made
     made.close()
 
 
 def have(buses: list[str], version: int) -> None:
-    """Wait until pools have a version."""
     wait_until(lambda: all(version_of(bus) == version for bus in buses))
 
 
 def error_of(relay: LocalRelay, address: str) -> str:
-    """What a mirror says that it lacks."""
     return str(relay.parties[address].error)
 
 
@@ -55,7 +51,6 @@ class Harming(LocalMailbox):
     left = 6
 
     def send(self, to: str, message: Message, payload: Any = b"") -> None:
-        """Send a message, harmed."""
         if isinstance(message, VersionPiece) and len(payload) and Harming.left:
             Harming.left -= 1
             harmed = bytearray(payload)
@@ -70,7 +65,6 @@ class WrongDigest(LocalMailbox):
     left = 2
 
     def send(self, to: str, message: Message, payload: Any = b"") -> None:
-        """Send a message, with a wrong digest."""
         if isinstance(message, VersionPiece) and message.digest is not None and WrongDigest.left:
             WrongDigest.left -= 1
             message = message._replace(digest=message.digest ^ 1)
@@ -81,7 +75,6 @@ class AnotherLayout(LocalMailbox):
     """A mailbox by which the first node hears of pools of another layout."""
 
     def send(self, to: str, message: Message, payload: Any = b"") -> None:
-        """Send a message, perhaps with another layout."""
         if isinstance(message, VersionOffer) and to.endswith(".a"):
             message = message._replace(geometry=message.geometry._replace(layout=99))
         super().send(to, message, payload)
@@ -134,7 +127,7 @@ def test_blocks_have_digests_where_the_publisher_made_some(bus_name: str, nodes:
 def test_subscribers_of_weights_work_unchanged(bus_name: str, nodes: list[str]) -> None:
     torch = pytest.importorskip("torch")
     from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
-    from shmbus.weights.carriers.pool import KIND
+    from shmbus.weights.carriers.base import KIND
 
     assert KIND == POOL_KIND
     model, other = torch.nn.Linear(256, 256), torch.nn.Linear(256, 256)
@@ -250,7 +243,7 @@ def test_a_node_with_too_little_memory_says_so_and_gets_the_version_once_there_i
 
 def test_a_version_in_a_devices_memory_is_refused_by_name(trainer: Trainer, bus_name: str) -> None:
     pytest.importorskip("torch")
-    from shmbus.weights.carriers.pool import VersionMeta
+    from shmbus.weights.carriers.base import VersionMeta
 
     node = f"{bus_name}.a"
     with mirrors(trainer.bus, [node]) as relay:

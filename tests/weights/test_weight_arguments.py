@@ -103,7 +103,6 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (stepped(version="1"), r"TypeError: ^\w+: expected"),
     (stepped(version=1.5), r"TypeError: ^\w+: expected"),
     (stepped(version=1 << 63), r"ValueError: ^\w+: expected"),
-    (stepped(version=1, guard="None"), r"ValueError: ^\w+: expected"),
     (stepped(version=1, timeout="1"), r"TypeError: ^\w+: expected"),
     (stepped(version=1, heal="no"), r"TypeError: ^\w+: expected"),
     *((adapter({"a": BYTES}, wrong), "TypeError") for wrong in ("1", 1.5, True)),

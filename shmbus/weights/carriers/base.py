@@ -1,4 +1,4 @@
-"""Interface of a carrier: its choice, a writer's side, a reader's side.
+"""Interfaces of a carrier: its choice, a writer's side, a reader's side; memory of versions.
 
 Invariants of every carrier: a reader gets only finished versions; until then the previous version
 stays the newest; a reader's views never change during their life.
@@ -6,21 +6,27 @@ stays the newest; a reader's views never change during their life.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar, Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
+import msgspec
 import torch
 
-from shmbus.pool import WhenHeld
+from shmbus.errors import WeightsError
+from shmbus.pool import VersionWrite, WhenHeld
+from shmbus.weights.errors import ManifestError
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import LocalPiece
 
+KIND: Final = "weights"
 #: A slot for readers, and a slot for the writer.
 DEFAULT_SLOTS: Final = 2
+#: Blocks compared by a sample: a scribble over a hundredth of the bytes is found once in three
+#: times, and each block costs a hundredth of reading a model of a hundred blocks.
+SAMPLED_BLOCKS: Final = 4
 
 
 class WriterOptions(NamedTuple):
@@ -146,29 +152,122 @@ class ReaderCarrier(Protocol):
         """Leave."""
 
 
-class Carrier(ABC):
-    """Carrier of weights: a check of this machine, and two sides; see `CARRIERS`."""
+class Carrier(NamedTuple):
+    """Carrier of weights: a check of this machine, and two sides."""
 
+    #: From a device, bytes of every slot and a directory: the reason against the carrier on this
+    #: machine, or ""; allocates nothing.
+    problem: Callable[[torch.device, int, Path | str | None], str]
+    #: Raises for another carrier's option.
+    writer: Callable[[WriterOptions], WriterCarrier]
+    reader: Callable[[ReaderOptions], ReaderCarrier]
     #: Advantages, shown with the choice.
-    why: ClassVar[tuple[str, ...]] = ()
+    why: tuple[str, ...] = ()
     #: Reason against a choice by "auto"; empty if "auto" may choose the carrier.
-    by_name_only: ClassVar[str] = ""
-    #: True for a carrier with the option `directory`.
-    takes_directory: ClassVar[bool] = False
-    #: True for a carrier whose versions may carry patches.
-    takes_patches: ClassVar[bool] = False
+    by_name_only: str = ""
+    takes_directory: bool = False
+    takes_patches: bool = False
+
+
+# -- places of versions in a slot pool ------------------------------------------------------------
+
+
+class VersionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="weights"):
+    """Meta of a version."""
+
+    manifest: bytes
+    memory: Literal["slot", "exported"] = "slot"
+    owner: int = 0
+
+    def encode(self) -> bytes:
+        """Encode as MessagePack."""
+        return msgspec.msgpack.encode(self)
 
     @classmethod
-    @abstractmethod
-    def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
-        """Return the reason against the carrier on this machine, or ""; allocate nothing."""
+    def decode(cls, data: bytes) -> VersionMeta:
+        """Decode; raise ManifestError for invalid data."""
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ManifestError(
+                "the manifest of these weights cannot be used, and nothing was read of them",
+                [str(error)],
+            ) from error
 
-    @classmethod
-    @abstractmethod
-    def writer(cls, options: WriterOptions) -> WriterCarrier:
-        """Make a publisher's side; raise for another carrier's option."""
 
-    @classmethod
-    @abstractmethod
-    def reader(cls, options: ReaderOptions) -> ReaderCarrier:
-        """Make a subscriber's side."""
+class WriteMemory:
+    """Memory for a rank's writes of versions."""
+
+    #: Meta of a version; None until rank 0 supplies it.
+    meta: bytes | None = None
+    slot_bytes: int
+    patch_bytes = 0
+
+    def open(self) -> None:
+        """Acquire resources, once this process is a rank of the pool."""
+
+    def payload(self, write: VersionWrite) -> torch.Tensor:
+        """Return the bytes of the version under construction."""
+        raise NotImplementedError
+
+    def lasting(self, payload: torch.Tensor) -> torch.Tensor:
+        """View the same bytes, valid while this memory is open."""
+        return payload
+
+    def register(self, payload: torch.Tensor) -> None:
+        """Let devices write host memory directly where possible."""
+
+    def finish(self, write: VersionWrite) -> None:
+        """Publish the version; this process no longer touches its slot."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release the memory; idempotent."""
+
+
+class LostVersionError(WeightsError):
+    """Version whose memory vanished with its publisher."""
+
+    def __init__(self, message: str, sequence: int) -> None:
+        super().__init__(message)
+        self.sequence = sequence
+
+
+class VersionMemory:
+    """Memory of a leased version's bytes."""
+
+    total: int
+    #: Key of the memory, stable across versions, and a value that reveals a change of it.
+    key: object
+    identity: object
+
+    def payload(self) -> torch.Tensor:
+        """View the bytes; the views keep the slot."""
+        raise NotImplementedError
+
+    def borrowed(self) -> torch.Tensor:
+        """View the bytes, valid during the lease."""
+        raise NotImplementedError
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Speed up copies to the devices where possible."""
+
+    def patch(self, manifest: Manifest) -> VersionChanges | None:
+        """Return the changes since the previous version, if present."""
+        del manifest
+        return None
+
+    def verify(self, *, sample: bool) -> None:
+        """Compare digests of some blocks, or of every block."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Keep the slot no longer than the views do."""
+
+
+def no_digests(version: int) -> WeightsError:
+    """Build the error of an unverifiable version."""
+    return WeightsError(
+        f"version {version} was published without digests, so nothing can be verified; make the "
+        "publisher with digests=True, or subscribe with verify='off'"
+    )

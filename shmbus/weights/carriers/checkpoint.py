@@ -36,7 +36,6 @@ from shmbus.segment.own_file import require_own_folder
 from shmbus.weights.carriers.base import (
     DEFAULT_SLOTS,
     CarriedVersion,
-    Carrier,
     ReaderOptions,
     WriterOptions,
 )
@@ -328,46 +327,39 @@ class CheckpointReader:
         """Do nothing."""
 
 
-class CheckpointCarrier(Carrier):
-    """Files of safetensors in a directory."""
+def checkpoint_problem(device: torch.device, size: int, directory: Path | str | None) -> str:
+    """Return the missing requirement, else an empty text."""
+    del device, size
+    if directory is None:
+        return "no directory was given (directory=...)"
+    if importlib.util.find_spec("safetensors") is None:
+        return "safetensors is not installed (pip install safetensors)"
+    return ""
 
-    why = ("a directory was given", "whole versions, which outlive a reboot")
-    takes_directory = True
 
-    @classmethod
-    def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
-        """Return the missing requirement, else an empty text."""
-        del device, size
-        if directory is None:
-            return "no directory was given (directory=...)"
-        if importlib.util.find_spec("safetensors") is None:
-            return "safetensors is not installed (pip install safetensors)"
-        return ""
+def checkpoint_writer(options: WriterOptions) -> CheckpointWriter:
+    """Become the writer; raise ValueError for an option without meaning for files."""
+    slots, max_slots, when_held = options.slots, options.max_slots, options.when_held
+    check_text("when_held", when_held)
+    plain = max_slots is None and when_held == "wait"
+    if check_int("slots", slots) != DEFAULT_SLOTS or not plain:
+        raise ValueError(
+            "carrier 'checkpoint': expected no slots, max_slots or when_held, which files have "
+            f"not, got {slots}, {max_slots} and {when_held!r}"
+        )
+    directory, digests = options.directory, options.digests
+    if options.world_size != 1 or directory is None or digests:
+        raise ValueError(
+            "carrier 'checkpoint': expected directory=..., world_size=1 and digests=False, got "
+            f"{directory!r}, {options.world_size} and {digests}"
+        )
+    return CheckpointWriter(directory, options.manifest)
 
-    @classmethod
-    def writer(cls, options: WriterOptions) -> CheckpointWriter:
-        """Become the writer; raise ValueError for an option without meaning for files."""
-        slots, max_slots, when_held = options.slots, options.max_slots, options.when_held
-        check_text("when_held", when_held)
-        plain = max_slots is None and when_held == "wait"
-        if check_int("slots", slots) != DEFAULT_SLOTS or not plain:
-            raise ValueError(
-                "carrier 'checkpoint': expected no slots, max_slots or when_held, which files have "
-                f"not, got {slots}, {max_slots} and {when_held!r}"
-            )
-        directory, digests = options.directory, options.digests
-        if options.world_size != 1 or directory is None or digests:
-            raise ValueError(
-                "carrier 'checkpoint': expected directory=..., world_size=1 and digests=False, got "
-                f"{directory!r}, {options.world_size} and {digests}"
-            )
-        return CheckpointWriter(directory, options.manifest)
 
-    @classmethod
-    def reader(cls, options: ReaderOptions) -> CheckpointReader:
-        """Read the directory."""
-        assert options.directory is not None, "asked by `problem`"
-        return CheckpointReader(options.directory)
+def checkpoint_reader(options: ReaderOptions) -> CheckpointReader:
+    """Read the directory."""
+    assert options.directory is not None, "asked by `checkpoint_problem`"
+    return CheckpointReader(options.directory)
 
 
 def newest_checkpoints(directory: Path) -> tuple[CheckpointPlace, CheckpointPlace | None]:

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
@@ -39,17 +38,18 @@ from shmbus.tensors.device.arena import (
     allocator,
 )
 from shmbus.tensors.device.driver import CudaDriverError
-from shmbus.weights.carriers.base import ReaderOptions, WriterOptions
-from shmbus.weights.carriers.pool import (
+from shmbus.weights.carriers.base import (
     KIND,
     SAMPLED_BLOCKS,
     LostVersionError,
+    ReaderOptions,
+    VersionMemory,
     VersionMeta,
+    WriteMemory,
+    WriterOptions,
     no_digests,
 )
 from shmbus.weights.errors import ManifestError
-from shmbus.weights.manifest import Manifest
-from shmbus.weights.patches import VersionChanges
 
 #: Bytes per digest, as in a pool.
 BLOCK_BYTES: Final = 16 << 20
@@ -201,18 +201,15 @@ class LeadersBuffers:
         self._view.close()
 
 
-class ExportedWriter:
+class ExportedWriter(WriteMemory):
     """Memory of versions in rank 0's buffers."""
 
     def __init__(self, options: WriterOptions, kind: MemoryKind) -> None:
         self._options, self._kind = options, kind
         self._total = options.manifest.total
         self._said = VersionMeta(options.manifest.encode(), "exported")
-        # Meta from rank 0, adopted by the higher ranks: only rank 0 knows the memory's owner in
-        # advance.
-        self.meta: bytes | None = None
+        # Higher ranks adopt rank 0's `meta`: only rank 0 knows the memory's owner in advance.
         self.slot_bytes = Placed.room(self._total)
-        self.patch_bytes = 0
         self.buffers: OwnBuffers | LeadersBuffers | None = None
 
     def open(self) -> None:
@@ -250,13 +247,6 @@ class ExportedWriter:
                 "every rank publish the same"
             )
         return said
-
-    def lasting(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the payload itself: it lasts until `close`."""
-        return payload
-
-    def register(self, payload: torch.Tensor) -> None:
-        """Do nothing: a memfd's pages are not registered."""
 
     def finish(self, write: VersionWrite) -> None:
         """Publish in rank 0; report finished pieces in a higher rank."""
@@ -324,15 +314,15 @@ class ExportedReaders:
         self._buffers.close()
 
 
-class ExportedReader:
+class ExportedReader(VersionMemory):
     """A version's bytes in a buffer of its publisher."""
 
     def __init__(self, lease: VersionLease, placed: Placed, memory: Memory) -> None:
         self._version, self._placed, self._memory = lease.version, placed, memory
         self._held: _Held | None = _Held(lease.buffer, memory.device)
         self.total = placed.total
-        self.key: object = placed.buffer.number
-        self.identity: object = placed.buffer
+        self.key = placed.buffer.number
+        self.identity = placed.buffer
 
     def payload(self) -> torch.Tensor:
         """View the buffer; the views keep the slot."""
@@ -344,14 +334,6 @@ class ExportedReader:
     def borrowed(self) -> torch.Tensor:
         """View the buffer."""
         return self._memory.tensor()
-
-    def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Do nothing: no host memory lasts."""
-
-    def patch(self, manifest: Manifest) -> VersionChanges | None:
-        """Return None: only slots carry patches."""
-        del manifest
-        return None
 
     def verify(self, *, sample: bool) -> None:
         """Compare digests, on the reading device."""

@@ -1,45 +1,26 @@
-"""Versions in a slot pool: the writing by ranks, and a reader's version.
-
-Slots, leases, rows and the manifest are the same for every place of a version's bytes; a backend
-chooses the place: the slot (`SlotWriter`, `SlotReader`), or exported memory (`exported`).
+"""A publisher's ranks on a slot pool, for any place of a version's bytes: `SlotWriter`, `exported`.
 
 Invariant: an abandoned slot leaves the previous version in force.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Sequence
-from typing import Final, Literal, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
-import msgspec
 import torch
 
-from shmbus.errors import DamagedError, WeightsError
-from shmbus.pool import (
-    PoolPublisher,
-    PoolReader,
-    PoolSpec,
-    VersionLease,
-    VersionWrite,
-    has_patch,
-    put_piece,
-)
-from shmbus.pool.status import LOADING_CODE
+from shmbus.pool import PoolPublisher, PoolSpec, VersionWrite, has_patch, put_piece
 from shmbus.tensors.copy_plan import CopyPlan, settle_devices
 from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.device.registration import RegisteredSlots
 from shmbus.tensors.tensor_cache import are_same
 from shmbus.tensors.views import copy_tensor, payload_tensor, tensor_at, unowned
-from shmbus.weights.carriers.base import WriterOptions
-from shmbus.weights.errors import ManifestError
-from shmbus.weights.loading import LoadCache
-from shmbus.weights.manifest import Manifest
+from shmbus.weights.carriers.base import KIND, VersionMeta, WriteMemory, WriterOptions
 from shmbus.weights.patches import (
     ComparedPieces,
     PatchPolicy,
     PlacedBytes,
-    VersionChanges,
     contiguous_parts,
     patch_capacity,
     patch_share,
@@ -47,73 +28,15 @@ from shmbus.weights.patches import (
 )
 from shmbus.weights.source import LocalPiece, target_of_piece
 
-KIND: Final = "weights"
-
 #: Spare room: a manifest may gain a few names before the pool must be recreated.
 _META_SPARE: Final = 1.25
 #: Bytes of a version's meta beside the manifest.
 _META_BYTES: Final = 64
 #: Limit for device tensors created for this version and kept for a joint copy, in bytes.
 PENDING_BYTES: Final = 64 << 20
-#: Blocks compared by a sample: a scribble over a hundredth of the bytes is found once in three
-#: times, and each block costs a hundredth of reading a model of a hundred blocks.
-SAMPLED_BLOCKS: Final = 4
 
 
-class VersionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="weights"):
-    """Meta of a version."""
-
-    manifest: bytes
-    memory: Literal["slot", "exported"] = "slot"
-    owner: int = 0
-
-    def encode(self) -> bytes:
-        """Encode as MessagePack."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, data: bytes) -> VersionMeta:
-        """Decode; raise ManifestError for invalid data."""
-        try:
-            return msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
-            raise ManifestError(
-                "the manifest of these weights cannot be used, and nothing was read of them",
-                [str(error)],
-            ) from error
-
-
-# -- the publisher's side -------------------------------------------------------------------------
-
-
-class WriteMemory(Protocol):
-    """Memory for a rank's writes of versions."""
-
-    #: Meta of a version; None until rank 0 supplies it.
-    meta: bytes | None
-    slot_bytes: int
-    patch_bytes: int
-
-    def open(self) -> None:
-        """Acquire resources, once this process is a rank of the pool."""
-
-    def payload(self, write: VersionWrite) -> torch.Tensor:
-        """Return the bytes of the version under construction."""
-
-    def lasting(self, payload: torch.Tensor) -> torch.Tensor:
-        """View the same bytes, valid while this memory is open."""
-
-    def register(self, payload: torch.Tensor) -> None:
-        """Let devices write host memory directly where possible."""
-
-    def finish(self, write: VersionWrite) -> None:
-        """Publish the version; this process no longer touches its slot."""
-
-    def close(self) -> None:
-        """Release the memory; idempotent."""
-
-
-class SlotWriter:
+class SlotWriter(WriteMemory):
     """Memory of versions inside the slots."""
 
     def __init__(self, options: WriterOptions) -> None:
@@ -121,13 +44,10 @@ class SlotWriter:
         self._digests = options.digests
         #: Slots registered for direct device writes.
         self._registered = RegisteredSlots()
-        self.meta: bytes | None = VersionMeta(manifest.encode()).encode()
+        self.meta = VersionMeta(manifest.encode()).encode()
         self.slot_bytes = manifest.total
         share = patch_share(options.patches)
         self.patch_bytes = patch_capacity(manifest, share, options.world_size)
-
-    def open(self) -> None:
-        """Do nothing: the pool owns the memory."""
 
     def payload(self, write: VersionWrite) -> torch.Tensor:
         """View the slot."""
@@ -346,172 +266,3 @@ class _PoolSink:
         finally:
             self._payload = None
             self._write.give_up(reason)
-
-
-# -- the subscriber's side ------------------------------------------------------------------------
-
-
-class LostVersionError(WeightsError):
-    """Version whose memory vanished with its publisher."""
-
-    def __init__(self, message: str, sequence: int) -> None:
-        super().__init__(message)
-        self.sequence = sequence
-
-
-class VersionMemory(Protocol):
-    """Memory of a leased version's bytes."""
-
-    total: int
-    #: Key of the memory, stable across versions, and a value that reveals a change of it.
-    key: object
-    identity: object
-
-    def payload(self) -> torch.Tensor:
-        """View the bytes; the views keep the slot."""
-
-    def borrowed(self) -> torch.Tensor:
-        """View the bytes, valid during the lease."""
-
-    def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Speed up copies to the devices where possible."""
-
-    def patch(self, manifest: Manifest) -> VersionChanges | None:
-        """Return the changes since the previous version, if present."""
-
-    def verify(self, *, sample: bool) -> None:
-        """Compare digests."""
-
-    def close(self) -> None:
-        """Keep the slot no longer than the views do."""
-
-
-class SlotReader:
-    """A version's bytes in its slot."""
-
-    def __init__(
-        self, lease: VersionLease, reader: PoolReader, registered: RegisteredSlots
-    ) -> None:
-        self._lease, self._registered = lease, registered
-        self.total = lease.size
-        self.key: object = payload_tensor(lease.buffer).data_ptr()
-        self.identity: object = reader
-
-    def payload(self) -> torch.Tensor:
-        """View the slot."""
-        return payload_tensor(self._lease.buffer)
-
-    def borrowed(self) -> torch.Tensor:
-        """View the slot without keeping it."""
-        return unowned(payload_tensor(self._lease.buffer))
-
-    def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Register the slot with CUDA, once, for copies to a device."""
-        if any(device.type == "cuda" for device in devices):
-            self._registered.add(payload_tensor(self._lease.buffer), read_only=True)
-
-    def patch(self, manifest: Manifest) -> VersionChanges | None:
-        """Return the changes since the previous version; None for a missing or damaged patch."""
-        try:
-            found = self._lease.patch()
-        except DamagedError:
-            return None
-        return None if found is None else VersionChanges(found, manifest, self._lease)
-
-    def verify(self, *, sample: bool) -> None:
-        """Compare digests."""
-        blocks = self._lease.digests
-        if blocks == 0:
-            raise no_digests(self._lease.version)
-        if not sample:
-            self._lease.check()
-            return
-        for block in random.sample(range(blocks), min(SAMPLED_BLOCKS, blocks)):
-            self._lease.check(block, 1)
-
-    def close(self) -> None:
-        """Do nothing: the lease keeps the slot."""
-
-
-def no_digests(version: int) -> WeightsError:
-    """Build the error of an unverifiable version."""
-    return WeightsError(
-        f"version {version} was published without digests, so nothing can be verified; make the "
-        "publisher with digests=True, or subscribe with verify='off'"
-    )
-
-
-class BorrowedTensors:
-    """Lease-free tensors of a slot, with earlier checks of them."""
-
-    def __init__(self, memory: VersionMemory, manifest: Manifest) -> None:
-        payload = memory.borrowed()
-        self.identity, self.manifest = memory.identity, manifest
-        self.tensors = {place.name: tensor_at(payload, place) for place in manifest.tensors}
-        self.cache = LoadCache()
-
-
-class PooledVersion:
-    """Leased version in any memory; the reader's row records the outcome."""
-
-    def __init__(
-        self,
-        lease: VersionLease,
-        reader: PoolReader,
-        manifest: Manifest,
-        memory: VersionMemory,
-        borrowed: BorrowedTensors,
-    ) -> None:
-        self._lease, self._reader = lease, reader
-        self._memory, self._borrowed = memory, borrowed
-        self.version, self.sequence, self.text = lease.version, lease.sequence, lease.text
-        self.origin: object = reader.identity
-        self.manifest = manifest
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """View every tensor, zero-copy. The views keep the slot."""
-        payload = self._memory.payload()
-        return {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
-
-    @property
-    def cache(self) -> LoadCache:
-        """Return earlier checks of this slot."""
-        return self._borrowed.cache
-
-    def borrow(self) -> dict[str, torch.Tensor]:
-        """View every tensor while this object is open; the views are cached per slot."""
-        return self._borrowed.tensors
-
-    def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Speed up copies to the devices where possible."""
-        self._memory.prepare(devices)
-
-    def patch(self) -> VersionChanges | None:
-        """Return the changes since the previous version; None without a patch."""
-        return self._memory.patch(self.manifest)
-
-    def verify(self, *, sample: bool) -> None:
-        """Compare digests of some blocks, or of every block."""
-        self._memory.verify(sample=sample)
-
-    # Without a reader row the reports do nothing.
-
-    def report_loading(self) -> None:
-        """Report the start of a load."""
-        if not self._reader.pool.closed:
-            self._reader.loading(self._lease, LOADING_CODE)
-
-    def report_applied(self) -> None:
-        """Report the version as running in this process."""
-        if not self._reader.pool.closed:
-            self._reader.applied(self._lease)
-
-    def report_refused(self, code: int, reason: str) -> None:
-        """Report the version as refused by this process."""
-        if not self._reader.pool.closed:
-            self._reader.refused(self._lease, code, reason)
-
-    def close(self) -> None:
-        """Release the lease; surviving views keep the slot."""
-        self._memory.close()
-        self._lease.close()

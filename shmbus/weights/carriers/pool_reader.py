@@ -1,4 +1,4 @@
-"""Carriers over a slot pool: ``shm``, ``cuda_vmm``, ``cuda_ipc`` and ``memfd``; one reader.
+"""Reader of a slot pool, for any place of a version's bytes: `SlotReader`, `exported`.
 
 Invariants: an unusable version is refused in the reader's row, and its lease ends; a version whose
 memory vanished with its publisher does not count: the reader waits for the next version, and the
@@ -7,10 +7,10 @@ error says so.
 
 from __future__ import annotations
 
-import os
+import random
 import time
-from pathlib import Path
-from typing import ClassVar, Final
+from collections.abc import Iterable
+from typing import Final
 
 import torch
 
@@ -18,29 +18,147 @@ from shmbus import BusNotFoundError, BusRemovedError
 from shmbus.errors import DamagedError, WaitTimeoutError, WeightsError
 from shmbus.pool import PoolReader, VersionLease
 from shmbus.pool.server_rows import server_of_label
-from shmbus.segment.room import shortage, tightest
-from shmbus.tensors.device.arena import MemoryKind
-from shmbus.tensors.device.memory import refusals
+from shmbus.pool.status import LOADING_CODE
 from shmbus.tensors.device.registration import RegisteredSlots
-from shmbus.weights.carriers.base import Carrier, ReaderOptions, WriterOptions
-from shmbus.weights.carriers.exported import ExportedReaders, ExportedWriter
-from shmbus.weights.carriers.pool import (
+from shmbus.tensors.views import payload_tensor, tensor_at, unowned
+from shmbus.weights.carriers.base import (
     KIND,
-    BorrowedTensors,
+    SAMPLED_BLOCKS,
+    CarriedVersion,
     LostVersionError,
-    PooledVersion,
-    PoolWriter,
-    SlotReader,
-    SlotWriter,
+    ReaderOptions,
     VersionMemory,
     VersionMeta,
+    no_digests,
 )
+from shmbus.weights.carriers.exported import ExportedReaders
 from shmbus.weights.errors import MANIFEST_CODE, TORN_CODE, UNUSABLE
+from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
+from shmbus.weights.patches import VersionChanges
 
 #: Seconds between two attempts to open a missing pool.
 _RETRY_S: Final = 0.05
-_SHM: Final = Path("/dev/shm")
+
+
+class SlotReader(VersionMemory):
+    """A version's bytes in its slot."""
+
+    def __init__(
+        self, lease: VersionLease, reader: PoolReader, registered: RegisteredSlots
+    ) -> None:
+        self._lease, self._registered = lease, registered
+        self.total = lease.size
+        self.key = payload_tensor(lease.buffer).data_ptr()
+        self.identity = reader
+
+    def payload(self) -> torch.Tensor:
+        """View the slot."""
+        return payload_tensor(self._lease.buffer)
+
+    def borrowed(self) -> torch.Tensor:
+        """View the slot without keeping it."""
+        return unowned(payload_tensor(self._lease.buffer))
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Register the slot with CUDA, once, for copies to a device."""
+        if any(device.type == "cuda" for device in devices):
+            self._registered.add(payload_tensor(self._lease.buffer), read_only=True)
+
+    def patch(self, manifest: Manifest) -> VersionChanges | None:
+        """Return the changes since the previous version; None for a missing or damaged patch."""
+        try:
+            found = self._lease.patch()
+        except DamagedError:
+            return None
+        return None if found is None else VersionChanges(found, manifest, self._lease)
+
+    def verify(self, *, sample: bool) -> None:
+        """Compare digests."""
+        blocks = self._lease.digests
+        if blocks == 0:
+            raise no_digests(self._lease.version)
+        if not sample:
+            self._lease.check()
+            return
+        for block in random.sample(range(blocks), min(SAMPLED_BLOCKS, blocks)):
+            self._lease.check(block, 1)
+
+
+class BorrowedTensors:
+    """Lease-free tensors of a slot, with earlier checks of them."""
+
+    def __init__(self, memory: VersionMemory, manifest: Manifest) -> None:
+        payload = memory.borrowed()
+        self.identity, self.manifest = memory.identity, manifest
+        self.tensors = {place.name: tensor_at(payload, place) for place in manifest.tensors}
+        self.cache = LoadCache()
+
+
+class PooledVersion(CarriedVersion):
+    """Leased version in any memory; the reader's row records the outcome."""
+
+    def __init__(
+        self,
+        lease: VersionLease,
+        reader: PoolReader,
+        manifest: Manifest,
+        memory: VersionMemory,
+        borrowed: BorrowedTensors,
+    ) -> None:
+        self._lease, self._reader = lease, reader
+        self._memory, self._borrowed = memory, borrowed
+        self.version, self.sequence, self.text = lease.version, lease.sequence, lease.text
+        self.origin = reader.identity
+        self.manifest = manifest
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """View every tensor, zero-copy. The views keep the slot."""
+        payload = self._memory.payload()
+        return {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
+
+    @property
+    def cache(self) -> LoadCache:
+        """Return earlier checks of this slot."""
+        return self._borrowed.cache
+
+    def borrow(self) -> dict[str, torch.Tensor]:
+        """View every tensor while this object is open; the views are cached per slot."""
+        return self._borrowed.tensors
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Speed up copies to the devices where possible."""
+        self._memory.prepare(devices)
+
+    def patch(self) -> VersionChanges | None:
+        """Return the changes since the previous version; None without a patch."""
+        return self._memory.patch(self.manifest)
+
+    def verify(self, *, sample: bool) -> None:
+        """Compare digests of some blocks, or of every block."""
+        self._memory.verify(sample=sample)
+
+    # Without a reader row the reports do nothing.
+
+    def report_loading(self) -> None:
+        """Report the start of a load."""
+        if not self._reader.pool.closed:
+            self._reader.loading(self._lease, LOADING_CODE)
+
+    def report_applied(self) -> None:
+        """Report the version as running in this process."""
+        if not self._reader.pool.closed:
+            self._reader.applied(self._lease)
+
+    def report_refused(self, code: int, reason: str) -> None:
+        """Report the version as refused by this process."""
+        if not self._reader.pool.closed:
+            self._reader.refused(self._lease, code, reason)
+
+    def close(self) -> None:
+        """Release the lease; surviving views keep the slot."""
+        self._memory.close()
+        self._lease.close()
 
 
 class PooledReader:
@@ -145,78 +263,3 @@ class PooledReader:
         self._borrowed = {}
         if self._exports is not None:
             self._exports.close()
-
-
-class ShmCarrier(Carrier):
-    """Versions in the slots of a pool in /dev/shm."""
-
-    why = ("/dev/shm is there", "whole versions, views without a copy, any death")
-    takes_patches = True
-
-    @classmethod
-    def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
-        """Return the shortage in /dev/shm, else an empty text."""
-        del device, directory
-        if not os.access(_SHM, os.W_OK):
-            return f"{_SHM} is not writable"
-        return shortage(size) if size > tightest().left else ""
-
-    @classmethod
-    def writer(cls, options: WriterOptions) -> PoolWriter:
-        """Become a rank of the publisher."""
-        return PoolWriter(options, SlotWriter(options))
-
-    @classmethod
-    def reader(cls, options: ReaderOptions) -> PooledReader:
-        """Read a pool of any pooled carrier."""
-        return PooledReader(options)
-
-
-class _ExportedCarrier(Carrier):
-    """Versions in memory of the publisher's own."""
-
-    KIND: ClassVar[MemoryKind]
-    by_name_only = "it takes `slots` times the model on the device; ask for it by name"
-
-    @classmethod
-    def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
-        """Say why a device cannot export memory."""
-        del size, directory
-        if device.type != "cuda":
-            return f"it needs a CUDA device, got {str(device)!r}"
-        return refusals(device.index or 0).get(cls.KIND, "")
-
-    @classmethod
-    def writer(cls, options: WriterOptions) -> PoolWriter:
-        """Become a rank of the publisher."""
-        return PoolWriter(options, ExportedWriter(options, cls.KIND))
-
-    @classmethod
-    def reader(cls, options: ReaderOptions) -> PooledReader:
-        """Read a pool of any pooled carrier."""
-        return PooledReader(options)
-
-
-class CudaVmmCarrier(_ExportedCarrier):
-    """Device memory, exported by a file descriptor."""
-
-    KIND = "vmm"
-
-
-class CudaIpcCarrier(_ExportedCarrier):
-    """Device memory, exported by a handle of 64 bytes."""
-
-    KIND = "ipc"
-
-
-class MemfdCarrier(_ExportedCarrier):
-    """Host memory outside of /dev/shm."""
-
-    KIND = "memfd"
-    by_name_only = "its versions end with their publisher; ask for it by name"
-
-    @classmethod
-    def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
-        """Refuse a CUDA device: the memory belongs to the host."""
-        del size, directory
-        return "" if device.type == "cpu" else f"its memory is the host's, not that of {device}"
