@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,9 @@ QUESTIONS = {
     "lora": ("weights",),
     "trl": ("adapters/trl",),
 }
+COUNT = "document.querySelector('.md-search-result__meta').textContent"
+EMPTY = f"!/document/.test({COUNT})"
+ANSWERED = f"/document/.test({COUNT})"
 VIEWS = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
 
 
@@ -61,7 +65,7 @@ def address() -> Iterator[str]:
                 return super().do_GET()
             self.send_response(200)  # of a release's deployment
             self.end_headers()
-            self.wfile.write(b"[]")
+            self.wfile.write(b'[{"version": "1.0", "title": "1.0", "aliases": []}]')
             return None
 
         def log_message(self, *_: object) -> None:
@@ -94,23 +98,25 @@ def test_search_answers_newcomers(browser: Browser, address: str, width: int, sc
         page.locator("label.md-header__button[for=__search]").click()
     found = {}
     box = page.locator("input.md-search__input")
-    meta = page.locator(".md-search-result__meta")
+    box.click()
     for question, answers in QUESTIONS.items():
         box.fill("")
-        meta.filter(has_not_text="document").wait_for(state="attached")
+        box.press("End")  # the search listens to keys
+        page.wait_for_function(EMPTY)
         box.fill(question)
-        meta.filter(has_text="document").wait_for(state="attached")
+        box.press("End")
+        page.wait_for_function(ANSWERED)
         hits = page.locator(".md-search-result__link")
         first = hits.first.get_attribute("href") if hits.count() else "nothing"
         where = str(first).split("?")[0].removeprefix(f"{address}/").split(".html")[0]
         if where not in answers:
             found[question] = first
     page.close()
-    assert not found
+    assert not found, json.dumps(found, indent=1)
     assert not said
 
 
-@pytest.mark.parametrize(("width", "scheme"), VIEWS)
+@pytest.mark.parametrize(("width", "scheme"), VIEWS[::3])
 def test_no_page_is_wider_than_its_screen(
     browser: Browser, address: str, width: int, scheme: str
 ) -> None:
