@@ -99,6 +99,7 @@ class RecordReader(ClosedByWith):
             if len(found) < max_records and self._upkeep.checks:
                 self._upkeep.end_checks(
                     lambda: self._of_group,
+                    self.holds,
                     lambda key: key in self._of_group or key in self.relayed,
                 )
             return origins, found
@@ -171,7 +172,7 @@ class RecordReader(ClosedByWith):
         with self._lock:
             self.cancel([key] if has_round(key) else [])
             self._upkeep.requests.end(key)
-            self._upkeep.lead.doubt()
+            self._upkeep.lead.doubt([key])
             self.relayed.discard(key)
 
     def cancel(self, keys: Iterable[Hashable]) -> None:

@@ -277,6 +277,7 @@ class Collector:
         held = {samples[0].key for samples in elsewhere or () if samples}
         self._upkeep.end_checks(
             lambda: {sample.key for sample in stash.waiting_samples()},
+            stash.waits,
             lambda key: elsewhere is None or key in held or stash.has(key),
         )
         if elsewhere is None:

@@ -162,6 +162,14 @@ void lead_free(struct segment *segment, uint32_t row, uint64_t word) {
     }
 }
 
+uint32_t lead_find_settled(const struct segment *segment, uint64_t key, uint32_t row) {
+    uint32_t rows = rows_of(segment);
+    while (row < rows && word_at(segment, row) != key) {
+        row++;
+    }
+    return row < rows ? row : SHMBUS_LEAD_ROWS;
+}
+
 static uint64_t less(uint64_t from, uint64_t what) {
     return from > what ? from - what : 0;
 }

@@ -51,6 +51,8 @@ bool lead_leave(struct segment *segment, uint64_t key);
 /* A row's word if settled, else 0; lead_free frees a row whose word has not changed. */
 uint64_t lead_settled(const struct segment *segment, uint32_t row);
 void lead_free(struct segment *segment, uint32_t row, uint64_t word);
+/* Returns the first settled row of a group at or after `row`, else SHMBUS_LEAD_ROWS. */
+uint32_t lead_find_settled(const struct segment *segment, uint64_t key, uint32_t row);
 /* For a bound in versions: groups under lease, and those ended since the last call. */
 void lead_follow(struct segment *segment, uint64_t leased, uint64_t ended);
 

@@ -10,9 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from conftest import Spawner, wait_until
+from counted_work import instructions
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
+from shmbus.stash.collector import Collector
+from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
 X = np.zeros(4, np.float32)
@@ -164,6 +167,35 @@ def test_reports_of_failures_wait_for_nobody_and_a_group_given_up_makes_room(one
 
         wait_until(made_room)
         assert consumer.stats().dropped["failed"] == 2
+
+
+def test_a_dropped_group_frees_its_place_without_a_look_at_the_waiting_groups(
+    bus_name: str,
+) -> None:
+    costs = []
+    for waiting in (10, 400):
+        with (
+            Bus.create(f"{bus_name}-{waiting}", "4MiB", max_lead=1000) as bus,
+            Producer(bus.name) as producer,
+        ):
+            collector = Collector(bus.name, StashPolicy(skip_zero_variance=True))
+            for number in range(waiting):
+                put(producer, f"g{number}", 0)
+            while collector.pump_once(0.0):
+                pass
+            put(producer, "useless", 0)
+            put(producer, "useless", 1)
+            collector.pump_once(0.0)
+            assert held(bus) == waiting + 1
+
+            def drop(collector: Collector = collector) -> None:
+                collector.release_discards()
+                collector.pump_once(0.0)
+
+            costs.append(instructions(drop))
+            assert held(bus) == waiting
+            collector.close()
+    assert costs[1] <= 1.1 * costs[0]
 
 
 def test_surplus_samples_hold_no_place(one: Bus) -> None:

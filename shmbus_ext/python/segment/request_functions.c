@@ -390,16 +390,23 @@ static PyObject *py_lead_follow(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* lead_settled(segment) -> {row: word} of groups whose first record is committed or will never
- * come. */
-SEGMENT_FUNCTION(py_lead_settled, py_take_segment) {
+/* lead_settled(segment[, id, round, split]) -> {row: word} of groups, or of the named group, whose
+ * first record is committed or will never come. */
+static PyObject *py_lead_settled(PyObject *Py_UNUSED(module), PyObject *args) {
+    SegmentObject *segment;
+    uint64_t key = 0;
+    bool one = PyTuple_GET_SIZE(args) > 1;
+    if (one ? !take_key(args, &segment, &key)
+            : !PyArg_ParseTuple(args, "O&", py_take_segment, &segment)) {
+        return NULL;
+    }
     PyObject *found = PyDict_New();
     for (uint32_t row = 0; found != NULL && row < SHMBUS_LEAD_ROWS; row++) {
+        row = one ? lead_find_settled(&segment->c, key, row) : row;
         uint64_t word = lead_settled(&segment->c, row);
-        if (word == 0) {
-            continue;
+        if (word != 0) {
+            py_dict_put(&found, PyLong_FromUnsignedLong(row), PyLong_FromUnsignedLongLong(word));
         }
-        py_dict_put(&found, PyLong_FromUnsignedLong(row), PyLong_FromUnsignedLongLong(word));
     }
     return found;
 }
@@ -462,7 +469,7 @@ PyMethodDef py_request_functions[] = {
     {"lead_knows", py_lead_knows, METH_VARARGS, NULL},
     {"lead_key", py_lead_key, METH_VARARGS, NULL},
     {"lead_follow", py_lead_follow, METH_VARARGS, NULL},
-    {"lead_settled", py_lead_settled, METH_O, NULL},
+    {"lead_settled", py_lead_settled, METH_VARARGS, NULL},
     {"lead_free", py_lead_free, METH_VARARGS, NULL},
     {"request_divide", py_request_divide, METH_O, NULL},
     {NULL, NULL, 0, NULL},
