@@ -1,7 +1,17 @@
 """Types of the C core, called only by ``shmbus``; user-visible types are in ``_public*.pyi``."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypedDict, TypeVar, final
+from typing import (
+    Any,
+    ClassVar,
+    Generic,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    final,
+    overload,
+)
 
 import numpy as np
 from numpy.typing import NDArray
@@ -633,9 +643,7 @@ def lead_follow(segment: Segment, leased: int, ended: int, /) -> None: ...
 @overload
 def lead_settled(segment: Segment, /) -> dict[int, int]: ...
 @overload
-def lead_settled(
-    segment: Segment, id: str, round: int | None, split: int, /
-) -> dict[int, int]: ...
+def lead_settled(segment: Segment, id: str, round: int | None, split: int, /) -> dict[int, int]: ...
 def lead_free(segment: Segment, row: int, word: int, /) -> None: ...
 def request_offer(
     segment: Segment,
@@ -644,7 +652,9 @@ def request_offer(
     /,
 ) -> tuple[int, int]: ...
 def request_want(segment: Segment, room: bool, /) -> int: ...
-def request_await(segment: Segment, room: bool, ticket: int, timeout_s: float, /) -> None: ...
+def request_await(
+    segment: Segment, room: bool, ticket: int, timeout_s: float, rests: bool = ..., /
+) -> None: ...
 def request_close(segment: Segment, row: int, number: int, /) -> None: ...
 def request_answered(segment: Segment, row: int, number: int, /) -> bool: ...
 def request_end(segment: Segment, row: int, number: int, /) -> None: ...

@@ -152,10 +152,10 @@ class RecordReader(ClosedByWith):
                 continue
             del of_group[key]
             ended += 1
-            if lead.bounded:
-                _core.lead_leave(self._segment, *split_key(key))
             if key not in self.relayed:
                 self._upkeep.requests.ended([one_of[key]])
+            if lead.bounded:
+                _core.lead_leave(self._segment, *split_key(key))
         lead.follow(0, ended)
         self._note_held()
 

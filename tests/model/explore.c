@@ -45,6 +45,13 @@ PRODUCER(fills_four, WHOLE, WHOLE, WHOLE, WHOLE)
     static void name(void) {                                                                     \
         call;                                                                                    \
     }
+ROLE(puts_first, put_groups(0))
+ROLE(puts_second, put_groups(1))
+ROLE(offers_groups, offer_groups())
+ROLE(works_on_groups, work_on_groups())
+ROLE(delivers_pairs, collect(2, 3, DELIVERS))
+ROLE(delivers_answers, collect(2, 6, DELIVERS))
+
 ROLE(collects_from_one, collect(1, 1, PLAIN))
 ROLE(collects_pairs_from_one, collect(2, 1, PLAIN))
 ROLE(collects_from_two, collect(1, 3, PLAIN))
@@ -104,6 +111,11 @@ static const struct scenario scenarios[] = {
      {answers_either, answers_either, asks_two, asks_two}, 2, 2, 15, 2, 1},
     {"prompts", "a feeder offers a group of two, and two workers answer it",
      {offers_prompt, works_on_prompts, works_on_prompts}, 4, 2, 7, 2, 2},
+    {"ahead", "two producers put two groups of two, one group ahead",
+     {puts_first, puts_second, delivers_pairs}, 6, 2, 0, 0, 3, .max_lead = 1},
+    {"turns", "two workers make two offered groups of two, one group ahead",
+     {offers_groups, works_on_groups, works_on_groups, delivers_answers}, 6, 2, 0, 0, 2,
+     .max_lead = 1},
     {"text", "a request is scribbled over",
      {answers_beside, asks_one, scribbles_text}, 2, 1, 3, 1, NO_BOUND},
     {"number", "its number is scribbled over",
@@ -118,10 +130,10 @@ static const struct scenario scenarios[] = {
 static void make_template(const struct scenario *scenario) {
     struct segment_geometry plan;
     int fd = memfd_create("shmbus-explore", MFD_CLOEXEC);
-    if (fd < 0 ||
-        !segment_plan((uint64_t)scenario->extents * SHMBUS_PAGE, scenario->producers, SHMBUS_PAGE,
-                      &plan) ||
-        plan.segment_bytes > SEGMENT_ROOM ||
+    bool planned = segment_plan((uint64_t)scenario->extents * SHMBUS_PAGE, scenario->producers,
+                                SHMBUS_PAGE, &plan);
+    plan.max_lead = scenario->max_lead;
+    if (fd < 0 || !planned || plan.segment_bytes > SEGMENT_ROOM ||
         segment_create(&template_segment, fd, &plan) != SHARED_OK) {
         fprintf(stderr, "scenario '%s': no segment can be made for it\n", scenario->name);
         exit(2);
