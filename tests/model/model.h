@@ -170,7 +170,7 @@ struct scenario {
     uint8_t mortal;              /* processes that may die, by bit */
     unsigned deaths;
     unsigned preemptions; /* UINT_MAX for no bound */
-    unsigned max_lead;           /* groups; 0 for no bound */
+    unsigned max_lead; /* groups; 0 for no bound */
 };
 
 /* engine.c */
