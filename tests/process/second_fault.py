@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import http.client
 import json
 import mmap
 import os
 import random
+import signal
 import socket
 import sys
 import tempfile
@@ -135,6 +137,7 @@ class System(Supervisor):
             log = os.open(self.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            faulthandler.register(signal.SIGUSR1)
             torch.set_num_threads(1)
             program(life)
 
@@ -337,8 +340,16 @@ class System(Supervisor):
         before, end = self.stamp(), time.monotonic() + STEP_S
         while self.stamp() == before:
             self.replace_finished()
-            assert time.monotonic() < end, f"no step in {STEP_S} s after {self.latest}"
+            if time.monotonic() > end:
+                self.say_where()
+                raise AssertionError(f"no step in {STEP_S} s after {self.latest}")
             time.sleep(0.01)
+
+    def say_where(self) -> None:
+        """Have each process write its stacks into its log."""
+        for child in self.children.values():
+            os.kill(child.pid, signal.SIGUSR1)
+        time.sleep(1.0)
 
     def stamp(self) -> int:
         """Time of the newest checkpoint."""
