@@ -48,7 +48,6 @@ def weight(groups: list[Group]) -> int:
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """Run calls in a thread each, and return what they returned."""
     results: list[Any] = [None] * len(calls)
 
     def run(at: int) -> None:
@@ -151,7 +150,6 @@ def test_a_rank_that_died_gets_what_it_did_not_acknowledge_again_and_nobody_else
 
 
 def here(name: str) -> int:
-    """How many clients the daemon has."""
     reply = ask_status(name)
     return len(reply.clients) if isinstance(reply, StatusReply) else 0
 

@@ -55,7 +55,6 @@ class Shape:
     rng: random.Random | None = None
 
     def seed(self, number: int) -> None:
-        """Take the shape of a seed."""
         self.rng = random.Random(number)
         self.samples = self.rng.randint(2, 5)
         self.more = self.rng.randint(1, 3)
@@ -69,14 +68,11 @@ class Fault(Exception):
 
 
 class Outcome(NamedTuple):
-    """The exception of an interrupted operation, or the result."""
-
     kept: Injected | None
     result: Any
 
     @property
     def groups(self) -> list[shmbus.Group]:
-        """The groups that the operation returned."""
         return [] if self.result is None else list(self.result)
 
 
@@ -129,7 +125,6 @@ class Case:
         return ledger
 
     def check_empty(self) -> None:
-        """Check that nothing is left on the bus."""
         ledger = self.balance()
         if ledger.leased or ledger.stashed or ledger.in_ring:
             raise Fault(f"something is left: {ledger}")
@@ -186,7 +181,6 @@ def again(operate: FunctionType) -> None:
 
 
 def interrupt(at: int, operate: FunctionType) -> Outcome:
-    """Run an operation with an exception at its `at`-th event."""
     injection = Injection(at, operate.__code__.co_filename)
     LATEST[:] = [injection]
     try:

@@ -70,7 +70,6 @@ class Case(embedded.Case):
         self.bus.close()
 
     def offer_round(self) -> None:
-        """Put whole batches; for ranks whole steps."""
         self.offer(BATCH * self.ranks if self.ranks > 1 else 3 * BATCH)
 
     def balance(self) -> shmbus.Ledger:

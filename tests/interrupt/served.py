@@ -26,13 +26,11 @@ PATIENCE_S = 30.0
 
 
 def serve(name: str) -> subprocess.Popen[bytes]:
-    """Start a daemon that nothing interrupts."""
     argv = [sys.executable, "-m", "shmbus", "serve", name, "--capacity", "1MiB"]
     return subprocess.Popen([*argv, "--log-level", "error"], stdin=subprocess.DEVNULL)
 
 
 def wait_for(make: Callable[[], Any]) -> Any:
-    """What is made once the daemon is there."""
     deadline = time.monotonic() + 20
     while True:
         try:

@@ -23,7 +23,6 @@ TURNS = 8
 
 
 def fill(producer: Producer) -> list[str]:
-    """Put until there is no space for another."""
     keys: list[str] = []
     with contextlib.suppress(BusFullError):
         while True:
@@ -33,7 +32,6 @@ def fill(producer: Producer) -> list[str]:
 
 
 def taken(consumer: Consumer) -> list[str]:
-    """Acknowledge all that is there; return its keys."""
     keys: list[str] = []
     while groups := consumer.take(64, 0):
         keys += [group.instance_id for group in groups]

@@ -196,7 +196,6 @@ class System(Supervisor):
             session.finish(run_agent(session.base_url, session.api_key, rng))
 
     def harness(self, life: int) -> None:
-        """Open, run and score over HTTP, at any living recorder."""
         rng = random.Random(f"{self.seed} {life}")
         while True:
             with contextlib.suppress(*AGENT_FAULTS):
@@ -356,7 +355,6 @@ class System(Supervisor):
         return self.position.stat().st_mtime_ns if self.position.exists() else 0
 
     def finish(self) -> None:
-        """Train what was offered."""
         self.over[0] = 1
         trainer, end = self.children["trainer"], time.monotonic() + 2 * STEP_S
         while not trainer.look():
@@ -412,7 +410,6 @@ AGENT_FAULTS = (
 
 
 def run_agent(base_url: str, key: str, rng: random.Random) -> float:
-    """Chat for some turns; return the score."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"go {rng.random()}"}]
     said = ""
     for _ in range(TURNS):
@@ -433,7 +430,6 @@ def reference(tokens: np.ndarray) -> np.ndarray:
 
 
 def line_of(group: shmbus.Group) -> list[Any]:
-    """A trained group for the log."""
     samples = [
         [
             sample.score,
@@ -468,7 +464,6 @@ def take_sampled(row: list[Any], sampled: dict[tuple[int, ...], list[Any]]) -> b
 
 
 def main() -> None:
-    """Run a storm, and audit it."""
     name, seed = sys.argv[1], int(sys.argv[4])
     pairs, seconds = float(sys.argv[2]), float(sys.argv[3])
     print(f"seed {seed}", file=sys.stderr)

@@ -61,7 +61,6 @@ def fails_always(number: int) -> bool:
 
 
 def prompts() -> Iterator[tuple[str, np.ndarray]]:
-    """Give the data: without an end, the same in each life."""
     number = 0
     while True:
         yield f"prompt-{number}", np.array([number], np.int32)
@@ -72,7 +71,6 @@ def prompts() -> Iterator[tuple[str, np.ndarray]]:
 
 
 def serve(name: str) -> None:
-    """Be the daemon."""
     options = [
         "--sample-retries",
         str(SAMPLE_RETRIES),
@@ -158,7 +156,6 @@ class Checkpoints:
 
 
 def train(name: str, folder: Path, life: str, rank: int, ranks: int, last: int, seed: int) -> None:
-    """Take steps until the last one, from the newest checkpoint on."""
     rng = random.Random(seed)
     checkpoints = Checkpoints(folder)
 
@@ -272,8 +269,6 @@ def evaluate(handler: OnlineDataHandler) -> None:
 
 
 class Week(Supervisor):
-    """The processes, and what is done to them."""
-
     def __init__(self, name: str, folder: Path, steps: int, seed: int, *, alone: bool) -> None:
         super().__init__(seed)
         self.name, self.folder, self.steps, self.alone = name, folder, steps, alone
@@ -303,7 +298,6 @@ class Week(Supervisor):
         self.start_ranks()
 
     def start_ranks(self) -> None:
-        """Begin a life of all ranks."""
         self.lives += 1
         for rank in range(self.ranks_wanted):
             self.programs.pop(f"rank {rank}", None)
@@ -452,7 +446,6 @@ class Week(Supervisor):
 
 
 def offered(states: list[dict[str, Any]]) -> int:
-    """Return how many prompts the run has gone through."""
     return max(state["handler"]["offer"].get("position", 0) for state in states)
 
 
@@ -461,7 +454,6 @@ def open_of(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run a week, and audit it."""
     name, steps, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     alone = len(sys.argv) > 4 and sys.argv[4] == "alone"
     logging.basicConfig(level=logging.ERROR)

@@ -39,8 +39,6 @@ def overwrite(producer: Producer, consumer: Consumer, rounds: int = 200) -> None
 
 
 class Child:
-    """A forked process that does something first, and is told when to look at what it has."""
-
     def __init__(self, look: Callable[[], Any], first: Callable[[], None] = lambda: None) -> None:
         self._go = FORK.Event()
         self._here, there = FORK.Pipe()

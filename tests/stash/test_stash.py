@@ -196,8 +196,6 @@ def test_hundreds_of_thousands_of_open_groups_complete_like_a_few(seed: int) -> 
 
 
 class Model:
-    """The rules of the stash, written for clearness: one list of groups in each state."""
-
     def __init__(self, policy: StashPolicy) -> None:
         self.policy = policy
         self.open: list[tuple[Hashable, int, float, dict[int, Sample]]] = []
