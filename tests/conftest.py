@@ -40,7 +40,7 @@ from fork_server import (
     use_servers,
 )
 
-from shmbus import Bus, Consumer, Feeder, Producer
+from shmbus import Bus, Consumer, Feeder, Producer, Request
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.segment.names import remove_dead_socket
 
@@ -469,6 +469,30 @@ def producer(bus: Bus) -> Iterator[Producer]:
 def feeder(bus: Bus) -> Iterator[Feeder]:
     with Feeder(bus.name) as handle:
         yield handle
+
+
+@contextlib.contextmanager
+def ends_of(bus: Bus, **options: Any) -> Iterator[tuple[Producer, Consumer]]:
+    """Producer and consumer of a bus, which goes with them; `options` are the consumer's."""
+    with bus, Producer(bus.name) as producer, Consumer(bus.name, **options) as consumer:
+        yield producer, consumer
+
+
+@contextlib.contextmanager
+def two_ranks(name: str) -> Iterator[tuple[Consumer, Consumer]]:
+    """Both ranks of a job."""
+    with (
+        Consumer(name, rank=0, world_size=2) as zero,
+        Consumer(name, rank=1, world_size=2) as one,
+    ):
+        yield zero, one
+
+
+def next_request(producer: Producer, timeout: float = DEFAULT_DEADLINE_S) -> Request:
+    """Take a sample that is open, or will be."""
+    request = producer.requests.next(timeout)
+    assert request is not None
+    return request
 
 
 def keys_of(batch: Any) -> list[str]:
