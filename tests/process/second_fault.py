@@ -61,6 +61,9 @@ WAIT_S, SLACK_S = 2.0, DEADLINE_S / 2
 #: Seconds after a pair in which the trainer takes a step.
 STEP_S = 2 * DEADLINE_S
 
+#: Characters of each process's log that a failed storm prints.
+TOLD = 3000
+
 Value = TypeVar("Value")
 
 
@@ -388,12 +391,13 @@ class System(Supervisor):
         return {
             "offered": offered,
             "trained": len(times),
-            "lost": offered - len(times),
+            "lost": [f"q{number}" for number in range(offered) if f"q{number}" not in times],
             "twice": sum(count > 1 for count in times.values()),
             "foreign": foreign,
             "scores": scores,
             "late": late.read_text().splitlines() if late.exists() else [],
             "undelivered": [ledger.undelivered for ledger in ledgers],
+            "dropped": [ledger.dropped for ledger in ledgers],
             "faults": dict(self.done),
             "disk": self.has_disk,
         }
@@ -476,10 +480,12 @@ def main() -> None:
             while system.done["pairs"] < pairs and time.monotonic() < end:
                 system.pair()
             system.finish()
-            print(json.dumps(system.audit()))
+            report = system.audit()
+            print(json.dumps(report))
+            assert not report["lost"] and not report["twice"], "the audit"
         except BaseException:
             for log in sorted(Path(folder).glob("*.log")):
-                print(f"--- {log.stem}\n{log.read_text()[-3000:]}", file=sys.stderr)
+                print(f"--- {log.stem}\n{log.read_text()[-TOLD:]}", file=sys.stderr)
             raise
         finally:
             system.end()

@@ -13,9 +13,9 @@ class Sample:
     key: Hashable
     group_size: int = 2
     index: int = 0
-    nbytes: int = 100
     score: float = 0.0
     policy_version: int = 0
+    nbytes: int = 100
     failed: bool = False
     meta: object = None
     committed_ns: int = 0
