@@ -6,8 +6,8 @@ that disk. A fault kills or stops a process, or fills the disk. After each pair 
 take a step. At the end every prompt was trained, once, with the tokens that engines sampled, the
 score of its agent, and the column of its annotator; no call waited beyond its timeout.
 
-Usage: ``PYTHONPATH=tests python tests/process/second_fault.py NAME PAIRS SECONDS SEED``, which ends
-after so many pairs or seconds. Prints one JSON report.
+Usage: ``PYTHONPATH=tests:tests/recorder python tests/process/second_fault.py NAME PAIRS SECONDS
+SEED``, which ends after so many pairs or seconds. Prints one JSON report.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from recorder.recorders import ask
-from recorder.stub_engine import END, LETTERS
-from recorder.stub_engine import run as run_engine
+from recorders import ask
 from relay.connections import open_mailbox
+from stub_engine import END, LETTERS
+from stub_engine import run as run_engine
 from supervisor import DEADLINE_S, Supervisor, own_tmpfs, unmount
 
 import shmbus

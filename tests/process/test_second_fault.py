@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import Spawner
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 #: Pairs and seconds; `make storm` has the long form.
 PAIRS = int(os.environ.get("SHMBUS_TEST_PAIRS", "16"))
 SECONDS = float(os.environ.get("SHMBUS_TEST_STORM", "20"))
@@ -20,10 +20,11 @@ SECONDS = float(os.environ.get("SHMBUS_TEST_STORM", "20"))
 def test_a_second_fault_while_the_first_is_handled_loses_doubles_and_changes_nothing(
     bus_name: str, seed: int, spawn: Spawner
 ) -> None:
-    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    path = [str(TESTS), str(TESTS / "recorder"), os.environ.get("PYTHONPATH", "")]
     program = spawn.file(
-        HERE / "second_fault.py", bus_name, PAIRS, SECONDS, seed, env={"PYTHONPATH": path}
-    )
+        TESTS / "process" / "second_fault.py", bus_name, PAIRS, SECONDS, seed,
+        env={"PYTHONPATH": os.pathsep.join(path)},
+    )  # fmt: skip
     said = program.finish(SECONDS + 280)
     (line,) = (line for line in said.splitlines() if line.startswith('{"'))
     report = json.loads(line)
