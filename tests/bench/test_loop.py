@@ -26,7 +26,6 @@ TINY = ["--tiny", "--payloads", "text"]
 
 
 def left_of(child: Child) -> list[str]:
-    """What a run has in /dev/shm, and its processes."""
     prefix = f"bench-loop-{child.pid}-"
     files = [path.name for path in Path("/dev/shm").iterdir() if prefix in path.name]
     return files + [str(pid) for pid in descendants(child.pid)]
@@ -84,7 +83,6 @@ def test_an_arm_that_hangs_is_ended_and_others_go_on(spawn: Spawner) -> None:
     child = spawn.module("bench.loop", *arguments, env=PATH)
 
     def roles() -> list[int]:
-        """Those that the template forks."""
         children = [pid for pid in descendants(child.pid) if parent_of(pid) == child.pid]
         return [pid for each in children for pid in descendants(each)]
 

@@ -33,7 +33,6 @@ class Ends:
         self.consumer = Consumer(bus.name)
 
     def sent(self, **fields: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """Put a sample, and return its fields as they come out."""
         self.producer.put("a", group_size=1, index=0, timeout=10.0, **fields)
         [group] = self.consumer.take(1, 10.0)
         with group:

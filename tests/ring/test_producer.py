@@ -41,7 +41,6 @@ def attached(bus: Bus, **options: Any) -> Iterator[tuple[Producer, Consumer]]:
 
 
 def take_one(consumer: Consumer) -> shmbus.Trajectory:
-    """Take a group of one, and return its trajectory under lease."""
     [[trajectory]] = consumer.take(1, 10.0)
     return trajectory
 
