@@ -12,7 +12,7 @@ import pytest
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
-from shmbus.batch.field_names import FieldNames
+from shmbus.batch.gather import FieldNames
 from shmbus_ext import _core
 
 INTS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
