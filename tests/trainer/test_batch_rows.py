@@ -305,7 +305,6 @@ def test_a_kernels_table_tells_that_rows_follow(consumer: Consumer, producer: Pr
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gets_rows_by_host(consumer: Consumer, groups: list[list[dict[str, Any]]]) -> None:
     packer = GpuPacker("cuda", extra_fields=EXTRA)
     batch = packer.pack(consumer.take(3, 10))
