@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from recorders import ask, user
-from stub_engine import Sampled, StubEngine, in_thread, serving_stub
+from stub_engine import Sampled, StubEngine, serving_stub
+from threaded_server import in_thread
 
 from shmbus.recorder.server import serving
 from shmbus.recorder.settings import Settings

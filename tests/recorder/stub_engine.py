@@ -10,8 +10,8 @@ import json
 import random
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -356,45 +356,6 @@ async def serving_stub(engine: StubEngine, port: int = 0) -> AsyncIterator[StubE
         yield engine
     finally:
         await runner.cleanup()
-
-
-@contextmanager
-def in_thread(serve: Callable[[], Any]) -> Iterator[Any]:
-    """Have a server, an async context manager, in a loop and a thread of its own."""
-    ready: Any = threading.Event()
-    found: dict[str, Any] = {}
-
-    async def main() -> None:
-        stop = asyncio.Event()
-        try:
-            async with serve() as value:
-                found["value"] = value
-                found["stop"] = lambda: loop.call_soon_threadsafe(stop.set)
-                ready.set()
-                await stop.wait()
-        except BaseException as error:
-            found["error"] = error
-            ready.set()
-
-    def work() -> None:
-        loop.run_until_complete(main())
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
-
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    assert ready.wait(60)
-    if "error" in found:
-        thread.join()
-        raise found["error"]
-    try:
-        yield found["value"]
-    finally:
-        found["stop"]()
-        thread.join(60)
-        assert not thread.is_alive()
-        assert "error" not in found, found["error"]
 
 
 async def run(port: int, log: str, seed: int) -> None:
