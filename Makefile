@@ -49,7 +49,7 @@ ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
 side_by_side = +@$(MAKE) --no-print-directory --output-sync=target --jobs=$(JOBS) SIDE_BY_SIDE=1
-.PHONY: help demo test test-programs test-peers test-peers-all test-adapters test-engines test-once test-relay test-web check docs
+.PHONY: help demo test test-programs test-peers test-peers-all test-adapters test-engines test-once test-relay test-site test-web check docs
 .PHONY: bench bench-calls
 .PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points week storm test-agents ends versions leaks valgrind
 .PHONY: cross sanitize clean FORCE
@@ -112,6 +112,9 @@ test-relay: $(VENV)/.dev ## Test the relay on Ray clusters of several nodes (min
 
 test-web: build/web/.made ## Test the page in a real headless browser (SHMBUS_CHROMIUM)
 	build/web/bin/pytest -p no:cacheprovider $(ARGS) tests/web
+
+test-site: build/web/.made docs ## Ask the site 30 questions in a real headless browser (SHMBUS_CHROMIUM)
+	build/web/bin/pytest -p no:cacheprovider $(ARGS) tests/web/test_site.py
 
 build/web/.made: constraints.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
 	$(PYTHON) -m venv $(@D)

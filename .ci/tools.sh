@@ -36,6 +36,7 @@ need() { # COMMAND PACKAGES...
 
 need valgrind valgrind
 need node nodejs
+need chromium chromium
 need qemu-aarch64 qemu-user
 need aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 # A compiler that came without its C library, as where the limit above cut the installation.

@@ -100,31 +100,65 @@ def stats(size: int) -> float:
 
 def workers(size: int) -> float:
     """Let workers wait on an empty request lane: processor seconds of a worker each second."""
-    with bus(producers=size) as name, shmbus.Consumer(name) as consumer:
-        pids = [waiting_worker(name) for _ in range(size)]
-        try:
-            ends = time.monotonic() + 60
-            while consumer.stats().producers < size:
-                if time.monotonic() > ends:
-                    raise MeasurementError(f"not all of {size} workers have attached in 60 s")
-                time.sleep(0.05)
-            time.sleep(0.5)
-            before = sum(map(processor_s, pids))
-            time.sleep(SPAN_S)
-            return (sum(map(processor_s, pids)) - before) / size / SPAN_S
-        finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+    with (
+        bus(producers=size) as name,
+        shmbus.Consumer(name) as consumer,
+        working(size, name, consumer, lambda producer: producer.requests.next(600)) as pids,
+    ):
+        time.sleep(0.5)
+        before = sum(map(processor_s, pids))
+        time.sleep(SPAN_S)
+        return (sum(map(processor_s, pids)) - before) / size / SPAN_S
 
 
-def waiting_worker(name: str) -> int:
-    """Fork a worker: wait for a request, and end with the parent process."""
+def admitted(size: int) -> float:
+    """Take groups from workers that wait to begin the next: processor seconds of all a group."""
+
+    def put(producer: shmbus.Producer) -> None:
+        producer.put(f"{os.getpid()}", group_size=1, index=0, x=X)
+
+    with (
+        bus(producers=size, max_lead=8) as name,
+        shmbus.Consumer(name) as consumer,
+        working(size, name, consumer, put) as pids,
+    ):
+        consumer.ack(consumer.take(64, timeout=10))
+        before = sum(map(processor_s, pids)) + time.process_time()
+        ends, groups = time.monotonic() + SPAN_S, 0
+        while time.monotonic() < ends:
+            taken = consumer.take(64, timeout=1)
+            consumer.ack(taken)
+            groups += len(taken)
+        return (sum(map(processor_s, pids)) + time.process_time() - before) / groups
+
+
+@contextmanager
+def working(
+    size: int, name: str, consumer: shmbus.Consumer, work: Callable[[shmbus.Producer], object]
+) -> Iterator[list[int]]:
+    """Fork workers, attach each, repeat their work; yield their process ids."""
+    pids = [worker(name, work) for _ in range(size)]
+    try:
+        ends = time.monotonic() + 60
+        while consumer.stats().producers < size:
+            if time.monotonic() > ends:
+                raise MeasurementError(f"not all of {size} workers have attached in 60 s")
+            time.sleep(0.05)
+        yield pids
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def worker(name: str, work: Callable[[shmbus.Producer], object]) -> int:
+    """Fork a worker, which ends with the parent process."""
     pid = os.fork()
     if pid == 0:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         with contextlib.suppress(BaseException), shmbus.Producer(name) as producer:
-            producer.requests.next(timeout=600)
+            while True:
+                work(producer)
         os._exit(0)
     return pid
 
@@ -341,6 +375,7 @@ SCALES: Final = {
     "producers": Scale("producers: take a group", take, (16, 256, 1000, 4000), (4, 64)),
     "stats": Scale("producers: stats()", stats, (16, 256, 1000, 4000), (4, 64)),
     "workers": Scale("waiting workers: one, a second", workers, (8, 64, 256, 1000), (4, 16)),
+    "admitted": Scale("waiting to begin: a group", admitted, (8, 64, 256, 1000), (4, 16)),
     "groups": Scale("open groups: complete one", groups, (10**3, 10**4, 10**5, 10**6), (100, 1000)),
     "dropped": Scale("open groups: drop one", dropped, (10**3, 10**4, 10**5, 10**6), (100, 1000)),
     "ranks": Scale("waiting ranks: a group", ranks, (2, 8, 32, 128), (2, 16)),

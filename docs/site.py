@@ -189,8 +189,14 @@ TITLES = {
     "channel-layout.md": "Layout of a channel",
     "decisions/README.md": "All decisions",
 }
-#: Weight of a page in the search: a title of an example must not outrank the guide.
-SEARCH_BOOST = {"examples": 0.3, "decisions": 0.3, "api": 1.0}
+#: Weight of a folder or page in the search: an example's title must not outrank the guide.
+SEARCH_BOOST = {
+    "examples": 0.1,
+    "decisions": 0.1,
+    "api": 0.3,
+    "adapters": 0.3,
+    "benchmarks.md": 0.3,
+}
 
 #: Tables of more columns than a phone shows side by side become one card a row there (site.css).
 MOST_COLUMNS = 3
@@ -269,7 +275,9 @@ def _pages_of(section: Section) -> list[Page]:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Set the search weight of the page, and lead links between repository files to pages."""
     uri = page.file.src_uri
-    page.meta["search"] = {"boost": SEARCH_BOOST.get(posixpath.dirname(uri), 2)}
+    page.meta["search"] = {
+        "boost": SEARCH_BOOST.get(uri, SEARCH_BOOST.get(posixpath.dirname(uri), 3))
+    }
     source = {site: path for path, site in ELSEWHERE.items()}.get(uri, f"docs/{uri}")
     if source.startswith("docs/examples/") or source.startswith("docs/api/"):
         return markdown

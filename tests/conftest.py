@@ -83,7 +83,7 @@ _NEEDS |= {
     f"peers/{folder.name}": (_PACKAGES.get(folder.name, folder.name),)
     for folder in (ROOT / "tests/peers").iterdir()
 }
-_BROWSED = ("browser", "busy_page", "narrow_pages", "page_names")
+_BROWSED = ("browser", "busy_page", "narrow_pages", "page_names", "site")
 _NEEDS |= dict.fromkeys((f"web/test_{name}.py" for name in _BROWSED), ("playwright",))
 collect_ignore = [folder for folder, needs in _NEEDS.items() if not _has(*needs)]
 # Clusters of several nodes take longer than all else; `make test-relay` names their folder.

@@ -12,23 +12,27 @@ from conftest import Spawner
 
 __all__ = ["count"]
 
-#: Begins each counted program: `locks()` counts the file locks asked for since the last call.
+#: Begins each counted program: `locks()` counts the file locks asked for since the last call,
+#: `woken()` the waiters woken by rings of bells.
 _BEGIN = """
-import ctypes, json, resource, sys
+import ctypes, functools, json, resource, sys
 from contextlib import ExitStack
 import shmbus
-_counted = ctypes.c_long.in_dll(ctypes.CDLL(None), "counted_locks")
-def locks():
-    found, _counted.value = _counted.value, 0
+def _since(counted):
+    found, counted.value = counted.value, 0
     return found
+locks, woken = (
+    functools.partial(_since, ctypes.c_long.in_dll(ctypes.CDLL(None), name))
+    for name in ("counted_locks", "counted_woken")
+)
 """
 
 
 def count(spawn: Spawner, directory: Path, text: str, *args: object) -> Any:
     """Run a program under the counter; return what the program prints last, as JSON."""
-    library = directory / "counted_locks.so"
+    library = directory / "counted_calls.so"
     cc = os.environ.get("CC", "cc").split()
-    source = Path(__file__).with_name("counted_locks.c")
+    source = Path(__file__).with_suffix(".c")
     subprocess.run([*cc, "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
     child = spawn.script(_BEGIN + text, *args, env={"LD_PRELOAD": str(library)}, fresh=True)
     return json.loads(child.finish().splitlines()[-1])

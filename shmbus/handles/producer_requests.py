@@ -272,7 +272,8 @@ class ProducerRequests:
         return slice_s
 
     def _await_request(self, ticket: int, wait_s: float) -> None:
-        _core.request_await(self._producer._segment, False, ticket, wait_s)
+        rests = self._state.backoff.until_s > time.monotonic()
+        _core.request_await(self._producer._segment, False, ticket, wait_s, rests)
 
     def _after_wait(self, left_s: float | None) -> None:
         """Check now and then for a removed bus, and for dead workers if no other process does."""

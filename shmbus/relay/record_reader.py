@@ -99,6 +99,7 @@ class RecordReader(ClosedByWith):
             if len(found) < max_records and self._upkeep.checks:
                 self._upkeep.end_checks(
                     lambda: self._of_group,
+                    self.holds,
                     lambda key: key in self._of_group or key in self.relayed,
                 )
             return origins, found
@@ -151,10 +152,10 @@ class RecordReader(ClosedByWith):
                 continue
             del of_group[key]
             ended += 1
-            if lead.bounded:
-                _core.lead_leave(self._segment, *split_key(key))
             if key not in self.relayed:
                 self._upkeep.requests.ended([one_of[key]])
+            if lead.bounded:
+                _core.lead_leave(self._segment, *split_key(key))
         lead.follow(0, ended)
         self._note_held()
 
@@ -171,7 +172,7 @@ class RecordReader(ClosedByWith):
         with self._lock:
             self.cancel([key] if has_round(key) else [])
             self._upkeep.requests.end(key)
-            self._upkeep.lead.doubt()
+            self._upkeep.lead.doubt([key])
             self.relayed.discard(key)
 
     def cancel(self, keys: Iterable[Hashable]) -> None:

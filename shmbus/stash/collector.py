@@ -277,6 +277,7 @@ class Collector:
         held = {samples[0].key for samples in elsewhere or () if samples}
         self._upkeep.end_checks(
             lambda: {sample.key for sample in stash.waiting_samples()},
+            stash.waits,
             lambda key: elsewhere is None or key in held or stash.has(key),
         )
         if elsewhere is None:
@@ -322,9 +323,9 @@ class Collector:
 
     def note_leased(self, leased: list[_core.GroupEntry[Trajectory]]) -> None:
         """Admit new groups in the place of leased groups; hand out no more of the leased."""
+        self._requests.delivered(leased)
         if self._lead.bounded:
             self._lead.delivered(leased, self.stash.leased_groups)
-        self._requests.delivered(leased)
 
     def wait_s(self, now: float, remaining_s: float | None) -> float:
         """Seconds until the caller's deadline, the stash's, or the next sweep."""

@@ -504,11 +504,15 @@ class Stash(Generic[S]):
 
     def has(self, key: Hashable) -> bool:
         """Tell if the stash holds a waiting or leased sample or report of the group."""
+        return self.waits(key) or bool(self.table.full(key))
+
+    def waits(self, key: Hashable) -> bool:
+        """Tell if the stash holds an unleased sample or report of the group."""
         failing = self.failures.groups.get(key)
         return (
             self.table.find(key) is not None
             or (failing is not None and bool(failing.received or failing.reports))
-            or bool(self.table.full(key))
+            or not all(map(self.is_leased, self.table.full(key)))
             or any(key == lease_key for lease_key, _ in self.inherited)
         )
 

@@ -41,10 +41,11 @@ class Lead:
         self.bounded = limit > 0
         #: True for a bound in policy versions, dependent on the trained groups.
         self.in_versions = max_versions >= 0
-        #: True if vanished groups may hold rows, for example after another collector's death.
-        self._doubtful = self.bounded
-        #: Rows without claimant at the time of `begin_check`.
-        self._settled: dict[int, int] | None = None
+        #: Vanished groups that may hold rows; None for every group, for example after another
+        #: collector's death.
+        self._doubtful: set[Hashable] | None = None if self.bounded else set()
+        #: Rows without claimant at the time of `begin_check`, with the group of a known row.
+        self._settled: list[tuple[int, int, Hashable | None]] = []
 
     def delivered(
         self, groups: list[_core.GroupEntry[_core.Trajectory]], leased_groups: int
@@ -60,29 +61,43 @@ class Lead:
         if self.in_versions:
             _core.lead_follow(self._segment, leased_groups, ended_groups)
 
-    def doubt(self) -> None:
-        """Check the table soon: samples were discarded, or a producer died."""
-        self._doubtful = self.bounded
+    def doubt(self, keys: Iterable[Hashable] | None = None) -> None:
+        """Check rows soon: of groups that lost samples, or all after a death."""
+        if keys is None:
+            self._doubtful = None if self.bounded else set()
+        elif self._doubtful is not None and self.bounded:
+            self._doubtful.update(keys)
 
     def begin_check(self) -> None:
         """Note doubtful rows; by now the ring holds all commits for them."""
-        if self._doubtful and self._settled is None:
-            self._settled = _core.lead_settled(self._segment)
-            self._doubtful = False
+        keys = self._doubtful
+        if keys == set() or self._settled:
+            return
+        self._doubtful = set()
+        if keys is None:
+            rows = _core.lead_settled(self._segment)
+            self._settled = [(row, word, None) for row, word in rows.items()]
+            return
+        for key in keys:
+            rows = _core.lead_settled(self._segment, *split_key(key))
+            self._settled += [(row, word, key) for row, word in rows.items()]
 
     @property
     def checks(self) -> bool:
         """True between `begin_check` and `end_check`."""
-        return self._settled is not None
+        return bool(self._settled)
 
-    def end_check(self, present: Iterable[Hashable]) -> None:
+    def end_check(
+        self, waiting: Callable[[], Iterable[Hashable]], waits: Callable[[Hashable], bool]
+    ) -> None:
         """Free rows in doubt, after a full read of the ring."""
-        settled, self._settled = self._settled, None
-        if settled:
-            kept = {_core.lead_key(self._segment, *split_key(key)) for key in present}
-            for row, word in settled.items():
-                if word not in kept:
-                    _core.lead_free(self._segment, row, word)
+        settled, self._settled = self._settled, []
+        kept: set[int] = set()
+        if any(key is None for _, _, key in settled):
+            kept = {_core.lead_key(self._segment, *split_key(key)) for key in waiting()}
+        for row, word, key in settled:
+            if word not in kept and (key is None or not waits(key)):
+                _core.lead_free(self._segment, row, word)
 
 
 class Upkeep:
@@ -145,7 +160,8 @@ class Upkeep:
 
     def doubt(self, keys: Iterable[Hashable] | None = None) -> None:
         """Check rows and requests soon: of groups that lost samples, or all after a death."""
-        self.lead.doubt()
+        keys = keys if keys is None else [*keys]
+        self.lead.doubt(keys)
         self.requests.doubt(keys)
 
     def begin_checks(self) -> None:
@@ -161,13 +177,20 @@ class Upkeep:
     def end_checks(
         self,
         waiting: Callable[[], Iterable[Hashable]],
+        waits: Callable[[Hashable], bool],
         is_present: Callable[[Hashable], bool],
     ) -> None:
-        """Free doubtful rows and requests, after a full read of the ring."""
-        # `waiting` lists the keys of all groups that wait here, for rows of the bound on the lead,
-        # which bounds that list; `is_present` tells which requests go on.
-        if self.requests.checks:
+        """Free doubtful rows and requests, after a full read of the ring.
+
+        `waiting` lists the groups with undelivered samples, and `waits` tells if a group has any:
+        their rows of the bound on the lead stay. `is_present` tells which requests go on.
+        """
+        requests = self.requests
+        if requests.checks:
             # First: an ended request holds no place for its group.
-            self.requests.end_check(is_present)
+            requests.end_check(is_present)
         if self.lead.checks:
-            self.lead.end_check([*waiting(), *self.requests.handed_out()])
+            self.lead.end_check(
+                lambda: [*waiting(), *requests.handed_out()],
+                lambda key: waits(key) or requests.is_open(key),
+            )

@@ -12,24 +12,30 @@
 
 struct bell {
     _Atomic uint32_t count;
-    _Atomic uint32_t wanted;
+    _Atomic uint32_t wanted; /* a bit for each kind of announced waiters */
 };
 
 enum bell_wait { BELL_RUNG = 0, BELL_TIMEOUT, BELL_INTERRUPTED };
 
-/* Announces a wait; the caller then looks again, and gives the ticket to bell_wait. */
+/* Announces a wait of any kind; the caller then looks again, and gives the ticket to bell_wait. */
 uint32_t bell_announce(struct bell *self);
 /* A negative timeout means no limit. */
 enum bell_wait bell_wait(struct bell *self, uint32_t ticket, int64_t timeout_ns);
 #define BELL_ALL UINT32_MAX
 /* Wakes at most `most` waiters. */
 void bell_ring(struct bell *self, uint32_t most);
+/* The same for waiters of some kinds, a bit each: a ring for one resource spends no wake-up on a
+ * waiter for another. */
+enum bell_wait bell_wait_for(struct bell *self, uint32_t kinds, uint32_t ticket,
+                             int64_t timeout_ns);
+void bell_ring_for(struct bell *self, uint32_t kinds, uint32_t most);
 /* Wakes every waiter, announced or not. */
 void bell_ring_all(struct bell *self);
 
 /* The underlying calls, for a bell with its own protocol. */
-enum bell_wait futex_wait(_Atomic uint32_t *word, uint32_t expected, int64_t timeout_ns);
-long futex_wake(_Atomic uint32_t *word, uint32_t most); /* number of woken waiters */
+enum bell_wait futex_wait(_Atomic uint32_t *word, uint32_t kinds, uint32_t expected,
+                          int64_t timeout_ns);
+long futex_wake(_Atomic uint32_t *word, uint32_t kinds, uint32_t most); /* woken waiters */
 
 /* Orders earlier stores against later loads, on both sides of a bell. */
 #if defined(__SANITIZE_THREAD__)

@@ -8,7 +8,7 @@ bool doorbell_ring(struct bus_header *header) {
         return false;
     }
     return atomic_exchange_explicit(&header->bell, 0, memory_order_seq_cst) != 0 &&
-           futex_wake(&header->bell, 1) > 0;
+           futex_wake(&header->bell, BELL_ALL, 1) > 0;
 }
 
 void doorbell_announce(struct bus_header *header) {
@@ -22,7 +22,7 @@ void doorbell_stay(struct bus_header *header) {
 }
 
 enum bell_wait doorbell_sleep(struct bus_header *header, int64_t timeout_ns) {
-    enum bell_wait result = futex_wait(&header->bell, BELL_ANNOUNCED, timeout_ns);
+    enum bell_wait result = futex_wait(&header->bell, BELL_ALL, BELL_ANNOUNCED, timeout_ns);
     doorbell_stay(header);
     return result;
 }

@@ -66,7 +66,7 @@ static bool lease_window(struct segment *segment, uint32_t slot, uint32_t first,
                 extent_unlease(segment, first + i, word_of(segment, first + i));
             }
             /* A producer may have seen a full bus while this call held the window. */
-            bell_ring(&segment->header->space_bell, span);
+            bell_ring_for(&segment->header->space_bell, SPACE_FREED, span);
             return false;
         }
         FAILPOINT("lease-half");

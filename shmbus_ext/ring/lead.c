@@ -58,7 +58,12 @@ static uint32_t home_of(uint64_t key, uint32_t rows) {
     return rows == 0 ? 0 : (uint32_t)((key >> SLOT_BITS) % rows);
 }
 
-enum lead_verdict lead_admit(struct segment *segment, uint64_t key, uint32_t slot) {
+uint32_t lead_waiters(uint64_t key) {
+    return SPACE_FREED << (1 + (key >> SLOT_BITS) % 31);
+}
+
+enum lead_verdict lead_admit(struct segment *segment, uint64_t key, uint32_t slot,
+                             uint32_t siblings) {
     uint32_t rows = rows_of(segment);
     for (;;) {
         uint32_t held = 0, room = SHMBUS_LEAD_ROWS;
@@ -77,6 +82,7 @@ enum lead_verdict lead_admit(struct segment *segment, uint64_t key, uint32_t slo
         }
         if (swap(segment, room, 0, key | (slot + 1))) {
             FAILPOINT("lead-claimed");
+            bell_ring_for(&segment->header->space_bell, lead_waiters(key), siblings);
             return LEAD_CLAIMED;
         }
     }
@@ -104,10 +110,10 @@ static bool change(struct segment *segment, uint64_t key, uint64_t from, uint64_
     return false;
 }
 
-/* Wakes whoever waits to begin a group, or for a prompt to sample. */
-static void tell(struct segment *segment) {
-    bell_ring(&segment->header->space_bell, BELL_ALL);
-    bell_ring(&segment->requests.lane->work, BELL_ALL);
+/* Wakes a waiting put and a worker for each group that may begin now. */
+static void tell(struct segment *segment, uint32_t groups) {
+    bell_ring_for(&segment->header->space_bell, SPACE_ADMITS, groups);
+    bell_ring_for(&segment->requests.lane->work, WORK_IDLE, groups);
 }
 
 void lead_settle(struct segment *segment, uint64_t key, uint32_t slot) {
@@ -117,7 +123,7 @@ void lead_settle(struct segment *segment, uint64_t key, uint32_t slot) {
 
 void lead_withdraw(struct segment *segment, uint64_t key, uint32_t slot) {
     if (change(segment, key, key | (slot + 1), 0)) {
-        tell(segment);
+        tell(segment, 1);
     }
 }
 
@@ -135,20 +141,20 @@ void lead_settle_all(struct segment *segment, uint32_t slot) {
 }
 
 bool lead_leave(struct segment *segment, uint64_t key) {
+    /* SYNC: group-closed. The close of the group's request precedes the look at the rows. */
+    bell_fence(&segment->lead->limit);
     uint32_t rows = rows_of(segment);
     uint32_t row = home_of(key, rows);
-    bool left = false;
+    uint32_t left = 0;
     /* Scan to the end: two siblings may have begun the group at the same time. */
     for (uint32_t i = 0; i < rows; i++, row = row + 1 < rows ? row + 1 : 0) {
         uint64_t word = word_at(segment, row);
         if ((word & ~SLOT_MASK) == key && swap(segment, row, word, 0)) {
-            left = true;
+            left++;
         }
     }
-    if (left) {
-        tell(segment);
-    }
-    return left;
+    tell(segment, left);
+    return left > 0;
 }
 
 uint64_t lead_settled(const struct segment *segment, uint32_t row) {
@@ -158,8 +164,16 @@ uint64_t lead_settled(const struct segment *segment, uint32_t row) {
 
 void lead_free(struct segment *segment, uint32_t row, uint64_t word) {
     if (word != 0 && swap(segment, row, word, 0)) {
-        tell(segment);
+        tell(segment, 1);
     }
+}
+
+uint32_t lead_find_settled(const struct segment *segment, uint64_t key, uint32_t row) {
+    uint32_t rows = rows_of(segment);
+    while (row < rows && word_at(segment, row) != key) {
+        row++;
+    }
+    return row < rows ? row : SHMBUS_LEAD_ROWS;
 }
 
 static uint64_t less(uint64_t from, uint64_t what) {
@@ -205,9 +219,7 @@ void lead_follow(struct segment *segment, uint64_t leased, uint64_t ended) {
     uint64_t most = lead->max_groups != 0 ? lead->max_groups : SHMBUS_LEAD_ROWS;
     uint32_t limit = (uint32_t)(bound < most ? bound : most);
     uint32_t before = atomic_exchange_explicit(&lead->limit, limit, memory_order_relaxed);
-    if (limit > before) {
-        tell(segment);
-    }
+    tell(segment, limit > before ? limit - before : 0);
 }
 
 uint32_t lead_held(const struct segment *segment) {

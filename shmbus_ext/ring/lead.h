@@ -8,6 +8,8 @@
  *  - A row's word holds 0, or a hash of its group plus the slot of a claimant with an uncommitted
  *    record. Two groups with one hash share a row, which delays neither group.
  *  - A put of a group with a row always passes: only a put that would begin a group waits.
+ *  - A freed row wakes one waiting put and one worker. The waiter that begins a group wakes the
+ *    group's siblings: the cost of a delivered group does not grow with the number of waiters.
  *  - No process can leave a row taken for ever. The slot's lock proves the death of a claimant; the
  *    next holder of the slot settles its rows, and the collector, once it has read the ring to its
  *    end, frees settled rows of groups absent from its stash. */
@@ -35,8 +37,12 @@ uint64_t lead_key(const char *id, uint32_t id_bytes, int64_t round, uint32_t spl
 /* The same of a key of split SHMBUS_SPLIT_TRAIN. */
 uint64_t lead_key_of_split(uint64_t key, uint32_t split);
 
-/* For a producer, in its own slot. */
-enum lead_verdict lead_admit(struct segment *segment, uint64_t key, uint32_t slot);
+/* The kind of waiters at `space_bell` that wait to begin this group. */
+uint32_t lead_waiters(uint64_t key);
+
+/* For a producer, in its own slot. A claim wakes at most `siblings` waiting puts of the group. */
+enum lead_verdict lead_admit(struct segment *segment, uint64_t key, uint32_t slot,
+                             uint32_t siblings);
 /* Returns true if the group has a row. Claims no row. */
 bool lead_knows(const struct segment *segment, uint64_t key);
 void lead_settle(struct segment *segment, uint64_t key, uint32_t slot);
@@ -45,12 +51,14 @@ void lead_withdraw(struct segment *segment, uint64_t key, uint32_t slot);
 /* For the new holder of a dead claimant's slot, after its commits are counted. */
 void lead_settle_all(struct segment *segment, uint32_t slot);
 
-/* For the collector: the group was delivered or ended otherwise. Returns true if a row was
- * freed. */
+/* For the collector, after it closed the group's request: the group was delivered or ended
+ * otherwise. Returns true if a row was freed. */
 bool lead_leave(struct segment *segment, uint64_t key);
 /* A row's word if settled, else 0; lead_free frees a row whose word has not changed. */
 uint64_t lead_settled(const struct segment *segment, uint32_t row);
 void lead_free(struct segment *segment, uint32_t row, uint64_t word);
+/* Returns the first settled row of a group at or after `row`, else SHMBUS_LEAD_ROWS. */
+uint32_t lead_find_settled(const struct segment *segment, uint64_t key, uint32_t row);
 /* For a bound in versions: groups under lease, and those ended since the last call. */
 void lead_follow(struct segment *segment, uint64_t leased, uint64_t ended);
 

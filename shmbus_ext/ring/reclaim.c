@@ -59,7 +59,7 @@ static void free_run(struct reader *self, uint32_t extent) {
 
 void reader_announce_space(struct reader *self) {
     if (self->freed_unannounced > 0) {
-        bell_ring(&self->segment->header->space_bell, self->freed_unannounced);
+        bell_ring_for(&self->segment->header->space_bell, SPACE_FREED, self->freed_unannounced);
         self->freed_unannounced = 0;
     }
 }
@@ -211,8 +211,9 @@ void reader_tidy(struct reader *self) {
 
 void reader_tidy_in_a_pause(struct reader *self) {
     /* With scarce space, runs kept by a view deserve another check. */
-    if (self->parked_new > 0 || atomic_load_explicit(&self->segment->header->space_bell.wanted,
-                                                     memory_order_relaxed) != 0) {
+    uint32_t wanted =
+        atomic_load_explicit(&self->segment->header->space_bell.wanted, memory_order_relaxed);
+    if (self->parked_new > 0 || (wanted & SPACE_FREED) != 0) {
         reader_tidy(self);
     }
 }

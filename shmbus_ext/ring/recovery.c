@@ -148,7 +148,7 @@ static uint32_t take_over(struct segment *segment, uint32_t slot_index) {
     uint32_t kept = free_orphans(segment, slot_index);
     atomic_store_explicit(&slot->state, SHMBUS_SLOT_FREE, memory_order_release);
     atomic_fetch_add_explicit(&segment->header->attach_epoch, 1, memory_order_release);
-    bell_ring(&segment->header->space_bell, segment->extent_count);
+    bell_ring_for(&segment->header->space_bell, SPACE_FREED, segment->extent_count);
     return kept;
 }
 

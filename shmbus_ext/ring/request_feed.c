@@ -394,9 +394,7 @@ enum request_feed request_offer(struct segment *segment, const struct request_of
         samples += offers[(*done)++].group_size;
     }
     end_feeding(segment);
-    if (*done > 0) {
-        bell_ring(&parts->lane->work, samples);
-    }
+    request_ring(segment, samples);
     return *done == count ? FEED_DONE : FEED_FULL;
 }
 

@@ -53,30 +53,50 @@ static bool claim_cell(const struct taker *self, uint32_t index, uint64_t number
     return true;
 }
 
+/* Returns true if all samples of a row were handed out or closed, or the row ended. */
+static bool is_over(const struct segment *segment, uint32_t index, uint64_t number,
+                    const struct request_row *row) {
+    uint64_t next =
+        atomic_load_explicit(&segment->requests.rows[index].next, memory_order_relaxed);
+    uint64_t end = request_next_word(number, row->group_size);
+    return next >> 32 != end >> 32 || next >= end;
+}
+
 /* Admits a group with its first sample, for the whole group. */
-static bool admit(struct taker *self, uint32_t index, const struct request_row *row) {
+static bool admit(struct taker *self, uint32_t index, uint64_t number,
+                  const struct request_row *row) {
     struct segment *segment = self->segment;
     _Atomic uint32_t *admitted = &segment->requests.rows[index].admitted;
     if (atomic_load_explicit(admitted, memory_order_relaxed) != 0) {
         return true;
     }
-    if (lead_is_bounded(segment)) {
-        const char *id = (const char *)segment->requests.units +
-                         (uint64_t)row->first_unit * SHMBUS_REQUEST_UNIT;
-        uint64_t key = lead_key(id, row->id_bytes, row->round, row->split);
-        enum lead_verdict verdict = lead_admit(segment, key, self->slot);
-        if (verdict == LEAD_FULL) {
-            self->too_far = true;
-            return false;
-        }
+    if (!lead_is_bounded(segment)) {
         atomic_store_explicit(admitted, 1, memory_order_release);
-        if (verdict == LEAD_CLAIMED) {
-            /* The row of the lane stands for the group from now on. */
-            lead_settle(segment, key, self->slot);
-        }
         return true;
     }
+    const char *id =
+        (const char *)segment->requests.units + (uint64_t)row->first_unit * SHMBUS_REQUEST_UNIT;
+    uint64_t key = lead_key(id, row->id_bytes, row->round, row->split);
+    enum lead_verdict verdict = lead_admit(segment, key, self->slot, row->group_size - 1u);
+    if (verdict == LEAD_FULL) {
+        self->too_far = true;
+        return false;
+    }
+    if (verdict == LEAD_CLAIMED) {
+        /* SYNC: group-closed. The claim precedes the look: a group that another worker began, and
+         * the trainer took meanwhile, keeps no place. */
+        bell_fence(admitted);
+        if (is_over(segment, index, number, row)) {
+            lead_withdraw(segment, key, self->slot);
+            return true;
+        }
+    }
     atomic_store_explicit(admitted, 1, memory_order_release);
+    if (verdict == LEAD_CLAIMED) {
+        /* The row of the lane stands for the group from now on. */
+        lead_settle(segment, key, self->slot);
+    }
+    request_ring(segment, row->group_size - 1u);
     return true;
 }
 
@@ -105,7 +125,7 @@ static enum from_row take_new(struct taker *self, uint32_t index, uint64_t numbe
     if (sample >= row.group_size) {
         return ROW_IS_OVER;
     }
-    if (!admit(self, index, &row)) {
+    if (!admit(self, index, number, &row)) {
         return ROW_WAITS;
     }
     for (; sample < row.group_size; sample++) {
@@ -319,7 +339,7 @@ bool request_give_back(struct segment *segment, const struct request_claim *clai
     if (!reopen(segment, claim->row, claim->cell, claim->word, claim->number)) {
         return false;
     }
-    bell_ring(&segment->requests.lane->work, 1);
+    request_ring(segment, 1);
     return true;
 }
 
@@ -334,9 +354,7 @@ uint32_t request_revoke(struct segment *segment, uint32_t index, uint64_t number
                        reopen(segment, index, cell, word, number);
         }
     }
-    if (revoked > 0) {
-        bell_ring(&segment->requests.lane->work, revoked);
-    }
+    request_ring(segment, revoked);
     return revoked;
 }
 
@@ -453,7 +471,7 @@ void request_reap(struct segment *segment, uint64_t producer_id, uint64_t commit
         /* The dead worker may have cleared a flag that no other process sets again. */
         mark_returned(segment, index);
     }
-    bell_ring(&parts->lane->work, given_back > 0 ? given_back : 1);
+    request_ring(segment, given_back > 0 ? given_back : 1);
 }
 
 /* ---- the collector ---- */

@@ -24,6 +24,11 @@
 
 #include "ring/segment.h"
 
+/* Wakes at most `most` idle workers. */
+static inline void request_ring(struct segment *segment, uint32_t most) {
+    bell_ring_for(&segment->requests.lane->work, WORK_IDLE, most);
+}
+
 /* ---- The words of the request lane, and a row as read by a process.
  *
  * Invariant: values of a row are copied, bounded and checked before use, and the row's word is

@@ -204,6 +204,15 @@ static inline bool removal_happened(const struct segment *self) {
     return atomic_load_explicit(&self->header->paused, memory_order_acquire) == SHMBUS_REMOVED;
 }
 
+/* Kinds of waiters at `space_bell`: for a free extent, and to begin a group, a bit for each part of
+ * the groups' keys (lead.h). */
+#define SPACE_FREED UINT32_C(1)
+#define SPACE_ADMITS (~SPACE_FREED)
+/* Kinds of waiters at the request lane's `work`: idle workers, and workers at rest after failures,
+ * which take no sample. */
+#define WORK_IDLE UINT32_C(1)
+#define WORK_RESTS UINT32_C(2)
+
 /* ---- The collector's bell: producers wake a sleeping collector. One word suffices for a single
  * collector: a ring clears the word and wakes in one step.
  *

@@ -122,7 +122,7 @@ def test_the_search_index_holds_no_code_of_examples_and_no_version_numbers_as_wo
     separator = re.compile(index["config"]["separator"])
     examples = [doc for doc in index["docs"] if doc["location"].startswith("examples/")]
     assert examples and not any("__future__" in doc["text"] for doc in examples)
-    assert all(doc.get("boost") == 0.3 for doc in examples)
+    assert all(doc.get("boost") == 0.1 for doc in examples)
     words = {word for doc in index["docs"] for word in separator.split(doc["text"])}
     assert not [word for word in words if "==" in word]
 

@@ -5,6 +5,8 @@
 #include "actors.h"
 
 #include "../c/support.h"
+#include "ring/lead.h"
+#include "ring/requests.h"
 #include "ring/segment.h"
 
 #define WAIT_NS INT64_C(1000000000)
@@ -21,6 +23,7 @@ struct actor {
     struct record_ref held[8];
     uint64_t keys[8][2];
     unsigned held_count, life;
+    uint64_t group; /* key of the last record */
 };
 
 void map_segment(struct segment *s) {
@@ -169,8 +172,10 @@ static bool take(struct actor *self) {
     ghost_delivered(&self->reader, &ref, self->life);
     self->keys[self->held_count][0] = self->reader.copy.header.producer_id;
     self->keys[self->held_count][1] = self->reader.copy.header.sequence;
-    if (self->reader.copy.header.group_size == 2) {
-        world.control.ghost.prompt_answers[self->reader.copy.header.index]++;
+    const struct record_header *header = &self->reader.copy.header;
+    self->group = lead_key(self->reader.copy.id, header->id_bytes, header->round, header->split);
+    if (header->group_size == 2) {
+        world.control.ghost.prompt_answers[header->index]++;
     }
     self->held[self->held_count++] = ref;
     return true;
@@ -227,6 +232,15 @@ void collect(unsigned group, uint8_t producers, enum habit habit) {
             reader_sweep(&self->reader, RECOVERY_WHOLE);
         }
         bool found = take(self);
+        if (self->held_count == group && habit == DELIVERS) {
+            uint32_t row;
+            uint64_t number = request_find(&self->segment, self->reader.copy.id, 1,
+                                           self->reader.copy.header.round, 0, &row);
+            if (number != 0) {
+                request_close(&self->segment, row, number);
+            }
+            lead_leave(&self->segment, self->group);
+        }
         if (self->held_count == group && habit == MOVES) {
             move_all(self);
         }

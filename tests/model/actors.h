@@ -1,4 +1,4 @@
-/* The scripts that scenarios are made of; actors.c and retries.c have them. */
+/* The scripts of the scenarios, in actors.c, admission.c, prompts.c and retries.c. */
 #ifndef SHMBUS_MODEL_ACTORS_H
 #define SHMBUS_MODEL_ACTORS_H
 
@@ -8,7 +8,7 @@
  * WHOLE fills an extent. */
 enum way { PUT, RESERVE, ABORT, JUMBO, IDLE, WHOLE };
 /* What a collector does besides; one that keeps leaves every other record unacknowledged. */
-enum habit { PLAIN, SWEEPS, MOVES, KEEPS };
+enum habit { PLAIN, SWEEPS, MOVES, KEEPS, DELIVERS };
 
 void produce(const enum way *ways, unsigned n);
 void produce_interleaved(void);
@@ -21,6 +21,11 @@ enum part { A_TEXT, A_NUMBER, A_CLAIM, A_BUSY_CLAIM };
 void request_one(enum patience patience, uint8_t takers);
 void take_request(enum deed deed, uint8_t askers);
 void scribble(enum part part);
+
+/* Puts a sample of two groups in turn; offers two groups; answers two samples. */
+void put_groups(uint32_t index);
+void offer_groups(void);
+void work_on_groups(void);
 
 void offer_prompt(void);
 /* Takes and answers samples until those have finished and none is left. */

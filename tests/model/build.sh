@@ -47,7 +47,7 @@ done
 compile "$ring/request_parts.c" $small
 # shellcheck disable=SC2086
 compile "$ring/declared_schema.c" $small
-for name in engine memory ghost ghost_retry actors prompts retries explore; do
+for name in engine memory ghost ghost_retry actors admission prompts retries explore; do
     # shellcheck disable=SC2086
     compile "tests/model/$name.c" $small
 done

@@ -276,7 +276,12 @@ static void apply(const struct choice *choice) {
         if (p->patient) {
             wake_patient(choice->process);
         } else if (++control->timeouts > MAX_TIMEOUTS) {
-            engine_fail("no progress after %d timeouts", MAX_TIMEOUTS);
+            if (control->deaths == 0 || control->lock_owner[MAX_SLOTS] != 0) {
+                engine_fail("no progress after %d timeouts", MAX_TIMEOUTS);
+            }
+            /* No living collector frees space: the user ends the process. */
+            kill_process(choice->process);
+            return;
         }
         control->clock_ns += p->patient ? 0 : TIMEOUT_CLOCK_NS;
         p->state = P_READY;

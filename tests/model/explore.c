@@ -45,6 +45,13 @@ PRODUCER(fills_four, WHOLE, WHOLE, WHOLE, WHOLE)
     static void name(void) {                                                                     \
         call;                                                                                    \
     }
+ROLE(puts_first, put_groups(0))
+ROLE(puts_second, put_groups(1))
+ROLE(offers_groups, offer_groups())
+ROLE(works_on_groups, work_on_groups())
+ROLE(delivers_pairs, collect(2, 3, DELIVERS))
+ROLE(delivers_answers, collect(2, 6, DELIVERS))
+
 ROLE(collects_from_one, collect(1, 1, PLAIN))
 ROLE(collects_pairs_from_one, collect(2, 1, PLAIN))
 ROLE(collects_from_two, collect(1, 3, PLAIN))
@@ -70,58 +77,63 @@ ROLE(scribbles_number, scribble(A_NUMBER))
 ROLE(scribbles_claim, scribble(A_CLAIM))
 ROLE(scribbles_busy, scribble(A_BUSY_CLAIM))
 
-/* Name, subject; scripts; extents, slots of producers, mortal processes by bit, deaths, preemptions. */
+/* Name, subject; scripts; extents, slots of producers, mortal processes by bit, deaths, preemptions,
+ * groups ahead. */
 static const struct scenario scenarios[] = {
     {"put", "one producer that puts now and then",
-     {puts_now_and_then, collects_from_one}, 4, 1, 3, 1, NO_BOUND},
+     {puts_now_and_then, collects_from_one}, 4, 1, 3, 1, NO_BOUND, 0},
     {"wrap", "one lane through two extents, over and over",
-     {puts_five, collects_from_one}, 3, 1, 3, 1, NO_BOUND},
+     {puts_five, collects_from_one}, 3, 1, 3, 1, NO_BOUND, 0},
     {"tight", "one extent for a lane that needs two",
-     {puts_five, collects_from_one}, 2, 1, 3, 1, NO_BOUND},
+     {puts_five, collects_from_one}, 2, 1, 3, 1, NO_BOUND, 0},
     {"reserve", "reservations that end in another order",
-     {produce_interleaved, collects_from_one}, 3, 1, 3, 1, NO_BOUND},
+     {produce_interleaved, collects_from_one}, 3, 1, 3, 1, NO_BOUND, 0},
     {"abort", "a reservation that is aborted",
-     {aborts_and_reserves, collects_from_one}, 3, 1, 3, 1, NO_BOUND},
+     {aborts_and_reserves, collects_from_one}, 3, 1, 3, 1, NO_BOUND, 0},
     {"two", "two producers, groups of two",
-     {puts_two, reserves_two, collects_pairs_from_two}, 4, 2, 7, 1, 2},
+     {puts_two, reserves_two, collects_pairs_from_two}, 4, 2, 7, 1, 2, 0},
     {"full", "two producers wait for two extents",
-     {puts_three, puts_three, collects_from_two}, 3, 2, 3, 1, 2},
+     {puts_three, puts_three, collects_from_two}, 3, 2, 3, 1, 2, 0},
     {"reap", "a slot that is taken over twice while the collector sweeps",
-     {puts_one, reserves_two, sweeps_over_two}, 4, 1, 3, 2, 2},
+     {puts_one, reserves_two, sweeps_over_two}, 4, 1, 3, 2, 2, 0},
     {"successor", "a collector takes over from one that died, twice",
-     {puts_three, collects_pairs_from_one, collects_from_one}, 3, 1, 7, 2, 1},
+     {puts_three, collects_pairs_from_one, collects_from_one}, 3, 1, 7, 2, 1, 0},
     {"move", "stragglers are moved, by collectors that die",
-     {puts_three, moves_from_one, collects_from_one}, 5, 1, 7, 2, 1},
+     {puts_three, moves_from_one, collects_from_one}, 5, 1, 7, 2, 1, 0},
     {"keep", "a collector that keeps stragglers, and its successor",
-     {fills_four, keeps_from_one, collects_from_one}, 6, 1, 7, 1, 1},
+     {fills_four, keeps_from_one, collects_from_one}, 6, 1, 7, 1, 1, 0},
     {"large", "runs of two extents, leased and freed",
-     {puts_large, puts_two, collects_from_two}, 8, 2, 7, 1, 1},
+     {puts_large, puts_two, collects_from_two}, 8, 2, 7, 1, 1, 0},
     {"retry", "two producers answer a retry request, and again after its time",
-     {answers_one, answers_one, asks_two_again}, 2, 2, 7, 2, NO_BOUND},
+     {answers_one, answers_one, asks_two_again}, 2, 2, 7, 2, NO_BOUND, 0},
     {"leaving", "a producer gives back the request that it has claimed",
-     {gives_back, answers_one, asks_two_again}, 2, 2, 7, 2, NO_BOUND},
+     {gives_back, answers_one, asks_two_again}, 2, 2, 7, 2, NO_BOUND, 0},
     {"inherit", "a collector takes over the requests of one that died",
-     {answers_either, answers_either, asks_two, asks_two}, 2, 2, 15, 2, 1},
+     {answers_either, answers_either, asks_two, asks_two}, 2, 2, 15, 2, 1, 0},
     {"prompts", "a feeder offers a group of two, and two workers answer it",
-     {offers_prompt, works_on_prompts, works_on_prompts}, 4, 2, 7, 2, 2},
+     {offers_prompt, works_on_prompts, works_on_prompts}, 4, 2, 7, 2, 2, 0},
+    {"ahead", "two producers put two groups of two, one group ahead",
+     {puts_first, puts_second, delivers_pairs}, 6, 2, 0, 0, 3, 1},
+    {"turns", "two workers make two offered groups of two, one group ahead",
+     {offers_groups, works_on_groups, works_on_groups, delivers_answers}, 6, 2, 0, 0, 2, 1},
     {"text", "a request is scribbled over",
-     {answers_beside, asks_one, scribbles_text}, 2, 1, 3, 1, NO_BOUND},
+     {answers_beside, asks_one, scribbles_text}, 2, 1, 3, 1, NO_BOUND, 0},
     {"number", "its number is scribbled over",
-     {answers_beside, asks_one, scribbles_number}, 2, 1, 3, 1, NO_BOUND},
+     {answers_beside, asks_one, scribbles_number}, 2, 1, 3, 1, NO_BOUND, 0},
     {"claim", "its claim is scribbled over",
-     {answers_beside, asks_one, scribbles_claim}, 2, 1, 3, 1, NO_BOUND},
+     {answers_beside, asks_one, scribbles_claim}, 2, 1, 3, 1, NO_BOUND, 0},
     {"busy", "its claim says that it is being changed",
-     {answers_beside, asks_one, scribbles_busy}, 2, 1, 3, 1, NO_BOUND},
+     {answers_beside, asks_one, scribbles_busy}, 2, 1, 3, 1, NO_BOUND, 0},
 };
 #define SCENARIOS (sizeof scenarios / sizeof scenarios[0])
 
 static void make_template(const struct scenario *scenario) {
     struct segment_geometry plan;
     int fd = memfd_create("shmbus-explore", MFD_CLOEXEC);
-    if (fd < 0 ||
-        !segment_plan((uint64_t)scenario->extents * SHMBUS_PAGE, scenario->producers, SHMBUS_PAGE,
-                      &plan) ||
-        plan.segment_bytes > SEGMENT_ROOM ||
+    bool planned = segment_plan((uint64_t)scenario->extents * SHMBUS_PAGE, scenario->producers,
+                                SHMBUS_PAGE, &plan);
+    plan.max_lead = scenario->max_lead;
+    if (fd < 0 || !planned || plan.segment_bytes > SEGMENT_ROOM ||
         segment_create(&template_segment, fd, &plan) != SHARED_OK) {
         fprintf(stderr, "scenario '%s': no segment can be made for it\n", scenario->name);
         exit(2);

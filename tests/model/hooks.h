@@ -46,6 +46,13 @@
                                           (int)(order), MODEL_HERE);                             \
         (MODEL_VALUE(p)) model_before;                                                           \
     })
+#undef atomic_fetch_and_explicit
+#define atomic_fetch_and_explicit(p, value, order)                                               \
+    __extension__({                                                                              \
+        uint64_t model_before = model_rmw((p), sizeof *(p), MODEL_AND, (uint64_t)(value),        \
+                                          (int)(order), MODEL_HERE);                             \
+        (MODEL_VALUE(p)) model_before;                                                           \
+    })
 #undef atomic_exchange_explicit
 #define atomic_exchange_explicit(p, value, order)                                                \
     __extension__({                                                                              \

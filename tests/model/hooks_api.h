@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <time.h>
 
-enum model_rmw { MODEL_ADD, MODEL_SUB, MODEL_EXCHANGE };
+enum model_rmw { MODEL_ADD, MODEL_SUB, MODEL_EXCHANGE, MODEL_AND };
 
 uint64_t model_load(const volatile void *at, size_t size, int order, const char *where);
 void model_store(volatile void *at, size_t size, uint64_t value, int order, const char *where);

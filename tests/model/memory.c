@@ -294,6 +294,7 @@ uint64_t model_rmw(volatile void *at, size_t size, enum model_rmw kind, uint64_t
     uint64_t before = memory_word(offset, (uint32_t)size);
     uint64_t after = kind == MODEL_ADD   ? before + operand
                      : kind == MODEL_SUB ? before - operand
+                     : kind == MODEL_AND ? before & operand
                                          : operand;
     arrive(offset, (uint32_t)size, &after);
     after_operation(order);
@@ -335,15 +336,17 @@ void model_fence(int order, const char *where) {
     engine_yield(OP_FENCE, NOWHERE, order, where);
     before_operation(&world.processes[running], NOWHERE, order, true);
     after_operation(order);
+    engine_observe((uint64_t)order); /* tells the state from that before the fence */
 }
 
 /* ---- the kernel's part: all of it orders everything ---- */
 
-static long wake(uint32_t offset, int count) {
+static long wake(uint32_t offset, int count, uint32_t kinds) {
     long woken = 0;
     for (int i = 0; i < AUDITOR && woken < count; i++) {
         struct process *p = &world.processes[i];
-        if (p->state == P_BLOCKED && p->futex == offset) {
+        if (p->state == P_BLOCKED && p->futex == offset &&
+            (p->kinds & kinds) != 0) {
             p->state = P_READY;
             p->wait_result = 0;
             woken++;
@@ -352,7 +355,7 @@ static long wake(uint32_t offset, int count) {
     return woken;
 }
 
-static long sleep_on(uint32_t offset, uint32_t expected, bool timed) {
+static long sleep_on(uint32_t offset, uint32_t expected, bool timed, uint32_t kinds) {
     if ((uint32_t)memory_word(offset, 4) != expected) {
         errno = EAGAIN;
         return -1;
@@ -360,6 +363,7 @@ static long sleep_on(uint32_t offset, uint32_t expected, bool timed) {
     struct process *p = &world.processes[running];
     p->state = P_BLOCKED;
     p->futex = offset;
+    p->kinds = kinds;
     p->timed = timed;
     engine_yield(OP_WAIT, offset, memory_order_seq_cst, "(asleep)");
     p = &world.processes[running];
@@ -377,16 +381,19 @@ long model_syscall(long number, ...) {
     int verb = va_arg(arguments, int);
     uint32_t value = va_arg(arguments, uint32_t);
     const struct timespec *limit = va_arg(arguments, const struct timespec *);
+    (void)va_arg(arguments, uint32_t *);
+    uint32_t kinds = va_arg(arguments, uint32_t);
     va_end(arguments);
     uint32_t offset = offset_of(word);
     if (number != SYS_futex || offset == NOWHERE) {
         engine_fail("system call %ld outside the model", number);
     }
-    bool waits = verb == FUTEX_WAIT;
+    bool waits = verb == FUTEX_WAIT_BITSET;
     engine_yield(waits ? OP_WAIT : OP_WAKE, offset, memory_order_seq_cst, "futex");
     before_operation(&world.processes[running], offset, memory_order_seq_cst, true);
     after_operation(memory_order_seq_cst);
-    long result = waits ? sleep_on(offset, value, limit != NULL) : wake(offset, (int)value);
+    long result = waits ? sleep_on(offset, value, limit != NULL, kinds)
+                        : wake(offset, (int)value, kinds);
     engine_observe((uint64_t)result);
     return result;
 }

@@ -5,6 +5,7 @@
  * ghost.c    what must hold: told by the scripts, checked at each step and at each end
  * ghost_retry.c  the same, of retry requests
  * actors.c   what a producer, a collector and the auditor do
+ * admission.c  what puts and workers do under a bound on the lead
  * prompts.c  what a feeder and workers do with the request lane
  * retries.c  what the collector and the producers of retry requests do
  * explore.c  the scenarios, the command line
@@ -78,6 +79,7 @@ struct process {
     const char *where; /* file and line of it */
     uint32_t offset; /* of the operation, or NOWHERE */
     uint32_t futex;
+    uint32_t kinds; /* of wake-ups, by bit */
     enum variant variant;
     bool started, mortal, timed;
     bool patient; /* sleeps because there is nothing for it to do */
@@ -168,6 +170,7 @@ struct scenario {
     uint8_t mortal;              /* processes that may die, by bit */
     unsigned deaths;
     unsigned preemptions; /* UINT_MAX for no bound */
+    unsigned max_lead; /* groups; 0 for no bound */
 };
 
 /* engine.c */

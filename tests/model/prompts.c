@@ -12,6 +12,7 @@
 
 #include "../c/support.h"
 #include "hooks_api.h"
+#include "ring/lead.h"
 #include "ring/segment.h"
 #include "ring/recovery.h"
 #include "ring/requests.h"
@@ -101,7 +102,7 @@ void work_on_prompts(uint8_t feeders) {
 
 /* The auditor, after every slot was recovered and the ring was read. */
 void audit_prompts(struct segment *segment) {
-    if (!requests_are_used(segment)) {
+    if (!requests_are_used(segment) || lead_is_bounded(segment)) {
         return;
     }
     request_heal(segment);

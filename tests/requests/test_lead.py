@@ -6,13 +6,18 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import Spawner, wait_until
+from counted_calls import count
+from counted_work import instructions
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
+from shmbus.stash.collector import Collector
+from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
 X = np.zeros(4, np.float32)
@@ -138,6 +143,63 @@ def test_an_aborted_reservation_and_one_that_commits(one: Bus) -> None:
             producer.reserve("c", group_size=2, index=0, fields=fields, timeout=0)
 
 
+# Lets waiting workers begin one group after another; prints the woken waiters of each group.
+BEGINNERS = """
+import threading, time, numpy as np
+from shmbus_ext import _core
+workers, kind = int(sys.argv[2]), sys.argv[3]
+shmbus.base.limits.REQUEST_WAIT_S = 1000.0
+with ExitStack() as stack:
+    bus = stack.enter_context(
+        shmbus.Bus.create(sys.argv[1], "64MiB", max_lead=1, max_producers=workers + 1)
+    )
+    consumer = stack.enter_context(shmbus.Consumer(bus.name))
+    producers = [shmbus.Producer(bus.name, on_stall=None) for _ in range(workers)]
+    x = np.zeros(1, np.float32)
+    ahead = threading.Semaphore(0)
+    def work(number):
+        if kind == "put":
+            producers[number].put(f"g{number}", group_size=1, index=0, x=x)
+        else:
+            request = producers[number].requests.next()
+            producers[number].requests.answer(request, x=x)
+        ahead.release()
+    if kind == "lane":
+        for number in range(workers):
+            consumer.request(f"q{number}", group_size=1, prompt=x)
+    for number in range(workers):
+        threading.Thread(target=work, args=(number,), daemon=True).start()
+    found = []
+    for _ in range(3):
+        assert ahead.acquire(timeout=60)
+        time.sleep(0.3)  # the rest falls asleep
+        woken()
+        (group,) = consumer.take(1, timeout=60)
+        found.append(woken())
+        group.ack()
+    print(json.dumps(found), flush=True)
+    import os
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("kind", ["put", "lane"])
+def test_a_delivered_group_wakes_few_workers_however_many_wait(
+    bus_name: str, spawn: Spawner, tmp_path: Path, kind: str
+) -> None:
+    woken = count(spawn, tmp_path, BEGINNERS, bus_name, 32, kind)
+    assert max(woken) <= 3, woken
+
+
+def test_a_put_that_waits_to_begin_a_group_takes_no_more_space_with_each_look(one: Bus) -> None:
+    with Producer(one.name) as producer, Producer(one.name) as other:
+        put(other, "a", 0)
+        free = one._segment.free_extents()
+        with pytest.raises(shmbus.BusFullError):
+            put(producer, "b", 0, timeout=0.1)
+        assert one._segment.free_extents() >= free - 1
+
+
 def test_put_many_commits_what_may_begin_and_says_how_much(one: Bus) -> None:
     items = [
         {"instance_id": key, "group_size": 2, "index": index, "x": X}
@@ -164,6 +226,35 @@ def test_reports_of_failures_wait_for_nobody_and_a_group_given_up_makes_room(one
 
         wait_until(made_room)
         assert consumer.stats().dropped["failed"] == 2
+
+
+def test_a_dropped_group_frees_its_place_without_a_look_at_the_waiting_groups(
+    bus_name: str,
+) -> None:
+    costs = []
+    for waiting in (10, 400):
+        with (
+            Bus.create(f"{bus_name}-{waiting}", "4MiB", max_lead=1000) as bus,
+            Producer(bus.name) as producer,
+        ):
+            collector = Collector(bus.name, StashPolicy(skip_zero_variance=True))
+            for number in range(waiting):
+                put(producer, f"g{number}", 0)
+            while collector.pump_once(0.0):
+                pass
+            put(producer, "useless", 0)
+            put(producer, "useless", 1)
+            collector.pump_once(0.0)
+            assert held(bus) == waiting + 1
+
+            def drop(collector: Collector = collector) -> None:
+                collector.release_discards()
+                collector.pump_once(0.0)
+
+            costs.append(instructions(drop))
+            assert held(bus) == waiting
+            collector.close()
+    assert costs[1] <= 1.1 * costs[0]
 
 
 def test_surplus_samples_hold_no_place(one: Bus) -> None:

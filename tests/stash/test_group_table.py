@@ -190,6 +190,43 @@ def test_a_row_ends_once_and_where_it_was_leased() -> None:
     assert rows.lease(1) == [row]
 
 
+class CountedKey(str):
+    """A key that counts its comparisons."""
+
+    __slots__ = ()
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedKey.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_the_complete_groups_of_a_key_are_found_without_a_look_at_the_rest(seed: int) -> None:
+    generator = random.Random(seed)
+    rows: GroupTable[Sample] = GroupTable()
+    expected: dict[Hashable, list[GroupEntry[Sample]]] = {f"g{number}": [] for number in range(300)}
+    for step in range(3000):
+        key = generator.choice([*expected])
+        put(rows, Sample(key, 1, 0))
+        if step % 3:
+            [entry] = rows.lease(1)
+            ends = generator.choice([rows.end_lease, rows.give_back, lambda entry: None])
+            ends(entry)
+    for entry in rows.lease(rows.ready_groups // 2) + [
+        entry for key in expected for entry in rows.full(key)
+    ]:
+        if entry not in expected[entry.key]:
+            expected[entry.key].append(entry)
+    CountedKey.compared = 0
+    for key, entries in expected.items():
+        found = rows.full(CountedKey(key))
+        assert len(found) == len(entries) and all(entry in entries for entry in found)
+    assert CountedKey.compared <= 2 * len(expected)
+    assert sum(map(len, expected.values())) == rows.ready_groups + rows.leased_groups
+
+
 def test_what_is_ready_or_leased_is_let_go_with_the_table() -> None:
     samples = [Sample(key, 1, 0) for key in "ab"]
     before = [sys.getrefcount(sample) for sample in samples]

@@ -20,12 +20,13 @@ static inline uint32_t py_entry_split(const struct group_entry *entry) {
 }
 
 /* A group taken from its table, or a copy of a group still in the table. */
-typedef struct {
+typedef struct group_entry_object {
     PyObject_HEAD
     PyObject *key;
     PyObject *samples;         /* list, by index */
     struct group_lists *lists; /* the lists holding the entry, or NULL */
     struct list_link link;
+    struct group_entry_object *same_key; /* next entry of the key in `by_key` */
     enum entry_place place;
     double born_s;
     long long nbytes;
@@ -54,6 +55,7 @@ typedef struct group_lists {
     struct {
         uint64_t groups, samples;
     } leased_of[SHMBUS_MAX_SPLITS];
+    PyObject *by_key; /* dict: newest entry of each key; NULL before the first call of full() */
 } GroupListsObject;
 
 /* Lease at most `limit` entries of a split in order of readiness; NULL with an exception and no

@@ -39,6 +39,7 @@ static GroupEntryObject *py_group_entry_new(const struct group_entry *entry, PyO
     made->key = Py_NewRef(key);
     made->lists = NULL;
     made->link = (struct list_link){NULL, NULL};
+    made->same_key = NULL;
     made->place = ENTRY_NOWHERE;
     made->born_s = entry->born_s;
     made->size = entry->width;
@@ -83,6 +84,37 @@ static void count_entry(GroupListsObject *self, const GroupEntryObject *entry, u
     }
 }
 
+/* Put an entry into the index of keys, or take it out. Without memory the index goes: the next
+ * full() makes a new index. */
+static void index_entry(GroupListsObject *self, GroupEntryObject *entry) {
+    PyObject *newest = PyDict_GetItemWithError(self->by_key, entry->key);
+    entry->same_key = (GroupEntryObject *)newest;
+    if (PyErr_Occurred() || PyDict_SetItem(self->by_key, entry->key, (PyObject *)entry) < 0) {
+        PyErr_Clear();
+        Py_CLEAR(self->by_key);
+    }
+}
+
+static void unindex_entry(GroupListsObject *self, GroupEntryObject *entry) {
+    PyObject *newest = PyDict_GetItemWithError(self->by_key, entry->key);
+    int failed = newest == NULL ? -1 : 0;
+    if (newest == (PyObject *)entry) {
+        failed = entry->same_key == NULL
+                     ? PyDict_DelItem(self->by_key, entry->key)
+                     : PyDict_SetItem(self->by_key, entry->key, (PyObject *)entry->same_key);
+    } else if (newest != NULL) {
+        GroupEntryObject *at = (GroupEntryObject *)newest;
+        while (at->same_key != entry) {
+            at = at->same_key;
+        }
+        at->same_key = entry->same_key;
+    }
+    if (failed < 0) {
+        PyErr_Clear();
+        Py_CLEAR(self->by_key);
+    }
+}
+
 /* Insert before a neighbour, or at the end of the list; the caller provides the list's
  * reference. */
 static void enter(GroupListsObject *self, enum entry_place place, struct list_link *at,
@@ -91,12 +123,18 @@ static void enter(GroupListsObject *self, enum entry_place place, struct list_li
     entry->lists = self;
     entry->place = place;
     count_entry(self, entry, 1);
+    if (self->by_key != NULL) {
+        index_entry(self, entry);
+    }
 }
 
 /* Remove the entry from its list; the list's reference becomes the caller's. */
 static void leave(GroupEntryObject *entry) {
     list_unlink(&entry->link);
     count_entry(entry->lists, entry, UINT64_MAX);
+    if (entry->lists->by_key != NULL) {
+        unindex_entry(entry->lists, entry);
+    }
     entry->lists = NULL;
     entry->place = ENTRY_NOWHERE;
 }
@@ -117,6 +155,7 @@ static void clear(struct entry_list *list) {
 }
 
 static void py_group_lists_clear(GroupListsObject *self) {
+    Py_CLEAR(self->by_key);
     for (uint32_t split = 0; split < SHMBUS_MAX_SPLITS; split++) {
         clear(&self->ready[split]);
     }
@@ -296,18 +335,32 @@ static PyObject *py_group_lists_ready_samples(GroupListsObject *self,
     return found;
 }
 
-/* full(key) -> list[GroupEntry]: ready and leased entries of the key. */
-static PyObject *py_group_lists_full(GroupListsObject *self, PyObject *key) {
-    PyObject *found = PyList_New(0);
+/* Index the listed entries: the first full() makes the index, which groups without failures and
+ * drops never need. */
+static void index_all(GroupListsObject *self) {
+    self->by_key = PyDict_New();
     for (uint32_t i = 0; i <= SHMBUS_MAX_SPLITS; i++) {
         struct list_link *head =
             i < SHMBUS_MAX_SPLITS ? &self->ready[i].entries : &self->leased.entries;
-        for (struct list_link *l = head->next; found != NULL && l != head; l = l->next) {
-            GroupEntryObject *entry = entry_at(l);
-            int equal = PyObject_RichCompareBool(entry->key, key, Py_EQ);
-            if (equal < 0 || (equal > 0 && PyList_Append(found, (PyObject *)entry) < 0)) {
-                Py_CLEAR(found);
-            }
+        for (struct list_link *l = head->next; self->by_key != NULL && l != head; l = l->next) {
+            index_entry(self, entry_at(l));
+        }
+    }
+}
+
+/* full(key) -> list[GroupEntry]: ready and leased entries of the key. */
+static PyObject *py_group_lists_full(GroupListsObject *self, PyObject *key) {
+    if (self->by_key == NULL) {
+        index_all(self);
+    }
+    if (self->by_key == NULL) {
+        return PyErr_NoMemory();
+    }
+    GroupEntryObject *entry = (GroupEntryObject *)PyDict_GetItemWithError(self->by_key, key);
+    PyObject *found = PyErr_Occurred() ? NULL : PyList_New(0);
+    for (; found != NULL && entry != NULL; entry = entry->same_key) {
+        if (PyList_Append(found, (PyObject *)entry) < 0) {
+            Py_CLEAR(found);
         }
     }
     return found;

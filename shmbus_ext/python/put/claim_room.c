@@ -38,10 +38,27 @@ static bool is_paused(const WriterObject *self) {
     return atomic_load_explicit(&self->segment->c.header->paused, memory_order_acquire) != 0;
 }
 
+/* True if the last claim failed because its group may not begin yet. */
+static bool is_too_far(const WriterObject *self) {
+    return (self->waits_for & SPACE_ADMITS) != 0;
+}
+
+uint32_t py_writer_want_room(WriterObject *self, SegmentObject *here) {
+    if (!is_too_far(self)) {
+        /* The reader can free a sealed run. A put that waits to begin a group keeps the run. */
+        writer_seal(&self->c);
+    }
+    uint32_t ticket = bell_announce(&here->c.header->space_bell);
+    doorbell_ring(here->c.header);
+    return ticket;
+}
+
 struct wanted_room py_writer_wants(const WriterObject *self,
                                    const struct put_arguments *arguments) {
     const struct record_spec *spec = &arguments->spec;
-    struct wanted_room wanted = {spec->record_bytes, 0, arguments->split_object};
+    struct wanted_room wanted = {.bytes = spec->record_bytes,
+                                 .siblings = spec->group_size - 1,
+                                 .split_object = arguments->split_object};
     /* A failure report needs no admission; a request's admission covers its answers. */
     bool admitted =
         arguments->answers.number != 0 && arguments->answers.cell != REQUEST_IS_RETRY;
@@ -54,7 +71,7 @@ struct wanted_room py_writer_wants(const WriterObject *self,
 
 enum writer_status py_writer_try_claim(WriterObject *self, const struct wanted_room *wanted,
                                        struct reservation *at) {
-    self->too_far = false;
+    self->waits_for = SPACE_FREED;
     if (is_paused(self) && wanted->bytes <= self->segment->c.record_limit) {
         return WRITER_FULL;
     }
@@ -72,10 +89,13 @@ enum writer_status py_writer_try_claim(WriterObject *self, const struct wanted_r
         key = lead_key_of_split(key, split);
     }
     /* Admit after claiming space: claimed space stays invisible and needs no return. */
-    enum lead_verdict verdict = lead_admit(&self->segment->c, key, self->c.slot_index);
-    self->too_far = verdict == LEAD_FULL;
+    enum lead_verdict verdict = lead_admit(&self->segment->c, key, self->c.slot_index, wanted->siblings);
     at->admitted = verdict == LEAD_CLAIMED ? key : 0;
-    return self->too_far ? WRITER_FULL : WRITER_OK;
+    if (verdict == LEAD_FULL) {
+        self->waits_for = lead_waiters(key);
+        return WRITER_FULL;
+    }
+    return WRITER_OK;
 }
 
 bool py_writer_go_on(WriterObject *self, double timeout_s) {
@@ -111,14 +131,15 @@ static void raise_too_large(const WriterObject *self, uint64_t bytes) {
                  self->segment->name, U64(self->segment->c.record_limit), U64(bytes));
 }
 
-void py_writer_sleep(WriterObject *self, SegmentObject *here, uint32_t ticket, int64_t longest_ns) {
-    enum shmbus_wait what = is_paused(self)  ? SHMBUS_WAIT_PAUSED
-                            : self->too_far ? SHMBUS_WAIT_AHEAD
-                                            : SHMBUS_WAIT_SPACE;
+void py_writer_sleep(WriterObject *self, SegmentObject *here, uint32_t kinds, uint32_t ticket,
+                     int64_t longest_ns) {
+    enum shmbus_wait what = is_paused(self)       ? SHMBUS_WAIT_PAUSED
+                            : is_too_far(self) ? SHMBUS_WAIT_AHEAD
+                                               : SHMBUS_WAIT_SPACE;
     uint32_t slot = self->c.slot_index;
     Py_BEGIN_ALLOW_THREADS
     uint64_t began_ns = clock_monotonic_ns();
-    bell_wait(&here->c.header->space_bell, ticket, longest_ns);
+    bell_wait_for(&here->c.header->space_bell, kinds, ticket, longest_ns);
     waits_add(&here->c, slot, what, clock_monotonic_ns() - began_ns);
     Py_END_ALLOW_THREADS
 }
@@ -135,7 +156,7 @@ static bool sleep_for_space(WriterObject *self, SegmentObject *here, uint32_t ti
     }
     /* During the wait a thread or a signal handler may close the writer, or move it to a successor
      * bus. */
-    py_writer_sleep(self, here, ticket, slice_ns);
+    py_writer_sleep(self, here, self->waits_for, ticket, slice_ns);
     if (PyErr_CheckSignals() < 0) {
         return false;
     }
@@ -150,16 +171,13 @@ static bool sleep_for_space(WriterObject *self, SegmentObject *here, uint32_t ti
 static int await_room(WriterObject *self, SegmentObject *here, const struct wanted_room *wanted,
                       struct wait *wait, struct reservation *at) {
     for (;;) {
-        /* The reader can free a sealed run; wake it. */
-        writer_seal(&self->c);
-        uint32_t ticket = bell_announce(&here->c.header->space_bell);
-        doorbell_ring(here->c.header);
+        uint32_t ticket = py_writer_want_room(self, here);
         if (py_writer_try_claim(self, wanted, at) == WRITER_OK) {
             return 1;
         }
         if (wait->timeout_s >= 0 && waited_s(wait) >= wait->timeout_s) {
             py_raise_hook(hooks.full_error,
-                          Py_BuildValue("(OKd)", here, U64(self->too_far ? 0 : wanted->bytes),
+                          Py_BuildValue("(OKd)", here, U64(is_too_far(self) ? 0 : wanted->bytes),
                                         waited_s(wait)));
             return -1;
         }

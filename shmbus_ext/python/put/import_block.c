@@ -144,7 +144,7 @@ static PyObject *py_check_block(PyObject *Py_UNUSED(module), PyObject *args) {
 static int claim(WriterObject *self, const struct record_copy *copy, bool waits, double timeout_s,
                  struct reservation *at) {
     const struct record_header *head = &copy->header;
-    struct wanted_room wanted = {head->record_bytes, 0, NULL};
+    struct wanted_room wanted = {.bytes = head->record_bytes};
     if (lead_is_bounded(&self->segment->c) && (head->flags & SHMBUS_FLAG_FAILED) == 0) {
         wanted.begins = lead_key(copy->id, head->id_bytes, head->round, head->split);
     }

@@ -117,6 +117,7 @@ struct batch;
 struct wanted_room {
     uint64_t bytes;
     uint64_t begins; /* its group's key as if in the training split; 0 without a lead bound */
+    uint32_t siblings; /* other samples of the group */
     PyObject *split_object; /* borrowed from the arguments; NULL for training */
 };
 
@@ -135,7 +136,7 @@ typedef struct writer_object {
     struct watch watch; /* over a wait for space */
     bool attached;
     bool closing;
-    bool too_far; /* the last claim failed because its group may not begin yet */
+    uint32_t waits_for; /* kind of the wait after a failed claim: SPACE_FREED, or to begin a group */
     bool moving; /* a thread moves the writer to a successor bus */
     /* Move to the successor of a removed bus; NULL if the writer never follows. */
     bool (*follow)(struct writer_object *self, double timeout_s);
@@ -149,9 +150,12 @@ bool py_writer_usable(WriterObject *self);
 /* Try once. Writers see a bus as full while paused, or while too far ahead for a new group. */
 enum writer_status py_writer_try_claim(WriterObject *self, const struct wanted_room *wanted,
                                        struct reservation *at);
+/* Announce a wait for room, and wake the reader; returns the ticket for py_writer_sleep. */
+uint32_t py_writer_want_room(WriterObject *self, SegmentObject *here);
 /* Sleep, while other threads run, until this segment may have space; the caller holds the
  * segment. */
-void py_writer_sleep(WriterObject *self, SegmentObject *here, uint32_t ticket, int64_t longest_ns);
+void py_writer_sleep(WriterObject *self, SegmentObject *here, uint32_t kinds, uint32_t ticket,
+                     int64_t longest_ns);
 /* Claim room for a record, waiting up to timeout_s, for ever if negative; false with an
  * exception. */
 bool py_writer_claim_room(WriterObject *self, const struct wanted_room *wanted, double timeout_s,

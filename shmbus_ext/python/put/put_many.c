@@ -60,7 +60,7 @@ static bool parse_item(WriterObject *self, struct put_arguments *arguments,
                        struct put_fields *fields, PyObject *items, Py_ssize_t at) {
     py_arguments_begin(arguments, fields);
     struct reservation unused;
-    struct wanted_room wanted = {0, 0, NULL};
+    struct wanted_room wanted = {0};
     bool good = py_arguments_take_mapping(arguments, PyList_GET_ITEM(items, at)) &&
                 py_arguments_finish(arguments, &self->schemas, self->declared) &&
                 py_writer_usable(self) && (wanted.bytes = arguments->spec.record_bytes) != 0 &&

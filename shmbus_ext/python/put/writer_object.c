@@ -154,10 +154,7 @@ static PyObject *py_writer_want_space(WriterObject *self, PyObject *Py_UNUSED(ig
     if (!py_writer_usable(self)) {
         return NULL;
     }
-    writer_seal(&self->c);
-    uint32_t ticket = bell_announce(&self->segment->c.header->space_bell);
-    doorbell_ring(self->segment->c.header);
-    return PyLong_FromUnsignedLong(ticket);
+    return PyLong_FromUnsignedLong(py_writer_want_room(self, self->segment));
 }
 
 /* await_space(ticket, timeout_s): sleep until the reader frees space after the ticket; takes no
@@ -172,7 +169,7 @@ static PyObject *py_writer_await_space(WriterObject *self, PyObject *args) {
                            ? SPACE_SLICE_NS
                            : (int64_t)(timeout_s * 1e9);
     SegmentObject *segment = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
-    py_writer_sleep(self, segment, ticket, slice_ns);
+    py_writer_sleep(self, segment, BELL_ALL, ticket, slice_ns);
     Py_DECREF(segment);
     Py_RETURN_NONE;
 }

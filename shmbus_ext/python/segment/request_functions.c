@@ -95,18 +95,22 @@ static PyObject *py_request_want(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyLong_FromUnsignedLong(bell_announce(bell_of(segment, room)));
 }
 
-/* request_await(segment, room, ticket, timeout_s): sleep until the bell rings after the ticket. */
+/* request_await(segment, room, ticket, timeout_s, rests=False): sleep until the bell rings after the
+ * ticket; a worker that rests takes no wake-up from an idle worker. */
 static PyObject *py_request_await(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     int room;
     unsigned int ticket;
     double timeout_s;
-    if (!PyArg_ParseTuple(args, "O&pId", py_take_segment, &segment, &room, &ticket, &timeout_s)) {
+    int rests = 0;
+    if (!PyArg_ParseTuple(args, "O&pId|p", py_take_segment, &segment, &room, &ticket, &timeout_s,
+                          &rests)) {
         return NULL;
     }
+    uint32_t kinds = room ? BELL_ALL : rests ? WORK_RESTS : WORK_IDLE;
     Py_INCREF(segment); /* a close during the wait must not unmap the segment */
     Py_BEGIN_ALLOW_THREADS
-    bell_wait(bell_of(segment, room), ticket, (int64_t)(timeout_s * 1e9));
+    bell_wait_for(bell_of(segment, room), kinds, ticket, (int64_t)(timeout_s * 1e9));
     Py_END_ALLOW_THREADS Py_DECREF(segment);
     if (PyErr_CheckSignals() < 0) {
         return NULL;
@@ -172,7 +176,7 @@ static PyObject *py_request_answered(PyObject *Py_UNUSED(module), PyObject *args
 /* request_wanted(segment) -> bool: True if a worker asked for a sample after the last became
  * available. */
 SEGMENT_FUNCTION(py_request_wanted, py_take_segment) {
-    return PyBool_FromLong(RELAXED(segment->c.requests.lane->work.wanted) != 0);
+    return PyBool_FromLong((RELAXED(segment->c.requests.lane->work.wanted) & WORK_IDLE) != 0);
 }
 
 PyObject *py_describe_request(SegmentObject *segment, uint32_t row, uint64_t number) {
@@ -390,16 +394,23 @@ static PyObject *py_lead_follow(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* lead_settled(segment) -> {row: word} of groups whose first record is committed or will never
- * come. */
-SEGMENT_FUNCTION(py_lead_settled, py_take_segment) {
+/* lead_settled(segment[, id, round, split]) -> {row: word} of groups, or of the named group, whose
+ * first record is committed or will never come. */
+static PyObject *py_lead_settled(PyObject *Py_UNUSED(module), PyObject *args) {
+    SegmentObject *segment;
+    uint64_t key = 0;
+    bool one = PyTuple_GET_SIZE(args) > 1;
+    if (one ? !take_key(args, &segment, &key)
+            : !PyArg_ParseTuple(args, "O&", py_take_segment, &segment)) {
+        return NULL;
+    }
     PyObject *found = PyDict_New();
     for (uint32_t row = 0; found != NULL && row < SHMBUS_LEAD_ROWS; row++) {
+        row = one ? lead_find_settled(&segment->c, key, row) : row;
         uint64_t word = lead_settled(&segment->c, row);
-        if (word == 0) {
-            continue;
+        if (word != 0) {
+            py_dict_put(&found, PyLong_FromUnsignedLong(row), PyLong_FromUnsignedLongLong(word));
         }
-        py_dict_put(&found, PyLong_FromUnsignedLong(row), PyLong_FromUnsignedLongLong(word));
     }
     return found;
 }
@@ -462,7 +473,7 @@ PyMethodDef py_request_functions[] = {
     {"lead_knows", py_lead_knows, METH_VARARGS, NULL},
     {"lead_key", py_lead_key, METH_VARARGS, NULL},
     {"lead_follow", py_lead_follow, METH_VARARGS, NULL},
-    {"lead_settled", py_lead_settled, METH_O, NULL},
+    {"lead_settled", py_lead_settled, METH_VARARGS, NULL},
     {"lead_free", py_lead_free, METH_VARARGS, NULL},
     {"request_divide", py_request_divide, METH_O, NULL},
     {NULL, NULL, 0, NULL},

@@ -48,7 +48,7 @@ static PyObject *py_retry_publish(PyObject *Py_UNUSED(module), PyObject *args) {
     memcpy(request.id, id, (size_t)id_bytes);
     memcpy(request.reason, reason, (size_t)reason_bytes);
     retry_publish(&segment->c, entry, &request);
-    bell_ring(&segment->c.requests.lane->work, 1);
+    request_ring(&segment->c, 1);
     Py_RETURN_NONE;
 }
 

@@ -479,7 +479,7 @@ static PyObject *py_segment_free_extents(SegmentObject *self, PyObject *Py_UNUSE
 }
 
 static PyObject *py_segment_space_wanted(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
-    return PyBool_FromLong((long)RELAXED(self->c.header->space_bell.wanted));
+    return PyBool_FromLong((RELAXED(self->c.header->space_bell.wanted) & SPACE_FREED) != 0);
 }
 
 static PyObject *py_segment_get_policy_version(SegmentObject *self, void *Py_UNUSED(ignored)) {

@@ -95,6 +95,7 @@ uint64_t model_rmw(volatile void *at, size_t size, enum model_rmw kind, uint64_t
     memcpy(&before, world.memory + offset, size);
     uint64_t after = kind == MODEL_ADD   ? before + operand
                      : kind == MODEL_SUB ? before - operand
+                     : kind == MODEL_AND ? before & operand
                                          : operand;
     memcpy(world.memory + offset, &after, size);
     engine_observe(before);
@@ -111,6 +112,7 @@ void model_fence(int order, const char *where) {
     (void)order;
     engine_yield(where, false);
     memory_drain(running);
+    engine_observe(1); /* tells the state from that before the fence */
 }
 
 static void copy(void *to, const void *from, size_t bytes) {
@@ -180,9 +182,9 @@ long model_syscall(long number, ...) {
     if (number != SYS_futex || offset == NOWHERE) {
         engine_fail("system call %ld outside the model", number);
     }
-    engine_yield(verb == FUTEX_WAIT ? "futex wait" : "futex wake", false);
+    engine_yield(verb == FUTEX_WAIT_BITSET ? "futex wait" : "futex wake", false);
     memory_drain(running);
-    if (verb != FUTEX_WAIT) {
+    if (verb != FUTEX_WAIT_BITSET) {
         return wake(offset);
     }
     uint32_t found;

@@ -1,3 +1,3 @@
 # options: --scenario successor --preemptions 2 --deaths 0 --delays 1
 # Who rings does not count: who has announced a wait and does not sleep yet sleeps on.
-/^void bell_ring(/,/^}/s/^    atomic_fetch_add_explicit(&self->count.*/    ;/
+/^static long wake(/,/^}/s/^    atomic_fetch_add_explicit(&self->count.*/    ;/
