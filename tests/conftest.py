@@ -132,7 +132,7 @@ def takes_long(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have long files run first, and the tests' own deadlines wait as long as everything else."""
+    """Have long files run first, deadlines wait, and tests marked gpu skip without a device."""
     # Of files that are shared out to workers, a long one at the end would leave the others idle.
     long = {item.path for item in items if takes_long(item)}
     items.sort(key=lambda item: item.path not in long)
@@ -140,6 +140,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("timeout")
         if marker is not None and PATIENCE != 1:
             item.add_marker(pytest.mark.timeout(marker.args[0] * PATIENCE), append=False)
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not importlib.import_module("torch").cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -291,7 +291,6 @@ def test_a_fill_replaces_rows_of_an_absent_field(consumer: Consumer, producer: P
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gets_rows_by_host(consumer: Consumer, groups: list[list[dict[str, Any]]]) -> None:
     packer = GpuPacker("cuda", extra_fields=EXTRA)
     batch = packer.pack(consumer.take(3, 10))

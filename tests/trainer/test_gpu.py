@@ -28,7 +28,6 @@ from trainer_adapter.gpu import memory as gpu_memory
 from trainer_adapter.gpu import packer as gpu_packer
 from trainer_adapter.gpu.packer import GpuPacker
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TENSORS = (
     "tokens", "position_ids", "cu_seqlens", "loss_mask", "logprobs", "advantages", "scores",
     "policy_versions", "group_sizes",
@@ -284,7 +283,6 @@ def packing(bus: Bus, **options: Any) -> Iterator[tuple[GpuPacker, Producer, Con
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("transport", ["gather", "pinned", "copy"])
 def test_transports_and_host_agree(bus: Bus, seed: int, transport: Any, layout: Any) -> None:
@@ -301,7 +299,6 @@ def test_transports_and_host_agree(bus: Bus, seed: int, transport: Any, layout: 
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_batches_overlap_and_records_may_change_after_arrival(bus: Bus, seed: int) -> None:
     with packing(bus) as (packer, producer, consumer):
         waiting: list[tuple[Any, Batch]] = []
@@ -316,7 +313,6 @@ def test_batches_overlap_and_records_may_change_after_arrival(bus: Bus, seed: in
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_an_unawaited_batch_keeps_its_table_until_its_kernel_ends(bus: Bus, seed: int) -> None:
     with packing(bus) as (packer, producer, consumer):
         put_random(producer, seed, 8, 4000)
@@ -333,7 +329,6 @@ def test_an_unawaited_batch_keeps_its_table_until_its_kernel_ends(bus: Bus, seed
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_ring_that_cannot_be_registered_is_packed_into_pinned_memory(bus: Bus, seed: int) -> None:
     with packing(bus) as (packer, producer, consumer):
         put_random(producer, seed, 4, 500)
@@ -349,7 +344,6 @@ def test_a_ring_that_cannot_be_registered_is_packed_into_pinned_memory(bus: Bus,
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_the_handler_says_how_its_batches_came(bus: Bus, seed: int, prefetch: int) -> None:
     with Producer(bus.name) as producer:
@@ -366,7 +360,6 @@ def test_the_handler_says_how_its_batches_came(bus: Bus, seed: int, prefetch: in
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_fields_go_by_their_names_on_the_way_to_a_gpu_too(bus: Bus) -> None:
     names = FieldNames(tokens="ids", loss_mask=None, logprobs=None, advantages=None)
     with packing(bus, fields=names) as (packer, producer, consumer):
@@ -376,7 +369,6 @@ def test_fields_go_by_their_names_on_the_way_to_a_gpu_too(bus: Bus) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_training_that_is_under_way_is_not_waited_for(bus: Bus, seed: int) -> None:
     with packing(bus) as (packer, producer, consumer):
         put_random(producer, seed, 8, 4000)
@@ -453,7 +445,6 @@ def test_rings_follow_groups(monkeypatch: pytest.MonkeyPatch, bus: Bus, producer
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_packer_outlives_its_consumer_and_may_be_dropped(bus: Bus, seed: int) -> None:
     packer = GpuPacker("cuda", transport="gather")
     with Producer(bus.name) as producer:
