@@ -34,8 +34,6 @@ enum {
 _Static_assert(CHUNK_BYTES == SHMBUS_RECORD_ALIGN, "a chunk is a cache line");
 
 #define KNOWN_WORDS 4
-/* Limit of a score: the difference of two scores stays finite in float32. */
-#define MAX_SCORE 1e38
 
 struct table {
     uint64_t found_at, borders_at, versions_at, sizes_at, scores_at, chunks_at;
