@@ -266,6 +266,12 @@ class Producer(_core.Writer, ClosedByAnyWith):
 
     # -- putting -----------------------------------------------------------------------------------
 
+    #: In C from end to end (shmbus_ext/python/put/writer_object.c, put_many.c), with the
+    #: documentation of shmbus_ext/_public_put.pyi.
+    put = _core.Writer.put
+    put_many = _core.Writer.put_many
+    cancelled = _core.Writer.cancelled
+
     async def aput(
         self,
         instance_id: str | int,
