@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmbus import errors
+from shmbus.base import limits
 from shmbus.base.arguments import check_timeout
 from shmbus.data.sample_rows import PREFIX
 from shmbus.segment.recorder_files import RecorderNote, read_recorders
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("shmbus.session")
+
+#: Largest score of either sign that a put accepts.
+MOST_SCORE: Final = limits.MAX_SCORE
 
 #: Seconds for a recorder's answer: the recorder copies rows, and never waits.
 _ANSWER_S: Final = 60.0
@@ -238,8 +242,8 @@ class Session:
             As for `put`; the session goes on, and may be finished again.
         """
         self._require_open(f"the score {score}")
-        if score is not None and not math.isfinite(score):
-            return self.fail(f"score: expected a finite number, got {score}")
+        if score is not None and not abs(score) <= MOST_SCORE:
+            return self.fail(f"score: expected a number within 1e38, got {score}")
         if self._packed is None:
             packed = self._take_rows()
             if packed is None:
