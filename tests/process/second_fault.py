@@ -140,6 +140,7 @@ class System(Supervisor):
             log = os.open(self.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            faulthandler.enable()
             faulthandler.register(signal.SIGUSR1)
             torch.set_num_threads(1)
             program(life)
