@@ -41,6 +41,7 @@ from supervisor import DEADLINE_S, Supervisor, own_tmpfs, unmount
 
 import shmbus
 from shmbus.cli import main as shmbus_main
+from shmbus.relay import keep
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.party import run_party
 from shmbus.relay.sink_party import SinkParty
@@ -53,7 +54,8 @@ SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
 COLUMN = {"reference": "float32"}
 COORDINATOR = "coordinator"
 GROUP_SIZE, GROUPS_PER_BATCH, TURNS, THREADS = 2, 2, 2, 2
-DISK_BYTES = 4 << 20
+#: The disk, and what the kept file may hold of ended records, so that the file is often made anew.
+DISK_BYTES, keep._SPARE_BYTES = 8 << 20, 1 << 20
 #: Seconds between two faults of a pair, and of a stop; at most.
 APART_S, STOP_S = 0.3, 0.6
 #: Seconds that a call may wait, and that a busy machine may add.
@@ -140,6 +142,7 @@ class System(Supervisor):
             log = os.open(self.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            faulthandler.enable()
             faulthandler.register(signal.SIGUSR1)
             torch.set_num_threads(1)
             program(life)
