@@ -582,6 +582,7 @@ class EngineFleet(ClosedByAsyncWith):
             path = str(place.path.absolute())
             await server.reload(path, place.version, self._clears, self.timeout)
             report.version = place.version
+            report.warning = getattr(server, "caution", "")
             report.load_s = time.monotonic() - began
 
         return read

@@ -258,8 +258,11 @@ class ServerRows:
         self._pool = self._identity = None
 
     def version_of(self, address: str, trainers: int) -> int:
-        """Return the oldest version of a server's ranks, or raise VersionUnknownError."""
-        server = self.read(trainers).get(row_name(engine_address(address)))
+        """Return the oldest version of a server's ranks now, or raise VersionUnknownError.
+
+        Rows of a moment ago may name the version before an update that an answer met.
+        """
+        server = self.read(trainers, afresh=True).get(row_name(engine_address(address)))
         if server is None:
             if trainers == 0:
                 return 0
