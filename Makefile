@@ -190,7 +190,7 @@ fuzz: fuzz-c fuzz-python ## Fuzz the readers of segments, messages and snapshots
 # SOAK=soak runs without daemon and ranks. RESTARTS=1000 kills the daemon 1,000 times.
 SOAK ?= daemon_soak
 soak: $(VENV)/.dev ## Run daemon, ranks and producers under random faults for MINUTES, then audit
-	$(BIN)/python tests/process/$(SOAK).py soak-$$$$ $$(( $(MINUTES) * 60 )) $(or $(SEED),$$$$) $(RESTARTS)
+	PYTHONPATH=tests $(BIN)/python tests/process/$(SOAK).py soak-$$$$ $$(( $(MINUTES) * 60 )) $(or $(SEED),$$$$) $(RESTARTS)
 
 KILLS ?= 10000
 kills: $(VENV)/.dev ## Kill KILLS producers with SIGKILL at random instants
@@ -207,9 +207,11 @@ WEEKS ?= 20
 week: $(VENV)/.dev ## Run WEEKS weeks of a run with all that goes wrong in them, and audit each
 	SHMBUS_TEST_WEEKS=$(WEEKS) $(BIN)/pytest -s -p no:benchmark tests/process/test_week.py $(ARGS)
 
-storm: $(VENV)/.dev ## Kill recorders, harnesses, engines and trainers for MINUTES, then audit
-	SHMBUS_TEST_STORM=$$(( $(MINUTES) * 60 )) $(BIN)/pytest -s -p no:benchmark \
-	    -o faulthandler_timeout=$$(( $(MINUTES) * 60 + 500 )) tests/recorder/test_recorder_deaths.py -k storm $(ARGS)
+# PAIRS ends the storm before the minutes are over.
+PAIRS ?= 100000
+storm: $(VENV)/.dev ## Raise PAIRS of faults over a whole system for MINUTES, the second one in the first, and audit
+	SHMBUS_TEST_PAIRS=$(PAIRS) SHMBUS_TEST_STORM=$$(( $(MINUTES) * 60 )) $(BIN)/pytest -s -p no:benchmark \
+	    -o faulthandler_timeout=$$(( $(MINUTES) * 60 + 500 )) tests/process/test_second_fault.py $(ARGS)
 
 points: $(VENV)/.dev ## Kill and stop every process at each of its failpoints, at first and later passes
 	SHMBUS_TEST_POINTS=all $(BIN)/pytest tests/process/test_failpoints.py $(ARGS)

@@ -24,7 +24,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -496,6 +497,14 @@ def spawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawner]:
         yield spawner
     finally:
         spawner.end_all()
+
+
+def together(work: Callable[..., object], calls: Iterable[Any]) -> None:
+    """Call a function with each value at once, each in a thread, and wait for all."""
+    values = [*calls]
+    with ThreadPoolExecutor(len(values)) as pool:
+        for call in [pool.submit(work, value) for value in values]:
+            call.result()
 
 
 @pytest.fixture

@@ -580,7 +580,7 @@ class Service:
 
     def _what_was_trained(self, request: messages.GetTrained) -> messages.TrainedReply:
         leases = self._held() + ([] if self._planner is None else self._planner.waiting())
-        names = set(self.collector.trained)
+        names = self.collector.ended_names()
         groups = []
         for lease in leases:
             if 0 <= lease.trained_at < request.step:

@@ -9,7 +9,8 @@ Invariants:
   each of its ranks names it; a reload without rows relies on the server's own calls.
 - The previous version stays leased until the rows agree: a way back while it may be needed.
 - A server with a torn model stays paused, and the error names it.
-- A server loads nothing unless it reports a pause.
+- A server loads nothing unless it reports a pause; the parameters of a shared model change only
+  while every server reports one.
 - One pause at a time, by an internal lock and the note's lock. A begun update always ends: a
   cancelled task waits for it, and a dead process's pause is recovered by its note.
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -44,8 +46,11 @@ from shmbus.engines.server import (
     checked_timeout,
 )
 from shmbus.engines.tasks import OneAtATime, close_all, to_the_end
+from shmbus.errors import DamagedError
 from shmbus.segment.names import check_name
 from shmbus.weights.carriers.checkpoint import CheckpointPlace, newest_checkpoints
+from shmbus.weights.shared_file import shared_state
+from shmbus.weights.shared_model import SharedModel
 
 #: Limit of a policy version; the bus announces it once servers run the weights.
 MOST_VERSION: Final = (1 << 63) - 1
@@ -284,6 +289,52 @@ class EngineFleet(ClosedByAsyncWith):
         async with self._busy:
             return await to_the_end(self._reload(Path(directory)), shmbus.ShmbusError)
 
+    async def step(
+        self,
+        shared: SharedModel,
+        action: Callable[[], object],
+        version: int,
+        *,
+        heal: bool = False,
+    ) -> None:
+        """Change the one model copy shared by the servers and this process, between pauses.
+
+        Parameters
+        ----------
+        shared : SharedModel
+            Of this bus, from `share_model`.
+        action : callable
+            Changes the parameters, for example ``optimizer.step``; called in a thread.
+        version : int
+            Version after the step.
+        heal : bool
+            Whether the action reloads every weight and may begin with torn weights.
+
+        Raises
+        ------
+        EngineError
+            A server could not be paused, and nothing was changed; or it could not be resumed.
+        DamagedError
+            The action failed, from its error: the servers stay paused with a mixed model. Load
+            whole weights with another step, and heal=True.
+        BlockingIOError
+            Another process is updating servers of this bus.
+        TypeError, ValueError
+            The version, the model or the action is invalid.
+        """
+        version = check_int("version", version, 0, MOST_VERSION)
+        check_flag("heal", heal)
+        if not isinstance(shared, SharedModel):
+            raise TypeError(
+                f"shared: expected what share_model returned, got {type(shared).__name__}"
+            )
+        if shared.bus != self.bus:
+            raise ValueError(f"shared: expected a model of bus {self.bus!r}, got {shared.bus!r}'s")
+        _require_function(action)
+        async with self._busy:
+            with PauseNote(self.bus) as note:
+                await to_the_end(self._step(note, shared, action, version, heal))
+
     async def recover(self) -> UpdateReport | None:
         """End a dead process's pause, by the rules of `update`.
 
@@ -490,6 +541,8 @@ class EngineFleet(ClosedByAsyncWith):
             return None
         if not left.updating:  # a finished update's note; now a server changes its weights again
             note.write(msgspec.structs.replace(left, updating=True))
+        if left.shared:
+            return await self._resume_whole(note, left)
         if left.directory:
             return await self._reload_newest(note, left)
         newest = await asyncio.to_thread(self._rows.newest, self.timeout)
@@ -568,9 +621,7 @@ class EngineFleet(ClosedByAsyncWith):
     async def _find(self, server: EngineServer, report: ServerReport) -> None:
         """Check that the server answers; count the ranks if answers may mix."""
         await server.paused(self.timeout)
-        check = getattr(server, "check_reload", None)  # unknown to some server classes
-        if check is not None:
-            await check(self.timeout)
+        await _ask_if_known(server, "check_reload", self.timeout)
         if not server.answers_in_step:
             report.ranks = await server.ranks(self.timeout)
 
@@ -604,6 +655,88 @@ class EngineFleet(ClosedByAsyncWith):
             pairs = await self._each(pairs, step)
         say_version(self.bus, newest.version)
         await self._each(pairs, self._resume)
+        return self._recovered(note, report)
+
+    # -- a step on the model copy shared with the servers -----------------------------------------
+
+    async def _step(
+        self,
+        note: PauseNote,
+        shared: SharedModel,
+        action: Callable[[], object],
+        version: int,
+        heal: bool,
+    ) -> None:
+        if note.left is not None:
+            self._require_shared(note, await self._recover(note))
+        self._clears = self.clear_cache or self._is_repeated(version, self._is_first())
+        report = self._begin(note, version, shared.version, self.servers)
+        reports = report.servers
+        pairs = list(zip(self.servers, reports, strict=True))
+        await self._all(await self._each(pairs, self._ask), reports)
+        servers = [(server.kind, server.address) for server in self.servers]
+        note.write(PauseNotice(os.getpid(), servers, version, report.previous, shared=True))
+        async with self._workers_held(version):
+            paused = await self._each(pairs, self._pause)
+            if len(paused) < len(pairs):
+                if not shared.torn:
+                    await self._each(pairs, self._resume)
+                    self._clear(note, report)
+                await self._all(paused, reports)
+            try:
+                await asyncio.to_thread(_change, shared, action, version, heal)
+            except Exception as error:
+                if not shared.torn:  # refused before any change
+                    await self._each(pairs, self._resume)
+                    self._clear(note, report)
+                    raise
+                raise DamagedError(
+                    f"the step to version {version} failed, so the model is a mix; "
+                    f"{', '.join(server.address for server in self.servers)} stay paused: load "
+                    "whole weights in a step with heal=True"
+                ) from error
+            say_version(self.bus, version)
+            resumed = await self._each(await self._each(pairs, self._forget_encoded), self._resume)
+        self._clear(note, report)
+        await self._all(resumed, reports)
+
+    def _require_shared(self, note: PauseNote, left: UpdateReport | None) -> None:
+        """Raise EngineError if unshared weights left a server torn."""
+        if left is None or note.left is None or note.left.shared:
+            return
+        own = {server.address for server in self.servers}
+        for each in left.servers:
+            if each.state == "paused" and each.address in own:
+                advice = "it stays paused, since its model is not whole; nothing was changed"
+                raise EngineError(each.address, "recover", None, each.error, advice)
+
+    async def _ask(self, server: EngineServer, report: ServerReport) -> None:
+        """Check before any pause that a server answers, and can drop encoder outputs."""
+        await server.paused(self.timeout)
+        await _ask_if_known(server, "check_reload", self.timeout)
+
+    async def _forget_encoded(self, server: EngineServer, report: ServerReport) -> None:
+        await _ask_if_known(server, "forget_encoded", self.timeout)
+
+    async def _all(self, pairs: Pairs, reports: list[ServerReport]) -> None:
+        if len(pairs) < len(reports):
+            address = next(each.address for each in reports if each.error)
+            raise self._failure(address, "nothing was changed")
+
+    async def _resume_whole(self, note: PauseNote, left: PauseNotice) -> UpdateReport:
+        """End the pause of a trainer that died around a step, but not within it."""
+        report, pairs = self._begin_recovery(left)
+        state = shared_state(self.bus)
+        if state is None or state[1]:
+            why = "its memory is gone" if state is None else "the trainer died in a step"
+            for _, each in pairs:
+                each.error = f"the shared model is no whole one: {why}"
+            return report
+        report.version = state[0]
+        say_version(self.bus, state[0])
+        for server, each in await self._each(pairs, self._resume):
+            del server
+            each.version = state[0]
         return self._recovered(note, report)
 
     # -- pause, resume, and steps at every server -------------------------------------------------
@@ -831,6 +964,13 @@ class EngineFleet(ClosedByAsyncWith):
         return [pair for pair, succeeded in zip(pairs, done, strict=True) if succeeded]
 
 
+async def _ask_if_known(server: EngineServer, verb: str, timeout: float) -> None:
+    """Run a step unknown to some server classes."""
+    step = getattr(server, verb, None)
+    if step is not None:
+        await step(timeout)
+
+
 def _require_mode(server: EngineServer, mode: str) -> None:
     if mode not in server.modes:
         raise ValueError(
@@ -843,6 +983,21 @@ def _is_paused_by_others(bus: shmbus.Bus) -> bool:
     """Return whether a foreign process, like an operator, paused the bus and must end the pause."""
     reason = bus.paused
     return reason is not None and not reason.startswith(HELD)
+
+
+def _require_function(action: object) -> None:
+    """Raise TypeError now: within the step the error would leave the model torn."""
+    if not callable(action) or inspect.iscoroutinefunction(action):
+        raise TypeError(
+            "action: expected a function that changes the parameters, such as optimizer.step, got "
+            f"{type(action).__name__} {action!r}"
+        )
+
+
+def _change(shared: SharedModel, action: Callable[[], object], version: int, heal: bool) -> None:
+    # The servers' pause guards the step; no server holds a lock meanwhile.
+    with shared.stepping(version, guard="none", heal=heal):
+        action()
 
 
 def _require_no_loop() -> None:

@@ -31,6 +31,7 @@ class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     servers: list[tuple[str, str]]
     version: int
     previous: int | None
+    shared: bool = False
     directory: str = ""
     updating: bool = True
     #: Buses of relay-fed servers, which read a node's own bus, by address.

@@ -185,7 +185,7 @@ class HttpServer(ClosedByAsyncWith):
                     if not part:
                         break
                     raw += part
-        except TimeoutError as error:
+        except asyncio.TimeoutError as error:
             raise EngineError(
                 self.address, step, None, f"nothing within {timeout:g} s", advice
             ) from error

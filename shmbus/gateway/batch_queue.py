@@ -26,7 +26,7 @@ import msgspec
 
 import shmbus
 from shmbus.gateway.bus_reader import BusReader
-from shmbus.gateway.registry import Registry
+from shmbus.gateway.registry import GroupKey, Registry
 from shmbus.gateway.settings import DRAIN_S, STALE_S
 from shmbus.http.access import Refusal
 from shmbus.peers import atropos
@@ -36,12 +36,17 @@ logger = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
 
 
+def key_of(group: shmbus.Group) -> GroupKey:
+    """Return the group's key on the bus."""
+    return group.instance_id, group.round
+
+
 class Batch:
     """Groups for a trainer, given together."""
 
-    def __init__(self, parts: list[Waiting], ids: list[str] | None = None) -> None:
+    def __init__(self, parts: list[Waiting], ids: list[GroupKey] | None = None) -> None:
         self.parts = parts
-        self.ids = [part.group.instance_id for part in parts] if ids is None else ids
+        self.ids = [key_of(part.group) for part in parts] if ids is None else ids
         self.times = 0
         self.acknowledged = False
         #: Aborts the running answer.
@@ -64,7 +69,7 @@ class Deliveries:
     def __len__(self) -> int:
         return len(self._ready) + len(self._answering) + len(self._given)
 
-    def given_ids(self) -> list[list[str]]:
+    def given_ids(self) -> list[list[GroupKey]]:
         """Return the keys of given groups, for a successor."""
         return [batch.ids for batch in self._given]
 
@@ -119,7 +124,7 @@ class Deliveries:
         self.answered = False
         return count
 
-    def restore(self, ids: list[str]) -> Batch:
+    def restore(self, ids: list[GroupKey]) -> Batch:
         """Take over a batch given by a predecessor; its parts follow."""
         batch = Batch([], ids)
         self._given.append(batch)
@@ -164,7 +169,7 @@ class BatchQueue:
         #: The report for environments, with the change counts of its inputs.
         self._available: tuple[tuple[int, int, int], Availability] | None = None
         #: What a predecessor gave, by key; the parts come as the bus delivers them again.
-        self._restoring: dict[str, Batch] = {}
+        self._restoring: dict[GroupKey, Batch] = {}
         for ids in registry.state.given:
             batch = self.batches.restore(ids)
             self._restoring |= dict.fromkeys(ids, batch)
@@ -200,7 +205,7 @@ class BatchQueue:
         else:
             self._warn_unusable(group, "it has no tokens")
             return False
-        batch = self._restoring.pop(group.instance_id, None)
+        batch = self._restoring.pop(key_of(group), None)
         if batch is not None and batch.acknowledged:
             acknowledged.append(group)
         elif batch is not None and not batch.times:

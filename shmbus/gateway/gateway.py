@@ -131,8 +131,9 @@ class Gateway:
         groups: Sequence[Samples],
     ) -> Body:
         """Put the groups of a body from `body`, once."""
-        body = self.puts.body_of(key_of(raw), len(groups))
-        await self.puts.put(body, groups, deadline_s, lambda: connection_of(request).alive)
+        body = await self.puts.put(
+            key_of(raw), groups, deadline_s, lambda: connection_of(request).alive
+        )
         self.batch_queue.note_put()
         return body
 

@@ -1,24 +1,22 @@
 """Idempotent puts into the bus: a POST waits while the bus is full, and a body is put once.
 
-A client with a lost answer sends its body again, without a mark. The bytes of a body identify it
-from before its first group until its answer's delivery, in the journal too, for a successor.
+A client with a lost answer sends its body again, without a mark. A digest of the body identifies
+the repeat until the answer's delivery, in the journal too, for a successor. Digest and round name
+the groups on the bus: the collector drops a group that was put twice as surplus.
 
 Invariants:
 
 - A body answered with 200 is whole in the bus.
 - Bodies are put one after another, in order of arrival: no body starves.
-- A body with a lost answer is never put twice, not even by a successor. Equal bodies with delivered
-  answers are different groups.
-- A group is put atomically, so a journal entry counts groups.
+- The groups of a body with a lost answer keep their round, also under a successor. Equal bodies
+  with delivered answers have different rounds: different groups.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -28,7 +26,6 @@ import shmbus
 from shmbus.gateway import settings
 from shmbus.gateway.journal import KEY_BYTES, Journal, JournalEntry
 from shmbus.http.access import Refusal
-from shmbus.inspect.dump import inspect
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +46,13 @@ def key_of(body: bytes | bytearray | memoryview) -> bytes:
 class Body:
     """A body: the names of its groups, and the number already put."""
 
-    def __init__(self, key: bytes, producer_id: int, first: int, count: int) -> None:
+    def __init__(self, key: bytes, round: int, count: int) -> None:
         self.key = key
-        self.producer_id = producer_id
-        self.first = first
+        self.round = round
         self.count = count
-        #: Groups in the bus.
+        #: Groups in the bus; True if the bus may have the next group too.
         self.done = 0
+        self.in_doubt = False
         #: The journal entry's number, while the entry exists.
         self.entry: int | None = None
         self.lost_s = 0.0
@@ -67,7 +64,7 @@ class Body:
 
     def id_of(self, number: int) -> str:
         """Return a group's key on the bus."""
-        return f"http-{self.producer_id}-{self.first + number}"
+        return f"http-{self.key.hex()}-{number}"
 
 
 class IdempotentPut:
@@ -80,81 +77,66 @@ class IdempotentPut:
         #: Bodies with lost answers, the oldest first.
         self._lost: dict[bytes, Body] = {}
         self._turn = asyncio.Lock()
-        self._next = 0
         self.holding = 0
         self.repeated = 0
-        # Read before a new producer, perhaps our own, takes the dead gateway's slot.
-        committed = _committed_by(bus.name)
         self.producer = shmbus.Producer(bus.name, label="shmbus gateway", on_stall=None)
-        #: Commits of the slot before this producer.
-        self._committed_before = _committed_by(bus.name).get(self.producer.producer_id, 0)
-        self._recover(committed)
-
-    def _recover(self, committed: dict[int, int]) -> None:
-        """Take over a predecessor's bodies, including a last group put before its death."""
-        keys: set[str] | None = None
-        for number, entry in self._journal.entries:
-            body = Body(entry.key, entry.producer_id, entry.first, entry.groups)
-            body.entry = number
-            body.lost_s = time.monotonic()
-            self._lost[body.key] = body
-            body.done = entry.done
-            if body.whole:
-                continue
-            if entry.mark and committed.get(body.producer_id, 0) >= entry.mark:
-                body.done += 1
-            else:
-                keys = _keys_in(self._bus.name) if keys is None else keys
-                there = (body.id_of(at) in keys for at in range(body.done, body.count))
-                body.done += sum(itertools.takewhile(bool, there))
-            # The next successor needs the progress too: by then the group may be gone.
-            self._write(body)
+        for number, entry in journal.entries:
+            body = Body(entry.key, entry.round, entry.groups)
+            body.done, body.entry, body.in_doubt = entry.done, number, True
+            self.lost(body)
 
     # -- a body ---------------------------------------------------------------------------------
 
-    def body_of(self, key: bytes, count: int) -> Body:
-        """Return the known body of a repeated request, or a new body."""
-        body = self._lost.pop(key, None)
-        if body is not None:
-            self.repeated += 1
-            return body
-        body = Body(key, self.producer.producer_id, self._next, count)
-        self._next += count
-        return body
-
     async def put(
-        self, body: Body, groups: Sequence[Samples], deadline_s: float, alive: Callable[[], bool]
-    ) -> None:
-        """Put the missing groups of a body, while the client is `alive`."""
-        if body.whole:
-            return
+        self, key: bytes, groups: Sequence[Samples], deadline_s: float, alive: Callable[[], bool]
+    ) -> Body:
+        """Put the missing groups of the body with this key, while the client is `alive`."""
+        known = self._lost.get(key)
+        if known is not None and known.whole:
+            return self._body_of(key, known.count)
+        for samples in groups:
+            if _bytes_of(samples) > self._bus.record_limit:
+                raise self._too_large()
         self.holding += 1
         try:
-            for samples in groups:
-                if _bytes_of(samples) > self._bus.record_limit:
-                    raise self._too_large()
             await self._acquire(deadline_s)
             try:
-                if not body.done and not alive():
-                    raise ConnectionResetError("the client went while its groups were held")
-                self._write(body, self._mark(body))
-                while not body.whole:
-                    await self._put_group(body, groups[body.done], deadline_s, alive)
-                    body.done += 1
-                    self._write(body, self._mark(body))
+                # In turn: an equal body before this one was put and answered, or is lost.
+                body = self._body_of(key, len(groups))
+                await self._put(body, groups, deadline_s, alive)
+                return body
             finally:
                 self._turn.release()
-        except BaseException:
-            if body.done:
-                # The client sends the body again: the missing groups follow then, after other
-                # bodies.
+        finally:
+            self.holding -= 1
+
+    def _body_of(self, key: bytes, count: int) -> Body:
+        body = self._lost.pop(key, None)
+        if body is None:
+            return Body(key, self.producer.next_round(), count)
+        self.repeated += 1
+        return body
+
+    async def _put(
+        self, body: Body, groups: Sequence[Samples], deadline_s: float, alive: Callable[[], bool]
+    ) -> None:
+        try:
+            if not body.done and not alive():
+                raise ConnectionResetError("the client went while its groups were held")
+            self._write(body)
+            while not body.whole:
+                await self._put_group(body, groups[body.done], deadline_s, alive)
+                body.done += 1
+                body.in_doubt = False
                 self._write(body)
+        except BaseException as error:
+            body.in_doubt |= not isinstance(error, (Refusal, ConnectionResetError))
+            if body.done or body.in_doubt:
+                # The client sends the body again: the missing groups follow then.
                 self.lost(body)
             else:
                 self.delivered(body)
             raise
-        finally:
-            self.holding -= 1
 
     async def _acquire(self, deadline_s: float) -> None:
         left = max(0.0, deadline_s - time.monotonic())
@@ -170,7 +152,10 @@ class IdempotentPut:
             left = max(0.0, deadline_s - time.monotonic())
             try:
                 await self.producer.aput_group(
-                    body.id_of(body.done), samples, timeout=min(left, _ALIVE_S)
+                    body.id_of(body.done),
+                    samples,
+                    round=body.round,
+                    timeout=min(left, _ALIVE_S),
                 )
                 return
             except shmbus.BusFullError as error:
@@ -205,15 +190,9 @@ class IdempotentPut:
 
     # -- the journal ----------------------------------------------------------------------------
 
-    def _mark(self, body: Body) -> int:
-        """Return the slot's commits after the put of the next group."""
-        if body.whole or body.producer_id != self.producer.producer_id:
-            return 0
-        return self._committed_before + self.producer.stats().committed + 1
-
-    def _write(self, body: Body, mark: int = 0) -> None:
+    def _write(self, body: Body) -> None:
         """Tell a successor the progress of a body."""
-        entry = JournalEntry(body.count, body.key, body.producer_id, body.first, body.done, mark)
+        entry = JournalEntry(body.count, body.done, body.key, body.round)
         if body.entry is not None:
             self._journal.write_entry(body.entry, entry)
             return
@@ -245,21 +224,6 @@ class IdempotentPut:
     def close(self) -> None:
         """Leave the bus."""
         self.producer.close()
-
-
-def _committed_by(bus: str) -> dict[int, int]:
-    """Return each slot's committed records, by the producer's number.
-
-    A producer dead in the middle of a commit is left out: its commit is decided later.
-    """
-    slots = inspect(bus, limit=0).slots
-    return {slot.producer_id: slot.committed for slot in slots if not slot.commit_under_way}
-
-
-def _keys_in(bus: str) -> set[str]:
-    """Return the keys of groups with a sample in the bus, including groups already read."""
-    records = inspect(bus, limit=sys.maxsize).records
-    return {each.instance_id for each in records if each.state in ("committed", "released")}
 
 
 def _bytes_of(samples: Samples) -> int:

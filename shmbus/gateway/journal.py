@@ -25,13 +25,13 @@ from shmbus.http.access import Refusal
 from shmbus.segment.names import companion_name
 from shmbus.segment.own_file import open_own
 
-_MAGIC: Final = b"SHMGATE4"
+_MAGIC: Final = b"SHMGATE5"
 _HEAD = struct.Struct("<8sQI")
 _PLACE = struct.Struct("<QII")
 #: Bytes of a body's key, a BLAKE2b digest: no client finds two bodies of one key.
 KEY_BYTES: Final = 16
-#: A body's group count, key, group names, number of groups put, and mark.
-_ENTRY = struct.Struct(f"<H6x{KEY_BYTES}sQQH6xQ8x")
+#: A body's group count, number of groups put, key, and round.
+_ENTRY = struct.Struct(f"<HH4x{KEY_BYTES}sq")
 _PAGE: Final = 4096
 #: Bytes of the state: the largest number of environments, with the longest names.
 _STATE_BYTES: Final = 16 << 20
@@ -45,15 +45,11 @@ class JournalEntry(NamedTuple):
     """A body without a delivered answer at its gateway's death."""
 
     groups: int
+    #: Groups in the bus, at least; perhaps the next group too.
+    done: int
     key: bytes
-    #: The names of its groups: the producer's number, and their numbers from `first` on.
-    producer_id: int
-    first: int
-    #: Groups whole in the bus, at least.
-    done: int = 0
-    #: The slot's commit count once the group after `done` is in the bus, as its proof; 0 if commits
-    #: of other bodies may count.
-    mark: int = 0
+    #: Round of its groups on the bus.
+    round: int
 
 
 class Journal:

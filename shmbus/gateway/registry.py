@@ -11,7 +11,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
@@ -43,6 +43,8 @@ class Registration(msgspec.Struct, kw_only=True):
     reads_bus: bool = False
 
 
+#: A group on the bus: instance id and round.
+GroupKey: TypeAlias = tuple[str, int | None]
 #: The name of an environment without a name.
 _UNNAMED: Final = "environment"
 
@@ -75,7 +77,7 @@ class _State(msgspec.Struct, kw_only=True):
     started: bool = False
     environments: list[Environment] = []
     #: Groups of each batch given to a trainer and not acknowledged.
-    given: list[list[str]] = []
+    given: list[list[GroupKey]] = []
 
 
 class Registry:

@@ -28,7 +28,13 @@ from shmbus.http.server import connection_of
 from shmbus.recorder import settings as limits
 from shmbus.recorder.dialects import DIALECTS
 from shmbus.recorder.dialects.base import Dialect, UnusableCall
-from shmbus.recorder.engine_api import BadAnswer, Reading, refuse_unsampled
+from shmbus.recorder.engine_api import (
+    BadAnswer,
+    Reading,
+    decode_answer,
+    decode_chunk,
+    refuse_unsampled,
+)
 from shmbus.recorder.engines import Engine, EngineGone, Engines, headers_of
 from shmbus.recorder.event_stream import DONE, EventParser, EventTooLarge
 from shmbus.recorder.refusals import CallRefusal, bad_request
@@ -236,8 +242,10 @@ class _Call:
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise EngineGone(f"{engine.url}: {type(error).__name__}: {error}") from error
         try:
-            read = self._reading.read(_decoded_answer(raw))
-            assert read is not None
+            if len(raw) < limits.LARGE_ANSWER:
+                read = self._read(raw)
+            else:
+                read = await asyncio.to_thread(self._read, raw)
             self._take_turns(engine)
             self._reading.check_usage()
             whole = b"" if self._dialect.streams else _encode(_turned(self._dialect.answer, read))
@@ -255,6 +263,12 @@ class _Call:
         self._session.deliver(task)
         connection = connection_of(self._request)
         return await connection.deliver(self._request, response, self._settler(), limits.DELIVER_S)
+
+    def _read(self, raw: bytearray) -> dict[str, Any]:
+        """Take a whole answer; return the client's part."""
+        read = self._reading.read(decode_answer(raw))
+        assert read is not None
+        return read
 
     async def _as_stream(self, read: dict[str, Any]) -> web.StreamResponse:
         """Send a whole answer as a stream of one chunk, for a client's stream request."""
@@ -339,7 +353,7 @@ class _Call:
         return stream
 
     def _take_chunk(self, raw: bytes) -> bytes:
-        read = self._reading.read(_decoded_answer(raw))
+        read = self._reading.read(decode_chunk(raw))
         if read is None:
             return b""
         return _turned(self._dialect.chunk, read, self._reading.prompt_tokens)
@@ -448,16 +462,6 @@ async def _whole(answer: aiohttp.ClientResponse) -> bytearray:
         if len(raw) > limits.ANSWER_LIMIT:
             raise aiohttp.ClientPayloadError(f"more than {limits.ANSWER_LIMIT >> 20} MiB")
     return raw
-
-
-def _decoded_answer(raw: bytes | bytearray) -> dict[str, Any]:
-    try:
-        found = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise BadAnswer(f"the engine's answer is no JSON: {str(error)[:200]}") from error
-    if not isinstance(found, dict):
-        raise BadAnswer(f"the engine's answer is no object: {str(found)[:80]}")
-    return found
 
 
 def _no_engine(error: Exception) -> CallRefusal:

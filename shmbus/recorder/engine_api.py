@@ -30,6 +30,9 @@ CHAT: Final = "/v1/chat/completions"
 #: vLLM's name of a logprob's token by its id.
 _BY_ID: Final = "token_id:"
 
+#: Tokens decoded in one step, in half a millisecond: other threads run between two steps.
+_STEP: Final = 4096
+
 _IDS: Final = frozenset({int})
 _NUMBERS: Final = frozenset({int, float})
 
@@ -46,6 +49,54 @@ class BadAnswer(Exception):
     def __init__(self, message: str, *, engine_gone: bool = False) -> None:
         super().__init__(message)
         self.engine_gone = engine_gone
+
+
+class _ChatLogprobs(msgspec.Struct):
+    content: list[msgspec.Raw] | None = None
+
+
+class _Token(msgspec.Struct, gc=False):
+    token: str
+    logprob: float
+
+
+class _TextLogprobs(msgspec.Struct):
+    token_logprobs: list[float] | None = None
+    tokens: list[str] | None = None
+
+
+def decode_chunk(raw: bytes | bytearray) -> dict[str, Any]:
+    """Decode an object of JSON."""
+    try:
+        found = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise BadAnswer(f"the engine's answer is no JSON: {str(error)[:200]}") from error
+    if not isinstance(found, dict):
+        raise BadAnswer(f"the engine's answer is no object: {str(found)[:80]}")
+    return found
+
+
+def decode_answer(raw: bytes | bytearray) -> dict[str, Any]:
+    """Decode a whole answer; logprobs stay `msgspec.Raw`, since a dict a token costs too much."""
+    try:
+        raw.decode()  # fields stay undecoded, and reach clients
+        answer = _fields_of(raw, "choices")
+        choices = msgspec.json.decode(answer["choices"], type=list[msgspec.Raw])
+        answer["choices"] = [_fields_of(choice, "logprobs") for choice in choices]
+    except (msgspec.DecodeError, UnicodeError, RecursionError, KeyError, TypeError):
+        return decode_chunk(raw)  # names the fault
+    return answer
+
+
+def _fields_of(raw: bytes | bytearray | msgspec.Raw, raw_name: str) -> dict[str, Any]:
+    """Decode an object, except for the field `raw_name` if longer than ``null``."""
+    fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    return {
+        name: value
+        if name == raw_name and memoryview(value).nbytes > len("null")
+        else msgspec.json.decode(value)
+        for name, value in fields.items()
+    }
 
 
 def refuse_unsampled(body: dict[str, Any]) -> str | None:
@@ -222,7 +273,9 @@ class Reading:
         """Take a whole answer, or a chunk of a stream; return the client's part."""
         try:
             return self._read(answer)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (
+            AttributeError, KeyError, TypeError, ValueError, msgspec.DecodeError,
+        ) as error:  # fmt: skip
             raise BadAnswer(
                 f"the engine's answer is not of OpenAI's form: {type(error).__name__}: {error}"
             ) from error
@@ -286,6 +339,8 @@ class Reading:
         self._take_text(kept, choice)
 
     def _logprobs_of(self, found: Any) -> tuple[list[float], list[str]]:
+        if isinstance(found, msgspec.Raw):
+            return self._decoded_logprobs(found)
         if not isinstance(found, dict):
             return [], []
         if self._chat:
@@ -293,6 +348,20 @@ class Reading:
             return [each["logprob"] for each in content], [each["token"] for each in content]
         values = found.get("token_logprobs") or []
         return values, [str(name) for name in found.get("tokens") or ()]
+
+    def _decoded_logprobs(self, raw: msgspec.Raw) -> tuple[list[float], list[str]]:
+        if not self._chat:
+            text = msgspec.json.decode(raw, type=_TextLogprobs)
+            return text.token_logprobs or [], text.tokens or []
+        content = msgspec.json.decode(raw, type=_ChatLogprobs).content or []
+        values: list[float] = []
+        names: list[str] = []
+        for at in range(0, len(content), _STEP):
+            step = b"[%b]" % b",".join(content[at : at + _STEP])
+            for each in msgspec.json.decode(step, type=list[_Token]):
+                values.append(each.logprob)
+                names.append(each.token)
+        return values, names
 
     def _take_text(self, kept: _Choice, choice: dict[str, Any]) -> None:
         said = choice.get("message") or choice.get("delta") or choice

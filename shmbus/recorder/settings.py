@@ -59,6 +59,8 @@ MAX_CONNECTIONS: Final = 16_384
 IDLE_CONNECTION_S: Final = 600.0
 #: Bytes of an engine's whole answer: 64k tokens with logprobs and routed experts.
 ANSWER_LIMIT: Final = 256 << 20
+#: Bytes of a whole answer that a thread decodes: 5 ms of work for the event loop.
+LARGE_ANSWER: Final = 512 << 10
 #: Longest wait of `POST /sessions` for a prompt, in seconds.
 MAX_WAIT_S: Final = 300.0
 

@@ -260,9 +260,16 @@ class Collector:
     def note_trained(self, leases: list[_core.GroupEntry[Trajectory]], step: int) -> None:
         """Do nothing: a collector serves no further ranks."""
 
+    def ended_names(self) -> set[bytes]:
+        """Return ended samples that a relay may bring again.
+
+        These are a loaded checkpoint's, and those whose end is not yet in the relay's kept file.
+        """
+        return self.trained.union(_core.relay_ended(self.segment))
+
     def trained_before(self, step: int) -> TrainedBefore:
-        """Return samples a loaded checkpoint counts as trained and that may still come."""
-        return TrainedBefore(set(self.trained), [])
+        """Return ended samples that may still come."""
+        return TrainedBefore(self.ended_names(), [])
 
     def _end_checks(self) -> None:
         """Clear up after deaths and discards, with all earlier commits in the stash."""

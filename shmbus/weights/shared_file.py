@@ -197,3 +197,17 @@ def check_file(file: int, path: str) -> None:
             f"{path}: says {said} bytes of manifest and {size} of weights from {at} on, and has "
             f"{found.st_size}; nothing was mapped: share the weights again"
         )
+
+
+def shared_state(bus: str) -> tuple[int, bool] | None:
+    """Return a shared copy's version and state, without attaching."""
+    path = path_of(bus)
+    with contextlib.suppress(FileNotFoundError):
+        file = open_own(path, os.O_RDONLY, _title(bus))
+        try:
+            check_file(file, path)
+            _, version, stepping, *_ = HEADER.unpack(os.pread(file, HEADER.size, 0))
+        finally:
+            os.close(file)
+        return int(version), bool(stepping)
+    return None

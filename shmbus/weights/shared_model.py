@@ -33,12 +33,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
 from shmbus import BusClosedError
 from shmbus.base.arguments import (
+    check_choice,
     check_flag,
     check_int64,
     check_seconds,
@@ -237,7 +238,12 @@ class SharedModel(ClosedByWith):
 
     @contextlib.contextmanager
     def stepping(
-        self, version: int, *, timeout: float | None = None, heal: bool = False
+        self,
+        version: int,
+        *,
+        timeout: float | None = None,
+        guard: Literal["lock", "none"] = "lock",
+        heal: bool = False,
     ) -> Iterator[None]:
         """Wait until nobody reads, and keep readers out, for a ``with`` block.
 
@@ -247,6 +253,9 @@ class SharedModel(ClosedByWith):
             Version after the block.
         timeout : float, optional
             Seconds to wait for readers; None waits for ever.
+        guard : "lock" | "none"
+            "none" steps beside readers, who then meet a mix of two versions: use it only while the
+            readers are paused by other means, for example by `EngineFleet.step`.
         heal : bool
             Whether the block reloads every weight and may begin with torn ones.
 
@@ -268,13 +277,14 @@ class SharedModel(ClosedByWith):
         version = check_int64("version", version)
         check_timeout(timeout, "timeout")
         check_flag("heal", heal)
+        check_choice("guard", guard, ("lock", "none"))
         self._require_open()
         with self._file.again() as locks:
             if not self._writable or not locks.lock_byte(_STEPPER, fcntl.F_WRLCK):
                 what = "steps already" if self._writable else "only reads"
                 raise WeightsError(f"shared weights of bus {self.bus!r}: this process {what}")
             deadline = _deadline(timeout)
-            for byte in (_GATE, _DATA):
+            for byte in (_GATE, _DATA) if guard == "lock" else ():
                 if not _until(partial(locks.lock_byte, byte, fcntl.F_WRLCK), deadline):
                     raise self._late("a reader has not left", timeout)
             if self.torn and not heal:

@@ -1,8 +1,4 @@
-"""Attention over packed batches: each sequence against itself alone, and the choice of backend.
-
-The reference is plain matmul and softmax in float64, one sequence at a time, with the visible keys
-of a row written out from their definition.
-"""
+"""Attention over packed batches against plain float64 attention of single sequences."""
 
 from __future__ import annotations
 
@@ -37,8 +33,6 @@ BATCHES = {
 
 
 class Case(NamedTuple):
-    """A packed batch with its lengths."""
-
     q: Tensor
     k: Tensor
     v: Tensor
@@ -202,9 +196,7 @@ def test_errors_are_at_most_twice_those_of_torch_alone(
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 1)], ids=str)
 @pytest.mark.parametrize("longest", [3, 8, 20])
-def test_of_many_tiny_sequences_the_error_as_a_whole_is_at_most_twice_torchs(
-    longest: int, window: tuple[int, int], seed: int
-) -> None:
+def test_of_many_tiny_ones_errors_add_up(longest: int, window: tuple[int, int], seed: int) -> None:
     lengths = np.random.default_rng(seed).integers(1, longest, 64).tolist()
     case = make_case([(n, n) for n in lengths], (4, 2), seed, torch.float32)
     wide = in_float64(case)

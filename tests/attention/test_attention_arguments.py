@@ -36,9 +36,7 @@ from trainer_adapter.attention import varlen_attention
         ({"cu_seqlens_k": torch.tensor([0, 6, 5])}, ValueError, "smallest step -1"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(
-    change: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_misfits_are_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = {
         **{name: torch.zeros(5, 2, 4) for name in "qkv"},
         "cu_seqlens_q": torch.tensor([0, 3, 5], dtype=torch.int32),

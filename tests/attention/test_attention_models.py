@@ -355,9 +355,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Any:
     flash.flash_function.cache_clear()
 
 
-def test_flash_attn_is_called_as_it_wants_and_gives_the_same(
-    flash_attn: Any, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_flash_attn_is_equal(flash_attn: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     given = operands(seed, LENGTHS)
     cu = borders(LENGTHS)
     monkeypatch.setattr(dispatch, "flash_obstacle", lambda *facts: None)
@@ -512,9 +510,7 @@ def test_what_it_has_not_is_refused(seed: int) -> None:
         transformers_inputs(batch)
 
 
-def test_a_transformers_that_lacks_what_it_takes_is_refused_with_the_version_that_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_old_transformers_is_refused_with_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (4, 53):
         # The same as in 4.52, which has no such module.

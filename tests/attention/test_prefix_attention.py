@@ -72,7 +72,6 @@ def alone(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def by_hand(given: list[Tensor], tree: PrefixTree, lengths: list[int], window: int) -> Tensor:
-    """Every sequence alone, of its own rows: [T, H, D]."""
     wide = [x.to("cpu", torch.float64) for x in given]
     parts = tree.rows.cpu().split(lengths)
     return torch.cat([alone(*(x[rows] for x in wide), window) for rows in parts])

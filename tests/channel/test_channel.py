@@ -40,9 +40,7 @@ def bytes_of(receiver: ChannelReceiver) -> bytes:
     return data
 
 
-def test_steps_keep_order_and_meta_and_the_last_side_removes_the_file(
-    bus_name: str,
-) -> None:
+def test_steps_keep_order_and_meta_and_the_last_side_removes_the_file(bus_name: str) -> None:
     with ChannelSender(bus_name, slots=3) as sender, ChannelReceiver(bus_name) as receiver:
         for turn in range(50):
             assert sender.send(bytes([turn]) * (turn * 500), meta=b"m%d" % turn) == turn
@@ -155,8 +153,6 @@ def test_skips_failures_and_the_end_are_messages_in_their_order(bus_name: str) -
 
 
 class ChannelReceiverAfter:
-    """Both sides of one channel in one process."""
-
     def __init__(self, name: str) -> None:
         self.sender = ChannelSender(name)
         self.receiver = ChannelReceiver(name)
@@ -186,9 +182,7 @@ def test_each_side_is_one_process_and_a_closed_handle_says_so(bus_name: str) -> 
     unlink_channel(bus_name)
 
 
-def test_a_refused_step_leaves_the_channel_usable(
-    bus_name: str,
-) -> None:
+def test_a_refused_step_leaves_the_channel_usable(bus_name: str) -> None:
     with (
         ChannelSender(bus_name, max_bytes="64KiB") as sender,
         ChannelReceiver(bus_name) as receiver,

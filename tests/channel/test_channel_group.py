@@ -153,9 +153,7 @@ def child(target: Any, name: str, rank: int) -> tuple[Any, Any]:
     return process, ours
 
 
-def test_a_killed_receiver_is_named_and_its_steps_wait(
-    name: str,
-) -> None:
+def test_a_killed_receiver_is_named_and_its_steps_wait(name: str) -> None:
     group = TensorChannel.group(name, senders=1, receivers=2)
     tx = group.sender(0, slots=4)
     alive = group.receiver(0, specs=SPECS)

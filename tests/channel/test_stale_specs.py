@@ -71,9 +71,7 @@ def test_a_dead_receivers_specs_are_ignored(bus_name: str, spawn: Spawner) -> No
             assert item.step == 0
 
 
-def test_a_gone_sides_difference_is_told_once_and_a_successor_awaited(
-    bus_name: str,
-) -> None:
+def test_a_gone_sides_difference_is_told_once_and_a_successor_awaited(bus_name: str) -> None:
     with TensorChannel.create(bus_name, specs=RIGHT) as sender:
         wrong = TensorChannel.open(bus_name, specs=WRONG)
         with pytest.raises(SpecMismatchError):

@@ -9,11 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shmbus.tensors import (
-    TensorChannel,
-    TensorReceiver,
-    TensorSender,
-)
+from shmbus.tensors import TensorChannel, TensorReceiver, TensorSender
 
 Pair = tuple[TensorSender, TensorReceiver]
 SPECS = {"x": ("int64", (None,)), "y": ("bfloat16", (None, 8))}

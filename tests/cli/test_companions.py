@@ -13,7 +13,6 @@ from trainer_adapter.demo.worker import WeightsChannel
 
 
 def found(name: str) -> list[dict[str, Any]]:
-    """The rows of one bus in ``shmbus gc --json``."""
     rows = cli("gc", name, "--json").json()
     assert isinstance(rows, list)
     return rows

@@ -77,9 +77,7 @@ def test_a_failing_check_gives_status_1_with_a_hint(tmp_path: Path) -> None:
     assert "ulimit -f unlimited" in done.stdout
 
 
-def test_a_cgroup_above_the_own_one_that_is_tighter_than_dev_shm_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tighter_cgroup_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
         "proc/self/cgroup": "0::/pod/job\n",
         "proc/self/mountinfo": "30 29 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",

@@ -1,7 +1,4 @@
-"""``shmbus gc`` and ``shmbus list``: what somebody alive uses is never touched, in any state.
-
-Every command that removes names its buses: other runs on the same machine have theirs in /dev/shm.
-"""
+"""``shmbus gc`` and ``shmbus list``: a bus in use is never touched, in any state."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ time.sleep(600)
 
 
 def found(name: str) -> dict[str, Any]:
-    """The row of one bus in ``shmbus gc --json``."""
     (row,) = cli("gc", name, "--json").json()
     assert isinstance(row, dict)
     return row

@@ -28,7 +28,6 @@ with PoolPublisher(sys.argv[1], "weights", spec=PoolSpec(slot_bytes=4096)) as pu
 
 @pytest.fixture
 def weights(bus_name: str) -> Iterator[PoolPublisher]:
-    """A pool with version 12 beside a bus."""
     with (
         shmbus.Bus.create(bus_name, "1MiB"),
         PoolPublisher(bus_name, "weights", spec=PoolSpec(slot_bytes=4096)) as publisher,

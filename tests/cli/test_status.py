@@ -9,15 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Spawner
-from operators import (
-    WORKER,
-    cli,
-    data_offset,
-    header_offset,
-    put_group,
-    segment_path,
-    write_at,
-)
+from operators import WORKER, cli, data_offset, header_offset, put_group, segment_path, write_at
 
 import shmbus
 from shmbus.data.status_types import BusStatus

@@ -27,8 +27,6 @@ _SHOWS_CURSOR = "\x1b[?25h"
 
 
 class Terminal:
-    """A command on a terminal of its own."""
-
     def __init__(self, *arguments: str, columns: int = 80, rows: int = 60) -> None:
         self.master, self.slave = pty.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -82,7 +80,6 @@ class Terminal:
 
 @pytest.fixture
 def terminal() -> Iterator[list[Terminal]]:
-    """Terminals that are closed after the test."""
     opened: list[Terminal] = []
     yield opened
     for each in opened:
@@ -166,10 +163,7 @@ def test_rates_come_from_counts_and_time(bus_name: str, spawn: Spawner) -> None:
 
 @pytest.mark.parametrize("producers", [0, 3, 40])
 def test_a_frame_fits_and_counts_omissions(bus_name: str, producers: int) -> None:
-    with (
-        shmbus.Bus.create(bus_name, "1MiB", max_producers=64),
-        contextlib.ExitStack() as stack,
-    ):
+    with shmbus.Bus.create(bus_name, "1MiB", max_producers=64), contextlib.ExitStack() as stack:
         for number in range(producers):
             producer = stack.enter_context(shmbus.Producer(bus_name, label=f"w{number}\x1b[2J"))
             put_group(producer, f"\x1b[31m{number}", skip=0)

@@ -39,10 +39,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 def test_a_trace_has_past_and_present(bus_name: str, daemon: Start, tmp_path: Path) -> None:
     daemon("--capacity", "2MiB")
     path = tmp_path / "run.json"
-    with (
-        Producer(bus_name, label="w0") as producer,
-        Consumer(bus_name, label="train.py") as taker,
-    ):
+    with Producer(bus_name, label="w0") as producer, Consumer(bus_name, label="train.py") as taker:
         put(producer, "before")
         taker.take(timeout=10)[0].ack()
         traced = begin(bus_name, path)

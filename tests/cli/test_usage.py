@@ -87,24 +87,23 @@ def test_a_command_line_without_a_command_shows_the_commands() -> None:
     assert ended.out == ""
 
 
-def test_a_port_in_use_leaves_no_bus_behind(bus_name: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "create", "option", "host"),
+    [
+        ("serve", "--capacity", "--metrics-port", ""),
+        ("gateway", "--create", "--http", "127.0.0.1:"),
+    ],
+)
+def test_a_port_in_use_leaves_no_bus_behind(
+    bus_name: str, command: str, create: str, option: str, host: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        ended = cli("serve", bus_name, "--capacity", "64KiB", "--metrics-port", port)
-    assert ended.status == 1
-    assert "choose another port" in ended.err
-    assert segments_named(bus_name) == []
-
-
-def test_a_gateway_that_cannot_listen_leaves_no_bus_behind(bus_name: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        ended = cli("gateway", bus_name, "--create", "64KiB", "--http", address)
-        assert ended.status == 1
-        assert "choose another" in ended.err
+        line = (command, bus_name, create, "64KiB", option, f"{host}{taken.getsockname()[1]}")
+        ended = cli(*line)
+        assert (ended.status, "choose another" in ended.err) == (1, True)
         assert segments_named(bus_name) == []
         with Bus.create(bus_name, "64KiB"):
-            assert cli("gateway", bus_name, "--create", "64KiB", "--http", address).status == 1
+            assert cli(*line).status == 1
             assert segments_named(bus_name) != []
 
 

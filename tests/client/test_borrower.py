@@ -56,7 +56,6 @@ CONNECTION, _DAEMON = socket.socketpair()
 def receive(
     borrower: _core.Borrower, granted: list[messages.Granted]
 ) -> tuple[list[_core.ClientLease], list[int]]:
-    """Receive groups, and keep them nowhere."""
     received = borrower.receive(granted, -1, {}, CONNECTION.fileno())
     borrower.ready.clear()
     return received
@@ -85,9 +84,7 @@ def lease_locks(bus: Bus, client: int = 0) -> int:
     return held
 
 
-def test_a_borrowed_trajectory_is_what_the_reader_has(
-    bus: Bus, reader: _core.Reader, borrower: _core.Borrower
-) -> None:
+def test_borrowed_is_equal(bus: Bus, reader: _core.Reader, borrower: _core.Borrower) -> None:
     put(bus, 5)
     theirs = reader.poll(10)
     lease = borrow(borrower, _core.places(theirs))
@@ -112,9 +109,7 @@ def refusals(borrower: _core.Borrower, places: bytes) -> list[int]:
     return refused
 
 
-def test_a_place_that_is_not_in_the_segment_is_refused_and_leaves_no_lock(
-    bus: Bus, reader: _core.Reader, borrower: _core.Borrower
-) -> None:
+def test_a_bad_place_is_refused(bus: Bus, reader: _core.Reader, borrower: _core.Borrower) -> None:
     put(bus, 1)
     (good,) = struct.iter_unpack("=IIQQ", _core.places(reader.poll(1)))
     extents = lifecycle.open_segment(bus.name).extent_count
@@ -139,9 +134,7 @@ def test_a_release_ends_borrowing(bus: Bus, reader: _core.Reader, borrower: _cor
     assert lease_locks(bus) == 0
 
 
-def test_space_under_a_borrowed_view_is_not_used_again_until_the_view_is_gone(
-    bus: Bus, reader: _core.Reader, borrower: _core.Borrower
-) -> None:
+def test_borrowed_space_is_kept(bus: Bus, reader: _core.Reader, borrower: _core.Borrower) -> None:
     put(bus, 4, tokens=40_000)
     found = reader.poll(4)
     lease = borrow(borrower, _core.places(found))
@@ -207,9 +200,7 @@ def test_exactly_the_runs_that_nobody_looks_at_are_free(
     other.close()
 
 
-def test_views_that_end_after_their_lease_leave_no_producer_waiting(
-    bus: Bus, reader: _core.Reader, borrower: _core.Borrower
-) -> None:
+def test_late_views_block_nobody(bus: Bus, reader: _core.Reader, borrower: _core.Borrower) -> None:
     # The reader only sleeps and wakes: nobody tells it that a view has ended.
     rounds = 40 * reader.segment.extent_count
     sending = threading.Thread(target=put_singles, args=(bus.name, rounds))

@@ -39,7 +39,6 @@ class Dialogue:
         return self.leases.receive(answer, self.ends[0].fileno())
 
     def take(self, limit: int) -> list[Group]:
-        """Return groups of what is ready."""
         return self.leases.hand_out(Group, self, limit)
 
     def give_back(self, group: Group) -> list[int] | None:
@@ -99,9 +98,7 @@ def test_what_is_given_back_is_unlocked_before_the_daemon_is_told(dialogue: Dial
     assert dialogue.leases.locks()[0] == len(rest)
 
 
-def test_a_reconnect_renumbers_and_confirms_leases(
-    dialogue: Dialogue,
-) -> None:
+def test_a_reconnect_renumbers_and_confirms_leases(dialogue: Dialogue) -> None:
     leases, state = dialogue.leases, dialogue.state
     kept, ended, lost = dialogue.grant()
     *_, lost_group = dialogue.take(GROUPS)
@@ -146,9 +143,7 @@ def test_ready_leases_are_handed_out_in_order_and_lost_ones_never(dialogue: Dial
     assert dialogue.take(2) == [] and dialogue.leases.ready == []
 
 
-def test_ready_groups_but_no_lost_lease_can_be_given_back(
-    dialogue: Dialogue,
-) -> None:
+def test_ready_groups_but_no_lost_lease_can_be_given_back(dialogue: Dialogue) -> None:
     _, second, _ = dialogue.grant()
     second.lost = True
     assert dialogue.leases.give_back_ready() == [10, 12]

@@ -168,7 +168,6 @@ time.sleep(600)
 """
 
 
-@pytest.mark.timeout(60)
 def test_an_owners_socket_is_in_use_while_it_lives(bus_name: str, spawn: Spawner) -> None:
     path = memory_socket("channel", bus_name)
 

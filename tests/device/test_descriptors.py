@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import Spawner, open_descriptors
+from conftest import Spawner, open_descriptors, together
 
 from shmbus import PeerGoneError
 from shmbus.tensors.device.arena import DescriptorServer, fetch_descriptor
@@ -86,11 +86,7 @@ def test_many_askers_at_once_leave_no_descriptor_open(server: DescriptorServer, 
         assert os.pread(descriptor, 100, 0) == b"content of chunk %d" % number
         os.close(descriptor)
 
-    threads = [threading.Thread(target=ask, args=(n,)) for n in range(50)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(ask, range(50))
     # The last answering threads close their connections a moment after their askers have read.
     assert not settled_descriptors() - before
 

@@ -250,9 +250,7 @@ def test_an_empty_allocation_is_refused_before_the_driver_is_asked() -> None:
 
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_memory_that_is_written_is_mapped_for_each_device_that_reaches_it(
-    monkeypatch: pytest.MonkeyPatch, writable: bool
-) -> None:
+def test_a_mapping_is_for_each_device(monkeypatch: pytest.MonkeyPatch, writable: bool) -> None:
     given: list[tuple[int, int]] = []
 
     def call(name: str, *arguments: Any) -> None:

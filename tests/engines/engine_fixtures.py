@@ -8,7 +8,7 @@ import pytest
 from small_engine import Running, SmallEngine
 from small_sglang import SmallSglang
 from small_vllm import SmallVllm
-from trainers import Trainer
+from trainers import Scene, Trainer
 
 from shmbus import Bus
 
@@ -40,3 +40,8 @@ def trainer(bus_name: str) -> Iterator[Trainer]:
 def bus(bus_name: str) -> Iterator[Bus]:
     with Bus.create(bus_name, "1MiB", max_producers=4) as bus:
         yield bus
+
+
+@pytest.fixture
+def scene(bus: Bus, trainer: Trainer, servers: StartServer) -> Scene:
+    return Scene(bus, trainer, servers)

@@ -1,8 +1,4 @@
-"""A small server with vLLM's routes in the test's own process, whose answers may be anything.
-
-It speaks HTTP by hand, so that an answer may come in pieces, or be no answer at all. What it loads
-it loads as a worker does: by a subscriber, into a model of its own.
-"""
+"""A server with vLLM's routes in the test's process, whose answers may be anything."""
 
 from __future__ import annotations
 
@@ -58,7 +54,6 @@ class RawServer:
             self.subscriber.close()
 
     def server(self) -> VllmServer:
-        """How a fleet speaks to it."""
         return VllmServer(self.url)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

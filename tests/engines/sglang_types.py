@@ -1,7 +1,4 @@
-"""SGLang's requests, decoded as its server does: by the wheel's own types where it is installed.
-
-Else by the fields that version 0.5.23 has, and by an unpickler that allows the one name of an order
-that SGLang's own allows too.
+"""SGLang's requests, decoded by the installed wheel or by the fields of version 0.5.23.
 
 Source: sglang/srt/managers/io_struct.py, sglang/srt/utils/common.py of SGLang 0.5.23.
 """
@@ -56,10 +53,7 @@ REQUESTS: dict[str, tuple[str, dict[str, tuple[type, ...]], set[str]]] = {
 
 
 def decode(path: str, body: Any) -> dict[str, Any]:
-    """Return the fields of a request, with the engine's defaults where they matter here.
-
-    Raises ValueError where the engine would answer 422.
-    """
+    """Return a request's fields with the engine's defaults; ValueError means 422."""
     name, fields, required = REQUESTS[path]
     unknown = set(body) - set(fields) - set(_BASE)
     missing = required - set(body)

@@ -1,11 +1,7 @@
-"""Small inference servers in processes of their own: real sockets, real weights, faults on demand.
+"""Small inference servers in forked processes: real sockets, real weights, faults on demand.
 
-The model of each rank is one vector that each version fills with its number: a completion is the
-numbers that a request met while it was generated, so a mix of versions shows. A subclass has the
-routes of an engine, and what its engine says. `POST /fault` with {step: kind} has the next call of
-a step fail: "500", "503", "close", "hang", "die", "stop", or what the subclass knows.
-
-Processes are forked from one that has imported torch, so that each starts in milliseconds.
+Each version fills the model with its number, and a completion is the numbers met. `POST /fault`
+with {step: kind} has the next call of a step fail: "500", "503", "close", "hang", "die", "stop".
 """
 
 from __future__ import annotations
@@ -49,7 +45,6 @@ class SmallEngine:
         self.seen: list[tuple[str, Any]] = []
 
     def routes(self) -> list[web.RouteDef]:
-        """What the engine answers."""
         raise NotImplementedError
 
     def take_fault(self, step: str, *kinds: str) -> str:
@@ -164,7 +159,6 @@ class Running:
         return found
 
     def server(self) -> Any:
-        """How a fleet speaks to it."""
         return self._make[0].client(self.url)
 
     async def paused(self) -> bool:
@@ -175,10 +169,7 @@ class Running:
             await server.close()
 
     async def calls(self) -> list[Any]:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(self.url + "/calls") as response,
-        ):
+        async with aiohttp.ClientSession() as session, session.get(self.url + "/calls") as response:
             answer: list[Any] = await response.json()
             return answer
 

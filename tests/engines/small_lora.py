@@ -1,8 +1,4 @@
-"""A small server that loads adapters by path, with vLLM's routes or SGLang's.
-
-A completion is generated with the adapter that the request names: its tokens are that adapter's
-numbers. Faults of its own: "lie" of a load (200, and nothing done).
-"""
+"""A small server that loads adapters by path; its fault "lie" answers 200 without a load."""
 
 from __future__ import annotations
 

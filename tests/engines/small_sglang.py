@@ -1,7 +1,6 @@
-"""A small server with SGLang's routes, its requests decoded by `sglang_types`, its real loader.
+"""A small server with SGLang's routes, `sglang_types` and SGLang's real loader.
 
-Its answers are those of SGLang 0.5.23. Faults of its own: "lie" of an update (success, and no rank
-was told), "cache" (the weights are new, and it answers failure), "break" (a tensor fails to load).
+Faults: "lie" (no rank was told), "cache" (new weights, answer failure), "break" (a bad tensor).
 """
 
 from __future__ import annotations

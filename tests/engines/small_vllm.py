@@ -1,10 +1,7 @@
-"""A small server with vLLM's routes. Faults of its own: "lie" (200, and nothing done) and "refuse"
-(half of it is loaded, and a row says why) of an update, "lie" of a resume, and "slow": it begins
-with that step `SLOW_S` after it was asked; "aside" of init: a rank looks a version up for as long.
+"""A small server with vLLM's routes, which runs steps in their order, also of lost callers.
 
-It does one step after another in the order in which it was asked, also for those who have left.
-Asked to start what is open, or to finish what is not, it raises; with several ranks no answer is
-that of its call from then on. Both are as in vLLM.
+Faults: "lie" (200 without effect), "refuse" (a partial load), "slow" (a start after `SLOW_S`),
+"aside" (a late lookup of a rank).
 """
 
 from __future__ import annotations

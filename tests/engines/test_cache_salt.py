@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from small_vllm import CachingVllm
-from trainers import TIMEOUT_S, Trainer
+from trainers import TIMEOUT_S, Scene, Trainer
 
 import shmbus
 from shmbus import Bus
@@ -39,19 +39,19 @@ def stale(answers: list[dict[str, float]]) -> int:
 
 
 @pytest.mark.parametrize("salted", [True, False])
-async def test_no_new_request_is_served_what_older_weights_have_cached(
-    bus: Bus, trainer: Trainer, servers: Any, salted: bool
-) -> None:
-    running = servers(1, CachingVllm)
+async def test_no_new_request_gets_older_weights_cache(salted: bool, scene: Scene) -> None:
+    running = scene.servers(1, CachingVllm)
     answers: list[dict[str, float]] = []
-    async with EngineFleet([VllmServer(running.url)], bus=bus.name, timeout=TIMEOUT_S) as fleet:
-        await fleet.update(trainer, 1)
-        with shmbus.Producer(bus.name) as producer:
+    async with EngineFleet(
+        [VllmServer(running.url)], bus=scene.bus.name, timeout=TIMEOUT_S
+    ) as fleet:
+        await fleet.update(scene.trainer, 1)
+        with shmbus.Producer(scene.bus.name) as producer:
             requests = [
                 asyncio.ensure_future(ask(producer, running, salted, answers)) for _ in range(4)
             ]
             for version in range(2, 8):
-                await fleet.update(trainer, version)
+                await fleet.update(scene.trainer, version)
                 seen = len(answers)
                 while len(answers) < seen + 4 * PROMPTS:
                     await asyncio.sleep(0.01)
@@ -188,7 +188,7 @@ async def a_return_to_a_checkpoint(run: Run, other: Run) -> None:
 @pytest.mark.parametrize(
     "life", [two_runs, a_trainer_that_dies, a_trainer_that_ends, a_return_to_a_checkpoint]
 )
-async def test_a_number_that_comes_again_is_another_salt_for_other_weights(
+async def test_a_repeated_number_salts_anew(
     life: Any, bus: Bus, bus_name: str, servers: Any
 ) -> None:
     running = servers(1, CachingVllm)

@@ -1,8 +1,4 @@
-"""A trainer that has vLLM's four calls alone: whole versions, or what ran before, by the rows.
-
-The servers are small, and the rest is real: sockets, processes, shared memory, weights. The same
-against vLLM itself: `tests/peers/vllm/test_other_ways.py`.
-"""
+"""Updates by vLLM's four calls alone: whole versions, or the earlier version, by the rows."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Any
 
 import pytest
 from small_engine import Running
-from trainers import SHORT_S, TIMEOUT_S, Trainer
+from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer
 
 from shmbus import Bus
 from shmbus.engines import ClientUpdates, EngineError, UpdateRolledBackError
@@ -87,20 +83,18 @@ def test_ranks_run_what_the_bus_says(bus: Bus, trainer: Trainer, servers: Any) -
         ("finish", "500"),
     ],
 )
-def test_a_failure_after_the_start_brings_all_ranks_back(
-    step: str, kind: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = servers(2)
-    trainer.publish(1)
-    updates = ClientUpdates(bus.name, Client(running), timeout=SHORT_S)
-    bring(updates, trainer, 2)
+def test_a_late_failure_brings_all_ranks_back(step: str, kind: str, scene: Scene) -> None:
+    running = scene.servers(2)
+    scene.trainer.publish(1)
+    updates = ClientUpdates(scene.bus.name, Client(running), timeout=SHORT_S)
+    bring(updates, scene.trainer, 2)
     post(f"{running.url}/fault", {step: kind})
     with pytest.raises(UpdateRolledBackError, match="runs version 2 again") as caught:
-        bring(updates, trainer, 3)
+        bring(updates, scene.trainer, 3)
     assert caught.value.in_force == 2
     assert tokens(running) == [2.0] * 3
-    assert bus.policy_version == 2
-    bring(updates, trainer, 4)
+    assert scene.bus.policy_version == 2
+    bring(updates, scene.trainer, 4)
     assert tokens(running) == [4.0] * 3
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import wait_until
-from trainers import TIMEOUT_S, Trainer
+from trainers import TIMEOUT_S, Scene, Trainer
 from trainers import fleet_of as engine_fleet_of
 
 from shmbus import Bus, Feeder, Producer, VersionUnknownError
@@ -45,14 +45,12 @@ async def test_a_server_joins_at_the_newest(bus: Bus, trainer: Trainer, servers:
             await fleet.add(VllmServer(second.url))
 
 
-async def test_a_server_that_joins_in_the_middle_of_an_update_waits_for_its_end(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    first, second = servers(1), servers(1)
-    async with fleet_of(bus, first) as fleet:
-        await fleet.update(trainer, 1)
+async def test_a_server_that_joins_during_an_update_waits_for_its_end(scene: Scene) -> None:
+    first, second = scene.servers(1), scene.servers(1)
+    async with fleet_of(scene.bus, first) as fleet:
+        await fleet.update(scene.trainer, 1)
         await first.fault("update", "slow")
-        updating = asyncio.ensure_future(fleet.update(trainer, 2))
+        updating = asyncio.ensure_future(fleet.update(scene.trainer, 2))
         await asyncio.sleep(0.2)
         joined = await fleet.add(VllmServer(second.url))
         assert updating.done() and joined is not None and joined.version == 2
@@ -72,13 +70,11 @@ async def test_a_server_without_weights_is_out(bus: Bus, trainer: Trainer, serve
         assert joined is not None and joined.version == 1
 
 
-async def test_a_server_that_was_started_anew_catches_up_and_no_other_is_paused(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    first, second = servers(1), servers(1)
-    async with fleet_of(bus, first, second) as fleet:
+async def test_a_restarted_server_catches_up_and_no_other_is_paused(scene: Scene) -> None:
+    first, second = scene.servers(1), scene.servers(1)
+    async with fleet_of(scene.bus, first, second) as fleet:
         assert await fleet.catch_up() is None
-        await fleet.update(trainer, 1)
+        await fleet.update(scene.trainer, 1)
         assert await fleet.catch_up() is None
         second.kill()
         assert await fleet.catch_up() is None, "it is gone, and there is nothing to bring"
@@ -103,19 +99,19 @@ def versions_of(producer: Producer, *running: Any) -> list[int | None]:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_a_server_that_was_started_anew_has_no_version_until_it_catches_up_or_leaves(
-    bus: Bus, trainer: Trainer, servers: Any, kind: str
+async def test_a_restarted_server_has_no_version_until_it_catches_up(
+    kind: str, scene: Scene
 ) -> None:
-    first, second = servers(1, kind), servers(2, kind)
-    with Producer(bus.name) as producer, Feeder(bus.name) as feeder:
+    first, second = scene.servers(1, kind), scene.servers(2, kind)
+    with Producer(scene.bus.name) as producer, Feeder(scene.bus.name) as feeder:
 
         async def known(*versions: int | None) -> None:
             await asyncio.to_thread(
                 wait_until, lambda: versions_of(producer, first, second) == [*versions]
             )
 
-        async with engine_fleet_of(bus.name, first, second) as fleet:
-            await fleet.update(trainer, 7)
+        async with engine_fleet_of(scene.bus.name, first, second) as fleet:
+            await fleet.update(scene.trainer, 7)
             await known(7, 7, 7)
             second.kill()
             await known(None, 7, None)

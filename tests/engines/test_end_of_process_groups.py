@@ -49,9 +49,7 @@ while True:
 
 
 @pytest.mark.parametrize("server", ["obeys", "waits for a connection"])
-def test_a_server_is_told_to_end_before_its_workers_and_the_tracker_removes_shared_memory(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_ends_first(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "END_S", 5.0 if server == "obeys" else 0.5)
     theirs, ours = os.pipe()
     command = [str(theirs), sys.executable, "-c", SERVER, str(tmp_path), server]

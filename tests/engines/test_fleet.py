@@ -1,7 +1,4 @@
-"""Updates of a fleet of real servers, with faults at each step: never half a model, never a hang.
-
-The servers are small, and the rest is real: sockets, processes, shared memory, weights.
-"""
+"""Updates of a fleet of real servers, with faults at each step: no half a model, no hang."""
 
 from __future__ import annotations
 
@@ -10,15 +7,10 @@ import contextlib
 from typing import Any
 
 import pytest
-from trainers import SHORT_S, TIMEOUT_S, Trainer, update
+from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer, update
 
 from shmbus import Bus
-from shmbus.engines import (
-    EngineError,
-    EngineFleet,
-    UpdateRolledBackError,
-    VllmServer,
-)
+from shmbus.engines import EngineError, EngineFleet, UpdateRolledBackError, VllmServer
 from shmbus.engines.pause_note import paused_by
 
 pytestmark = pytest.mark.slow
@@ -27,18 +19,16 @@ pytest_plugins = ["engine_fixtures"]
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-async def test_every_server_runs_the_new_version_and_no_request_meets_a_mix(
-    mode: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = [servers(1), servers(2)]
-    await update(bus.name, trainer, 0, *running, mode=mode)
+async def test_servers_run_the_new_version_without_a_mix(mode: str, scene: Scene) -> None:
+    running = [scene.servers(1), scene.servers(2)]
+    await scene.update(0, *running, mode=mode)
     requests = [asyncio.ensure_future(each.complete(200)) for each in running for _ in range(4)]
     await asyncio.sleep(0.05)
-    report = await update(bus.name, trainer, 1, *running, mode=mode)
+    report = await scene.update(1, *running, mode=mode)
     assert [each.version for each in report.servers] == [1, 1]
     assert [each.ranks for each in report.servers] == [1, 2]
     assert report.torn == [] and report.previous == 0
-    assert bus.policy_version == 1 and bus.paused is None
+    assert scene.bus.policy_version == 1 and scene.bus.paused is None
     for request in requests:
         answer = await request
         assert "torn" not in answer["tokens"]
@@ -49,7 +39,7 @@ async def test_every_server_runs_the_new_version_and_no_request_meets_a_mix(
         if mode == "keep":
             assert set(answer["tokens"]) <= {0.0, 1.0} and len(answer["tokens"]) == 200
     assert await running[0].tokens(3) == [1.0, 1.0, 1.0]
-    assert paused_by(bus.name) is None
+    assert paused_by(scene.bus.name) is None
 
 
 @pytest.mark.parametrize(
@@ -63,22 +53,20 @@ async def test_every_server_runs_the_new_version_and_no_request_meets_a_mix(
         ("update", "close"),
     ],
 )
-async def test_a_failure_after_the_start_brings_every_server_back_to_the_last_whole_version(
-    step: str, kind: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = [servers(2), servers(1)]
-    await update(bus.name, trainer, 7, *running)
+async def test_a_late_failure_brings_every_server_back(step: str, kind: str, scene: Scene) -> None:
+    running = [scene.servers(2), scene.servers(1)]
+    await scene.update(7, *running)
     await running[0].fault(step, kind)
     with pytest.raises(UpdateRolledBackError, match="every server runs version 7 again") as caught:
-        await update(bus.name, trainer, 8, *running)
+        await scene.update(8, *running)
     assert caught.value.in_force == 7
     for each in running:
         assert not await each.paused()
         assert await each.tokens(2) == [7.0, 7.0]
-    assert bus.policy_version == 7
-    assert paused_by(bus.name) is None
+    assert scene.bus.policy_version == 7
+    assert paused_by(scene.bus.name) is None
     # And nothing is left that keeps the next one out.
-    report = await update(bus.name, trainer, 9, *running)
+    report = await scene.update(9, *running)
     assert [each.version for each in report.servers] == [9, 9]
 
 
@@ -94,46 +82,32 @@ async def test_a_quorum_names_the_server_behind(bus: Bus, trainer: Trainer, serv
 
 
 @pytest.mark.parametrize(("step", "kind"), [("init", "500"), ("pause", "500"), ("pause", "close")])
-async def test_a_failure_before_the_start_touches_nothing(
-    step: str, kind: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = [servers(1), servers(1)]
-    await update(bus.name, trainer, 1, *running)
+async def test_an_early_failure_changes_nothing(step: str, kind: str, scene: Scene) -> None:
+    running = [scene.servers(1), scene.servers(1)]
+    await scene.update(1, *running)
     await running[1].fault(step, kind)
     with pytest.raises(EngineError, match="old weights"):
-        await update(bus.name, trainer, 2, *running, mode="wait")
+        await scene.update(2, *running, mode="wait")
     for each in running:
         assert not await each.paused()
         assert await each.tokens(1) == [1.0]
-    assert bus.policy_version == 1 and bus.paused is None
+    assert scene.bus.policy_version == 1 and scene.bus.paused is None
 
 
-async def test_a_server_without_a_version_to_go_back_to_stays_paused_and_is_named(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = [servers(2), servers(1)]
+async def test_a_server_without_an_earlier_version_stays_paused_and_named(scene: Scene) -> None:
+    running = [scene.servers(2), scene.servers(1)]
     await running[0].fault("update", "refuse")
     with pytest.raises(EngineError, match="stays paused") as caught:
-        await update(bus.name, trainer, 1, *running)
+        await scene.update(1, *running)
     assert running[0].url in caught.value.server
     assert await running[0].paused()
-    left = paused_by(bus.name)
+    left = paused_by(scene.bus.name)
     assert left is not None and not left[1]
     # The next update begins by ending that: the whole version is loaded into all ranks.
-    report = await update(bus.name, trainer, 2, *running)
+    report = await scene.update(2, *running)
     assert [each.version for each in report.servers] == [2, 2]
     assert not await running[0].paused()
-    assert paused_by(bus.name) is None
-
-
-async def test_a_dying_server_causes_no_hang(bus: Bus, trainer: Trainer, servers: Any) -> None:
-    running = [servers(1), servers(1)]
-    await update(bus.name, trainer, 1, *running)
-    await running[0].fault("update", "die")
-    report = await update(bus.name, trainer, 2, *running, quorum=1)
-    assert report.servers[1].version == 2
-    assert report.servers[0].error
-    assert await running[1].tokens(1) == [2.0]
+    assert paused_by(scene.bus.name) is None
 
 
 async def test_a_hang_costs_its_deadline(bus: Bus, trainer: Trainer, servers: Any) -> None:
@@ -147,14 +121,12 @@ async def test_a_hang_costs_its_deadline(bus: Bus, trainer: Trainer, servers: An
 
 
 @pytest.mark.parametrize("step", ["start", "update", "finish"])
-async def test_an_update_that_is_open_still_is_ended_before_the_next_begins(
-    step: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = [servers(2)]
+async def test_an_open_update_is_ended_before_the_next(step: str, scene: Scene) -> None:
+    running = [scene.servers(2)]
     await running[0].fault(step, "close")  # it has done it, and nobody knows
     with contextlib.suppress(EngineError):
-        await update(bus.name, trainer, 1, *running)
-    report = await update(bus.name, trainer, 2, *running)
+        await scene.update(1, *running)
+    report = await scene.update(2, *running)
     assert report.servers[0].version == 2
     assert await running[0].tokens(1) == [2.0]
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import wait_until
 from relay.local import LocalRelay
 from relay.mirrors import mirrors
-from trainers import TIMEOUT_S, Trainer
+from trainers import TIMEOUT_S, Scene, Trainer
 
 from shmbus import Bus
 from shmbus.engines import EngineError, EngineFleet, UpdateRolledBackError, VllmServer
@@ -24,7 +24,6 @@ pytest_plugins = ["engine_fixtures"]
 
 @pytest.fixture
 def nodes(bus_name: str) -> list[str]:
-    """Buses of two nodes."""
     return [f"{bus_name}.{each}" for each in "ab"]
 
 
@@ -56,29 +55,25 @@ async def settled(bus: Bus, running: Any, version: int) -> None:
     await asyncio.to_thread(wait_until, runs)
 
 
-async def test_servers_of_two_nodes_get_each_version_and_nobody_pauses_for_the_network(
-    bus: Bus, trainer: Trainer, relay: LocalRelay, servers: Any, nodes: list[str]
-) -> None:
-    here, there = servers(1), servers(2)
-    async with fleet_of(bus, here, there, nodes[0]) as fleet:
+async def test_both_nodes_get_versions(relay: LocalRelay, nodes: list[str], scene: Scene) -> None:
+    here, there = scene.servers(1), scene.servers(2)
+    async with fleet_of(scene.bus, here, there, nodes[0]) as fleet:
         for version in (2, 3, 4):
-            report = await fleet.update(trainer, version)
+            report = await fleet.update(scene.trainer, version)
             assert [each.version for each in report.servers] == [version, version]
             assert [await token(each) for each in (here, there)] == [version, version]
-        newest = read_pool(bus.name, "weights")
+        newest = read_pool(scene.bus.name, "weights")
         labels = {row.label for row in newest.readers if row.state == "alive"}
         assert {f"{there.url} rank 0", f"{there.url} rank 1", f"{here.url} rank 0"} <= labels
         assert await fleet.catch_up() is None
 
 
-async def test_nobody_is_paused_before_the_version_is_on_each_node(
-    bus: Bus, trainer: Trainer, relay: LocalRelay, servers: Any, nodes: list[str]
-) -> None:
-    here, there = servers(1), servers(1)
-    async with fleet_of(bus, here, there, nodes[0]) as fleet:
-        await fleet.update(trainer, 2)
+async def test_pauses_follow_the_copy(relay: LocalRelay, nodes: list[str], scene: Scene) -> None:
+    here, there = scene.servers(1), scene.servers(1)
+    async with fleet_of(scene.bus, here, there, nodes[0]) as fleet:
+        await fleet.update(scene.trainer, 2)
         relay.end(nodes[0])  # its readers go on with what is there
-        updating = asyncio.ensure_future(fleet.update(trainer, 3))
+        updating = asyncio.ensure_future(fleet.update(scene.trainer, 3))
         await asyncio.sleep(1.0)
         assert not updating.done()
         assert not any([await each.paused(1.0) for each in fleet.servers])
@@ -87,72 +82,64 @@ async def test_nobody_is_paused_before_the_version_is_on_each_node(
         assert [each.version for each in report.servers] == [3, 3]
 
 
-async def test_a_node_that_does_not_get_it_keeps_what_it_ran_and_the_others_go_on(
-    bus: Bus, trainer: Trainer, relay: LocalRelay, servers: Any, nodes: list[str]
-) -> None:
-    here, there = servers(1), servers(1)
-    async with fleet_of(bus, here, there, nodes[0], quorum=1, timeout=2.0) as fleet:
-        await fleet.update(trainer, 2)
+async def test_a_cut_node_keeps_its_own(relay: LocalRelay, nodes: list[str], scene: Scene) -> None:
+    here, there = scene.servers(1), scene.servers(1)
+    async with fleet_of(scene.bus, here, there, nodes[0], quorum=1, timeout=2.0) as fleet:
+        await fleet.update(scene.trainer, 2)
         relay.end(nodes[0])
-        report = await fleet.update(trainer, 3)
+        report = await fleet.update(scene.trainer, 3)
         assert [each.version for each in report.servers] == [3, None]
         assert "relay" in report.servers[1].error
         assert [await token(each) for each in (here, there)] == [3.0, 2.0]
         relay.start_again(nodes[0])
-        await settled(bus, here, 3)
+        await settled(scene.bus, here, 3)
         fleet.timeout = TIMEOUT_S
         caught_up = await fleet.catch_up()
         assert caught_up is not None and caught_up.servers[0].version == 3
         assert [await token(each) for each in (here, there)] == [3.0, 3.0]
 
 
-async def test_a_server_on_another_node_that_refuses_is_taken_back(
-    bus: Bus, trainer: Trainer, relay: LocalRelay, servers: Any, nodes: list[str]
-) -> None:
-    here, there = servers(1), servers(1)
-    async with fleet_of(bus, here, there, nodes[0]) as fleet:
-        await fleet.update(trainer, 2)
+async def test_a_refusal_is_taken_back(relay: LocalRelay, nodes: list[str], scene: Scene) -> None:
+    here, there = scene.servers(1), scene.servers(1)
+    async with fleet_of(scene.bus, here, there, nodes[0]) as fleet:
+        await fleet.update(scene.trainer, 2)
         await there.fault("update", "refuse")
         with pytest.raises(UpdateRolledBackError, match="half of it was loaded"):
-            await fleet.update(trainer, 3)
+            await fleet.update(scene.trainer, 3)
         assert [await token(each) for each in (here, there)] == [2.0, 2.0]
-        report = await fleet.update(trainer, 3)
+        report = await fleet.update(scene.trainer, 3)
         assert [each.version for each in report.servers] == [3, 3]
 
 
-async def test_the_rows_of_a_node_that_is_gone_are_no_living_ones(
-    bus: Bus, trainer: Trainer, relay: LocalRelay, servers: Any, nodes: list[str]
-) -> None:
-    here, there = servers(1), servers(1)
-    async with fleet_of(bus, here, there, nodes[0]) as fleet:
-        await fleet.update(trainer, 2)
-        await settled(bus, there, 2)
-        assert "refused" not in describe_pool(read_pool(bus.name, "weights"))
+async def test_rows_of_a_gone_node_end(relay: LocalRelay, nodes: list[str], scene: Scene) -> None:
+    here, there = scene.servers(1), scene.servers(1)
+    async with fleet_of(scene.bus, here, there, nodes[0]) as fleet:
+        await fleet.update(scene.trainer, 2)
+        await settled(scene.bus, there, 2)
+        assert "refused" not in describe_pool(read_pool(scene.bus.name, "weights"))
         there.kill()
 
         def is_gone() -> bool:
-            rows = read_pool(bus.name, "weights").readers
+            rows = read_pool(scene.bus.name, "weights").readers
             return not any(there.url in row.label and row.state == "alive" for row in rows)
 
         await asyncio.to_thread(wait_until, is_gone)
         with pytest.raises(EngineError):
-            await fleet.update(trainer, 3)
+            await fleet.update(scene.trainer, 3)
         assert await token(here) == 2.0
 
 
-async def test_a_pause_that_a_dead_trainer_left_is_ended_by_the_buses_that_its_note_names(
-    bus: Bus, trainer: Trainer, relay: LocalRelay, servers: Any, nodes: list[str]
-) -> None:
-    there = servers(1)
+async def test_its_note_ends_a_pause(relay: LocalRelay, nodes: list[str], scene: Scene) -> None:
+    there = scene.servers(1)
     server = VllmServer(there.url, bus=nodes[1])
-    async with EngineFleet([server], bus=bus.name) as fleet:
-        await fleet.update(trainer, 2)
-    with PauseNote(bus.name) as note:
+    async with EngineFleet([server], bus=scene.bus.name) as fleet:
+        await fleet.update(scene.trainer, 2)
+    with PauseNote(scene.bus.name) as note:
         kept = {there.url: nodes[1]}
         note.write(PauseNotice(os.getpid(), [("vllm", there.url)], 3, 2, buses=kept))
         await server.pause("keep", False, TIMEOUT_S)
         await server.post("start", "/start_weight_update", TIMEOUT_S)
-    trainer.publish(3)
-    report = await resume(bus.name, timeout=TIMEOUT_S)
+    scene.trainer.publish(3)
+    report = await resume(scene.bus.name, timeout=TIMEOUT_S)
     assert report is not None and report.servers[0].version == 3
-    assert paused_by(bus.name) is None and await token(there) == 3.0
+    assert paused_by(scene.bus.name) is None and await token(there) == 3.0

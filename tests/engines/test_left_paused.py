@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_shared import SmallShared
+from test_shared_steps import attached, model_of
 from test_trainer_deaths import start_trainer
-from trainers import SHORT_S, TIMEOUT_S, Trainer, fleet_of, update
+from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer, fleet_of, update
 
-from shmbus import Bus, LayoutMismatchError
+from shmbus import Bus, DamagedError, LayoutMismatchError
 from shmbus.engines import EngineError, EngineFleet, VllmServer
 from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
 from shmbus.engines.resume import resume
 from shmbus.segment.cache_salt import NOTE_KIND
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
-from shmbus.weights import WeightsError
+from shmbus.weights import WeightsError, share_model
 
 pytest_plugins = ["engine_fixtures"]
 
@@ -29,42 +31,41 @@ def named(bus: str) -> list[str]:
 
 
 @pytest.mark.parametrize("quorum", [1, 2])
-async def test_a_torn_server_is_not_resumed_where_an_update_goes_no_further_than_the_pause(
-    quorum: int, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = [servers(1), servers(1)]
+async def test_a_torn_server_stays_paused_in_a_vain_update(quorum: int, scene: Scene) -> None:
+    running = [scene.servers(1), scene.servers(1)]
     await running[0].fault("update", "refuse")
     with pytest.raises(EngineError, match="stays paused"):
-        await update(bus.name, trainer, 1, *running)
+        await scene.update(1, *running)
     await running[0].fault("update", "refuse")  # it is not repaired
     await running[quorum - 1].fault("pause", "500")
     with contextlib.suppress(EngineError):
-        await update(bus.name, trainer, 2, *running, quorum=quorum)
-    assert await running[0].paused() and named(bus.name) == [running[0].url]
+        await scene.update(2, *running, quorum=quorum)
+    assert await running[0].paused() and named(scene.bus.name) == [running[0].url]
     assert not await running[1].paused()
-    await update(bus.name, trainer, 3, *running)
+    await scene.update(3, *running)
     for each in running:
         assert await each.tokens(1) == [3.0]
-    assert named(bus.name) == []
+    assert named(scene.bus.name) == []
 
 
-async def test_a_server_that_answers_nothing_stays_named_over_the_updates_of_the_others(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = [servers(1), servers(1)]
+async def test_a_silent_server_stays_named_over_other_updates(scene: Scene) -> None:
+    running = [scene.servers(1), scene.servers(1)]
     async with EngineFleet(
-        [VllmServer(each.url) for each in running], bus=bus.name, quorum=1, timeout=SHORT_S / 2
+        [VllmServer(each.url) for each in running],
+        bus=scene.bus.name,
+        quorum=1,
+        timeout=SHORT_S / 2,
     ) as fleet:
-        await fleet.update(trainer, 1)
+        await fleet.update(scene.trainer, 1)
         await running[1].fault("update", "stop")
         for version in (2, 3):
-            report = await fleet.update(trainer, version)
+            report = await fleet.update(scene.trainer, version)
             assert report.servers[0].version == version
-            assert report.torn == [running[1].url] == named(bus.name)
+            assert report.torn == [running[1].url] == named(scene.bus.name)
     running[1].signal(signal.SIGCONT)
-    left = await resume(bus.name, timeout=TIMEOUT_S)
+    left = await resume(scene.bus.name, timeout=TIMEOUT_S)
     assert left is not None and [each.version for each in left.servers] == [3]
-    assert await running[1].tokens(1) == [3.0] and named(bus.name) == []
+    assert await running[1].tokens(1) == [3.0] and named(scene.bus.name) == []
 
 
 async def test_other_fleets_servers_stay_in_the_note_until_known(bus: Bus, servers: Any) -> None:
@@ -85,21 +86,60 @@ async def test_other_fleets_servers_stay_in_the_note_until_known(bus: Bus, serve
     trainer.publisher.close()
 
 
-async def test_a_checkpoint_that_is_gone_keeps_no_trainer_from_other_weights(
-    bus: Bus, trainer: Trainer, servers: Any, tmp_path: Path
-) -> None:
-    running = servers(1)
-    with PauseNote(bus.name) as note:
+async def test_a_missing_checkpoint_bars_no_other_weights(tmp_path: Path, scene: Scene) -> None:
+    running = scene.servers(1)
+    with PauseNote(scene.bus.name) as note:
         gone = str(tmp_path / "gone")
         note.write(PauseNotice(1, [("vllm", running.url)], 7, None, directory=gone))
-    async with fleet_of(bus.name, running) as fleet:
+    async with scene.fleet(running) as fleet:
         report = await fleet.recover()
         assert report is not None and report.torn == [running.url]
         assert "publish first" in report.servers[0].error
         with pytest.raises(WeightsError, match="publish first"):
             await fleet.reload(gone)
-        await fleet.update(trainer, 8)
-    assert await running.tokens(1) == [8.0] and named(bus.name) == []
+        await fleet.update(scene.trainer, 8)
+    assert await running.tokens(1) == [8.0] and named(scene.bus.name) == []
+
+
+async def test_a_shared_step_resumes_no_torn_server(scene: Scene) -> None:
+    running = scene.servers(1)
+    await running.fault("update", "refuse")
+    with pytest.raises(EngineError, match="stays paused"):
+        await scene.update(1, running)
+    model = model_of(1)
+    await running.fault("update", "refuse")
+    with share_model(scene.bus.name, model, version=1) as shared:
+        async with scene.fleet(running) as fleet:
+            with pytest.raises(EngineError, match=f"{running.url}.*nothing was changed"):
+                await fleet.step(shared, lambda: model.value.fill_(2), 2)
+            assert await running.paused() and named(scene.bus.name) == [running.url]
+            assert shared.version == 1
+            await fleet.step(shared, lambda: model.value.fill_(2), 2)  # by now it could be loaded
+    assert await running.tokens(1) == [1.0] and named(scene.bus.name) == []
+
+
+async def test_a_torn_model_that_cannot_pause_is_served_by_none(bus: Bus, servers: Any) -> None:
+    running = [servers(1, SmallShared), servers(1, SmallShared)]
+    model = model_of(1)
+
+    def broken() -> None:
+        model.value[:500] = 2
+        raise RuntimeError("the optimizer failed")
+
+    with share_model(bus.name, model, version=1) as shared:
+        await attached(bus.name, *running)
+        async with fleet_of(bus.name, *running) as fleet:
+            with pytest.raises(DamagedError, match="stay paused"):
+                await fleet.step(shared, broken, 2)
+            await running[1].fault("pause", "500")
+            with pytest.raises(EngineError, match="nothing was changed"):
+                await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
+            assert await running[0].paused() and await running[1].paused()
+            assert named(bus.name) == [each.url for each in running]
+            await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
+        for each in running:
+            assert await each.tokens(1) == [2.0]
+    assert named(bus.name) == []
 
 
 async def test_an_unreadable_note_locks_nobody(bus: Bus, trainer: Trainer, servers: Any) -> None:

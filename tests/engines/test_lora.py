@@ -21,13 +21,7 @@ from small_lora import SmallLora
 from trainers import TIMEOUT_S
 
 from shmbus import Bus
-from shmbus.engines import (
-    LoraFleet,
-    SglangServer,
-    UpdateReport,
-    UpdateRolledBackError,
-    VllmServer,
-)
+from shmbus.engines import LoraFleet, SglangServer, UpdateReport, UpdateRolledBackError, VllmServer
 from shmbus.weights import (
     LoraFiles,
     LoraVersion,
@@ -140,9 +134,7 @@ def test_a_trainer_that_dies_while_it_writes_leaves_no_version(folder: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_requests_in_flight_keep_their_adapter_and_new_ones_ask_for_the_new_name(
-    kind: str, bus: Bus, servers: Any, folder: Path
-) -> None:
+async def test_requests_keep_their_adapter(kind: str, bus: Bus, servers: Any, folder: Path) -> None:
     running = [servers(1, SmallLora), servers(1, SmallLora)]
     files = LoraFiles(folder, "run1", CONFIG)
     model = Peft()
@@ -175,7 +167,7 @@ async def test_requests_in_flight_keep_their_adapter_and_new_ones_ask_for_the_ne
 
 
 @pytest.mark.parametrize("fault", ["500", "lie"])
-async def test_a_version_that_one_server_did_not_take_is_taken_by_none(
+async def test_a_version_is_for_all_or_none(
     fault: str, bus: Bus, servers: Any, folder: Path
 ) -> None:
     running = [servers(1, SmallLora), servers(1, SmallLora)]
@@ -198,7 +190,7 @@ async def test_a_version_that_one_server_did_not_take_is_taken_by_none(
 
 
 @pytest.mark.parametrize("verb", ["load_adapter", "adapters", "unload_adapter"])
-async def test_what_a_server_of_the_users_raises_is_a_failure_of_that_server(
+async def test_a_users_error_fails_its_server(
     verb: str, bus: Bus, servers: Any, folder: Path
 ) -> None:
     class Broken(VllmServer):
@@ -225,9 +217,7 @@ async def test_what_a_server_of_the_users_raises_is_a_failure_of_that_server(
         assert report.servers[1].warning == ""
 
 
-async def test_a_trainer_that_goes_on_from_an_older_version_has_it_loaded_and_it_stays(
-    bus: Bus, servers: Any, folder: Path
-) -> None:
+async def test_an_older_version_is_loaded_and_stays(bus: Bus, servers: Any, folder: Path) -> None:
     server = server_of(servers(1, SmallLora), "vllm")
     files = LoraFiles(folder, "run1", CONFIG, keep=2)
     names = {}
@@ -248,9 +238,7 @@ async def test_a_trainer_that_goes_on_from_an_older_version_has_it_loaded_and_it
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 @pytest.mark.parametrize("life", ["one trainer", "a restarted trainer", "another run"])
-async def test_another_adapter_of_a_number_that_servers_know_answers_as_itself(
-    life: str, kind: str, bus: Bus, servers: Any, folder: Path
-) -> None:
+async def test_a_used_number(life: str, kind: str, bus: Bus, servers: Any, folder: Path) -> None:
     running = servers(1, SmallLora)
     server = server_of(running, kind)
     files = LoraFiles(folder, "run1", CONFIG)
@@ -270,7 +258,7 @@ async def test_another_adapter_of_a_number_that_servers_know_answers_as_itself(
 
 
 @pytest.mark.parametrize("case", ["name in use", "refused again"])
-async def test_an_adapter_that_a_server_does_not_load_leaves_the_version_before_in_force(
+async def test_an_unloaded_adapter_is_undone(
     case: str, bus: Bus, servers: Any, folder: Path
 ) -> None:
     running = servers(1, SmallLora)

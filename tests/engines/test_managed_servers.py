@@ -68,9 +68,7 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-async def test_it_runs_each_checkpoint_that_a_reload_brings_and_ends_with_its_block(
-    bus: Bus, trainer: Trainer, tmp_path: Path
-) -> None:
+async def test_it_runs_each_checkpoint_and_ends(bus: Bus, trainer: Trainer, tmp_path: Path) -> None:
     async with server_of(tmp_path / "latest") as server:
         assert says(server.address)["value"] == 1.0
         fleet = EngineFleet([server], bus=bus.name, mode="abort", timeout=TIMEOUT_S)
@@ -94,9 +92,7 @@ async def test_a_dead_one_is_restarted_with_its_state(trainer: Trainer, tmp_path
         assert says(server.address)["value"] == 1.0
 
 
-async def test_one_that_died_catches_up_with_the_fleet_before_it_counts_as_up(
-    bus: Bus, trainer: Trainer, tmp_path: Path
-) -> None:
+async def test_a_dead_one_catches_up_first(bus: Bus, trainer: Trainer, tmp_path: Path) -> None:
     async with server_of(tmp_path / "latest") as server:
         fleet = EngineFleet([server], bus=bus.name, mode="abort", timeout=TIMEOUT_S)
         trainer.publish(2)
@@ -110,7 +106,7 @@ async def test_one_that_died_catches_up_with_the_fleet_before_it_counts_as_up(
         assert says(server.address)["value"] == 2.0
 
 
-async def test_one_that_cannot_start_with_a_checkpoint_goes_back_to_the_one_before(
+async def test_a_checkpoint_without_start_is_undone(
     bus: Bus, trainer: Trainer, tmp_path: Path
 ) -> None:
     async with server_of(tmp_path / "latest") as server:

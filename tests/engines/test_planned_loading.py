@@ -150,8 +150,6 @@ class Unseen(FusedModel):
 
 
 class Added(FusedModel):
-    """Changes what it has copied."""
-
     def fill_layer(self, layer: Any, parts: list[str], tensor: torch.Tensor) -> None:
         super().fill_layer(layer, parts, tensor)
         if parts[-2] == "o_proj":

@@ -16,13 +16,7 @@ from small_engine import Running
 from trainers import KINDS, TIMEOUT_S, Trainer, fleet_of
 
 from shmbus import Bus
-from shmbus.engines import (
-    EngineError,
-    EngineFleet,
-    UpdateReport,
-    UpdateRolledBackError,
-    VllmServer,
-)
+from shmbus.engines import EngineError, EngineFleet, UpdateReport, UpdateRolledBackError, VllmServer
 from shmbus.engines.pause_note import paused_by
 from shmbus.engines.resume import resume
 from shmbus.weights import WeightsError
@@ -135,9 +129,7 @@ def end_in_a_reload(bus: str, url: str, directory: str) -> None:
     asyncio.run(main())
 
 
-async def test_what_a_dead_trainer_left_paused_reads_the_newest_and_goes_on(
-    bus: Bus, writer: Trainer, servers: Any, tmp_path: Path
-) -> None:
+async def test_a_resume_reads_it(bus: Bus, writer: Trainer, servers: Any, tmp_path: Path) -> None:
     running = servers(1)
     writer.publish(7)
     trainer = TEMPLATE.Process(target=end_in_a_reload, args=(bus.name, running.url, str(tmp_path)))

@@ -9,11 +9,12 @@ import struct
 import threading
 from typing import Any
 
+import aiohttp
 import pytest
 from raw_server import RawServer
 from small_vllm import SLOW_S
 from test_client_updates import Client, bring, tokens
-from trainers import TIMEOUT_S, Trainer, fleet_of
+from trainers import TIMEOUT_S, Scene, Trainer, fleet_of
 
 from shmbus import Bus, ShmbusError
 from shmbus.engines import (
@@ -41,6 +42,22 @@ async def test_an_answer_that_comes_in_pieces_is_read_whole(bus: Bus, trainer: T
         assert server.model.unique().tolist() == [3.0] and not server.paused
 
 
+async def test_the_end_of_a_call_is_named_where_asyncio_has_a_timeout_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Late(Exception):
+        """As in Python 3.10: no subclass of the built-in TimeoutError."""
+
+    def late(*_: object, **__: object) -> None:
+        raise Late
+
+    monkeypatch.setattr(asyncio, "TimeoutError", Late)
+    monkeypatch.setattr(aiohttp.ClientSession, "request", late)
+    with pytest.raises(EngineError, match=r"within 7 s") as raised:
+        await VllmServer("http://127.0.0.1:9").post("pause", "/pause", 7.0)
+    assert isinstance(raised.value.__cause__, Late)
+
+
 @pytest.mark.parametrize("kind", [VllmServer, SglangServer])
 async def test_a_closed_port_is_told_without_advice(kind: Any, bus: Bus, trainer: Trainer) -> None:
     async with RawServer() as server:
@@ -53,9 +70,7 @@ async def test_a_closed_port_is_told_without_advice(kind: Any, bus: Bus, trainer
 
 
 @pytest.mark.parametrize("dies", [True, False])
-async def test_a_server_that_resets_connections_while_dying_is_gone(
-    dies: bool,
-) -> None:
+async def test_a_server_that_resets_connections_while_dying_is_gone(dies: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(10.0)
 
@@ -119,9 +134,7 @@ async def test_a_failed_call_keeps_its_step_status_and_advice(bus: Bus, trainer:
 
 @pytest.mark.parametrize("status", ["200 OK", "401 Unauthorized", "200 sk-0123456789\0"])
 @pytest.mark.parametrize("kind", [VllmServer, SglangServer])
-async def test_a_server_that_says_what_it_was_sent_puts_no_key_into_an_error(
-    kind: Any, status: str, bus: Bus, trainer: Trainer
-) -> None:
+async def test_an_echo_shows_no_key(kind: Any, status: str, bus: Bus, trainer: Trainer) -> None:
     async with RawServer() as server:
         server.status = status
         for path in ("/get_world_size", "/server_info"):
@@ -213,31 +226,29 @@ LATE_STEPS = ("start", "update", "finish")
 
 
 @pytest.mark.parametrize("step", LATE_STEPS)
-async def test_a_step_that_nobody_waited_for_ends_before_what_ran_before_is_loaded(
-    step: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = servers(2)
-    async with EngineFleet([VllmServer(running.url)], bus=bus.name, timeout=PATIENCE_S) as fleet:
-        await fleet.update(trainer, 1)
+async def test_an_abandoned_step_ends_before_the_way_back(step: str, scene: Scene) -> None:
+    running = scene.servers(2)
+    async with EngineFleet(
+        [VllmServer(running.url)], bus=scene.bus.name, timeout=PATIENCE_S
+    ) as fleet:
+        await fleet.update(scene.trainer, 1)
         await running.fault(step, "slow")
         with pytest.raises(UpdateRolledBackError, match="runs version 1 again"):
-            await fleet.update(trainer, 2)
+            await fleet.update(scene.trainer, 2)
         assert await running.tokens(2) == [1.0, 1.0]
-        assert paused_by(bus.name) is None
-        await fleet.update(trainer, 3)
+        assert paused_by(scene.bus.name) is None
+        await fleet.update(scene.trainer, 3)
     assert await running.tokens(2) == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("step", LATE_STEPS)
-async def test_what_a_dead_trainer_asked_last_ends_before_its_rows_are_believed(
-    step: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = servers(2)
+async def test_a_dead_trainers_step_ends_before_its_rows_count(step: str, scene: Scene) -> None:
+    running = scene.servers(2)
     server = VllmServer(running.url)
-    async with EngineFleet([server], bus=bus.name, timeout=TIMEOUT_S) as fleet:
-        await fleet.update(trainer, 1)
-        trainer.publish(2)
-        with PauseNote(bus.name) as note:
+    async with EngineFleet([server], bus=scene.bus.name, timeout=TIMEOUT_S) as fleet:
+        await fleet.update(scene.trainer, 1)
+        scene.trainer.publish(2)
+        with PauseNote(scene.bus.name) as note:
             note.write(PauseNotice(1, [("vllm", running.url)], 2, 1))
         await server.pause("keep", False, TIMEOUT_S)
         await running.fault(step, "slow")
@@ -246,7 +257,7 @@ async def test_what_a_dead_trainer_asked_last_ends_before_its_rows_are_believed(
         report = await fleet.recover()
     assert report is not None and report.torn == []
     assert await running.tokens(2) == [2.0, 2.0]
-    assert paused_by(bus.name) is None
+    assert paused_by(scene.bus.name) is None
 
 
 @pytest.mark.parametrize("step", LATE_STEPS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from test_trainer_deaths import start_trainer
-from trainers import KINDS, SHORT_S, Trainer, fleet_of
+from trainers import KINDS, SHORT_S, Scene, Trainer, fleet_of
 
 from shmbus import Bus
 from shmbus.engines import EngineError, EngineFleet, UpdateRolledBackError
@@ -25,46 +25,39 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("kind", "step"), STEPS)
-async def test_a_server_that_is_killed_is_reported_gone_and_the_others_go_on(
-    kind: str, step: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = [servers(1, kind), servers(2, kind)]
-    async with fleet_of(bus.name, *running, quorum=1, timeout=SHORT_S) as fleet:
-        await fleet.update(trainer, 1)
+async def test_a_killed_server_is_gone_alone(kind: str, step: str, scene: Scene) -> None:
+    running = [scene.servers(1, kind), scene.servers(2, kind)]
+    async with scene.fleet(*running, quorum=1, timeout=SHORT_S) as fleet:
+        await fleet.update(scene.trainer, 1)
         await running[1].fault(step, "die")
-        report = await fleet.update(trainer, 2)
+        report = await fleet.update(scene.trainer, 2)
         assert report.servers[0].version == 2 and report.servers[0].state == "serving"
         assert report.servers[1].version != 2 or step == "resume"
         assert report.servers[1].error and running[1].url in report.servers[1].error
         assert await running[0].tokens(2) == [2.0, 2.0]
         # It is not waited for again.
-        report = await fleet.update(trainer, 3)
+        report = await fleet.update(scene.trainer, 3)
         assert report.servers[1].state == "gone" and report.torn == []
-    assert paused_by(bus.name) is None
+    assert paused_by(scene.bus.name) is None
     assert await running[0].tokens(1) == [3.0]
 
 
 @pytest.mark.parametrize(("kind", "step"), [("vllm", "update"), ("sglang", "update")])
-async def test_a_server_that_is_stopped_costs_its_deadline_and_is_brought_back(
-    kind: str, step: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = [servers(1, kind), servers(1, kind)]
-    async with fleet_of(bus.name, *running, quorum=1, timeout=SHORT_S) as fleet:
-        await fleet.update(trainer, 1)
+async def test_a_stopped_server_costs_its_deadline(kind: str, step: str, scene: Scene) -> None:
+    running = [scene.servers(1, kind), scene.servers(1, kind)]
+    async with scene.fleet(*running, quorum=1, timeout=SHORT_S) as fleet:
+        await fleet.update(scene.trainer, 1)
         await running[1].fault(step, "stop")
-        report = await fleet.update(trainer, 2)
+        report = await fleet.update(scene.trainer, 2)
         assert report.servers[0].version == 2
         assert report.torn == [running[1].url]
-        assert paused_by(bus.name) is not None
+        assert paused_by(scene.bus.name) is not None
         running[1].signal(signal.SIGCONT)
-    async with fleet_of(bus.name, *running, timeout=5.0) as fleet:
-        await fleet.update(trainer, 3)
+    async with scene.fleet(*running, timeout=5.0) as fleet:
+        await fleet.update(scene.trainer, 3)
     for each in running:
         assert await each.tokens(2) == [3.0, 3.0]
-    assert paused_by(bus.name) is None
-
-
-pytest_plugins = ["engine_fixtures"]
+    assert paused_by(scene.bus.name) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,9 +80,7 @@ async def test_it_is_paused_again_before_healing(kind: str, bus: Bus, servers: A
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_it_is_paused_again_before_it_reads_a_checkpoint(
-    kind: str, bus: Bus, servers: Any, tmp_path: Path
-) -> None:
+async def test_a_checkpoint_waits(kind: str, bus: Bus, servers: Any, tmp_path: Path) -> None:
     running = servers(1, kind)
     Trainer(bus.name, carrier="checkpoint", directory=tmp_path).publish(7)
     with PauseNote(bus.name) as note:
@@ -100,10 +91,8 @@ async def test_it_is_paused_again_before_it_reads_a_checkpoint(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_it_is_paused_again_before_what_ran_before_is_loaded(
-    kind: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = [servers(1, kind), servers(1, kind)]
+async def test_it_is_paused_again_before_what_ran_before_is_loaded(kind: str, scene: Scene) -> None:
+    running = [scene.servers(1, kind), scene.servers(1, kind)]
     server = KINDS[kind]
 
     class StartedAnew(server):  # type: ignore[misc, valid-type]
@@ -116,25 +105,23 @@ async def test_it_is_paused_again_before_what_ran_before_is_loaded(
             await super().load(version, *arguments)
 
     both = [StartedAnew(running[0].url), server(running[1].url)]
-    async with EngineFleet(both, bus=bus.name, timeout=SHORT_S) as fleet:
-        await fleet.update(trainer, 1)
+    async with EngineFleet(both, bus=scene.bus.name, timeout=SHORT_S) as fleet:
+        await fleet.update(scene.trainer, 1)
         await running[1].fault("update", "500")
         with pytest.raises(UpdateRolledBackError, match="runs version 1 again"):
-            await fleet.update(trainer, 2)
+            await fleet.update(scene.trainer, 2)
     for each in running:
         assert not await each.paused() and await each.tokens(2) == [1.0] * 2
-    assert paused_by(bus.name) is None
+    assert paused_by(scene.bus.name) is None
 
 
 @pytest.mark.parametrize("others", [0, 1])
-async def test_what_has_gone_is_not_said_to_run_anything(
-    others: int, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = [servers(1) for _ in range(1 + others)]
-    async with fleet_of(bus.name, *running, timeout=SHORT_S) as fleet:
-        await fleet.update(trainer, 1)
+async def test_what_has_gone_is_not_said_to_run_anything(others: int, scene: Scene) -> None:
+    running = [scene.servers(1) for _ in range(1 + others)]
+    async with scene.fleet(*running, timeout=SHORT_S) as fleet:
+        await fleet.update(scene.trainer, 1)
         await running[0].fault("update", "die")
         left = "every server that is left runs version 1 again" if others else "no server is left"
         with pytest.raises(UpdateRolledBackError, match=f"2 were not taken, and {left}: ") as said:
-            await fleet.update(trainer, 2)
+            await fleet.update(scene.trainer, 2)
         assert str(said.value).count(f"{running[0].url}: ") == 1

@@ -1,8 +1,4 @@
-"""SGLang servers: each request is what SGLang decodes, each of its answers is understood.
-
-The server is small; its requests are decoded by the wheel's own types where it is installed
-(`make test-engines`), the loader is the real one, and so are sockets, processes and weights.
-"""
+"""SGLang servers: each request is decoded as by SGLang, each answer is understood."""
 
 from __future__ import annotations
 
@@ -16,16 +12,10 @@ import torch
 from sglang_types import named_tensors
 from small_sglang import Model, Quantised, Replicated, SmallSglang, WithoutLoader
 from small_vllm import SmallVllm
-from trainers import TIMEOUT_S, Trainer, update
+from trainers import TIMEOUT_S, Scene, Trainer, update
 
 from shmbus import Bus
-from shmbus.engines import (
-    EngineError,
-    EngineFleet,
-    SglangServer,
-    UpdateRolledBackError,
-    VllmServer,
-)
+from shmbus.engines import EngineError, EngineFleet, SglangServer, UpdateRolledBackError, VllmServer
 from shmbus.engines.pause_note import paused_by
 from shmbus.engines.sglang_loader import load
 from shmbus.engines.sglang_order import Order, order_for_rank
@@ -43,15 +33,13 @@ pytest_plugins = ["engine_fixtures"]
         ("abort", True, "abort"),
     ],
 )
-async def test_each_mode_is_said_in_sglangs_words_and_no_request_meets_a_mix(
-    mode: str, clear: bool, theirs: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = [servers(1, SmallSglang), servers(2, SmallSglang)]
+async def test_modes_have_sglangs_words(mode: str, clear: bool, theirs: str, scene: Scene) -> None:
+    running = [scene.servers(1, SmallSglang), scene.servers(2, SmallSglang)]
     options: dict[str, Any] = {"mode": mode, "clear_cache": clear}
-    await update(bus.name, trainer, 0, *running, **options)
+    await scene.update(0, *running, **options)
     requests = [asyncio.ensure_future(each.complete(200)) for each in running for _ in range(3)]
     await asyncio.sleep(0.05)
-    report = await update(bus.name, trainer, 1, *running, **options)
+    report = await scene.update(1, *running, **options)
     assert [(each.version, each.warning) for each in report.servers] == [(1, ""), (1, "")]
     assert [each.ranks for each in report.servers] == [1, 2]
     for request in requests:
@@ -66,7 +54,7 @@ async def test_each_mode_is_said_in_sglangs_words_and_no_request_meets_a_mix(
     assert [each["weight_version"] for each in loaded] == [None, "0", "1"]
     assert {(each["flush_cache"], each["selector"]) for each in loaded} == {(False, "target")}
     assert (["/flush_cache", {}] in calls) is clear
-    assert paused_by(bus.name) is None and bus.policy_version == 1
+    assert paused_by(scene.bus.name) is None and scene.bus.policy_version == 1
 
 
 @pytest.mark.parametrize("kind", ["500", "503", "lie", "break"])
@@ -86,14 +74,12 @@ async def test_a_failure_is_undone(kind: str, bus: Bus, trainer: Trainer, server
 
 @pytest.mark.parametrize("kind", ["500", "503", "close"])
 @pytest.mark.parametrize("step", ["begin", "end", "resume", "pause", "update"])
-async def test_after_any_other_failure_all_servers_run_one_whole_version(
-    step: str, kind: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = [servers(1, SmallSglang), servers(1, SmallSglang)]
-    await update(bus.name, trainer, 7, *running)
+async def test_any_failure_leaves_one_whole_version(step: str, kind: str, scene: Scene) -> None:
+    running = [scene.servers(1, SmallSglang), scene.servers(1, SmallSglang)]
+    await scene.update(7, *running)
     await running[0].fault(step, kind)
     try:
-        await update(bus.name, trainer, 8, *running)
+        await scene.update(8, *running)
         expected = 8.0
     except (UpdateRolledBackError, EngineError):
         assert step in ("pause", "update") or (step, kind) == ("begin", "close")
@@ -101,27 +87,23 @@ async def test_after_any_other_failure_all_servers_run_one_whole_version(
     for each in running:
         assert not await each.paused()
         assert await each.tokens(2) == [expected, expected]
-    assert paused_by(bus.name) is None and bus.policy_version == expected
+    assert paused_by(scene.bus.name) is None and scene.bus.policy_version == expected
 
 
-async def test_an_answer_of_failure_after_the_weights_were_changed_is_not_believed(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = servers(1, SmallSglang)
-    await update(bus.name, trainer, 7, running)
+async def test_a_false_answer_of_failure_is_not_believed(scene: Scene) -> None:
+    running = scene.servers(1, SmallSglang)
+    await scene.update(7, running)
     await running.fault("update", "cache")
-    report = await update(bus.name, trainer, 8, running)
+    report = await scene.update(8, running)
     assert report.servers[0].version == 8 and report.servers[0].error == ""
     assert "the cache was not flushed" in report.servers[0].warning
     assert await running.tokens(1) == [8.0]
 
 
-async def test_a_cache_that_could_not_be_cleared_is_a_warning_beside_the_new_version(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = servers(1, SmallSglang)
+async def test_an_uncleared_cache_is_a_warning(scene: Scene) -> None:
+    running = scene.servers(1, SmallSglang)
     await running.fault("flush", "500")
-    report = await update(bus.name, trainer, 8, running, clear_cache=True)
+    report = await scene.update(8, running, clear_cache=True)
     assert report.servers[0].version == 8
     assert "keys and values of the old ones" in report.servers[0].warning
 
@@ -133,12 +115,10 @@ async def test_a_cache_that_could_not_be_cleared_is_a_warning_beside_the_new_ver
         (WithoutLoader, "start the server"),
     ],
 )
-async def test_a_server_that_cannot_take_weights_is_not_paused(
-    make: Any, match: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = servers(1, make)
+async def test_an_unfit_server_is_not_paused(make: Any, match: str, scene: Scene) -> None:
+    running = scene.servers(1, make)
     with pytest.raises(EngineError, match=match):
-        await update(bus.name, trainer, 1, running)
+        await scene.update(1, running)
     assert await running.calls() == []
     assert await running.tokens(1) == [0.0]
 
@@ -165,30 +145,26 @@ async def test_old_weights_stay_without_attaching(bus: Bus, trainer: Trainer, se
 
 
 @pytest.mark.parametrize("step", ["begin", "update", "end"])
-async def test_a_session_in_which_a_rank_did_not_attach_is_ended_before_anybody_generates(
-    step: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = servers(1, SmallSglang)
+async def test_an_unattached_session_ends_before_any_token(step: str, scene: Scene) -> None:
+    running = scene.servers(1, SmallSglang)
     await running.fault(step, "close")  # it has done it, and nobody knows
     with pytest.raises(EngineError, match=f"{step}: .*the old weights are in force"):
-        await update(bus.name, trainer, 1, running)
-    assert not await running.paused() and paused_by(bus.name) is None
+        await scene.update(1, running)
+    assert not await running.paused() and paused_by(scene.bus.name) is None
     assert await running.tokens(1) == [0.0]
     assert ["/end_weight_update", {}] in await running.calls()
 
 
-async def test_a_session_of_which_nobody_knows_the_end_keeps_the_server_paused_and_named(
-    bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = [servers(1, SmallSglang), servers(1, SmallSglang)]
+async def test_a_session_of_unknown_end_keeps_its_server_paused(scene: Scene) -> None:
+    running = [scene.servers(1, SmallSglang), scene.servers(1, SmallSglang)]
     await running[0].fault("begin", "close")
     await running[0].fault("end", "503")
     with pytest.raises(EngineError, match="the old weights are in force"):
-        await update(bus.name, trainer, 1, *running)
+        await scene.update(1, *running)
     assert await running[0].paused() and not await running[1].paused()
-    left = paused_by(bus.name)
+    left = paused_by(scene.bus.name)
     assert left is not None and left[0].servers == [("sglang", running[0].url)]
-    await update(bus.name, trainer, 2, *running)
+    await scene.update(2, *running)
     assert [await each.tokens(1) for each in running] == [[2.0]] * 2
 
 

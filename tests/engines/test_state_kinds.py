@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_sglang import Drafting, Seeing, SmallSglang, WithExpertBalance, WithFrozenGraphs
 from small_vllm import BalancingVllm, DraftingVllm, SmallVllm
-from trainers import Trainer, fleet_of, update
+from trainers import Scene, Trainer, fleet_of, update
 
 from shmbus import Bus
 from shmbus.engines import EngineError, UpdateRolledBackError
@@ -37,12 +37,10 @@ def test_the_page_has_the_table_of_the_code() -> None:
         (SmallVllm, "abort", False), (SmallSglang, "keep", False), (SmallSglang, "abort", False),
     ],
 )  # fmt: skip
-async def test_an_image_is_encoded_anew_after_every_update(
-    kind: Any, mode: str, clear: bool, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = servers(1, kind)
+async def test_images_are_encoded_anew(kind: Any, mode: str, clear: bool, scene: Scene) -> None:
+    running = scene.servers(1, kind)
     for version in (1, 2, 3):
-        await update(bus.name, trainer, version, running, mode=mode, clear_cache=clear)
+        await scene.update(version, running, mode=mode, clear_cache=clear)
         for _ in range(2):
             said = await running.post("/encode", {"image": "a"})
             assert said == {"encoded": version, "runs": version}
@@ -66,7 +64,7 @@ async def test_a_reload_has_images_encoded_anew(bus: Bus, servers: Any, tmp_path
         (WithFrozenGraphs, "enable_torch_compile"), (BalancingVllm, "enable_eplb"),
     ],
 )  # fmt: skip
-async def test_a_reload_that_would_keep_old_state_is_refused_before_a_pause(
+async def test_a_reload_that_keeps_state_is_refused(
     kind: Any, named: str, bus: Bus, servers: Any, tmp_path: Path
 ) -> None:
     running = servers(1, kind)
@@ -94,14 +92,12 @@ async def test_kept_encoder_outputs_keep_weights(bus: Bus, trainer: Trainer, ser
     ("kind", "named"),
     [(WithExpertBalance, "enable_eplb"), (WithFrozenGraphs, "enable_torch_compile")],
 )
-async def test_what_no_update_renews_is_refused_by_name_before_a_pause(
-    kind: Any, named: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = servers(1, kind)
+async def test_unrenewed_state_is_refused_first(kind: Any, named: str, scene: Scene) -> None:
+    running = scene.servers(1, kind)
     with pytest.raises(EngineError, match=named) as caught:
-        await update(bus.name, trainer, 1, running)
+        await scene.update(1, running)
     assert caught.value.step == "server_info"
-    assert await running.calls() == [] and bus.policy_version == 0
+    assert await running.calls() == [] and scene.bus.policy_version == 0
 
 
 def config(**given: Any) -> Any:
@@ -138,9 +134,7 @@ def connector(name: str, *inner: str) -> Any:
         ({"inductor": {"max_autotune": True}}, False, ""),
     ],
 )
-def test_a_vllm_with_state_that_no_update_renews_is_refused_by_the_options_name(
-    given: dict[str, Any], on_cpu: bool, named: str
-) -> None:
+def test_lasting_vllm_state_is_named(given: dict[str, Any], on_cpu: bool, named: str) -> None:
     said = vllm_refusal(config(**given), on_cpu=on_cpu)
     assert named in said and bool(said) == bool(named)
 
@@ -149,13 +143,11 @@ def test_a_vllm_with_state_that_no_update_renews_is_refused_by_the_options_name(
     ("kind", "named"),
     [(DraftingVllm, "speculative_config"), (Drafting, "speculative_algorithm")],
 )
-async def test_each_report_warns_of_a_draft_model_that_keeps_its_weights(
-    kind: Any, named: str, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
-    running = servers(2, kind)
-    async with fleet_of(bus.name, running) as fleet:
+async def test_each_report_warns_of_a_draft_model(kind: Any, named: str, scene: Scene) -> None:
+    running = scene.servers(2, kind)
+    async with scene.fleet(running) as fleet:
         for version in (1, 2):
-            (told,) = (await fleet.update(trainer, version)).servers
+            (told,) = (await fleet.update(scene.trainer, version)).servers
             assert (told.version, told.error) == (version, "") and named in told.warning
 
 

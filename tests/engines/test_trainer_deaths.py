@@ -1,8 +1,4 @@
-"""A trainer ends at each request of an update: whoever comes next ends the pause by the same rules.
-
-Nothing of an update in the middle is served, and nobody stays paused. After a request is mostly
-before the next one; ``SHMBUS_TEST_LONG=1`` has both.
-"""
+"""A trainer dies at each request of an update: the next caller ends the pause by equal rules."""
 
 from __future__ import annotations
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
+from shmbus import Bus
 from shmbus.engines import EngineFleet, SglangServer, UpdateReport, VllmServer
 from shmbus.weights import ModuleSource, WeightPublisher
 
@@ -31,7 +33,6 @@ class Trainer:
 
 
 def fleet_of(bus: str, *running: Any, **options: Any) -> EngineFleet:
-    """A fleet of servers that run."""
     servers = [each.server() for each in running]
     return EngineFleet(servers, bus=bus, **{"timeout": TIMEOUT_S, **options})
 
@@ -42,6 +43,20 @@ async def update(
     """Bring a version to servers that run."""
     async with fleet_of(bus, *running, **options) as fleet:
         return await fleet.update(trainer, version)
+
+
+class Scene(NamedTuple):
+    """A bus with a trainer, and a way to start servers."""
+
+    bus: Bus
+    trainer: Trainer
+    servers: Callable[..., Any]
+
+    def fleet(self, *running: Any, **options: Any) -> EngineFleet:
+        return fleet_of(self.bus.name, *running, **options)
+
+    async def update(self, version: int, *running: Any, **options: Any) -> UpdateReport:
+        return await update(self.bus.name, self.trainer, version, *running, **options)
 
 
 def end_in_an_update(

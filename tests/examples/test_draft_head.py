@@ -1,7 +1,4 @@
-"""The draft head's loss falls, with the gradients of tensors that never left a process.
-
-The example itself compares: it makes each step once more in the trainer's process.
-"""
+"""The draft head's loss falls, with the gradients of tensors that never left a process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The example of weights in flight runs, and says that nothing was mixed.
-
-``SHMBUS_TEST_LONG=1`` runs it in each of its ways.
-"""
+"""The example of weights in flight mixes nothing; SHMBUS_TEST_LONG=1 runs each of its ways."""
 
 from __future__ import annotations
 

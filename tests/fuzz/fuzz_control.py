@@ -178,21 +178,5 @@ class FuzzedService:
         self.producer.close()
 
 
-_service: FuzzedService | None = None
-
-
-def fuzz_one(data: bytes) -> None:
-    """Over one bus for all inputs."""
-    global _service
-    _service = _service or FuzzedService()
-    _service.run(data)
-
-
-def close() -> None:
-    """At the end."""
-    if _service is not None:
-        _service.close()
-
-
 if __name__ == "__main__":
-    run(fuzz_one, close)
+    run(FuzzedService)

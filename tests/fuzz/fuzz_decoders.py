@@ -47,7 +47,7 @@ def fuzz_heads(data: bytes) -> None:
 
 
 class FuzzedBus:
-    """A bus whose records are overwritten before they are read; made when first needed."""
+    """A bus whose records are overwritten before they are read."""
 
     def __init__(self) -> None:
         shmbus.Bus.create(_NAME, "256KiB", max_producers=2, extent_bytes=4096).close()
@@ -87,31 +87,22 @@ class FuzzedBus:
         self.file.close()
 
 
-_bus: FuzzedBus | None = None
+class Decoders:
+    """Targets that the first byte of an input chooses from."""
 
+    def __init__(self) -> None:
+        self.bus = FuzzedBus()
 
-def fuzz_one(data: bytes) -> None:
-    """Choose a target by the first byte."""
-    global _bus
-    if not data:
-        return
-    way, rest = data[0] % 8, data[1:]
-    if way < 3:
-        fuzz_meta(rest)
-    elif way < 6:
-        fuzz_dtype(rest)
-    elif way < 7:
-        fuzz_heads(rest)
-    else:
-        _bus = _bus or FuzzedBus()
-        _bus.run(rest)
+    def run(self, data: bytes) -> None:
+        """Fuzz one of the decoders."""
+        ways = [fuzz_meta] * 3 + [fuzz_dtype] * 3 + [fuzz_heads, self.bus.run]
+        if data:
+            ways[data[0] % 8](data[1:])
 
-
-def close() -> None:
-    """At the end."""
-    if _bus is not None:
-        _bus.close()
+    def close(self) -> None:
+        """Let go of the bus."""
+        self.bus.close()
 
 
 if __name__ == "__main__":
-    run(fuzz_one, close)
+    run(Decoders)

@@ -136,21 +136,5 @@ def forged(files: dict[str, bytes]) -> bytes:
         return files[MANIFEST]
 
 
-_snapshot: FuzzedSnapshot | None = None
-
-
-def fuzz_one(data: bytes) -> None:
-    """Over copies of one snapshot for all inputs."""
-    global _snapshot
-    _snapshot = _snapshot or FuzzedSnapshot()
-    _snapshot.run(data)
-
-
-def close() -> None:
-    """At the end."""
-    if _snapshot is not None:
-        _snapshot.close()
-
-
 if __name__ == "__main__":
-    run(fuzz_one, close)
+    run(FuzzedSnapshot)

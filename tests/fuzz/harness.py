@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 __all__ = ["Bytes", "run"]
 
@@ -35,9 +36,21 @@ class Bytes:
         return int.from_bytes(self.take(nbytes), "little")
 
 
-def run(fuzz_one: Callable[[bytes], None], close: Callable[[], None] = lambda: None) -> None:
+class Target(Protocol):
+    """What is fuzzed, made once for all inputs."""
+
+    def run(self, data: bytes) -> None:
+        """Meet one input."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+def run(make: Callable[[], Target]) -> None:
     """Do what the command line says."""
     name = Path(sys.argv[0]).stem
+    target = make()
+    fuzz_one = target.run
     try:
         if sys.argv[1:2] == ["--replay"]:
             for path in sys.argv[2:]:
@@ -53,7 +66,7 @@ def run(fuzz_one: Callable[[bytes], None], close: Callable[[], None] = lambda: N
             atheris.Setup(sys.argv, fuzz_one)
             atheris.Fuzz()
     finally:
-        close()
+        target.close()
 
 
 def _mutate(fuzz_one: Callable[[bytes], None], seconds: float, seed: int, names: list[str]) -> int:

@@ -1,7 +1,4 @@
-"""What the tests of the gateway share: a gateway as a process of its own, and raw HTTP to it.
-
-The client here is a socket: it sends what a test says, also what no library would.
-"""
+"""A gateway as a process of its own, and a client of raw sockets."""
 
 from __future__ import annotations
 
@@ -66,36 +63,29 @@ class Gateway:
         return self.child
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.child.kill()
 
     def stop(self) -> str:
-        """SIGTERM; it must end in order."""
         self.child.send_signal(signal.SIGTERM)
         return self.child.finish()
 
     # -- requests -------------------------------------------------------------------------------
 
     def connect(self) -> socket.socket:
-        """A new connection."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT_S)
 
     def get(self, path: str, content: Any = None, **headers: str) -> Answer:
-        """GET, with JSON where there is some."""
         return self.ask("GET", path, content, **headers)
 
     def post(self, path: str, content: Any, **headers: str) -> Answer:
-        """POST JSON, or bytes as they are."""
         return self.ask("POST", path, content, **headers)
 
     def ask(self, method: str, path: str, content: Any = None, **headers: str) -> Answer:
-        """One request on a connection of its own."""
         with self.connect() as connection:
             connection.sendall(request_bytes(method, path, content, **headers))
             return read_answer(connection, has_body=method != "HEAD")
 
     def register(self, **changes: Any) -> None:
-        """Register a trainer, and let it start."""
         assert self.post("/register", {**REGISTRATION, **changes}).status == 200
         assert self.get("/batch").status == 200
 
@@ -106,7 +96,6 @@ class Gateway:
         return int(answer["env_id"])
 
     def batch(self) -> Any:
-        """The next batch."""
         return self.get("/batch").json()["batch"]
 
 

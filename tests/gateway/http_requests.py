@@ -9,7 +9,6 @@ from typing import Any
 
 
 def scored(*rows: list[int], env_id: int | None = None, **more: Any) -> dict[str, Any]:
-    """A group with these tokens."""
     return {
         "tokens": list(rows), "masks": [[-100, *row[1:]] for row in rows],
         "scores": [float(n) for n in range(len(rows))], "env_id": env_id, **more,

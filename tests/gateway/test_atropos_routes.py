@@ -5,11 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import threading
 from typing import Any
 
 import numpy as np
-from conftest import wait_until
+from conftest import together, wait_until
 from gateways import REGISTRATION, Gateway
 from http_requests import request_bytes, reset, scored
 
@@ -310,11 +309,7 @@ def test_clients_that_poll_and_hang_up_leave_no_connection(gateway: Gateway) -> 
                 connection.recv(10)
             reset(connection)
 
-    threads = [threading.Thread(target=hang_up, args=(50,)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(hang_up, [50] * 4)
 
     def connections() -> bool:
         text = gateway.get("/metrics").body.decode()

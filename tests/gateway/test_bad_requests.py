@@ -1,8 +1,4 @@
-"""What is wrong with a request is answered with a status and a sentence, never with a 500.
-
-The first table is what was asked of atroposlib's own server too; `make test-peers` shows both side
-by side. After each request the gateway still serves a batch, so nothing was stuck or lost.
-"""
+"""Wrong requests get a status and a sentence, never 500; the gateway serves on."""
 
 from __future__ import annotations
 
@@ -36,8 +32,6 @@ def raw(group: dict[str, Any], **texts: str) -> bytes:
 
 
 class Case(NamedTuple):
-    """A request, and what it is answered."""
-
     name: str
     method: str
     path: str
@@ -189,7 +183,6 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One gateway for all of the table."""
     with serving(tmp_path_factory.mktemp("children"), "bad-requests", "--create", "4MiB") as found:
         found.register(batch_size=2)
         found.register_env()
@@ -197,7 +190,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def still_serves(gateway: Gateway) -> None:
-    """A group goes through, alone."""
     while gateway.batch() is not None:
         pass
     assert gateway.post("/scored_data", scored([7], [8])).status == 200
@@ -292,9 +284,7 @@ def test_a_header_of_a_megabyte_is_refused(shared: Gateway) -> None:
     still_serves(shared)
 
 
-def test_requests_of_one_connection_are_answered_in_order(
-    shared: Gateway,
-) -> None:
+def test_requests_of_one_connection_are_answered_in_order(shared: Gateway) -> None:
     still_serves(shared)
     tokens = [[[1], [2]], [[3], [4]]]
     first, second = (request_bytes("POST", "/scored_data", scored(*rows)) for rows in tokens)

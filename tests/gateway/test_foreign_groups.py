@@ -1,8 +1,4 @@
-"""Groups on the bus that its gateway did not put: answered whole, or dropped by name. None blocks.
-
-Any producer may put into the bus of a gateway. What it puts need not be what Atropos can
-have, and the batches of everybody else go on.
-"""
+"""Groups of foreign producers: answered whole, or dropped by name. None blocks."""
 
 from __future__ import annotations
 

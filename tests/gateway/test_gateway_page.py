@@ -1,7 +1,4 @@
-"""The steps of docs/gateway.md are gone through as they stand.
-
-Only the name of the bus, the port and the capacity are others.
-"""
+"""The steps of docs/gateway.md run as they stand, with another bus, port and capacity."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ Start = Callable[[str, str], Gateway]
 
 
 def blocks(heading: str) -> list[tuple[str, str]]:
-    """Language and text of each block of a part."""
     parts = dict(part.split("\n", 1) for part in f"\n#{PAGE}".split("\n## ")[1:])
     [text] = [text for name, text in parts.items() if heading in name]
     return [(language, dedent(code)) for language, code in BLOCK.findall(text)]
@@ -53,7 +49,6 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start(program: None, tmp_path: Path) -> Iterator[Start]:
-    """Run a command that serves, until the test ends."""
     running: list[subprocess.Popen[bytes]] = []
 
     def started(line: str, name: str) -> Gateway:
@@ -81,7 +76,6 @@ def start(program: None, tmp_path: Path) -> Iterator[Start]:
 
 
 def shell(line: str, gateway: Gateway) -> str:
-    """What a command of the page prints."""
     line = re.sub(r"\brun1\b", gateway.name, line)
     line = re.sub(r"127\.0\.0\.1:8\d\d\d", f"127.0.0.1:{gateway.port}", line)
     found = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)

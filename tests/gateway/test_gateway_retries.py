@@ -1,7 +1,4 @@
-"""A full bus, lost answers, dead trainers, environments and gateways: nothing is lost, nor doubled.
-
-Sockets end here as kernels end them: in order, or by a reset where something was unread.
-"""
+"""A full bus, lost answers, dead trainers, environments and gateways: no loss, no double."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import segments_named, wait_until
+from conftest import segments_named, together, wait_until
 from gateways import REGISTRATION, Gateway
 from http_answers import read_answer
 from http_requests import request_bytes, reset, scored
@@ -177,12 +174,17 @@ def test_a_trainer_that_hangs_up_at_once_has_its_batch_again(gateway: Gateway) -
     assert all_batches(gateway) == [0]
 
 
-def test_a_trainer_that_died_with_its_batch_has_it_again(gateway: Gateway) -> None:
+@pytest.mark.parametrize("gateway_dies", [False, True])
+def test_a_dead_trainers_batch_comes_again(gateway_of: Any, gateway_dies: bool) -> None:
+    gateway = gateway_of("--create", "4MiB")
     gateway.register(batch_size=2)
     for number in range(3):
         gateway.post("/scored_data", numbered(number))
     assert numbers(gateway.batch()) == [0]
     assert numbers(gateway.batch()) == [1]
+    if gateway_dies:
+        gateway.kill()
+        gateway.start()
     # It is started again, and registers: 0 was acknowledged by the second request, 1 was not.
     assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
     assert all_batches(gateway) == [1, 2]
@@ -211,9 +213,7 @@ def test_a_trainer_that_leaves_http_has_everything_and_may_come_back(gateway_of:
     assert balanced(gateway.name)
 
 
-def test_groups_given_away_do_not_end_a_batch(
-    gateway_of: Any,
-) -> None:
+def test_groups_given_away_do_not_end_a_batch(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "32MiB")
     gateway.register(batch_size=2)
     # 12 MB of JSON: more than the kernel keeps for a client that does not read.
@@ -280,18 +280,6 @@ def test_registrations_and_groups_outlive_the_gateway(gateway_of: Any) -> None:
     assert all_batches(gateway) == [2, 3]
     gateway.stop()
     assert balanced(gateway.name)
-
-
-def test_a_trainer_that_died_with_the_gateway_has_its_batch_again(gateway_of: Any) -> None:
-    gateway = gateway_of("--create", "4MiB")
-    gateway.register(batch_size=2)
-    for number in range(2):
-        gateway.post("/scored_data", numbered(number))
-    assert numbers(gateway.batch()) == [0]
-    gateway.kill()
-    gateway.start()
-    assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
-    assert all_batches(gateway) == [0, 1]
 
 
 def test_a_body_that_the_dead_gateway_had_put_comes_once(gateway_of: Any, seed: int) -> None:
@@ -396,11 +384,7 @@ def test_what_clients_send_at_once_stays_within_the_budget(gateway_of: Any) -> N
     request = request_bytes("POST", "/scored_data", body.encode())
     before = peak_kib(gateway)
     connections = [gateway.connect() for _ in range(60)]
-    senders = [threading.Thread(target=_send, args=(c, request)) for c in connections]
-    for sender in senders:
-        sender.start()
-    for sender in senders:
-        sender.join()
+    together(lambda connection: _send(connection, request), connections)
     assert gateway.get("/info").status == 200
     # 16 MiB of bodies, one of them decoded, and what is read ahead of the others.
     assert peak_kib(gateway) - before < 64 << 10
@@ -415,7 +399,6 @@ def _send(connection: socket.socket, request: bytes) -> None:
 
 
 def peak_kib(gateway: Gateway) -> int:
-    """The most memory that it had."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{gateway.child.pid}/status").read_text())
     assert found is not None
     return int(found[1])

@@ -35,7 +35,6 @@ def large(first: int, **more: Any) -> dict[str, Any]:
 
 
 def was_put(gateway: Gateway, group: dict[str, Any]) -> bool:
-    """Whether the next batch is this group."""
     [found] = gateway.batch()
     return all(found[key] == group[key] for key in ("tokens", "masks", "scores"))
 
@@ -136,9 +135,7 @@ def test_one_that_goes_at_once_leaves_nothing_behind(shared: Gateway, end: Any, 
     assert "Traceback" not in shared.child.output()
 
 
-def test_a_held_body_is_answered_with_room_or_dropped_with_its_client(
-    gateway_of: Any,
-) -> None:
+def test_a_held_body_is_answered_with_room_or_dropped_with_its_client(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "4MiB")
     gateway.register(batch_size=1)
     body = request_bytes("POST", "/scored_data", scored([7, *range(100_000, 110_000)]))

@@ -1,8 +1,4 @@
-"""The memory of a gateway, at most what docs/gateway.md says, while many clients post at once.
-
-SHMBUS_GATEWAY_CLIENTS says how many, 1000 say, with a group of 10 MB each: some minutes. The short
-form is in test_gateway_retries.py.
-"""
+"""Memory of a gateway under many clients (SHMBUS_GATEWAY_CLIENTS, 1000 say)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from shmbus.peers import atropos
 
 
 def group(**changes: Any) -> bytes:
-    """A body."""
     content = {"tokens": [[1, 2], [3]], "masks": [[1, 2], [3]], "scores": [0.5, 1]}
     return json.dumps({**content, **changes}).encode()
 

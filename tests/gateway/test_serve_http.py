@@ -28,7 +28,6 @@ def gateway_of_daemon(served: Daemon) -> Gateway:
 
 
 def children_of(pid: int) -> list[int]:
-    """Pids of the processes that one started."""
     return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] + [
         int(n)
         for task in Path(f"/proc/{pid}/task").iterdir()

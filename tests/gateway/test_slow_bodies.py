@@ -28,7 +28,6 @@ HEADS = {
 
 
 def held(gateway: Gateway) -> float:
-    """Bytes of room that are taken."""
     found = re.search(rb"\nshmbus_gateway_body_bytes\{.*\} (\S+)", gateway.get("/metrics").body)
     assert found is not None
     return float(found[1])

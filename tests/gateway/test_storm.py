@@ -1,9 +1,6 @@
-"""SIGKILL of gateway, environments and trainer at random instants, and connections that are cut.
+"""SIGKILL of gateway, environments and trainer, and cut connections (SHMBUS_STORM_SECONDS).
 
-What was answered 200 is trained on; nothing is trained on twice, but the batch that a trainer had
-when it was killed, and the one that a gateway was answering then; the ledger balances.
-SHMBUS_STORM_SECONDS says for how long it runs, 1800 say; test_gateway_successor.py has the instants
-that matter, one by one.
+Groups answered 200 train; only the batch of a killed trainer or a dying gateway trains twice.
 """
 
 from __future__ import annotations
@@ -171,10 +168,7 @@ class Storm:
         return len(lines) > 20 and all(line.endswith("none") for line in lines[-20:])
 
     def audit(self, waiting: set[int]) -> tuple[int, int]:
-        """Check what was answered against what was trained on; returns how many those were.
-
-        `waiting` is what too few others are there for to make a batch.
-        """
+        """Compare answered with trained groups; return their number. `waiting` fill no batch."""
         answered = {
             int(line)
             for number in range(ENVIRONMENTS)

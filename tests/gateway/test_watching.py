@@ -14,7 +14,6 @@ from http_requests import scored
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """One that logs an object a line."""
     options = ("--create", "4MiB", "--log-format", "json")
     with serving(tmp_path_factory.mktemp("children"), "watching", *options) as found:
         found.register()
@@ -23,7 +22,6 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 
 def lines(gateway: Gateway) -> list[dict[str, Any]]:
-    """What it logged of requests."""
     found = [json.loads(line) for line in gateway.child.output().splitlines()]
     return [line for line in found if line["logger"] == "shmbus.gateway.access"]
 
@@ -59,7 +57,6 @@ def test_a_path_with_the_end_of_a_line_is_one_line(gateway: Gateway) -> None:
 
 
 def count(gateway: Gateway, name: str, **labels: str) -> float:
-    """A metric's value."""
     wanted = "".join(f',{label}="{value}"' for label, value in labels.items())
     text = gateway.get("/metrics").body.decode()
     pattern = rf'^shmbus_gateway_{name}\{{bus="{gateway.name}"{wanted}\}} (\S+)$'

@@ -1,8 +1,6 @@
 """Plain English, measured: the share of stand-in words in docstrings, comments and pages.
 
-A stand-in is a pronoun, a copula or a relative word in the place of a noun or a verb: "what it is"
-instead of "the record size". Usage: ``python tests/house/prose.py [--sentences N] [PATH ...]``.
-Without a path the program prints each room and exits with 1 if a room exceeds its limit.
+Usage: ``prose.py [--sentences N] [PATH ...]``; without a path, each room and exit status 1.
 """
 
 from __future__ import annotations
@@ -64,7 +62,6 @@ def python_texts(path: Path) -> Iterator[str]:
 
 
 def texts(path: Path) -> Iterator[str]:
-    """Yield the prose of a file."""
     if path.suffix in (".py", ".pyi"):
         yield from python_texts(path)
     elif path.suffix in (".c", ".h"):

@@ -43,13 +43,11 @@ def families() -> dict[str, list[Path]]:
 
 
 def known_by(paths: list[Path]) -> set[str]:
-    """Families that these files include."""
     includes = {include for path in paths for include in _INCLUDE.findall(path.read_text())}
     return {name.split("/")[1] for name in includes if re.fullmatch(r"python/\w+/.*", name)}
 
 
 def calls() -> dict[str, set[str]]:
-    """Which files of the binding each one calls."""
     texts = {unit(path): path.read_text() for path in sorted(BINDING.rglob("*.c"))}
     owner = {
         name: unit(path)

@@ -1,8 +1,4 @@
-"""The C core as a graph of files: calls go down only, and what a room gives is declared.
-
-What is checked is what the linker sees: the symbols that each object file defines and needs. They
-are those of the build with failpoints, so that failpoints.c and the calls of it take part.
-"""
+"""The C core as a graph of object files' symbols: calls go down only, and exports are declared."""
 
 from __future__ import annotations
 
@@ -68,12 +64,10 @@ def core(failpoint_build: Path) -> dict[str, Symbols]:
 
 
 def owners(core: dict[str, Symbols]) -> dict[str, str]:
-    """Which file defines each symbol."""
     return {name: file for file, symbols in core.items() for name in symbols.defined}
 
 
 def calls(core: dict[str, Symbols]) -> dict[str, set[str]]:
-    """Which files each file needs something of."""
     owner = owners(core)
     return {
         file: {owner[name] for name in symbols.undefined if name in owner}

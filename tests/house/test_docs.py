@@ -1,8 +1,4 @@
-"""What the documentation names is there: files, folders, modules, links; and it reads in a column.
-
-Names are checked where they stand in inline code, links everywhere outside of code blocks. A path
-counts from the root, from the page's folder, or as the end of a path (`ring/reader.c`, `reader.c`).
-"""
+"""Files, folders, modules and links of the documentation exist, and pages read in a column."""
 
 from __future__ import annotations
 
@@ -39,7 +35,6 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def prose(page: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of the lines that are in no code block."""
     fenced = False
     for number, line in enumerate(page.read_text().splitlines(), start=1):
         if line.lstrip().startswith("```"):
@@ -49,7 +44,6 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
 
 
 def words_in_code(page: Path) -> Iterator[tuple[int, str]]:
-    """Each word of each inline code, with its line."""
     for number, line in prose(page):
         for code in re.findall(r"`([^`]+)`", line):
             for word in code.split():

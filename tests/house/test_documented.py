@@ -1,9 +1,4 @@
-"""Each public callable says in its docstring what its signature and its code say.
-
-NumPy sections are held against the signature: Parameters names each parameter and no other, Returns
-or Yields stands where something is returned, and Raises names what the code raises by itself. C
-functions are held against the stub, which has their docstrings for editors, and examples are run.
-"""
+"""Public docstrings against signatures, raised errors, the stub and running examples."""
 
 from __future__ import annotations
 
@@ -185,7 +180,6 @@ def unwrapped(value: Any) -> Any:
 
 
 def parameters(name: str, value: Any) -> list[str]:
-    """Names of the parameters that a caller gives."""
     if name in STUB_FUNCTIONS and not isinstance(unwrapped(value), FunctionType):
         arguments = STUB_FUNCTIONS[name].args
         every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
@@ -270,10 +264,7 @@ def test_a_coroutine_takes_what_its_blocking_form_takes_and_says_which_it_is() -
 
 
 def callables() -> Iterator[tuple[str, Any]]:
-    """What is called, without properties and coroutines that are another form of a method.
-
-    A class stands for its constructor.
-    """
+    """Callables without properties and coroutine twins; a class stands for its constructor."""
     for name, value in DOCUMENTED.items():
         if isinstance(value, property) or (inspect.isclass(value) and is_data(value)):
             continue

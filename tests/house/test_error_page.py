@@ -36,7 +36,6 @@ def public_errors() -> set[str]:
 
 
 def entries() -> dict[str, list[str]]:
-    """The quoted messages of each class."""
     parts = re.split(r"^### (\w+Error)\n", PAGE, flags=re.M)
     return {
         name: re.findall(r"^`([^`]+)`(?:<br>)?$", text, re.M)

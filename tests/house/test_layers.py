@@ -1,10 +1,4 @@
-"""Which module may import which: no circle, and each floor only itself and what lies below it.
-
-An import counts wherever it stands: at a file's top, inside a function, under TYPE_CHECKING.
-`from shmbus import errors` imports that module. `import shmbus` and `from shmbus import Bus` import
-the package's own file, which hands out the handles and lies above them. Python runs a package's
-file before any of its modules; that this stays cheap is what the last test checks.
-"""
+"""Which module may import which: no circle, and each floor only itself and lower floors."""
 
 from __future__ import annotations
 
@@ -156,7 +150,6 @@ def imported_names(path: Path) -> Iterator[str]:
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """What each module imports of the others."""
     known = modules()
 
     def module_of(name: str) -> str:
@@ -179,7 +172,6 @@ def room_of(module: str) -> str:
 
 
 def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    """What a module imports, and what those import."""
     found: set[str] = set()
     todo = [start]
     while todo:
@@ -217,7 +209,6 @@ def test_every_room_has_a_module() -> None:
 
 
 def used_of_shmbus(path: Path) -> set[str]:
-    """What a file uses of shmbus, by dotted names."""
     used = {name for name in imported_names(path) if name.split(".")[0].startswith("shmbus")}
     # After `import shmbus`, each shmbus.NAME is a use.
     return used | {

@@ -64,7 +64,6 @@ def test_the_reference_has_public_modules_only() -> None:
 
 
 def site() -> ModuleType:
-    """The hook that makes the site's pages."""
     pytest.importorskip("mkdocs")
     spec = importlib.util.spec_from_file_location("site_of_the_docs", ROOT / "docs" / "site.py")
     assert spec is not None and spec.loader is not None

@@ -1,7 +1,4 @@
-"""What another user of the machine can and cannot do: docs/security.md, with real uids.
-
-The other user is `nobody`, in a child that has given root up; so these tests need root.
-"""
+"""Powers of another user of the machine (docs/security.md), with real uids: needs root."""
 
 from __future__ import annotations
 

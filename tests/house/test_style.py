@@ -1,7 +1,4 @@
-"""The house rules that a machine can check: openings, layers, public names, leftovers.
-
-Each test collects all offences before it fails, so that one run shows the whole list.
-"""
+"""The house rules that a machine can check: openings, layers, public names, leftovers."""
 
 from __future__ import annotations
 
@@ -115,12 +112,10 @@ def tree(directory: Path = ROOT) -> Iterator[Path]:
 
 
 def files(*suffixes: str) -> list[Path]:
-    """The project's files with one of these suffixes."""
     return [path for path in tree() if path.suffix in suffixes]
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Name and text of every file that people write."""
     for path in tree():
         if path.suffix in TEXT_SUFFIXES or path.name in TEXT_NAMES:
             yield relative(path), path.read_text()

@@ -23,9 +23,7 @@ def old_bus(bus: Bus) -> Bus:
     return bus
 
 
-def test_a_trainer_without_a_checkpoint_is_warned_before_its_first_batch(
-    old_bus: Bus, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_checkpoint_is_warned(old_bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
     with OnlineDataHandler(old_bus.name, groups_per_batch=1) as handler:
         handler.next_batch(30.0)
         [record] = [r for r in caplog.records if "earlier run" in r.message]

@@ -82,9 +82,7 @@ def of(*engines: EngineStatus, bus: Bus) -> dict[str, Finding]:
     return {each.kind: each for each in judge(status).findings if each.kind.startswith("engine")}
 
 
-def test_the_sentence_names_unknown_servers_before_those_behind(
-    bus: Bus,
-) -> None:
+def test_the_sentence_names_unknown_servers_before_those_behind(bus: Bus) -> None:
     unknown = EngineStatus(address=DEAD, state="unknown", why="it ended")
     assert set(of(unknown, bus=bus)) == {"engines_unknown"}
     good = EngineStatus(address=GOOD, state="serving", version=7)

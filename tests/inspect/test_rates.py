@@ -26,7 +26,6 @@ class Clock:
         self.waited_s = 0.0
 
     def pass_time(self, seconds: float) -> None:
-        """Nobody watches."""
         self.now_s += seconds
         self.waited_s += seconds
 
@@ -74,9 +73,7 @@ def test_time_that_nobody_watched_is_not_of_the_last_minute(clock: Clock) -> Non
     assert clock.sums == (12.0, 24.0)
 
 
-def test_a_wait_counted_at_its_end_is_at_most_the_time_watched(
-    clock: Clock,
-) -> None:
+def test_a_wait_counted_at_its_end_is_at_most_the_time_watched(clock: Clock) -> None:
     clock.watch(20)
     clock.poll(jump_s=500.0)
     producer_s, trainers_s = clock.sums

@@ -1,7 +1,4 @@
-"""The one sentence, in each state that processes can be put into: a table, made by real processes.
-
-A row is a name, how it is made, and what `shmbus status` must say of it, with and without a daemon.
-"""
+"""The sentence of `shmbus status` in each state of real processes, with and without a daemon."""
 
 from __future__ import annotations
 
@@ -119,7 +116,6 @@ class Scene:
         self.stopped: list[Child] = []
 
     def begin(self, retries: int | None = None) -> None:
-        """Make the bus, and its daemon if it has one."""
         if self.served:
             options = [] if retries is None else ["--sample-retries", retries]
             self.daemon = self._serve("--capacity", "1MiB", *options)
@@ -134,7 +130,6 @@ class Scene:
         return child
 
     def rank(self, rank: int, of: int) -> Child:
-        """Start one of several trainers, which waits."""
         child = self._spawn.script(TRAINER, self.name, 0, 0, "wait", "", rank, of)
         child.expect("ready")
         return child
@@ -151,7 +146,6 @@ class Scene:
         self.stopped.append(child)
 
     def until(self, predicate: Callable[[BusStatus], object]) -> None:
-        """Wait until a status of the bus is so."""
         wait_until(lambda: predicate(read_status(self.name)))
 
 
@@ -441,7 +435,6 @@ def servers_paused(scene: Scene) -> None:
 
 
 def waits(status: BusStatus) -> bool:
-    """Whether a trainer sleeps until groups come."""
     if status.daemon is not None:
         return any(lease.waiting for lease in status.daemon.leases)
     return status.collector.waits

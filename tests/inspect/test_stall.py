@@ -6,14 +6,13 @@ import asyncio
 import itertools
 import logging
 import pickle
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, wait_until
+from conftest import Daemon, Spawner, together, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer, StallError, StallReport
@@ -28,7 +27,6 @@ PERIOD_S = 0.2
 
 @pytest.fixture(params=["embedded", "daemon"])
 def served(request: pytest.FixtureRequest, bus_name: str) -> Iterator[str]:
-    """A bus, read by its consumer or by a daemon."""
     if request.param == "daemon":
         request.getfixturevalue("daemon")("--capacity", "2MiB")
         yield bus_name
@@ -103,17 +101,6 @@ def test_many_short_waits_are_one_long_one(served: str) -> None:
     with Consumer(served, on_stall=reports.append, stall_timeout=PERIOD_S) as consumer:
         wait_until(lambda: consumer.take(timeout=0.01) or reports)
     assert reports[0].stalled_s >= PERIOD_S
-
-
-def test_what_a_callback_raises_ends_the_wait(served: str) -> None:
-    def stop(report: StallReport) -> None:
-        raise KeyboardInterrupt(report.waits_for)
-
-    with (
-        Consumer(served, on_stall=stop, stall_timeout=PERIOD_S) as consumer,
-        pytest.raises(KeyboardInterrupt, match="a complete group"),
-    ):
-        next(iter(consumer))
 
 
 def test_a_bus_where_others_move_has_not_stalled(served: str) -> None:
@@ -225,17 +212,11 @@ def wait_together(producers: list[Producer], timeout_s: float) -> list[Exception
         except StallError as error:
             raised.append(error)
 
-    threads = [threading.Thread(target=wait, args=(each,)) for each in producers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(wait, producers)
     return raised
 
 
-def test_of_many_waiting_workers_one_logs_a_stall_in_twenty_rows(
-    bus_name: str, spawn: Spawner, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_worker_logs(bus_name: str, spawn: Spawner, caplog: pytest.LogCaptureFixture) -> None:
     with ExitStack() as stack:
         stack.enter_context(Bus.create(bus_name, "8MiB", max_producers=40))
         producers = [

@@ -176,9 +176,7 @@ def test_versions_of_weights_are_published_once_and_run_until_the_next() -> None
     ]  # fmt: skip
 
 
-def test_slices_of_any_history_do_not_cross(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slices_of_any_history_do_not_cross(monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     dice = random.Random(seed)

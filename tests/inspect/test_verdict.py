@@ -46,9 +46,7 @@ def test_a_bus_in_order_has_no_finding(bus_name: str) -> None:
         assert "1 producer" in verdict.sentence
 
 
-def test_a_ring_full_of_complete_and_incomplete_groups_names_both(
-    bus_name: str, daemon: Callable[..., Daemon], spawn: Spawner
-) -> None:
+def test_a_ring_names_both(bus_name: str, daemon: Callable[..., Daemon], spawn: Spawner) -> None:
     daemon("--capacity", "1MiB")
     with Producer(bus_name) as producer, Consumer(bus_name) as trainer:
         producer.put("first", group_size=1, index=0, tokens=[1])
@@ -122,9 +120,7 @@ def test_a_watcher_tells_that_nothing_moves(bus_name: str) -> None:
 
 
 @pytest.mark.parametrize("with_daemon", [False, True])
-def test_groups_are_the_same_from_a_daemon_and_from_the_records(
-    bus_name: str, daemon: Callable[..., object], with_daemon: bool
-) -> None:
+def test_sources_agree(bus_name: str, daemon: Callable[..., object], with_daemon: bool) -> None:
     if with_daemon:
         daemon("--capacity", "4MiB", "--sample-retries", "2")
     bus = None if with_daemon else Bus.create(bus_name, "4MiB")
@@ -253,9 +249,7 @@ def test_a_trainers_wait_is_counted(bus_name: str, daemon: Callable[..., object]
         taken.ack()
 
 
-def test_a_worker_that_gives_back_is_a_finding_until_it_works(
-    bus_name: str,
-) -> None:
+def test_a_worker_that_gives_back_is_a_finding_until_it_works(bus_name: str) -> None:
     with (
         Bus.create(bus_name, "1MiB"),
         Consumer(bus_name) as taker,

@@ -117,8 +117,6 @@ def test_a_wait_in_an_event_loop_counts_too(bus_name: str) -> None:
 
 
 class Counted(SegmentFile):
-    """Counts how many slots are checked."""
-
     checks = 0
 
     def slot_alive(self, slot: int) -> bool:

@@ -56,11 +56,9 @@ class Ends:
         return self.from_here.latest(timeout=0)
 
     def newest_there(self) -> VersionLease:
-        """Lease what the other pool has."""
         return self.from_there.latest(timeout=0)
 
     def close(self) -> None:
-        """Take both away."""
         self.from_here.close()
         self.from_there.close()
         self.here.close(remove=True)
@@ -69,7 +67,6 @@ class Ends:
 
 @pytest.fixture
 def ends(bus_name: str, seed: int) -> Iterator[Ends]:
-    """Two pools with one version, the same in both."""
     made = Ends(bus_name, seed)
     with made.publish(1) as lease, begun(made.there, 1) as write:
         write.view()[:] = lease.view()

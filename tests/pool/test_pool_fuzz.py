@@ -1,7 +1,4 @@
-"""A pool with any bytes in it: an error that says so, or a version that was checked; never a crash.
-
-The mutations run in a process of their own, so that a crash is a failure with its seed.
-"""
+"""A pool with any bytes: an error or a checked version, never a crash."""
 
 from __future__ import annotations
 

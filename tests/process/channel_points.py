@@ -1,7 +1,5 @@
 """Ends or stops one side of a channel at each of its failpoints, and looks at what is left.
 
-usage: python -m channel_points NAME KIND:   (in a build with failpoints)
-
 For each point of KIND ("sender", "receiver", "resumer") a forked child runs with SHMBUS_FAILPOINT
 set, and this process is the other side. A dead side is followed by a successor here. Every step has
 to come, whole and in order: none twice after its acknowledgement, none left out. One line of JSON a
@@ -11,26 +9,20 @@ case.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
-import signal
-import sys
-import threading
+import functools
 import time
-from collections.abc import Iterator
-from multiprocessing.context import ForkProcess
-from pathlib import Path
 
-from failpoints import play
+from failpoints import await_signal, play
+from supervisor import Child, deadline
 
 from shmbus import BusNotFoundError, PeerGoneError, WaitTimeoutError
 from shmbus.channel import ChannelClosedError, ChannelReceiver, ChannelSender, unlink_channel
+from shmbus.channel.receiver import Message
 
 STEPS = 6
 WAIT_S = 20.0
 #: Seconds after which the other side looks whether this one was killed, or has it go on.
 QUIET_S = 0.2
-FORKS = multiprocessing.get_context("fork")
 
 POINTS = {
     "sender": (
@@ -79,52 +71,37 @@ def run_resumer(name: str) -> None:
 CHILDREN = {"sender": run_sender, "receiver": run_receiver, "resumer": run_resumer}
 
 
-def run_to_point(name: str, kind: str, failpoint: str) -> None:
-    """Be a side that meets its point."""
-    os.environ["SHMBUS_FAILPOINT"] = failpoint
-    CHILDREN[kind](name)
+def check(message: Message, expected: int, faults: list[str]) -> None:
+    """Compare a message with its step's."""
+    if message.step != expected or bytes(memoryview(message.memory)) != payload(message.step):
+        faults.append(f"expected step {expected}, got {message.step}")
 
 
-@contextlib.contextmanager
-def child_of(name: str, kind: str, failpoint: str) -> Iterator[ForkProcess]:
-    """Run a side that meets its point."""
-    child = FORKS.Process(target=run_to_point, args=(name, kind, failpoint))
-    child.start()
-    try:
-        yield child
-    finally:
-        resume(child)
-        if child.is_alive():
-            child.kill()
-        child.join()
+class Side:
+    """The child of a case, which is resumed after its stop."""
 
+    def __init__(self, child: Child) -> None:
+        self.child = child
+        self.stopped = False
 
-def resume(child: ForkProcess) -> None:
-    """Let a child that is stopped go on."""
-    if child.pid is not None and child.is_alive():
-        os.kill(child.pid, signal.SIGCONT)
+    def look(self) -> bool:
+        """Whether the child has ended; notes a stop."""
+        ended = self.child.look()
+        self.stopped = self.stopped or self.child.stopped
+        return ended
 
+    def resume(self) -> None:
+        """Resume a child that is stopped."""
+        if not self.look() and self.child.stopped:
+            self.child.go_on()
 
-def end_of(child: ForkProcess) -> int | None:
-    """Wait for a child's end; returns its exit status, or None where it does not come."""
-    child.join(WAIT_S)
-    return child.exitcode
-
-
-def met(child: ForkProcess, action: str) -> bool:
-    """Wait until the child was killed or stopped at its point."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        if action == "kill":
-            if child.exitcode is not None:
-                return child.exitcode == -signal.SIGKILL
-        else:
-            with contextlib.suppress(FileNotFoundError):  # it has ended
-                stat = Path(f"/proc/{child.pid}/stat").read_text()
-                if stat.rpartition(")")[2].split()[0] == "T":
-                    return True
-        time.sleep(0.005)
-    return False
+    def finish(self) -> None:
+        """Wait for the child's end, through a stop, which may come after its last step."""
+        for _ in deadline("the end of a side"):
+            self.resume()
+            if self.look():
+                break
+            time.sleep(0.005)
 
 
 def receive_all(name: str, first: int, faults: list[str], *, stop_at: int = STEPS) -> int:
@@ -133,16 +110,13 @@ def receive_all(name: str, first: int, faults: list[str], *, stop_at: int = STEP
         expected = first
         while expected < stop_at:
             message = receiver.receive()
-            if message.step != expected or bytes(memoryview(message.memory)) != payload(
-                message.step
-            ):
-                faults.append(f"expected step {expected}, got {message.step}")
+            check(message, expected, faults)
             receiver.ack()
             expected = message.step + 1
     return expected
 
 
-def after_a_sender(name: str, child: ForkProcess, action: str) -> list[str]:
+def after_a_sender(name: str, side: Side, action: str) -> list[str]:
     """Receive from a sender that meets its point, and from its successor."""
     faults: list[str] = []
     expected = 0
@@ -155,14 +129,13 @@ def after_a_sender(name: str, child: ForkProcess, action: str) -> list[str]:
             if action == "stop":
                 if isinstance(error, PeerGoneError):
                     faults.append("a stopped sender was taken for a dead one")
-                resume(child)
-            elif successor is None and child.exitcode not in (None, 0):
+                side.resume()
+            elif successor is None and side.look() and side.child.status:
                 successor = ChannelSender(name)
             if successor is not None:
                 successor.send(payload(successor.next_step))
             continue
-        if message.step != expected or bytes(memoryview(message.memory)) != payload(expected):
-            faults.append(f"expected step {expected}, got {message.step}")
+        check(message, expected, faults)
         receiver.ack()
         expected += 1
         if successor is not None and successor.next_step < STEPS:
@@ -173,7 +146,7 @@ def after_a_sender(name: str, child: ForkProcess, action: str) -> list[str]:
     return faults
 
 
-def after_a_receiver(name: str, child: ForkProcess, action: str) -> list[str]:
+def after_a_receiver(name: str, side: Side, action: str) -> list[str]:
     """Send to a receiver that meets its point, and to its successor."""
     faults: list[str] = []
     sender = ChannelSender(name, timeout=QUIET_S)
@@ -186,25 +159,18 @@ def after_a_receiver(name: str, child: ForkProcess, action: str) -> list[str]:
             if action == "stop":
                 if isinstance(error, PeerGoneError):
                     faults.append("a stopped receiver was taken for a dead one")
-                resume(child)
+                side.resume()
                 continue
-            if child.exitcode is None:
+            if not side.look():
                 continue  # slow, and waiting for this very step
             successor = successor or ChannelReceiver(name)
             message = successor.receive(timeout=WAIT_S, step=sender.acked_step + 1)
-            if bytes(memoryview(message.memory)) != payload(message.step):
-                faults.append(f"step {message.step} is not what was sent")
+            check(message, message.step, faults)
             successor.ack()
             continue
         step += 1
-    if action == "stop":
-        # Its point may be after its last step, so the time of its stop is not known here.
-        deadline = time.monotonic() + WAIT_S
-        while child.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.05)
-            resume(child)
-    elif sender.acked_step < STEPS - 1:
-        end_of(child)
+    side.finish()
+    if action == "kill" and sender.acked_step < STEPS - 1:
         first = sender.acked_step + 1
         if successor is not None:
             successor.close()
@@ -217,13 +183,11 @@ def after_a_receiver(name: str, child: ForkProcess, action: str) -> list[str]:
     return faults
 
 
-def after_a_resumer(name: str, child: ForkProcess, action: str) -> list[str]:
+def after_a_resumer(name: str, side: Side, action: str) -> list[str]:
     """Resume where a sender has met its point in doing so."""
     faults: list[str] = []
-    if action == "stop":
-        resume(child)
-        end_of(child)
-    else:
+    side.finish()
+    if action == "kill":
         with ChannelSender(name) as sender:
             sender.resume_after(10)
             sender.send(payload(11), step=11)
@@ -238,26 +202,26 @@ FOLLOW = {
 }
 
 
-def run(kind: str, failpoint: str, action: str) -> dict[str, object]:
+def case(kind: str, name: str, failpoint: str, action: str) -> dict[str, object]:
     """Run one case: what went wrong, and whether the child met its point."""
-    name = sys.argv[1]
-    seen: list[bool] = []
-    with child_of(name, kind, failpoint) as child:
-        watcher = threading.Thread(target=lambda: seen.append(met(child, action)))
-        watcher.start()
+    side = Side(Child(lambda: CHILDREN[kind](name), failpoint))
+    try:
         if kind == "resumer":
-            watcher.join()
-        faults = FOLLOW[kind](name, child, action)
-        watcher.join()
-        if action == "stop":
-            resume(child)
-            if end_of(child) != 0:
-                faults.append(f"a side that was stopped and went on ended with {child.exitcode}")
-    with contextlib.suppress(BusNotFoundError):
-        unlink_channel(name)
-    return {"signalled": seen == [True], "faults": faults}
+            await_signal(side.child, action)
+            side.look()
+        faults = FOLLOW[kind](name, side, action)
+        side.finish()
+        if action == "stop" and side.child.status:
+            faults.append(f"a side that was stopped and went on ended with {side.child.status}")
+    finally:
+        side.child.kill()
+        with contextlib.suppress(BusNotFoundError):
+            unlink_channel(name)
+    return {"signalled": side.child.killed or side.stopped, "faults": faults}
 
 
 if __name__ == "__main__":
-    points = {kind: dict.fromkeys(of_kind, (1,)) for kind, of_kind in POINTS.items()}
-    play(points, run, *sys.argv[2:])
+    play(
+        {kind: dict.fromkeys(of_kind, (1,)) for kind, of_kind in POINTS.items()},
+        {kind: functools.partial(case, kind) for kind in POINTS},
+    )

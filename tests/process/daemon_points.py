@@ -14,15 +14,16 @@ import contextlib
 import mmap
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from failpoints import DEADLINE_S, SPAN_TWO, Child, deadline, pattern, play, ruin
+from failpoints import SPAN_TWO, meet, pattern, play, ruin
 from points import arm
+from supervisor import DEADLINE_S, Child, deadline
 
 import shmbus
 from shmbus import errors
@@ -243,7 +244,7 @@ class Case:
                 self.signalled = True
                 self.while_stopped(member)
                 member.go_on()
-            elif ended and member.status == -signal.SIGKILL:
+            elif ended and member.killed:
                 self.signalled = True
                 self.replace(member)
             elif ended and member.status:
@@ -321,8 +322,7 @@ class Case:
                     break
                 self.feed()
         if self.kind in ("successor", "late_rank", "rank"):
-            os.kill(self.daemon.pid, signal.SIGKILL)
-            self.daemon.wait()
+            self.daemon.kill()
             self.daemon = self.serve("" if self.kind == "rank" else self.failpoint)
             self.told[KEEP] = 0
         if self.held is not None:
@@ -378,9 +378,7 @@ class Case:
     def end(self) -> None:
         """End every process that is left."""
         for member in (self.daemon, *self.ranks):
-            if not member.look():
-                os.kill(member.pid, signal.SIGKILL)
-                member.wait()
+            member.kill()
 
 
 def daemon_case(name: str, kind: str, failpoint: str, directory: Path) -> dict[str, object]:
@@ -411,14 +409,7 @@ def snapshot_case(name: str, kind: str, failpoint: str, directory: Path) -> dict
             snapshot.take(name, directory / "snap")
 
         child = Child(take)
-        signalled = False
-        for _ in deadline("the end of a snapshot"):
-            ended = child.look()
-            if child.stopped:
-                signalled = True
-                child.go_on()
-            if ended:
-                break
+        signalled = meet(child)
         if child.status == 0 or (directory / "snap").exists():
             snapshot.restore(directory / "snap", name + ".back")
             records = read_status(name + ".back").ledger.in_ring
@@ -427,25 +418,19 @@ def snapshot_case(name: str, kind: str, failpoint: str, directory: Path) -> dict
                 faults.append(f"{records} of {len(puts)} records are in the snapshot")
         if read_status(name).ledger.in_ring != len(puts):
             faults.append("the bus has changed")
-    return {"signalled": signalled or child.status == -signal.SIGKILL, "faults": faults}
+    return {"signalled": signalled, "faults": faults}
 
 
-def run(name: str, kind: str, failpoint: str) -> dict[str, object]:
-    """Run one case; an exception in it is reported as a fault."""
-    play = snapshot_case if kind == "snapshot" else daemon_case
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            return play(name, kind, failpoint, Path(directory))
-        except Exception as error:
-            return {"signalled": True, "faults": [repr(error)]}
-        finally:
-            with contextlib.suppress(shmbus.BusNotFoundError):
-                shmbus.unlink(name)
+def case(kind: str) -> Callable[[str, str, str], dict[str, object]]:
+    """Return the cases of a kind, each with a folder of its own."""
+    play_one = snapshot_case if kind == "snapshot" else daemon_case
+
+    def run(name: str, failpoint: str, action: str) -> dict[str, object]:
+        with tempfile.TemporaryDirectory() as directory:
+            return play_one(name, kind, failpoint, Path(directory))
+
+    return run
 
 
 if __name__ == "__main__":
-    play(
-        CASES,
-        lambda kind, failpoint, action: run(sys.argv[1], kind, failpoint),
-        *sys.argv[2:],
-    )
+    play(CASES, {kind: case(kind) for kind in CASES})

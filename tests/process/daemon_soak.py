@@ -5,8 +5,9 @@ killed, stopped and slow; /dev/shm is a tmpfs of its own that is full for spells
 another monotonic clock, in a time namespace of its own, as in containers; and the wall clock jumps.
 Faults that this machine does not allow are left out, and the report says so.
 
-Usage: ``python tests/process/daemon_soak.py NAME SECONDS SEED [RESTARTS]``. With a number of
-restarts it ends after them too, and mostly kills the daemon, as soon as something was trained.
+Usage: ``PYTHONPATH=tests python tests/process/daemon_soak.py NAME SECONDS SEED [RESTARTS]``. With a
+number of restarts the soak ends after so many kills of the daemon, each as soon as something was
+trained.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import soak
 from soak import ACKED, DOUBLED, Notes, Soak, audit, judge
+from supervisor import own_tmpfs
 
 import shmbus
 from shmbus.cli import main as shmbus_main
@@ -38,8 +40,7 @@ LONGEST_WAIT_S = 2.0
 DAY_NS = 86_400 * 10**9
 CLOCK = Path(__file__).with_name("wall_clock.c")
 LOG = Path(os.environ.get("SHMBUS_WALL_CLOCK", "none")).with_name("daemon.log")
-_CLONE_NEWNS, _CLONE_NEWTIME = 0x20000, 0x80
-_MS_REC_PRIVATE = 0x4000 | 0x40000
+_CLONE_NEWTIME = 0x80
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -84,34 +85,32 @@ def train(name: str, rank: int, notes: Notes, answers: Notes) -> None:
 class DaemonSoak(Soak):
     """The consumer of `Soak` is the daemon; the ranks come on top."""
 
+    COUNTED = "consumer kills"
+
     def __init__(
         self, name: str, seed: int, restarts: int, allowed: dict[str, bool], wall: mmap.mmap
     ) -> None:
-        self.allowed, self.wall, self.restarts = allowed, wall, restarts
-        super().__init__(name, seed)
-        self.done |= {"rank kills": 0, "full /dev/shm": 0, "wall clock jumps": 0}
-        self.ranks = [self.start_rank(rank) for rank in range(RANKS)]
+        self.allowed, self.wall = allowed, wall
+        super().__init__(name, seed, restarts)
+        for rank in range(RANKS):
+            self.start(
+                f"rank {rank}", lambda _, rank=rank: train(name, rank, self.notes, self.answers)
+            )
 
-    def fork(self, program: Callable[[], None]) -> int:
+    def start(self, name: str, program: Callable[[int], None] | None = None) -> None:
         if self.allowed["time namespaces"]:
             own_monotonic_clock(self.rng.randrange(10**6))
-        return super().fork(program)
+        super().start(name, program)
 
-    def start_consumer(self) -> int:
-        return self.fork(lambda: serve(self.name))
-
-    def start_rank(self, rank: int) -> int:
-        return self.fork(lambda: train(self.name, rank, self.notes, self.answers))
-
-    def over(self) -> bool:
-        return 0 < self.restarts <= self.done["consumer kills"]
+    def consume(self, life: int) -> None:
+        serve(self.name)
 
     def kill_consumer(self) -> None:
         """Not while all wait for what dead producers left incomplete: its time is the daemon's."""
         if time.monotonic() - self.moved_s < LONGEST_WAIT_S:
             super().kill_consumer()
 
-    def restart(self) -> None:
+    def counted(self) -> None:
         """Kill the daemon, and wait until its successor has had something trained."""
         super().kill_consumer()
         before, end = self.answers.counts[1], time.monotonic() + soak.HANG_S
@@ -119,18 +118,14 @@ class DaemonSoak(Soak):
             time.sleep(0.002)
 
     def act(self) -> None:
-        """Do one of the things that go wrong."""
-        if self.restarts and self.rng.random() < 0.9:
-            self.restart()
-            return
-        rank = self.rng.randrange(RANKS)
-        what = self.rng.random()
+        """Do one of the faults."""
+        rank = f"rank {self.rng.randrange(RANKS)}"
+        what = self.rng.random() if not self.kills else 1.0
         if what < 0.10:
-            self.kill(self.ranks[rank])
-            self.ranks[rank] = self.start_rank(rank)
+            self.restart(rank)
             self.done["rank kills"] += 1
         elif what < 0.13:
-            self.pause(self.ranks[rank])
+            self.stop(rank)
         elif what < 0.14 and self.allowed["tmpfs"]:
             self.fill()
         elif what < 0.25:
@@ -150,26 +145,8 @@ class DaemonSoak(Soak):
         path.unlink()
         self.done["full /dev/shm"] += 1
 
-    def replace_finished(self) -> None:
-        super().replace_finished()
-        for pid in self.ranks:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            assert not ended, f"a rank failed with status {status}"
-
-    def finish(self) -> shmbus.Ledger:
-        for pid in self.ranks:
-            self.kill(pid)
-        return super().finish()
-
 
 # --- what needs the kernel's leave
-
-
-def own_tmpfs() -> bool:
-    """Give this process, and those that it forks, a small /dev/shm."""
-    if _libc.unshare(_CLONE_NEWNS) or _libc.mount(None, b"/", None, _MS_REC_PRIVATE, None):
-        return False
-    return not _libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=%d" % TMPFS_BYTES)
 
 
 def own_monotonic_clock(ahead_s: int) -> bool:
@@ -201,7 +178,10 @@ def main() -> None:
     print(f"seed {seed}", file=sys.stderr)
     with Path(os.environ["SHMBUS_WALL_CLOCK"]).open("r+b") as file:
         wall = mmap.mmap(file.fileno(), 4096)
-    allowed = {"tmpfs": own_tmpfs(), "time namespaces": own_monotonic_clock(0)}
+    allowed = {
+        "tmpfs": own_tmpfs(Path("/dev/shm"), TMPFS_BYTES),
+        "time namespaces": own_monotonic_clock(0),
+    }
     with shmbus.Bus.create(name, soak.CAPACITY, max_producers=2 * soak.PRODUCERS) as bus:
         run = DaemonSoak(name, seed, restarts, allowed, wall)
         try:

@@ -14,11 +14,11 @@ import os
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from supervisor import DEADLINE_S, Child, deadline
 
 import shmbus
 
@@ -26,7 +26,6 @@ RECORDS = 80
 GROUPS, SIZE = 40, 4
 EXTENT = 4096
 SPAN_TWO = 6000
-DEADLINE_S = 30.0
 
 #: Kind: point: passes at which the signal comes; the later ones are behind several wraps.
 POINTS: dict[str, dict[str, tuple[int, ...]]] = {
@@ -81,56 +80,32 @@ def size_of(number: int) -> int:
     return SPAN_TWO if number % 10 == 7 else 100 + number * 977 % 1900
 
 
-class Child:
-    """One forked process, and what became of it."""
-
-    def __init__(self, program: Callable[[], None], failpoint: str = "") -> None:
-        self.stopped = False
-        self.status: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                os.environ["SHMBUS_FAILPOINT"] = failpoint
-                program()
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                # Nothing of the parent's is to be cleaned up here.
-                os._exit(status)
-
-    def look(self) -> bool:
-        """Whether it has ended; notes a stop."""
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
-            if pid and os.WIFSTOPPED(status):
-                self.stopped = True
-            elif pid:
-                self.status = os.waitstatus_to_exitcode(status)
-        return self.status is not None
-
-    def go_on(self) -> None:
-        """Resume it."""
-        self.stopped = False
-        os.kill(self.pid, signal.SIGCONT)
-
-    def wait(self) -> int:
-        """Wait for its end."""
-        for _ in deadline("the end of a child"):
-            if self.look():
-                break
-            time.sleep(0.002)
-        assert self.status is not None
-        return self.status
+def meet(
+    child: Child,
+    beside: Callable[[], object] = lambda: time.sleep(0.002),
+    while_stopped: Callable[[], object] = lambda: None,
+) -> bool:
+    """Work beside a process until its end, through a stop; return whether it met its signal."""
+    signalled = False
+    for _ in deadline("the end of a process that meets its signal"):
+        beside()
+        ended = child.look()
+        if child.stopped:
+            signalled = True
+            while_stopped()
+            child.go_on()
+        if ended:
+            break
+    return signalled or child.killed
 
 
-def deadline(what: str) -> Iterator[None]:
-    """Go round until the deadline, then raise."""
-    end = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end:
-        yield
-    raise TimeoutError(f"no progress: {what}")
+def await_signal(child: Child, action: str) -> bool:
+    """Wait until the child was killed or stopped at its point; False after another end."""
+    for _ in deadline("the signal at a point"):
+        if child.look() or child.stopped:
+            return child.killed if action == "kill" else child.stopped
+        time.sleep(0.002)
+    return False
 
 
 def ruin(name: str) -> None:
@@ -193,30 +168,23 @@ def producer_case(name: str, failpoint: str, action: str) -> dict[str, object]:
         healthy = shmbus.Producer(name)
         take(0)  # looks for the dead now, and not again before the child does
         ruin(name)
+
+        def send_and_take(size: int, times: int, timeout: float = 0) -> None:
+            for _ in range(times):
+                send(size)
+                take(timeout)
+
         child = Child(lambda: write_records(name), failpoint)
-        signalled = False
-        for _ in deadline("a producer beside one that met its signal"):
-            send(500)
-            take(0.002)
-            ended = child.look()
-            if child.stopped:
-                signalled = True
-                for _ in range(80):
-                    send(1500)
-                    take(0)
-                child.go_on()
-            if ended:
-                break
-        signalled = signalled or child.status == -signal.SIGKILL
+        signalled = meet(
+            child, lambda: send_and_take(500, 1, 0.002), lambda: send_and_take(1500, 80)
+        )
         for _ in deadline("the last records"):
             stats = consumer.stats()
             if not take(0.01) and stats.in_ring == 0 and stats.producers == 1:
                 break
         ledger = consumer.stats()
         # What the dead held is free: as many records fit as into a new bus.
-        for _ in range(100):
-            send(1500)
-            take(0)
+        send_and_take(1500, 100)
         consumer.close()
         healthy.close()
     if sorted(seen) != list(range(len(seen))):
@@ -311,37 +279,26 @@ def take_rest(
     return ledger, set(rest)
 
 
-def follow(child: Child, name: str, faults: list[str]) -> bool:
-    """Wait for the child's end, through a stop; True if it met its signal."""
-    signalled = False
-    for _ in deadline("the end of a collector"):
-        ended = child.look()
-        if child.stopped:
-            signalled = True
-            try:
-                shmbus.Consumer(name).close()
-                faults.append("a second collector attached while the first was stopped")
-            except shmbus.BusBusyError:
-                pass
-            child.go_on()
-        if ended:
-            return signalled or child.status == -signal.SIGKILL
-        time.sleep(0.002)
-    return signalled
+def check_alone(name: str, faults: list[str]) -> None:
+    """Check that a stopped collector keeps the bus."""
+    try:
+        shmbus.Consumer(name).close()
+        faults.append("a second collector attached while the first was stopped")
+    except shmbus.BusBusyError:
+        pass
 
 
 def collector_case(name: str, failpoint: str, action: str) -> dict[str, object]:
     """A collector meets its signal between groups that are acknowledged; a successor takes over."""
     faults: list[str] = []
-    log = Path(f"/dev/shm/shmbus.{name}.log")
+    log = log_of(name)
     with shmbus.Bus.create(name, "512KiB", max_producers=2, extent_bytes=EXTENT):
         with shmbus.Producer(name) as producer:
             ruin(name)
             put_groups(producer, range(SIZE), 0, GROUPS)
             child = Child(lambda: collect_groups(name, log), failpoint)
-            signalled = follow(child, name, faults)
+            signalled = meet(child, while_stopped=lambda: check_alone(name, faults))
         ledger, _ = take_rest(name, log, GROUPS, faults)
-    log.unlink(missing_ok=True)
     return verdict(signalled, faults, ledger, child)
 
 
@@ -358,7 +315,6 @@ def collect_stragglers(name: str) -> None:
 def mover_case(name: str, failpoint: str, action: str) -> dict[str, object]:
     """A collector meets its signal while it moves stragglers; their groups complete later."""
     faults: list[str] = []
-    log = Path(f"/dev/shm/shmbus.{name}.log")
     with (
         shmbus.Bus.create(name, "64KiB", max_producers=2, extent_bytes=EXTENT),
         shmbus.Producer(name) as producer,
@@ -368,7 +324,7 @@ def mover_case(name: str, failpoint: str, action: str) -> dict[str, object]:
             producer.put(f"{group}", group_size=2, index=0, data=data)
             producer.put("filler", group_size=1, index=0, data=pattern(0, 2500))
         child = Child(lambda: collect_stragglers(name), failpoint)
-        signalled = follow(child, name, faults)
+        signalled = meet(child, while_stopped=lambda: check_alone(name, faults))
         rest: list[str] = []
         with shmbus.Consumer(name) as consumer:
 
@@ -394,85 +350,79 @@ def mover_case(name: str, failpoint: str, action: str) -> dict[str, object]:
             ledger = consumer.stats()
         if sorted(map(int, rest)) != list(range(14)):
             faults.append(f"lost or doubled: {sorted(map(int, rest))}")
-    log.unlink(missing_ok=True)
     return verdict(signalled, faults, ledger, child)
 
 
 def partial_case(name: str, failpoint: str, action: str) -> dict[str, object]:
     """A collector meets its signal while it leases groups that lack a sample, which comes then."""
     faults: list[str] = []
-    log = Path(f"/dev/shm/shmbus.{name}.log")
-    signalled = False
+    log = log_of(name)
     late: list[int] = []
     with shmbus.Bus.create(name, "512KiB", max_producers=2, extent_bytes=EXTENT):
         with shmbus.Producer(name) as producer:
             put_groups(producer, range(SIZE - 1), 0, GROUPS, need=SIZE - 1, round=0)
             child = Child(lambda: collect_groups(name, log), failpoint)
-            for _ in deadline("the end of a collector"):
-                ended = child.look()
-                if not signalled and (child.stopped or ended):
-                    signalled = child.stopped or child.status == -signal.SIGKILL
-                    begun, _ = read_log(log)
-                    late = [group for group in range(GROUPS) if str(group) not in begun]
-                    for group in late:
-                        last = range(SIZE - 1, SIZE)
-                        put_groups(producer, last, group, 1, need=SIZE - 1, round=0)
-                if child.stopped:
-                    child.go_on()
-                if ended:
-                    break
-                time.sleep(0.002)
+
+            def complete() -> None:
+                """Put the last samples of the groups that the collector has not begun."""
+                begun, _ = read_log(log)
+                late.extend(group for group in range(GROUPS) if str(group) not in begun)
+                for group in late:
+                    last = range(SIZE - 1, SIZE)
+                    put_groups(producer, last, group, 1, need=SIZE - 1, round=0)
+
+            signalled = meet(child, while_stopped=complete)
+            if child.killed:
+                complete()
         ledger, _ = take_rest(name, log, GROUPS, faults)
-    log.unlink(missing_ok=True)
     return verdict(signalled, faults, ledger, child, len(late))
 
 
-CASES = {
-    "producer": producer_case,
-    "collector": collector_case,
-    "mover": mover_case,
-    "partial": partial_case,
-}
+Case = Callable[[str, str, str], "dict[str, object]"]
+
+
+def log_of(name: str) -> Path:
+    """Log of a case, which goes with the bus."""
+    return Path(f"/dev/shm/shmbus.{name}.log")
 
 
 def play(
     points: dict[str, dict[str, tuple[int, ...]]],
-    run: Callable[[str, str, str], dict[str, object]],
-    only: str = "",
-    passes: str = "",
+    cases: dict[str, Case],
+    actions: tuple[str, ...] = ("kill", "stop"),
 ) -> None:
-    """Run cases by kind, failpoint and action, and print a line each.
+    """Run cases (bus, failpoint, action) by kind, failpoint and action, and print a line each.
 
-    `only` is a kind and a colon, or part of cases' names; of each point all passes, or the "first".
+    The program's arguments: the bus; a kind and a colon, or part of cases' names; of each point all
+    passes, or the "first".
     """
+    name, only, passes = [*sys.argv[1:], "", ""][:3]
     for kind, of_kind in points.items():
         for point, hits in of_kind.items():
-            for hit, action in itertools.product(hits, ("kill", "stop")):
+            for hit, action in itertools.product(hits, actions):
                 case = f"{kind}:{point}:{hit}:{action}"
                 chosen = case.startswith(only) if only.endswith(":") else only in case
                 if not chosen or (passes == "first" and hit != hits[0]):
                     continue
                 report: dict[str, object] = {"case": case, "signalled": False}
                 try:
-                    report |= run(kind, f"{point}:{hit}:{action}", action)
+                    report |= cases[kind](name, f"{point}:{hit}:{action}", action)
                 except Exception as error:
                     report["faults"] = [repr(error)]
+                finally:
+                    log_of(name).unlink(missing_ok=True)
+                    with contextlib.suppress(shmbus.BusNotFoundError):
+                        shmbus.unlink(name)
                 print(json.dumps(report), flush=True)
 
 
-def main() -> None:
-    """Run all cases, or those that the second argument says."""
-    name = sys.argv[1]
-
-    def run(kind: str, failpoint: str, action: str) -> dict[str, object]:
-        try:
-            return CASES[kind](name, failpoint, action)
-        finally:
-            with contextlib.suppress(shmbus.BusNotFoundError):
-                shmbus.unlink(name)
-
-    play(POINTS, run, *sys.argv[2:])
-
-
 if __name__ == "__main__":
-    main()
+    play(
+        POINTS,
+        {
+            "producer": producer_case,
+            "collector": collector_case,
+            "mover": mover_case,
+            "partial": partial_case,
+        },
+    )

@@ -6,12 +6,9 @@ groups of a split that it is the first to name.
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import sys
-
 import numpy as np
-from failpoints import EXTENT, Child, deadline, pattern, play, verdict
+from failpoints import EXTENT, meet, pattern, play, verdict
+from supervisor import Child, deadline
 
 import shmbus
 
@@ -61,19 +58,18 @@ def whole_case(name: str, failpoint: str, action: str) -> dict[str, object]:
     with shmbus.Bus.create(name, "64KiB", max_producers=2, extent_bytes=EXTENT):
         consumer = shmbus.Consumer(name)
         child = Child(lambda: write_groups(name), failpoint)
-        signalled = False
-        for _ in deadline("groups beside a producer that met its signal"):
+
+        def beside() -> None:
             if naming:
-                consumer.take(1, 0.002)  # not of the split: who takes of one names it, too
+                consumer.take(1, 0.002)  # of another split: a take names the split, too
             else:
                 take(0.002)
-            ended = child.look()
-            if child.stopped:
-                signalled, naming = True, False
-                child.go_on()
-            if ended:
-                break
-        signalled = signalled or child.status == -signal.SIGKILL
+
+        def stopped() -> None:
+            nonlocal naming
+            naming = False
+
+        signalled = meet(child, beside, stopped)
         with shmbus.Producer(name) as healthy:
             samples = [{"data": pattern(999 * SIZE + index, 9)} for index in range(SIZE)]
             healthy.put_group("g999", samples, split=SPLIT)
@@ -96,14 +92,5 @@ def whole_case(name: str, failpoint: str, action: str) -> dict[str, object]:
     return verdict(signalled, faults, ledger, child)
 
 
-def run(kind: str, failpoint: str, action: str) -> dict[str, object]:
-    name = sys.argv[1]
-    try:
-        return whole_case(name, failpoint, action)
-    finally:
-        with contextlib.suppress(shmbus.BusNotFoundError):
-            shmbus.unlink(name)
-
-
 if __name__ == "__main__":
-    play({"whole": POINTS}, run)
+    play({"whole": POINTS}, {"whole": whole_case})

@@ -1,7 +1,5 @@
 """Ends or stops a process of a slot pool at each of its failpoints, and looks at what is left.
 
-usage: python -m pool_points BUS KIND:   (in a build with failpoints)
-
 For each point of KIND ("publisher", "patcher", "reader", "rank") a forked child runs with
 SHMBUS_FAILPOINT set. Then the newest version has to be whole, a successor has to publish, and every
 reader has to get it. One line of JSON a case.
@@ -9,15 +7,12 @@ reader has to get it. One line of JSON a case.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import sys
-import time
+import functools
 from collections.abc import Callable
 
 import numpy as np
-from failpoints import Child, deadline, play
+from failpoints import await_signal, play
+from supervisor import Child
 
 from shmbus import ShmbusError
 from shmbus.pool import (
@@ -56,18 +51,11 @@ POINTS = {
 }
 
 
-def run_publisher(bus: str) -> None:
-    """Publish alone."""
-    with PoolPublisher(bus, "weights", timeout=20) as publisher:
+def run_publisher(bus: str, *, patch: bool = False, **rank: int) -> None:
+    """Publish alone or as a rank, with or without a patch each."""
+    with PoolPublisher(bus, "weights", timeout=20, **rank) as publisher:
         for version in VERSIONS:
-            publish(publisher, version)
-
-
-def run_patcher(bus: str) -> None:
-    """Publish alone, with a patch each."""
-    with PoolPublisher(bus, "weights", timeout=20) as publisher:
-        for version in VERSIONS:
-            publish(publisher, version, patch=True)
+            publish(publisher, version, patch=patch)
 
 
 def run_reader(bus: str) -> None:
@@ -78,16 +66,12 @@ def run_reader(bus: str) -> None:
                 reader.applied(lease)
 
 
-def run_rank(bus: str) -> None:
-    """Publish as the second of two ranks."""
-    with PoolPublisher(bus, "weights", rank=1, world_size=2, timeout=20) as publisher:
-        for version in VERSIONS:
-            publish(publisher, version)
-
-
 CHILDREN: dict[str, Callable[[str], None]] = {
-    "publisher": run_publisher, "patcher": run_patcher, "reader": run_reader, "rank": run_rank,
-}  # fmt: skip
+    "publisher": run_publisher,
+    "patcher": functools.partial(run_publisher, patch=True),
+    "reader": run_reader,
+    "rank": functools.partial(run_publisher, rank=1, world_size=2),
+}
 
 
 def publish(publisher: PoolPublisher, version: int, *, patch: bool = False) -> None:
@@ -121,30 +105,11 @@ def check_patch(lease: VersionLease) -> None:
         assert (before == lease.version).all(), f"the patch of version {lease.version} is torn"
 
 
-def await_signal(child: Child, action: str) -> bool:
-    """Whether the child was killed, or stopped, as it should have been."""
-    for _ in deadline("the signal at a point"):
-        if child.look():
-            return action == "kill" and child.status == -signal.SIGKILL
-        if child.stopped:
-            return action == "stop"
-        time.sleep(0.002)
-    return False
-
-
-def end(child: Child) -> None:
-    """Kill it, if it still runs or is stopped."""
-    if not child.look():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-
-
 def lead(bus: str) -> list[str]:
     """Publish as rank 0 until the other rank is gone."""
     try:
         with PoolPublisher(bus, "weights", world_size=2, timeout=2.0) as publisher:
-            for version in (2, 3, 4):
+            for version in VERSIONS:
                 publish(publisher, version)
     except ShmbusError as error:
         return [type(error).__name__]
@@ -161,9 +126,8 @@ def case(bus: str, kind: str, failpoint: str, action: str) -> dict[str, object]:
         ends = lead(bus) if kind == "rank" else []
         signalled = await_signal(child, action)
         before = newest(bus)
-        stopped = kind in ("publisher", "patcher") and action == "stop"
-        if stopped:
-            end(child)
+        if kind in ("publisher", "patcher"):
+            child.kill()
         with PoolPublisher(bus, "weights", timeout=5.0) as successor:
             for version in (before + 1, before + 2):
                 publish(successor, version, patch=kind == "patcher")
@@ -175,7 +139,7 @@ def case(bus: str, kind: str, failpoint: str, action: str) -> dict[str, object]:
         faults.append(f"{type(error).__name__}: {error}")
         signalled = True
     finally:
-        end(child)
+        child.kill()
     left = read_pool(bus, "weights")
     faults += [
         f"{reader.label} is still there" for reader in left.readers if reader.state != "dead"
@@ -187,6 +151,8 @@ def case(bus: str, kind: str, failpoint: str, action: str) -> dict[str, object]:
 if __name__ == "__main__":
     play(
         POINTS,
-        lambda kind, failpoint, action: case(sys.argv[1], kind, failpoint, action),
-        *sys.argv[2:],
+        {
+            kind: lambda bus, point, action, kind=kind: case(bus, kind, point, action)
+            for kind in POINTS
+        },
     )

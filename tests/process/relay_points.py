@@ -7,18 +7,15 @@ trainer is here, and audits the result. test_failpoints.py builds, runs and judg
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from failpoints import meet, play
 from relay.local import Exchange
+from supervisor import Child, deadline
 
 import shmbus
 from shmbus.relay.coordinator_party import CoordinatorParty
@@ -31,10 +28,9 @@ from shmbus_ext import _core
 
 GROUPS, SIZE, USELESS = 12, 4, 3
 COORDINATOR = "coordinator"
-DEADLINE_S = 30.0
 
 #: Points, and passes at which the signal comes. A point of healing follows a death in a put.
-POINTS: dict[str, tuple[int, ...]] = {
+PUTTING: dict[str, tuple[int, ...]] = {
     "relay-prepared": (1, 5),
     "relay-intended": (1, 2),
     "commit-intended": (1, 6),
@@ -56,9 +52,8 @@ HEALING: dict[str, tuple[int, ...]] = {
 BEFORE = "commit-intended:3:kill"
 
 
-def relay(sources: list[str], sink: str, point: str) -> None:
+def relay(sources: list[str], sink: str) -> None:
     """Be a relay, until the signal."""
-    os.environ["SHMBUS_FAILPOINT"] = point
     exchange = Exchange()
     policy = StashPolicy(skip_zero_variance=True)
     makers: dict[str, Callable[[Any], Any]] = {
@@ -72,17 +67,7 @@ def relay(sources: list[str], sink: str, point: str) -> None:
         threading.Thread(
             target=run_party, args=(lambda make=make, box=box: make(box), box, lambda: True)
         ).start()
-
-
-def fork(sources: list[str], sink: str, point: str) -> int:
-    child = os.fork()
-    if not child:
-        try:
-            relay(sources, sink, point)
-            threading.Event().wait()
-        finally:
-            os._exit(70)
-    return child
+    threading.Event().wait()
 
 
 def put(sources: list[str]) -> None:
@@ -95,19 +80,6 @@ def put(sources: list[str]) -> None:
                         score=0.0 if group < USELESS else float(index),
                         x=np.full(300, group * SIZE + index),
                     )  # fmt: skip
-
-
-def ends(child: int, consumer: shmbus.Consumer, seen: Counter[str], faults: list[str]) -> bool:
-    """Take until the child ends, or all is there; whether the signal came."""
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        take(consumer, seen, faults)
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
 
 
 def take(consumer: shmbus.Consumer, seen: Counter[str], faults: list[str]) -> None:
@@ -140,7 +112,7 @@ def audit(sources: list[str], sink: str, faults: list[str]) -> bool:
     return True
 
 
-def case(name: str, points: list[str]) -> dict[str, Any]:
+def case(name: str, points: list[str]) -> dict[str, object]:
     """Have one relay after the other die at these points, and a last one go on."""
     sources, sink = [f"{name}.a", f"{name}.b"], f"{name}.t"
     faults: list[str] = []
@@ -151,34 +123,29 @@ def case(name: str, points: list[str]) -> dict[str, Any]:
         put(sources)
         with shmbus.Consumer(sink) as consumer:
             for point in points:
-                child = fork(sources, sink, point)
-                signalled = ends(child, consumer, seen, faults) and signalled
-            child = fork(sources, sink, "")
-            deadline = time.monotonic() + DEADLINE_S
-            while not audit(sources, sink, faults):
+                child = Child(lambda: relay(sources, sink), point)
+                signalled = meet(child, lambda: take(consumer, seen, faults)) and signalled
+            child = Child(lambda: relay(sources, sink))
+            for _ in deadline("the relay to be at rest"):
                 take(consumer, seen, faults)
-                if time.monotonic() > deadline:
-                    faults.append(f"not at rest: {[bus.stats() for bus in buses]}")
+                if audit(sources, sink, faults):
                     break
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            child.kill()
         expected = {f"q{group}": 1 for group in range(USELESS, GROUPS)}
         if seen != expected:
             faults.append(f"expected each group once, got {dict(seen)}")
     finally:
         for bus in buses:
             bus.unlink()
-    return {"points": points, "signalled": signalled, "faults": faults}
-
-
-def main() -> None:
-    """Print a line for each case."""
-    name = sys.argv[1]
-    cases = [[f"{point}:{hit}:kill"] for point, hits in POINTS.items() for hit in hits]
-    cases += [[BEFORE, f"{point}:{hit}:kill"] for point, hits in HEALING.items() for hit in hits]
-    for number, points in enumerate(cases):
-        sys.stdout.write(json.dumps(case(f"{name}.{number}", points)) + "\n")
+    return {"signalled": signalled, "faults": faults}
 
 
 if __name__ == "__main__":
-    main()
+    play(
+        {"putting": PUTTING, "healing": HEALING},
+        {
+            "putting": lambda name, point, action: case(name, [point]),
+            "healing": lambda name, point, action: case(name, [BEFORE, point]),
+        },
+        actions=("kill",),
+    )

@@ -7,16 +7,14 @@ the successor complete every group. test_failpoints.py builds, runs and judges i
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import mmap
 import os
-import signal
-import sys
 from pathlib import Path
 
-from failpoints import Child, deadline, pattern, play
+from failpoints import log_of, pattern, play
+from supervisor import Child, deadline
 
 import shmbus
 from shmbus.inspect.status import read_status
@@ -50,12 +48,6 @@ POINTS: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
-def put(producer: shmbus.Producer, group: int, index: int) -> None:
-    """Put one sample of a group of two."""
-    data = pattern(group * 2 + index, 300)
-    producer.put(f"g{group}", group_size=2, index=index, data=data)
-
-
 def answer(producer: shmbus.Producer) -> None:
     """Answer one retry request."""
     for wanted in producer.requests.retries(limit=1):
@@ -63,7 +55,6 @@ def answer(producer: shmbus.Producer) -> None:
 
 
 def make(producer: shmbus.Producer, wanted: shmbus.Request) -> None:
-    """Answer this one."""
     data = pattern(int(wanted.instance_id[1:]) * 2 + wanted.index, 300)
     producer.requests.answer(wanted, data=data)
 
@@ -119,13 +110,14 @@ def be_producer(name: str, over: mmap.mmap) -> None:
                 return
 
 
-def case(name: str, kind: str, failpoint: str, log: Path) -> dict[str, object]:
+def case(name: str, kind: str, failpoint: str) -> dict[str, object]:
     """Fail half of each group; all groups are delivered once and whole, whoever dies."""
+    log = log_of(name)
     over = mmap.mmap(-1, 4096)
     with shmbus.Bus.create(name, "512KiB", max_producers=3, extent_bytes=EXTENT):
         producer = shmbus.Producer(name)
         for group in range(GROUPS):
-            put(producer, group, 0)
+            producer.put(f"g{group}", group_size=2, index=0, data=pattern(group * 2, 300))
             producer.fail(f"g{group}", 1, "flaky", group_size=2)
         reader = Reader(name, log) if kind == "producer" else None
         play = be_producer if kind == "producer" else functools.partial(be_collector, log=log)
@@ -149,9 +141,9 @@ def case(name: str, kind: str, failpoint: str, log: Path) -> dict[str, object]:
                 child.go_on()
             if over[0] and ended and reader is not None:
                 break
-        signalled = signalled or child.status == -signal.SIGKILL
         assert reader is not None
-        return {"signalled": signalled, "faults": audit(reader, producer, child, log)}
+        faults = audit(reader, producer, child, log)
+        return {"signalled": signalled or child.killed, "faults": faults}
 
 
 def audit(reader: Reader, producer: shmbus.Producer, child: Child, log: Path) -> list[str]:
@@ -171,23 +163,15 @@ def audit(reader: Reader, producer: shmbus.Producer, child: Child, log: Path) ->
         faults.append(f"the ledger: {ledger}")
     if read_status(producer.name).wanted or producer.requests.retries():
         faults.append("something is still wanted")
-    if child.status not in (0, -signal.SIGKILL):
+    if child.status and not child.killed:
         faults.append(f"the process ended with {child.status}")
     reader.consumer.close()
     producer.close()
     return faults
 
 
-def run(kind: str, failpoint: str, action: str) -> dict[str, object]:
-    name = sys.argv[1]
-    log = Path(f"/dev/shm/shmbus.{name}.log")
-    try:
-        return case(name, kind, failpoint, log)
-    finally:
-        log.unlink(missing_ok=True)
-        with contextlib.suppress(shmbus.BusNotFoundError):
-            shmbus.unlink(name)
-
-
 if __name__ == "__main__":
-    play(POINTS, run, *sys.argv[2:])
+    play(
+        POINTS,
+        {kind: lambda name, point, action, kind=kind: case(name, kind, point) for kind in POINTS},
+    )

@@ -6,23 +6,22 @@ at times, and the bus is small, so that it is often full. Every group has a byte
 share, in which its producer and the consumer note its progress, so that the audit at the end needs
 no process that could have died.
 
-Usage: ``python tests/process/soak.py NAME SECONDS SEED``
+Usage: ``PYTHONPATH=tests python tests/process/soak.py NAME SECONDS SEED [KILLS]``. With a number
+of kills the soak ends after so many deaths of producers, and does mostly these.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import mmap
-import os
 import random
-import signal
 import sys
 import time
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from supervisor import Supervisor
 
 import shmbus
 
@@ -30,10 +29,10 @@ CAPACITY = "16MiB"
 PRODUCERS = 8
 SIZE = 4
 SIZES = (0, 3, 500, 2000, 9000, 18_000, 60_000, 300_000)
-MAX_LIVES = 8192
-#: Deaths of producers that a soak has at least, however long they take.
-LEAST_KILLS = 12
-GROUPS_A_LIFE = 16_384
+#: Faults that a soak has at least, however long they take.
+LEAST = {"producer kills": 12, "consumer kills": 3}
+MAX_LIVES = 16_384
+GROUPS_A_LIFE = 8192
 #: Notes of a group: begun by its producer, committed whole, acknowledgement begun, done; faults.
 PUT, WHOLE, ACKING, ACKED, DOUBLED, TORN = 1, 2, 4, 8, 16, 32
 #: Longer than any stop, so that it ends only what a dead producer left incomplete.
@@ -41,7 +40,6 @@ GROUP_TIMEOUT_S = 20.0
 LONGEST_STOP_S = 1.0
 #: Without an acknowledgement for so long, though the consumer runs, something hangs.
 HANG_S = 30.0
-_PR_SET_PDEATHSIG = 1
 CYCLE = (np.arange(max(SIZES) + 251) % 251).astype(np.uint8)
 
 
@@ -54,6 +52,12 @@ def size_of(life: int, number: int, index: int) -> int:
     """Mostly the usual sizes, now and then a large one."""
     at = (life * 7 + number * 13 + index * 29) % 97
     return SIZES[-1] if at == 0 else SIZES[at % (len(SIZES) - 1)]
+
+
+def sample_of(life: int, number: int, index: int) -> dict[str, Any]:
+    """Arguments of a put."""
+    data = content(life, number, index, size_of(life, number, index))
+    return {"instance_id": f"{life}-{number}", "group_size": SIZE, "index": index, "data": data}
 
 
 class Notes:
@@ -82,17 +86,22 @@ def produce(name: str, notes: Notes, life: int, seed: int) -> None:
             number += 1
         at = rng.randrange(len(under_way))
         group, left = under_way[at]
-        index = left.pop()
-        size = size_of(life, group, index)
-        data = content(life, group, index, size)
-        head = {"group_size": SIZE, "index": index}
-        if rng.random() < 0.7:
-            producer.put(f"{life}-{group}", data=data, timeout=None, **head)
+        way = rng.random()
+        if way < 0.1:
+            samples = [sample_of(life, group, index) for index in left]
+            producer.put_many(samples, timeout=None)
+            left.clear()
         else:
-            with producer.reserve(
-                f"{life}-{group}", fields={"data": ("u1", size)}, timeout=None, **head
-            ) as slot:
-                slot["data"][:] = data
+            sample = sample_of(life, group, left.pop())
+            if way < 0.7:
+                producer.put(**sample, meta={"way": way}, timeout=None)
+            else:
+                data = sample.pop("data")
+                fields = {"data": ("u1", data.size)}
+                if way < 0.8:
+                    producer.reserve(**sample, fields=fields, timeout=None).abort()
+                with producer.reserve(**sample, fields=fields, timeout=None) as slot:
+                    slot["data"][:] = data
         if not left:
             # Bytes of the producer's alone: the consumer's are in another array.
             notes.add(life, group, WHOLE)
@@ -134,91 +143,78 @@ def judge(group: shmbus.Group, answers: Notes) -> tuple[int, int]:
     return life, number
 
 
-class Soak:
-    """The processes, and what is done to them."""
+class Soak(Supervisor):
+    """The processes, and their faults."""
 
-    def __init__(self, name: str, seed: int) -> None:
-        self.name = name
-        self.rng = random.Random(seed)
+    #: The fault that an argument of the program counts.
+    COUNTED = "producer kills"
+
+    def __init__(self, name: str, seed: int, kills: int = 0) -> None:
+        super().__init__(seed)
+        self.name, self.seed, self.kills = name, seed, kills
         self.notes, self.answers = Notes(), Notes()
-        self.lives = 0
         self.moved_s = 0.0
-        self.done = {"producer kills": 0, "consumer kills": 0, "stops": 0, "slow spells": 0}
-        self.producers = [self.start_producer() for _ in range(PRODUCERS)]
-        self.consumer = self.start_consumer()
+        for at in range(PRODUCERS):
+            self.start(f"producer {at}", self.produce)
+        self.start("consumer", self.consume)
 
-    def fork(self, program: Callable[[], None]) -> int:
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            # However this ends, nobody is left behind.
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            try:
-                program()
-                status = 0
-            finally:
-                os._exit(status)
-        return pid
+    def produce(self, life: int) -> None:
+        """Be a producer."""
+        produce(self.name, self.notes, life, self.seed + life)
 
-    def start_producer(self) -> int:
-        life, seed = self.lives, self.rng.getrandbits(32)
-        self.lives += 1
-        return self.fork(lambda: produce(self.name, self.notes, life, seed))
-
-    def start_consumer(self) -> int:
-        return self.fork(lambda: consume(self.name, self.notes, self.answers))
-
-    def kill(self, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-    def pause(self, pid: int) -> None:
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(self.rng.random() * LONGEST_STOP_S)
-        os.kill(pid, signal.SIGCONT)
-        self.done["stops"] += 1
+    def consume(self, life: int) -> None:
+        """Be the consumer."""
+        consume(self.name, self.notes, self.answers)
 
     def kill_consumer(self) -> None:
-        self.kill(self.consumer)
-        self.consumer = self.start_consumer()
+        self.restart("consumer")
         self.done["consumer kills"] += 1
 
+    def kill_producer(self) -> None:
+        self.restart(self.rng.choice(self.named("producer")))
+        self.done["producer kills"] += 1
+
+    def stop(self, name: str) -> None:
+        self.pause(name, LONGEST_STOP_S)
+        self.done["stops"] += 1
+
+    def counted(self) -> None:
+        """Do the fault that is counted."""
+        self.kill_producer()
+
     def act(self) -> None:
-        """Do one of the things that go wrong."""
-        rng = self.rng
-        at = rng.randrange(PRODUCERS)
-        what = rng.random()
-        if what < 0.80 and self.lives < MAX_LIVES:
-            self.kill(self.producers[at])
-            self.producers[at] = self.start_producer()
-            self.done["producer kills"] += 1
+        """Do one of the faults."""
+        what = self.rng.random()
+        if self.kills and what < 0.9:
+            self.counted()
+        elif what < 0.80 and self.starts < MAX_LIVES:
+            self.kill_producer()
         elif what < 0.90:
             self.kill_consumer()
         elif what < 0.95:
-            self.pause(self.producers[at])
+            self.stop(self.rng.choice(self.named("producer")))
         elif what < 0.98:
-            self.pause(self.consumer)
+            self.stop("consumer")
         else:
             self.notes.counts[0] = 1
-            time.sleep(rng.random() * LONGEST_STOP_S)
+            time.sleep(self.rng.random() * LONGEST_STOP_S)
             self.notes.counts[0] = 0
             self.done["slow spells"] += 1
 
-    def over(self) -> bool:
-        """Whether there is nothing more to do."""
-        return False
-
-    def has_done_little(self) -> bool:
-        """Whether a soak of so few deaths shows nothing: pauses and other work take its time."""
-        return self.done["producer kills"] < LEAST_KILLS
+    def goes_on(self, end: float) -> bool:
+        """Whether time or faults are left; pauses and other work take a soak's time."""
+        if self.kills:
+            return self.done[self.COUNTED] < self.kills
+        little = any(self.done[fault] < least for fault, least in LEAST.items())
+        return little or time.monotonic() < end
 
     def run(self, seconds: float) -> int:
-        """Act until time is over and enough was done; returns how often nothing moved too long."""
+        """Act until time is over and enough was done; return how often nothing moved too long."""
         end = time.monotonic() + seconds
         seen, self.moved_s = -1, time.monotonic()
-        while (time.monotonic() < end or self.has_done_little()) and not self.over():
+        while self.goes_on(end):
             self.act()
-            time.sleep(self.rng.random() * 0.1)
+            time.sleep(self.rng.random() * (0.02 if self.kills else 0.1))
             now = time.monotonic()
             if self.answers.counts[1] != seen:
                 seen, self.moved_s = int(self.answers.counts[1]), now
@@ -227,19 +223,9 @@ class Soak:
             self.replace_finished()
         return 0
 
-    def replace_finished(self) -> None:
-        for at, pid in enumerate(self.producers):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                assert os.waitstatus_to_exitcode(status) == 0, "a producer failed"
-                self.producers[at] = self.start_producer()
-        ended, status = os.waitpid(self.consumer, os.WNOHANG)
-        assert not ended, f"the consumer failed with status {status}"
-
     def finish(self) -> shmbus.Ledger:
         """End all, and take what is left."""
-        for pid in [*self.producers, self.consumer]:
-            self.kill(pid)
+        self.end()
         with shmbus.Consumer(
             self.name, group_timeout=0.5, on_timeout="drop", daemon=False
         ) as consumer:
@@ -259,7 +245,7 @@ def audit(soak: Soak, ledger: shmbus.Ledger, hangs: int) -> dict[str, object]:
     begun = soak.notes.groups != 0
     return {
         **soak.done,
-        "lives": soak.lives,
+        "lives": soak.starts,
         "groups": int(acking.sum()),
         "records": ledger.committed,
         "acknowledged": ledger.acknowledged,
@@ -271,15 +257,16 @@ def audit(soak: Soak, ledger: shmbus.Ledger, hangs: int) -> dict[str, object]:
         "torn or mixed": int(((soak.answers.groups & TORN) != 0).sum()),
         "hangs": hangs,
         "held at the end": ledger.capacity - ledger.free,
+        "capacity": ledger.capacity,
     }
 
 
 def main() -> None:
-    """Soak for so many seconds."""
+    """Soak for so many seconds, or for so many kills of producers."""
     name, seconds, seed = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     print(f"seed {seed}", file=sys.stderr)
     with shmbus.Bus.create(name, CAPACITY, max_producers=2 * PRODUCERS) as bus:
-        soak = Soak(name, seed)
+        soak = Soak(name, seed, *map(int, sys.argv[4:]))
         hangs = soak.run(seconds)
         if hangs:
             print(f"nothing moved for {HANG_S} s: {bus.stats()}", file=sys.stderr)

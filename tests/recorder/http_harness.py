@@ -1,7 +1,4 @@
-"""A harness that knows HTTP alone, and what its engine's log says of the samples that it made.
-
-Tests of trainers hold the two side by side: what came out at their end of the bus, and the log.
-"""
+"""A harness that knows HTTP alone, and its engine's log of the samples."""
 
 from __future__ import annotations
 
@@ -32,7 +29,6 @@ class Row(NamedTuple):
 
     @property
     def begin(self) -> int:
-        """Where the first sampled token is."""
         return self.mask.index(1)
 
 
@@ -64,11 +60,7 @@ def play(
     between: Callable[[], object] = lambda: None,
     wait_s: float = 30.0,
 ) -> bool:
-    """Take a prompt and make its sample; False where none came.
-
-    It is a conversation of some turns. With `rewritten`, that of an odd index has its history cut
-    behind the first answer then, and goes on from there. `between` is called before the last turn.
-    """
+    """Make a sample of some turns; False without a prompt. A `rewritten` history goes on cut."""
     status, session = ask(f"{url}/sessions", {"timeout": wait_s})
     if status == 204:
         return False

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from recorders import Scene, StartEngine
 from stub_engine import StubEngine, in_thread, serving_stub
 
 import shmbus
@@ -16,7 +17,6 @@ from shmbus.recorder.settings import Settings
 
 SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
 
-StartEngine = Callable[..., StubEngine]
 StartRecorder = Callable[..., Recorder]
 
 
@@ -81,3 +81,18 @@ def consumer(bus: shmbus.Bus) -> Iterator[shmbus.Consumer]:
 def producer(bus: shmbus.Bus) -> Iterator[shmbus.Producer]:
     with shmbus.Producer(bus.name) as producer:
         yield producer
+
+
+@pytest.fixture
+def session(recorder: Recorder, producer: shmbus.Producer, feeder: shmbus.Feeder) -> shmbus.Session:
+    feeder.request("q", group_size=1)
+    return producer.session(producer.requests.next(30.0))
+
+
+@pytest.fixture
+def scene(
+    request: pytest.FixtureRequest, bus: shmbus.Bus, engine: StubEngine, start_engine: StartEngine,
+    start_recorder: StartRecorder, producer: shmbus.Producer, feeder: shmbus.Feeder,
+    consumer: shmbus.Consumer,
+) -> Scene:  # fmt: skip
+    return Scene(request, bus, engine, start_engine, start_recorder, producer, feeder, consumer)

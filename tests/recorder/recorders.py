@@ -7,10 +7,56 @@ import socket
 import struct
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+from stub_engine import StubEngine
+
 import shmbus
+from shmbus.recorder.recorder import Recorder
+
+StartEngine = Callable[..., StubEngine]
+
+
+@dataclass
+class Scene:
+    """The parts around a recorder."""
+
+    request: pytest.FixtureRequest
+    bus: shmbus.Bus
+    engine: StubEngine
+    start_engine: StartEngine
+    start: Callable[..., Recorder]
+    producer: shmbus.Producer
+    feeder: shmbus.Feeder
+    consumer: shmbus.Consumer
+    has_recorder: bool = False
+
+    @property
+    def recorder(self) -> Recorder:
+        self.has_recorder = True
+        found: Recorder = self.request.getfixturevalue("recorder")
+        return found
+
+    def start_recorder(self, *engines: StubEngine | str, **options: Any) -> Recorder:
+        self.has_recorder = True
+        return self.start(*engines, **options)
+
+    def open(
+        self, instance_id: str | int = "q", url: str | None = None, **request: Any
+    ) -> shmbus.Session:
+        """Request a sample and open its session, at the fixture's recorder if none runs."""
+        assert self.has_recorder or self.recorder
+        self.feeder.request(instance_id, **{"group_size": 1, "meta": {"ask": "hello"}, **request})
+        return self.producer.session(self.producer.requests.next(30.0), url=url)
+
+    def taken(self) -> list[shmbus.Trajectory]:
+        """Take the samples of the only group."""
+        (group,) = self.consumer.take(1, timeout=30.0)
+        return list(group)
 
 
 def ask(
@@ -43,7 +89,6 @@ def user(text: str) -> dict[str, Any]:
 
 
 def refused(status_and_body: tuple[int, dict[str, Any]]) -> tuple[int, str]:
-    """Return status and word of a refusal."""
     status, body = status_and_body
     return status, body["error"]["code"]
 

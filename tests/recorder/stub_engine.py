@@ -1,7 +1,6 @@
-"""An engine that answers as vLLM 0.32 does, keeps a record of what it sampled, and fails to order.
+"""An engine that answers as vLLM 0.32, records sampled tokens, and fails to order.
 
-Its tokenizer is a letter a token, and 5000 for the two letters "th": text that was sampled as that
-token comes back as two. Its template closes each message by `END`.
+A letter is a token, and 5000 stands for "th", which comes back as two tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ BEGIN, END, TH, LETTERS = 1, 2, 5000, 100
 
 
 class Sampled(NamedTuple):
-    """What the engine knows of one answer."""
-
     prompt: list[int]
     output: list[int]
     logprobs: list[float]
@@ -58,8 +55,6 @@ def damaged(data: bytes, fault: str) -> bytes:
 
 
 class StubEngine:
-    """Answers `/v1/chat/completions` and `/v1/completions`."""
-
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
         self.record: list[Sampled] = []
@@ -352,7 +347,6 @@ class StubEngine:
         return found
 
     def let_go(self) -> None:
-        """Answer what waits."""
         assert self.gate is not None
         self.loop.call_soon_threadsafe(self.gate.set)
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from conftest import wait_until
-from recorders import ask, chat, refused, user
+from recorders import Scene, ask, chat, refused, user
 from stub_engine import StubEngine
 
 import shmbus
@@ -25,32 +25,24 @@ pytest_plugins = ["recorder_fixtures"]
 CALL = {"model": "m", "messages": [user("hello")]}
 
 
-@pytest.fixture
-def session(recorder: Recorder, producer: shmbus.Producer, feeder: shmbus.Feeder) -> shmbus.Session:
-    feeder.request("q", group_size=1)
-    return producer.session(producer.requests.next(30.0))
-
-
 def call(session: shmbus.Session, body: Any = CALL, path: str = "chat/completions") -> Any:
     return ask(f"{session.base_url}/{path}", body, session.api_key)
 
 
-def asked_again(producer: shmbus.Producer, consumer: shmbus.Consumer) -> shmbus.Request:
+def asked_again(scene: Scene) -> shmbus.Request:
     """Return the sample that failed, as it is asked for again; nothing of it was put."""
 
     def look() -> shmbus.Request | None:
-        assert not consumer.take(1, timeout=0.02)
-        return producer.requests.next(0)
+        assert not scene.consumer.take(1, timeout=0.02)
+        return scene.producer.requests.next(0)
 
     return wait_until(look)
 
 
-def failed_alone(
-    session: shmbus.Session, producer: shmbus.Producer, consumer: shmbus.Consumer
-) -> str:
+def failed_alone(session: shmbus.Session, scene: Scene) -> str:
     """Check that the sample fails by name and is asked for again; returns why."""
     assert not session.finish(1.0)
-    again = asked_again(producer, consumer)
+    again = asked_again(scene)
     assert (again.instance_id, again.index, again.attempt) == ("q", 0, 1)
     assert again.reason == session.why != ""
     return again.reason
@@ -101,94 +93,73 @@ def test_only_the_first_score_counts(session: shmbus.Session, consumer: shmbus.C
     assert group.scores == [1.0]
 
 
-def test_a_score_that_is_not_finite_fails_the_sample(
-    session: shmbus.Session, producer: shmbus.Producer, consumer: shmbus.Consumer
-) -> None:
+def test_a_score_that_is_not_finite_fails_the_sample(session: shmbus.Session, scene: Scene) -> None:
     chat(session, [user("hello")])
     assert not session.finish(float("nan"))
-    again = asked_again(producer, consumer)
+    again = asked_again(scene)
     assert "finite" in again.reason
 
 
-def test_a_session_without_a_sampled_token_fails(
-    session: shmbus.Session, producer: shmbus.Producer, consumer: shmbus.Consumer
-) -> None:
-    assert "no sampled token" in failed_alone(session, producer, consumer)
+def test_a_session_without_a_sampled_token_fails(session: shmbus.Session, scene: Scene) -> None:
+    assert "no sampled token" in failed_alone(session, scene)
 
 
-def test_a_block_that_is_left_without_a_score_fails_the_sample(
-    session: shmbus.Session, producer: shmbus.Producer, consumer: shmbus.Consumer
-) -> None:
+def test_a_block_without_a_score_fails_the_sample(session: shmbus.Session, scene: Scene) -> None:
     with session:
         chat(session, [user("hello")])
-    assert "without a score" in asked_again(producer, consumer).reason
+    assert "without a score" in asked_again(scene).reason
 
 
-def test_what_an_agent_raises_fails_the_sample_and_goes_on_to_the_caller(
-    session: shmbus.Session, producer: shmbus.Producer, consumer: shmbus.Consumer
-) -> None:
+def test_an_agents_exception_fails_and_goes_on(session: shmbus.Session, scene: Scene) -> None:
     with pytest.raises(LookupError), session:
         raise LookupError("the tool has gone")
-    assert asked_again(producer, consumer).reason == "LookupError: the tool has gone"
+    assert asked_again(scene).reason == "LookupError: the tool has gone"
 
 
-def test_an_interrupted_agent_gives_the_sample_back(
-    session: shmbus.Session, bus: shmbus.Bus, consumer: shmbus.Consumer
-) -> None:
+def test_an_interrupted_agent_gives_the_sample_back(session: shmbus.Session, scene: Scene) -> None:
     with pytest.raises(KeyboardInterrupt), session:
         raise KeyboardInterrupt
-    with shmbus.Producer(bus.name) as other:
+    with shmbus.Producer(scene.bus.name) as other:
         assert other.requests.next(30.0).attempt == 0
 
 
-def test_what_an_agent_raises_since_its_session_was_over_ends_there(
-    session: shmbus.Session, engine: StubEngine, producer: shmbus.Producer,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
+def test_an_agent_whose_session_is_over_ends(session: shmbus.Session, scene: Scene) -> None:
     import openai
 
-    engine.faults = ["nan"]
+    scene.engine.faults = ["nan"]
     with session:
         client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
         raise AssertionError("the call must raise")
-    assert "logprob" in asked_again(producer, consumer).reason
-    assert engine.calls == 1, "its client tried again"
+    assert "logprob" in asked_again(scene).reason
+    assert scene.engine.calls == 1, "its client tried again"
 
 
-def test_a_group_that_is_complete_without_a_session_ends_it_and_frees_the_engine(
-    recorder: Recorder, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    feeder.request("q", group_size=2, need=1, round=0)
-    session = producer.session(producer.requests.next(30.0))
-    engine.gate = asyncio.Event()
+def test_a_group_complete_without_a_session_ends_it_and_frees_the_engine(scene: Scene) -> None:
+    session = scene.open(group_size=2, need=1, round=0)
+    scene.engine.gate = asyncio.Event()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(call, session)
-        wait_until(lambda: engine.calls)
+        wait_until(lambda: scene.engine.calls)
         fields = {"tokens": [1], "logprobs": [-1.0], "loss_mask": [1]}
-        producer.requests.answer(producer.requests.next(30.0), score=1.0, **fields)
-        (group,) = consumer.take(1, timeout=30.0)
+        scene.producer.requests.answer(scene.producer.requests.next(30.0), score=1.0, **fields)
+        (group,) = scene.consumer.take(1, timeout=30.0)
         group.ack()
         assert refused(waiting.result(60)) == (404, "unwanted")
-    wait_until(lambda: engine.aborted)
+    wait_until(lambda: scene.engine.aborted)
     assert not session.finish(1.0)
     assert "unwanted" in repr(session)
 
 
-def test_a_session_that_would_be_too_stale_ends(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    start_recorder(engine, max_lag=2)
-    feeder.request("q", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
+def test_a_session_that_would_be_too_stale_ends(scene: Scene) -> None:
+    scene.start_recorder(scene.engine, max_lag=2)
+    session = scene.open()
     chat(session, [user("hello")])
-    consumer.policy_version = 2
+    scene.consumer.policy_version = 2
     chat(session, [user("hello")])
-    consumer.policy_version = 3
+    scene.consumer.policy_version = 3
     assert refused(call(session)) == (404, "stale")
-    assert "version 0" in failed_alone(session, producer, consumer)
+    assert "version 0" in failed_alone(session, scene)
 
 
 # -- bodies
@@ -204,9 +175,7 @@ def test_a_session_that_would_be_too_stale_ends(
         ({**CALL, "echo": True}, 400, "not_sampled"),
     ],
 )
-def test_a_body_that_cannot_be_recorded_is_400_and_its_session_goes_on(
-    body: Any, status: int, code: str, session: shmbus.Session
-) -> None:
+def test_an_odd_body_is_400(body: Any, status: int, code: str, session: shmbus.Session) -> None:
     assert refused(call(session, body)) == (status, code)
     chat(session, [user("hello")])
 
@@ -222,16 +191,12 @@ def test_a_body_of_100_mb_is_413_unread(session: shmbus.Session, recorder: Recor
     chat(session, [user("hello")])
 
 
-def test_a_body_in_chunks_is_bounded_too(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+def test_a_body_in_chunks_is_bounded_too(caplog: pytest.LogCaptureFixture, scene: Scene) -> None:
     import http.client
 
     caplog.set_level("INFO")
-    start_recorder(engine, body_limit=1 << 20)
-    feeder.request("q", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
+    scene.start_recorder(scene.engine, body_limit=1 << 20)
+    session = scene.open()
     parts = urlsplit(session.base_url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
     # It is answered before its end; a client that is still sending may find the connection reset.
@@ -245,12 +210,9 @@ def test_a_body_in_chunks_is_bounded_too(
     session.release()
 
 
-def test_bodies_beyond_the_memory_of_all_are_503(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
-) -> None:
-    recorder = start_recorder(engine, memory=6 << 10)
-    feeder.request("q", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
+def test_bodies_beyond_the_memory_of_all_are_503(scene: Scene) -> None:
+    recorder = scene.start_recorder(scene.engine, memory=6 << 10)
+    session = scene.open()
     assert refused(call(session, {**CALL, "pad": "x" * 2000})) == (503, "memory")
     assert recorder.body_bytes == 0
     chat(session, [user("hello")])
@@ -258,38 +220,22 @@ def test_bodies_beyond_the_memory_of_all_are_503(
     wait_until(lambda: recorder.sessions.nbytes == 0)
 
 
-def test_calls_and_tokens_of_a_session_are_bounded_and_what_there_is_can_be_scored(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    start_recorder(engine, calls=2)
-    feeder.request("q", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
-    for _ in range(2):
-        chat(session, [user("hello")])
+@pytest.mark.parametrize(("limit", "calls"), [({"calls": 2}, 2), ({"tokens": 10}, 1)])
+def test_a_sessions_calls_are_bounded(limit: dict[str, int], calls: int, scene: Scene) -> None:
+    scene.start_recorder(scene.engine, **limit)
+    session = scene.open()
+    for _ in range(calls):
+        chat(session, [user("hello, long enough")])
     assert refused(call(session)) == (400, "session_limit")
     assert session.finish(1.0)
 
 
-def test_tokens_of_a_session_are_bounded(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
-) -> None:
-    start_recorder(engine, tokens=10)
-    feeder.request("q", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
-    chat(session, [user("hello, long enough")])
-    assert refused(call(session)) == (400, "session_limit")
-    session.release()
-
-
-def test_sessions_at_once_are_bounded(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
-) -> None:
-    start_recorder(engine, sessions=1)
-    feeder.request("q", group_size=2)
-    first = producer.session(producer.requests.next(30.0))
+def test_sessions_at_once_are_bounded(scene: Scene) -> None:
+    scene.start_recorder(scene.engine, sessions=1)
+    scene.feeder.request("q", group_size=2)
+    first = scene.producer.session(scene.producer.requests.next(30.0))
     with pytest.raises(shmbus.RecorderUnavailableError, match="429"):
-        producer.session(producer.requests.next(30.0))
+        scene.producer.session(scene.producer.requests.next(30.0))
     first.release()
 
 
@@ -311,62 +257,49 @@ def test_sessions_at_once_are_bounded(
     ],
 )
 def test_an_answer_that_cannot_be_trained_on_fails_its_sample_by_name(
-    fault: str, word: str, chats: bool, stream: bool, session: shmbus.Session, engine: StubEngine,
-    producer: shmbus.Producer, consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    engine.script = ["some words"]
-    engine.faults = [fault]
+    fault: str, word: str, chats: bool, stream: bool, session: shmbus.Session, scene: Scene
+) -> None:
+    scene.engine.script = ["some words"]
+    scene.engine.faults = [fault]
     path = "chat/completions" if chats else "completions"
     body = {**CALL, "stream": stream} if chats else {"model": "m", "prompt": "x", "stream": stream}
     broken_stream(session, body, path)
-    assert word in failed_alone(session, producer, consumer)
+    assert word in failed_alone(session, scene)
     assert refused(call(session))[0] == 404
 
 
-def test_a_call_of_a_tool_without_its_id_fails_the_sample(
-    session: shmbus.Session, engine: StubEngine, producer: shmbus.Producer,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    engine.script, engine.faults = ['{look {"at": 1}}'], ["no_tool_id"]
+def test_a_tool_call_without_its_id_fails(session: shmbus.Session, scene: Scene) -> None:
+    scene.engine.script, scene.engine.faults = ['{look {"at": 1}}'], ["no_tool_id"]
     tool = {"name": "look", "input_schema": {"type": "object"}}
     body = {"model": "m", "max_tokens": 64, "messages": [user("x")], "tools": [tool]}
     assert refused(call(session, body, "messages")) == (404, "bad_answer")
-    assert "id" in failed_alone(session, producer, consumer)
+    assert "id" in failed_alone(session, scene)
 
 
 @pytest.mark.parametrize("chats", [False, True])
-def test_logprobs_of_other_tokens_fail_the_sample(
-    chats: bool, session: shmbus.Session, engine: StubEngine, producer: shmbus.Producer,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    engine.script = ["abc"]
-    engine.faults = ["swapped"]
+def test_logprobs_of_other_tokens_fail(chats: bool, session: shmbus.Session, scene: Scene) -> None:
+    scene.engine.script = ["abc"]
+    scene.engine.faults = ["swapped"]
     body = CALL if chats else {"model": "m", "prompt": "x"}
     assert call(session, body, "chat/completions" if chats else "completions")[0] == 404
-    assert "token_id:" in failed_alone(session, producer, consumer)
+    assert "token_id:" in failed_alone(session, scene)
 
 
-def test_tokens_after_the_end_of_a_stream_fail_the_sample(
-    session: shmbus.Session, engine: StubEngine, producer: shmbus.Producer,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    engine.script, engine.faults = ["abc"], ["late"]
+def test_tokens_after_the_end_of_a_stream_fail(session: shmbus.Session, scene: Scene) -> None:
+    scene.engine.script, scene.engine.faults = ["abc"], ["late"]
     broken_stream(session, {**CALL, "stream": True}, "chat/completions")
-    assert "after its finish_reason" in failed_alone(session, producer, consumer)
+    assert "after its finish_reason" in failed_alone(session, scene)
 
 
 @pytest.mark.parametrize("fault", ["die_mid", "abort"])
-def test_an_engine_that_dies_in_mid_stream_gives_the_sample_back(
-    fault: str, session: shmbus.Session, engine: StubEngine, bus: shmbus.Bus,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    engine.script, engine.faults = ["some words"], [fault]
-    engine.token_s = 0.02  # something has gone out before
+def test_a_dying_engine_returns_samples(fault: str, session: shmbus.Session, scene: Scene) -> None:
+    scene.engine.script, scene.engine.faults = ["some words"], [fault]
+    scene.engine.token_s = 0.02  # something has gone out before
     broken_stream(session, {**CALL, "stream": True}, "chat/completions")
     assert refused(call(session)) == (404, "engine")
     assert not session.finish(1.0)
     assert "released" in repr(session)
-    with shmbus.Producer(bus.name) as other:
+    with shmbus.Producer(scene.bus.name) as other:
         # Nothing of it counts against the sample.
         assert other.requests.next(30.0).attempt == 0
 
@@ -377,11 +310,9 @@ def test_a_client_hears_an_engines_refusal(session: shmbus.Session, engine: Stub
     chat(session, [user("shorter")])
 
 
-def test_a_client_that_hangs_up_in_mid_stream_frees_the_engine_and_nothing_of_it_is_recorded(
-    session: shmbus.Session, engine: StubEngine, recorder: Recorder, consumer: shmbus.Consumer
-) -> None:
-    engine.token_s = 0.05
-    engine.script = ["a" * 1000]
+def test_a_hang_up_in_mid_stream_records_nothing(session: shmbus.Session, scene: Scene) -> None:
+    scene.engine.token_s = 0.05
+    scene.engine.script = ["a" * 1000]
     parts = urlsplit(session.base_url)
     body = b'{"model": "m", "stream": true, "max_tokens": 1000, "messages": []}'
     with socket.create_connection((parts.hostname, parts.port)) as raw:
@@ -391,9 +322,9 @@ def test_a_client_that_hangs_up_in_mid_stream_frees_the_engine_and_nothing_of_it
             + body
         )
         assert b"200 OK" in raw.recv(1000)
-    wait_until(lambda: engine.aborted)
-    engine.token_s = 0.0
+    wait_until(lambda: scene.engine.aborted)
+    scene.engine.token_s = 0.0
     chat(session, [user("hello")])
     assert session.finish(1.0)
-    (group,) = consumer.take(1, timeout=30.0)
+    (group,) = scene.consumer.take(1, timeout=30.0)
     assert group[0].meta["turns"] == 1

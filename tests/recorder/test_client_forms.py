@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from conftest import wait_until
-from recorders import ask, refused, sent, user
+from recorders import Scene, ask, refused, sent, user
 from stub_engine import StubEngine
 
 import shmbus
@@ -107,12 +107,6 @@ def recorder(start_recorder: Any, engine: StubEngine) -> Recorder:
     return found
 
 
-@pytest.fixture
-def session(recorder: Recorder, producer: shmbus.Producer, feeder: shmbus.Feeder) -> shmbus.Session:
-    feeder.request("q", group_size=1)
-    return producer.session(producer.requests.next(30.0))
-
-
 def answer_of(raw: socket.socket) -> tuple[int, bytes]:
     """Read an answer whose connection its server closes, or which has a length."""
     found = b""
@@ -144,9 +138,7 @@ def test_a_call_is_kept_or_refused(name: str, session: shmbus.Session, recorder:
 
 
 @pytest.mark.parametrize("path", ["/sessions", "/v1/chat/completions"])
-def test_a_client_that_waits_for_leave_to_send_its_body_gets_leave(
-    path: str, session: shmbus.Session, recorder: Recorder
-) -> None:
+def test_expect_100_gets_its_leave(path: str, session: shmbus.Session, recorder: Recorder) -> None:
     body = JSON if "chat" in path else b'{"timeout": 0}'
     length = f"Content-Length: {len(body)}"
     with sent(recorder.url + path, b"", session.api_key, length, "Expect: 100-continue") as raw:
@@ -184,14 +176,12 @@ def test_a_head_is_a_get_without_its_body(path: str, session: shmbus.Session) ->
         (b"-0.0", 200),
     ],
 )
-def test_a_score_is_put_or_refused(
-    text: bytes, status: int, recorder: Recorder, feeder: shmbus.Feeder
-) -> None:
-    feeder.request("q", group_size=1)
-    _, opened = ask(f"{recorder.url}/sessions", {"timeout": 30})
+def test_a_score_is_put_or_refused(text: bytes, status: int, scene: Scene) -> None:
+    scene.feeder.request("q", group_size=1)
+    _, opened = ask(f"{scene.recorder.url}/sessions", {"timeout": 30})
     key = opened["api_key"]
-    assert ask(f"{recorder.url}/v1/chat/completions", CALL, key)[0] == 200
-    found = ask(f"{recorder.url}/session/score", b'{"score": ' + text + b"}", key)
+    assert ask(f"{scene.recorder.url}/v1/chat/completions", CALL, key)[0] == 200
+    found = ask(f"{scene.recorder.url}/session/score", b'{"score": ' + text + b"}", key)
     assert found[0] == status, found
 
 
@@ -212,37 +202,31 @@ def test_a_score_is_put_or_refused(
     ],
 )
 def test_a_harness_that_sends_anything_is_answered(
-    path: str, body: bytes, status: int, recorder: Recorder, feeder: shmbus.Feeder,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    feeder.request("q", group_size=2)
-    _, opened = ask(f"{recorder.url}/sessions", {"timeout": 30})
-    assert ask(f"{recorder.url}/v1/chat/completions", CALL, opened["api_key"])[0] == 200
-    found = ask(recorder.url + path, body, opened["api_key"])
+    path: str, body: bytes, status: int, caplog: pytest.LogCaptureFixture, scene: Scene
+) -> None:
+    scene.feeder.request("q", group_size=2)
+    _, opened = ask(f"{scene.recorder.url}/sessions", {"timeout": 30})
+    assert ask(f"{scene.recorder.url}/v1/chat/completions", CALL, opened["api_key"])[0] == 200
+    found = ask(scene.recorder.url + path, body, opened["api_key"])
     assert found[0] == status or (not status and found[0] in (200, 422)), found
     assert not [one for one in caplog.records if one.levelname == "ERROR"]
 
 
-def test_a_ticket_of_a_number_that_no_bus_has_is_refused(
-    recorder: Recorder, producer: shmbus.Producer, feeder: shmbus.Feeder
-) -> None:
-    feeder.request("q", group_size=1)
-    request = producer.requests.next(30.0)
-    ticket = msgspec.to_builtins(producer.requests._ticket(request))
+def test_a_ticket_of_a_number_that_no_bus_has_is_refused(scene: Scene) -> None:
+    scene.feeder.request("q", group_size=1)
+    request = scene.producer.requests.next(30.0)
+    ticket = msgspec.to_builtins(scene.producer.requests._ticket(request))
     ticket["claim"] = [10**400 for _ in ticket["claim"]]
-    assert ask(f"{recorder.url}/sessions", {"ticket": ticket})[0] in (400, 409)
-    producer.requests.release(request)
+    assert ask(f"{scene.recorder.url}/sessions", {"ticket": ticket})[0] in (400, 409)
+    scene.producer.requests.release(request)
 
 
 # -- budgets and deadlines
 
 
-def test_what_is_announced_and_not_sent_takes_no_room(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
-) -> None:
-    recorder = start_recorder(engine, memory=64 << 20)
-    feeder.request("q", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
+def test_what_is_announced_and_not_sent_takes_no_room(scene: Scene) -> None:
+    recorder = scene.start_recorder(scene.engine, memory=64 << 20)
+    session = scene.open()
     length = f"Content-Length: {32 << 20}"
     path = {"/sessions": None, "/v1/chat/completions": session.api_key}
     held = [sent(recorder.url + at, b"{", path[at], length) for at in path for _ in range(20)]
@@ -254,9 +238,7 @@ def test_what_is_announced_and_not_sent_takes_no_room(
     session.release()
 
 
-def test_a_body_that_does_not_come_is_refused_by_its_deadline(
-    session: shmbus.Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_has_a_deadline(session: shmbus.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "BODY_S", 0.05)
     url = f"{session.base_url}/chat/completions"
     with sent(url, JSON[:9], session.api_key, f"Content-Length: {len(JSON)}") as raw:
@@ -265,12 +247,9 @@ def test_a_body_that_does_not_come_is_refused_by_its_deadline(
     session.release()
 
 
-def test_conversations_of_responses_count_once_and_end_with_the_session(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
-) -> None:
-    recorder = start_recorder(engine)
-    feeder.request("q", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
+def test_conversations_of_responses_count_once_and_end_with_the_session(scene: Scene) -> None:
+    recorder = scene.start_recorder(scene.engine)
+    session = scene.open()
     url, last = f"{session.base_url}/responses", None
     for _ in range(3):
         body = {"model": "m", "input": "x" * 100_000, "previous_response_id": last}
@@ -287,12 +266,9 @@ def test_conversations_of_responses_count_once_and_end_with_the_session(
     assert recorder.sessions.nbytes == 0
 
 
-def test_conversations_of_responses_are_bounded_with_the_bodies(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
-) -> None:
-    start_recorder(engine, memory=2 << 20)
-    feeder.request("q", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
+def test_conversations_of_responses_are_bounded_with_the_bodies(scene: Scene) -> None:
+    scene.start_recorder(scene.engine, memory=2 << 20)
+    session = scene.open()
     body = {"model": "m", "input": "x" * 100_000}
     found = [ask(f"{session.base_url}/responses", body, session.api_key) for _ in range(8)]
     assert [status for status, _ in found].count(200) >= 2

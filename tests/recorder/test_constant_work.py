@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import threading
 from typing import Any
 
+import msgspec
 import pytest
-from recorders import sent
-from stub_engine import StubEngine
+from recorders import Scene, ask, sent, user
 
-import shmbus
 from shmbus.recorder import event_stream
 from shmbus.recorder.calls import _Call
 from shmbus.recorder.dialects import DIALECTS
-from shmbus.recorder.engine_api import CHAT, Reading
+from shmbus.recorder.engine_api import CHAT, Reading, decode_answer
 from shmbus.recorder.event_stream import EventParser
-from shmbus.recorder.recorder import Recorder
 from shmbus.recorder.transcript import Span
 
 pytest_plugins = ["recorder_fixtures"]
@@ -46,8 +46,6 @@ class Text(str):
 
 
 class Piece(bytes):
-    """Bytes of a stream."""
-
     def __radd__(self, before: bytes) -> bytes:
         Work.copied += len(before)
         return before.__add__(self)
@@ -93,10 +91,7 @@ def test_chunks_cost_no_more_later(kind: str, path: str, monkeypatch: pytest.Mon
         assert end.count(b"ab" * TOKENS) >= 2
 
 
-def test_a_stream_that_comes_at_once_lets_other_sessions_have_their_turns(
-    recorder: Recorder, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_a_burst_of_a_stream_starves_nobody(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
     turns = [0]
     take = _Call._take_chunk
 
@@ -107,9 +102,8 @@ def test_a_stream_that_comes_at_once_lets_other_sessions_have_their_turns(
         return take(self, raw)
 
     monkeypatch.setattr(_Call, "_take_chunk", counted)
-    feeder.request("q", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
-    engine.script, engine.faults = ["a" * 600], ["burst"]
+    session = scene.open()
+    scene.engine.script, scene.engine.faults = ["a" * 600], ["burst"]
     body = {"model": "m", "messages": [], "stream": True, "max_tokens": 700}
     with sent(f"{session.base_url}/chat/completions", body, session.api_key) as raw:
         found = b""
@@ -117,6 +111,57 @@ def test_a_stream_that_comes_at_once_lets_other_sessions_have_their_turns(
             found += raw.recv(1 << 16)
     assert sum(turns) > 600
     assert max(turns) < 200
+    session.release()
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_a_whole_answer_makes_no_tracked_object_for_a_token(chats: bool) -> None:
+    ids = list(range(TOKENS))
+    names = [f"token_id:{token}" for token in ids]
+    content = [{"token": name, "logprob": -1.0, "bytes": [1], "top_logprobs": []} for name in names]
+    text = {"tokens": names, "token_logprobs": [-1.0] * TOKENS, "top_logprobs": []}
+    choice: dict[str, Any] = {
+        "index": 0, "message": {"content": "x"}, "text": "x", "finish_reason": "stop",
+        "token_ids": ids, "logprobs": {"content": content} if chats else text,
+        "prompt_token_ids": [1],
+    }  # fmt: skip
+    raw = json.dumps({"choices": [choice]}).encode()
+    wanted = {"model": "m", "messages": [], "prompt": "x", "logprobs": 1}
+    reading = Reading(wanted, CHAT if chats else "/v1/completions", "vllm")
+    gc.collect()
+    gc.disable()
+    try:
+        before = gc.get_count()[0]
+        read = reading.read(decode_answer(raw))
+        tracked = gc.get_count()[0] - before
+    finally:
+        gc.enable()
+    assert tracked < 100
+    assert msgspec.json.decode(msgspec.json.encode(read))["choices"][0]["logprobs"] == (
+        {"content": content} if chats else text
+    )
+    (turn,) = reading.turns(Span(0, 0))
+    assert (turn.output.tolist(), set(turn.logprobs.tolist())) == (ids, {-1.0})
+
+
+def test_a_long_whole_answer_is_read_beside_the_event_loop(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[str] = []
+    read = Reading.read
+
+    def noted(self: Reading, answer: dict[str, Any]) -> dict[str, Any] | None:
+        readers.append(threading.current_thread().name)
+        return read(self, answer)
+
+    monkeypatch.setattr(Reading, "read", noted)
+    session = scene.open()
+    for count in (10, 10_000):
+        scene.engine.script = ["a" * count]
+        body = {"model": "m", "messages": [user("x")], "max_tokens": 20_000}
+        assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 200
+    loop, other = readers
+    assert loop != other
     session.release()
 
 

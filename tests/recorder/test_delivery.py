@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 from conftest import wait_until
-from recorders import ask, chat, refused, reset, sent, user
-from stub_engine import StubEngine
+from recorders import Scene, ask, chat, refused, reset, sent, user
 
 import shmbus
 from shmbus.recorder.recorder import Recorder
@@ -19,12 +17,6 @@ from shmbus.recorder.sessions import Session
 pytest_plugins = ["recorder_fixtures"]
 
 CALL = {"model": "m", "messages": [user("hello")]}
-
-
-@pytest.fixture
-def session(recorder: Recorder, producer: shmbus.Producer, feeder: shmbus.Feeder) -> shmbus.Session:
-    feeder.request("q", group_size=1)
-    return producer.session(producer.requests.next(30.0))
 
 
 def only(recorder: Recorder) -> Session:
@@ -54,16 +46,15 @@ def read_until(raw: socket.socket, end: bytes) -> bytes:
 @pytest.mark.parametrize("leave", [reset, socket.socket.close], ids=["reset", "close"])
 @pytest.mark.parametrize("header", ["X-Nothing: 1", "Connection: close"])
 def test_a_session_whose_key_reached_nobody_gives_its_sample_back_at_once(
-    leave: Callable[[socket.socket], None], header: str, recorder: Recorder,
-    producer: shmbus.Producer, feeder: shmbus.Feeder,
-) -> None:  # fmt: skip
-    feeder.request("q", group_size=1)
-    raw = sent(f"{recorder.url}/sessions", {"timeout": 30}, None, header)
-    wait_until(lambda: recorder.sessions.opened)
+    leave: Callable[[socket.socket], None], header: str, scene: Scene
+) -> None:
+    scene.feeder.request("q", group_size=1)
+    raw = sent(f"{scene.recorder.url}/sessions", {"timeout": 30}, None, header)
+    wait_until(lambda: scene.recorder.sessions.opened)
     raw.recv(1, socket.MSG_PEEK)
     leave(raw)
-    wait_until(lambda: recorder.sessions.ended == {"undelivered": 1})
-    assert producer.requests.next(30.0).attempt == 0
+    wait_until(lambda: scene.recorder.sessions.ended == {"undelivered": 1})
+    assert scene.producer.requests.next(30.0).attempt == 0
 
 
 def test_a_session_whose_key_was_read_stays(recorder: Recorder, feeder: shmbus.Feeder) -> None:
@@ -78,100 +69,85 @@ def test_a_session_whose_key_was_read_stays(recorder: Recorder, feeder: shmbus.F
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("header", ["X-Nothing: 1", "Connection: close"])
-def test_an_answer_that_nobody_read_is_undone_and_the_repeated_call_is_trained(
-    count: int, header: str, session: shmbus.Session, engine: StubEngine, recorder: Recorder,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
+def test_a_retry_is_trained(count: int, header: str, session: shmbus.Session, scene: Scene) -> None:
     chat(session, [user("before")])
-    held = recorder.sessions.nbytes
+    held = scene.recorder.sessions.nbytes
     raw = sent(chats(session), {**CALL, "n": count}, session.api_key, header)
-    wait_until(lambda: only(recorder).transcript.turns == 1 + count)
+    wait_until(lambda: only(scene.recorder).transcript.turns == 1 + count)
     raw.recv(1, socket.MSG_PEEK)
     reset(raw)
-    wait_until(lambda: only(recorder).transcript.turns == 1)
-    assert recorder.sessions.nbytes == held
+    wait_until(lambda: only(scene.recorder).transcript.turns == 1)
+    assert scene.recorder.sessions.nbytes == held
     chat(session, [user("hello")])
     assert session.finish(1.0)
-    assert trained(consumer) == [engine.record[0].output, engine.record[-1].output]
+    assert trained(scene.consumer) == [
+        scene.engine.record[0].output,
+        scene.engine.record[-1].output,
+    ]
 
 
-def test_a_whole_answer_that_is_cut_while_it_is_sent_is_undone(
-    session: shmbus.Session, engine: StubEngine, recorder: Recorder, consumer: shmbus.Consumer
-) -> None:
-    engine.script = ["a" * 60_000]
+def test_a_whole_answer_cut_in_sending_is_undone(session: shmbus.Session, scene: Scene) -> None:
+    scene.engine.script = ["a" * 60_000]
     raw = sent(chats(session), {**CALL, "logprobs": True, "max_tokens": 70_000}, session.api_key)
     read_until(raw, b"logprob")
     reset(raw)
-    wait_until(lambda: recorder.sessions.undone == 1)
+    wait_until(lambda: scene.recorder.sessions.undone == 1)
     chat(session, [user("hello")])
     assert session.finish(1.0)
-    assert trained(consumer) == [engine.record[-1].output]
+    assert trained(scene.consumer) == [scene.engine.record[-1].output]
 
 
-def test_a_stream_that_is_cut_behind_its_last_token_is_replaced_by_the_repeated_call(
-    session: shmbus.Session, engine: StubEngine, recorder: Recorder, consumer: shmbus.Consumer
-) -> None:
+def test_a_retry_replaces_a_stream_cut_at_its_end(session: shmbus.Session, scene: Scene) -> None:
     raw = sent(chats(session), {**CALL, "stream": True}, session.api_key)
-    wait_until(lambda: only(recorder).answers and not only(recorder).running)
+    wait_until(lambda: only(scene.recorder).answers and not only(scene.recorder).running)
     reset(raw)
-    wait_until(lambda: only(recorder).answers[0].is_cut)
+    wait_until(lambda: only(scene.recorder).answers[0].is_cut)
     chat(session, [user("hello")])
     chat(session, [user("other")])
     assert session.finish(1.0)
-    assert trained(consumer) == [one.output for one in engine.record[1:]]
+    assert trained(scene.consumer) == [one.output for one in scene.engine.record[1:]]
 
 
-def test_a_client_that_stops_reading_behind_the_last_token_has_its_answer(
-    session: shmbus.Session, engine: StubEngine, recorder: Recorder, consumer: shmbus.Consumer
-) -> None:
+def test_an_answer_read_to_its_end_counts(session: shmbus.Session, scene: Scene) -> None:
     raw = sent(chats(session), {**CALL, "stream": True}, session.api_key)
     read_until(raw, b'"finish_reason":"stop"')
     reset(raw)
-    wait_until(lambda: not only(recorder).running)
+    wait_until(lambda: not only(scene.recorder).running)
     assert session.finish(1.0)
-    assert trained(consumer) == [engine.record[0].output]
+    assert trained(scene.consumer) == [scene.engine.record[0].output]
 
 
 @pytest.mark.parametrize(("attempt", "turns"), [("0", 2), ("1", 1)])
-def test_a_retry_by_its_clients_word_replaces_an_answer_that_nobody_has_confirmed(
-    attempt: str, turns: int, session: shmbus.Session, engine: StubEngine, recorder: Recorder,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
+def test_retries_win(attempt: str, turns: int, session: shmbus.Session, scene: Scene) -> None:
     with sent(chats(session), CALL, session.api_key) as raw:
-        wait_until(lambda: only(recorder).answers and not only(recorder).running)
+        wait_until(lambda: only(scene.recorder).answers and not only(scene.recorder).running)
         headers = {"x-stainless-retry-count": attempt}
         assert ask(chats(session), CALL, session.api_key, **headers)[0] == 200
         assert session.finish(1.0)
         raw.recv(1)
-    assert trained(consumer) == [one.output for one in engine.record[2 - turns :]]
+    assert trained(scene.consumer) == [one.output for one in scene.engine.record[2 - turns :]]
 
 
-def test_equal_calls_on_one_connection_are_two_answers(
-    session: shmbus.Session, engine: StubEngine, consumer: shmbus.Consumer
-) -> None:
+def test_equal_calls_of_a_connection_are_two(session: shmbus.Session, scene: Scene) -> None:
     with sent(chats(session), CALL, session.api_key, "x-stainless-retry-count: 1") as raw:
         read_until(raw, b"usage")
         second = sent(chats(session), CALL, session.api_key)
         read_until(second, b"usage")
         second.close()
         assert session.finish(1.0)
-    assert trained(consumer) == [one.output for one in engine.record]
+    assert trained(scene.consumer) == [one.output for one in scene.engine.record]
 
 
-def test_an_error_behind_the_last_token_asks_no_second_engine(
-    start_engine: Any, start_recorder: Any, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    first, second = start_engine(), start_engine()
-    start_recorder(first, second)
-    feeder.request("q", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
+def test_an_error_behind_the_last_token_asks_no_second_engine(scene: Scene) -> None:
+    first, second = scene.start_engine(), scene.start_engine()
+    scene.start_recorder(first, second)
+    session = scene.open()
     first.faults = ["error_behind_end"]
     with sent(chats(session), {**CALL, "stream": True}, session.api_key) as raw:
         read_until(raw, b"[DONE]")
     assert (first.calls, second.calls) == (1, 0)
     assert session.finish(1.0)
-    assert trained(consumer) == [first.record[0].output]
+    assert trained(scene.consumer) == [first.record[0].output]
 
 
 def test_an_unread_response_is_unrecorded(session: shmbus.Session, recorder: Recorder) -> None:

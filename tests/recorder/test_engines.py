@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from conftest import wait_until
-from recorders import ask, chat, refused, user
-from stub_engine import StubEngine
-
-import shmbus
+from recorders import Scene, ask, chat, refused, user
 
 pytest_plugins = ["recorder_fixtures"]
 
 
-def open_sessions(
-    producer: shmbus.Producer, feeder: shmbus.Feeder, count: int
-) -> list[shmbus.Session]:
-    feeder.request("q", group_size=count)
-    return [producer.session(producer.requests.next(30.0)) for _ in range(count)]
-
-
-def test_a_session_stays_at_its_engine_and_sessions_are_spread(
-    start_engine: Any, start_recorder: Any, producer: shmbus.Producer, feeder: shmbus.Feeder
-) -> None:
+def test_a_session_stays_at_its_engine_and_sessions_are_spread(scene: Scene) -> None:
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
-    engines = [start_engine(), start_engine()]
-    start_recorder(*engines)
-    sessions = open_sessions(producer, feeder, 4)
+    engines = [scene.start_engine(), scene.start_engine()]
+    scene.start_recorder(*engines)
+    sessions = [scene.open(f"q{number}") for number in range(4)]
     for engine in engines:
         engine.gate = asyncio.Event()
     with ThreadPoolExecutor(4) as pool:
@@ -49,29 +35,23 @@ def test_a_session_stays_at_its_engine_and_sessions_are_spread(
 
 
 @pytest.mark.parametrize("fault", ["die", "unable", "abort"])
-def test_an_engine_that_fails_before_anything_went_out_is_replaced_by_another(
-    fault: str, start_engine: Any, start_recorder: Any, producer: shmbus.Producer,
-    feeder: shmbus.Feeder, consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    engines = [start_engine(), start_engine()]
-    start_recorder(*engines)
-    (session,) = open_sessions(producer, feeder, 1)
+def test_an_engine_that_fails_before_any_output_is_replaced(fault: str, scene: Scene) -> None:
+    engines = [scene.start_engine(), scene.start_engine()]
+    scene.start_recorder(*engines)
+    session = scene.open()
     engines[0].faults = [fault]
     chat(session, [user("hello")])
     assert [engine.calls for engine in engines] == [1, 1]
     assert session.finish(1.0)
-    (group,) = consumer.take(1, timeout=30.0)
+    (group,) = scene.consumer.take(1, timeout=30.0)
     assert group[0].meta["turns"] == 1
 
 
 @pytest.mark.parametrize("healthy", [True, False])
-def test_an_answer_500_of_a_call_marks_an_engine_down_only_by_its_health_check(
-    healthy: bool, start_engine: Any, start_recorder: Any, producer: shmbus.Producer,
-    feeder: shmbus.Feeder,
-) -> None:  # fmt: skip
-    engines = [start_engine(), start_engine()]
-    recorder = start_recorder(*engines)
-    (session,) = open_sessions(producer, feeder, 1)
+def test_only_its_health_check_marks_an_engine_down(healthy: bool, scene: Scene) -> None:
+    engines = [scene.start_engine(), scene.start_engine()]
+    recorder = scene.start_recorder(*engines)
+    session = scene.open()
     for engine in engines:
         engine.faults = ["unable"] * 9
         engine.healthy = healthy
@@ -85,11 +65,9 @@ def test_an_answer_500_of_a_call_marks_an_engine_down_only_by_its_health_check(
     session.release()
 
 
-def test_where_no_engine_answers_a_call_is_503_and_the_sample_is_not_to_blame(
-    start_engine: Any, start_recorder: Any, producer: shmbus.Producer, feeder: shmbus.Feeder
-) -> None:
-    recorder = start_recorder("http://127.0.0.1:9")
-    (session,) = open_sessions(producer, feeder, 1)
+def test_where_no_engine_answers_a_call_is_503_and_the_sample_is_not_to_blame(scene: Scene) -> None:
+    recorder = scene.start_recorder("http://127.0.0.1:9")
+    session = scene.open()
     body = {"model": "m", "messages": [user("hello")]}
     assert refused(ask(f"{session.base_url}/chat/completions", body, session.api_key)) == (
         503,
@@ -101,14 +79,11 @@ def test_where_no_engine_answers_a_call_is_503_and_the_sample_is_not_to_blame(
 
 
 @pytest.mark.parametrize("client", ["openai", "urllib"])
-def test_an_outage_of_engines_releases_the_samples_of_agents_that_raise(
-    start_engine: Any, start_recorder: Any, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    consumer: shmbus.Consumer, client: str,
-) -> None:  # fmt: skip
+def test_an_outage_releases_samples_of_raising_agents(client: str, scene: Scene) -> None:
     import openai
 
-    start_recorder("http://127.0.0.1:9")
-    (session,) = open_sessions(producer, feeder, 1)
+    scene.start_recorder("http://127.0.0.1:9")
+    session = scene.open()
     with pytest.raises(openai.APIError if client == "openai" else LookupError), session:
         if client == "openai":
             made = openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
@@ -117,15 +92,13 @@ def test_an_outage_of_engines_releases_the_samples_of_agents_that_raise(
         assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 503
         raise LookupError("an agent of another process")
     assert "released" in repr(session) and "engine" in session.why
-    assert consumer.take(timeout=0.05) == [] and consumer.stats().committed == 0
+    assert scene.consumer.take(timeout=0.05) == [] and scene.consumer.stats().committed == 0
 
 
-def test_an_agent_that_raises_after_an_outage_is_over_fails_its_sample(
-    start_engine: Any, start_recorder: Any, producer: shmbus.Producer, feeder: shmbus.Feeder
-) -> None:
-    engine = start_engine()
-    start_recorder(engine.url)
-    (session,) = open_sessions(producer, feeder, 1)
+def test_an_agent_that_raises_after_an_outage_is_over_fails_its_sample(scene: Scene) -> None:
+    engine = scene.start_engine()
+    scene.start_recorder(engine.url)
+    session = scene.open()
     body = {"model": "m", "messages": [user("hello")]}
     with pytest.raises(LookupError), session:
         engine.faults = ["unable"] * 9
@@ -136,12 +109,10 @@ def test_an_agent_that_raises_after_an_outage_is_over_fails_its_sample(
     assert "failed" in repr(session)
 
 
-def test_an_engine_that_comes_back_is_used_again(
-    start_engine: Any, start_recorder: Any, producer: shmbus.Producer, feeder: shmbus.Feeder
-) -> None:
-    engine = start_engine()
-    recorder = start_recorder(engine)
-    (session,) = open_sessions(producer, feeder, 1)
+def test_an_engine_that_comes_back_is_used_again(scene: Scene) -> None:
+    engine = scene.start_engine()
+    recorder = scene.start_recorder(engine)
+    session = scene.open()
     engine.faults = ["die", "die"]
     body = {"model": "m", "messages": [user("hello")]}
     assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 503
@@ -151,14 +122,11 @@ def test_an_engine_that_comes_back_is_used_again(
     session.release()
 
 
-def test_metrics_and_health_say_how_engines_and_sessions_are(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
+def test_metrics_and_health_say_how_engines_and_sessions_are(scene: Scene) -> None:
     import urllib.request
 
-    recorder = start_recorder(engine)
-    (session,) = open_sessions(producer, feeder, 1)
+    recorder = scene.start_recorder(scene.engine)
+    session = scene.open()
     chat(session, [user("hello")])
     status, health = ask(f"{recorder.url}/healthz")
     assert (status, health["sessions"], health["engines"][0]["state"]) == (200, 1, "up")
@@ -167,7 +135,7 @@ def test_metrics_and_health_say_how_engines_and_sessions_are(
     name = recorder.settings.bus
     assert f'shmbus_recorder_sessions{{bus="{name}"}} 1' in lines
     assert f'shmbus_recorder_turns_total{{bus="{name}"}} 1' in lines
-    assert f'shmbus_recorder_engine_up{{bus="{name}",engine="{engine.url}"}} 1' in lines
+    assert f'shmbus_recorder_engine_up{{bus="{name}",engine="{scene.engine.url}"}} 1' in lines
     route = 'route="/v1/chat/completions",status="200"'
     assert f'shmbus_recorder_requests_total{{bus="{name}",{route}}} 1' in lines
     sent = f'shmbus_recorder_sent_bytes_total{{bus="{name}",route="/v1/chat/completions"}}'
@@ -176,11 +144,9 @@ def test_metrics_and_health_say_how_engines_and_sessions_are(
     session.release()
 
 
-def test_models_are_the_engines(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
-) -> None:
-    start_recorder(engine)
-    (session,) = open_sessions(producer, feeder, 1)
+def test_models_are_the_engines(scene: Scene) -> None:
+    scene.start_recorder(scene.engine)
+    session = scene.open()
     status, models = ask(f"{session.base_url}/models", None, session.api_key)
     assert (status, models["data"][0]["id"]) == (200, "m")
     session.release()

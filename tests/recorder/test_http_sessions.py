@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import wait_until
-from recorders import ask, refused, user
-from stub_engine import StubEngine
+from recorders import Scene, ask, refused, user
 
 import shmbus
 from shmbus.recorder.recorder import Recorder
@@ -35,30 +34,26 @@ def end(recorder: Recorder, answer: dict[str, Any], how: str, body: Any) -> Any:
     return ask(f"{recorder.url}/session/{how}", body, answer["api_key"])
 
 
-def test_the_prompt_comes_with_the_session_and_the_score_puts_the_sample(
-    recorder: Recorder, engine: StubEngine, feeder: shmbus.Feeder, consumer: shmbus.Consumer
-) -> None:
+def test_the_prompt_comes_with_the_session_and_the_score_puts_the_sample(scene: Scene) -> None:
     prompt = np.arange(3, dtype=np.int32)
-    answer = opened(recorder, feeder, prompt=prompt, meta={"ask": "hello"})
+    answer = opened(scene.recorder, scene.feeder, prompt=prompt, meta={"ask": "hello"})
     assert answer["meta"] == {"ask": "hello"}
     assert answer["fields"] == {"prompt": [0, 1, 2]}
     assert (answer["instance_id"], answer["index"], answer["group_size"]) == ("q", 0, 1)
     call(answer)
-    status, told = ask(f"{recorder.url}/session", None, answer["api_key"])
+    status, told = ask(f"{scene.recorder.url}/session", None, answer["api_key"])
     assert (status, told["turns"], told["running"]) == (200, 1, 0)
     body = {"score": 0.5, "meta": {"env": "x"}}
-    assert end(recorder, answer, "score", body) == (200, {"put": True})
-    (group,) = consumer.take(1, timeout=30.0)
+    assert end(scene.recorder, answer, "score", body) == (200, {"put": True})
+    (group,) = scene.consumer.take(1, timeout=30.0)
     assert group.scores == [0.5]
     assert group[0].meta["env"] == "x"
     (row,) = group[0].rows
-    assert row["tokens"].tolist() == engine.record[0].prompt + engine.record[0].output
+    assert row["tokens"].tolist() == scene.engine.record[0].prompt + scene.engine.record[0].output
 
 
-def test_a_key_in_the_address_does_for_harnesses_that_take_no_other(
-    recorder: Recorder, feeder: shmbus.Feeder, consumer: shmbus.Consumer
-) -> None:
-    answer = opened(recorder, feeder)
+def test_a_key_in_the_address_does_for_harnesses_that_take_no_other(scene: Scene) -> None:
+    answer = opened(scene.recorder, scene.feeder)
     url = answer["url_with_key"]
     assert ask(f"{url}/chat/completions", CALL, "anything")[0] == 200
     assert ask(f"{url}/v1/chat/completions", CALL)[0] == 200
@@ -73,87 +68,75 @@ def test_no_prompt_in_time_is_204(recorder: Recorder) -> None:
 
 
 @pytest.mark.parametrize("score", [b'{"score": NaN}', b'{"score": Infinity}', {"score": "1"}, {}])
-def test_a_score_that_is_no_finite_number_fails_the_sample(
-    score: Any, recorder: Recorder, feeder: shmbus.Feeder, consumer: shmbus.Consumer,
-    producer: shmbus.Producer,
-) -> None:  # fmt: skip
-    answer = opened(recorder, feeder)
+def test_a_score_that_is_no_finite_number_fails_the_sample(score: Any, scene: Scene) -> None:
+    answer = opened(scene.recorder, scene.feeder)
     call(answer)
-    assert refused(end(recorder, answer, "score", score)) == (422, "bad_score")
-    assert refused(end(recorder, answer, "score", {"score": 1.0})) == (404, "bad_score")
+    assert refused(end(scene.recorder, answer, "score", score)) == (422, "bad_score")
+    assert refused(end(scene.recorder, answer, "score", {"score": 1.0})) == (404, "bad_score")
 
     def again() -> shmbus.Request | None:
-        assert not consumer.take(1, timeout=0.02)
-        return producer.requests.next(0)
+        assert not scene.consumer.take(1, timeout=0.02)
+        return scene.producer.requests.next(0)
 
     assert "finite" in wait_until(again).reason
 
 
-def test_the_same_score_again_is_the_same_answer_and_another_one_is_refused(
-    recorder: Recorder, feeder: shmbus.Feeder, consumer: shmbus.Consumer
-) -> None:
-    answer = opened(recorder, feeder)
+def test_the_same_score_again_is_the_same_answer_and_another_one_is_refused(scene: Scene) -> None:
+    answer = opened(scene.recorder, scene.feeder)
     call(answer)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: end(recorder, answer, "score", {"score": 1.0}), range(4)))
+        found = list(
+            pool.map(lambda _: end(scene.recorder, answer, "score", {"score": 1.0}), range(4))
+        )
     assert (200, {"put": True}) in found
     assert all(status == 200 or refused((status, b)) == (404, "scored") for status, b in found)
-    assert refused(end(recorder, answer, "score", {"score": 0.0})) == (404, "scored")
-    (group,) = consumer.take(1, timeout=30.0)
+    assert refused(end(scene.recorder, answer, "score", {"score": 0.0})) == (404, "scored")
+    (group,) = scene.consumer.take(1, timeout=30.0)
     assert group.scores == [1.0]
-    assert not consumer.take(1, timeout=0.05)
+    assert not scene.consumer.take(1, timeout=0.05)
 
 
-def test_a_failure_is_reported_and_the_sample_comes_again(
-    recorder: Recorder, feeder: shmbus.Feeder, consumer: shmbus.Consumer
-) -> None:
-    answer = opened(recorder, feeder)
-    assert end(recorder, answer, "fail", {"reason": "the tool broke"})[0] == 200
-    assert refused(end(recorder, answer, "score", {"score": 1.0})) == (404, "failed")
+def test_a_failure_is_reported_and_the_sample_comes_again(scene: Scene) -> None:
+    answer = opened(scene.recorder, scene.feeder)
+    assert end(scene.recorder, answer, "fail", {"reason": "the tool broke"})[0] == 200
+    assert refused(end(scene.recorder, answer, "score", {"score": 1.0})) == (404, "failed")
 
     def again() -> dict[str, Any] | None:
-        assert not consumer.take(1, timeout=0.02)
-        status, found = ask(f"{recorder.url}/sessions", {"timeout": 0})
+        assert not scene.consumer.take(1, timeout=0.02)
+        status, found = ask(f"{scene.recorder.url}/sessions", {"timeout": 0})
         return found if status == 200 else None
 
     found = wait_until(again)
     assert (found["attempt"], found["reason"]) == (1, "failed: the tool broke")
 
 
-def test_a_harness_that_dies_has_its_sample_fail_after_a_while(
-    start_recorder: Any, engine: StubEngine, feeder: shmbus.Feeder, consumer: shmbus.Consumer,
-    producer: shmbus.Producer,
-) -> None:  # fmt: skip
-    answer = opened(start_recorder(engine, idle_s=0.2), feeder)
+def test_a_harness_that_dies_has_its_sample_fail_after_a_while(scene: Scene) -> None:
+    answer = opened(scene.start_recorder(scene.engine, idle_s=0.2), scene.feeder)
     call(answer)
 
     def again() -> shmbus.Request | None:
-        assert not consumer.take(1, timeout=0.02)
-        return producer.requests.next(0)
+        assert not scene.consumer.take(1, timeout=0.02)
+        return scene.producer.requests.next(0)
 
     assert "no call" in wait_until(again).reason
 
 
-def test_an_engine_without_the_experts_that_are_to_be_recorded_is_told_by_name(
-    start_recorder: Any, engine: StubEngine, feeder: shmbus.Feeder
-) -> None:
-    recorder = start_recorder(engine, experts=(1, 1))
-    answer = opened(recorder, feeder)
+def test_an_engine_without_the_recorded_experts_is_named(scene: Scene) -> None:
+    recorder = scene.start_recorder(scene.engine, experts=(1, 1))
+    answer = opened(recorder, scene.feeder)
     status, body = ask(f"{answer['base_url']}/chat/completions", CALL, answer["api_key"])
     assert (status, body["error"]["code"]) == (404, "bad_answer")
     assert "--enable-return-routed-experts" in body["error"]["message"]
 
 
-def test_sessions_are_opened_with_the_recorders_token(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder
-) -> None:
-    recorder = start_recorder(engine, token="secret")
+def test_sessions_are_opened_with_the_recorders_token(scene: Scene) -> None:
+    recorder = scene.start_recorder(scene.engine, token="secret")
     assert refused(ask(f"{recorder.url}/sessions", {})) == (401, "token")
     assert refused(ask(f"{recorder.url}/sessions", {}, "other")) == (401, "token")
     assert ask(f"{recorder.url}/sessions", {}, "secret")[0] == 204
-    feeder.request("q", group_size=1)
+    scene.feeder.request("q", group_size=1)
     # A worker finds the token where it finds the recorder.
-    producer.session(producer.requests.next(30.0)).release()
+    scene.producer.session(scene.producer.requests.next(30.0)).release()
 
 
 def test_another_hosts_name_and_another_sites_page_are_refused(recorder: Recorder) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 from conftest import wait_until
-from recorders import user
-from stub_engine import StubEngine
+from recorders import Scene, user
 
 import shmbus
 from shmbus.recorder.recorder import Recorder
@@ -22,9 +21,7 @@ pytest_plugins = ["recorder_fixtures"]
 SESSIONS = 1000
 
 
-def test_a_look_checks_a_bounded_number_of_sessions_and_the_next_look_the_others(
-    bus: shmbus.Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_looks_check_sessions_in_turn(bus: shmbus.Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(Settings(bus=bus.name, engines=("http://127.0.0.1:9",)))
     checked: list[Session] = []
     monkeypatch.setattr(recorder, "_check", lambda session, now_s: checked.append(session))
@@ -45,16 +42,14 @@ def test_a_look_checks_a_bounded_number_of_sessions_and_the_next_look_the_others
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_thousand_sessions_at_once_are_put_each_with_its_own_tokens(
-    recorder: Recorder, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
+async def test_a_thousand_sessions_at_once_are_put_each_with_its_own_tokens(scene: Scene) -> None:
     sessions: list[shmbus.Session] = []
+    recorder = scene.recorder
     for number in range(SESSIONS // 50):
-        feeder.request(f"q{number}", group_size=50)
-        sessions += [producer.session(producer.requests.next(60.0)) for _ in range(50)]
+        scene.feeder.request(f"q{number}", group_size=50)
+        sessions += [scene.producer.session(scene.producer.requests.next(60.0)) for _ in range(50)]
     assert len(recorder.sessions) == SESSIONS
-    engine.gate = asyncio.Event()
+    scene.engine.gate = asyncio.Event()
 
     async def call(client: aiohttp.ClientSession, session: shmbus.Session) -> None:
         name = f"{session.request.instance_id} {session.request.index}"
@@ -67,22 +62,22 @@ async def test_a_thousand_sessions_at_once_are_put_each_with_its_own_tokens(
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         calls = [asyncio.ensure_future(call(client, session)) for session in sessions]
-        await asyncio.to_thread(wait_until, lambda: engine.calls == SESSIONS, 120)
+        await asyncio.to_thread(wait_until, lambda: scene.engine.calls == SESSIONS, 120)
         assert sum(session.running for session in recorder.sessions) == SESSIONS
-        engine.let_go()
+        scene.engine.let_go()
         await asyncio.gather(*calls)
     for session in sessions:
         assert session.finish(1.0)
     found: dict[tuple[str, int], list[int]] = {}
     while len(found) < SESSIONS:
-        for group in consumer.take(10, timeout=60.0):
+        for group in scene.consumer.take(10, timeout=60.0):
             for sample in group:
                 (row,) = sample.rows
                 found[sample.instance_id, sample.index] = row["tokens"].tolist()
             group.ack()
-    by_prompt = {tuple(one.prompt): one.output for one in engine.record}
+    by_prompt = {tuple(one.prompt): one.output for one in scene.engine.record}
     for (instance_id, index), tokens in found.items():
         outputs = [output for prompt, output in by_prompt.items() if tokens == [*prompt, *output]]
         assert outputs, (instance_id, index)
     wait_until(lambda: not len(recorder.sessions))
-    assert recorder.sessions.nbytes == 0
+    assert scene.recorder.sessions.nbytes == 0

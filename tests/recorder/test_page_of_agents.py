@@ -6,12 +6,10 @@ from typing import Any
 
 import msgspec
 from conftest import wait_until
-from recorders import chat, user
-from stub_engine import StubEngine
+from recorders import Scene, chat, user
 
 import shmbus
 from shmbus.inspect.rates import Watcher
-from shmbus.recorder.recorder import Recorder
 from shmbus.web.picture import picture
 
 pytest_plugins = ["recorder_fixtures"]
@@ -25,20 +23,16 @@ def agents(bus: str) -> Any:
     return shown.get("agents")
 
 
-def test_sessions_and_engines_are_in_the_picture_of_a_bus(
-    bus: shmbus.Bus, recorder: Recorder, engine: StubEngine, producer: shmbus.Producer,
-    feeder: shmbus.Feeder,
-) -> None:  # fmt: skip
-    feeder.request("q\n", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
+def test_sessions_and_engines_are_in_the_picture_of_a_bus(scene: Scene) -> None:
+    session = scene.open("q\n")
     chat(session, [user("hello")])
-    wait_until(lambda: agents(bus.name)["rows"].get("q\\n[0]", {}).get("turns") == 1)
-    shown = agents(bus.name)
-    assert shown["engines"] == {engine.url: "up"}
+    wait_until(lambda: agents(scene.bus.name)["rows"].get("q\\n[0]", {}).get("turns") == 1)
+    shown = agents(scene.bus.name)
+    assert shown["engines"] == {scene.engine.url: "up"}
     assert (shown["sessions"], shown["recorders"], shown["drift"]) == (1, 1, 0)
     (row,) = shown["rows"].values()
-    assert row["engine"] == engine.url
-    assert row["tokens"] == len(engine.record[0].prompt + engine.record[0].output)
+    assert row["engine"] == scene.engine.url
+    assert row["tokens"] == len(scene.engine.record[0].prompt + scene.engine.record[0].output)
     assert row["since"] <= 1000
     session.release()
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorders import ask, refused, user
-from stub_engine import StubEngine
+from recorders import Scene, ask, refused, user
 
 import shmbus
 from shmbus.cli import main
@@ -28,13 +27,9 @@ def call(session: shmbus.Session, path: str = "chat/completions", **more: Any) -
     return ask(f"{session.base_url}/{path}", body, session.api_key)
 
 
-def opened(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    **options: Any,
-) -> shmbus.Session:  # fmt: skip
-    start_recorder(engine, **options)
-    feeder.request("q", group_size=1)
-    return producer.session(producer.requests.next(30.0))
+def opened(scene: Scene, **options: Any) -> shmbus.Session:
+    scene.start_recorder(scene.engine, **options)
+    return scene.open()
 
 
 def sample(session: shmbus.Session, consumer: shmbus.Consumer) -> shmbus.Trajectory:
@@ -43,71 +38,55 @@ def sample(session: shmbus.Session, consumer: shmbus.Consumer) -> shmbus.Traject
     return group[0]
 
 
-def test_least_and_largest_value_of_each_option_are_in_the_samples_meta(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    session = opened(start_recorder, engine, producer, feeder)
+def test_least_and_largest_value_of_each_option_are_in_the_samples_meta(scene: Scene) -> None:
+    session = opened(scene)
     assert call(session, temperature=0.3, top_p=0.9)[0] == 200
     assert call(session, "messages", temperature=1, top_k=40)[0] == 200
     assert call(session, "responses", temperature=0.5)[0] == 200
     assert call(session, "completions", temperature=None, top_p=True, top_k="x")[0] == 200
-    assert sample(session, consumer).meta["sampling"] == {
+    assert sample(session, scene.consumer).meta["sampling"] == {
         "temperature": [0.3, 1.0], "top_p": [0.9, 0.9], "top_k": [40.0, 40.0],
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "messages", "responses"])
-def test_a_recorder_forces_its_own_options(
-    path: str, start_recorder: Any, engine: StubEngine, producer: shmbus.Producer,
-    feeder: shmbus.Feeder, consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    session = opened(start_recorder, engine, producer, feeder, force_sampling=ONE)
+def test_a_recorder_forces_its_own_options(path: str, scene: Scene) -> None:
+    session = opened(scene, force_sampling=ONE)
     assert call(session, path, temperature=0.1)[0] == 200
-    assert {name: engine.record[0].body[name] for name in ONE} == ONE
-    found = sample(session, consumer).meta["sampling"]
+    assert {name: scene.engine.record[0].body[name] for name in ONE} == ONE
+    found = sample(session, scene.consumer).meta["sampling"]
     assert found == {name: [value, value] for name, value in ONE.items()}
 
 
-def test_a_recorder_refuses_other_options_than_it_requires(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    session = opened(start_recorder, engine, producer, feeder, require_sampling=ONE)
+def test_a_recorder_refuses_other_options_than_it_requires(scene: Scene) -> None:
+    session = opened(scene, require_sampling=ONE)
     for other in ({"temperature": 0.1}, {"top_p": "1"}, {"top_k": 10**400}):
         assert refused(call(session, **other)) == (400, "sampling")
-    assert engine.calls == 0
+    assert scene.engine.calls == 0
     assert call(session, temperature=1, top_p=None)[0] == 200
-    assert engine.record[0].body["top_k"] == -1
-    assert sample(session, consumer).meta["sampling"]["temperature"] == [1.0, 1.0]
+    assert scene.engine.record[0].body["top_k"] == -1
+    assert sample(session, scene.consumer).meta["sampling"]["temperature"] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_tokens_under_a_grammar_are_counted_and_masked_unless_the_recorder_trains_them(
-    trained: bool, start_recorder: Any, engine: StubEngine, producer: shmbus.Producer,
-    feeder: shmbus.Feeder, consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    recorder = start_recorder(engine, train_grammar=trained)
-    feeder.request("q", group_size=1)
-    session = producer.session(producer.requests.next(30.0))
+def test_tokens_under_a_grammar_are_counted_and_masked(trained: bool, scene: Scene) -> None:
+    recorder = scene.start_recorder(scene.engine, train_grammar=trained)
+    session = scene.open()
     assert call(session)[0] == 200
     assert call(session, response_format={"type": "json_object"})[0] == 200
-    found = sample(session, consumer)
-    free, limited = (one.output for one in engine.record)
+    found = sample(session, scene.consumer)
+    free, limited = (one.output for one in scene.engine.record)
     assert found.meta["grammar_tokens"] == recorder.sessions.grammar == len(limited)
     masked = [np.asarray(row["loss_mask"]).sum() for row in found.rows]
     assert masked == [len(free), trained * len(limited)]
 
 
-def test_a_sample_of_nothing_but_grammar_is_put_with_its_score(
-    start_recorder: Any, engine: StubEngine, producer: shmbus.Producer, feeder: shmbus.Feeder,
-    consumer: shmbus.Consumer,
-) -> None:  # fmt: skip
-    session = opened(start_recorder, engine, producer, feeder)
+def test_a_sample_of_nothing_but_grammar_is_put_with_its_score(scene: Scene) -> None:
+    session = opened(scene)
     assert call(session, tools=[TOOL], tool_choice="required")[0] == 200
-    found = sample(session, consumer)
+    found = sample(session, scene.consumer)
     assert (found.score, found.rows[0]["loss_mask"].sum()) == (1.0, 0)
-    assert found.meta["grammar_tokens"] == len(engine.record[0].output)
+    assert found.meta["grammar_tokens"] == len(scene.engine.record[0].output)
 
 
 @pytest.mark.parametrize(

@@ -26,21 +26,6 @@ def shown(transcript: Transcript) -> list[tuple[list[int], list[int], int]]:
     ]
 
 
-def test_a_prompt_that_continues_a_row_extends_it() -> None:
-    transcript = Transcript()
-    transcript.add(turn([1, 2], [3, 4]))
-    transcript.add(turn([1, 2, 3, 4, 5], [6]))
-    assert shown(transcript) == [([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1], 0)]
-
-
-def test_the_longest_row_that_fits_is_continued() -> None:
-    transcript = Transcript()
-    transcript.add(turn([1], [2]))
-    transcript.add(turn([1], [2, 3]))
-    transcript.add(turn([1, 2, 3, 4], [5]))
-    assert shown(transcript) == [([1, 2], [0, 1], 0), ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1], 1)]
-
-
 def test_one_other_token_begins_a_row() -> None:
     transcript = Transcript()
     transcript.add(turn([1, 2], [3, 4]))
@@ -78,12 +63,6 @@ def test_versions_of_all_turns_are_the_samples() -> None:
     transcript.add(turn([1], [2], versions=Span(4, 5)))
     transcript.add(turn([1, 2], [3], versions=Span(3, 4)))
     assert transcript.versions == Span(3, 5)
-
-
-def test_an_answer_without_a_token_is_a_turn_and_no_row() -> None:
-    transcript = Transcript()
-    transcript.add(turn([1], []))
-    assert (transcript.turns, transcript.rows()) == (1, [])
 
 
 def test_experts_are_those_that_sampled_a_token_and_the_last_ones_come_with_the_next_call() -> None:

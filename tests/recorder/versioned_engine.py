@@ -1,8 +1,4 @@
-"""An engine whose logprobs tell which weights sampled a token; a program, to be killed.
-
-After its start it has no weights of the bus (`NO_WEIGHTS`); `POST /load` reads the newest version
-from the pool, and says so in a row, as a rank does.
-"""
+"""An engine process whose logprobs tell its weights; `POST /load` reads the newest version."""
 
 from __future__ import annotations
 

@@ -41,10 +41,7 @@ S = TypeVar("S")
 
 
 class Said(NamedTuple):
-    """A message, whom it is for, and everybody who has sent it or awaits it, by their numbers.
-
-    One with no parties is an event that comes at some time: it is never lost, and comes once.
-    """
+    """A message, its receiver, and the parties that sent or await it; none for an event."""
 
     message: Hashable
     to: int
@@ -156,7 +153,6 @@ class _Search(Generic[S]):
         self.violations: dict[tuple[int, int, int], AssertionError] = {}
 
     def number(self, part: int, state: Any) -> int:
-        """Return the word of a part's state."""
         key = self.parts[part].key(state)
         found = self.numbers[part].get(key)
         if found is None:
@@ -165,7 +161,6 @@ class _Search(Generic[S]):
         return found | (CAN_STEP if self.parts[part].can_step(state) else 0)
 
     def word(self, said: Said) -> int:
-        """Return the word of a message."""
         key = (type(said.message), said.message)
         found = self.words.get(key)
         if found is None:
@@ -179,7 +174,6 @@ class _Search(Generic[S]):
         return found
 
     def next(self, part: int, number: int, given: int, into: Any) -> int:
-        """Answer the search: what a part does."""
         try:
             return self._next(part, number, given, into)
         except BaseException as error:  # goes through C, and on from there
@@ -205,7 +199,6 @@ class _Search(Generic[S]):
         return 2 + len(said)
 
     def rest(self, parts: Any, into: Any) -> int:
-        """Answer the search: what everybody asks again."""
         try:
             numbers = [parts[i] & ~CAN_STEP for i in range(PARTS)]
             found = self.rest_of([self.states[i][n] for i, n in enumerate(numbers)])
@@ -221,7 +214,6 @@ class _Search(Generic[S]):
             return -1
 
     def tell(self, event: int) -> str:
-        """Return an event in words."""
         kind, what = event >> EVENT_SHIFT, event & ((1 << EVENT_SHIFT) - 1)
         if kind < 3:
             return f"{EVENTS[kind]} {self.messages[what & _LAST].message}"
@@ -235,32 +227,7 @@ def visit_every_order(
     faults: Faults,
     rest: Callable[[Sequence[Any]], tuple[list[Any], list[Said]] | None],
 ) -> Found:
-    """Visit every state.
-
-    Parameters
-    ----------
-    parts : sequence of Part
-        Four of them.
-    first : sequence
-        What each is at the beginning.
-    said : sequence of Said
-        What is under way then.
-    faults : Faults
-        How many may happen, each at any instant.
-    rest : callable
-        Called with the states of all parts when nothing is under way and no part would do anything:
-        what they become and say when they ask again; or None at an end, which it has checked.
-
-    Returns
-    -------
-    Found
-        How much was seen.
-
-    Raises
-    ------
-    AssertionError
-        Of a part, or of `rest`, with the events that lead there as notes.
-    """
+    """Visit every state of four parts; an error carries the events that lead there as notes."""
     library = _library()
     search: _Search[Any] = _Search(parts, rest)
     state = _State(

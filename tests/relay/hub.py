@@ -1,8 +1,6 @@
-"""A network between namespaces of this machine: each packet may come late, be lost, or be cut off.
+"""A network between namespaces of this machine, with delays, losses and cuts.
 
-A node is a process in namespaces of its own: network, mounts (with a /dev/shm of its own), and
-processes. The hub has the other end of each node's only link, a TUN device, and carries packets
-from one to another. It needs root, and /dev/net/tun; no module of the kernel beside that.
+A node has namespaces of its own and a link, a TUN device. Needs root and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ def unavailable() -> str:
 
 
 def address_of(number: int) -> str:
-    """Return a node's address."""
     return f"10.201.0.{number + 1}"
 
 
@@ -88,7 +85,6 @@ class Node:
 
     @property
     def running(self) -> bool:
-        """Whether it runs."""
         return self.process.poll() is None
 
     def kill(self) -> None:
@@ -99,17 +95,7 @@ class Node:
 
 
 class Hub:
-    """Carries packets between nodes.
-
-    Attributes
-    ----------
-    delay_s : float
-        By how much each comes later.
-    loss : float
-        Which part of them is lost.
-    cut : set of int
-        Numbers of nodes that nothing reaches, and nothing comes from.
-    """
+    """Carries packets between nodes, by `delay_s`, the share `loss`, and the set `cut` of nodes."""
 
     def __init__(self, seed: int) -> None:
         self.delay_s = 0.0
@@ -172,7 +158,6 @@ class Hub:
             os.write(tun, packet)
 
     def close(self) -> None:
-        """Carry nothing more."""
         self._over.set()
         self._thread.join()
         for _, tun in self._tuns.values():

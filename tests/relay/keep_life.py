@@ -1,7 +1,4 @@
-"""A life of a relay with its producer and its trainer, which ends by a signal.
-
-It writes down what was acknowledged, and when.
-"""
+"""A life of a relay with producer and trainer, which writes acknowledged groups down."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import shmbus
 
 
 def main(source: str, trainer: str, directory: str, log: str) -> None:
-    """Relay and train until the end."""
     with (
         relay([source], [trainer], keep=directory),
         shmbus.Consumer(trainer) as consumer,

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,6 @@ COORDINATOR = "coordinator"
 
 
 class Exchange:
-    """Mailboxes of parties in one process."""
-
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.boxes: dict[str, deque[tuple[bytes, bytes]]] = {}
@@ -112,7 +110,6 @@ class LocalRelay:
         self.start(COORDINATOR, lambda box: CoordinatorParty(box, sources, sinks, policy))
 
     def start(self, address: str, make: Callable[[Any], Any]) -> None:
-        """Start a party in a thread."""
         mailbox = self.exchange.open(address)
         if address in self.kinds:
             mailbox = self.kinds[address](self.exchange, address)
@@ -138,18 +135,15 @@ class LocalRelay:
             time.sleep(0.001)
 
     def end(self, address: str) -> None:
-        """End a party, with the messages to it."""
         self._stops[address].set()
         self._threads[address].join()
         self.boxes.pop(address)
 
     def restart(self, address: str) -> None:
-        """End a party, and start its successor."""
         self.end(address)
         self.start_again(address)
 
     def start_again(self, address: str) -> None:
-        """Start the successor of a party that was ended."""
         self.start(address, self._makes[address])
 
     def send(self, sender: str, to: str, message: Message, payload: bytes = b"") -> None:
@@ -162,12 +156,10 @@ class LocalRelay:
 
     @property
     def coordinator(self) -> CoordinatorParty:
-        """The coordinator."""
         found: CoordinatorParty = self.parties[COORDINATOR]
         return found
 
     def stop(self) -> None:
-        """End all of them."""
         self._over.set()
         for thread in self._threads.values():
             thread.join()
@@ -185,6 +177,17 @@ def relay(sources: list[str], sinks: list[str], **options: Any) -> Iterator[Loca
         raise AssertionError(f"{address} ended") from error
 
 
+@contextmanager
+def relayed(
+    buses: dict[str, str], sources: str, taking: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Any]:
+    """A relay with its trainer's consumer and a producer a source, in this order."""
+    names = [buses[each] for each in sources]
+    with relay(names, [buses["t"]], **options) as made, ExitStack() as stack:
+        consumer = stack.enter_context(shmbus.Consumer(buses["t"], **(taking or {})))
+        yield (made, consumer, *(stack.enter_context(shmbus.Producer(name)) for name in names))
+
+
 #: A worker that claims a sample which is asked for again, says so, and makes nothing of it.
 CLAIM = """
 import sys, time
@@ -195,6 +198,12 @@ while not producer.requests.retries():
 print("has it", flush=True)
 time.sleep(600)
 """
+
+
+def have_splits(name: str, *labels: str) -> None:
+    with shmbus.Producer(name) as producer:
+        for label in labels:
+            producer.cancelled("none", round=0, split=label)
 
 
 def put_group(
@@ -222,7 +231,6 @@ def take(consumer: shmbus.Consumer, count: int, timeout: float = 30.0) -> list[s
 
 
 def stats(name: str) -> shmbus.BusStats:
-    """What a bus says of itself."""
     with shmbus.Bus.open(name) as bus:
         return bus.stats()
 

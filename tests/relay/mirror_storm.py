@@ -1,8 +1,6 @@
 """Mirrors of a pool under SIGKILL and SIGSTOP: no reader of any node sees half a version.
 
-A program: `PYTHONPATH=tests python tests/relay/mirror_storm.py --versions 1000 --faults 300` prints
-what it did, and ends with status 1 at the first byte that is wrong, or where a node is left behind.
-test_mirror_storm.py runs its short form.
+`PYTHONPATH=tests python tests/relay/mirror_storm.py --versions 1000 --faults 300`
 """
 
 from __future__ import annotations
@@ -35,8 +33,6 @@ PIECE_BYTES = 64 << 10
 
 
 class Plan(NamedTuple):
-    """What a storm is made of."""
-
     name: str
     directory: str
     nodes: int = 3
@@ -49,7 +45,6 @@ class Plan(NamedTuple):
 
     @property
     def trainer(self) -> str:
-        """The trainer's bus."""
         return f"{self.name}.t"
 
     @property
@@ -59,7 +54,6 @@ class Plan(NamedTuple):
 
 
 def work(plan: Plan, address: str) -> None:
-    """Be a party, for ever."""
     mailbox = open_mailbox(plan.directory, address)
 
     def make() -> Any:
@@ -83,13 +77,11 @@ class Storm:
         self.over = threading.Event()
 
     def start(self, address: str) -> None:
-        """Start a party."""
         child = TEMPLATE.Process(target=work, args=(self.plan, address), daemon=True)
         child.start()
         self.children[address] = child
 
     def harm(self) -> None:
-        """Do something to one of the parties."""
         address = self.rng.choice([SOURCE, *self.plan.buses])
         what = self.rng.choice(["kill", "kill", "stop", "away", "remove"])
         self.done[what] += 1
@@ -131,7 +123,6 @@ class Storm:
             reader.close()
 
     def run(self) -> dict[str, Any]:
-        """Do all of it, and return what there is to say."""
         plan, began = self.plan, time.monotonic()
         trainer = Trainer(plan.trainer, plan.size, plan.seed, timeout=plan.quiet_s)
         engines = [threading.Thread(target=self.engine, args=(bus,)) for bus in plan.buses]
@@ -166,7 +157,6 @@ class Storm:
         }
 
     def harm_all(self) -> None:
-        """Do harm as often as planned."""
         for _ in range(self.plan.faults):
             if self.faults:
                 return
@@ -182,7 +172,6 @@ class Storm:
             time.sleep(0.01)
 
     def wait_for_all(self, version: int) -> None:
-        """Wait until each node has the last version."""
         until = time.monotonic() + self.plan.quiet_s
         while time.monotonic() < until:
             there = {bus: version_of(bus) for bus in self.plan.buses}
@@ -193,7 +182,6 @@ class Storm:
 
 
 def main() -> int:
-    """Run it as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--versions", type=int, default=1000)
     parser.add_argument("--faults", type=int, default=300)

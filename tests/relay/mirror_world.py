@@ -1,8 +1,4 @@
-"""Mirrors and the trainer's node in a world of its own time: links with a rate, and what is lost.
-
-All decisions are those of the machines that ship; here is what a party does beside them: a pool is
-a number, a piece is its number, and a message comes after a while, twice, or not at all.
-"""
+"""Mirrors and the trainer's node in simulated time; decisions are those of the real machines."""
 
 from __future__ import annotations
 
@@ -23,8 +19,6 @@ PIECES = 200
 
 
 class Node:
-    """A mirror, and what it has."""
-
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.pure = Mirror()
@@ -43,7 +37,6 @@ class Node:
         self.world.send(self.name, SOURCE, state)
 
     def take(self, sender: str, message: Any) -> None:
-        """Do what its party does."""
         pure, now_s = self.pure, self.world.now_s
         match message:
             case Hop():
@@ -72,12 +65,10 @@ class Node:
                     self.say()
 
     def ask(self, wanted: list[PiecesWanted]) -> None:
-        """Send what it asks for."""
         for message in wanted:
             self.world.send(self.name, self.pure.upstream, message)
 
     def round(self) -> None:
-        """Do what time asks for."""
         self.ask(self.pure.round(self.world.now_s))
         if self.pure.getting is not None or self.world.now_s - self.told_s >= HELLO_S:
             self.say()
@@ -126,7 +117,6 @@ class World:
         self.send(sender, to, (transfer, number), free_s - self.now_s)
 
     def publish(self, *, patch: bool = False) -> None:
-        """Publish a version."""
         self.newest += 1
         whole = Transfer("p", self.newest, 0)
         base = self.newest - 1 if patch else 0
@@ -168,7 +158,6 @@ class World:
             self.send(SOURCE, hop.mirror, hop)
 
     def run(self, seconds: float) -> None:
-        """Let time pass."""
         until_s = self.now_s + seconds
         while self.now_s < until_s:
             if self._events and self._events[0][0] <= self._next_round_s:
@@ -180,7 +169,6 @@ class World:
                 self._round()
 
     def run_until_all_have(self, version: int, most_s: float = 120.0) -> None:
-        """Let time pass until each mirror has a version."""
         until_s = self.now_s + most_s
         while self.now_s < until_s:
             if all(node.sequence >= version for node in self.nodes.values()):

@@ -49,12 +49,10 @@ class Trainer:
                 put_piece(write, piece, np.ascontiguousarray(payload[at]))
 
     def close(self) -> None:
-        """Take the pool away."""
         self.publisher.close(remove=True)
 
 
 def pieces_of(size: int) -> list[Piece]:
-    """Return the halves of a version."""
     half = size // 8 * 4
     return [Piece(0, 1, half, half, 2), Piece(half, 1, size - half, size - half, 1)]
 

@@ -1,9 +1,4 @@
-"""Prompts of a trainer's bus under SIGKILL: parties and workers of two nodes die at any time.
-
-A program: `PYTHONPATH=tests python tests/relay/prompt_storm.py` prints what it did, and
-ends with status 1 at the first request that is lost or made twice. test_prompt_storm.py runs its
-short form.
-"""
+"""Prompts of a bus under SIGKILL: `PYTHONPATH=tests python tests/relay/prompt_storm.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +20,6 @@ WORKERS = 2
 
 
 def work(plan: Plan, address: str) -> None:
-    """Be a party, or a worker, for ever."""
     bus, _, worker = address.partition("/")
     if not worker:
         be_party(plan, address)
@@ -46,13 +40,11 @@ class PromptStorm(Storm):
     """The storm of relays, in which the samples are those that the trainer's bus asks for."""
 
     def start(self, address: str) -> None:
-        """Start a party or a worker."""
         child = TEMPLATE.Process(target=work, args=(self.plan, address), daemon=True)
         child.start()
         self.children[address] = child
 
     def offer(self) -> None:
-        """Offer all groups, in their order."""
         with (
             contextlib.suppress(shmbus.BusRemovedError),
             shmbus.Feeder(self.plan.trainers[0]) as feeder,
@@ -65,7 +57,6 @@ class PromptStorm(Storm):
                 self.produced += 1
 
     def run(self) -> dict[str, Any]:
-        """Do all of it, and return what there is to say."""
         plan = self.plan
         workers = [f"{bus}/{i}" for bus in plan.sources for i in range(WORKERS)]
         everybody = [*plan.parties, *workers]

@@ -1,8 +1,4 @@
-"""The relay's real state machines as parts of a search: a coordinator, a sink, and two sources.
-
-Each state of a part is a machine that is never changed: an input is given to a copy of it. What
-outlives a machine belongs to its part: the ring to a source, lane and journal to the sink.
-"""
+"""The relay's real state machines as parts of a search: a coordinator, a sink, and two sources."""
 
 from __future__ import annotations
 
@@ -41,10 +37,7 @@ class Acknowledged(NamedTuple):
 
 
 class SinkState(NamedTuple):
-    """A sink, and what outlives it: its lane's records, its journal, and what its trainer ended.
-
-    The term that it follows outlives it too. `offered` records of the lane have made whole groups.
-    """
+    """A sink and its lasting parts: lane records, journal, term and ended groups."""
 
     sink: Sink
     lane: tuple[Origin, ...]
@@ -84,7 +77,6 @@ class System:
         return healed(journal, committed)
 
     def said(self, messages: Sequence[m.Message | Acknowledged]) -> list[Said]:
-        """Return messages with their ways."""
         return [self._way(message) for message in messages]
 
     def _way(self, message: m.Message | Acknowledged) -> Said:
@@ -125,10 +117,7 @@ class System:
         return visit_every_order(self.parts, states, said, faults, self.ask_again)
 
     def ask_again(self, states: Sequence[Any]) -> tuple[list[Any], list[Said]] | None:
-        """What everybody does now and then, since an answer may have been lost.
-
-        Returns None at the end, where nobody has anything to ask; that end is a good one.
-        """
+        """Repeat every question whose answer may be lost; None at a good end."""
         sources: list[SourceState] = list(states[FIRST_SOURCE:])
         after, said = self.parts[COORDINATOR_PART].after(states[COORDINATOR_PART], REST)
         messages: list[m.Message] = []
@@ -175,7 +164,6 @@ class CoordinatorPart:
         self.system = system
 
     def begin(self, term: int = 0) -> tuple[Coordinator, list[Said]]:
-        """A new one."""
         system = self.system
         new = system.coordinator_kind(term, system.buses, [SINK], system.policy)
         return new, system.said(new.begin())
@@ -200,7 +188,6 @@ class CoordinatorPart:
         )
 
     def can_step(self, c: Coordinator) -> bool:
-        """It only answers."""
         return False
 
     def copy(self, c: Coordinator) -> Coordinator:
@@ -230,7 +217,6 @@ class CoordinatorPart:
         return new
 
     def after(self, c: Coordinator, given: Any) -> tuple[Coordinator, list[Said]]:
-        """What it is after an input, and what it says."""
         if given == DIE:
             return self.begin(c.term + 1)
         new = self.copy(c)
@@ -307,7 +293,6 @@ class SinkPart:
         return state.sink.ready
 
     def copy(self, s: Sink) -> Sink:
-        """Return another one that is the same."""
         new = copy.copy(s)
         new.waiting, new.batches = list(s.waiting), list(s.batches)
         new.wanted, new.owed, new.settled = set(s.wanted), set(s.owed), set(s.settled)
@@ -315,7 +300,6 @@ class SinkPart:
         return new
 
     def after(self, state: SinkState, given: Any) -> tuple[SinkState, list[Said]]:
-        """What it is after an input, and what it says."""
         if given == DIE:
             return self.begin(state)
         new = self.copy(state.sink)
@@ -403,7 +387,6 @@ class SourcePart:
         ring: tuple[OriginHead, ...] = (),
         coming: tuple[OriginHead, ...] | None = None,
     ) -> tuple[SourceState, list[Said]]:
-        """A new one."""
         new = self.system.source_kind(self.bus, incarnation)
         said = new.begin({head.origin: head for head in ring})
         if coming is None:
@@ -421,7 +404,6 @@ class SourcePart:
         return bool(state.coming)
 
     def after(self, state: SourceState, given: Any) -> tuple[SourceState, list[Said]]:
-        """What it is after an input, and what it says."""
         if given == DIE:
             return self.begin(state.source.incarnation + 1, state.ring, state.coming)
         new = copy.copy(state.source)
@@ -443,5 +425,4 @@ class SourcePart:
         return SourceState(new, ring, coming), self.system.said(said)
 
     def for_nothing(self, state: SourceState, given: Any) -> int:
-        """A source answers everything."""
         return 0

@@ -1,9 +1,4 @@
-"""A relay over whole nodes: each in namespaces of its own, with a /dev/shm that dies with it.
-
-A program: `python tests/relay/relay_nodes.py SCENARIO` prints what happened, and ends with status 1
-at the first thing that is lost, doubled or torn. test_relay_nodes.py runs its short forms. It needs
-root. The relay's connections cross a network that may delay, lose and cut off (hub.py).
-"""
+"""A relay over nodes in namespaces: `python tests/relay/relay_nodes.py SCENARIO`, as root."""
 
 from __future__ import annotations
 
@@ -46,8 +41,6 @@ PAUSE_S = 0.005
 
 
 class Inside:
-    """What runs in a node."""
-
     def __init__(self, plan: dict[str, Any], name: str) -> None:
         self.plan, self.name = plan, name
         self.directory = Path(plan["directory"])
@@ -64,7 +57,6 @@ class Inside:
         path.with_suffix(".new").rename(path)
 
     def run(self) -> None:
-        """Be that node, for ever."""
         if self.name != "head":
             shmbus.Bus.create(self.name, "8MiB")
         mailbox = open_mailbox(str(self.directory), self.name, address_of(NODES.index(self.name)))
@@ -74,7 +66,6 @@ class Inside:
         {"head": self.lead, "left": self.work, "right": self.work}.get(self.name, self.train)()
 
     def make(self, mailbox: HostMailbox) -> Any:
-        """Make the party."""
         if self.name == "head":
             policy = StashPolicy(sample_retries=2)
             self.party = CoordinatorParty(mailbox, SOURCES, TRAINERS, policy)
@@ -114,7 +105,6 @@ class Inside:
                 time.sleep(PAUSE_S)
 
     def put(self, producer: shmbus.Producer, group: int, index: int) -> None:
-        """Put a sample."""
         producer.put(
             f"q{group}", group_size=SIZE, index=index, score=float(index), round=0,
             meta={"of": [group, index]}, timeout=None, **sample(group, index),
@@ -146,7 +136,6 @@ class Inside:
 
 
 def is_whole(group: shmbus.Group) -> bool:
-    """Whether each byte is as it was put."""
     number = int(group.instance_id[1:])
     if len(group) != SIZE or any(t.meta != {"of": [number, t.index]} for t in group):
         return False
@@ -161,8 +150,6 @@ def is_whole(group: shmbus.Group) -> bool:
 
 
 class Cluster:
-    """Nodes, their network, and what they have said."""
-
     def __init__(self, directory: str, groups: int, release: str, seed: int) -> None:
         self.directory = Path(directory)
         self.groups = groups
@@ -172,7 +159,6 @@ class Cluster:
         self.nodes: dict[str, Node] = {}
 
     def start(self, *names: str) -> None:
-        """Start nodes."""
         for name in names:
             place = ["--node", name, "--directory", str(self.directory)]
             argv = [sys.executable, "-u", __file__, *place]
@@ -184,7 +170,6 @@ class Cluster:
         (self.directory / f"{name}.{what}").touch()
 
     def untell(self, name: str, what: str) -> None:
-        """End that."""
         (self.directory / f"{name}.{what}").unlink()
 
     def said(self, name: str) -> Any:
@@ -195,7 +180,6 @@ class Cluster:
             return None
 
     def log(self, name: str) -> list[tuple[int, bool, float]]:
-        """Return the groups that a trainer has acknowledged."""
         path = self.directory / f"{name}.log"
         lines = path.read_text().splitlines() if path.exists() else []
         return [tuple(json.loads(line)) for line in lines]
@@ -218,12 +202,10 @@ class Cluster:
             time.sleep(0.05)
 
     def kill(self, name: str) -> float:
-        """End a node for good, and return when."""
         self.nodes.pop(name).kill()
         return time.monotonic()
 
     def close(self) -> None:
-        """End all."""
         for node in self.nodes.values():
             node.kill()
         self.hub.close()
@@ -231,7 +213,6 @@ class Cluster:
 
 @contextmanager
 def cluster(*, groups: int, release: str = "acknowledged", seed: int) -> Iterator[Cluster]:
-    """A cluster for a while."""
     with tempfile.TemporaryDirectory(prefix="shmbus-nodes-") as directory:
         made = Cluster(directory, groups, release, seed)
         try:
@@ -333,7 +314,6 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def main() -> int:
-    """Run it as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scenario", nargs="?", choices=SCENARIOS)
     parser.add_argument("--node", help="be this node (of its own accord)")

@@ -1,8 +1,6 @@
 """Relays under SIGKILL: two source buses, some trainers' buses, every byte and ledger checked.
 
-A program: `PYTHONPATH=tests python tests/relay/relay_storm.py --kills 1000` prints what it did, and
-ends with status 1 at the first thing that is lost, doubled or torn. test_relay_storm.py runs its
-short form.
+`PYTHONPATH=tests python tests/relay/relay_storm.py --kills 1000`
 """
 
 from __future__ import annotations
@@ -38,8 +36,6 @@ SIZE = 6
 
 
 class Plan(NamedTuple):
-    """What a storm is made of."""
-
     name: str
     directory: str
     sinks: int = 1
@@ -53,22 +49,18 @@ class Plan(NamedTuple):
 
     @property
     def sources(self) -> list[str]:
-        """The source buses."""
         return [f"{self.name}.s{i}" for i in range(2)]
 
     @property
     def trainers(self) -> list[str]:
-        """The trainers' buses."""
         return [f"{self.name}.t{i}" for i in range(self.sinks)]
 
     @property
     def parties(self) -> list[str]:
-        """The addresses of all."""
         return [COORDINATOR, *self.sources, *self.trainers]
 
 
 def work(plan: Plan, address: str) -> None:
-    """Be a party, for ever."""
     mailbox = open_mailbox(plan.directory, address)
 
     def make() -> Any:
@@ -98,7 +90,6 @@ def is_useless(group: int) -> bool:
 
 
 def split_of(group: int) -> str:
-    """Whose group it is."""
     return "eval" if group % 10 == 3 else "train"
 
 
@@ -119,13 +110,11 @@ class Storm:
         self.lock = threading.Lock()
 
     def start(self, address: str) -> None:
-        """Start a party."""
         child = TEMPLATE.Process(target=work, args=(self.plan, address), daemon=True)
         child.start()
         self.children[address] = child
 
     def kill(self, address: str) -> None:
-        """End a party by SIGKILL, and start its successor."""
         child = self.children[address]
         os.kill(child.pid, signal.SIGKILL)
         child.join()
@@ -149,7 +138,6 @@ class Storm:
                 self.produced += 1
 
     def train(self, name: str) -> None:
-        """Take groups, and check every byte of them."""
         with shmbus.Consumer(name) as consumer:
             while not self.over.is_set():
                 for split in ("train", "eval"):
@@ -158,7 +146,6 @@ class Storm:
                         group.ack()
 
     def check(self, group: shmbus.Group) -> None:
-        """Note what is wrong with a group."""
         number = int(group.instance_id[1:])
         with self.lock:
             now = time.monotonic()
@@ -181,7 +168,6 @@ class Storm:
                 self.faults.append(f"torn: group {number}, sample {t.index}")
 
     def run(self) -> dict[str, Any]:
-        """Do all of it, and return what there is to say."""
         plan = self.plan
         began = time.monotonic()
         buses = [shmbus.Bus.create(each, plan.capacity) for each in plan.sources + plan.trainers]

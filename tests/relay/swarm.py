@@ -26,17 +26,14 @@ _REST = (
 
 
 def identity_of(number: int) -> bytes:
-    """Return the identity of a simulated bus."""
     return struct.pack(">QQ", 77, number)
 
 
 def address_of(number: int) -> str:
-    """Return the address of a simulated source."""
     return f"source{number}"
 
 
 def hello(number: int) -> m.Hello:
-    """Return the hello of a simulated source."""
     return m.Hello(
         address_of(number), False, "swarm", identity_of(number).hex(), 1, 0, COORDINATOR,
         0, None, 0, 0, 0, 1, 1, 0, 0,
@@ -70,7 +67,6 @@ class Swarm:
         self._boxes[number].send(COORDINATOR, news)
 
     def work(self) -> None:
-        """Answer all questions."""
         for number, box in enumerate(self._boxes):
             for envelope in box.receive(0.0):
                 match envelope.message:

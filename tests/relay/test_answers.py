@@ -28,9 +28,7 @@ def forged(made: LocalRelay, sink: str, source: str, **changes: Any) -> None:
     made.send(source, sink, message, payload)
 
 
-def test_a_block_that_is_cut_foreign_or_another_record_is_refused_and_asked_for_again(
-    buses: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_block_is_refused(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     with relay([], [buses["t"]]) as made, RecordReader(buses["a"]) as reader:
         put_group([buses["a"]], 1)
         put_group([buses["a"]], 2)
@@ -68,9 +66,7 @@ def test_a_block_that_is_cut_foreign_or_another_record_is_refused_and_asked_for_
             assert take(consumer, 1)[0].instance_id == "q1"
 
 
-def test_a_block_that_names_itself_is_compared_with_what_was_asked_for(
-    buses: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_own_names_are_compared(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     """As a source sends it: without names beside it, in any order, and once more as a double."""
     with relay([], [buses["t"]]) as made, RecordReader(buses["a"]) as reader:
         put_group([buses["a"]], 1)
@@ -115,9 +111,7 @@ def test_a_block_that_names_itself_is_compared_with_what_was_asked_for(
         assert stats(buses["t"]).committed == 8 and sink.refused == 2
 
 
-def test_a_record_that_says_another_thing_than_its_head_is_refused(
-    buses: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unlike_head_is_refused(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     with relay([], [buses["t"]]) as made, RecordReader(buses["a"]) as reader:
         put_group([buses["a"]], 1, size=1)
         (head,) = poll(reader)

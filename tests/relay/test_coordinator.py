@@ -77,7 +77,6 @@ def test_what_is_not_trained_on_goes_first_and_waits_for_its_split() -> None:
 
 
 def settle(made: Coordinator, said: list[m.Message]) -> None:
-    """Have each group that was assigned be put."""
     for each in said:
         if isinstance(each, m.Assignment):
             made.settled(m.Settled(each.sink, frozenset(each.origins)), 0.0)
@@ -250,9 +249,7 @@ def test_a_source_keeps_what_is_not_acknowledged_and_lets_go_early_under_put() -
 
 
 @pytest.mark.parametrize("announced_first", [False, True])
-def test_a_dead_sinks_debts_to_a_coordinator_are_placed_again(
-    announced_first: bool,
-) -> None:
+def test_a_dead_sinks_debts_to_a_coordinator_are_placed_again(announced_first: bool) -> None:
     origins = (make_origin(B0, 1, 0), make_origin(B0, 1, 1))
     heads = pack(B0, *(head("q", 2, i, i)._replace(round=1) for i in range(2)))
     # It begins with a sink that has a group of the coordinator before, in its memory alone.

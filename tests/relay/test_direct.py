@@ -37,14 +37,12 @@ class Pair:
         self.came.append((packed, bytes(payload)))
 
     def meet(self) -> None:
-        """Have the left end send to the right one directly."""
         self.left.learn(self.right.endpoint)
         wait_until(lambda: self.left._links["right"]._connection is not None)
 
 
 @contextmanager
 def pair() -> Iterator[Pair]:
-    """Two ends for a while."""
     made = Pair()
     try:
         yield made
@@ -237,9 +235,7 @@ class DirectRelay:
             direct.close()
 
 
-def test_cut_connections_lose_double_and_tear_nothing(
-    bus_name: str,
-) -> None:
+def test_cut_connections_lose_double_and_tear_nothing(bus_name: str) -> None:
     names = [f"{bus_name}.{each}" for each in "abt"]
     buses = [shmbus.Bus.create(name, "4MiB") for name in names]
     made = DirectRelay(names[:2], names[2:])
@@ -278,9 +274,7 @@ def test_whoever_connects_and_says_nothing_keeps_nobody_else_out() -> None:
         wait_until(lambda: both.came)
 
 
-def test_a_slow_greeting_gets_no_more_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slow_greeting_gets_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shmbus.relay.direct._MEET_S", 0.3)
     with pair() as both:
         slow = socket.create_connection((both.right.endpoint.host, both.right.endpoint.port), 5.0)

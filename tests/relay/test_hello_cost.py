@@ -30,8 +30,6 @@ class Word(str):
 
 
 class Box:
-    """A mailbox that collects messages."""
-
     address = COORDINATOR
 
     def __init__(self) -> None:
@@ -93,7 +91,6 @@ def begun(count: int) -> tuple[CoordinatorParty, Box]:
 
 
 def work_of(call: Callable[[], object]) -> int:
-    """Count the bytecodes of a call."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Spawner, wait_until
-from relay.local import COORDINATOR, put_group, relay, stats, take, workers
+from relay.local import COORDINATOR, put_group, relay, relayed, stats, take, workers
 
 import shmbus
 from shmbus.inspect.status import read_status
@@ -60,10 +60,7 @@ def test_an_evaluation_survives_another_number(buses: dict[str, str], tmp_path: 
     lose_memory(buses)
     with shmbus.Producer(buses["t"]) as producer:
         producer.cancelled("none", round=0, split="other")
-    with (
-        relay([buses["a"]], [buses["t"]], **options),
-        shmbus.Consumer(buses["t"], on_failure="partial") as consumer,
-    ):
+    with relayed(buses, "a", **options, taking={"on_failure": "partial"}) as (_, consumer, _):
         assert numbers(take(consumer, 1)) == [3]
         found: list[shmbus.Group] = []
         while len(found) < 2:
@@ -77,10 +74,7 @@ def test_an_evaluation_survives_another_number(buses: dict[str, str], tmp_path: 
 
 def test_only_unacknowledged_groups_survive_a_reboot(buses: dict[str, str], tmp_path: Path) -> None:
     sources = [buses["a"], buses["b"]]
-    with (
-        relay(sources, [buses["t"]], keep=str(tmp_path)),
-        shmbus.Consumer(buses["t"]) as consumer,
-    ):
+    with relay(sources, [buses["t"]], keep=str(tmp_path)), shmbus.Consumer(buses["t"]) as consumer:
         for number in range(40):
             put_group(sources, number)
         groups = sorted(take(consumer, 40), key=lambda group: int(group.instance_id[1:]))
@@ -100,10 +94,7 @@ def test_only_unacknowledged_groups_survive_a_reboot(buses: dict[str, str], tmp_
             wait_until(lambda: stats(buses["a"]).acknowledged == 2)
         assert read_status(buses["t"]).ledger.balanced
     lose_memory(buses)
-    with (
-        relay(sources, [buses["t"]], keep=str(tmp_path)),
-        shmbus.Consumer(buses["t"]) as consumer,
-    ):
+    with relay(sources, [buses["t"]], keep=str(tmp_path)), shmbus.Consumer(buses["t"]) as consumer:
         time.sleep(0.5)
         assert consumer.take(timeout=0.5) == []
 
@@ -126,10 +117,7 @@ def test_a_restarted_sink_returns_nothing(buses: dict[str, str], tmp_path: Path)
 
 
 def test_only_the_trainers_node_lost_its_memory(buses: dict[str, str], tmp_path: Path) -> None:
-    with (
-        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)),
-        shmbus.Consumer(buses["t"]) as consumer,
-    ):
+    with relayed(buses, "a", keep=str(tmp_path)) as (_, consumer, _):
         for number in range(10):
             put_group([buses["a"]], number)
         groups = sorted(take(consumer, 10), key=lambda group: int(group.instance_id[1:]))
@@ -138,10 +126,7 @@ def test_only_the_trainers_node_lost_its_memory(buses: dict[str, str], tmp_path:
         wait_until(lambda: stats(buses["a"]).acknowledged == 16)
         del groups, group
     lose_memory(buses, "t")
-    with (
-        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)),
-        shmbus.Consumer(buses["t"]) as consumer,
-    ):
+    with relayed(buses, "a", keep=str(tmp_path)) as (_, consumer, _):
         back = take(consumer, 6)
         assert numbers(back) == list(range(4, 10))
         for group in back:
@@ -167,10 +152,7 @@ def test_reduced_groups_return_reduced(buses: dict[str, str], tmp_path: Path, fa
         assert len(group) == 3
         del group
     lose_memory(buses)
-    with (
-        relay([buses["a"]], [buses["t"]], **how),
-        shmbus.Consumer(buses["t"], on_failure="partial") as consumer,
-    ):
+    with relayed(buses, "a", **how, taking={"on_failure": "partial"}) as (_, consumer, _):
         (group,) = take(consumer, 1)
         assert [t.index for t in group] == [0, 1, 2]
         group.ack()
@@ -214,15 +196,40 @@ def test_a_checkpoint_and_kept_groups_resume_a_run(buses: dict[str, str], tmp_pa
     assert set(trained.values()) == {trained["q0"]}, "each prompt as often as any other"
 
 
+def test_a_checkpoint_names_what_was_acknowledged_while_no_relay_wrote_its_end(
+    buses: dict[str, str], tmp_path: Path
+) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)) as running,
+        OnlineDataHandler(buses["t"], groups_per_batch=1) as handler,
+    ):
+        for number in range(3):
+            put_group([buses["a"]], number)
+        wait_until(lambda: stats(buses["t"]).committed == 12)
+        running.end(buses["t"])
+        first = handler.next_batch(30)
+        trained = {*first.instance_ids}
+        handler.ack(first)
+        trained |= {*handler.next_batch(30).instance_ids}
+        state = handler.state_dict()
+    lose_memory(buses)
+    with (
+        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)),
+        OnlineDataHandler(buses["t"], groups_per_batch=1) as handler,
+    ):
+        handler.load_state_dict(state)
+        third = handler.next_batch(30)
+        assert {*third.instance_ids} == {"q0", "q1", "q2"} - trained
+        handler.ack(third)
+        wait_until(lambda: stats(buses["t"]).committed == stats(buses["t"]).acknowledged == 12)
+
+
 def test_its_size_is_bounded_by_what_is_needed(
     buses: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keep_module, "_SPARE_BYTES", 200_000)
     file = tmp_path / f"{buses['t']}.kept"
-    with (
-        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)),
-        shmbus.Consumer(buses["t"]) as consumer,
-    ):
+    with relayed(buses, "a", keep=str(tmp_path)) as (_, consumer, _):
         for number in range(3):
             put_group([buses["a"]], number, values=1000)
         old = take(consumer, 3)
@@ -236,10 +243,7 @@ def test_its_size_is_bounded_by_what_is_needed(
         wait_until(lambda: stats(buses["a"]).acknowledged == 4 * 197)
         del old, group
     lose_memory(buses)
-    with (
-        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)),
-        shmbus.Consumer(buses["t"]) as consumer,
-    ):
+    with relayed(buses, "a", keep=str(tmp_path)) as (_, consumer, _):
         assert set(numbers(take(consumer, 3))) == {0, 1, 2}
 
 
@@ -257,7 +261,6 @@ def kept(buses: dict[str, str], directory: Path, count: int = 6) -> Path:
 
 
 def records(buses: dict[str, str], directory: Path) -> int:
-    """How many records would be brought back."""
     opened = Keep(str(directory), buses["t"], 1.0, "another life")
     try:
         return len(list(opened.records(())))
@@ -305,7 +308,6 @@ def test_a_wrong_byte_costs_its_frame_and_nothing_wrong_is_brought_back(
 
 
 def frames(file: Path) -> list[tuple[int, int]]:
-    """Return place and kind by frame."""
     data, found, at = file.read_bytes(), [], 0
     while at < len(data):
         _, kind, nbytes, _ = keep_module._HEAD.unpack_from(data, at)
@@ -356,9 +358,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("frame", FORGED.values(), ids=FORGED)
-def test_a_forged_frame_with_right_checksums_costs_nothing_else(
-    buses: dict[str, str], tmp_path: Path, frame: tuple[int, bytes]
-) -> None:
+def test_forgery_is_alone(buses: dict[str, str], tmp_path: Path, frame: tuple[int, bytes]) -> None:
     kept(buses, tmp_path)
     opened = Keep(str(tmp_path), buses["t"], 1.0)
     assert opened._append([frame])
@@ -397,13 +397,11 @@ def test_a_forged_put_ends_no_actor(
 
 
 def as_link(path: Path) -> None:
-    """Make a symbolic link."""
     (path.parent / "elsewhere").write_bytes(b"")
     path.symlink_to(path.parent / "elsewhere")
 
 
 def as_second_name(path: Path) -> None:
-    """Make a hard link."""
     (path.parent / "elsewhere").write_bytes(b"")
     path.hardlink_to(path.parent / "elsewhere")
 
@@ -518,9 +516,7 @@ def test_a_source_keeps_what_has_ended_until_the_end_is_on_the_disk(
 
 
 @pytest.mark.parametrize(("life", "count"), [("first", 0), ("second", 24), ("", 24)])
-def test_records_return_to_another_life_of_the_bus_only(
-    buses: dict[str, str], tmp_path: Path, life: str, count: int
-) -> None:
+def test_records_want_a_life(buses: dict[str, str], tmp_path: Path, life: str, count: int) -> None:
     found = kept(buses, tmp_path)
     opened = Keep(str(tmp_path), buses["t"], 0.0, "first")
     assert len([*opened.records(())]) == 24
@@ -621,9 +617,7 @@ main(*sys.argv[2:])
 """
 
 
-def test_a_kill_at_any_instant_and_a_reboot_lose_nothing_that_was_put(
-    buses: dict[str, str], tmp_path: Path, spawn: Spawner, seed: int
-) -> None:
+def test_reboots_are_safe(buses: dict[str, str], tmp_path: Path, spawn: Spawner, seed: int) -> None:
     random = np.random.default_rng(seed)
     for life in range(5):
         directory, log = tmp_path / str(life), tmp_path / f"log{life}"

@@ -27,25 +27,21 @@ SIZE = (1 << 20) + 12_346
 
 @pytest.fixture
 def nodes(bus_name: str) -> list[str]:
-    """Buses of three nodes."""
     return [f"{bus_name}.{each}" for each in "abc"]
 
 
 @pytest.fixture
 def trainer(bus_name: str, seed: int) -> Iterator[Trainer]:
-    """A publisher, and its bus's name as `bus`."""
     made = Trainer(f"{bus_name}.t", SIZE, seed)
     yield made
     made.close()
 
 
 def have(buses: list[str], version: int) -> None:
-    """Wait until pools have a version."""
     wait_until(lambda: all(version_of(bus) == version for bus in buses))
 
 
 def error_of(relay: LocalRelay, address: str) -> str:
-    """What a mirror says that it lacks."""
     return str(relay.parties[address].error)
 
 
@@ -55,7 +51,6 @@ class Harming(LocalMailbox):
     left = 6
 
     def send(self, to: str, message: Message, payload: Any = b"") -> None:
-        """Send a message, harmed."""
         if isinstance(message, VersionPiece) and len(payload) and Harming.left:
             Harming.left -= 1
             harmed = bytearray(payload)
@@ -70,7 +65,6 @@ class WrongDigest(LocalMailbox):
     left = 2
 
     def send(self, to: str, message: Message, payload: Any = b"") -> None:
-        """Send a message, with a wrong digest."""
         if isinstance(message, VersionPiece) and message.digest is not None and WrongDigest.left:
             WrongDigest.left -= 1
             message = message._replace(digest=message.digest ^ 1)
@@ -81,7 +75,6 @@ class AnotherLayout(LocalMailbox):
     """A mailbox by which the first node hears of pools of another layout."""
 
     def send(self, to: str, message: Message, payload: Any = b"") -> None:
-        """Send a message, perhaps with another layout."""
         if isinstance(message, VersionOffer) and to.endswith(".a"):
             message = message._replace(geometry=message.geometry._replace(layout=99))
         super().send(to, message, payload)

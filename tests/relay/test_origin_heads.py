@@ -15,14 +15,7 @@ from relay.local import COORDINATOR, put_group, relay, take
 import shmbus
 from shmbus import errors
 from shmbus.relay import messages as m
-from shmbus.relay.messages import (
-    OriginHead,
-    bus_of,
-    by_bus,
-    is_of,
-    name_origin,
-    unpack_heads,
-)
+from shmbus.relay.messages import OriginHead, bus_of, by_bus, is_of, name_origin, unpack_heads
 from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus_ext import _core
 
@@ -43,7 +36,6 @@ FORGED = {
 
 
 def head(sequence: int = 0, **other: object) -> OriginHead:
-    """A head of a group of eight."""
     said = {
         "instance_id": "q\N{SNOWMAN}", "round": None, "group_size": 8, "index": 3, "score": 0.5,
         "policy_version": 2, "nbytes": 640, "made_ns": 5, "check": 7, "need": 8, "reason": None,
@@ -153,9 +145,7 @@ def test_whatever_is_cut_or_changed_is_heads_or_refused(seed: int) -> None:
     assert 0 < refused < 20_000
 
 
-def test_a_malformed_announcement_is_refused_and_asked_again(
-    bus_name: str,
-) -> None:
+def test_a_malformed_announcement_is_refused_and_asked_again(bus_name: str) -> None:
     names = [f"{bus_name}.{each}" for each in "at"]
     buses = [shmbus.Bus.create(name, "4MiB") for name in names]
     try:

@@ -27,9 +27,7 @@ from shmbus_ext import _core
 pytest_plugins = ["relay.relay_fixtures"]
 
 
-def test_groups_made_on_two_nodes_arrive_and_ledgers_balance(
-    buses: dict[str, str],
-) -> None:
+def test_groups_made_on_two_nodes_arrive_and_ledgers_balance(buses: dict[str, str]) -> None:
     sources = [buses["a"], buses["b"]]
     with relay(sources, [buses["t"]]), shmbus.Consumer(buses["t"]) as consumer:
         for i in range(20):
@@ -45,9 +43,7 @@ def test_groups_made_on_two_nodes_arrive_and_ledgers_balance(
             assert stats(name).undelivered == 0 and not stats(name).dropped
 
 
-def test_a_source_holds_a_record_until_the_trainers_ack(
-    buses: dict[str, str],
-) -> None:
+def test_a_source_holds_a_record_until_the_trainers_ack(buses: dict[str, str]) -> None:
     with relay([buses["a"]], [buses["t"]]), shmbus.Consumer(buses["t"]) as consumer:
         put_group([buses["a"]], 1)
         (group,) = take(consumer, 1)
@@ -110,9 +106,7 @@ def test_a_useless_group_never_crosses(buses: dict[str, str]) -> None:
         assert stats(buses["t"]).committed == 0
 
 
-def test_a_small_bus_never_stands_still_beside_uneven_sources(
-    bus_name: str,
-) -> None:
+def test_a_small_bus_never_stands_still_beside_uneven_sources(bus_name: str) -> None:
     fast, slow, small = (f"{bus_name}.{each}" for each in ("fast", "slow", "small"))
     groups, values = 150, 6000
     with (
@@ -204,9 +198,7 @@ def test_an_unwanted_group_is_dropped(bus_name: str, caplog: pytest.LogCaptureFi
         assert take(consumer, 1)[0].instance_id == "q2"
 
 
-def test_a_sources_new_bus_goes_on_and_losses_are_counted(
-    buses: dict[str, str],
-) -> None:
+def test_a_sources_new_bus_goes_on_and_losses_are_counted(buses: dict[str, str]) -> None:
     sources = [buses["a"], buses["b"]]
     with relay(sources, [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
         with shmbus.Producer(buses["a"]) as producer:
@@ -220,9 +212,7 @@ def test_a_sources_new_bus_goes_on_and_losses_are_counted(
         assert made.coordinator.note().announced == 0
 
 
-def test_unacknowledged_groups_of_a_removed_bus_return(
-    buses: dict[str, str],
-) -> None:
+def test_unacknowledged_groups_of_a_removed_bus_return(buses: dict[str, str]) -> None:
     with relay([buses["a"]], [buses["t"]]):
         put_group([buses["a"]], 1)
         wait_until(lambda: stats(buses["t"]).committed == 4)
@@ -235,9 +225,7 @@ def test_unacknowledged_groups_of_a_removed_bus_return(
         wait_until(lambda: stats(buses["a"]).acknowledged == 4)
 
 
-def test_acks_during_a_half_put_block_reach_the_source(
-    buses: dict[str, str],
-) -> None:
+def test_acks_during_a_half_put_block_reach_the_source(buses: dict[str, str]) -> None:
     a, t = buses["a"], buses["t"]
     count = 24
     shmbus.unlink(a)
@@ -276,9 +264,7 @@ def test_acks_during_a_half_put_block_reach_the_source(
         wait_until(is_told)
 
 
-def test_another_version_is_refused_with_both(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_another_version_is_refused_with_both(caplog: pytest.LogCaptureFixture) -> None:
     opener = Opener("node8")
     packed = bytearray(pack("node7", m.HelloWanted()))
     assert opener.open(bytes(packed), b"")[0].sender == "node7"
@@ -311,9 +297,7 @@ class OldMailbox(LocalMailbox):
         return []
 
 
-def test_a_node_of_the_previous_release_is_refused_by_name(
-    buses: dict[str, str],
-) -> None:
+def test_a_node_of_the_previous_release_is_refused_by_name(buses: dict[str, str]) -> None:
     a, b, t = buses["a"], buses["b"], buses["t"]
     with relay([a], [t]) as made:
         made.coordinator.joined.append(b)
@@ -360,9 +344,7 @@ def test_of_two_coordinators_the_older_one_ends(buses: dict[str, str]) -> None:
         made.stop()
 
 
-def test_a_coordinator_that_no_sink_heard_cuts_no_source_off(
-    buses: dict[str, str],
-) -> None:
+def test_a_coordinator_that_no_sink_heard_cuts_no_source_off(buses: dict[str, str]) -> None:
     with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
         wait_until(lambda: made.coordinator.pure is not None and buses["a"] in made.parties)
         bus = made.parties[buses["a"]].source.bus
@@ -372,9 +354,7 @@ def test_a_coordinator_that_no_sink_heard_cuts_no_source_off(
         take(consumer, 1)
 
 
-def test_a_bus_that_two_relays_announce_is_refused_by_both_names(
-    buses: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_doubled_bus_is_refused(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     with relay([buses["a"], buses["b"]], [buses["t"]]) as made:
         wait_until(lambda: len(made.coordinator.hellos) == 3)
         hello, _ = made.coordinator.hellos[buses["a"]]

@@ -1,11 +1,4 @@
-"""Prompts to other nodes under every order of events: a trainer's side, two sources, faults.
-
-The machines are the relay's own, as in test_relay_model.py. What outlives them are the lanes. Each
-request is a group of one sample; a worker makes it, and its record comes to the trainer's bus by
-the relay's other messages, which test_relay_model.py searches: here it comes once, at any time.
-
-SHMBUS_TEST_DEATHS=2 takes two deaths of every plan: some minutes.
-"""
+"""Prompts to other nodes under every order of events; SHMBUS_TEST_DEATHS=2 is the long form."""
 
 from __future__ import annotations
 
@@ -36,7 +29,6 @@ DROPPED = 9
 
 
 def group_of(number: int) -> GroupName:
-    """Return the group of a request."""
     return str(number), None, "train"
 
 
@@ -62,7 +54,6 @@ class SourceState(NamedTuple):
 
     @property
     def unmade(self) -> list[int]:
-        """What workers may make."""
         return [number for number, made in self.rows.items() if not made]
 
 
@@ -78,7 +69,6 @@ class World:
         self.parts = (SenderPart(self), NobodyPart(), *sources)
 
     def explore(self, faults: Faults) -> Found:
-        """Visit every state."""
         states, said = [], []
         for part in self.parts:
             state, words = part.begin()
@@ -116,8 +106,6 @@ class NobodyPart:
 
 
 class SenderPart:
-    """The trainer's side."""
-
     def __init__(self, world: World) -> None:
         self.world = world
 
@@ -278,8 +266,6 @@ GIVES_BACK = ((MAKE,), (GIVE_BACK, MAKE))
 
 
 class Case(NamedTuple):
-    """What is searched."""
-
     name: str
     faults: Faults
     numbers: tuple[int, ...] = ONE

@@ -171,9 +171,7 @@ def test_a_killed_reader_leaves_its_records_to_the_next(bus: str, spawn: Spawner
         assert read_status(reader.name).ledger.acknowledged == 5
 
 
-def test_a_reader_of_a_removed_bus_says_so_and_exports_its_records(
-    bus_name: str,
-) -> None:
+def test_a_reader_of_a_removed_bus_says_so_and_exports_its_records(bus_name: str) -> None:
     with shmbus.Bus.create(bus_name, "1MiB") as bus, shmbus.Producer(bus_name) as producer:
         producer.put("q", group_size=1, index=0, score=1.0)
         with RecordReader(bus_name) as reader:

@@ -1,7 +1,4 @@
-"""What a relay's peers may say that is wrong: refused by names, counted, and nothing stands still.
-
-Blocks that are wrong are in test_block.py and test_parties.py.
-"""
+"""Wrong messages of a relay's peers: refused by names, counted, and nothing stands still."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ HOUR = 3600 * SECOND
 
 @pytest.fixture
 def buses(bus_name: str) -> Iterator[dict[str, str]]:
-    """A source and a trainer's bus."""
     names = {"a": f"{bus_name}.a", "t": f"{bus_name}.t"}
     for name in names.values():
         shmbus.Bus.create(name, "4MiB").close()
@@ -89,9 +85,7 @@ def test_which_of_two_machines_was_first_is_judged_by_one_clock(made_ns: int, la
     assert len(made.stash.failures.groups) == (0 if late else 1)
 
 
-def test_a_node_whose_clock_jumps_is_named_and_its_groups_go_on(
-    buses: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_jumping_clock_is_named(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
         wait_until(lambda: len(made.coordinator.hellos) == 2)
         hello, _ = made.coordinator.hellos[buses["a"]]
@@ -107,9 +101,7 @@ def test_a_node_whose_clock_jumps_is_named_and_its_groups_go_on(
         assert take(consumer, 1)[0].instance_id == "q1"
 
 
-def test_an_announcement_of_a_stranger_is_refused_by_both_names(
-    buses: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stranger_is_refused(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
         wait_until(lambda: made.coordinator.pure is not None)
         heads = _core.pack_heads([head("f" * 32, 0, 0)])

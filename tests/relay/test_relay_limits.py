@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from conftest import wait_until
-from relay.local import COORDINATOR, put_group, relay, stats, take
+from relay.local import COORDINATOR, put_group, relay, relayed, stats, take
 from relay.swarm import swarm
 
 import shmbus
@@ -53,9 +53,7 @@ def test_more_small_records_than_the_journal_has_entries_cross(small: dict[str, 
 @pytest.mark.parametrize(
     ("there", "reason"), [(140, "malformed"), (139, "timeout")], ids=["too-large", "late"]
 )
-def test_a_group_of_more_records_than_the_journal_has_entries_is_dropped(
-    small: dict[str, str], there: int, reason: str
-) -> None:
+def test_a_group_beyond_the_journal_is_lost(small: dict[str, str], there: int, reason: str) -> None:
     policy = StashPolicy(group_timeout_s=0.5, on_timeout="drop")
     with relay([small["a"]], [small["t"]], policy=policy) as made:
         with shmbus.Producer(small["a"]) as producer:
@@ -70,10 +68,7 @@ def test_a_group_of_more_records_than_the_journal_has_entries_is_dropped(
 
 def test_a_record_of_a_bus_that_has_gone_ends_nothing_of_another_one(buses: dict[str, str]) -> None:
     """Its entry of the journal is not another record's while a record on the bus names it."""
-    with (
-        relay([buses["a"], buses["b"]], [buses["t"]]) as made,
-        shmbus.Consumer(buses["t"]) as consumer,
-    ):
+    with relayed(buses, "ab") as (made, consumer, _, _):
         sink = made.parties[buses["t"]]
         put_group([buses["a"]], 1)
         (gone,) = take(consumer, 1)
@@ -92,9 +87,7 @@ def test_a_record_of_a_bus_that_has_gone_ends_nothing_of_another_one(buses: dict
         wait_until(lambda: not sink.journal._entries)
 
 
-def test_a_pause_reason_of_any_script_is_cut(
-    buses: dict[str, str],
-) -> None:
+def test_a_pause_reason_of_any_script_is_cut(buses: dict[str, str]) -> None:
     with (
         relay([buses["a"]], [buses["t"]]),
         shmbus.Bus.open(buses["t"]) as bus,

@@ -1,15 +1,7 @@
 """The relay's real state machines under every order of events: two sources, one sink, faults.
 
-A state is what all machines, the rings, the lane, the journal and the network are. From each state
-every event is tried that can come next: any message that is under way arrives, whatever was sent
-before or after it; the sink does its next step; a producer commits; a process dies at that instant
-and its successor begins, with the messages from and to it lost, or late; a message is lost, or
-comes twice; somebody asks again though the answer is under way. From each state in which nothing
-is under way, everybody asks again until there is nothing to ask, and then the end must be a good
-one.
-
-SHMBUS_TEST_DEATHS=2 takes two deaths of every plan, with other faults beside them: ten minutes, and
-5 GB.
+Messages arrive in any order, are lost or doubled; processes die at any instant. Each idle state
+must lead to a good end. SHMBUS_TEST_DEATHS=2 takes two deaths: ten minutes and 5 GB.
 """
 
 from __future__ import annotations
@@ -93,8 +85,6 @@ def explore(
 
 
 class Case(NamedTuple):
-    """What is searched."""
-
     name: str
     faults: Faults
     plan: Plan = WITH_ROUND
@@ -129,9 +119,7 @@ LONG = [
 
 
 @pytest.mark.parametrize("case", [*SHORT, *(LONG if IS_LONG else [])], ids=lambda case: case.name)
-def test_every_order_puts_each_record_once_and_leaves_nothing(
-    case: Case,
-) -> None:
+def test_every_order_puts_each_record_once_and_leaves_nothing(case: Case) -> None:
     explore(case.faults, case.plan, case.kind, case.policy, case.release)
 
 

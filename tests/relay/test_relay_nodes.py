@@ -1,8 +1,4 @@
-"""Whole nodes die, with their shared memory; others are cut off: what a relay promises holds.
-
-Needs root and /dev/net/tun. A short form runs by default; SHMBUS_TEST_NODES=1 runs all of them,
-with partitions of a minute, in some minutes.
-"""
+"""Dead and cut-off nodes of a relay; SHMBUS_TEST_NODES=1 runs the long form, as root."""
 
 from __future__ import annotations
 
@@ -35,9 +31,7 @@ def test_what_a_dead_rollout_node_had_is_counted_and_asked_for_elsewhere(seed: i
 
 
 @long
-def test_a_dead_trainers_node_loses_only_acknowledged_groups(
-    seed: int,
-) -> None:
+def test_a_dead_trainers_node_loses_only_acknowledged_groups(seed: int) -> None:
     from relay.relay_nodes import a_trainers_node_dies
 
     print(a_trainers_node_dies(seed, 400))
@@ -51,9 +45,7 @@ def test_a_dead_trainers_node_loses_what_its_status_had_announced_under_put(seed
 
 
 @long
-def test_after_partitions_of_a_lossy_network_it_recovers(
-    seed: int,
-) -> None:
+def test_after_partitions_of_a_lossy_network_it_recovers(seed: int) -> None:
     from relay.relay_nodes import a_partition
 
     print(a_partition(seed, 1500, cut_s=60.0, delay_s=0.05, loss=0.01))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from conftest import Spawner, wait_until
-from relay.local import COORDINATOR, relay, stats, take, workers
+from relay.local import COORDINATOR, relay, relayed, stats, take, workers
 
 import shmbus
 from shmbus import Request
@@ -30,7 +30,6 @@ def answer(producer: shmbus.Producer, request: Request) -> bool:
 
 
 def offer(feeder: shmbus.Feeder, number: int, *, size: int = 4, **more: object) -> None:
-    """Offer a group."""
     feeder.request(
         f"q{number}", group_size=size, prompt=np.full(5, number, np.int32), meta={"n": number},
         **more,
@@ -56,11 +55,7 @@ def counting(made: Counter[str]) -> Callable[[shmbus.Producer, Request], None]:
 
 
 def test_a_request_is_made_on_another_node_as_it_was_offered(buses: dict[str, str]) -> None:
-    with (
-        relay([buses["a"]], [buses["t"]]),
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Producer(buses["a"]) as producer,
-    ):
+    with relayed(buses, "a") as (_, consumer, producer):
         consumer.request(
             "q", group_size=2, need=2, round=3, priority=1, meta={"x": [1, None]},
             prompt=np.arange(5, dtype=np.int32), image=np.ones((2, 3), np.float32),
@@ -85,9 +80,7 @@ def test_a_request_is_made_on_another_node_as_it_was_offered(buses: dict[str, st
         assert producer.requests.next(timeout=0.2) is None
 
 
-def test_two_nodes_make_each_request_once(
-    buses: dict[str, str],
-) -> None:
+def test_two_nodes_make_each_request_once(buses: dict[str, str]) -> None:
     made: Counter[str] = Counter()
     with (
         relay([buses["a"], buses["b"]], [buses["t"]]),
@@ -109,36 +102,28 @@ def test_two_nodes_make_each_request_once(
         assert stats(buses["t"]).acknowledged == 160 and not stats(buses["t"]).dropped
 
 
-def test_what_a_forgotten_node_had_is_asked_of_another(buses: dict[str, str]) -> None:
-    with (
-        relay([buses["a"], buses["b"]], [buses["t"]]) as made,
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Producer(buses["a"]) as one,
-        shmbus.Producer(buses["b"]) as other,
-    ):
-        consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_what_a_forgotten_node_had_is_asked_of_another(unlike: dict[str, str], split: str) -> None:
+    with relayed(unlike, "ab", {"split": split}) as (made, consumer, one, other):
+        consumer.request("q", group_size=2, split=split, prompt=np.arange(3, dtype=np.int32))
         request = one.requests.next(timeout=30.0)
         assert request is not None and answer(one, request)
         assert other.requests.next(timeout=0.3) is None
         wait_until(lambda: made.coordinator.note().announced == 1)
-        made.end(buses["a"])
-        made.coordinator.forgotten.append(buses["a"])
+        made.end(unlike["a"])
+        made.coordinator.forgotten.append(unlike["a"])
         for index in range(2):
             again = other.requests.next(timeout=30.0)
             assert again is not None and again.index == index and answer(other, again)
         (group,) = take(consumer, 1)
         group.ack()
-        assert counts(buses["t"]) == (2, 0, 0, 2, 0, 0)
+        assert made.coordinator.lost == 1
+        assert counts(unlike["t"]) == (2, 0, 0, 2, 0, 0)
 
 
 @pytest.mark.parametrize("who", ["a", "t", COORDINATOR])
 def test_a_party_that_begins_again_has_nothing_asked_twice(buses: dict[str, str], who: str) -> None:
-    with (
-        relay([buses["a"], buses["b"]], [buses["t"]]) as made,
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Producer(buses["a"]) as one,
-        shmbus.Producer(buses["b"]) as other,
-    ):
+    with relayed(buses, "ab") as (made, consumer, one, other):
         consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
         requests = [one.requests.next(timeout=30.0) for _ in range(2)]
         made.restart(buses.get(who, who))
@@ -154,11 +139,7 @@ def test_a_party_that_begins_again_has_nothing_asked_twice(buses: dict[str, str]
 
 
 def test_a_group_that_needs_no_more_is_made_on_no_node_any_more(buses: dict[str, str]) -> None:
-    with (
-        relay([buses["a"]], [buses["t"]]),
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Producer(buses["a"]) as producer,
-    ):
+    with relayed(buses, "a") as (_, consumer, producer):
         consumer.request("q", group_size=4, need=2, round=1, prompt=np.arange(3, dtype=np.int32))
         requests = [producer.requests.next(timeout=30.0) for _ in range(3)]
         for request in requests[:2]:
@@ -175,9 +156,7 @@ def test_a_group_that_needs_no_more_is_made_on_no_node_any_more(buses: dict[str,
         assert counts(buses["t"]) == (4, 0, 0, 2, 2, 0)
 
 
-def test_a_group_chosen_by_workers_is_cancelled_everywhere(
-    buses: dict[str, str],
-) -> None:
+def test_a_group_chosen_by_workers_is_cancelled_everywhere(buses: dict[str, str]) -> None:
     with (
         relay([buses["a"], buses["b"]], [buses["t"]]),
         shmbus.Producer(buses["a"]) as one,
@@ -190,10 +169,11 @@ def test_a_group_chosen_by_workers_is_cancelled_everywhere(
 
 
 def test_a_request_whose_group_a_policy_drops_ends_on_every_bus(buses: dict[str, str]) -> None:
-    with (
-        relay([buses["a"]], [buses["t"]], policy=StashPolicy(skip_zero_variance=True)),
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Producer(buses["a"]) as producer,
+    policy = StashPolicy(skip_zero_variance=True)
+    with relayed(buses, "a", policy=policy) as (
+        _,
+        consumer,
+        producer,
     ):
         consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
         for _ in range(2):
@@ -233,16 +213,11 @@ def test_groups_are_begun_as_far_ahead_as_the_trainers_bus_says(bus_name: str) -
             shmbus.unlink(name)
 
 
-def test_a_failed_sample_is_asked_again_with_its_prompt(
-    buses: dict[str, str],
-) -> None:
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_failed_sample_is_asked_again_with_its_prompt(unlike: dict[str, str], split: str) -> None:
     policy = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
-    with (
-        relay([buses["a"], buses["b"]], [buses["t"]], policy=policy),
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Producer(buses["a"]) as producer,
-    ):
-        consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
+    with relayed(unlike, "ab", {"split": split}, policy=policy) as (_, consumer, producer, _):
+        consumer.request("q", group_size=2, split=split, prompt=np.arange(3, dtype=np.int32))
         request = producer.requests.next(timeout=30.0)
         assert request is not None and answer(producer, request)
         request = producer.requests.next(timeout=30.0)
@@ -250,21 +225,16 @@ def test_a_failed_sample_is_asked_again_with_its_prompt(
             assert request is not None and producer.requests.fail(request, "out of memory")
             request = producer.requests.next(timeout=30.0)
             assert request is not None and (request.index, request.attempt) == (1, attempt)
-            assert request["prompt"].tolist() == [0, 1, 2]
+            assert request.split == split and request["prompt"].tolist() == [0, 1, 2]
         assert answer(producer, request)
         (group,) = take(consumer, 1)
         group.ack()
-        assert counts(buses["t"]) == (2, 0, 0, 2, 0, 0)
+        assert counts(unlike["t"]) == (2, 0, 0, 2, 0, 0)
 
 
 def test_unbegun_work_moves_on(buses: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shmbus.relay.prompt_lanes._IDLE_S", 0.5)
-    with (
-        relay([buses["a"], buses["b"]], [buses["t"]]),
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Producer(buses["a"]) as one,
-        shmbus.Producer(buses["b"]) as other,
-    ):
+    with relayed(buses, "ab") as (_, consumer, one, other):
         assert one.requests.next(timeout=0) is None  # it asks, and comes no more
         consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
         wait_until(lambda: counts(buses["a"])[1] == 2)
@@ -276,11 +246,7 @@ def test_unbegun_work_moves_on(buses: dict[str, str], monkeypatch: pytest.Monkey
 
 
 def test_a_checkpoint_has_what_is_under_way_on_other_nodes(buses: dict[str, str]) -> None:
-    with (
-        relay([buses["a"]], [buses["t"]]),
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Producer(buses["a"]) as producer,
-    ):
+    with relayed(buses, "a") as (_, consumer, producer):
         consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
         request = producer.requests.next(timeout=30.0)
         assert request is not None
@@ -305,25 +271,24 @@ def test_prompts_that_were_cut_or_fit_no_row_are_not_offered(buses: dict[str, st
         assert counts(buses["a"])[0] == 0
 
 
-def test_a_trainer_that_went_back_has_the_same_request_made_again(buses: dict[str, str]) -> None:
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_restored_trainer_repeats_its_request(unlike: dict[str, str], split: str) -> None:
     made: Counter[str] = Counter()
     with (
-        relay([buses["a"]], [buses["t"]]),
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Feeder(buses["t"]) as feeder,
-        workers([buses["a"]], counting(made)),
+        relay([unlike["a"]], [unlike["t"]]),
+        shmbus.Consumer(unlike["t"], split=split) as consumer,
+        shmbus.Feeder(unlike["t"]) as feeder,
+        workers([unlike["a"]], counting(made)),
     ):
         for _ in range(3):
-            offer(feeder, 1, round=1)
+            offer(feeder, 1, round=1, split=split)
             (group,) = take(consumer, 1)
             assert len(group) == 4
             group.ack()
         assert made.total() == 12
 
 
-def test_requests_of_a_removed_bus_are_over(
-    buses: dict[str, str],
-) -> None:
+def test_requests_of_a_removed_bus_are_over(buses: dict[str, str]) -> None:
     with relay([buses["a"]], [buses["t"]]), shmbus.Producer(buses["a"]) as producer:
         with shmbus.Feeder(buses["t"]) as feeder:
             offer(feeder, 1)
@@ -342,11 +307,7 @@ def test_requests_of_a_removed_bus_are_over(
 
 
 def test_a_dead_workers_sample_is_made_on_its_node(buses: dict[str, str], spawn: Spawner) -> None:
-    with (
-        relay([buses["a"]], [buses["t"]]),
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Producer(buses["a"]) as producer,
-    ):
+    with relayed(buses, "a") as (_, consumer, producer):
         consumer.request("q", group_size=1, prompt=np.arange(3, dtype=np.int32))
         child = spawn.script(HOLDS, buses["a"])
         wait_until(lambda: "has it" in child.output())
@@ -420,9 +381,7 @@ def give_back(name: str) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("maker", [send_all, claim_all, give_back])
-def test_an_order_of_prompts_goes_past_one_straggler(
-    bus_name: str, maker: Callable[[str], Callable[[int], None]]
-) -> None:
+def test_stragglers_are_left(bus_name: str, maker: Callable[[str], Callable[[int], None]]) -> None:
     lane(bus_name)
     with shmbus.Consumer(bus_name) as consumer, shmbus.Feeder(bus_name) as feeder:
         work = maker(bus_name)

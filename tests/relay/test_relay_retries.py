@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import Spawner, wait_until
-from relay.local import CLAIM, COORDINATOR, relay, stats, take
+from relay.local import CLAIM, COORDINATOR, relay, relayed, stats, take
 
 import shmbus
 from shmbus import Request
@@ -21,11 +22,9 @@ TWICE = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
 pytest_plugins = ["relay.relay_fixtures"]
 
 
-def put(producer: shmbus.Producer, index: int, *, size: int = 2, round: int | None = None) -> None:
-    producer.put(
-        "q", group_size=size, index=index, score=float(index), round=round,
-        tokens=np.full(50, index, np.int32),
-    )  # fmt: skip
+def put(producer: shmbus.Producer, index: int, *, size: int = 2, **more: Any) -> None:
+    tokens = np.full(50, index, np.int32)
+    producer.put("q", group_size=size, index=index, score=float(index), tokens=tokens, **more)
 
 
 def wanted(producer: shmbus.Producer) -> Request:
@@ -43,12 +42,7 @@ def wanted(producer: shmbus.Producer) -> Request:
 
 @pytest.mark.parametrize("round", [None, 5])
 def test_a_failed_sample_completes_its_group(buses: dict[str, str], round: int | None) -> None:
-    with (
-        relay([buses["a"], buses["b"]], [buses["t"]], policy=TWICE),
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Producer(buses["a"]) as one,
-        shmbus.Producer(buses["b"]) as other,
-    ):
+    with relayed(buses, "ab", policy=TWICE) as (_, consumer, one, other):
         put(other, 0, round=round)
         one.fail("q", 1, "out of memory", group_size=2, round=round)
         asked = wanted(one)
@@ -88,12 +82,7 @@ def test_a_failed_sample_is_asked_for_once_its_backoff_is_over(buses: dict[str, 
 
 
 def test_the_second_attempt_goes_to_another_node(buses: dict[str, str]) -> None:
-    with (
-        relay([buses["a"], buses["b"]], [buses["t"]], policy=TWICE),
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Producer(buses["a"]) as one,
-        shmbus.Producer(buses["b"]) as other,
-    ):
+    with relayed(buses, "ab", policy=TWICE) as (_, consumer, one, other):
         put(one, 0)
         one.fail("q", 1, "first", group_size=2)
         wanted(one)
@@ -103,26 +92,24 @@ def test_the_second_attempt_goes_to_another_node(buses: dict[str, str]) -> None:
         take(consumer, 1)[0].ack()
 
 
-def test_a_dead_workers_sample_is_a_failed_attempt(buses: dict[str, str], spawn: Spawner) -> None:
-    with (
-        relay([buses["a"]], [buses["t"]], policy=TWICE),
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Producer(buses["a"]) as producer,
-    ):
-        put(producer, 0)
-        child = spawn.script(CLAIM, buses["a"])
-        producer.fail("q", 1, "first", group_size=2)
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_dead_workers_sample_is_a_failed_attempt(
+    unlike: dict[str, str], spawn: Spawner, split: str
+) -> None:
+    of = {"split": split}
+    with relayed(unlike, "a", of, policy=TWICE) as (_, consumer, producer):
+        put(producer, 0, **of)
+        child = spawn.script(CLAIM, unlike["a"])
+        producer.fail("q", 1, "first", group_size=2, **of)
         wait_until(lambda: "has it" in child.output())
         child.kill()
         asked = wanted(producer)
         assert asked.attempt == 2 and "died while it had it" in asked.reason
-        put(producer, 1)
+        put(producer, 1, **of)
         take(consumer, 1)[0].ack()
 
 
-def test_a_lasting_failure_drops_its_group_on_every_node(
-    buses: dict[str, str],
-) -> None:
+def test_a_lasting_failure_drops_its_group_on_every_node(buses: dict[str, str]) -> None:
     with (
         relay([buses["a"], buses["b"]], [buses["t"]]) as made,
         shmbus.Producer(buses["a"]) as one,
@@ -137,12 +124,12 @@ def test_a_lasting_failure_drops_its_group_on_every_node(
 
 
 def test_a_failure_reaches_a_trainer_that_takes_groups_without_it(buses: dict[str, str]) -> None:
-    policy = StashPolicy(on_failure="partial")
-    with (
-        relay([buses["a"], buses["b"]], [buses["t"]], policy=policy),
-        shmbus.Consumer(buses["t"], on_failure="partial") as consumer,
-        shmbus.Producer(buses["a"]) as one,
-        shmbus.Producer(buses["b"]) as other,
+    way = {"on_failure": "partial"}
+    with relayed(buses, "ab", way, policy=StashPolicy(**way)) as (
+        _,
+        consumer,
+        one,
+        other,
     ):
         put(one, 0, size=3)
         put(one, 2, size=3)
@@ -157,23 +144,19 @@ def test_a_failure_reaches_a_trainer_that_takes_groups_without_it(buses: dict[st
         wait_until(lambda: stats(buses["b"]).dropped == {"failed": 1})
 
 
-def test_a_group_without_missing_samples_is_whole_at_its_trainer(
-    buses: dict[str, str],
-) -> None:
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_group_without_missing_samples_is_whole(unlike: dict[str, str], split: str) -> None:
     policy = StashPolicy(group_timeout_s=0.3, on_timeout="partial")
-    with (
-        relay([buses["a"]], [buses["t"]], policy=policy),
-        shmbus.Consumer(buses["t"], on_failure="partial") as consumer,
-        shmbus.Producer(buses["a"]) as producer,
-    ):
-        put(producer, 1, size=4)
-        put(producer, 2, size=4)
+    taking = {"on_failure": "partial", "split": split}
+    with relayed(unlike, "a", taking, policy=policy) as (_, consumer, producer):
+        put(producer, 1, size=4, split=split)
+        put(producer, 2, size=4, split=split)
         (group,) = take(consumer, 1)
-        assert [t.index for t in group] == [1, 2] and len(group) == 2
+        assert [t.index for t in group] == [1, 2] and group[0].split == split
         group.ack()
-        wait_until(lambda: stats(buses["a"]).acknowledged == 2)
-        wait_until(lambda: stats(buses["t"]).dropped == {"failed": 2})
-        assert stats(buses["t"]).undelivered == 0
+        wait_until(lambda: stats(unlike["a"]).acknowledged == 2)
+        wait_until(lambda: stats(unlike["t"]).dropped == {"failed": 2})
+        assert stats(unlike["t"]).undelivered == 0
 
 
 def test_what_a_lost_node_had_is_asked_for_elsewhere(buses: dict[str, str]) -> None:
@@ -193,11 +176,7 @@ def test_what_a_lost_node_had_is_asked_for_elsewhere(buses: dict[str, str]) -> N
 
 @pytest.mark.parametrize("who", ["source", "coordinator"])
 def test_a_claim_outlives_the_source_and_the_coordinator(buses: dict[str, str], who: str) -> None:
-    with (
-        relay([buses["a"]], [buses["t"]], policy=TWICE) as made,
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Producer(buses["a"]) as producer,
-    ):
+    with relayed(buses, "a", policy=TWICE) as (made, consumer, producer):
         put(producer, 0)
         producer.fail("q", 1, "first", group_size=2)
         wanted(producer)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner, wait_until
-from relay.local import CLAIM, COORDINATOR, put_group, relay, stats, take, workers
+from conftest import wait_until
+from relay.local import COORDINATOR, have_splits, put_group, relay, relayed, stats, take, workers
 
 import shmbus
 from shmbus import Request
@@ -24,30 +22,8 @@ from shmbus_ext import _core
 from trainer_adapter import OnlineDataHandler
 
 pytest_plugins = ["relay.relay_fixtures"]
+EVAL = {"split": "eval"}
 PROMPT = np.arange(3, dtype=np.int32)
-
-
-def have_splits(name: str, *labels: str) -> None:
-    """Give a bus these splits, in this order."""
-    with shmbus.Producer(name) as producer:
-        for label in labels:
-            producer.cancelled("none", round=0, split=label)
-
-
-@pytest.fixture
-def unlike(buses: dict[str, str]) -> dict[str, str]:
-    """Buses of which each has another number for the same split."""
-    have_splits(buses["a"], "warmup", "eval")
-    have_splits(buses["b"], "eval", "warmup")
-    have_splits(buses["t"], "test", "other", "eval")
-    return buses
-
-
-@contextmanager
-def taking(name: str, split: str = "eval", **options: Any) -> Iterator[shmbus.Consumer]:
-    """A consumer of a split, which is the only one of its bus."""
-    with shmbus.Consumer(name, split=split, **options) as consumer:
-        yield consumer
 
 
 def ended(name: str, split: str = "eval") -> tuple[int, int, int]:
@@ -74,9 +50,7 @@ def next_request(producer: shmbus.Producer) -> Request:
 # -- both ways -------------------------------------------------------------------------------------
 
 
-def test_two_nodes_make_an_evaluation_during_training(
-    unlike: dict[str, str],
-) -> None:
+def test_two_nodes_make_an_evaluation_during_training(unlike: dict[str, str]) -> None:
     made: Counter[tuple[str, str]] = Counter()
 
     def make(producer: shmbus.Producer, request: Request) -> None:
@@ -143,11 +117,7 @@ def test_a_handler_evaluates_what_another_node_makes(unlike: dict[str, str]) -> 
     def make(producer: shmbus.Producer, request: Request) -> None:
         producer.requests.answer(request, score=float(request.index), tokens=request["prompt"])
 
-    with (
-        relay([a], [t]),
-        OnlineDataHandler(t, groups_per_batch=2) as handler,
-        workers([a], make),
-    ):
+    with relay([a], [t]), OnlineDataHandler(t, groups_per_batch=2) as handler, workers([a], make):
         for number in range(3):
             handler.request(f"q{number}", group_size=2, split="eval", prompt=PROMPT)
         figures = handler.evaluate(3, timeout=60.0)
@@ -156,11 +126,9 @@ def test_a_handler_evaluates_what_another_node_makes(unlike: dict[str, str]) -> 
         wait_until(lambda: ended(a) == (6, 0, 0))
 
 
-def test_workers_groups_of_a_split_come_whole(
-    unlike: dict[str, str],
-) -> None:
+def test_workers_groups_of_a_split_come_whole(unlike: dict[str, str]) -> None:
     a, b, t = (unlike[each] for each in "abt")
-    with relay([a, b], [t]), taking(t) as consumer:
+    with relay([a, b], [t]), shmbus.Consumer(t, split="eval") as consumer:
         for number in range(10):
             put_group([a, b], number, split="eval", round=number % 2 or None, meta={"n": number})
         for group in take(consumer, 10):
@@ -176,12 +144,7 @@ def test_workers_groups_of_a_split_come_whole(
 def test_a_restarted_party_keeps_an_evaluation_exact(unlike: dict[str, str], who: str) -> None:
     a, b, t = (unlike[each] for each in "abt")
     address = unlike.get(who, who)
-    with (
-        relay([a, b], [t]) as made,
-        taking(t) as consumer,
-        shmbus.Producer(a) as one,
-        shmbus.Producer(b) as other,
-    ):
+    with relayed(unlike, "ab", EVAL) as (made, consumer, one, other):
         put_sample(one, 0, split="eval")
         wait_until(lambda: made.coordinator.note().announced == 1)
         made.restart(address)
@@ -202,9 +165,7 @@ def test_a_restarted_party_keeps_an_evaluation_exact(unlike: dict[str, str], who
         assert not consumer.take(timeout=0.2)
 
 
-def test_a_half_put_evaluation_is_completed(
-    unlike: dict[str, str],
-) -> None:
+def test_a_half_put_evaluation_is_completed(unlike: dict[str, str]) -> None:
     a, t = unlike["a"], unlike["t"]
     with relay([a], [t]) as made:
         sink = made.parties[t]
@@ -212,32 +173,11 @@ def test_a_half_put_evaluation_is_completed(
         put_group([a], 1, split="eval")
         wait_until(lambda: sink._order)
         made.restart(t)
-        with taking(t) as consumer:
+        with shmbus.Consumer(t, split="eval") as consumer:
             (group,) = take(consumer, 1)
             assert len(group) == 4 and group[0].split == "eval"
             group.ack()
         wait_until(lambda: ended(a) == (4, 0, 0))
-
-
-def test_a_forgotten_nodes_evaluation_is_made_elsewhere(
-    unlike: dict[str, str],
-) -> None:
-    a, b, t = (unlike[each] for each in "abt")
-    with (
-        relay([a, b], [t]) as made,
-        taking(t) as consumer,
-        shmbus.Producer(a) as one,
-        shmbus.Producer(b) as other,
-    ):
-        consumer.request("e", group_size=2, split="eval", prompt=PROMPT)
-        assert one.requests.answer(next_request(one), tokens=PROMPT)
-        wait_until(lambda: made.coordinator.note().announced == 1)
-        made.end(a)
-        made.coordinator.forgotten.append(a)
-        for _ in range(2):
-            assert other.requests.answer(next_request(other), tokens=PROMPT)
-        take(consumer, 1)[0].ack()
-        assert ended(t) == (2, 0, 0) and made.coordinator.lost == 1
 
 
 # -- splits that the trainer's bus does not have ---------------------------------------------------
@@ -329,9 +269,7 @@ def test_of_several_trainers_the_first_has_all_that_is_not_trained_on(bus_name: 
 MANY = [f"split{n}" for n in range(_core.MAX_SPLITS - 1)]
 
 
-def test_a_request_of_a_split_for_which_a_node_has_no_number_waits_and_others_go_on(
-    buses: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_split_waits(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     a, t = buses["a"], buses["t"]
     have_splits(a, *MANY)
     have_splits(t, "eval")
@@ -344,9 +282,7 @@ def test_a_request_of_a_split_for_which_a_node_has_no_number_waits_and_others_go
         assert len(told) == 2 and "fewer splits" in told[0]
 
 
-def test_a_relay_has_as_many_splits_as_a_bus_and_tells_of_others(
-    buses: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_splits_of_a_bus_are_all(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     a, b, t = (buses[each] for each in "abt")
     have_splits(a, *MANY)
     with relay([a], [t]) as made, shmbus.Consumer(t) as consumer:
@@ -414,15 +350,13 @@ def wanted(producer: shmbus.Producer) -> Request:
 
 
 @pytest.mark.parametrize("round", [None, 5])
-def test_a_failed_sample_of_an_evaluation_is_asked_for_again_and_then_elsewhere(
-    unlike: dict[str, str], round: int | None
-) -> None:
+def test_a_failed_evaluation_sample_moves_on(unlike: dict[str, str], round: int | None) -> None:
     a, b, t = (unlike[each] for each in "abt")
-    with (
-        relay([a, b], [t], policy=TWICE) as made,
-        taking(t) as consumer,
-        shmbus.Producer(a) as one,
-        shmbus.Producer(b) as other,
+    with relayed(unlike, "ab", EVAL, policy=TWICE) as (
+        made,
+        consumer,
+        one,
+        other,
     ):
         put_sample(one, 0, round=round)
         one.fail("q", 1, "first", group_size=2, round=round, split="eval")
@@ -443,71 +377,9 @@ def test_a_failed_sample_of_an_evaluation_is_asked_for_again_and_then_elsewhere(
         assert ended(t) == (2, 0, 0) and ended(a) == (1, 2, 0)
 
 
-def test_a_failed_evaluation_sample_is_asked_again(
-    unlike: dict[str, str],
-) -> None:
-    a, b, t = (unlike[each] for each in "abt")
-    with (
-        relay([a, b], [t], policy=TWICE),
-        taking(t) as consumer,
-        shmbus.Producer(a) as producer,
-    ):
-        consumer.request("e", group_size=1, split="eval", prompt=PROMPT)
-        request = next_request(producer)
-        for attempt in (1, 2):
-            assert producer.requests.fail(request, "out of memory")
-            request = next_request(producer)
-            assert (request.split, request.attempt) == ("eval", attempt)
-            assert request["prompt"].tolist() == PROMPT.tolist()
-        assert producer.requests.answer(request, tokens=PROMPT)
-        take(consumer, 1)[0].ack()
-
-
-def test_a_dead_workers_evaluation_has_failed(unlike: dict[str, str], spawn: Spawner) -> None:
+def test_a_cancelled_evaluation_ends_alone_on_every_node(unlike: dict[str, str]) -> None:
     a, t = unlike["a"], unlike["t"]
-    with (
-        relay([a], [t], policy=TWICE),
-        taking(t) as consumer,
-        shmbus.Producer(a) as producer,
-    ):
-        put_sample(producer, 0)
-        child = spawn.script(CLAIM, a)
-        producer.fail("q", 1, "first", group_size=2, split="eval")
-        wait_until(lambda: "has it" in child.output())
-        child.kill()
-        asked = wanted(producer)
-        assert asked.attempt == 2 and "died while it had it" in asked.reason
-        put_sample(producer, 1)
-        take(consumer, 1)[0].ack()
-
-
-def test_an_evaluation_goes_without_samples_that_never_came(unlike: dict[str, str]) -> None:
-    a, t = unlike["a"], unlike["t"]
-    policy = StashPolicy(group_timeout_s=0.3, on_timeout="partial")
-    with (
-        relay([a], [t], policy=policy),
-        taking(t, on_failure="partial") as consumer,
-        shmbus.Producer(a) as producer,
-    ):
-        put_sample(producer, 1, size=4)
-        put_sample(producer, 2, size=4)
-        (group,) = take(consumer, 1)
-        assert [t.index for t in group] == [1, 2] and group[0].split == "eval"
-        group.ack()
-        wait_until(lambda: ended(a) == (2, 0, 0))
-        wait_until(lambda: ended(t) == (2, 2, 0))
-
-
-def test_a_cancelled_evaluation_ends_alone_on_every_node(
-    unlike: dict[str, str],
-) -> None:
-    a, b, t = (unlike[each] for each in "abt")
-    with (
-        relay([a, b], [t]),
-        taking(t) as consumer,
-        shmbus.Producer(a) as one,
-        shmbus.Producer(b) as other,
-    ):
+    with relayed(unlike, "ab", EVAL) as (_, consumer, one, other):
         consumer.request("e", group_size=4, need=2, round=1, split="eval", prompt=PROMPT)
         requests = [next_request(one) for _ in range(3)]
         for request in requests[:2]:
@@ -522,27 +394,6 @@ def test_a_cancelled_evaluation_ends_alone_on_every_node(
         assert len(group) == 2
         group.ack()
         wait_until(lambda: read_status(a).requests.groups == read_status(t).requests.groups == 0)
-
-
-def test_a_restored_trainer_repeats_its_evaluation(
-    unlike: dict[str, str],
-) -> None:
-    made: Counter[int] = Counter()
-
-    def make(producer: shmbus.Producer, request: Request) -> None:
-        made[request.index] += producer.requests.answer(request, tokens=PROMPT)
-
-    with (
-        relay([unlike["a"]], [unlike["t"]]),
-        taking(unlike["t"]) as consumer,
-        workers([unlike["a"]], make),
-    ):
-        for _ in range(3):
-            consumer.request("e", group_size=2, round=1, split="eval", prompt=PROMPT)
-            (group,) = take(consumer, 1)
-            assert len(group) == 2
-            group.ack()
-        assert made == {0: 3, 1: 3}
 
 
 def test_a_release_of_several_splits_is_in_the_ledger_of_each(bus_name: str) -> None:

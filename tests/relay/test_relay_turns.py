@@ -26,8 +26,6 @@ MOST_TURNS = 20_000
 
 
 class Turns:
-    """Parties, and all that was said."""
-
     def __init__(self, **kinds: Any) -> None:
         self.said: list[m.Message] = []
         self.boxes = {name: HostMailbox(name, self._carry) for name in kinds}
@@ -49,13 +47,11 @@ class Turns:
             self.boxes[name].flush()
 
     def heard(self, kind: type) -> list[Any]:
-        """Return what was said of this kind."""
         return [message for message in self.said if type(message) is kind]
 
 
 @contextmanager
 def turns(**kinds: Any) -> Iterator[Turns]:
-    """Parties for a while."""
     made = Turns(**kinds)
     try:
         yield made
@@ -64,9 +60,7 @@ def turns(**kinds: Any) -> Iterator[Turns]:
             party.close()
 
 
-def test_the_coordinator_hears_of_several_blocks_at_once_and_of_the_last_one_too(
-    buses: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_blocks_are_heard(buses: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     # However slow this machine is, no time is over.
     monkeypatch.setattr(sink_party, "SETTLED_LINGER_S", 1e9)
     groups = 40
@@ -95,9 +89,7 @@ def test_the_coordinator_hears_of_several_blocks_at_once_and_of_the_last_one_too
         assert 1 < len(told) < blocks
 
 
-def test_a_sink_greets_each_source_at_once(
-    buses: dict[str, str],
-) -> None:
+def test_a_sink_greets_each_source_at_once(buses: dict[str, str]) -> None:
     with turns(
         source=lambda box: SourceParty(buses["a"], box, "coordinator"),
         coordinator=lambda box: CoordinatorParty(box, ["source"], ["sink"]),

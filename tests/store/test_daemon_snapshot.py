@@ -124,9 +124,7 @@ def test_an_acknowledgement_during_a_snapshot_counts_whatever_becomes_of_its_tra
     assert snapshot.read_manifest(tmp_path / "snap").records == 120
 
 
-def test_a_snapshot_that_cannot_be_written_says_why_and_the_daemon_goes_on(
-    daemon: Served, bus_name: str, tmp_path: Path
-) -> None:
+def test_an_unwritable_snapshot_is_told(daemon: Served, bus_name: str, tmp_path: Path) -> None:
     served = daemon("--capacity", "32MiB")
     put_large(bus_name, 4)
     (tmp_path / "full").mkdir()

@@ -14,7 +14,6 @@ Answer = Callable[[shmbus.Producer, shmbus.Request], Any]
 
 @contextmanager
 def answering(bus: str, answer: Answer) -> Iterator[None]:
-    """Answer requests until the block ends."""
     over = threading.Event()
 
     def work() -> None:

@@ -1,7 +1,4 @@
-"""The kernel in Triton's interpreter: it makes and copies what the host does.
-
-usage: interpreted_kernel.py BUS SEED, with TRITON_INTERPRET=1
-"""
+"""Batches of the kernel in Triton's interpreter: ``interpreted_kernel.py BUS SEED``."""
 
 from __future__ import annotations
 

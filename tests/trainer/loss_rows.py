@@ -46,7 +46,6 @@ class Row:
         return self
 
     def trained(self) -> list[list[int]]:
-        """The trained tokens of each sequence."""
         return [[i for i in range(a, b) if self.mask[i]] for a, b in itertools.pairwise(BORDERS)]
 
     def difference(self, i: int) -> float:
@@ -54,7 +53,6 @@ class Row:
 
 
 def padded(values: Tensor, filler: float = 0.0) -> Tensor:
-    """One sequence a row."""
     rows = torch.full((len(LENGTHS), max(LENGTHS)), filler).to(values.dtype)
     for row, (start, end) in zip(rows, itertools.pairwise(BORDERS), strict=True):
         row[: end - start] = values.detach()[start:end]

@@ -50,7 +50,6 @@ def put_random(producer: Producer, seed: int, count: int, longest: int = 50) -> 
 
 
 def by_kind(scores: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
-    """Advantages of one group, by their definitions."""
     if kind == "none":
         return scores
     if kind not in ("grpo", "dr_grpo", "rloo"):

@@ -1,10 +1,4 @@
-"""The part of prime-rl's interface that the adapter meets, as two of its commits have it.
-
-prime-rl itself installs with CUDA and Python 3.12 only. Names, order and types of the fields are
-those of ``transports/rollouts/types.py`` at 559b447 and ``transports/batch/types.py`` at 0f59b24,
-its own file transport that of ``filesystem.py`` beside them: one file a rank and step, encoded by
-msgspec as a list.
-"""
+"""Types and file transport of prime-rl at 559b447 and 0f59b24, which the adapter meets."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""One rank of a job that is killed at any instant, and goes on from one of its checkpoints.
+"""A rank of a job that is killed, and resumes from a checkpoint: settings come as JSON.
 
-It gets a JSON object: the bus, `rank`, `world_size`, `prompts` (how many), `folder` (of this life),
-`checkpoints` (a folder), `load` (one of these, or null) and `seed`. The ranks meet in each step, as
-those of a data-parallel job do: after they have their batches, and after rank 0 has saved. A
-checkpoint has the history of what the weights were trained on, and the handler's state.
+Ranks meet in each step after they have their batches, and after rank 0 has saved.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ def main() -> None:
     folder, checkpoints = Path(told["folder"]), Path(told["checkpoints"])
 
     def meet(at: str, say: object = None) -> list[object]:
-        """Wait for all ranks; return what each says."""
         new = folder / f"{at}.{rank}.new"
         new.write_text(json.dumps(say))
         new.rename(folder / f"{at}.{rank}")

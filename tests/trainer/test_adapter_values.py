@@ -1,7 +1,4 @@
-"""Values that frameworks hand over to adapters, and calls that are cut short: named, or kept.
-
-No stack is installed here; `tests/peers` has the same with theirs.
-"""
+"""Values that frameworks hand over to adapters, and interrupted calls: named, or kept."""
 
 from __future__ import annotations
 
@@ -50,8 +47,6 @@ def run(bus_name: str) -> Iterator[str]:
 
 
 class Micro(msgspec.Struct, array_like=True):
-    """What is sent of a micro batch."""
-
     input_ids: list[int]
 
 
@@ -258,8 +253,6 @@ def test_groups_put_together_are_put_all_or_none(second: Any, says: str, bus: sh
 
 
 class Packer:
-    """torchtitan's Batcher, with a batch a group."""
-
     def add_training_samples(self, *, training_sample_group: Any) -> Any:
         return training_sample_group
 
@@ -290,16 +283,12 @@ OF_ADAPTERS: list[tuple[Callable[[str], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "match"), OF_ADAPTERS)
-def test_a_wrong_argument_is_named_where_the_adapter_is_made(
-    make: Callable[[str], object], match: str, bus: shmbus.Bus
-) -> None:
+def test_wrong_arguments_fail(make: Callable[[str], object], match: str, bus: shmbus.Bus) -> None:
     with pytest.raises((TypeError, ValueError), match=match):
         make(bus.name)
 
 
 class SlimeSample:
-    """slime's Sample, as far as it is filled."""
-
     Status = staticmethod(str)
 
     def __init__(self) -> None:
@@ -330,9 +319,7 @@ class SlimeSample:
         ),
     ],
 )
-def test_what_torchtitan_would_train_as_other_numbers_is_named(
-    field: str, value: Any, says: str, bus: shmbus.Bus
-) -> None:
+def test_torchtitan_refuses_lossy_ids(field: str, value: Any, says: str, bus: shmbus.Bus) -> None:
     with shmbus.Producer(bus.name) as producer:
         producer.put("q", group_size=2, index=0, score=0.0, **GOOD)
         producer.put("q", group_size=2, index=1, score=1.0, **{**GOOD, field: value})

@@ -1,7 +1,4 @@
-"""The adapters of Atropos and slime, without those: real buses, and classes with their members.
-
-`make test-peers` runs the first against atroposlib itself. slime cannot be installed without a GPU.
-"""
+"""The adapters of Atropos and slime over real buses, with stand-ins for both stacks."""
 
 from __future__ import annotations
 
@@ -36,8 +33,6 @@ def scored(*rows: list[int], **more: Any) -> dict[str, Any]:
 
 
 class Env(ShmbusEnv):
-    """What the mix-in uses of a BaseEnv."""
-
     env_id = 3
     name = "math"
 
@@ -197,8 +192,6 @@ def test_without_a_bus_the_mix_in_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 @dataclasses.dataclass
 class SlimeSample:
-    """The members of slime's Sample that a rollout sets."""
-
     class Status(enum.Enum):
         PENDING = "pending"
         COMPLETED = "completed"

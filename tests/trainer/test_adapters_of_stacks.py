@@ -29,9 +29,7 @@ def test_without_its_stack_an_adapter_says_what_it_needs() -> None:
         importlib.import_module("trainer_adapter.adapters.verl.manager")
 
 
-def test_a_stack_of_another_version_is_refused_by_the_names_that_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stack_of_another_version_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stack = Stack("other", {"pytest": "0.1", "nowhere": "2.0"}, "other==1.0")
     assert stack.needed("pytest", "raises", "mark") == (pytest.raises, pytest.mark)
     with pytest.raises(ImportError) as raised:

@@ -430,9 +430,7 @@ def write_one(annotator: Annotator) -> None:
 
 @pytest.mark.parametrize("too_large", ["request", "column"])
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_group_that_no_annotator_can_serve_is_dropped_and_the_next_one_comes(
-    bus: Bus, too_large: str, prefetch: int
-) -> None:
+def test_a_group_without_an_annotator_is_dropped(bus: Bus, too_large: str, prefetch: int) -> None:
     many = 200_000 if too_large == "request" else 30_000
     with Producer(bus.name) as producer:
         producer.put_group("large", [{"tokens": np.zeros(many, np.int32)}])

@@ -110,9 +110,7 @@ def assert_rows(batch: Batch, groups: list[list[dict[str, Any]]]) -> None:
     assert batch.group_sizes.dtype == torch.int64
 
 
-def test_each_row_is_packed_as_a_sequence_with_its_samples_advantage(
-    consumer: Consumer, groups: list[list[dict[str, Any]]]
-) -> None:
+def test_each_row_is_a_sequence(consumer: Consumer, groups: list[list[dict[str, Any]]]) -> None:
     batch = pack(consumer.take(3, 10))
     assert_rows(batch, groups)
     every = sequences(groups)
@@ -144,9 +142,7 @@ def test_each_row_is_padded_alone(consumer: Consumer, groups: list[list[dict[str
         assert np.array_equal(ref[:length].numpy(), row["ref_logprobs"])
 
 
-def test_extra_fields_of_rows_are_cut_and_those_of_samples_repeated(
-    consumer: Consumer, groups: list[list[dict[str, Any]]]
-) -> None:
+def test_row_fields_are_cut(consumer: Consumer, groups: list[list[dict[str, Any]]]) -> None:
     batch = pack(consumer.take(3, 10), extra_fields=EXTRA)
     every = sequences(groups)
     want = np.concatenate([row["ref_logprobs"] for _, _, row in every])
@@ -181,9 +177,7 @@ def test_micro_batches_keep_rows(consumer: Consumer, groups: list[list[dict[str,
             )
 
 
-def test_a_batch_of_rows_pickles_and_moves_whole(
-    consumer: Consumer, groups: list[list[dict[str, Any]]]
-) -> None:
+def test_rows_pickle_and_move_whole(consumer: Consumer, groups: list[list[dict[str, Any]]]) -> None:
     batch = pack(consumer.take(3, 10))
     for other in (pickle.loads(pickle.dumps(batch)), batch.to("cpu")):
         assert_rows(other, groups)
@@ -232,9 +226,7 @@ def test_rows_go_through_a_handler_its_state_and_micro_batches(
         assert handler.stats().balanced and handler.stats().dropped == {}
 
 
-def test_each_rank_has_the_rows_of_its_shard(
-    daemon: Callable[..., Daemon], bus_name: str, seed: int
-) -> None:
+def test_ranks_have_their_own_rows(daemon: Callable[..., Daemon], bus_name: str, seed: int) -> None:
     daemon("--capacity", "8MiB")
     rng = np.random.default_rng(seed)
     sent = {f"k{number}": make_group(rng) for number in range(4)}
@@ -315,9 +307,7 @@ def test_a_kernels_table_tells_that_rows_follow(consumer: Consumer, producer: Pr
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_gets_rows_by_way_of_the_host(
-    consumer: Consumer, groups: list[list[dict[str, Any]]]
-) -> None:
+def test_a_gpu_gets_rows_by_host(consumer: Consumer, groups: list[list[dict[str, Any]]]) -> None:
     packer = GpuPacker("cuda", extra_fields=EXTRA)
     batch = packer.pack(consumer.take(3, 10))
     assert batch.transport == "copy" or packer.transport != "gather"

@@ -27,9 +27,7 @@ def random_mask(seed: int, batch: int = 6, seqlen: int = 9) -> Tensor:
 
 @pytest.mark.parametrize("tail", [(), (3,), (2, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8], ids=str)
-def test_the_marked_tokens_are_packed_row_after_row(
-    dtype: torch.dtype, tail: tuple[int, ...], seed: int
-) -> None:
+def test_marked_tokens_are_packed(dtype: torch.dtype, tail: tuple[int, ...], seed: int) -> None:
     mask = random_mask(seed)
     hidden = torch.randn(*mask.shape, *tail)
     packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(hidden, mask.to(dtype))
@@ -94,9 +92,7 @@ HAS_READER = (2, 7)
 
 @pytest.mark.skipif(TORCH < HAS_READER, reason="this torch has no such reader")
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_a_safetensors_checkpoint_loads_under_each_name_of_torchs_reader(
-    tmp_path: Path,
-) -> None:
+def test_a_safetensors_checkpoint_loads_under_each_name_of_torchs_reader(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     import torch.distributed.checkpoint as dcp
 

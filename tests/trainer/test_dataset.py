@@ -1,7 +1,4 @@
-"""The handler as torch's own tools use it: DataLoader, StatefulDataLoader, distributed checkpoints.
-
-And what single samples ask of a batch, what is truncated, and the progress line.
-"""
+"""The handler under torch's own tools: DataLoader, StatefulDataLoader, distributed checkpoints."""
 
 from __future__ import annotations
 
@@ -155,11 +152,6 @@ def test_truncated_samples_are_kept_masked_or_dropped_with_their_group(
         assert batch.loss_mask[1] and handler.truncated_groups == 0
 
 
-def test_an_unknown_way_with_truncated_samples_is_refused(bus: Bus) -> None:
-    with pytest.raises(ValueError, match="truncated: expected 'keep', 'mask', 'exclude' or 'drop'"):
-        OnlineDataHandler(bus.name, truncated="cut")  # type: ignore[arg-type]
-
-
 # --- what is not finite
 
 
@@ -217,12 +209,6 @@ def test_positive_logprobs_drop_it(bus: Bus, producer: Producer, wrong: float, d
             handler.next_batch(10)
         assert [keys_of(handler.next_batch(10)) for _ in range(2)] == [["masked"], ["rounded"]]
         assert handler.stats().dropped == {"malformed": 2}
-
-
-def test_logprobs_outside_the_mask_may_be_anything(bus: Bus, producer: Producer) -> None:
-    put(producer, "a", logprobs=np.array([np.nan, -1, -1, -1]))
-    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
-        assert handler.next_batch(10).logprobs.isfinite().all()
 
 
 def test_a_long_sequence_is_malformed_and_a_large_group_alone(bus: Bus, producer: Producer) -> None:

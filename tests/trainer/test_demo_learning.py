@@ -1,7 +1,4 @@
-"""The demo's learning part: the task is fair, sampler and trainer agree, and GRPO steps help.
-
-What needs the bus is tested elsewhere; here one process samples, packs and learns.
-"""
+"""The demo's learning part: the task is fair, sampler and trainer agree, and GRPO steps help."""
 
 from __future__ import annotations
 
@@ -29,8 +26,6 @@ LOGPROB_TOLERANCE = 1e-4
 
 @dataclass
 class Batch:
-    """A packed batch with the fields that a step reads."""
-
     tokens: torch.Tensor
     position_ids: torch.Tensor
     cu_seqlens: torch.Tensor
@@ -70,7 +65,6 @@ def sample_groups(
     limit: int,
     rng: np.random.Generator,
 ) -> list[list[Sample]]:
-    """So many completions of each prompt."""
     found = sampler.sample([prompt for prompt in prompts for _ in range(size)], limit, rng)
     return [found[at : at + size] for at in range(0, len(found), size)]
 

@@ -317,9 +317,7 @@ def test_a_declared_shape_is_required_of_the_first_sample_too(bus: Bus, producer
 # --- batches that move
 
 
-def test_a_batch_pickles_without_its_groups_and_without_the_rest_of_its_memory(
-    bus: Bus, samples: list[dict[str, Any]]
-) -> None:
+def test_a_batch_pickles_without_groups_and_memory(bus: Bus, samples: list[dict[str, Any]]) -> None:
     with Consumer(bus.name) as consumer:
         batch = pack(consumer.take(64, 10), extra_fields=FIELDS)
         bits = pickle.dumps(batch)

@@ -80,15 +80,6 @@ def test_a_field_that_only_some_siblings_have_makes_the_group_malformed(
     assert field in record.getMessage() and "[1]" in record.getMessage()
 
 
-def test_logprobs_that_nobody_sent_are_none(bus: Bus, producer: Producer) -> None:
-    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
-        for index in range(2):
-            producer.put("a", group_size=2, index=index, score=index, tokens=TOKENS)
-        batch = handler.next_batch(timeout=10)
-        assert batch.logprobs is None
-        handler.ack(batch)
-
-
 def test_a_batch_with_logprobs_in_some_groups_is_refused(bus: Bus, producer: Producer) -> None:
     with Consumer(bus.name) as consumer:
         producer.put("a", group_size=1, index=0, tokens=TOKENS, logprobs=FULL["logprobs"])
@@ -180,17 +171,16 @@ def test_named_fields_pass(bus: Bus, producer: Producer, caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-def test_the_advice_for_a_value_that_is_no_array_fits_it(bus: Bus, producer: Producer) -> None:
-    for value, advice in (("hello", "meta"), (b"\x89PNG", "np.frombuffer")):
-        with pytest.raises(TypeError, match="expected an array") as caught:
+def test_the_advice_for_a_value_that_is_no_array_fits(bus: Bus, producer: Producer) -> None:
+    for value, advice in (
+        ("hello", "expected an array.*meta"),
+        (b"\x89PNG", "expected an array.*np.frombuffer"),
+        (torch.ones(2, device="meta"), "contiguous CPU"),
+        (torch.ones(2).to_sparse(), "contiguous CPU"),
+    ):
+        with pytest.raises(TypeError, match=advice) as caught:
             producer.put("a", group_size=1, index=0, tokens=TOKENS, extra=value)
-        assert advice in str(caught.value) and "int32" not in str(caught.value)
-
-
-def test_advice_for_a_tensor_that_numpy_refuses_fits(bus: Bus, producer: Producer) -> None:
-    for value in (torch.ones(2, device="meta"), torch.ones(2).to_sparse()):
-        with pytest.raises(TypeError, match="contiguous CPU"):
-            producer.put("a", group_size=1, index=0, tokens=TOKENS, extra=value)
+        assert "int32" not in str(caught.value)
 
 
 def test_arrays_of_such_a_name_stay_fields(bus: Bus, producer: Producer) -> None:

@@ -1,7 +1,4 @@
-"""The way to a GPU: the kernel in Triton's interpreter on any machine, and the rest on a GPU.
-
-Whatever the transport, a batch is what `pack` makes of the same groups on the host.
-"""
+"""Batches on a GPU equal those of `pack` on the host, also in the kernel's interpreter."""
 
 from __future__ import annotations
 
@@ -457,9 +454,7 @@ def test_a_ring_stays_mapped_until_it_is_unregistered(
         assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
 
 
-def test_a_packer_reads_the_ring_of_the_consumer_whose_groups_come(
-    monkeypatch: pytest.MonkeyPatch, bus: Bus, producer: Producer
-) -> None:
+def test_rings_follow_groups(monkeypatch: pytest.MonkeyPatch, bus: Bus, producer: Producer) -> None:
     monkeypatch.setattr(gpu_memory, "Registration", Registered)
     monkeypatch.setattr(gpu_packer, "_on", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(gpu_packer, "begin_gather", lambda *args, **options: "begun")

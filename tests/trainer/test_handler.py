@@ -22,9 +22,7 @@ from trainer_adapter import Batch, OnlineDataHandler, pack
 
 
 @pytest.mark.parametrize("budget", [29, 60, 200, 100_000])
-def test_a_batch_holds_as_many_whole_groups_as_its_budget_and_a_larger_one_alone(
-    bus: Bus, producer: Producer, seed: int, budget: int
-) -> None:
+def test_batches_hold_whole_groups(bus: Bus, producer: Producer, seed: int, budget: int) -> None:
     groups = put_random(producer, seed, 60, longest=30)
     sizes = {key: sum(len(s["tokens"]) for s in group) for key, group in groups.items()}
     want: list[list[str]] = [[]]
@@ -74,12 +72,15 @@ def test_a_timeout_of_0_takes_what_the_bus_has(bus: Bus, producer: Producer, see
             handler.next_batch(0)
 
 
-def test_a_timeout_says_what_is_missing(bus: Bus, producer: Producer) -> None:
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_timeout_says_what_is_missing(bus: Bus, producer: Producer, prefetch: int) -> None:
     producer.put("a", group_size=2, index=0, tokens=np.arange(3))
-    with OnlineDataHandler(bus.name) as handler:
-        for timeout in (0, 0.05):
-            with pytest.raises(TimeoutError) as caught:
-                handler.next_batch(timeout)
+    with OnlineDataHandler(bus.name, prefetch=prefetch, max_wait=0.05) as handler:
+        with pytest.raises(TimeoutError, match="within 0 s"):
+            handler.next_batch(0)
+        wait_until(lambda: prefetch == 0 or handler.stats().stashed == 1)
+        with pytest.raises(TimeoutError) as caught:
+            handler.next_batch(0.05)
         for words in (
             "0.05 s",
             repr(bus.name),
@@ -213,11 +214,15 @@ def pack_one(bus: Bus, producer: Producer, handler: OnlineDataHandler) -> Batch:
     return pack(handler.next_batch(10).groups)
 
 
-@pytest.mark.parametrize("per_batch", [1, 2, 5])
-def test_a_nacked_batch_comes_next(bus: Bus, producer: Producer, seed: int, per_batch: int) -> None:
+@pytest.mark.parametrize(("per_batch", "prefetch"), [(1, 0), (2, 0), (5, 0), (2, 2)])
+def test_a_nacked_batch_comes_next(
+    bus: Bus, producer: Producer, seed: int, per_batch: int, prefetch: int
+) -> None:
     groups = put_random(producer, seed, 10)
-    with OnlineDataHandler(bus.name, groups_per_batch=per_batch) as handler:
+    with OnlineDataHandler(bus.name, groups_per_batch=per_batch, prefetch=prefetch) as handler:
         first, second = handler.next_batch(10), handler.next_batch(10)
+        if handler._prefetcher is not None:
+            wait_until(lambda: handler._prefetcher.ready == prefetch)
         handler.give_back(second)
         handler.give_back(first)
         again = handler.next_batch(10)

@@ -21,7 +21,6 @@ TOKENS = np.arange(8, dtype=np.int32)
 
 
 def sample_all(producer: Producer) -> list[str]:
-    """Answer every open request; return which prompts had some."""
     seen = set()
     while (request := producer.requests.next(0)) is not None:
         seen.add(request.instance_id)

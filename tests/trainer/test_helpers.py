@@ -68,9 +68,7 @@ FORMS = ["score", "async score", "annotate", "async annotate"]
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_wait_for_a_batch_ends_in_time_and_the_group_is_called_once(
-    bus: Bus, producer: Producer, form: str, prefetch: int
-) -> None:
+def test_a_wait_in_time_calls_once(bus: Bus, producer: Producer, form: str, prefetch: int) -> None:
     helper = Helper(form)
     put(producer, STUCK)
     with OnlineDataHandler(
@@ -105,9 +103,7 @@ def test_an_unanswered_group_delays_no_other(bus: Bus, producer: Producer, form:
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_group_beyond_the_limit_of_calls_is_dropped_and_counted(
-    bus: Bus, producer: Producer, form: str, prefetch: int
-) -> None:
+def test_calls_are_limited(bus: Bus, producer: Producer, form: str, prefetch: int) -> None:
     helper = Helper(form)
     put(producer, STUCK)
     put(producer, "a")

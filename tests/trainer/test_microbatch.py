@@ -34,7 +34,6 @@ def consumer(bus_name: str, seed: int) -> Iterator[Consumer]:
 
 
 def sequences_of(batch: Batch | MicroBatch) -> list[dict[str, Any]]:
-    """Each sequence's tensors, whatever the layout."""
     lengths = batch.cu_seqlens.diff().tolist()
     found = []
     for i, n in enumerate(lengths):

@@ -20,9 +20,7 @@ from trainer_adapter.batches.memory import BLOCK_BYTES, BatchMemory
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "none", lambda s: s * 2 - s.max()])
-def test_a_batch_is_what_numpy_makes_of_the_same_groups(
-    bus: Bus, producer: Producer, seed: int, layout: Any, kind: Any
-) -> None:
+def test_numpy_agrees(bus: Bus, producer: Producer, seed: int, layout: Any, kind: Any) -> None:
     groups = put_random(producer, seed, 40)
     groups["level"] = [sample(np.random.default_rng(seed), 5, score=0.7) for _ in range(4)]
     put(producer, "level", groups["level"])
@@ -67,9 +65,7 @@ def test_a_mask_of_any_numeric_type_marks_ones(bus: Bus, producer: Producer, dty
 
 
 @pytest.mark.parametrize("mask_dtype", ["u1", "i1", "?"])
-def test_the_usual_dtypes_make_bit_for_bit_what_others_make(
-    bus: Bus, producer: Producer, seed: int, mask_dtype: str
-) -> None:
+def test_usual_dtypes_are_exact(bus: Bus, producer: Producer, seed: int, mask_dtype: str) -> None:
     rng = np.random.default_rng(seed)
     lengths = [0, 1, 63, 64, 65, 127, 200, 255, 256, 257, 511, 513, 4095, 4097]
     usual, others = [], []
@@ -122,9 +118,7 @@ def test_logprobs_outside_the_mask_are_zero(bus: Bus, producer: Producer) -> Non
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_advantages_that_a_producer_sent_win_for_its_own_group(
-    bus: Bus, producer: Producer, dtype: str, layout: Any
-) -> None:
+def test_a_producers_advantages_win(bus: Bus, producer: Producer, dtype: str, layout: Any) -> None:
     rng = np.random.default_rng(2)
     own = [sample(rng, n, advantages=rng.random(n).astype(dtype)) for n in (9, 4)]
     groups = {"a": [sample(rng, 5), sample(rng, 2)], "b": own, "c": [sample(rng, 3)]}
@@ -148,9 +142,7 @@ def test_fields_go_by_the_names_that_they_were_given(bus: Bus, producer: Produce
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("lengths", [[0], [0, 0], [0, 3], [3, 0, 0, 2], [1]])
-def test_sequences_without_tokens_are_sequences(
-    bus: Bus, producer: Producer, lengths: list[int], layout: Any
-) -> None:
+def test_empty_sequences_are(bus: Bus, producer: Producer, lengths: list[int], layout: Any) -> None:
     groups = {"a": [sample(np.random.default_rng(4), n) for n in lengths]}
     put(producer, "a", groups["a"])
     with Consumer(bus.name) as consumer:

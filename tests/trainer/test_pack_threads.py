@@ -26,7 +26,6 @@ LONG = 3 * 4096 + 5
 
 
 def helpers() -> list[int]:
-    """The threads of this process that help to pack."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -189,9 +188,7 @@ def test_threads_end_with_the_packer_that_nobody_closed(bus: Bus, producer: Prod
     assert helpers() == []
 
 
-def test_a_closed_packer_packs_with_the_callers_thread_alone(
-    bus: Bus, producer: Producer, packer: HostPacker, seed: int
-) -> None:
+def test_a_closed_packer_packs(bus: Bus, producer: Producer, packer: HostPacker, seed: int) -> None:
     groups = {"a": [sample(np.random.default_rng(seed), LONG) for _ in range(2)]}
     put(producer, "a", groups["a"])
     packer.close()
@@ -363,9 +360,7 @@ def test_parked_threads_use_no_processor(packer: HostPacker) -> None:
     wait_until(asleep, what="both helpers asleep")
 
 
-def test_by_default_a_rank_has_a_quarter_of_its_processors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_by_default_a_rank_has_a_quarter_of_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     def usual(processors: int, ranks: int) -> int:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(processors)))
         return checked_pack_threads(None, ranks)

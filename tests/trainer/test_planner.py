@@ -30,7 +30,6 @@ def add(planner: Planner, sizes: dict[str, int], now_s: float = 0.0) -> None:
 
 
 def make(planner: Planner) -> str:
-    """Make the next batch: the letters of its groups."""
     groups = planner.next_groups()
     batch = "".join(str(one.group) for one in groups)
     planner.made(groups, batch)
@@ -57,66 +56,6 @@ def test_it_has_no_clock_no_thread_no_socket_and_no_torch() -> None:
     assert not imported & {"asyncio", "select", "socket", "threading", "time", "torch"}
 
 
-# --- which groups
-
-
-def test_a_batch_takes_as_many_whole_groups_as_fit_into_its_tokens() -> None:
-    planner = planned(tokens=10)
-    add(planner, {"a": 4, "b": 6, "c": 1, "d": 10})
-    assert [make(planner), make(planner), make(planner)] == ["ab", "c", "d"]
-    assert waiting(planner) == ""
-
-
-def test_a_group_larger_than_the_budget_comes_alone() -> None:
-    planner = planned(tokens=10)
-    add(planner, {"a": 1, "b": 11, "c": 1})
-    assert [make(planner), make(planner), make(planner)] == ["a", "b", "c"]
-
-
-def test_a_batch_takes_exactly_so_many_groups_whatever_they_weigh() -> None:
-    planner = planned(groups=2)
-    add(planner, {"a": 1000, "b": 1, "c": 1})
-    assert make(planner) == "ab"
-    assert not planner.due(1e9)
-    assert waiting(planner) == "c"
-
-
-def test_a_shard_is_one_batch_whatever_the_budget() -> None:
-    planner = planned(tokens=5, world_size=2)
-    add(planner, {"a": 4, "b": 4})
-    add(planner, {"c": 1})
-    assert [make(planner), make(planner)] == ["ab", "c"]
-
-
-def test_a_shard_stays_one_batch_when_it_goes_back() -> None:
-    planner = planned(groups=1, world_size=2)
-    for shard in ({"a": 1, "b": 1}, {"c": 1}, {"d": 1, "e": 1}):
-        add(planner, shard)
-    assert [make(planner), make(planner), make(planner)] == ["ab", "c", "de"]
-    planner.hand_out(0)
-    planner.give_back(0, 0.0)
-    assert [make(planner), make(planner), make(planner)] == ["ab", "c", "de"]
-
-
-# --- when
-
-
-def test_nothing_is_due_while_nothing_waits() -> None:
-    for planner in (planned(tokens=1, max_wait_s=0), planned(groups=1), planned(world_size=2)):
-        assert not planner.full
-        assert not planner.due(1e9)
-        assert planner.left_s(1e9) is None
-
-
-@pytest.mark.parametrize("sizes", [{"a": 10}, {"a": 4, "b": 7}, {"a": 11}])
-def test_a_batch_is_due_as_soon_as_no_other_group_could_join_it(sizes: dict[str, int]) -> None:
-    planner = planned(tokens=10)
-    add(planner, sizes)
-    assert planner.full
-    assert planner.due(0.0)
-    assert planner.due(0.0, awaited=False)
-
-
 def test_a_batch_that_is_not_full_is_due_max_wait_after_its_first_group() -> None:
     planner = planned(tokens=10, max_wait_s=1.0)
     add(planner, {"a": 1}, 5.0)
@@ -127,21 +66,8 @@ def test_a_batch_that_is_not_full_is_due_max_wait_after_its_first_group() -> Non
     assert make(planner) == "ab"
 
 
-def test_a_batch_that_nobody_awaits_is_due_only_when_it_is_full() -> None:
-    planner = planned(tokens=10, max_wait_s=1.0)
-    add(planner, {"a": 1})
-    assert not planner.due(100.0, awaited=False)
-    assert planner.due(100.0)
-
-
-def test_without_max_wait_a_batch_is_never_due_before_it_is_full() -> None:
-    planner = planned(tokens=10)
-    add(planner, {"a": 9})
-    assert planner.left_s(1e9) is None
-    assert not planner.due(1e9)
-
-
 def test_the_wait_runs_exactly_while_a_group_waits() -> None:
+    assert planned(tokens=10).left_s(1e9) is None
     planner = planned(tokens=10, max_wait_s=1.0)
     # Groups were taken, and all of them were dropped.
     add(planner, {}, 1.0)
@@ -159,18 +85,6 @@ def test_the_wait_runs_exactly_while_a_group_waits() -> None:
     assert planner.left_s(4.5) == 1.0
 
 
-# --- where
-
-
-def test_groups_wait_until_their_batch_is_made_so_a_failure_needs_nothing_undone() -> None:
-    planner = planned(groups=2)
-    add(planner, {"a": 1, "b": 1, "c": 1})
-    assert "".join(str(one.group) for one in planner.next_groups()) == "ab"
-    assert waiting(planner) == "abc"
-    assert make(planner) == "ab"
-    assert waiting(planner) == "c"
-
-
 def test_one_batch_is_never_made_twice() -> None:
     planner = planned(groups=2)
     add(planner, {"a": 1, "b": 1, "c": 1, "d": 1})
@@ -180,15 +94,6 @@ def test_one_batch_is_never_made_twice() -> None:
         planner.made(groups, "second")
     assert waiting(planner) == "cd"
     assert len(planner.ready) == 1
-
-
-def test_a_batch_given_back_comes_before_those_that_are_ready() -> None:
-    planner = planned(groups=1)
-    add(planner, {"a": 1, "b": 1, "c": 1})
-    make(planner), make(planner)
-    assert planner.hand_out(7) == "a"
-    planner.give_back(7, 0.0)
-    assert (waiting(planner), list(planner.ready), planner.out) == ("abc", [], {})
 
 
 def test_an_error_is_raised_once_in_its_turn_and_is_not_recalled() -> None:
@@ -294,7 +199,6 @@ class Oracle:
 
 
 def call(planner: Planner, oracle: Oracle, what: str, now_s: float, rng: random.Random) -> None:
-    """Make one call, of both."""
     if what == "add":
         new = [(oracle.names + i, rng.randrange(1, 30)) for i in range(rng.randrange(4))]
         planner.add(new, now_s)  # type: ignore[arg-type]

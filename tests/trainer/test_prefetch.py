@@ -146,22 +146,6 @@ def test_a_state_loaded_late_filters_ready_batches(bus: Bus, producer: Producer)
         assert keys_of(handler.next_batch(10)) == keys[4:6]
 
 
-def test_a_batch_given_back_comes_before_those_that_are_ready(bus: Bus, producer: Producer) -> None:
-    keys = put_many(producer, 12)
-    with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=2) as handler:
-        first, second = handler.next_batch(10), handler.next_batch(10)
-        fill(handler, 2)
-        handler.give_back(second)
-        handler.give_back(first)
-        got = []
-        for _ in range(6):
-            batch = handler.next_batch(10)
-            got += keys_of(batch)
-            handler.ack(batch)
-        assert got == keys
-        assert handler.stats().balanced
-
-
 def test_errors_come_in_their_turn_and_end_nothing(bus: Bus, producer: Producer) -> None:
     logprobs = np.zeros(5, np.float32)
     put(producer, "before", logprobs=logprobs)
@@ -197,18 +181,6 @@ def test_a_batch_is_cut_short_only_for_a_waiting_caller(bus: Bus, producer: Prod
         time.sleep(0.1)
         assert ready(handler) == 0
         assert keys_of(handler.next_batch(10)) == ["k0", "k1"]
-
-
-def test_a_timeout_says_what_is_missing_and_loses_nothing(bus: Bus, producer: Producer) -> None:
-    producer.put("a", group_size=2, index=0, tokens=np.arange(3))
-    with OnlineDataHandler(bus.name, prefetch=1, max_wait=0.05) as handler:
-        with pytest.raises(TimeoutError, match="no batch within 0 s"):
-            handler.next_batch(0)
-        wait_until(lambda: handler.stats().stashed == 1, what="it is read")
-        with pytest.raises(TimeoutError, match=r"no batch.*1 incomplete group "):
-            handler.next_batch(0.05)
-        producer.put("a", group_size=2, index=1, tokens=np.arange(3))
-        assert handler.next_batch(10).instance_ids == ["a", "a"]
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -124,9 +124,7 @@ time.sleep(600)
 """
 
 
-def test_a_rank_that_dies_gets_the_shards_that_it_had_ready_again_as_they_were(
-    daemon: Served, bus_name: str, spawn: Spawner
-) -> None:
+def test_a_dead_ranks_ready_shards_return(daemon: Served, bus_name: str, spawn: Spawner) -> None:
     daemon("--capacity", "8MiB")
     keys = put(bus_name, range(20))
     child = spawn.script(DOOMED, bus_name)
@@ -162,10 +160,7 @@ def test_shards_that_go_back_keep_their_borders(daemon: Served, bus_name: str) -
     daemon("--capacity", "8MiB")
     # Steps of a group a rank, of which many would fit into one batch.
     options = {"tokens_per_batch": 10_000, "max_wait": 0.0}
-    with (
-        join(bus_name, 0, prefetch=2, **options) as zero,
-        join(bus_name, 1, **options) as one,
-    ):
+    with join(bus_name, 0, prefetch=2, **options) as zero, join(bus_name, 1, **options) as one:
         first: list[list[str]] = []
         batches: list[Batch] = []
         for step in range(3):
@@ -182,10 +177,7 @@ def test_shards_that_go_back_keep_their_borders(daemon: Served, bus_name: str) -
 def test_only_a_full_step_is_formed_without_demand(daemon: Served, bus_name: str) -> None:
     daemon("--capacity", "8MiB")
     options = {"groups_per_batch": 2, "max_wait": 0.0}
-    with (
-        join(bus_name, 0, prefetch=1, **options) as zero,
-        join(bus_name, 1, **options) as one,
-    ):
+    with join(bus_name, 0, prefetch=1, **options) as zero, join(bus_name, 1, **options) as one:
         put(bus_name, range(4))
         wait_until(lambda: zero.stats().in_ring == 0, what="the daemon to have read them")
         assert len(zero.next_batch(20).groups) == len(one.next_batch(20).groups) == 2

@@ -30,7 +30,6 @@ def bus(bus_name: str) -> Iterator[Bus]:
 
 
 def answers(rng: np.random.Generator, prompt: np.ndarray[Any, Any], count: int) -> list[Any]:
-    """Samples of one prompt, as keywords of put."""
     found = []
     for _ in range(count):
         more = rng.integers(0, 30, int(rng.integers(1, 20)))
@@ -98,9 +97,7 @@ def losses(model: Any, batch: Any, keep: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral"])
-def test_loss_and_gradient_are_those_of_the_plain_layout(
-    bus: Bus, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_is_plain(bus: Bus, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_tree, "LEAST_SAVED", 8)
     rng = np.random.default_rng(seed)
     model = model_of(kind)
@@ -128,9 +125,7 @@ def test_loss_and_gradient_are_those_of_the_plain_layout(
                 torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
 
 
-def test_micro_batches_add_up_to_the_whole_and_keep_groups_together(
-    bus: Bus, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_micro_batches_keep_groups(bus: Bus, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_tree, "LEAST_SAVED", 8)
     rng = np.random.default_rng(seed)
     model = model_of("Llama")

@@ -176,9 +176,7 @@ with installed("0f59b24") as theirs:
 """
 
 
-def test_a_killed_orchestrator_ends_the_wait_by_an_error(
-    run: str, spawn: Spawner, request: pytest.FixtureRequest
-) -> None:
+def test_a_killed_peer_ends_waits(run: str, spawn: Spawner, request: pytest.FixtureRequest) -> None:
     child = spawn.script(DYING.format(tests=str(request.path.parent), examples=EXAMPLES, run=run))
     child.expect("sent")
     with installed("0f59b24") as theirs:

@@ -55,9 +55,7 @@ def put(producer: Producer, count: int) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_no_rank_is_given_a_batch_above_the_limit_however_long_the_backlog_was(
-    daemon: Callable[..., Daemon], bus_name: str, ranks: int
-) -> None:
+def test_no_rank_is_over_limit(daemon: Callable[..., Daemon], bus_name: str, ranks: int) -> None:
     daemon("--capacity", "8MiB", "--max-policy-lag", LAG)
     turns, lags = TEMPLATE.Barrier(ranks), TEMPLATE.Queue()
     over = threading.Event()

@@ -119,8 +119,6 @@ class _Config(dict[str, Any]):
 
 
 class _Batch(dict[str, Any]):
-    """One prompt of verl's, by column."""
-
     def __len__(self) -> int:
         return 1
 
@@ -138,9 +136,7 @@ def test_verls_parameters_and_columns_reach_workers(
     wait_until(lambda: image in caplog.text, what="the column to be named")
 
 
-def test_verls_evaluation_has_own_parameters(
-    manager: Callable[[Any], dict[str, Any]],
-) -> None:
+def test_verls_evaluation_has_own_parameters(manager: Callable[[Any], dict[str, Any]]) -> None:
     meta = manager({"uid": ["u1"], "raw_prompt": ["a"], "validate": [True]})
     assert meta["sampling"] == {
         "temperature": 0.0, "top_p": 1.0, "top_k": -1, "do_sample": False, "response_length": 8,

@@ -50,10 +50,7 @@ def test_the_forks_handler_takes_its_batches_from_the_bus(bus_name: str) -> None
         "tokens": [[1, 2, 3], [1, 4, 5]], "masks": [[-100, 2, 3], [-100, 4, 5]],
         "scores": [0.5, 1.0], "inference_logprobs": [[1.0, -0.5, -0.25], [1.0, -0.1, -0.2]],
     }  # fmt: skip
-    with (
-        shmbus.Bus.create(bus_name, capacity="1MiB") as bus,
-        shmbus.Producer(bus_name) as producer,
-    ):
+    with shmbus.Bus.create(bus_name, capacity="1MiB") as bus, shmbus.Producer(bus_name) as producer:
         # As the page has it.
         parts = {"torchtitan": ModuleType("torchtitan"), "torchtitan.grpo": ModuleType("grpo")}
         with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,4 @@
-"""What a checkpoint counts as trained is never trained again: other ranks, late samples, a restore.
-
-Trainers are processes of their own, and each is killed. The buses stay.
-"""
+"""Groups that a checkpoint counts as trained never train again, over killed trainer processes."""
 
 from __future__ import annotations
 
@@ -52,7 +49,6 @@ def begin(spawn: Spawner, bus: str, **told: Any) -> Child:
 
 
 def trained(*lives: Child) -> list[str]:
-    """What these lives trained, once they were killed."""
     names: list[str] = []
     for life in lives:
         life.expect("over")
@@ -161,9 +157,7 @@ with OnlineDataHandler(sys.argv[1], groups_per_batch=1, rank=1, world_size=2) as
 """
 
 
-def test_a_new_daemon_says_what_was_trained_once_it_has_heard_of_every_rank(
-    spawn: Spawner, daemon: Served, bus_name: str
-) -> None:
+def test_a_new_daemon_waits_for_every_rank(spawn: Spawner, daemon: Served, bus_name: str) -> None:
     served = daemon("--capacity", "4MiB")
     put_groups(bus_name, range(2))
     with OnlineDataHandler(bus_name, groups_per_batch=1, rank=0, world_size=2) as zero:

@@ -35,12 +35,10 @@ INDICES = torch.zeros(2, dtype=torch.int64)
 
 
 def handler(**options: Any) -> Call:
-    """Make a handler; it is closed at once where it can be made."""
     return lambda g: OnlineDataHandler(g.bus.name, **options).close()
 
 
 def asked(verb: str, *given: Any, **more: Any) -> Call:
-    """Ask a handler that lives."""
     return lambda g: getattr(g.handler, verb)(*given, **more)
 
 

@@ -1,7 +1,4 @@
-"""The TRL adapter without TRL: its account of rows, its checks of samples, what it saves.
-
-Against TRL itself: tests/peers/trl.
-"""
+"""The TRL adapter without TRL: its account of rows, its checks of samples, its saved state."""
 
 from __future__ import annotations
 
@@ -35,12 +32,7 @@ from trainer_adapter.adapters.trl import (
 from trainer_adapter.adapters.trl.checkpoints import FORGET_AFTER_GROUPS, TrainedRows
 from trainer_adapter.adapters.trl.progress import Account, OpenGroup, Row, RowMetrics
 from trainer_adapter.adapters.trl.rows import read_rows, read_sample
-from trainer_adapter.adapters.trl.samples import (
-    Expected,
-    advantages_of,
-    check_size,
-    rewards_of,
-)
+from trainer_adapter.adapters.trl.samples import Expected, advantages_of, check_size, rewards_of
 
 ROUNDS = 300
 
@@ -147,9 +139,7 @@ def test_a_row_is_the_whole_sequence_in_the_types_of_trl(bus: str) -> None:
         ({"loss_mask": np.full(4, b"a")}, ["'loss_mask'", "numbers", "|S1"]),
     ],
 )
-def test_a_sample_that_trl_cannot_take_is_refused_by_name(
-    bus: str, change: dict[str, Any], words: list[str]
-) -> None:
+def test_samples_trl_refuses_are_named(bus: str, change: dict[str, Any], words: list[str]) -> None:
     group = put_group(bus, {}, change)
     with pytest.raises(ValueError, match="group 'q1', sample 1, field") as refused:
         read_sample(group[1], Expected())
@@ -168,7 +158,6 @@ def test_limits_of_the_trainer_are_checked(bus: str) -> None:
 
 
 def random_sample(dice: np.random.Generator) -> dict[str, Any]:
-    """Fields of one token row."""
     length = int(dice.integers(1, 30))
     mask = dice.integers(0, 2, length)
     return {
@@ -227,8 +216,6 @@ class _Model:
 
 
 class _RowsOf:
-    """A data set of TRL, as far as its columns go."""
-
     def __init__(self, *names: str) -> None:
         self.column_names = list(names)
 

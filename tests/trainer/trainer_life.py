@@ -1,8 +1,6 @@
-"""One life of a trainer: it trains, saves, acknowledges a part, and is killed.
+"""A trainer process that trains, saves, acknowledges a part, and is killed.
 
-It gets a JSON object: the bus, the handler's options, `load` (files of states: one, or a list for
-all of them together), `steps`, `save` (a file, or null), `acks` (how many of its batches), and
-`meet`, a folder in which the ranks of a step meet before they save. It prints what it trained.
+Settings come as JSON: bus, handler options, `load`, `steps`, `save`, `acks`, and a folder `meet`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the tests of the page share: the server as a process of its own, and raw HTTP to it.
-
-The client is a socket: it sends what a test says, also what no library would.
-"""
+"""The web server as a process of its own, and a client of raw sockets."""
 
 from __future__ import annotations
 
@@ -57,7 +54,6 @@ with shmbus.Consumer(sys.argv[1], label=sys.argv[2]) as consumer:
 
 
 def apply(old: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Apply a difference, as the page does."""
     new = dict(old)
     for key, value in changes.items():
         before = new.get(key)
@@ -71,8 +67,6 @@ def apply(old: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 class Web:
-    """``shmbus web`` as a process of its own."""
-
     def __init__(self, spawner: Spawner, names: tuple[str, ...], *, before: str = "") -> None:
         self.child: Child = spawner.script(before + RUN, *names)
         wait_until(
@@ -92,12 +86,10 @@ class Web:
         return f"shmbus-{self.port}={self.token}"
 
     def stop(self) -> str:
-        """SIGTERM; it must end in order."""
         self.child.send_signal(signal.SIGTERM)
         return self.child.finish()
 
     def connect(self) -> socket.socket:
-        """A new connection."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT_S)
 
     def ask(self, path: str, method: str = "GET", body: bytes = b"", **headers: str) -> Answer:
@@ -126,7 +118,6 @@ class Web:
                 yield picture
 
     def until(self, name: str, wanted: Any, what: str) -> dict[str, Any]:
-        """Watch until a picture is as wanted, and return it."""
         deadline = time.monotonic() + TIMEOUT_S
         picture: dict[str, Any] = {}
         for picture in self.pictures(name):

@@ -1,8 +1,4 @@
-"""The page in a real browser: names, numbers, keys, themes; no message, no foreign request.
-
-Pictures of the main states are written where SHMBUS_PICTURES says; `docs/page.md` shows some. They
-are looked at by eye before they replace those on record.
-"""
+"""The page in a real browser; SHMBUS_PICTURES names a folder for pictures of its states."""
 
 from __future__ import annotations
 
@@ -87,7 +83,6 @@ def sentence(page: Page) -> str:
 
 
 def wait_for(page: Page, wanted: Callable[[], Any], what: str) -> None:
-    """Wait, with the browser's events served."""
     deadline = time.monotonic() + 30
     while not wanted():
         if time.monotonic() > deadline:
@@ -258,9 +253,7 @@ def test_every_part_has_a_name_and_is_reached_by_keys(
         page.wait_for_selector("#history", state="detached")
 
 
-def test_the_server_that_ends_is_told_and_the_page_comes_back_with_it(
-    web: Start, bus_name: str, browser: Browser, spawn: Spawner
-) -> None:
+def test_a_server_returns(web: Start, bus_name: str, browser: Browser, spawn: Spawner) -> None:
     with Bus.create(bus_name, "1MiB"):
         server = web(bus_name)
         context = browser.new_context()

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.skipif(
 
 
 def page_of(served: Daemon) -> Web:
-    """The page that a daemon started last."""
     pattern = r"http://127\.0\.0\.1:(\d+)/\?token=(\S+)"
     found = wait_until(lambda: re.findall(pattern, served.child.output()), what="the page")
     page = Web.__new__(Web)
@@ -30,7 +29,6 @@ def page_of(served: Daemon) -> Web:
 
 
 def pid_of(port: int) -> int:
-    """Who listens at a port of loopback."""
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     inode = next(
         line.split()[9] for line in lines if line.split()[1].endswith(f":{port:04X}")

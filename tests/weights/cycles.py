@@ -1,11 +1,4 @@
-"""Counts what cycles of weights leave behind: descriptors, mappings, files, memory of the process.
-
-usage: python tests/weights/cycles.py BUS CYCLES
-
-A cycle is a publisher that begins anew or goes on, versions whole and by patches, views that
-outlive their lease, a reader that comes and goes, an error in the middle, and at times a removal.
-Exit status 1, and what grew, where anything did.
-"""
+"""Count leftovers of weight cycles, and exit with 1 at growth: ``cycles.py BUS CYCLES``."""
 
 from __future__ import annotations
 
@@ -27,7 +20,6 @@ SPARE_KIB = 4096
 
 
 def figures(bus: str) -> dict[str, int]:
-    """Count what this process has."""
     with Path("/proc/self/maps").open() as maps:
         mapped = sum("/dev/shm/shmbus" in line for line in maps)
     return {
@@ -63,7 +55,6 @@ def cycle(bus: str, number: int, made: torch.Generator) -> None:
 
 
 def main(bus: str, cycles: int) -> int:
-    """Run, count, compare."""
     made = torch.Generator().manual_seed(1)
     torch.set_num_threads(1)
     before: dict[str, int] = {}

@@ -1,11 +1,6 @@
-"""The ranks of trainers or of inference servers, with a sharded model: what test_ranks starts.
+"""Ranks of trainers or inference servers with a sharded model, as test_ranks starts them.
 
 usage: python -m rank_child DIRECTORY ROLE:BUS:WORLD:LAYOUT[:CARRIER[:DEVICE]]...
-
-The directory is for the ranks' rendezvous. ROLE is "publish" or "read". LAYOUT is "rows",
-"columns", "fsdp" or "replicated"; a reader compares each shard with what it should have become.
-DEVICE is "cpu" or "cuda", of which each rank takes its own, as far as there are. Memory that ends
-with its publisher is kept until the file READ is in the directory.
 """
 
 from __future__ import annotations
@@ -56,7 +51,6 @@ def own_part(value: torch.Tensor, mesh: DeviceMesh, placed: Placement) -> torch.
 
 
 def sharded(layout: str, world: int, device: str = "cpu") -> torch.nn.Sequential:
-    """The model in one layout."""
     model = whole_model().to(device)
     if layout == "replicated" or world == 1:
         return model

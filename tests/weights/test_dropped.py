@@ -91,9 +91,7 @@ def test_who_may_use_a_device_imports_its_kernels_at_once(monkeypatch: pytest.Mo
     assert imported == ["shmbus.tensors.copy_kernel"]
 
 
-def test_an_interrupted_release_raises_and_keeps_no_slot(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupted_release_raises_and_keeps_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
         """One whose device is not done when Ctrl-C comes."""
 

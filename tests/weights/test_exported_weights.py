@@ -238,7 +238,6 @@ def test_another_process_loads_versions_in_flat_memory(
     assert f"read to {SYNCS} wrong 0 grown 0" in child.finish(timeout=120)
 
 
-@pytest.mark.timeout(100)
 @needs_two
 @pytest.mark.parametrize("carrier", [VMM, IPC])
 def test_a_reader_that_does_not_see_the_device_says_so_and_reads_through_the_host(
@@ -267,7 +266,6 @@ def test_a_pool_grows_by_a_buffer(bus_name: str, publishers: MakePublisher, spaw
     child.kill()
 
 
-@pytest.mark.timeout(100)
 @in_each_memory
 def test_a_reader_that_is_stopped_or_killed_decides_as_with_shm(
     carrier: str, bus_name: str, publishers: MakePublisher, spawn: Spawner
@@ -284,11 +282,8 @@ def test_a_reader_that_is_stopped_or_killed_decides_as_with_shm(
     publisher.publish(version=3)
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("carrier", ["memfd", VMM])
-def test_a_killed_publisher_leaves_its_versions_to_readers_that_have_them_and_a_successor(
-    carrier: str, bus_name: str, spawn: Spawner
-) -> None:
+def test_a_killed_publishers_versions_stay(carrier: str, bus_name: str, spawn: Spawner) -> None:
     device = place(carrier)
     child = spawn.script(PUBLISHER, bus_name, carrier, device, 1, 3)
     child.expect("published", timeout=60)
@@ -442,9 +437,7 @@ def test_lazy_views_cross_host_memory(bus_name: str, publishers: MakePublisher, 
 
 @on_a_gpu
 @pytest.mark.parametrize("reader", [DEVICE, "cpu"])
-def test_a_model_with_a_tensor_without_elements_follows_by_patches(
-    bus_name: str, publishers: MakePublisher, reader: str
-) -> None:
+def test_empty_tensors_follow(bus_name: str, publishers: MakePublisher, reader: str) -> None:
     model = torch.nn.Linear(500, 500, device=DEVICE)
     model.empty = torch.nn.Parameter(torch.empty(0, 3, device=DEVICE))
     publisher = publishers(model, carrier="shm", patches=True)

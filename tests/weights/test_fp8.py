@@ -51,9 +51,7 @@ def model() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("patches", [False, 0.5])
-def test_a_version_equals_the_plainest_conversion(
-    patches: float | bool,
-) -> None:
+def test_a_version_equals_the_plainest_conversion(patches: float | bool) -> None:
     bus = f"test-fp8-{os.getpid()}"
     module = model()
     parts = {"top": Slice("p0", 0, 0, 128), "last": Slice("p1", 0, 128, 72)}
@@ -78,8 +76,6 @@ def test_a_version_equals_the_plainest_conversion(
 
 
 class Shards:
-    """Two shards of one matrix."""
-
     def __init__(self, matrix: torch.Tensor, cut: int) -> None:
         self.matrix, self.cut = matrix, cut
 

@@ -12,12 +12,7 @@ import pytest
 import torch
 from weight_models import move, replace, square, swap, turn, write
 
-from shmbus.weights import (
-    ManifestError,
-    ModuleSource,
-    WeightPublisher,
-    WeightSubscriber,
-)
+from shmbus.weights import ManifestError, ModuleSource, WeightPublisher, WeightSubscriber
 
 
 def nothing(module: Any) -> None:

@@ -16,12 +16,7 @@ from shmbus import BusRemovedError, WaitTimeoutError
 from shmbus.engines.rows import RankRows
 from shmbus.pool import read_pool, unlink_pool
 from shmbus.pool.lifecycle import pool_path
-from shmbus.weights import (
-    ModuleSource,
-    VersionOrderError,
-    WeightPublisher,
-    WeightSubscriber,
-)
+from shmbus.weights import ModuleSource, VersionOrderError, WeightPublisher, WeightSubscriber
 
 MakePublisher = Callable[..., WeightPublisher]
 CARRIERS = ["shm", "memfd"]
@@ -178,14 +173,10 @@ def test_an_exception_keeps_the_weights_and_a_normal_end_removes_them(bus_name: 
 
 
 class Named:
-    """A server, as rows know it."""
-
     address = "http://127.0.0.1:1"
 
 
-def test_a_number_of_an_earlier_life_is_not_taken_for_the_new_version(
-    bus_name: str,
-) -> None:
+def test_a_number_of_an_earlier_life_is_not_taken_for_the_new_version(bus_name: str) -> None:
     rows = RankRows(bus_name)
     trainer = Trainer(bus_name)
     label = f"{Named.address} rank 0"

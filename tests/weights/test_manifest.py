@@ -161,8 +161,5 @@ def test_an_unreliable_source_publishes_nothing(pieces: Any, match: str, bus_nam
 )
 def test_a_source_that_gives_no_pieces_is_told_so(pieces: Any, match: str, bus_name: str) -> None:
     source = Strange(ParamMeta("a", "float32", (2, 3)), pieces=pieces)
-    with (
-        WeightPublisher(bus_name, source) as publisher,
-        pytest.raises(TypeError, match=match),
-    ):
+    with WeightPublisher(bus_name, source) as publisher, pytest.raises(TypeError, match=match):
         publisher.publish(version=1)

@@ -21,8 +21,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 class Engine:
-    """The engine's process."""
-
     def __init__(self, bus: str, device: str) -> None:
         self.pipe: Connection
         self.pipe, there = TEMPLATE.Pipe()

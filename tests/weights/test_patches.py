@@ -6,13 +6,12 @@ import contextlib
 import math
 import os
 import random
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Spawner
+from conftest import Spawner, together
 from weight_models import CHANGES, Odd, bits, many, same, step
 
 from shmbus.pool.lifecycle import open_pool, pool_path
@@ -406,18 +405,15 @@ class Shards:
         self._model, self._dim = model, dim
 
     def params(self) -> list[ParamMeta]:
-        """All tensors."""
         return [
             ParamMeta(name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
             for name, value in self._model.state_dict().items()
         ]
 
     def aliases(self) -> Mapping[str, str]:
-        """None."""
         return {}
 
     def slices(self) -> Mapping[str, Slice]:
-        """None."""
         return {}
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
@@ -432,22 +428,12 @@ class Shards:
 
 
 def publish_all(publishers: list[WeightPublisher], version: int) -> list[int | None]:
-    """Publish a version from every rank at once."""
     told: list[int | None] = [None] * len(publishers)
-    errors: list[BaseException] = []
 
     def run(rank: int) -> None:
-        try:
-            told[rank] = publishers[rank].publish(version=version).changed
-        except BaseException as error:
-            errors.append(error)
+        told[rank] = publishers[rank].publish(version=version).changed
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(publishers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert errors == []
+    together(run, range(len(publishers)))
     return told
 
 

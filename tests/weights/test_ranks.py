@@ -1,7 +1,4 @@
-"""Trainers of 1, 2 and 4 ranks in every layout and carrier, and readers that are sharded otherwise.
-
-In exported memory each rank writes what it has, on its own device, into the memory of rank 0.
-"""
+"""Trainers of 1, 2 and 4 ranks in each layout and carrier, and readers with other shards."""
 
 from __future__ import annotations
 
@@ -134,14 +131,12 @@ def fill(publisher: WeightPublisher, value: int) -> None:
 
 
 def is_all(bus: str, version: int) -> bool:
-    """Whether every element of the newest version is its number."""
     with WeightSubscriber(bus) as reader, reader.latest(timeout=5) as weights:
         return weights.version == version and all(
             bool((weights[name] == version).all()) for name in weights
         )
 
 
-@pytest.mark.timeout(90)
 def test_a_killed_rank_fails_the_version_and_its_successor_writes_the_next(
     bus_name: str, rank_of: Callable[..., WeightPublisher], spawn: Spawner
 ) -> None:
@@ -160,7 +155,6 @@ def test_a_killed_rank_fails_the_version_and_its_successor_writes_the_next(
     assert is_all(bus_name, 2)
 
 
-@pytest.mark.timeout(90)
 def test_a_rank_that_outlives_rank_0_writes_into_the_memory_of_its_successor(
     bus_name: str, rank_of: Callable[..., WeightPublisher], spawn: Spawner
 ) -> None:
@@ -181,7 +175,6 @@ def test_a_rank_that_outlives_rank_0_writes_into_the_memory_of_its_successor(
         assert is_all(bus_name, version)
 
 
-@pytest.mark.timeout(90)
 def test_ranks_with_different_models_publish_nothing_and_say_so(
     bus_name: str, rank_of: Callable[..., WeightPublisher], spawn: Spawner
 ) -> None:

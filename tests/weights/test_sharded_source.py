@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import together
 
 from bench.fused_engine import FusedModel, Shape, checkpoint
 from shmbus.weights import (
@@ -59,11 +60,7 @@ class Ranks:
             except Exception as error:
                 made[rank] = error
 
-        threads = [threading.Thread(target=make, args=(rank,)) for rank in range(len(shards))]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        together(make, range(len(shards)))
         errors = [each for each in made if isinstance(each, Exception)]
         if errors:
             assert len({str(each) for each in errors}) == 1, "ranks disagree about what is wrong"
@@ -181,10 +178,7 @@ def test_every_trainers_layout_is_what_every_engines_layout_loads(
         for layout, own, first in ranks
     ]
     source = Together(Ranks(len(ranks)).sources(shards))
-    with (
-        WeightPublisher(bus_name, source) as publisher,
-        WeightSubscriber(bus_name) as subscriber,
-    ):
+    with WeightPublisher(bus_name, source) as publisher, WeightSubscriber(bus_name) as subscriber:
         for version in (1, 2):
             publisher.publish(version=version)
             with subscriber.latest(timeout=10) as weights:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import together
 from fork_server import TEMPLATE
 
 from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
 from shmbus.inspect.leftovers import survey
 from shmbus.weights import ManifestError, Slice, WeightsError, attach_model, share_model
-from shmbus.weights.shared_file import path_of
+from shmbus.weights.shared_file import path_of, shared_state
 from shmbus.weights.shared_model import SharedModel
 
 
@@ -114,7 +114,7 @@ def test_a_misfit_attaches_nothing(bus_name: str, trained: tuple[Tiny, SharedMod
 
 
 def test_steps_and_readers_take_turns(bus_name: str, trained: tuple[Tiny, SharedModel]) -> None:
-    _, shared = trained
+    model, shared = trained
     server = Tiny()
     with attach_model(bus_name, server) as seen:
         with (
@@ -129,6 +129,11 @@ def test_steps_and_readers_take_turns(bus_name: str, trained: tuple[Tiny, Shared
             seen.reading(timeout=0.05),
         ):
             raise AssertionError("read in a step")
+        # Off only by saying so.
+        with seen.reading(), shared.stepping(3, guard="none"):
+            fill(model, 3)
+        with seen.reading() as version:
+            assert version == 3
         with pytest.raises(WeightsError, match="only reads"), seen.stepping(4):
             pass
 
@@ -147,17 +152,11 @@ def generate(bus: str, threads: int, seconds: float, result: Any) -> None:
                 found.append(values | {float(version)})
 
     with attach_model(bus, model) as seen:
-        workers = [threading.Thread(target=run, args=(seen,)) for _ in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        together(run, [seen] * threads)
     result.send((len(found), sum(len(values) != 1 for values in found)))
 
 
-def test_passes_meet_one_version_and_starve_no_step(
-    trained: tuple[Tiny, SharedModel],
-) -> None:
+def test_passes_meet_one_version_and_starve_no_step(trained: tuple[Tiny, SharedModel]) -> None:
     model, shared = trained
     pipes = [TEMPLATE.Pipe() for _ in range(2)]
     processes = [
@@ -195,6 +194,7 @@ def test_a_trainer_that_died_in_a_step_leaves_an_error_and_no_mix(bus_name: str)
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
+    assert shared_state(bus_name) == (1, True)
     with attach_model(bus_name, Tiny()) as seen:
         with pytest.raises(DamagedError, match="a mix of version 1"), seen.reading():
             pass
@@ -218,9 +218,7 @@ def test_a_trainer_that_died_in_a_step_leaves_an_error_and_no_mix(bus_name: str)
         assert version == 1 and not shared.torn
 
 
-def test_a_failed_step_is_torn_until_a_whole_load(
-    trained: tuple[Tiny, SharedModel],
-) -> None:
+def test_a_failed_step_is_torn_until_a_whole_load(trained: tuple[Tiny, SharedModel]) -> None:
     model, shared = trained
     with pytest.raises(RuntimeError, match="optimizer"), shared.stepping(2):
         raise RuntimeError("the optimizer failed")

@@ -1,8 +1,4 @@
-"""How tensors are copied: what crosses to a device together, is cut for a launch, or was seen.
-
-
-The crossing and the launch themselves are in `test_exported_weights.py`.
-"""
+"""Copies of tensors: joint crossings, cuts for a launch, and skipped tensors."""
 
 from __future__ import annotations
 
@@ -91,13 +87,10 @@ def test_of_any_tensors_in_any_order_each_byte_is_in_one_run(seed: int) -> None:
             assert len(found) == 1 or index not in kept
 
 
-def test_nothing_crosses_where_there_is_no_device() -> None:
-    plan_of_one = CopyPlan([(torch.zeros(3), torch.ones(3))])
-    assert plan_of_one.crossing == []
-
-
-def test_no_tensors_make_no_run() -> None:
-    assert plan([]) == []
+def test_nothing_is_planned_for_no_tensors_and_for_the_host() -> None:
+    assert plan([]) == [] and [len(table) for table in cut([])] == [0, 0, 0]
+    assert CopyPlan([(torch.zeros(3), torch.ones(3))]).crossing == []
+    assert not is_alike(torch.zeros(4), torch.ones(4))
 
 
 @pytest.mark.parametrize("lazy", [torch._neg_view, torch.conj])
@@ -138,14 +131,6 @@ def test_each_byte_is_in_one_piece_and_goes_where_it_belongs(seed: int) -> None:
         assert covered == sum(sizes)
 
 
-def test_no_copies_are_no_pieces() -> None:
-    assert [len(table) for table in cut([])] == [0, 0, 0]
-
-
-def test_copies_of_the_host_are_not_for_the_kernel() -> None:
-    assert not is_alike(torch.zeros(4), torch.ones(4))
-
-
 class Marked(torch.Tensor):
     """A kind of tensor of a user's own."""
 
@@ -162,16 +147,28 @@ def take_the_negative(module: Any) -> None:
     module.p2.data = torch._neg_view(module.p2.data)  # the same memory, and its signs turned
 
 
+def conjugate(module: Any) -> None:
+    module.pairs.data = module.pairs.data.conj()
+
+
 def shorten(module: Any) -> None:
     module.p0.data = module.p0.data[:4]
 
 
-@pytest.mark.parametrize(
-    "change", [move, turn, replace, swap, read_as_integers, take_the_negative, shorten]
-)
+def free(module: Any) -> None:
+    module.p0.untyped_storage().resize_(0)
+
+
+CHANGES = [
+    move, turn, replace, swap, read_as_integers, take_the_negative, conjugate, shorten, free,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_is_more_than_a_value_is_seen(change: Callable[[Any], None]) -> None:
     module = square()
     module.narrow = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    module.pairs = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
     found = SeenTensors(state(module))
     with torch.no_grad():
         for parameter in module.parameters():
@@ -179,14 +176,6 @@ def test_what_is_more_than_a_value_is_seen(change: Callable[[Any], None]) -> Non
     assert found.still(state(module))
     change(module)
     assert not found.still(state(module))
-
-
-def test_a_conjugate_in_the_same_memory_is_seen() -> None:
-    tensor = torch.ones(4, dtype=torch.complex64)
-    found = SeenTensors({"a": tensor})
-    assert found.still({"a": tensor})
-    tensor.data = tensor.data.conj()
-    assert not found.still({"a": tensor})
 
 
 def test_another_mode_of_autograd_is_no_change() -> None:
@@ -211,10 +200,3 @@ def test_what_is_no_tensor_is_not_looked_at() -> None:
     assert found.still({"a": tensor, "state": object()})
     assert not found.still({"b": tensor})
     assert SeenTensors({}).still({})
-
-
-def test_a_tensor_that_loses_its_memory_has_changed() -> None:
-    tensor = torch.zeros(3, dtype=torch.bfloat16)
-    found = SeenTensors({"a": tensor})
-    tensor.untyped_storage().resize_(0)
-    assert not found.still({"a": tensor})

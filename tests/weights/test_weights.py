@@ -14,12 +14,7 @@ import torch
 from conftest import Spawner, wait_until
 from weight_models import Odd, Unwritable, bits, many, same
 
-from shmbus import (
-    BusBusyError,
-    BusClosedError,
-    DamagedError,
-    WaitTimeoutError,
-)
+from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
 from shmbus.weights import (
@@ -245,9 +240,7 @@ def test_part_names_lead_to_parts(publishers: MakePublisher, subscriber: WeightS
         assert all(torch.equal(plain[name], weights[name]) for name in names)
 
 
-def test_parts_are_loaded_into_a_fused_tensor_of_the_model(
-    publishers: MakePublisher, subscriber: WeightSubscriber
-) -> None:
+def test_parts_load_into_a_fusion(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
     model = torch.nn.ModuleDict({n: torch.nn.Linear(6, 4, bias=False) for n in "qkv"})
     publishers(model).publish(version=1)
     fused = {"qkv.weight": torch.zeros(12, 6)}
@@ -303,9 +296,7 @@ def test_weights_stay(bus_name: str, by_each: MakePublisher, subscriber: WeightS
         by_each(many(2))
 
 
-def test_a_repeated_cell_that_makes_its_publisher_again_gets_advice(
-    bus_name: str,
-) -> None:
+def test_a_repeated_cell_that_makes_its_publisher_again_gets_advice(bus_name: str) -> None:
     make = "publisher = WeightPublisher(name, source, carrier='shm')"
     scope = {"WeightPublisher": WeightPublisher, "name": bus_name, "source": ModuleSource(many(2))}
     exec(make, scope)

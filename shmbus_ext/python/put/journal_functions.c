@@ -173,6 +173,22 @@ SEGMENT_FUNCTION(py_relay_notes, py_take_writable) {
     return notes;
 }
 
+/* relay_ended(segment) -> list[origin]: ended records whose source has not released them yet. */
+SEGMENT_FUNCTION(py_relay_ended, py_take_segment) {
+    PyObject *found = PyList_New(0);
+    for (uint32_t i = 0; found != NULL && i < segment->c.relay_entry_count; i++) {
+        struct relay_note note;
+        if (RELAXED(segment->c.relay_entries[i].ended) == 0 || !relay_read(&segment->c, i, &note) ||
+            note.state != RELAY_SETTLED || note.ended == 0) {
+            continue;
+        }
+        char origin[RELAY_ORIGIN_BYTES];
+        origin_pack(origin, note.origin.identity, note.origin.producer_id, note.origin.sequence);
+        py_list_add(&found, PyBytes_FromStringAndSize(origin, (Py_ssize_t)sizeof origin));
+    }
+    return found;
+}
+
 /* Pack the entries of n (entry, reason) pairs with the given reason; NULL with an exception. */
 static PyObject *pack_ends(const uint32_t (*pairs)[2], uint32_t n, uint32_t reason,
                            uint32_t count) {
@@ -289,6 +305,7 @@ PyMethodDef py_relay_functions[] = {
     {"relay_settle", py_relay_settle, METH_VARARGS, NULL},
     {"relay_forget", py_relay_forget, METH_VARARGS, NULL},
     {"relay_notes", py_relay_notes, METH_O, NULL},
+    {"relay_ended", py_relay_ended, METH_O, NULL},
     {"relay_ends", py_relay_ends, METH_O, NULL},
     {"relay_words", py_relay_words, METH_O, NULL},
     {"relay_note", py_relay_note, METH_VARARGS, NULL},

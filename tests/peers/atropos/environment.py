@@ -1,7 +1,4 @@
-"""A real BaseEnv as a program: groups that are known by their numbers, by HTTP or through the ring.
-
-Usage: environment.py URL NUMBER GROUP_SIZE TOKENIZER; with SHMBUS_BUS set it puts into that bus.
-"""
+"""A real BaseEnv: ``environment.py URL NUMBER GROUP_SIZE TOKENIZER``; SHMBUS_BUS names a bus."""
 
 from __future__ import annotations
 

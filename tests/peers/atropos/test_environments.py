@@ -1,8 +1,4 @@
-"""Two real BaseEnvs, with groups of 4 and of 2, feed a trainer: the same batches from all servers.
-
-Their server, the gateway, the ring, and gateway and ring at once: every batch has exactly its
-sequences, in packs of 4, and every group comes once and equal, to the last digit.
-"""
+"""Two real BaseEnvs give equal batches by their server, the gateway, the ring and both."""
 
 from __future__ import annotations
 
@@ -82,7 +78,6 @@ class Place:
         wait_until(lambda: answers(self.url), PATIENCE_S, f"the server at {self.url}")
 
     def environment(self, number: int, tokenizer: str, *, ring: bool) -> None:
-        """Start a BaseEnv."""
         more = {"SHMBUS_BUS": str(self.bus)} if ring else {}
         self._spawn.file(
             HERE / "environment.py",
@@ -91,7 +86,6 @@ class Place:
         )
 
     def ask(self) -> Any:
-        """Ask as a trainer does."""
         return requests.get(f"{self.url}/batch", timeout=10).json()["batch"]
 
 

@@ -1,11 +1,6 @@
-"""Raylets under SIGKILL: a relay over four nodes of a real Ray cluster on this machine.
+"""Raylets of four nodes of a real Ray cluster under SIGKILL: a relay over all of them.
 
-A program: `python tests/peers/ray/raylet_storm.py --kills 50` prints what it did, and ends with
-status 1 at the first thing that is lost, doubled or torn. test_raylets.py runs its short form.
-
-A raylet takes the actors of its node with it, at once or within a moment in which two of them are
-there; the buses stay, as on a machine whose Ray is started again. Nodes die one at a time and in
-pairs, and come back after a random while.
+`python tests/peers/ray/raylet_storm.py --kills 50` ends with status 1 at the first fault.
 """
 
 from __future__ import annotations
@@ -45,8 +40,6 @@ PAIRS = 0.25
 
 
 class Plan(NamedTuple):
-    """What a storm is made of."""
-
     kills: int
     seed: int
     #: Groups a second that the workers put; they go on until the last node is back.
@@ -72,7 +65,6 @@ class RayletStorm:
         self.lock = threading.Lock()
 
     def run(self) -> dict[str, Any]:
-        """Do it, and say what happened."""
         for bus in self.buses.values():
             shmbus.Bus.create(bus, "16MiB").close()
         head = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False}
@@ -127,7 +119,6 @@ class RayletStorm:
             producer.close()
 
     def train(self, name: str) -> None:
-        """Take groups, check every byte of them, and acknowledge them."""
         with shmbus.Consumer(self.buses[name]) as consumer:
             while not self.over.is_set():
                 for group in consumer.take(timeout=0.1):
@@ -206,7 +197,6 @@ class RayletStorm:
 
 
 def is_whole(group: shmbus.Group, number: int) -> bool:
-    """Whether each byte is as it was put."""
     if len(group) != SIZE or any(t.meta != {"of": [number, t.index]} for t in group):
         return False
     return all(
@@ -226,7 +216,6 @@ def status(bus: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run it as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))

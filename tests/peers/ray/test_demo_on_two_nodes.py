@@ -1,8 +1,4 @@
-"""The demo over two nodes, each with a /dev/shm of its own, learns as it does on one.
-
-Needs root. A short form makes some steps; SHMBUS_TEST_DEMO=1 trains both to the end, in some
-minutes.
-"""
+"""The demo learns over two nodes as on a single node; SHMBUS_TEST_DEMO=1 trains to the end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Raylets that are killed lose, double and tear nothing, and all ledgers balance at the end.
-
-SHMBUS_TEST_RAYLETS=50 kills as many.
-"""
+"""Killed raylets lose and double nothing; SHMBUS_TEST_RAYLETS sets the number of kills."""
 
 from __future__ import annotations
 

@@ -87,7 +87,6 @@ def put(names: list[str], first: int, groups: int) -> None:
 
 
 def take(consumer: shmbus.Consumer, first: int, groups: int) -> None:
-    """Take these groups, each once."""
     seen: set[str] = set()
     deadline = time.monotonic() + DEADLINE_S
     while len(seen) < groups:
@@ -229,9 +228,7 @@ def on_all(names: list[str], version: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_trainers_node_that_will_not_come_back_is_forgotten_and_its_groups_go_elsewhere(
-    cluster: Any, buses: dict[str, str]
-) -> None:
+def test_a_lost_trainers_node_is_forgotten(cluster: Any, buses: dict[str, str]) -> None:
     node = cluster.add_node(num_cpus=1, resources={"gone": 1}, object_store_memory=100 << 20)
     doomed = f"{buses['trainer']}.doomed"
     shmbus.Bus.create(doomed, "16MiB").close()
@@ -390,9 +387,7 @@ def test_a_node_joins_and_leaves_with_its_mirror(cluster: Any, buses: dict[str, 
 
 
 @pytest.mark.slow
-def test_a_start_names_the_actor_that_has_not_begun_and_what_it_lacks(
-    cluster: Any, buses: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_start_names_a_late_actor(cluster: Any, buses: dict[str, str], tmp_path: Path) -> None:
     left, trainer = f"{buses['left']}@left", f"{buses['trainer']}@trainer"
     file = tmp_path / f"{buses['trainer']}.kept"
     file.write_bytes(b"somebody's text, of more bytes than a head has")

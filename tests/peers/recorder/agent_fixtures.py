@@ -106,8 +106,6 @@ def bus(request: pytest.FixtureRequest) -> Iterator[shmbus.Bus]:
 
 
 class Proxy:
-    """``shmbus proxy`` as users start it."""
-
     def __init__(self, bus: str, engines: list[str], *options: str) -> None:
         words = [word for url in engines for word in ("--engine", url)]
         self.process = subprocess.Popen(

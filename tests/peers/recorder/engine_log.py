@@ -107,11 +107,7 @@ def replayed(answers: Iterable[Answer]) -> list[Row]:
 
 
 def check(samples: Iterable[shmbus.Trajectory], log: EngineLog, *, in_order: bool = True) -> int:
-    """Hold samples against all that the engine sampled since; returns how many tokens it were.
-
-    Each trained token is in the engine's record with its logprob, each of the record is trained
-    once, and the rows are those of a replay where calls of a session came one after the other.
-    """
+    """Compare samples with all sampled tokens since the last call; return the number of tokens."""
     left: dict[tuple[int, ...], list[Answer]] = defaultdict(list)
     for answer in log.since_last():
         left[answer.prompt].append(answer)

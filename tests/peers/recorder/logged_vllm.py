@@ -1,8 +1,4 @@
-"""vLLM's own server, with a log of every token that its engine sampled: ``logged_vllm.py LOG ...``.
-
-The log is written below all of HTTP: a line for each output, with the request's prompt, the token
-ids and their logprobs as the engine returns them.
-"""
+"""vLLM's own server with a log of each sampled token: ``logged_vllm.py LOG ...``."""
 
 from __future__ import annotations
 

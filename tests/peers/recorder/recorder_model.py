@@ -1,8 +1,4 @@
-"""Makes a tiny chat model with random weights: ``recorder_model.py FOLDER SEED``.
-
-Its tokenizer knows printable ASCII, a letter a token, and some pairs as one: text that was sampled
-as two letters may come back as a pair. Its template has roles, tools, calls and thoughts.
-"""
+"""Make a tiny chat model with random weights: ``recorder_model.py FOLDER SEED``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Real clients through the recorder, before a real vLLM: every token against the engine's record.
-
-``SHMBUS_TEST_SESSIONS=300`` is the long form.
-"""
+"""Real clients before a real vLLM; SHMBUS_TEST_SESSIONS=300 is the long form."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""SGLang's own session and weight updater, as they run in a scheduler, take a version from us.
-
-What is not SGLang's here is the model, which is a module with `load_weights`, and the scheduler
-around the session: it needs a GPU.
-"""
+"""SGLang's own session and weight updater take a version; model and scheduler are stand-ins."""
 
 from __future__ import annotations
 

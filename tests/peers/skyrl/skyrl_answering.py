@@ -1,9 +1,4 @@
-"""A rollout worker of the tests: it answers requests until the bus is gone. No Ray, no SkyRL.
-
-    skyrl_answering.py BUS [fail]
-
-With "fail" it reports each sample of index 1 as failed, the first time that it is asked for it.
-"""
+"""A rollout worker without SkyRL: ``skyrl_answering.py BUS [fail]``."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""SkyRL's policy worker on a machine without a GPU.
-
-SkyRL has no platforms: its FSDP worker asks torch for "cuda" by name, and its model wrapper imports
-flash_attn, which installs with CUDA only, also where it is not used. What stands in for hardware
-here: the device that torch.cuda names, meshes of it, gloo as the only backend of the process group,
-and two names of flash_attn that nobody calls. Model, FSDP, losses and optimizer are SkyRL's own, in
-the dtypes that it chooses.
-"""
+"""SkyRL's policy worker on a CPU: device, meshes, gloo and flash_attn's names are stand-ins."""
 
 from __future__ import annotations
 

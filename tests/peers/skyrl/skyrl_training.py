@@ -1,11 +1,4 @@
-"""SkyRL's trainer, with rollouts of outside processes alone.
-
-    skyrl_training.py BUS DIRECTORY [KEY=VALUE ...]
-
-The keys are SkyRL's. Of its experiment, this changes what its user may: the generator, as the page
-says; no inference engines and no weights sent to them, since the workers of a bus have theirs; and
-the policy worker, for one that runs on a CPU. What is logged goes to ``log.jsonl``.
-"""
+"""SkyRL's trainer with outside rollouts: ``skyrl_training.py BUS DIRECTORY [KEY=VALUE]``."""
 
 from __future__ import annotations
 

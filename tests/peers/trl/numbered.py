@@ -1,10 +1,4 @@
-"""A rollout worker of the tests: its samples carry numbers, and two of them share each group.
-
-    numbered.py BUS PARITY FIRST
-
-It puts the samples of one parity of each group, from group FIRST on, until the bus is gone. The
-groups stand in the order of their numbers.
-"""
+"""A rollout worker whose samples carry numbers: ``numbered.py BUS PARITY FIRST``."""
 
 from __future__ import annotations
 
@@ -20,7 +14,6 @@ SCALE = 65536.0
 
 
 def number_of(t: shmbus.Trajectory) -> int:
-    """The number of a sample."""
     return round(-float(t["logprobs"][1]) * SCALE) - 1
 
 

@@ -1,7 +1,4 @@
-"""The blocks of TRL's page, each as a process of its own, with a tiny model.
-
-page.py async|rollouts|sync|answers BUS DIRECTORY
-"""
+"""The blocks of TRL's page as processes: ``page.py async|rollouts|sync|answers BUS DIRECTORY``."""
 
 from __future__ import annotations
 

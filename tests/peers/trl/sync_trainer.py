@@ -1,7 +1,4 @@
-"""A process that trains with TRL's GRPOTrainer, whose prompts go to workers over a bus.
-
-sync_trainer.py BUS DIRECTORY STEPS [OPTIONS as JSON]
-"""
+"""TRL's GRPOTrainer over a bus: ``sync_trainer.py BUS DIRECTORY STEPS [OPTIONS as JSON]``."""
 
 from __future__ import annotations
 

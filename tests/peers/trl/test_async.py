@@ -73,7 +73,6 @@ def conversation(dice: random.Random) -> list[dict[str, Any]]:
 
 
 def fields(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as producers put it."""
     return {
         "tokens": np.array(row["tokens"], np.int32),
         "loss_mask": np.array(row["mask"], np.uint8),

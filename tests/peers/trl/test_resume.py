@@ -1,8 +1,4 @@
-"""A trainer that is killed and resumed trains every group once, whenever it was killed.
-
-What was trained is written down by the trainer process from its loss (`trainer.py`), and compared
-with all that was put and what is left on the bus.
-"""
+"""A killed and resumed trainer trains each group once, by its loss (`trainer.py`)."""
 
 from __future__ import annotations
 

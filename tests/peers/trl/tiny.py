@@ -1,8 +1,4 @@
-"""A tiny model, its tokenizer, a task, and what TRL's asynchronous trainer needs on a CPU.
-
-The task: after a prompt of one token, give tokens that are equal to it. The reward is the share of
-the completion that is.
-"""
+"""A tiny model, tokenizer and task, and TRL's asynchronous trainer on a CPU."""
 
 from __future__ import annotations
 
@@ -90,10 +86,7 @@ def tree_attention(
 
 
 def on_a_cpu() -> Any:
-    """Import TRL's asynchronous trainer so that it runs without a GPU; return its module.
-
-    Two things stand in for hardware alone: the name of the device, and the attention kernel.
-    """
+    """Import TRL's asynchronous trainer with a CPU's device name and attention kernel."""
     import trl.experimental.async_grpo.async_grpo_trainer as module
     import trl.experimental.async_grpo.packing as packing
     from transformers import AttentionInterface

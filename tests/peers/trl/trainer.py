@@ -1,11 +1,7 @@
-"""A process that trains with TRL's AsyncGRPOTrainer from a bus, and writes down what it trained.
+"""TRL's AsyncGRPOTrainer: ``trainer.py BUS DIRECTORY STEPS ACKNOWLEDGE [OPTIONS as JSON]``.
 
-    trainer.py BUS DIRECTORY STEPS ACKNOWLEDGE [OPTIONS as JSON]
-
-What was trained is read from the loss, not from the adapter: each sample's first logprob carries
-the sample's number. A line of ``trained.jsonl`` is a step: its number and those of its samples.
-With the option "tell", a line of ``losses.jsonl`` has what the loss takes of one sequence: sampled
-tokens, the sampler's logprobs, advantages.
+``trained.jsonl`` has the samples' numbers of each step, as read from the loss; with the option
+"tell", ``losses.jsonl`` has the loss's inputs of each sequence.
 """
 
 from __future__ import annotations
@@ -32,7 +28,6 @@ LINGER_S = 60.0
 
 
 def settings(root: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of AsyncGRPOConfig."""
     return {
         "output_dir": str(root / "out"),
         "max_steps": steps,

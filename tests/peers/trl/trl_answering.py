@@ -1,9 +1,4 @@
-"""A rollout worker of the tests: it answers requests with the tiny model, until the bus is gone.
-
-    trl_answering.py BUS MODEL SEED
-
-It loads each version of the weights that the trainer publishes.
-"""
+"""A rollout worker with the tiny model: ``trl_answering.py BUS MODEL SEED``."""
 
 from __future__ import annotations
 

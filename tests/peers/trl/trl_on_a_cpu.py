@@ -1,7 +1,4 @@
-"""Runs a script with TRL's asynchronous trainer made to run on a CPU.
-
-trl_on_a_cpu.py SCRIPT [ARGUMENTS]
-"""
+"""Run a script with TRL's asynchronous trainer on a CPU: ``trl_on_a_cpu.py SCRIPT [ARGUMENTS]``."""
 
 from __future__ import annotations
 

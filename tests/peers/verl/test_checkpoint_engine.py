@@ -88,7 +88,6 @@ def begin(senders: list[Any], receivers: list[Any]) -> None:
 
 
 def update(sender: Any, receivers: list[Any], value: float, step: int | None) -> list[list[float]]:
-    """One update by one sender."""
     begin([sender], receivers)
 
     async def both() -> list[Any]:

@@ -1,5 +1,4 @@
-"""verl v1's own sampling on the CPU, with groups from outside processes: its TransferQueue, its
-replay buffers, its loading by configuration."""
+"""verl v1's own sampling on the CPU, with groups from outside processes."""
 
 from __future__ import annotations
 

@@ -96,7 +96,6 @@ def overrides(bus: str, root: Path) -> list[str]:
 
 
 def train(bus: str, root: Path) -> list[dict[str, float]]:
-    """Run verl; return what it logged of each step."""
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",

@@ -1,9 +1,6 @@
-"""A pytest plug-in that has verl's own test of its NCCL checkpoint engine run on that of shmbus.
+"""A pytest plug-in: verl's own test of its NCCL checkpoint engine runs with that of shmbus.
 
-The test makes actors and rollout workers in Ray, and has verl's manager send the weights of a model
-three times; the workers compare each with the model's file. What is replaced is the backend's name
-and what a machine without accelerators lacks: the devices, FSDP's kernel of the first generation,
-flash attention. The model is a tiny one at the test's own path.
+Backend name, devices, FSDP's kernel and flash attention are replaced; the model is tiny.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""A rollout worker of the tests: it answers requests, until the bus is gone. No Ray, no verl.
-
-    verl_answering.py BUS [own | version N | fail]
-
-With "own" it puts groups of prompts of its own instead; with "version" it says that it samples with
-these weights; with "fail" it reports each sample as failed.
-"""
+"""A rollout worker without verl: ``verl_answering.py BUS [own | version N | fail]``."""
 
 from __future__ import annotations
 

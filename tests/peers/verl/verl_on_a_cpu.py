@@ -1,8 +1,4 @@
-"""verl's trainer on a machine without an accelerator, by the plug-ins that verl offers.
-
-``VERL_USE_EXTERNAL_MODULES=verl_on_a_cpu VERL_PLATFORM=cpu`` has verl and its Ray actors import
-this module, and take the CPU for their accelerator.
-"""
+"""verl's trainer on a CPU by verl's own plug-ins (VERL_USE_EXTERNAL_MODULES, VERL_PLATFORM=cpu)."""
 
 from __future__ import annotations
 

@@ -1,15 +1,6 @@
-"""verl's trainer as its command line runs it, with rollouts of outside processes alone.
+"""verl's command line with rollouts of outside processes: ``verl_training.main()``.
 
-    python -c "import verl_training; verl_training.main()" KEY=VALUE ...
-
-Imported, so that Ray's workers find its classes by their names. The arguments are those of
-``python -m verl.trainer.main_ppo``. The trainer mode "bus" is verl's own trainer without inference
-servers, since the workers of a bus have theirs. What stands in for hardware: the platform of
-`verl_on_a_cpu`, and gloo as the only backend of the process group, where verl asks for gloo and the
-accelerator's. After each step verl's own manager sends the weights by its checkpoint engine to two
-of its own workers, as its mode "separate_async" does; in place of a server these write what they
-got into files. Model, FSDP engine, losses, advantages, optimizer, checkpoints, TransferQueue and
-loop are verl's.
+Platform and gloo stand in for hardware; two workers write the weights of each step into files.
 """
 
 from __future__ import annotations

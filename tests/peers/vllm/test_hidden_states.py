@@ -1,7 +1,4 @@
-"""Hidden states out of a real vLLM server: each row as transformers computes it, once, in place.
-
-Set SHMBUS_TEST_SEQUENCES for another number of sequences than 200.
-"""
+"""Hidden states of a real vLLM server equal those of transformers (SHMBUS_TEST_SEQUENCES)."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +21,7 @@ from serving import Server, shared_memory
 from transformers import AutoModelForCausalLM
 
 from shmbus import PeerGoneError, WaitTimeoutError
-from shmbus.channel import unlink_channel
-from shmbus.tensors import (
-    ChannelClosedError,
-    StepFailedError,
-    TensorChannel,
-    TensorReceiver,
-)
+from shmbus.tensors import ChannelClosedError, StepFailedError, TensorChannel, TensorReceiver
 
 pytest_plugins = ["vllm_fixtures"]
 
@@ -63,14 +54,6 @@ def options(channel: str, **extra: Any) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.fixture
-def channel() -> Iterator[str]:
-    name = f"test-hidden-{os.getpid()}"
-    yield name
-    for file in Path("/dev/shm").glob(f"shmbus-channel.{name}*"):
-        unlink_channel(file.name.removeprefix("shmbus-channel."))
-
-
 class Reference:
     """What transformers computes of the same tokens."""
 
@@ -93,8 +76,6 @@ class Reference:
 
 
 class Trainer(threading.Thread):
-    """Receives until it is told that it is over, and keeps what is wrong."""
-
     def __init__(self, receiver: TensorReceiver, reference: Reference) -> None:
         super().__init__()
         self.receiver, self.reference = receiver, reference
@@ -192,9 +173,7 @@ async def drive(url: str, aborted: set[int], seed: int) -> dict[int, list[int]]:
 
 
 @pytest.mark.timeout(1800)
-async def test_every_row_is_transformers_own_under_aborts_preemption_chunks_and_cached_prefixes(
-    folders: dict[int, Path], tmp_path: Path, channel: str
-) -> None:
+async def test_rows_are_exact(folders: dict[int, Path], tmp_path: Path, channel: str) -> None:
     server = Server(folders[1], tmp_path / "log", 1, *options(channel))
     try:
         await server.started()
@@ -254,9 +233,7 @@ async def test_tp_2_sends_once(folders: dict[int, Path], tmp_path: Path, channel
 
 
 @pytest.mark.timeout(1800)
-async def test_a_killed_engine_is_named_once_and_its_successor_repeats_and_skips_nothing(
-    folders: dict[int, Path], tmp_path: Path, channel: str
-) -> None:
+async def test_a_killed_engine_is_1(folders: dict[int, Path], tmp_path: Path, channel: str) -> None:
     first = Server(folders[1], tmp_path / "first", 1, *options(channel))
     try:
         await first.started()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,27 +10,15 @@ import pytest
 import torch
 from vllm.v1.request import RequestStatus
 
-from shmbus.channel import unlink_channel
 from shmbus.engines import hidden_states
 from shmbus.engines.hidden_states import Finished, HiddenStatesConnector, Options, _Worker
-from shmbus.tensors import (
-    ChannelClosedError,
-    SpecMismatchError,
-    StepFailedError,
-    TensorChannel,
-)
+from shmbus.tensors import ChannelClosedError, SpecMismatchError, StepFailedError, TensorChannel
+
+pytest_plugins = ["vllm_fixtures"]
 
 BLOCKS, LAYERS, BLOCK, WIDTH = 6, 2, 4, 8
 SPECS = {"hidden": ("float32", (None, LAYERS, WIDTH)), "token_ids": ("int64", (None,))}
 BLOCK_IDS = [4, 1, 3]
-
-
-@pytest.fixture
-def channel() -> Iterator[str]:
-    name = f"test-worker-{os.getpid()}"
-    yield name
-    for file in Path("/dev/shm").glob(f"shmbus-channel.{name}*"):
-        unlink_channel(file.name.removeprefix("shmbus-channel."))
 
 
 def worker(channel: str, **extra: Any) -> _Worker:
@@ -114,9 +99,7 @@ def test_what_cannot_be_sent_is_told_as_that_step(channel: str) -> None:
     rx.close()
 
 
-def test_another_specification_is_told_on_both_sides_and_its_successor_gets_the_rows(
-    channel: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_specification_is_told(channel: str, caplog: pytest.LogCaptureFixture) -> None:
     one = worker(channel)
     wrong = {**SPECS, "hidden": ("bfloat16", (None, LAYERS, WIDTH))}
     with TensorChannel.open(channel, specs=wrong) as rx, caplog.at_level(logging.WARNING):

@@ -1,10 +1,4 @@
-"""No answer of a real vLLM has state of older weights: kinds of state by situations.
-
-Real here: keys and values, encoder outputs, LoRA adapters (`test_vllm_adapters`), restarts, two
-runs on one server. A refusal of EPLB is the backend's own, without a server: vLLM has EPLB on GPUs
-alone. A draft model of its own, and SGLang, are stubs in `tests/engines/test_state_kinds.py`: no
-CPU build runs them with weights of its own.
-"""
+"""No answer of a real vLLM has state of older weights: kinds of state by situations."""
 
 from __future__ import annotations
 

@@ -65,9 +65,7 @@ def test_weights_sent_by_vllms_interface_give_a_fresh_servers_outputs(
 
 
 @pytest.mark.timeout(900)
-def test_a_model_that_the_server_cannot_load_is_named_and_not_said_to_be_in_force(
-    folders: dict[int, Path], bus: Bus, tmp_path: Path
-) -> None:
+def test_an_unloadable_model_is_named(folders: dict[int, Path], bus: Bus, tmp_path: Path) -> None:
     server = Server(folders[1], tmp_path / "server.log", SIZES[0])
     try:
         asyncio.run(server.started())

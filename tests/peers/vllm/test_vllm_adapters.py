@@ -36,9 +36,7 @@ def adapter(seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.timeout(900)
-async def test_each_version_of_an_adapter_answers_by_its_name_while_requests_are_in_flight(
-    folders: dict[int, Path], bus: Bus, tmp_path: Path
-) -> None:
+async def test_adapters_answer_by_name(folders: dict[int, Path], bus: Bus, tmp_path: Path) -> None:
     server = Server(folders[0], tmp_path / "server.log", 1, "--enable-lora", "--max-loras", "2")
     try:
         await server.started()
@@ -71,9 +69,7 @@ async def test_each_version_of_an_adapter_answers_by_its_name_while_requests_are
 
 
 @pytest.mark.timeout(900)
-async def test_another_adapter_of_a_number_that_vllm_knows_answers_as_itself(
-    folders: dict[int, Path], bus: Bus, tmp_path: Path
-) -> None:
+async def test_an_equal_number_is_new(folders: dict[int, Path], bus: Bus, tmp_path: Path) -> None:
     options = ("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "8", "--block-size", "32")
     server = Server(folders[0], tmp_path / "server.log", 1, *options)
     prompt = " ".join(f"w{3 * k % 120}" for k in range(70))

@@ -60,9 +60,7 @@ def sample_of(choice: dict[str, Any]) -> tuple[dict[str, Any], list[float]]:
 
 
 @pytest.mark.timeout(600)
-async def test_replayed_masks_give_vllms_processed_logprobs(
-    folders: dict[int, Path], bus: Bus, tmp_path: Path
-) -> None:
+async def test_replayed_masks_are_vllms(folders: dict[int, Path], bus: Bus, tmp_path: Path) -> None:
     server = Server(folders[0], tmp_path / "log", 1, "--logprobs-mode", "processed_logprobs")
     try:
         await server.started()

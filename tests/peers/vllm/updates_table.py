@@ -1,13 +1,7 @@
-"""What new weights cost a real vLLM server: ``python tests/peers/vllm/updates_table.py``.
+"""Cost of new weights to a real vLLM server: ``python tests/peers/vllm/updates_table.py``.
 
-Eight requests are in flight all the while, with prompts that come again and again. An arm is a way
-to bring the same versions to the same server: through shared memory with a salt of the version, and
-without; by safetensors in tmpfs and vLLM's own ``reload_weights``; by a server that is started
-anew. After each update greedy answers are compared with those of a server that was started with
-these weights, and some prompts are asked that are asked at no other time: what the prefix cache
-serves of them was made by older weights.
-
-``--shape 0.6b`` is Qwen3-0.6B's shape with random weights; without it a model of a megabyte.
+An arm is a way to bring equal versions to a server with eight requests in flight; each answer
+is compared with a fresh server's. ``--shape 0.6b`` takes Qwen3-0.6B's shape.
 """
 
 from __future__ import annotations
@@ -51,8 +45,6 @@ RESTARTS = 3
 
 
 class Load:
-    """Requests in flight, one after the other."""
-
     def __init__(self, server: Server, salt: Callable[[], str]) -> None:
         self.server, self.salt = server, salt
         self.tokens = self.lost = 0
@@ -147,7 +139,6 @@ async def measure_arm(
 async def by_memory(
     options: argparse.Namespace, folders: dict[int, Path], expected: Any, *, salted: bool
 ) -> Row:
-    """Through shared memory."""
     arm = Arm(
         "shm-salt" if salted else "shm",
         "through shared memory" + (", with salts" if salted else ", without salts"),
@@ -229,7 +220,6 @@ def build(options: argparse.Namespace, seed: int) -> torch.nn.Module:
 
 
 async def table(options: argparse.Namespace) -> list[Row]:
-    """Measure every arm."""
     with tempfile.TemporaryDirectory() as name:
         folders = {seed: Path(name) / str(seed) for seed in (1, 2)}
         for seed, folder in folders.items():
@@ -249,7 +239,6 @@ async def table(options: argparse.Namespace) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
     parser = program.parser_of(PROGRAM, __doc__)
     parser.add_argument("--shape", default="tiny", choices=("tiny", "0.6b"))
     parser.add_argument("--tp", type=int, default=1)

@@ -10,6 +10,7 @@ import pytest
 import vllm_model as tiny
 
 from shmbus import Bus
+from shmbus.channel import unlink_channel
 
 
 @pytest.fixture
@@ -25,3 +26,11 @@ def folders(tmp_path: Path) -> dict[int, Path]:
 def bus() -> Iterator[Bus]:
     with Bus.create(f"test-vllm-{os.getpid()}", "1MiB", max_producers=4) as bus:
         yield bus
+
+
+@pytest.fixture
+def channel() -> Iterator[str]:
+    name = f"test-hidden-{os.getpid()}"
+    yield name
+    for file in Path("/dev/shm").glob(f"shmbus-channel.{name}*"):
+        unlink_channel(file.name.removeprefix("shmbus-channel."))
