@@ -21,6 +21,7 @@ from shmbus.errors import WeightsError
 from shmbus.weights.bridge import attach_bridge
 from shmbus.weights.errors import (
     ManifestError,
+    PatchBaseError,
     VersionOrderError,
 )
 from shmbus.weights.fp8 import Fp8BlockSource
@@ -49,6 +50,7 @@ __all__ = [
     "MegatronLayout",
     "ModuleSource",
     "ParamMeta",
+    "PatchBaseError",
     "Publication",
     "Published",
     "Shard",

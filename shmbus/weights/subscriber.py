@@ -38,6 +38,7 @@ from shmbus.weights.errors import (
     TORN_CODE,
     UNUSABLE,
     ManifestError,
+    PatchBaseError,
 )
 from shmbus.weights.followed_model import FollowedModel, LoadedModel
 from shmbus.weights.loading import (
@@ -494,6 +495,69 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         if self._compares == "off" or written is None or model.is_equal(patch, sample=sample):
             return written
         return None
+
+    def patch_base(self) -> int | None:
+        """Return the base version of this version's patch; None without a patch."""
+        patch = self._open().patch()
+        return None if patch is None else patch.base_version
+
+    def apply_patch(
+        self, model: Targets, *, base: int, slices: Mapping[str, Slice] | None = None
+    ) -> int:
+        """Bring a model from a base version to this one by the patch alone.
+
+        For callers that know their model's version; `load_into` determines it by itself.
+
+        Parameters
+        ----------
+        model : torch.nn.Module | mapping of Tensor
+            Holds the base, bit for bit.
+        base : int
+            The model's version.
+        slices : mapping of Slice, optional
+            As for `load_into`.
+
+        Returns
+        -------
+        int
+            Bytes of the changed tensors.
+
+        Raises
+        ------
+        PatchBaseError, ManifestError
+            This version carries no patch for the base, or does not fit. Nothing was changed.
+        DamagedError
+            The model did not hold the base: it now holds a part of this version.
+        BusClosedError
+            These weights are closed.
+        """
+        base = check_int64("base", base)
+        carried = self._open()
+        patch = carried.patch()
+        if patch is None or patch.base_version != base:
+            has = "no patch" if patch is None else f"a patch for version {patch.base_version} alone"
+            raise PatchBaseError(
+                f"version {self.version} has {has}, the model has version {base}: nothing was "
+                "changed; load the whole version with load_into()",
+                None if patch is None else patch.base_version,
+            )
+        named, fit = named_of(model), Fit(slices=slices)
+        followed = FollowedModel(self.manifest, fit, named, self._paired(targets_of(named), fit))
+        carried.report_loading()
+        if self._known is not None:
+            self._known.forget()
+        written = self._patch(carried, followed, patch, named, fit)
+        if written is None:
+            error = DamagedError(
+                f"version {self.version}: the model was not version {base}, for which its patch "
+                "is, and has some of both now; load the whole version with load_into() before it "
+                "is used"
+            )
+            carried.report_refused(TORN_CODE, str(error))
+            raise error
+        self.loaded = "patch"
+        carried.report_applied()
+        return written
 
     def close(self) -> None:
         """Release the version; surviving views keep the slot."""

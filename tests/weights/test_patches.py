@@ -14,12 +14,15 @@ import torch
 from conftest import Spawner, together
 from weight_models import CHANGES, Odd, bits, many, same, step
 
+from shmbus import DamagedError
+from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.weights import (
     LocalPiece,
     ManifestError,
     ModuleSource,
     ParamMeta,
+    PatchBaseError,
     Slice,
     WeightPublisher,
     Weights,
@@ -216,6 +219,35 @@ def test_verifying_reads_beyond_the_patch(publishers: MakePublisher, bus_name: s
             assert same(model, replica)
             if version == 1:
                 replica.p7.data[0] = 99  # type: ignore[index, union-attr]
+
+
+def test_a_patch_for_another_base_is_refused(publishers: MakePublisher, bus_name: str) -> None:
+    model, replica = many(20, 1), many(20, 2)
+    publisher = publishers(model)
+    with WeightSubscriber(bus_name) as subscriber:
+        publisher.publish(version=7)
+        with subscriber.latest(timeout=5) as weights:
+            assert weights.patch_base() is None
+            with pytest.raises(PatchBaseError, match="version 7 has no patch") as none:
+                weights.apply_patch(replica, base=6)
+            assert none.value.base is None
+            weights.load_into(replica)
+        before = many(20, 2)
+        with torch.no_grad():
+            model.p1.add_(1)  # type: ignore[operator]
+        publisher.publish(version=8)
+        with subscriber.latest(timeout=5) as weights:
+            with pytest.raises(PatchBaseError, match="for version 7 alone, the model has"):
+                weights.apply_patch(before, base=6)
+            assert same(before, many(20, 2))
+            assert weights.apply_patch(replica, base=7) > 0
+            assert same(replica, model)
+            (row,) = read_pool(bus_name, "weights").readers
+            assert (row.applied_version, row.refused_version) == (8, None)
+            with pytest.raises(DamagedError, match="was not version 7"):
+                weights.apply_patch(before, base=7)
+            (row,) = read_pool(bus_name, "weights").readers
+            assert (row.applied_version, row.refused_version) == (None, 8)
 
 
 def test_fused_and_cast_parts_follow(publishers: MakePublisher, bus_name: str, seed: int) -> None:
@@ -508,5 +540,4 @@ def test_a_full_patch_of_a_rank_leaves_the_version_whole(bus_name: str, seed: in
         for publisher in reversed(publishers):
             publisher.close()
         Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
-    # One goes out without an attempt after it, and the next has a whole one to begin with.
     assert loaded == ["whole", "patch", "whole", "whole", "patch", "patch"]
