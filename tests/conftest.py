@@ -76,7 +76,7 @@ def _has(*names: str) -> bool:
 
 
 # Environments of other projects lack extras of shmbus; see `make test-peers`.
-_NEEDS = {"engines": ("aiohttp",), "gateway": ("aiohttp", "isal"), "web": ("aiohttp",)}
+_NEEDS = {"engines": ("aiohttp",), "gateway": ("aiohttp",), "web": ("aiohttp",)}
 # A folder of tests/peers has the name of the package that its tests need, with two exceptions.
 _PACKAGES = {"atropos": "atroposlib", "recorder": "anthropic"}
 _NEEDS |= {

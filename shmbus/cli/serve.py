@@ -62,7 +62,7 @@ def run(parsed: argparse.Namespace) -> int:
         return 2
     logs.set_up(settings.log_format, settings.log_level)
     if settings.http is not None:
-        require_extra("gateway", "aiohttp", "isal", option="--http")
+        require_extra("gateway", "aiohttp", option="--http")
     if settings.web is not None:
         require_extra("web", "aiohttp", option="--web")
     policy = settings.policy()

@@ -5,6 +5,10 @@ docs/gateway.md lists the differences from atroposlib's server.
 
 from __future__ import annotations
 
+import asyncio
+import gzip
+import time
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -12,12 +16,14 @@ import msgspec
 from aiohttp import web
 
 from shmbus.gateway import settings
-from shmbus.gateway.answers import json_answer, text_answer
+from shmbus.gateway.bodies import small_body
 from shmbus.gateway.gateway import Gateway
 from shmbus.gateway.group_json import ScoredGroup, decode, decode_groups, unprocessable
-from shmbus.gateway.idempotent_put import Samples
+from shmbus.gateway.idempotent_put import Samples, key_of
 from shmbus.gateway.registry import NewEnvironment, Registration
-from shmbus.http.access import Refusal
+from shmbus.http.access import Refusal, Route
+from shmbus.http.app import encode, json_answer
+from shmbus.http.server import connection_of
 from shmbus.peers import atropos
 
 
@@ -67,37 +73,49 @@ def samples_of(group: ScoredGroup, policy_version: int) -> Samples:
         raise unprocessable(str(error)) from error
 
 
+async def _gzipped(request: web.BaseRequest, body: bytes) -> web.Response:
+    """Return an answer of JSON, compressed if large, for clients that accept gzip."""
+    answer = json_answer(body)
+    if len(body) >= settings.COMPRESS_FROM:
+        answer.headers["Vary"] = "Accept-Encoding"
+        if "gzip" in request.headers.get("Accept-Encoding", "").lower():
+            # The least level: a loopback is faster than any compression.
+            answer.body = await asyncio.to_thread(gzip.compress, body, 1)
+            answer.headers["Content-Encoding"] = "gzip"
+    return answer
+
+
 class AtroposRoutes:
     """The routes of a gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self.routes = {
-            ("GET", "/"): self.root,
-            ("POST", "/register"): self.register,
-            ("POST", "/register-env"): self.register_env,
-            ("POST", "/disconnect-env"): self.disconnect_env,
-            ("GET", "/wandb_info"): self.wandb_info,
-            ("GET", "/info"): self.info,
-            ("GET", "/batch"): self.batch,
-            ("GET", "/latest_example"): self.latest_example,
-            ("POST", "/scored_data"): self.scored_data,
-            ("POST", "/scored_data_list"): self.scored_data_list,
-            ("GET", "/status"): self.status,
-            ("GET", "/status-env"): self.status_env,
-            ("GET", "/reset_data"): self.reset_data,
+            ("GET", "/"): Route(self.root, reads=True),
+            ("POST", "/register"): Route(self.register),
+            ("POST", "/register-env"): Route(self.register_env),
+            ("POST", "/disconnect-env"): Route(self.disconnect_env),
+            ("GET", "/wandb_info"): Route(self.wandb_info, reads=True),
+            ("GET", "/info"): Route(self.info, reads=True),
+            ("GET", "/batch"): Route(self.batch),
+            ("GET", "/latest_example"): Route(self.latest_example, reads=True),
+            ("POST", "/scored_data"): Route(self.scored_data),
+            ("POST", "/scored_data_list"): Route(self.scored_data_list),
+            ("GET", "/status"): Route(self.status, reads=True, polled=True),
+            ("GET", "/status-env"): Route(self.status_env, polled=True),
+            ("GET", "/reset_data"): Route(self.reset_data),
         }
 
     async def root(self, request: web.BaseRequest) -> web.StreamResponse:
         """Identify the API."""
-        return await json_answer(request, {"message": "AtroposLib API"})
+        return json_answer({"message": "AtroposLib API"})
 
     # -- registrations --------------------------------------------------------------------------
 
     async def register(self, request: web.BaseRequest) -> web.StreamResponse:
         """Register a trainer; a restarted trainer gets its unacknowledged groups again."""
         gateway = self._gateway
-        registration = decode(await gateway.bodies.small(request), Registration)
+        registration = decode(await small_body(request), Registration)
         again = gateway.batch_queue.answered
         answer = gateway.registry.register(registration, again=again)
         if registration.reads_bus:
@@ -113,29 +131,29 @@ class AtroposRoutes:
         if again:
             gateway.batch_queue.restarted()
         gateway.store()
-        return await json_answer(request, answer)
+        return json_answer(answer)
 
     async def register_env(self, request: web.BaseRequest) -> web.StreamResponse:
         """Register an environment."""
-        new = decode(await self._gateway.bodies.small(request), NewEnvironment)
+        new = decode(await small_body(request), NewEnvironment)
         answer = self._gateway.registry.register_env(new)
         self._gateway.store()
-        return await json_answer(request, answer)
+        return json_answer(answer)
 
     async def disconnect_env(self, request: web.BaseRequest) -> web.StreamResponse:
         """Note an environment's end."""
-        number = decode(await self._gateway.bodies.small(request), _EnvironmentNumber)
+        number = decode(await small_body(request), _EnvironmentNumber)
         answer = self._gateway.registry.disconnect_env(number.env_id)
         self._gateway.store()
-        return await json_answer(request, answer)
+        return json_answer(answer)
 
     async def wandb_info(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer the names of the run."""
-        return await json_answer(request, self._gateway.registry.wandb_info())
+        return json_answer(self._gateway.registry.wandb_info())
 
     async def info(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer the numbers of the run."""
-        return await json_answer(request, self._gateway.registry.info())
+        return json_answer(self._gateway.registry.info())
 
     # -- groups in ------------------------------------------------------------------------------
 
@@ -148,8 +166,9 @@ class AtroposRoutes:
         return await self._post(request, several=True)
 
     async def _post(self, request: web.BaseRequest, *, several: bool) -> web.StreamResponse:
-        gateway = self._gateway
-        async with gateway.body(request) as (raw, deadline_s):
+        gateway, connection = self._gateway, connection_of(request)
+        deadline_s = time.monotonic() + gateway.settings.hold_s
+        async with gateway.bodies.large(request, deadline_s) as raw:
             groups = decode_groups(raw, several=several)
             if len(groups) > settings.MAX_GROUPS:
                 raise unprocessable(
@@ -160,7 +179,10 @@ class AtroposRoutes:
             version = gateway.puts.producer.policy_version
             samples = [samples_of(group, version) for group in groups]
             del groups
-            body = await gateway.put(request, raw, deadline_s, samples)
+            body = await gateway.puts.put(
+                key_of(raw), samples, deadline_s, lambda: connection.alive
+            )
+            gateway.batch_queue.note_put()
             if samples:
                 gateway.latest = samples[-1]
             del samples
@@ -174,7 +196,9 @@ class AtroposRoutes:
             answer = {"status": "buffered", "buffer_size": waiting[-1]}
         else:
             answer = {"status": "received"}
-        return await gateway.answer_put(request, await json_answer(request, answer), body)
+        return await connection.deliver(
+            request, json_answer(answer), partial(gateway.puts.settle, body), settings.ANSWER_S
+        )
 
     async def _buffered(self, sizes: list[tuple[int | None, int]]) -> list[int]:
         """Return the number of waiting sequences, by group to complete by its environment."""
@@ -197,7 +221,7 @@ class AtroposRoutes:
         registry = gateway.registry
         if not registry.registered:
             text = "Trainer not registered. Call /register first."
-            return await json_answer(request, {"status": "error", "message": text, "batch": []})
+            return json_answer({"status": "error", "message": text, "batch": []})
         if registry.reads_bus:
             raise Refusal(
                 HTTPStatus.CONFLICT,
@@ -210,25 +234,30 @@ class AtroposRoutes:
             gateway.store()
         found = await gateway.batch_queue.next_batch()
         if found is None:
-            return await json_answer(request, {"batch": None})
+            return json_answer({"batch": None})
         batch, texts = found
         try:
             content = b'{"batch":[' + b",".join(texts) + b"]}"
             del found, texts
-            response = await json_answer(request, content)
+            response = await _gzipped(request, content)
             del content
         except BaseException:
-            gateway.batch_queue.lost(batch)
+            gateway.batch_queue.settle(batch, False)
             raise
-        return await gateway.answer_batch(request, response, batch)
+        connection = connection_of(request)
+        batch.abort = connection.abort
+        note = partial(gateway.batch_queue.settle, batch)
+        await connection.deliver(request, response, note, settings.ANSWER_S)
+        gateway.batch_queue.given(batch)
+        return response
 
     async def latest_example(self, request: web.BaseRequest) -> web.StreamResponse:
         """Show the last group."""
         latest = self._gateway.latest
         if latest is None:
-            return await json_answer(request, _NO_EXAMPLE)
+            return json_answer(_NO_EXAMPLE)
         example: Any = _Example(map(_Sample, latest))
-        return await json_answer(request, atropos.group_of(example))
+        return await _gzipped(request, encode(atropos.group_of(example)))
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -240,16 +269,16 @@ class AtroposRoutes:
             "current_step": gateway.registry.state.step,
             "queue_size": gateway.batch_queue.undelivered,
         }
-        return await json_answer(request, answer)
+        return json_answer(answer)
 
     async def status_env(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer an environment with its throttle figures."""
         gateway = self._gateway
-        number = decode(await gateway.bodies.small(request), _EnvironmentNumber)
+        number = decode(await small_body(request), _EnvironmentNumber)
         if gateway.batch_queue.stale:
             await gateway.batch_queue.drain()
         available = gateway.batch_queue.available_to(number.env_id)
-        return await json_answer(request, gateway.registry.status_env(number.env_id, available))
+        return json_answer(gateway.registry.status_env(number.env_id, available))
 
     async def reset_data(self, request: web.BaseRequest) -> web.StreamResponse:
         """Discard every group, and forget trainer and environments."""
@@ -257,4 +286,4 @@ class AtroposRoutes:
         await gateway.batch_queue.reset()
         gateway.registry.reset()
         gateway.store()
-        return text_answer("Reset successful")
+        return web.Response(text="Reset successful")

@@ -327,9 +327,9 @@ class BatchQueue:
             with contextlib.suppress(Refusal):
                 self._note()
 
-    def lost(self, batch: Batch) -> None:
-        """Note a batch's lost answer."""
-        if self.batches.lost(batch):
+    def settle(self, batch: Batch, delivered: bool) -> None:
+        """Make a batch with a lost answer ready again."""
+        if not delivered and self.batches.lost(batch):
             logger.warning(
                 "a batch did not reach its trainer: it comes again",
                 extra={"bus": self._bus.name, "groups": len(batch.parts), "times": batch.times},

@@ -112,7 +112,7 @@ def _keep_memory(spare_bytes: int, own_bytes: int) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve; return 1 with a hint if the extra is missing."""
-    require_extra("gateway", "aiohttp", "isal")
+    require_extra("gateway", "aiohttp")
     from shmbus.daemon import logs
     from shmbus.gateway.server import serve
     from shmbus.gateway.settings import OWN_BYTES, SPARE_BYTES

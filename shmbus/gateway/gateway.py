@@ -10,24 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import msgspec
-from aiohttp import web
 
 import shmbus
 from shmbus.gateway import settings as limits
-from shmbus.gateway.batch_queue import Batch, BatchQueue
+from shmbus.gateway.batch_queue import BatchQueue
 from shmbus.gateway.bodies import Bodies
 from shmbus.gateway.bus_reader import BusReader
-from shmbus.gateway.idempotent_put import Body, IdempotentPut, Samples, key_of
+from shmbus.gateway.idempotent_put import IdempotentPut, Samples
 from shmbus.gateway.journal import Journal
 from shmbus.gateway.registry import Registry
 from shmbus.gateway.settings import Settings
 from shmbus.http.access import Refusal
-from shmbus.http.metrics import Metrics
-from shmbus.http.server import connection_of
 from shmbus.segment.names import identity, is_named
 
 logger = logging.getLogger(__name__)
@@ -44,7 +40,6 @@ class Gateway:
         self.puts = IdempotentPut(self.bus, self.journal, settings.hold_s)
         self.registry = self._registry()
         self.bodies = Bodies(settings.body_limit, settings.memory)
-        self.metrics = Metrics("shmbus_gateway")
         self.batch_queue = BatchQueue(
             self.bus,
             BusReader(settings.bus, settings.daemon),
@@ -55,6 +50,8 @@ class Gateway:
         #: The samples of the last group, for ``/latest_example``.
         self.latest: Samples | None = None
         self._maintenance: asyncio.Task[None] | None = None
+        #: Own address.
+        self.url = ""
         #: Set after the bus's removal: the process ends.
         self.gone = asyncio.Event()
 
@@ -109,71 +106,24 @@ class Gateway:
         self.journal.close(remove=self.gone.is_set())
         self.bus.close()
 
-    # -- shared by routes -----------------------------------------------------------------------
+    # -- operators ------------------------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
-    async def body(
-        self, request: web.BaseRequest
-    ) -> AsyncIterator[tuple[bytes | bytearray, float]]:
-        """Yield the body of a request with groups, and the deadline of its hold."""
-        deadline_s = time.monotonic() + self.settings.hold_s
-        try:
-            async with self.bodies.large(request, deadline_s) as raw:
-                yield raw, deadline_s
-        except web.RequestPayloadError as error:
-            raise ConnectionResetError(f"the client ended its body early: {error}") from error
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Return True with the state while the bus exists."""
+        healthy = not self.gone.is_set()
+        return healthy, {
+            "status": "ok" if healthy else "gone",
+            "bus": self.bus.name,
+            "collects": self.batch_queue.attached,
+        }
 
-    async def put(
-        self,
-        request: web.BaseRequest,
-        raw: bytes | bytearray,
-        deadline_s: float,
-        groups: Sequence[Samples],
-    ) -> Body:
-        """Put the groups of a body from `body`, once."""
-        body = await self.puts.put(
-            key_of(raw), groups, deadline_s, lambda: connection_of(request).alive
-        )
-        self.batch_queue.note_put()
-        return body
-
-    async def answer_put(
-        self, request: web.BaseRequest, response: web.Response, body: Body
-    ) -> web.StreamResponse:
-        """Answer a body already in the bus, and learn the answer's fate."""
-
-        def note(delivered: bool) -> None:
-            (self.puts.delivered if delivered else self.puts.lost)(body)
-
-        connection = connection_of(request)
-        return await connection.deliver(request, response, note, limits.ANSWER_S)
-
-    async def answer_batch(
-        self,
-        request: web.BaseRequest,
-        response: web.Response,
-        batch: Batch,
-    ) -> web.StreamResponse:
-        """Answer a batch, and make it ready again after a lost answer."""
-
-        def note(delivered: bool) -> None:
-            if not delivered:
-                self.batch_queue.lost(batch)
-
-        connection = connection_of(request)
-        batch.abort = connection.abort
-        await connection.deliver(request, response, note, limits.ANSWER_S)
-        self.batch_queue.given(batch)
-        return response
-
-    def gauges(self) -> dict[str, float]:
-        """Return the gauges for a scrape."""
-        bodies = self.bodies
+    def counts(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return gauges and counters for a scrape."""
         return {
             "queue_groups": len(self.batch_queue.queue),
             "given_batches": len(self.batch_queue.batches),
-            "held_bodies": self.puts.holding + bodies.plain.waiting + bodies.compressed.waiting,
-            "body_bytes": bodies.plain.used + bodies.compressed.used,
+            "held_bodies": self.puts.holding + self.bodies.waiting,
+            "body_bytes": self.bodies.used,
             "repeated_bodies": self.puts.repeated,
             "environments": sum(e.connected for e in self.registry.state.environments),
-        }
+        }, {}

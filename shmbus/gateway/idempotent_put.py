@@ -83,7 +83,7 @@ class IdempotentPut:
         for number, entry in journal.entries:
             body = Body(entry.key, entry.round, entry.groups)
             body.done, body.entry, body.in_doubt = entry.done, number, True
-            self.lost(body)
+            self.settle(body, False)
 
     # -- a body ---------------------------------------------------------------------------------
 
@@ -131,11 +131,7 @@ class IdempotentPut:
                 self._write(body)
         except BaseException as error:
             body.in_doubt |= not isinstance(error, (Refusal, ConnectionResetError))
-            if body.done or body.in_doubt:
-                # The client sends the body again: the missing groups follow then.
-                self.lost(body)
-            else:
-                self.delivered(body)
+            self.settle(body, not (body.done or body.in_doubt))
             raise
 
     async def _acquire(self, deadline_s: float) -> None:
@@ -201,16 +197,15 @@ class IdempotentPut:
             self._forget_oldest()
             body.entry = self._journal.open_entry(entry)
 
-    def delivered(self, body: Body) -> None:
-        """Note the answer's delivery: an equal body counts as new."""
-        if body.entry is not None:
+    def settle(self, body: Body, delivered: bool) -> None:
+        """Note an answer's fate: after a delivery an equal body counts as new."""
+        if not delivered:
+            # The client sends the body again: missing groups follow then.
+            body.lost_s = time.monotonic()
+            self._lost[body.key] = body
+        elif body.entry is not None:
             self._journal.close_entry(body.entry)
             body.entry = None
-
-    def lost(self, body: Body) -> None:
-        """Note the lost answer: the client sends the body again."""
-        body.lost_s = time.monotonic()
-        self._lost[body.key] = body
 
     def forget_old(self) -> None:
         """Forget bodies not repeated within RETRY_S."""
@@ -219,7 +214,7 @@ class IdempotentPut:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        self.delivered(self._lost.pop(next(iter(self._lost))))
+        self.settle(self._lost.pop(next(iter(self._lost))), True)
 
     def close(self) -> None:
         """Leave the bus."""

@@ -9,15 +9,6 @@ import msgspec
 #: Seconds that a POST may wait for room. A client of Atropos gives a group up after three quick
 #: 5xx, and waits 300 s for an answer: the answer must come before 300 s, but late.
 HOLD_S: Final = 240.0
-#: Seconds for a client's body, and as long again for each SLOW_BYTES.
-BODY_S: Final = 60.0
-SLOW_BYTES: Final = 8 << 20
-#: Least bytes a second of an admitted body while other bodies wait, in each window of STALL_S
-#: seconds: far below any network, and above a stopped client.
-SLOWEST_BYTES_PER_S: Final = 16 << 10
-STALL_S: Final = 5.0
-#: Seconds between two checks of the rate.
-STALL_CHECK_S: Final = 1.0
 #: Seconds that an answer may stay unread in our buffer before its connection ends.
 ANSWER_S: Final = 60.0
 #: Seconds for a connection without a request: many times a client's pause on a kept connection.
@@ -37,8 +28,6 @@ MEMORY: Final = 256 << 20
 #: processor time.
 SPARE_BYTES: Final = 32 << 20
 OWN_BYTES: Final = 8 << 20
-#: Bytes above which a thread compresses an answer, to keep the loop free.
-LARGE_BYTES: Final = 4 << 20
 #: Least bytes of a compressed answer, for clients that accept gzip; from Atropos.
 COMPRESS_FROM: Final = 1000
 #: Seconds between two reads of the bus without a request for a batch: the age of queue sizes.

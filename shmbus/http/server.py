@@ -33,12 +33,15 @@ import uvloop
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from shmbus._version import VERSION
 from shmbus.http.access import Refusal
 
 #: Open files reserved for uses besides connections.
 _OTHER_FILES: Final = 64
 #: Seconds for a client to close a connection after the last answer.
 _CLOSE_S: Final = 2.0
+#: This program's name in answers.
+SERVER: Final = f"shmbus/{VERSION}"
 #: aiohttp's messages about invalid HTTP.
 http_logger = logging.getLogger("shmbus.http")
 
@@ -191,6 +194,7 @@ class Connection(web.RequestHandler):
             response.headers["Connection"] = "close"
             # An early close by the library would hide a reset.
             response._keep_alive = self._ends_after_answer = True
+        response.headers["Server"] = SERVER
         await response.prepare(request)
 
     def follow(self, on_end: Callable[[bool], None]) -> None:
@@ -322,7 +326,10 @@ class HttpServer:
         connection = connection_of(request)
         self._waiting.pop(connection, None)
         try:
-            return await self._answer(request)
+            response = await self._answer(request)
+            if not response.prepared:
+                response.headers["Server"] = SERVER
+            return response
         finally:
             if connection in self._open:
                 self._waiting[connection] = time.monotonic()

@@ -14,15 +14,17 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from aiohttp import web
 
 import shmbus
 from shmbus.data.prompts import Ticket
 from shmbus.handles.session import PackedArray, PackedRow, PackedSample
+from shmbus.http.bodies import BodyReader
 from shmbus.recorder import settings as limits
 from shmbus.recorder.calls import Calls
 from shmbus.recorder.engines import Engines
@@ -61,9 +63,8 @@ class Recorder:
 
     # -- life -----------------------------------------------------------------------------------
 
-    async def start(self, url: str) -> None:
+    async def start(self) -> None:
         """Start the checks of engines and sessions, and publish the address."""
-        self.url = url
         await self.engines.start()
         self._write_note()
         self._later(self._sweep())
@@ -349,9 +350,9 @@ class Recorder:
             self.end(session, "unwanted", "its group is complete or cancelled")
         return put
 
-    @contextlib.contextmanager
-    def room(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts bytes of a body until the end of the block."""
+    @contextlib.asynccontextmanager
+    async def body(self, request: web.BaseRequest) -> AsyncIterator[bytearray]:
+        """Read a body; its bytes count in the memory of bodies and sessions during the block."""
         held = 0
 
         def take(nbytes: int) -> None:
@@ -370,7 +371,7 @@ class Recorder:
             held += more
 
         try:
-            yield take
+            yield await BodyReader(request, self.settings.body_limit).read(take)
         finally:
             self.body_bytes -= held
 

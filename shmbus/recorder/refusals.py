@@ -38,10 +38,9 @@ class CallRefusal(Refusal):
         retry_after_s: int | None = None,
         close: bool = False,
     ) -> None:
-        super().__init__(status, message, close=close)
-        self.code = code
+        headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+        super().__init__(status, message, code=code, headers=headers, close=close)
         self.reason = reason
-        self.retry_after_s = retry_after_s
 
 
 def bad_request(code: str, message: str) -> CallRefusal:

@@ -8,9 +8,6 @@ import msgspec
 
 #: Bytes of one call's body: a conversation of a million tokens, or some twenty images.
 BODY_LIMIT: Final = 32 << 20
-#: Seconds for a body, plus a second for each BODY_BYTES_PER_S bytes.
-BODY_S: Final = 20.0
-BODY_BYTES_PER_S: Final = 256 << 10
 #: Seconds for a client to read an answer.
 DELIVER_S: Final = 300.0
 #: Bytes of bodies in progress, and of sessions.

@@ -273,6 +273,10 @@ class Polls:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="shmbus-poll")
         self.watching = 0
         self._questions = 0
+        #: Own address.
+        self.url = ""
+        #: Never set: the page outlives its buses.
+        self.gone = asyncio.Event()
 
     def names(self) -> list[str]:
         """Return the buses open to pages."""
@@ -346,6 +350,9 @@ class Polls:
             if self._polls.get(name) is poll and not poll.viewers:
                 del self._polls[name]
             poll.task = None
+
+    async def start(self) -> None:
+        """Do nothing: a first viewer starts a poll."""
 
     async def close(self) -> None:
         """End the polls and viewers."""

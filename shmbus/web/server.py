@@ -15,23 +15,22 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import ipaddress
-import logging
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-import msgspec
 from aiohttp import web
 
 from shmbus.base.format import unprinted
-from shmbus.http.access import Refusal, host_of, is_loopback
-from shmbus.http.server import HttpServer, run_server, url_of
+from shmbus.http.access import Access, Answer, Refusal, Route, host_of, is_loopback
+from shmbus.http.app import App, json_answer, run
 from shmbus.web import settings as limits
 from shmbus.web.polling import GroupName, Polls, fits
 from shmbus.web.settings import Settings
@@ -48,20 +47,26 @@ def _is_address(name: str) -> bool:
     return True
 
 
-class Access:
-    """Conditions for a request."""
+class PageAccess(Access):
+    """Conditions for a request of the page; `service` knows the address."""
 
-    def __init__(self, settings: Settings, port: int) -> None:
-        self._token = settings.token.encode()
-        self._loopback_only = is_loopback(settings.host)
+    def __init__(self, settings: Settings, service: Polls) -> None:
+        super().__init__("page", settings.host, settings.token)
         self._own_names = {settings.host, socket.gethostname()}
-        self.cookie = f"shmbus-{port}"
+        self._service = service
 
-    def require(self, request: web.BaseRequest) -> None:
+    @property
+    def cookie(self) -> str:
+        """Name of the cookie; browsers share cookies between ports."""
+        return f"shmbus-{urlsplit(self._service.url).port}"
+
+    def require(self, request: web.BaseRequest, path: str, route: Route | None) -> None:
         """Refuse an inadmissible request, regardless of its target."""
         if request.method not in ("GET", "HEAD"):
             raise Refusal(
-                HTTPStatus.METHOD_NOT_ALLOWED, f"expected GET, got {request.method[:20]!r}"
+                HTTPStatus.METHOD_NOT_ALLOWED,
+                f"expected GET, got {request.method[:20]!r}",
+                headers={"Allow": "GET, HEAD"},
             )
         if request.can_read_body:
             raise Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "expected no body")
@@ -73,9 +78,33 @@ class Access:
                 "address",
             )
         origin = request.headers.get("Origin")
-        foreign = request.headers.get("Sec-Fetch-Site") in _FOREIGN and request.path != "/"
+        foreign = request.headers.get("Sec-Fetch-Site") in _FOREIGN and path != "/"
         if (origin is not None and host_of(origin) != host) or foreign:
             raise Refusal(HTTPStatus.FORBIDDEN, "expected a request of this page, not another's")
+        token = request.query.get("token") if path == "/" else None
+        if token is not None and not self._is_token(token):
+            raise Refusal(
+                HTTPStatus.FORBIDDEN,
+                "the token of this address is another server's; use the address that `shmbus web` "
+                "printed last",
+            )
+        if token is None and not self._is_token(request.cookies.get(self.cookie, "")):
+            raise Refusal(
+                HTTPStatus.UNAUTHORIZED,
+                "open the address that `shmbus web` printed: its token lets this browser in",
+            )
+
+    def allow_origin(
+        self, request: web.BaseRequest, route: Route | None, response: web.StreamResponse
+    ) -> None:
+        """Let no further page read an answer."""
+        if not response.prepared:
+            response.headers.update(_HEADERS)
+            response.headers.setdefault("Cache-Control", "no-store")
+
+    def _is_token(self, given: str) -> bool:
+        assert self._token is not None
+        return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token)
 
     def _may_ask_by(self, host: str) -> bool:
         if is_loopback(host):
@@ -86,27 +115,6 @@ class Access:
             return False
         return not self._loopback_only and (_is_address(name) or name in self._own_names)
 
-    def require_token(self, given: str) -> None:
-        """Refuse a wrong token."""
-        if hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token):
-            return
-        raise Refusal(
-            HTTPStatus.FORBIDDEN,
-            "the token of this address is another server's; use the address that `shmbus web` "
-            "printed last",
-        )
-
-    def require_cookie(self, request: web.BaseRequest) -> None:
-        """Refuse a request without the cookie given in exchange for the token."""
-        given = request.cookies.get(self.cookie, "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._token):
-            raise Refusal(
-                HTTPStatus.UNAUTHORIZED,
-                "open the address that `shmbus web` printed: its token lets this browser in",
-            )
-
-
-logger = logging.getLogger(__name__)
 
 _STATIC: Final = Path(__file__).parent / "static"
 _TYPES: Final = {
@@ -123,7 +131,6 @@ _HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Server": "shmbus",
 }
 
 
@@ -140,91 +147,45 @@ def read_files() -> dict[str, tuple[str, str, bytes]]:
     return found
 
 
-class Server:
-    """Answers requests."""
+class Page:
+    """The routes of the page."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, polls: Polls, access: PageAccess) -> None:
         self._settings = settings
-        self.polls = Polls(settings.buses)
-        self._files = read_files()
-        self._http = HttpServer(
-            self._answer,
-            max_connections=limits.MAX_CONNECTIONS,
-            idle_s=limits.IDLE_S,
-            header_bytes=limits.HEADER_BYTES,
-        )
-        self._access: Access
+        self._polls = polls
+        self._access = access
+        self.routes = {
+            **{
+                ("GET", path): Route(_file_route(*file), True)
+                for path, file in read_files().items()
+            },
+            ("GET", "/events"): Route(self._events, True),
+            ("GET", "/group"): Route(self._group, True),
+        }
+        self._show = self.routes["GET", "/"].answer
+        self.routes["GET", "/"] = Route(self._enter, True)
 
-    async def start(self) -> tuple[str, int]:
-        """Listen, and return the address."""
-        host, port = await self._http.bind(self._settings.host, self._settings.port)
-        self._access = Access(self._settings, port)
-        await self._http.start()
-        return host, port
-
-    async def close(self) -> None:
-        """Stop listening, and end all connections."""
-        await self.polls.close()
-        await self._http.close()
-
-    # -- a request ------------------------------------------------------------------------------
-
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        try:
-            self._access.require(request)
-            return await self._route(request)
-        except Refusal as refusal:
-            logger.info("%s %s: %s", request.method, request.path[:200], refusal.status)
-            return self._refuse(refusal)
-
-    def _refuse(self, refusal: Refusal) -> web.Response:
-        answer = web.Response(status=refusal.status, text=f"{refusal}\n", headers=_HEADERS)
-        answer.headers["Cache-Control"] = "no-store"
-        if refusal.status is HTTPStatus.METHOD_NOT_ALLOWED:
-            answer.headers["Allow"] = "GET, HEAD"
-        answer.force_close()
-        return answer
-
-    async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
-        path = request.path
-        token = request.query.get("token")
-        if path == "/" and token is not None:
-            self._access.require_token(token)
-            return self._let_in()
-        self._access.require_cookie(request)
-        if path == "/events":
-            return await self._events(request)
-        if path == "/group":
-            return await self._group(request)
-        if path not in self._files:
-            raise Refusal(HTTPStatus.NOT_FOUND, f"there is no {path[:200]!r} here")
-        return self._file(request, *self._files[path])
-
-    def _let_in(self) -> web.Response:
-        answer = web.Response(status=HTTPStatus.SEE_OTHER, headers={**_HEADERS, "Location": "/"})
-        answer.headers["Cache-Control"] = "no-store"
+    async def _enter(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Show the page; exchange a token in the address for a cookie first."""
+        if "token" not in request.query:
+            return await self._show(request)
+        answer = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
         answer.set_cookie(
             self._access.cookie, self._settings.token, httponly=True, samesite="Strict", path="/"
         )
         return answer
-
-    def _file(self, request: web.BaseRequest, kind: str, tag: str, body: bytes) -> web.Response:
-        headers = {**_HEADERS, "Cache-Control": "no-cache", "ETag": tag, "Content-Type": kind}
-        if request.headers.get("If-None-Match") == tag:
-            return web.Response(status=HTTPStatus.NOT_MODIFIED, headers=headers)
-        return web.Response(body=body, headers=headers)
 
     def _bus_of(self, request: web.BaseRequest) -> str:
         """Return the requested bus; "" for the overview."""
         name = request.query.get("bus", "")
         if not name and len(self._settings.buses) == 1:
             name = self._settings.buses[0]
-        if name and not self.polls.may_watch(name):
+        if name and not self._polls.may_watch(name):
             # The overview shows a bus's name with escapes for unprintable characters.
             shown, name = name, unprinted(name)
-            if not self.polls.may_watch(name) and self.polls.may_await(shown):
+            if not self._polls.may_watch(name) and self._polls.may_await(shown):
                 return shown
-        if name and not self.polls.may_watch(name):
+        if name and not self._polls.may_watch(name):
             raise Refusal(HTTPStatus.NOT_FOUND, "This server shows no such bus.")
         return name
 
@@ -239,30 +200,26 @@ class Server:
         about = GroupName(query.get("id", ""), round, query.get("split", "train"))
         if not name or not fits(about):
             raise Refusal(HTTPStatus.BAD_REQUEST, "expected a bus, and a group's id")
-        found = await self.polls.group(name, about)
+        found = await self._polls.group(name, about)
         if found is None:
             raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many questions; ask again")
-        answer = web.Response(body=msgspec.json.encode(found), headers=_HEADERS)
-        answer.headers["Cache-Control"] = "no-store"
-        answer.headers["Content-Type"] = "application/json; charset=utf-8"
-        return answer
+        return json_answer(found)
 
     async def _events(self, request: web.BaseRequest) -> web.StreamResponse:
         """Send a page its events, until it leaves, falls behind, or the server ends."""
         name = self._bus_of(request)
-        if self.polls.watching >= limits.MAX_WATCHING:
+        if self._polls.watching >= limits.MAX_WATCHING:
             raise Refusal(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 f"{limits.MAX_WATCHING} pages watch already; close one",
             )
-        answer = web.StreamResponse(headers=_HEADERS)
-        answer.headers["Cache-Control"] = "no-store"
-        answer.headers["Content-Type"] = "text/event-stream; charset=utf-8"
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        self._access.allow_origin(request, None, answer)
         if request.method == "HEAD":
             # The answer lacks a body, and would never end.
             answer.force_close()
             return answer
-        viewer = self.polls.watch(name)
+        viewer = self._polls.watch(name)
         try:
             await answer.prepare(request)
             while (message := await viewer.next()) is not None:
@@ -272,20 +229,46 @@ class Server:
             if request.transport is not None:
                 request.transport.abort()
         finally:
-            self.polls.leave(name, viewer)
+            self._polls.leave(name, viewer)
         return answer
+
+
+def _file_route(kind: str, tag: str, body: bytes) -> Answer:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        headers = {"Cache-Control": "no-cache", "ETag": tag, "Content-Type": kind}
+        if request.headers.get("If-None-Match") == tag:
+            return web.Response(status=HTTPStatus.NOT_MODIFIED, headers=headers)
+        return web.Response(body=body, headers=headers)
+
+    return answer
+
+
+def _refused(refusal: Refusal, message: str) -> web.Response:
+    answer = web.Response(status=refusal.status, text=f"{message}\n")
+    answer.force_close()
+    return answer
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: Settings) -> AsyncIterator[Polls]:
+    """Serve in the block."""
+    polls = Polls(settings.buses)
+    access = PageAccess(settings, polls)
+    app = App(
+        "web",
+        ",".join(settings.buses),
+        access,
+        Page(settings, polls, access).routes,
+        _refused,
+        max_connections=limits.MAX_CONNECTIONS,
+        idle_s=limits.IDLE_S,
+        header_bytes=limits.HEADER_BYTES,
+        ends_with_client=True,
+    )
+    async with app.serving(polls, settings.host, settings.port):
+        yield polls
 
 
 def serve(settings: Settings, parent: socket.socket | None, say: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT, or until the parent's end."""
-
-    async def show(stop: asyncio.Event) -> int:
-        server = Server(settings)
-        try:
-            say(f"{url_of(*await server.start())}/?token={settings.token}")
-            await stop.wait()
-        finally:
-            await server.close()
-        return 0
-
-    return run_server(show, parent)
+    return run(lambda: serving(settings), lambda url: say(f"{url}/?token={settings.token}"), parent)

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 HEAD_DIM = 16
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (2, 0), (-1, 2), (2, -1), (3, 1), (40, 40)]
 HEADS = [(2, 2), (4, 2), (4, 1)]
-# Pairs of query and key lengths.
 BATCHES = {
     "empty": [],
     "nothing to see": [(0, 3), (2, 0), (0, 0)],
@@ -145,9 +144,6 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-# --- what each sequence gets
-
-
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("batch", [name for name in BATCHES if name != "empty"])
@@ -222,7 +218,6 @@ def test_padding_costs_the_gradient_of_a_single_token_no_precision(seed: int) ->
     out = packed(case, (-1, -1), scale=0.3)
     upstream = torch.randn_like(out)
     (to_values,) = torch.autograd.grad(out, case.v, upstream)
-    # Each sees itself alone, so its weight is 1 and the gradient passes.
     torch.testing.assert_close(to_values[37:45], upstream[37:45], rtol=1.2e-7, atol=0)
 
 
@@ -305,9 +300,6 @@ def test_int64_borders_and_longest_lengths_with_slack_are_fine(seed: int) -> Non
     assert_close(out, packed(case, (-1, 0)))
 
 
-# --- the log-sum-exp
-
-
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("batch", ["square", "cross"])
 def test_log_sum_exp_and_its_gradient_agree(batch: str, window: tuple[int, int], seed: int) -> None:
@@ -374,9 +366,6 @@ def test_calls_and_masks_never_span_the_row(monkeypatch: pytest.MonkeyPatch, see
         assert sum(pairs) <= 2 * sum(a * b for a, b in lengths)
         assert max(elements) <= max(2**15, planning.MIN_BLOCK_ROWS * 300)
     planning.make_plan.cache_clear()
-
-
-# --- the backend
 
 
 def test_the_backend_on_the_cpu_is_sdpa_and_native_says_why_not(seed: int) -> None:
@@ -461,7 +450,6 @@ def test_the_native_function_is_called_as_its_version_wants(
         out, lse = varlen_attention(
             q, k, v, *rest, enable_gqa=True, return_lse=True, backend="sdpa", **options
         )
-        # As FlashAttention-2 marks rows that see nothing.
         return out, lse.masked_fill(lse == -math.inf, math.inf)
 
     entry = native.NativeEntry(varlen_attn, "lse, please", parameters)

@@ -43,9 +43,6 @@ def operands(seed: int, lengths: list[int], heads: tuple[int, int] = (4, 2)) -> 
     ]
 
 
-# --- compiled
-
-
 #: Batches as a run has them. The first two differ in all of lengths, sequences, tokens and longest:
 #: torch leaves a size open once it has seen two of it.
 MANY_BATCHES = [
@@ -299,7 +296,6 @@ def test_autocast_casts_every_operand_first(compiles: bool, seed: int) -> None:
     right = torch.autograd.grad(wanted, half, upstream)
     torch.compiler.reset()
     model = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiles else attend
-    # As rotary embeddings leave queries and keys, beside the values of a linear layer.
     mixed = (q, k, half[2])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = model(*mixed)
@@ -324,9 +320,6 @@ def test_the_operator_is_what_torch_expects_of_one(seed: int) -> None:
         torch.library.opcheck(
             varlen_operator, (*given, cu, cu, 30, 30, 0.25, -1, 0, return_lse, "sdpa")
         )
-
-
-# --- flash-attn, by a stand-in with its signature: no machine without a GPU runs the real one
 
 
 @pytest.fixture
@@ -389,9 +382,6 @@ def test_an_older_flash_attn_and_none_at_all_say_so(flash_attn: Any, seed: int) 
     sys.modules["flash_attn"] = None  # type: ignore[assignment]
     flash.flash_function.cache_clear()
     assert "not installed" in flash.flash_function()[1]
-
-
-# --- transformers
 
 
 def tiny(kind: str, seed: int, **more: Any) -> Any:
@@ -513,7 +503,6 @@ def test_what_it_has_not_is_refused(seed: int) -> None:
 def test_an_old_transformers_is_refused_with_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (4, 53):
-        # The same as in 4.52, which has no such module.
         monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
     with pytest.raises(ImportError, match=r"expected transformers 4\.53 or later, got"):
         register_with_transformers()

@@ -24,7 +24,6 @@ def test_equal_sequences_share_one_call_and_large_ones_go_alone() -> None:
     assert len(plan_of([(16, 16)] * 1000).buckets) == 1
     apart = plan_of([(100, 100), (800, 800), (400, 400)])
     assert [b.rows for b in apart.buckets] == [100, 800, 400]
-    # In the order of the batch, so that no token has to move.
     assert apart.queries.starts == apart.keys.starts == (0, 100, 900)
 
 
@@ -69,7 +68,6 @@ def test_padding_never_costs_more_than_one_call_a_bucket(seed: int) -> None:
 def test_tokens_come_to_their_buckets_and_back_with_their_gradients(
     monkeypatch: pytest.MonkeyPatch, window: tuple[int, int], way: str, seed: int
 ) -> None:
-    # As each device does it, on this one.
     chosen = getattr(moving, way)
     monkeypatch.setattr(moving, "_taken", chosen)
     rng = np.random.default_rng(seed)
@@ -88,7 +86,6 @@ def test_tokens_come_to_their_buckets_and_back_with_their_gradients(
         back = moving.collect(parts, moves)
         assert torch.equal(back[placed], x[placed])
         assert not back[~placed].any()
-        # Each gradient is that of its own token, and padding's goes nowhere.
         upstream = torch.randn_like(slots)
         (to_x,) = torch.autograd.grad(slots, x, upstream, retain_graph=True)
         right = torch.zeros_like(x).index_copy(0, rows[rows >= 0], upstream[rows >= 0])

@@ -171,9 +171,6 @@ def writer_of(sender: TensorSender) -> ExportedWriter:
     return writer
 
 
-# -- steps
-
-
 @pytest.mark.timeout(280)
 @each_way
 @pytest.mark.parametrize("kind", ["memfd", *(pytest.param(k, marks=GPU) for k in ("vmm", "ipc"))])
@@ -239,7 +236,6 @@ def test_unlike_steps_arrive_too(both: tuple[TensorSender, TensorReceiver], memo
     assert sender.skip(reason="empty") == 5
     with pytest.raises(StepSkippedError, match="skipped: empty"):
         receiver.recv(20)
-    # Then another length, in larger buffers.
     for step, rows in enumerate([16] * 3 + [40] * 3 + [16] * 3, 6):
         send(sender, memory, step, rows)
         receives(receiver, step)
@@ -331,9 +327,6 @@ def test_gradients_cross_as_if_tensors_never_left(bus_name: str, memory: Memory)
             assert torch.equal(gradient(item["hidden"]), gradient(hidden))
 
 
-# -- devices
-
-
 @each_way
 @pytest.mark.parametrize("memory", [pytest.param(CUDA.values[0], marks=TWO_GPUS)])
 def test_peer_access_reads_across(bus_name: str, spawn: Spawner, memory: Memory, how: str) -> None:
@@ -356,9 +349,6 @@ def test_a_missing_device_is_told(bus_name: str, spawn: Spawner, memory: Memory)
         assert "which this process does not see" in child.output()
         with TensorChannel.open(bus_name, specs=SPECS) as receiver:
             receives(receiver, 0)
-
-
-# -- deaths
 
 
 @in_each_memory
@@ -483,9 +473,6 @@ def test_a_stopped_sender_loses_nothing(bus_name: str, spawn: Spawner, memory: M
         child.send_signal(signal.SIGCONT)
         receives(receiver, 0)
     child.kill()
-
-
-# -- copies that take time
 
 
 class Gate:

@@ -26,7 +26,6 @@ from shmbus.tensors import (
 STEPS = 20_000 if "SHMBUS_TEST_LONG" in os.environ else 2000
 SPECS = {"hidden": ("bfloat16", (None, 16)), "ids": ("int64", (None,))}
 
-# The same steps can be made by either side from their number alone.
 MADE = """
 import torch
 def made(step):

@@ -12,7 +12,6 @@ from operators import cli
 import shmbus
 from shmbus.cli import doctor
 
-#: What every machine is asked for.
 CHECKS = {
     "shm", "memory", "open_files", "locked_memory", "huge_pages", "kernel", "file_locks", "cpu",
     "python", "shmbus", "numpy", "msgspec", "uvloop", "argcomplete", "prometheus_client",

@@ -24,7 +24,6 @@ BAD = ("0", "-1", "nan", "soon", "", "1e999")
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    # A relay's may be without end.
     [(o, v) for o in OPTIONS for v in BAD if not (o.startswith("relay") and v == "1e999")],
 )
 def test_seconds_that_are_none_are_a_usage_error_in_one_form(option: str, value: str) -> None:

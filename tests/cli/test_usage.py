@@ -21,7 +21,6 @@ HOST_PORT = "expected HOST:PORT, such as 127.0.0.1:8000"
 SIZE = "expected a number with KiB, MiB, GiB or TiB"
 NAME = "bus name: expected 1 to 200 bytes without '/'"
 LISTEN = ("--http", "127.0.0.1:0")
-#: The command, what stands behind the bus's name, and the message; nothing is made.
 WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ("serve", ("--max-producers", "0"), "max_producers: expected 1 to 4096, got 0"),
     ("serve", ("--max-producers", "4097"), "max_producers: expected 1 to 4096, got 4097"),

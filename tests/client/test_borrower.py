@@ -49,7 +49,6 @@ def put(bus: Bus, count: int, tokens: int = 100) -> None:
             )  # fmt: skip
 
 
-#: A connection that is not over.
 CONNECTION, _DAEMON = socket.socketpair()
 
 
@@ -308,7 +307,6 @@ def test_exactly_the_extents_of_leases_and_of_views_are_locked(
             client = draw.randrange(4)
             borrower.set_client(client)
         if not leases:
-            # A trajectory that is held keeps what it has shown.
             views.clear()
         assert locked(other, 0) == {extent for extent, _ in views.values()}
         held = {extent for at, _ in leases.values() for extent in at}

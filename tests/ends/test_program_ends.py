@@ -107,7 +107,6 @@ def test_what_a_gateway_had_is_found_by_its_successors(
     request: pytest.FixtureRequest,
 ) -> None:
     pytest.importorskip("aiohttp")
-    pytest.importorskip("isal")
     monkeypatch.syspath_prepend(HERE.parent / "gateway")
     stack = contextlib.ExitStack()
     request.addfinalizer(stack.close)

@@ -13,7 +13,6 @@ import torch
 from shmbus.engines import VllmServer
 from shmbus.weights import WeightSubscriber
 
-#: What a route says instead of doing its work: pieces of the body, or None for its own answer.
 Instead = Callable[[], list[bytes] | None]
 
 PIECE_S = 0.02

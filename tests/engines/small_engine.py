@@ -29,9 +29,7 @@ ASKED_S = 5.0
 class SmallEngine:
     """A model for each rank, requests in flight, and a way to stop them."""
 
-    #: Which path is which step, where they differ.
     steps: ClassVar[dict[str, str]] = {}
-    #: How a fleet speaks to it.
     client: ClassVar[type[Any]] = VllmServer
 
     def __init__(self, ranks: int) -> None:

@@ -56,7 +56,6 @@ class SmallSglang(SmallEngine):
     }
     client: ClassVar[type[Any]] = SglangServer
     info: ClassVar[dict[str, Any]] = {}
-    #: Whether its model takes images.
     sees: ClassVar[bool] = False
 
     def __init__(self, ranks: int) -> None:

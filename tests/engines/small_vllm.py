@@ -35,7 +35,6 @@ class SmallVllm(SmallEngine):
         "/collective_rpc": "reload",
         "/reset_encoder_cache": "encoder",
     }
-    #: Whether it has a draft model.
     drafts: ClassVar[bool] = False
 
     def __init__(self, ranks: int) -> None:

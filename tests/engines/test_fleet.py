@@ -65,7 +65,6 @@ async def test_a_late_failure_brings_every_server_back(step: str, kind: str, sce
         assert await each.tokens(2) == [7.0, 7.0]
     assert scene.bus.policy_version == 7
     assert paused_by(scene.bus.name) is None
-    # And nothing is left that keeps the next one out.
     report = await scene.update(9, *running)
     assert [each.version for each in report.servers] == [9, 9]
 
@@ -103,7 +102,6 @@ async def test_a_server_without_an_earlier_version_stays_paused_and_named(scene:
     assert await running[0].paused()
     left = paused_by(scene.bus.name)
     assert left is not None and not left[1]
-    # The next update begins by ending that: the whole version is loaded into all ranks.
     report = await scene.update(2, *running)
     assert [each.version for each in report.servers] == [2, 2]
     assert not await running[0].paused()

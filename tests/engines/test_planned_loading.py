@@ -156,7 +156,6 @@ class Added(FusedModel):
             layer.o.data.mul_(2)
 
 
-#: An operation that torch does not take apart, and whose kernel reads memory by itself.
 LIBRARY = torch.library.Library("shmbus_test", "DEF")
 LIBRARY.define("packed(Tensor weight) -> int")
 

@@ -35,7 +35,6 @@ async def test_a_killed_server_is_gone_alone(kind: str, step: str, scene: Scene)
         assert report.servers[1].version != 2 or step == "resume"
         assert report.servers[1].error and running[1].url in report.servers[1].error
         assert await running[0].tokens(2) == [2.0, 2.0]
-        # It is not waited for again.
         report = await fleet.update(scene.trainer, 3)
         assert report.servers[1].state == "gone" and report.torn == []
     assert paused_by(scene.bus.name) is None

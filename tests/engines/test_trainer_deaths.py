@@ -105,7 +105,6 @@ async def test_a_torn_server_is_named_until_the_command_resumes_it(bus: Bus, ser
     report = await resume(bus.name, timeout=TIMEOUT_S)
     assert report is not None and report.torn == [running[1].url]
     assert not await running[0].paused() and await running[1].paused()
-    # What is left paused is no rubbish.
     note = companion_name("fleet", bus.name)[1:]
     verdicts = {each.path: each.verdict for each in survey() if each.name == bus.name}
     assert verdicts[f"/dev/shm/{note}"] == "unknown"

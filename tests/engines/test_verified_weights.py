@@ -135,7 +135,6 @@ async def test_a_repacked_tensor_is_not_comparable_by_name(run: Any) -> None:
     for each in told.ranks:
         assert set(each.not_comparable) == {EMBED, "model.norm.weight", "lm_head.weight"}
     for parameter, tensor in ((QKV, Q_PROJ), ("embed", EMBED)):
-        # A repacked tensor has its plain copy beside the packed one.
         await own.flip(0, parameter, 0, 0)
         found = (await own.verdict()).ranks[0]
         assert (found.state, found.tensor, found.offset) == ("differs", tensor, 0)

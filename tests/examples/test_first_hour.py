@@ -18,12 +18,10 @@ from trainer_adapter import Batch, OnlineDataHandler
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "first-hour.md").read_text()
-#: What is in the fences: the language, the file's name if it has one, and the text.
 BLOCKS = re.findall(r"^```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)^```$", PAGE, re.M | re.S)
 CODE = re.compile(r"`([^`]+)`")
 DEADLINE_S = 240
 
-# The two programs that a shell finds where shmbus is installed.
 PROGRAMS = {"python": '"$@"', "shmbus": '-m shmbus "$@"'}
 
 
@@ -46,7 +44,6 @@ def test_the_page_runs_from_first_to_resumed_block(tmp_path: Path, bus_name: str
     script = "".join(text for language, _, text in BLOCKS if language == "sh")
     install, script = script.split("shmbus doctor", 1)
     assert "\npip install 'shmbus[train]'" in install
-    # The machine of a test may lack what doctor asks for; its exit status is not the page's.
     for program, arguments in PROGRAMS.items():
         (tmp_path / program).write_text(f"#!/bin/sh\nexec {sys.executable} {arguments}\n")
         (tmp_path / program).chmod(0o755)

@@ -18,7 +18,6 @@ MAX_LINES = 150
 LONG = {"demo_on_two_nodes.py", "grpo_transformers.py"}
 #: Adapters of stacks that no machine without a GPU can install; tests/trainer has their tests.
 ADAPTERS = {"prime_rl_transport.py", "slime_rollouts.py", "torchtitan_fork.py"}
-#: What has a test file of its own here.
 OWN_TEST = {"draft_head.py", "weights_in_flight.py"}
 #: What needs a stack in an environment of its own (tests/peers), and is not run here.
 ELSEWHERE = {
@@ -27,7 +26,6 @@ ELSEWHERE = {
 # Processes that share the machine with whatever else runs there.
 DEADLINE_S = 200
 
-#: What each one needs beside torch, and what its last line says.
 REWARD_ROSE = r"reward (\d\.\d\d) -> (\d\.\d\d)"
 RUNS = {
     "agents.py": (("openai", "aiohttp"), REWARD_ROSE),

@@ -18,7 +18,6 @@ def test_a_stock_model_learns_over_the_bus(spawn: Spawner) -> None:
     pytest.importorskip("transformers", minversion="4.53")
     example = ROOT / "examples" / "grpo_transformers.py"
     lines = spawn.file(example, "--steps", 50, "--device", "cpu").finish(DEADLINE_S).splitlines()
-    # A note of the log may stand in between.
     assert any(line.endswith("trajectories trained, balanced: True") for line in lines)
     (told,) = (line for line in lines if line.startswith("reward "))
     first, last = (float(word) for word in told.split()[1:4:2])

@@ -25,7 +25,6 @@ arguments = parser.parse_args(["gateway", *sys.argv[1:]])
 sys.exit(arguments.run(arguments))
 """
 TIMEOUT_S = 60.0
-#: Where it listens, in a line of its log in either form.
 SERVING = re.compile(r'http(?:=|": ")http://[^ "]*:(\d+)')
 
 REGISTRATION = {
@@ -68,8 +67,6 @@ class Gateway:
     def stop(self) -> str:
         self.child.send_signal(signal.SIGTERM)
         return self.child.finish()
-
-    # -- requests -------------------------------------------------------------------------------
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT_S)

@@ -286,7 +286,6 @@ def test_what_each_environment_is_told_follows_queue_and_shares(gateway: Gateway
     assert (told(0), told(other)) == ((1, 1, 0.5), (1, 0, 0.5))
     for _ in range(2):
         gateway.post("/scored_data", scored([1], [1], env_id=other))
-    # Of the other's two groups, one is its quota of the batch of four.
     assert (told(0), told(other)) == ((2, 1, 0.5), (3, 2, 0.5))
     gateway.post("/disconnect-env", {"env_id": other})
     assert told(0) == (3, 1, 1.0)

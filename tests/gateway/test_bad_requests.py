@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +12,6 @@ import pytest
 from gateways import ENVIRONMENT, REGISTRATION, Gateway, serving
 from http_answers import read_answer
 from http_requests import request_bytes, scored
-from http_requests import reset as reset_connection
-
-from shmbus.http.access import is_loopback
 
 GOOD = scored([1, 2], [3, 4])
 TINY = scored([1])
@@ -51,10 +47,7 @@ def without(key: str) -> dict[str, Any]:
 
 
 CASES = [
-    # Taken, as there.
     Case("good", "POST", "/scored_data", GOOD, 200),
-    Case("gzip", "POST", "/scored_data", PACKED, 200, headers=GZIP),
-    Case("x-gzip", "POST", "/scored_data", PACKED, 200, headers={"Content_Encoding": "x-gzip"}),
     Case("token as text", "POST", "/scored_data", {**GOOD, "tokens": [["1", 2], [3, 4]]}, 200),
     Case("token 1.0", "POST", "/scored_data", {**GOOD, "tokens": [[1.0, 2], [3, 4]]}, 200),
     Case("mask true", "POST", "/scored_data", {**GOOD, "masks": [[True, 2], [3, False]]}, 200),
@@ -67,14 +60,10 @@ CASES = [
     Case("empty sequence", "POST", "/scored_data", 
          {**scored([], [1]), "masks": [[], [1]]}, 200),
     Case("options", "OPTIONS", "/scored_data", None, 200),
-    Case("query", "GET", "/info?x=1", None, 200),
     Case("disconnect unknown", "POST", "/disconnect-env", {"env_id": 99}, 200),
-    Case("charset", "POST", "/scored_data", GOOD, 200,
-         headers={"Content_Type": "application/json; charset=utf-8"}),
     Case("key twice", "POST", "/scored_data",
          json.dumps(GOOD).encode()[:-1] + b', "tokens": [[5, 6], [7, 8]]}', 200),
     Case("token -2**63", "POST", "/scored_data", {**GOOD, "tokens": [[-(2**63), 2], [3, 4]]}, 200),
-    # Not JSON, or not that JSON.
     Case("malformed", "POST", "/scored_data", b'{"tokens": [[1]', 422, "expected JSON"),
     Case("no body", "POST", "/scored_data", b"", 422, "expected JSON"),
     Case("null", "POST", "/scored_data", None, 415, "application/json"),
@@ -106,7 +95,6 @@ CASES = [
          {**GOOD, "messages": [[{"content": "x"}], []]}, 422, "'role'"),
     Case("message of text", "POST", "/scored_data", {**GOOD, "messages": [["x"], []]}, 422),
     Case("list with one bad", "POST", "/scored_data_list", [GOOD, without("masks")], 422, "masks"),
-    # What cannot be trained on, or lost a batch there.
     Case("score NaN", "POST", "/scored_data", {**GOOD, "scores": [float("nan"), 1]}, 422, "NaN"),
     Case("score -Infinity", "POST", "/scored_data", {**GOOD, "scores": [float("-inf"), 1]}, 422,
          "finite"),
@@ -132,28 +120,15 @@ CASES = [
     Case("the same in an unknown key", "POST", "/scored_data", {**GOOD, HALF: 1}, 422,
          "half of a surrogate pair"),
     Case("too many groups", "POST", "/scored_data_list", [TINY] * 65_536, 422, "at most 65535"),
-    # Encodings and types.
     Case("text/plain", "POST", "/scored_data", GOOD, 415, "application/json",
          {"Content_Type": "text/plain"}),
     Case("no type", "POST", "/scored_data", GOOD, 415, "application/json", {"Content_Type": ""}),
-    Case("deflate", "POST", "/scored_data", PACKED, 415, "gzip", {"Content_Encoding": "deflate"}),
-    Case("two encodings", "POST", "/scored_data", PACKED, 415, "once",
-         {"Content_Encoding": "gzip, gzip"}),
-    Case("no gzip", "POST", "/scored_data", json.dumps(GOOD).encode(), 400, "Invalid gzip", GZIP),
-    Case("truncated gzip", "POST", "/scored_data", PACKED[:-9], 400, "Invalid gzip", GZIP),
-    Case("damaged gzip", "POST", "/scored_data", DAMAGED, 400, "Invalid gzip", GZIP),
-    Case("gzip and more", "POST", "/scored_data", PACKED + b"more" + PACKED[-4:], 400,
-         "Invalid gzip", GZIP),
-    Case("empty gzip", "POST", "/scored_data", b"", 400, "Invalid gzip", GZIP),
-    # Routes, methods, numbers of environments.
-    Case("unknown path", "GET", "/nothing", None, 404, "/nothing: unknown route"),
-    Case("wrong method", "GET", "/scored_data", None, 405, "POST"),
-    Case("head", "HEAD", "/info", None, 405),
+    Case("head of what acts", "HEAD", "/batch", None, 405),
     Case("status of unknown", "GET", "/status-env", {"env_id": 99}, 404, "register-env"),
     Case("status of -1", "GET", "/status-env", {"env_id": -1}, 404, "register-env"),
     Case("status without body", "GET", "/status-env", None, 415, "application/json"),
     Case("status of text", "GET", "/status-env", {"env_id": "x"}, 422, "env_id"),
-    Case("large status", "GET", "/status-env", b" " * 70_000, 413, "takes no groups"),
+    Case("large status", "GET", "/status-env", b" " * 70_000, 413, "65536 bytes"),
     Case("batch size 0", "POST", "/register", {**REGISTRATION, "batch_size": 0}, 422, "batch_size"),
     Case("no batch size", "POST", "/register", {"wandb_group": "g"}, 422),
     Case("endless name", "POST", "/register", {**REGISTRATION, "wandb_group": "g" * 2000}, 422,
@@ -172,10 +147,6 @@ CASES = [
          422, "max_token_length"),
     Case("group size 0", "POST", "/register-env", {**ENVIRONMENT, "group_size": 0}, 422),
     Case("endless group", "POST", "/register-env", {**ENVIRONMENT, "group_size": 10**12}, 422),
-    # Other sites and names.
-    Case("another host", "GET", "/info", None, 403, "loopback", {"Host": "evil.example"}),
-    Case("another site", "POST", "/scored_data", GOOD, 403, "another site",
-         {"Origin": "https://evil.example"}),
     Case("reset by a page", "GET", "/reset_data", None, 403, "another site",
          {"Sec_Fetch_Site": "cross-site"}),
 ]  # fmt: skip
@@ -222,9 +193,6 @@ def test_environments_that_all_disconnected_are_answered(gateway: Gateway) -> No
     assert (answer.status, answer.json()["env_weight"]) == (200, 0.01)
 
 
-# --- what no library sends
-
-
 def talk(gateway: Gateway, data: bytes) -> bytes:
     """Send bytes, and return everything that comes until the gateway ends the connection."""
     with gateway.connect() as connection:
@@ -249,41 +217,6 @@ def test_a_truncated_chunked_body_is_not_taken(shared: Gateway) -> None:
     still_serves(shared)
 
 
-def test_a_body_that_ends_early_is_not_taken(shared: Gateway) -> None:
-    whole = request_bytes("POST", "/scored_data", GOOD)
-    for cut in (len(whole) - 1, len(whole) // 2, 30):
-        for end in (reset_connection, socket.socket.close):
-            connection = shared.connect()
-            connection.sendall(whole[:cut])
-            end(connection)
-    assert shared.get("/status").json()["queue_size"] == 0
-    still_serves(shared)
-
-
-def test_two_content_encoding_headers_are_refused(shared: Gateway) -> None:
-    request = request_bytes("POST", "/scored_data", PACKED, Content_Encoding="gzip")
-    request = request.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n", 1)
-    with shared.connect() as connection:
-        connection.sendall(request)
-        assert read_answer(connection).status == 415
-    still_serves(shared)
-
-
-def test_a_header_of_a_megabyte_is_refused(shared: Gateway) -> None:
-    with shared.connect() as connection:
-        connection.sendall(b"GET /info HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")
-        answer = b""
-        try:
-            for _ in range(1024):
-                connection.sendall(b"x" * 1024)
-            connection.sendall(b"\r\n\r\n")
-            answer = connection.recv(1 << 16)
-        except (ConnectionResetError, BrokenPipeError):
-            pass
-        assert not answer or b" 400 " in answer.split(b"\r\n")[0]
-    still_serves(shared)
-
-
 def test_requests_of_one_connection_are_answered_in_order(shared: Gateway) -> None:
     still_serves(shared)
     tokens = [[[1], [2]], [[3], [4]]]
@@ -300,47 +233,13 @@ def test_requests_of_one_connection_are_answered_in_order(shared: Gateway) -> No
     assert [shared.batch()[0]["tokens"] for _ in tokens] == tokens
 
 
-def test_garbage_behind_a_request_ends_the_connection_and_nothing_else(shared: Gateway) -> None:
-    found = talk(shared, request_bytes("GET", "/info") + b"\x00\xffnonsense\r\n\r\n")
-    assert len(re.findall(rb"HTTP/1\.[01] 400 ", found)) == 1
-    with shared.connect() as connection:
-        connection.sendall(request_bytes("GET", "/info"))
-        assert read_answer(connection).status == 200
-        connection.sendall(b"\x00\xffnonsense\r\n\r\n")
-        assert read_answer(connection).status == 400
-        assert connection.recv(1) == b""
-    assert b" 400 " in talk(shared, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n")
-    still_serves(shared)
-
-
-@pytest.mark.parametrize("header", ["Host", "Origin", "Content-Type", "Content-Encoding"])
-def test_a_header_that_is_no_text_is_refused_in_text(shared: Gateway, header: str) -> None:
-    request = request_bytes("POST", "/scored_data", GOOD, **{header: "@", "Connection": "close"})
-    with shared.connect() as connection:
-        connection.sendall(request.replace(b"@", b"\x80\xff"))
-        assert read_answer(connection).status in (403, 415)
-    still_serves(shared)
-
-
-def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(shared: Gateway) -> None:
-    head, _, body = request_bytes("POST", "/scored_data", GOOD, Expect="100-continue").partition(
-        b"\r\n\r\n"
-    )
-    with shared.connect() as connection:
-        connection.sendall(head + b"\r\n\r\n")
-        assert connection.recv(1 << 10).startswith(b"HTTP/1.1 100 Continue")
-        connection.sendall(body)
-        assert read_answer(connection).status == 200
-    still_serves(shared)
-
-
 def test_a_bomb_is_refused_before_it_is_inflated(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "4MiB", "--body-limit", 1, "--memory", 8)
     bomb = gzip.compress(b" " * (200 << 20), 6)
     answer = gateway.post("/scored_data", bomb, Content_Encoding="gzip")
     assert answer.status == 413
     lying = bomb[:-4] + (1000).to_bytes(4, "little")
-    assert gateway.post("/scored_data", lying, Content_Encoding="gzip").status == 400
+    assert gateway.post("/scored_data", lying, Content_Encoding="gzip").status == 413
     large = gateway.ask("POST", "/scored_data", b" " * (1 << 20) + b"  ")
     assert (large.status, "--body-limit" in large.detail) == (413, True)
     status = Path(f"/proc/{gateway.child.pid}/status").read_text()
@@ -371,15 +270,3 @@ def test_pages_of_this_machine_may_read_what_only_looks(shared: Gateway) -> None
     assert "access-control-allow-origin" not in other.headers
     asked = shared.ask("OPTIONS", "/status", None, Origin=origin)
     assert (asked.status, asked.headers["access-control-allow-methods"]) == (200, "GET")
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [
-        ("127.0.0.1", True), ("127.8.8.8:80", True), ("localhost", True), ("localhost:1", True),
-        ("::1", True), ("[::1]", True), ("[::1]:80", True), ("0.0.0.0", False), ("::", False),
-        ("evil.example", False), ("localhost.evil.example", False), ("", False), ("[", False),
-    ],
-)  # fmt: skip
-def test_loopback_is_told_by_address_name_and_host_header(host: str, loopback: bool) -> None:
-    assert is_loopback(host) == loopback

@@ -15,7 +15,6 @@ TOKENS = np.arange(4, dtype=np.int32)
 NAN = np.full(4, np.nan, np.float32)
 ROWS = [{"tokens": TOKENS}, {"tokens": TOKENS}]
 
-#: What no answer can have, and a part of the reason that the log gives.
 UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     "mask of another length": ({"tokens": TOKENS, "loss_mask": TOKENS[:3]}, "loss_mask[0]"),
     "table of tokens": ({"tokens": TOKENS.reshape(2, 2)}, "one dimension"),

@@ -20,7 +20,6 @@ from http_requests import scored
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "gateway.md").read_text()
-#: What is in the fences: the language and the text, under the heading of its part.
 BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.M | re.S)
 
 Start = Callable[[str, str], Gateway]
@@ -99,13 +98,11 @@ def test_the_five_minutes_of_atropos(start: Start, bus_name: str) -> None:
     for number in range(2):
         group = scored([number], [number], env_id=env)
         assert gateway.post("/scored_data", group).status == 200
-    # Steps 1 to 3: a trainer and an environment with another URL.
     assert len(gateway.batch()) == 2
     status, metrics, top = (shell(line, gateway) for line in watch)
     assert status == '{"current_step":1,"queue_size":0}'
     assert 'shmbus_gateway_requests_total{bus="' in metrics
     assert bus_name in top
-    # Steps 4 and 5: both leave HTTP, while the gateway goes on.
     environment, trainer = (code for kind, code in blocks("From atroposlib's") if kind == "python")
     names: dict[str, Any] = {"BaseEnv": type("BaseEnv", (), {"env_id": env})}
     exec(environment.replace("run1", bus_name), names)
@@ -116,7 +113,6 @@ def test_the_five_minutes_of_atropos(start: Start, bus_name: str) -> None:
     sender._shmbus().close()
     names = {}
     exec(trainer.replace("run1", bus_name).replace("8000", str(gateway.port)), names)
-    # With what the trainer had by HTTP, and did not acknowledge.
     tokens = [group["tokens"][0][0] for group in names["data"]["batch"]]
     assert sorted(tokens) == list(range(32))
     assert gateway.get("/batch").status == 409

@@ -185,7 +185,6 @@ def test_a_dead_trainers_batch_comes_again(gateway_of: Any, gateway_dies: bool) 
     if gateway_dies:
         gateway.kill()
         gateway.start()
-    # It is started again, and registers: 0 was acknowledged by the second request, 1 was not.
     assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
     assert all_batches(gateway) == [1, 2]
 
@@ -201,7 +200,6 @@ def test_a_trainer_that_leaves_http_has_everything_and_may_come_back(gateway_of:
         AtroposTrainer(gateway.name, 2)
     with AtroposTrainer(gateway.name, 2, url=url) as trainer:
         trainer.register()
-        # The gateway holds nothing back, also when it is started again.
         assert numbers(trainer.get_batch(timeout=20)["batch"]) == [0]
         gateway.kill()
         gateway.start()
@@ -254,9 +252,6 @@ def test_a_trainer_reads_slowly_and_others_are_answered(gateway: Gateway) -> Non
     assert numbers(gateway.batch()) == [0]
 
 
-# --- kill -9 of the gateway
-
-
 def test_registrations_and_groups_outlive_the_gateway(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "4MiB")
     gateway.register(batch_size=2)
@@ -275,7 +270,6 @@ def test_registrations_and_groups_outlive_the_gateway(gateway_of: Any) -> None:
     assert gateway.get("/info").json()["batch_size"] == 2
     status = gateway.get("/status-env", {"env_id": env}).json()
     assert (status["current_step"], status["queue_size"]) == (1, 3)
-    # The trainer lives and has 0: its next request acknowledges it.
     assert numbers(gateway.batch()) == [1]
     assert all_batches(gateway) == [2, 3]
     gateway.stop()
@@ -375,9 +369,6 @@ def test_a_port_that_is_taken_is_said_in_a_sentence(gateway: Gateway, spawn: Any
         path.unlink()
 
 
-# --- memory
-
-
 def test_what_clients_send_at_once_stays_within_the_budget(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "1MiB", "--body-limit", 4, "--memory", 16, "--hold", 1)
     body = json.dumps(scored([1] * 400, messages=[[{"role": "user", "content": "x" * 3_000_000}]]))
@@ -402,9 +393,6 @@ def peak_kib(gateway: Gateway) -> int:
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{gateway.child.pid}/status").read_text())
     assert found is not None
     return int(found[1])
-
-
-# --- beside a daemon
 
 
 def test_groups_wait_for_a_killed_daemon(bus_name: str, daemon: Any, gateway_of: Any) -> None:

@@ -19,7 +19,6 @@ from test_gateway_retries import all_batches, balanced, numbered, numbers
 
 import shmbus
 
-#: Where a gateway dies with a body: the body's way through its process, up to the answer.
 KILLS = {
     name: f"""
 import os, signal
@@ -184,7 +183,6 @@ def test_of_a_list_a_successor_puts_only_what_is_not_there(gateway_of: Any) -> N
     with shmbus.Consumer(gateway.name) as consumer:
         found = consumer.take(10, timeout=0)
         seen = [int(group[0]["tokens"][0]) for group in found]
-        # Nobody can see them in the bus any more.
         consumer.ack(found)
         gateway.start()
         assert gateway.post("/scored_data_list", body).status == 200
@@ -265,13 +263,11 @@ def test_a_hang_up_during_a_gateways_death_counts_as_read(gateway_of: Any) -> No
     wait_until(
         lambda: gateway.get("/status").json()["current_step"] == 1, what="the note of the batch"
     )
-    # It hears nothing of the reset that follows.
     gateway.child.send_signal(signal.SIGSTOP)
     assert connection.recv(10)
     reset(connection)
     gateway.kill()
     gateway.start()
-    # Had the trainer died with the gateway, and registered again, the batch would come again.
     assert all_batches(gateway) == [1]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import wait_until
-from gateways import TIMEOUT_S, Gateway, serving
+from gateways import Gateway, serving
 from http_answers import read_answer
 from http_requests import request_bytes, reset, scored
 
@@ -67,28 +67,6 @@ def test_one_that_ends_early_is_not_taken(shared: Gateway) -> None:
                 end(connection)
     assert shared.post("/scored_data", large(7)).status == 200
     assert was_put(shared, large(7))
-    assert shared.batch() is None
-
-
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"Content_Type": "text/plain"}, 415),
-        ({"Content_Encoding": "br"}, 415),
-        ({"Content_Length": str(5 << 20)}, 413),
-        ({"Origin": "http://elsewhere.example"}, 403),
-    ],
-)
-def test_a_refusal_ends_connections(shared: Gateway, headers: dict[str, str], status: int) -> None:
-    # What is left of it would be taken for the next request.
-    data = request_bytes("POST", "/scored_data", large(1), **headers)
-    head = data.index(b"\r\n\r\n") + 4
-    with shared.connect() as connection:
-        connection.sendall(data[:head])
-        answer = read_answer(connection)
-        assert answer.status == status
-        connection.settimeout(TIMEOUT_S)
-        assert connection.recv(1) == b""
     assert shared.batch() is None
 
 

@@ -12,7 +12,6 @@ from shmbus.gateway import settings
 
 CLIENTS = int(os.environ.get("SHMBUS_GATEWAY_CLIENTS", "0"))
 MEGABYTES = 10.0
-#: What docs/gateway.md states: of a connection, and of the program with what it keeps.
 CONNECTION_BYTES = 320 << 10
 PROGRAM_BYTES = 64 << 20
 

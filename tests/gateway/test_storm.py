@@ -23,9 +23,7 @@ import shmbus
 
 SECONDS = float(os.environ.get("SHMBUS_STORM_SECONDS", "0"))
 ENVIRONMENTS = 3
-#: Groups a minute that they post together at the most; as many as they can where it is zero.
 GROUPS_A_MINUTE = float(os.environ.get("SHMBUS_STORM_GROUPS_A_MINUTE", "0"))
-#: Seconds between two kills.
 PAUSE_S = (0.2, 5.0)
 
 COMMON = """
@@ -187,7 +185,6 @@ class Storm:
         for batches in lives.values():
             for batch in batches:
                 trained.update(batch)
-            # What a trainer had when it was killed, and had not acknowledged by asking for more.
             again.update(batches[-1] if batches else ())
         lost = answered - trained.keys() - waiting
         doubled = {n: count for n, count in trained.items() if count > 1 and n not in again}

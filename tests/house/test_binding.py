@@ -18,7 +18,6 @@ def definitions(path: Path) -> Iterator[tuple[str, bool]]:
     """Name of each function that a file defines, and whether no other file sees it."""
     text = path.read_text()
     for match in _DEFINITION.finditer(text):
-        # A definition's head ends with a brace, a declaration's with a semicolon.
         end = re.search(r"[;{]", text[match.end() :])
         if end is not None and end[0] == "{":
             yield match[2], match[1] is not None

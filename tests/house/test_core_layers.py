@@ -15,7 +15,6 @@ import pytest
 
 CORE = Path(__file__).resolve().parents[2] / "shmbus_ext"
 ROOMS = ("base", "ring", "stash", "batch", "pool", "channel")
-# What rooms share.
 GROUND = "base"
 COMPILER = shlex.split(os.environ.get("CC", "cc"))
 
@@ -24,7 +23,6 @@ pytestmark = [
         shutil.which(COMPILER[0]) is None or shutil.which("nm") is None,
         reason="compiling the core takes a C compiler and nm",
     ),
-    # The first of them may have to wait for the build.
     pytest.mark.timeout(300),
 ]
 

@@ -117,7 +117,6 @@ def test_each_module_that_a_page_names_is_there(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_each_link_of_a_page_leads_somewhere(page: Path) -> None:
     offences = []
-    # Joined, since a link's text may be wrapped.
     text = "\n".join(line for _, line in prose(page))
     for target in LINK.findall(text):
         if re.match(r"[a-z]+:", target):

@@ -38,7 +38,6 @@ TREE = {
     "WaitTimeoutError": (TimeoutError,),
 }  # fmt: skip
 
-#: Bases of what packages raise; each hands its own out.
 BASES = ("ChannelError", "WeightsError")
 
 X = np.arange(20, dtype=np.int32)
@@ -73,9 +72,6 @@ def fill(producer: Producer) -> None:
     with pytest.raises(shmbus.BusFullError):
         for number in range(100):
             producer.put(f"fill{number}", group_size=1, index=0, x=PAGE, timeout=0)
-
-
-# --- names and tree
 
 
 def test_every_public_name_is_there() -> None:
@@ -121,9 +117,6 @@ def test_an_error_of_a_peer_says_which_and_travels() -> None:
     error = shmbus.PeerGoneError("gone", rank=1, side="sender", pid=7)
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.rank, again.side, again.pid) == ("gone", 1, "sender", 7)
-
-
-# --- names and sizes
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "/", "a\0b", "x" * 201, "\N{SNOWMAN}" * 67])
@@ -172,11 +165,8 @@ def test_a_bus_that_is_not_there_is_not_found(use: Callable[[str], Any], bus_nam
         use(bus_name)
 
 
-# --- arguments of put, put_many, aput and reserve
-
 #: A flag counts as a number of seconds here.
 TIMEOUT = tuple(row for row in SECONDS if row[0] is not True)
-#: By argument: wrong values of put and reserve.
 BAD: dict[str, Wrong] = {
     "instance_id": of_type(None, b"a") + of_value("", "a" * 256, "\N{SNOWMAN}" * 86, "\ud800"),
     "group_size": of_type(2.0, "2", None) + of_value(0, -1, _core.MAX_GROUP_SIZE + 1, 2**80),
@@ -187,7 +177,6 @@ BAD: dict[str, Wrong] = {
     "round": of_type("0") + of_value(-1, 2**63),
     "meta": of_type(object(), {"deep": [np.array([None])]}, 2**64) + of_value("\ud800"),
 }
-#: Array fields of put, by the name that the message holds.
 BAD_PUT: dict[str, list[tuple[dict[str, Any], type[Exception]]]] = {
     "x": [
         *(
@@ -211,7 +200,6 @@ BAD_PUT: dict[str, list[tuple[dict[str, Any], type[Exception]]]] = {
         ({"x": np.zeros(60_000, np.uint8)}, shmbus.RecordTooLargeError),
     ],
 }  # fmt: skip
-#: Fields of reserve, by the name that the message holds.
 BAD_FIELDS: dict[str, Wrong] = {
     "fields": of_type([("x", "i4", 3)], None, {5: ("i4", 3)}),
     "x": of_type(
@@ -386,9 +374,6 @@ def test_a_reservation_ends_once(ends: Ends, verb: str) -> None:
     assert ends.consumer.stats().committed == 1 + (verb == "commit") + len(uses)
 
 
-# --- arguments of a consumer
-
-
 def test_bad_arguments_of_a_consumers_methods_are_refused(ends: Ends) -> None:
     consumer = ends.consumer
     uses: list[tuple[Callable[[], Any], type[Exception], list[str]]] = [
@@ -426,8 +411,6 @@ def test_a_policy_version_is_an_int_from_0(ends: Ends) -> None:
         assert ends.producer.policy_version == 7
         ends.bus.policy_version = 0
 
-
-# --- leases
 
 VERBS: dict[str, Callable[[Group], None]] = {
     "acknowledged": Group.ack, "given_back": Group.give_back, "dropped": Group.drop,
@@ -485,9 +468,6 @@ def test_released_trajectories_say_so_and_keep_what_they_know(ends: Ends) -> Non
     assert (unseen.released, seen.released) == (True, False)
     assert (seen.index, seen.instance_id, seen.meta) == (0, "a", {"m": 1})
     assert (seen.keys(), seen.shape("x"), "x" in seen) == (("x",), (20,), True)
-
-
-# --- a full bus
 
 
 def full_message(producer: Producer) -> str:

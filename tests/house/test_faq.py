@@ -34,7 +34,6 @@ def test_the_manifest_gives_every_container_one_memory_volume_under_one_user() -
 def test_the_batch_script_ends_with_the_trainers_status_and_leaves_no_bus(tmp_path: Path) -> None:
     job = str(os.getpid())
     files = {
-        # Slurm's launcher, without its options.
         "srun": '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n',
         "shmbus": f'#!/bin/sh\nexec {sys.executable} -m shmbus.cli "$@"\n',
         "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',

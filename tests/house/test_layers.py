@@ -210,7 +210,6 @@ def test_every_room_has_a_module() -> None:
 
 def used_of_shmbus(path: Path) -> set[str]:
     used = {name for name in imported_names(path) if name.split(".")[0].startswith("shmbus")}
-    # After `import shmbus`, each shmbus.NAME is a use.
     return used | {
         f"shmbus.{node.attr}"
         for node in ast.walk(ast.parse(path.read_text()))

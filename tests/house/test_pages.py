@@ -8,7 +8,6 @@ import pytest
 from doc_pages import PAGES, blocks
 from test_style import ROOT
 
-# How the tests name a block: the page, and words of it.
 NAMED = re.compile(r"\(\s*\"([\w.-]+\.md)\",\s*(?:\"([^\"]+)\"|'([^']+)')")
 
 

@@ -14,9 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Where each module that has `__all__` is public; one with a leading underscore is not.
 ROOMS = ("shmbus/peers", "trainer_adapter", "trainer_adapter/adapters")
-#: Packages whose own `__all__` says what is public in them.
 PACKAGES = {
     "shmbus",
     "shmbus.batch.gather",
@@ -82,7 +80,6 @@ def test_each_public_name_is_described_on_one_page_and_named_on_the_others() -> 
         named.update(re.findall(r"\]\[([\w.]+)\]", text))
     assert {entry for entry, count in described.items() if count > 1} == set()
     assert named - described.keys() == set()
-    # A name of one package alone, and one that two packages have.
     assert described["shmbus.errors.ChannelError"] == 1
     assert "trainer_adapter.advantages.group_advantages" in named
 

@@ -101,7 +101,6 @@ def test_another_users_daemon_is_named(bus_name: str, spawn: Spawner, kind: str)
         assert "Traceback" not in said, said
         assert f"its daemon cannot listen: {path} is a {kind} of uid 0 (root)" in said
         assert f"{path}, as uid 0 (root) or root), or choose another name" in said
-        # Before anything was made.
         assert not Path(f"/dev/shm/shmbus.{bus_name}").exists()
     finally:
         remove(path)

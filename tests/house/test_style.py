@@ -15,7 +15,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Not ours to judge: environments, builds, caches, and what tools generate.
 SKIPPED_DIRECTORIES = {"build", "dist", "node_modules", "__pycache__"}
 HIDDEN_DIRECTORIES_KEPT = {".ci"}
 TEXT_SUFFIXES = {
@@ -24,7 +23,6 @@ TEXT_SUFFIXES = {
 TEXT_NAMES = {"Makefile", "run", ".editorconfig", ".gitignore"}
 
 PACKAGES = ("shmbus", "shmbus_ext", "trainer_adapter")
-# What a part must not import: (the part's files, the modules, why).
 FORBIDDEN_IMPORTS = [
     ("shmbus/stash/stash.py", ("asyncio", "socket", "threading", "time"), "time is an argument"),
     (
@@ -171,7 +169,6 @@ def imported_modules(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            # A relative import, made absolute by the directories that it starts from.
             parents = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
             module = ".".join([*parents, *([node.module] if node.module else [])])
             yield module

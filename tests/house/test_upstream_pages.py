@@ -11,7 +11,6 @@ from doc_pages import PAGES, blocks
 from test_style import ROOT
 
 UPSTREAM = PAGES / "upstream"
-#: Of each page here the page whose blocks tests run.
 TESTED = {
     "trl/shmbus_integration.md": "trl.md",
     "verl-recipe/shmbus/README.md": "verl.md",

@@ -224,8 +224,6 @@ def test_handle_options_have_no_inner_error(handles: tuple[Bus, Producer, Feeder
     assert {name: found for name, call in calls.items() if (found := faults(call, used))} == {}
 
 
-# -- each option, by the kind of its values ----------------------------------------------------
-
 WAIT_S = 20.0
 ROW, MASK = torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool)
 BORDERS = torch.tensor([0, 1, 4])
@@ -253,7 +251,6 @@ def with_extra(bus: str, **options: Any) -> object:
     return OnlineDataHandler(bus, extra_fields={"y": extra})
 
 
-#: By a bus and one option: each call, with its options' wrong values.
 OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
     "Consumer": (
         Consumer,
@@ -419,7 +416,6 @@ def test_pack_names_a_wrong_option(bus: Bus) -> None:
         assert let_through(partial(pack, groups), "memory", of_type(*ARRAYS)) == []
 
 
-#: Options that exclude each other, and names that are nearly an option's.
 TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     *((handle, {"no_such": 1}, "TypeError: no_such") for handle in (Consumer, OnlineDataHandler)),
     (Consumer, {"world_size": 2, "daemon": False}, "ValueError: daemon=False: .* leave daemon out"),

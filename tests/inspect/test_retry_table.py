@@ -15,7 +15,6 @@ from shmbus.segment.lifecycle import open_segment
 from shmbus.segment.names import shm_path
 from shmbus_ext import _core
 
-# Claims what it finds, until it finds the last request, and says which requests it got.
 CLAIMER = """
 import sys
 from shmbus.segment.lifecycle import open_segment

@@ -26,7 +26,6 @@ GROUPS, SIZE = 4, 2
 #: Seconds in which a process that was woken sleeps again.
 SETTLE_S = 0.3
 
-#: Offers prompts, takes so many groups, and then trains, waits for more, or ends in order.
 TRAINER = """
 import sys, time, shmbus
 name, offered, taken, then, retries = sys.argv[1], *map(int, sys.argv[2:4]), *sys.argv[4:6]
@@ -53,7 +52,6 @@ if then == "end":
 time.sleep(600)
 """
 
-#: A worker that answers so many samples, and then holds the next one, or does something else.
 WORKER = """
 import sys, time, shmbus
 name, answers, then = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -409,7 +407,6 @@ def daemon_recovers(scene: Scene) -> None:
     scene.worker(answers=3)
     trainer.expect("ready")
     assert scene.daemon is not None
-    # Stopped, it does not tell the next daemon what it holds.
     scene.stop(trainer)
     scene.daemon.kill()
     scene.daemon.start()
@@ -429,7 +426,6 @@ def trainer_stopped_beside_its_successor(scene: Scene) -> None:
 
 def servers_paused(scene: Scene) -> None:
     healthy(scene)
-    # What a trainer notes before it pauses the first; whoever lives holds the file's lock.
     with open(SHM_DIRECTORY + companion_name("fleet", scene.name), "wb") as note:
         note.write(b"x")
 
@@ -578,11 +574,9 @@ def test_each_state_has_its_sentence(
             wait_until(matches, timeout=10)
         except TimeoutError:
             raise AssertionError(f"expected {pattern.pattern}, got {said[-1]}") from None
-        # It stays so, and who watches reads the same.
         watcher = Watcher(bus_name)
         watcher.poll()
         assert pattern.match(sentence_of(watcher.status)), sentence_of(watcher.status)
-        # A repeated sample blocks no group.
         others = [line for line in said if line.startswith("Nothing stands")]
         assert row.make in (healthy, one_failed) or not others, said
     finally:

@@ -200,9 +200,6 @@ def test_a_handler_that_waits_in_vain_raises_as_it_was_told(bus_name: str, prefe
         next(iter(handler))
 
 
-# --- many that wait
-
-
 def wait_together(producers: list[Producer], timeout_s: float) -> list[Exception]:
     raised: list[Exception] = []
 
@@ -246,9 +243,6 @@ def test_each_of_many_waiting_workers_that_shall_raise_does(bus_name: str) -> No
             for _ in range(4)
         ]
         assert len(wait_together(producers, 60.0)) == len(producers)
-
-
-# --- by default
 
 
 DIES = """

@@ -116,9 +116,6 @@ def test_a_watcher_tells_that_nothing_moves(bus_name: str) -> None:
         assert watcher.idle_s.keys() == {1}
 
 
-# -- groups, sample by sample -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("with_daemon", [False, True])
 def test_sources_agree(bus_name: str, daemon: Callable[..., object], with_daemon: bool) -> None:
     if with_daemon:
@@ -193,7 +190,6 @@ def test_groups_say_needs(bus_name: str, daemon: Callable[..., object], with_dae
     assert [(each.split, each.need, each.round) for each in found.groups] == [
         ("eval", 3, 7), ("train", 4, 7)
     ]  # fmt: skip
-    # Any of three samples completes the first.
     assert waiting_for(found.groups) == [None, None]
     if bus is not None:
         bus.close()

@@ -108,7 +108,6 @@ def test_a_patch_of_another_base_is_refused_and_the_version_before_stays(ends: E
         assert exported is not None
         write = begun(ends.there, 3)
         runs = exported[1]
-        # What it replaces may be the same in both; all that it is about is not.
         took = take_patch(write.buffer, runs)
         assert not took or patched_crc(runs, write.buffer) != patched_crc(runs, lease.buffer)
         write.give_up("another base")

@@ -38,7 +38,6 @@ def use(bus: str, *, write: bool) -> bool:
 def mutate(rng: random.Random, image: bytes) -> bytes:
     data = bytearray(image)
     for _ in range(rng.randint(1, 6)):
-        # Where most of the meaning is: the header, the first rows, and anything.
         at = rng.choice([rng.randrange(0, 420), rng.randrange(4096, 4096 + 600),
                          rng.randrange(TABLES)])  # fmt: skip
         width = rng.choice([1, 2, 4, 8])

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from recorders import ask, user
-from stub_engine import Sampled, StubEngine, in_thread, serving_stub
+from stub_engine import Sampled, StubEngine, serving_stub
+from threaded_server import in_thread
 
 from shmbus.recorder.server import serving
 from shmbus.recorder.settings import Settings
 
-#: Calls of a conversation, and those after its history was rewritten.
 _TURNS, _TURNS_AFTER = 3, 2
 #: A sample's score is its letters by this: exact in any type of float.
 _LETTERS_A_POINT = 16
@@ -37,7 +37,6 @@ class Sample(NamedTuple):
 
     rows: list[Row]
     score: float
-    #: The oldest and the newest.
     versions: tuple[int, int]
     calls: int
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from recorders import Scene, StartEngine
-from stub_engine import StubEngine, in_thread, serving_stub
+from stub_engine import StubEngine, serving_stub
+from threaded_server import in_thread
 
 import shmbus
 from shmbus.recorder.recorder import Recorder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import struct
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -105,9 +104,3 @@ def sent(url: str, body: Any, key: str | None = None, *headers: str) -> socket.s
     raw = socket.create_connection((parts.hostname, parts.port), timeout=60)
     raw.sendall("\r\n".join([*lines, "", ""]).encode() + data)
     return raw
-
-
-def reset(raw: socket.socket) -> None:
-    """Close a connection as a client does that dies: without reading."""
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    raw.close()

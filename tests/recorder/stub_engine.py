@@ -10,8 +10,8 @@ import json
 import random
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,9 +58,7 @@ class StubEngine:
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
         self.record: list[Sampled] = []
-        #: What it says next, in order; without any it makes letters up.
         self.script: list[str | list[int]] = []
-        #: Names of what goes wrong with the next answers.
         self.faults: list[str] = []
         self.calls = self.aborted = 0
         self.healthy = True
@@ -70,7 +68,6 @@ class StubEngine:
         self.gate: asyncio.Event | None = None
         self.loop: asyncio.AbstractEventLoop
         self.lock = threading.Lock()
-        #: Where the record goes instead, a line each, of an engine that is killed.
         self.log: Any = None
 
     def routes(self) -> web.Application:
@@ -86,8 +83,6 @@ class StubEngine:
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
-
-    # -- sampling -------------------------------------------------------------------------------
 
     def sample(self, prompt: list[int], body: dict[str, Any]) -> Sampled:
         with self.lock:
@@ -144,8 +139,6 @@ class StubEngine:
         choices = [self.sample(prompt, body) for _ in range(body.get("n") or 1)]
         send = self.stream if body.get("stream") else self.whole
         return await send(request, body, choices, chat, fault)
-
-    # -- forms ----------------------------------------------------------------------------------
 
     def logprobs_of(
         self, body: dict[str, Any], one: Sampled, part: slice, chat: bool, fault: str
@@ -363,45 +356,6 @@ async def serving_stub(engine: StubEngine, port: int = 0) -> AsyncIterator[StubE
         yield engine
     finally:
         await runner.cleanup()
-
-
-@contextmanager
-def in_thread(serve: Callable[[], Any]) -> Iterator[Any]:
-    """Have a server, an async context manager, in a loop and a thread of its own."""
-    ready: Any = threading.Event()
-    found: dict[str, Any] = {}
-
-    async def main() -> None:
-        stop = asyncio.Event()
-        try:
-            async with serve() as value:
-                found["value"] = value
-                found["stop"] = lambda: loop.call_soon_threadsafe(stop.set)
-                ready.set()
-                await stop.wait()
-        except BaseException as error:
-            found["error"] = error
-            ready.set()
-
-    def work() -> None:
-        loop.run_until_complete(main())
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
-
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    assert ready.wait(60)
-    if "error" in found:
-        thread.join()
-        raise found["error"]
-    try:
-        yield found["value"]
-    finally:
-        found["stop"]()
-        thread.join(60)
-        assert not thread.is_alive()
-        assert "error" not in found, found["error"]
 
 
 async def run(port: int, log: str, seed: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
 import urllib.error
@@ -62,9 +61,6 @@ def broken_stream(session: shmbus.Session, body: dict[str, Any], path: str) -> N
             assert error.code == 404
     else:
         assert json.loads(last.removeprefix("data: "))["error"]["message"]
-
-
-# -- keys and ends
 
 
 @pytest.mark.parametrize("key", [None, "sk-shmbus-another", "", "é"])
@@ -162,9 +158,6 @@ def test_a_session_that_would_be_too_stale_ends(scene: Scene) -> None:
     assert "version 0" in failed_alone(session, scene)
 
 
-# -- bodies
-
-
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
@@ -189,25 +182,6 @@ def test_a_body_of_100_mb_is_413_unread(session: shmbus.Session, recorder: Recor
         )
         assert b"413" in raw.recv(100)
     chat(session, [user("hello")])
-
-
-def test_a_body_in_chunks_is_bounded_too(caplog: pytest.LogCaptureFixture, scene: Scene) -> None:
-    import http.client
-
-    caplog.set_level("INFO")
-    scene.start_recorder(scene.engine, body_limit=1 << 20)
-    session = scene.open()
-    parts = urlsplit(session.base_url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
-    # It is answered before its end; a client that is still sending may find the connection reset.
-    with contextlib.closing(connection), contextlib.suppress(ConnectionError):
-        connection.request(
-            "POST", "/v1/chat/completions", iter([b" " * (1 << 19)] * 4),
-            {"Authorization": f"Bearer {session.api_key}"}, encode_chunked=True,
-        )  # fmt: skip
-        assert connection.getresponse().status == 413
-    wait_until(lambda: "413: expected a body of at most 1048576 bytes" in caplog.text)
-    session.release()
 
 
 def test_bodies_beyond_the_memory_of_all_are_503(scene: Scene) -> None:
@@ -237,9 +211,6 @@ def test_sessions_at_once_are_bounded(scene: Scene) -> None:
     with pytest.raises(shmbus.RecorderUnavailableError, match="429"):
         scene.producer.session(scene.producer.requests.next(30.0))
     first.release()
-
-
-# -- engines
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -300,7 +271,6 @@ def test_a_dying_engine_returns_samples(fault: str, session: shmbus.Session, sce
     assert not session.finish(1.0)
     assert "released" in repr(session)
     with shmbus.Producer(scene.bus.name) as other:
-        # Nothing of it counts against the sample.
         assert other.requests.next(30.0).attempt == 0
 
 

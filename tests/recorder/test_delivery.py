@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from conftest import wait_until
-from recorders import Scene, ask, chat, refused, reset, sent, user
+from http_requests import reset
+from recorders import Scene, ask, chat, refused, sent, user
 
 import shmbus
 from shmbus.recorder.recorder import Recorder

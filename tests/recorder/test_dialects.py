@@ -56,8 +56,6 @@ def events(dialect: Any) -> list[dict[str, Any]]:
     return [msgspec.json.decode(data) for data in EventParser().feed(raw)]
 
 
-# -- messages
-
 MESSAGES = {
     "model": "m",
     "max_tokens": 50,
@@ -191,8 +189,6 @@ def test_a_stream_of_blocks_opens_and_closes_each_in_turn() -> None:
     assert found[-2]["usage"]["output_tokens"] == 4
 
 
-# -- responses
-
 RESPONSES = {
     "model": "m",
     "instructions": "be brief",
@@ -296,9 +292,6 @@ def test_a_stream_of_items_numbers_its_events_and_ends_with_the_whole() -> None:
 def test_a_body_of_another_form_is_refused(path: str, body: dict[str, Any]) -> None:
     with pytest.raises(UnusableCall, match="expected"):
         DIALECTS[path](body, {})
-
-
-# -- events
 
 
 def test_events_are_cut_out_of_bytes_in_pieces_of_any_size() -> None:

@@ -139,12 +139,6 @@ def test_sessions_are_opened_with_the_recorders_token(scene: Scene) -> None:
     scene.producer.session(scene.producer.requests.next(30.0)).release()
 
 
-def test_another_hosts_name_and_another_sites_page_are_refused(recorder: Recorder) -> None:
-    url = f"{recorder.url}/sessions"
-    assert refused(ask(url, {}, None, Host="evil.example")) == (403, "refused")
-    assert refused(ask(url, {}, None, Origin="http://evil.example")) == (403, "refused")
-
-
 def test_a_route_that_there_is_not_names_those_that_there_are(recorder: Recorder) -> None:
     status, body = ask(f"{recorder.url}/v1/embeddings", {})
     assert status == 404

@@ -117,7 +117,6 @@ def test_a_history_that_was_rewritten_begins_a_row_and_trains_nothing_twice(scen
     rows = sample.rows
     assert len(rows) == 3
     assert trained(sample) == sampled(scene.engine.record)
-    # A fork: what came before it is context there, and was trained in the first row.
     shared = rows[2].prefix_length
     assert shared >= len(scene.engine.record[0].prompt + scene.engine.record[0].output)
     assert rows[2]["tokens"][:shared].tolist() == rows[0]["tokens"][:shared].tolist()
@@ -133,7 +132,6 @@ def test_text_that_comes_back_as_other_tokens_is_drift_and_is_counted(scene: Sce
             messages += [chat(session, messages), user(text)]
         assert session.finish(1.0)
     (sample,) = scene.taken()
-    # The tokenizer splits "th", and the template drops what was thought.
     assert sample.meta["drift"] == 2
     assert len(sample.rows) == 3
     assert trained(sample) == sampled(scene.engine.record)

@@ -118,9 +118,6 @@ def test_random_sessions_are_joined_as_the_oracle_joins_them(round: int, seed: i
     assert found == rows
 
 
-# -- a tree
-
-
 def check(transcript: Transcript, kept: list[Turn]) -> None:
     """Compare rows with the turns that they were made of."""
     rows = transcript.rows()
@@ -218,9 +215,6 @@ def test_a_grammar_masks_its_tokens_and_is_counted() -> None:
     assert shown(transcript) == [([1, 2, 3, 4], [0, 1, 0, 0], 0)]
     assert (transcript.sampled, transcript.grammar_tokens) == (3, 2)
     assert transcript.sampling() == {"temperature": [0.3, 1.0], "top_k": [4.0, 4.0]}
-
-
-# -- work, counted in tokens and in letters
 
 
 class Counted(np.ndarray[Any, np.dtype[np.int32]]):

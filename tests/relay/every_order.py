@@ -23,7 +23,6 @@ SOURCE = Path(__file__).with_name("every_order.c")
 PARTS = 4
 NUMBER_BITS, FOR_BITS = 22, 2
 _LAST = (1 << NUMBER_BITS) - 1
-#: Inputs of a part beside messages.
 DIE, STEP, ASK = "die", "step", "ask"
 _INPUTS = {_LAST: DIE, _LAST - 1: STEP, _LAST - 2: ASK}
 CAN_STEP = 1 << 31

@@ -188,7 +188,6 @@ def relayed(
         yield (made, consumer, *(stack.enter_context(shmbus.Producer(name)) for name in names))
 
 
-#: A worker that claims a sample which is asked for again, says so, and makes nothing of it.
 CLAIM = """
 import sys, time
 import shmbus

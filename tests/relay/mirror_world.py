@@ -13,7 +13,6 @@ from shmbus.relay.messages import MirrorState, PiecesGone, PiecesWanted, Transfe
 from shmbus.relay.mirror_party import Mirror
 
 SOURCE = "weights"
-#: Seconds between rounds of a party, and between its hellos.
 ROUND_S, HELLO_S = 0.05, 1.0
 PIECES = 200
 
@@ -80,12 +79,10 @@ class World:
     def __init__(self, names: list[str], seed: int, *, loss: float = 0.0, rate: float = 400.0):
         self.rng = random.Random(seed)
         self.loss, self.now_s = loss, 0.0
-        #: Pieces a second of each link.
         self.rate: dict[str, float] = defaultdict(lambda: rate)
         self.names = names
         self.pure = Distribution(SOURCE, names, 1)
         self.nodes = {name: Node(self, name) for name in names}
-        #: Those that take nothing until then, and what is kept for them meanwhile.
         self.stopped: dict[str, float] = {}
         self.kept: dict[str, list[tuple[str, Any]]] = defaultdict(list)
         self.here: set[Transfer] = set()

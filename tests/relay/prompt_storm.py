@@ -15,7 +15,6 @@ from relay.relay_storm import work as be_party
 import shmbus
 from shmbus.inspect.status import read_status
 
-#: How many workers each node has.
 WORKERS = 2
 
 

@@ -26,7 +26,6 @@ FOR_NOTHING, FOR_NOTHING_IN_HIS_LIFE = 1, 2
 #: What is asked again where nothing is under way; ASK is the same at any instant, and more.
 REST = "rest"
 
-#: What each source commits, in order.
 Plan = dict[str, list[RecordHead]]
 
 
@@ -60,7 +59,6 @@ class System:
     coordinator_kind: type[Coordinator] = Coordinator
     sink_kind: type[Sink] = Sink
     source_kind: type[Source] = Source
-    #: Whether a source's word of how far it has announced is heeded.
     asks_for_news = True
 
     def __init__(self, plan: Plan, policy: StashPolicy, release: str = "put") -> None:

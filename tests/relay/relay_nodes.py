@@ -37,9 +37,6 @@ QUIET_S = 90.0
 PAUSE_S = 0.005
 
 
-# -- inside a node ---------------------------------------------------------------------------------
-
-
 class Inside:
     def __init__(self, plan: dict[str, Any], name: str) -> None:
         self.plan, self.name = plan, name
@@ -144,9 +141,6 @@ def is_whole(group: shmbus.Group) -> bool:
         for t in group
         for name, array in sample(number, t.index).items()
     )
-
-
-# -- outside ---------------------------------------------------------------------------------------
 
 
 class Cluster:

@@ -18,7 +18,6 @@ from shmbus_ext import _core
 _IDENTITY = slice(32, 48)
 _CRC = struct.Struct("<I")
 _CRC_AT = 60
-#: Arguments of a head behind its origin, in order.
 _REST = (
     "instance_id", "round", "group_size", "index", "score", "policy_version", "nbytes",
     "committed_ns", "check", "need", "reason", "split",

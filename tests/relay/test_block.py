@@ -20,7 +20,6 @@ SEED = int(os.environ.get("SHMBUS_TEST_SEED", random.randrange(1 << 32)))
 SNOWMAN = "\N{SNOWMAN}"
 HEADER = _core.BLOCK_HEADER_BYTES
 FIELDS_AT = 128
-#: Offsets in a block's header.
 VERSION_AT, LAYOUT_AT, COUNT_AT, RECORDS_CRC_AT, HEADER_CRC_AT = 8, 12, 24, 56, 60
 
 

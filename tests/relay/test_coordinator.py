@@ -15,7 +15,6 @@ from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
 SEED = int(os.environ.get("SHMBUS_TEST_SEED", random.randrange(1 << 32)))
-#: Identities of buses.
 B0, B1 = "b0" * 16, "b1" * 16
 #: Bytes of the longest completion, thirty times the usual: whoever samples sets a limit. What is
 #: heavier than all that a sink gets at once could not be made up for.
@@ -170,7 +169,6 @@ def test_what_a_policy_drops_goes_through_a_sinks_journal_and_is_never_sent() ->
     said = announce(made, B0, 1, *(head("q", 2, i, i, score=1.0) for i in range(2)))
     origins = (make_origin(B0, 1, 0), make_origin(B0, 1, 1))
     assert said == [m.Drop("t0", 1, 3, "zero_variance", origins)]
-    # The same again, since it may be lost; and it is not grouped a second time.
     assert made.drop_again() == said
     assert announce(made, B0, 2) == []
     made.settled(m.Settled("t0", frozenset(origins)), 0.0)
@@ -185,7 +183,6 @@ def test_what_a_lost_source_had_announced_is_withdrawn_and_counted() -> None:
     announce(made, B1, 1, head("open", 3, 1, 0))
     assert made.source_lost(B0, 0.0) == {make_origin(B0, 1, 0)}
     assert [sample.origin for sample in made.stash.waiting_samples()] == [make_origin(B1, 1, 0)]
-    # Asked for elsewhere, the sample completes the group.
     announce(made, B1, 2, head("open", 3, 0, 1))
     assert len(announce(made, B1, 3, head("open", 3, 2, 2))) == 1
 
@@ -195,7 +192,6 @@ def test_what_a_dead_sink_had_put_of_a_group_is_taken_with_what_its_successor_pu
     first, second = make_origin(B0, 1, 0), make_origin(B1, 1, 0)
     announce(made, B0, 1, head("q", 2, 0, 0))
     announce(made, B1, 1, head("q", 2, 1, 0, score=1.0))
-    # That the first half is on its bus the successor has said in vain.
     made.settled(m.Settled("t0", frozenset({second})), 0.0)
     late = m.Announcement(B0, (2, 1), True, pack(B0, head("q", 2, 0, 0)))
     assert made.announced(late, 0.0) == []
@@ -217,7 +213,6 @@ def test_nothing_is_placed_before_every_sink_was_heard() -> None:
     made.begin()
     made.sink_state(m.SinkState("t0", 1, 3, frozenset(), frozenset()), 0.0)
     assert announce(made, B0, 1, head("q", 1, 0, 0), head("r", 1, 0, 1)) == []
-    # The second has one of them already, from a coordinator before.
     has = frozenset({make_origin(B0, 1, 0)})
     said = made.sink_state(m.SinkState("t1", 1, 3, has, frozenset()), 0.0)
     placed = [each.origins for each in said if isinstance(each, m.Assignment)]
@@ -252,7 +247,6 @@ def test_a_source_keeps_what_is_not_acknowledged_and_lets_go_early_under_put() -
 def test_a_dead_sinks_debts_to_a_coordinator_are_placed_again(announced_first: bool) -> None:
     origins = (make_origin(B0, 1, 0), make_origin(B0, 1, 1))
     heads = pack(B0, *(head("q", 2, i, i)._replace(round=1) for i in range(2)))
-    # It begins with a sink that has a group of the coordinator before, in its memory alone.
     made = Coordinator(4, [B0], ["t0", "t1"])
     made.begin()
     if announced_first:
@@ -260,7 +254,6 @@ def test_a_dead_sinks_debts_to_a_coordinator_are_placed_again(announced_first: b
     made.sink_state(m.SinkState("t0", 1, 4, frozenset(), frozenset(origins)), 0.0)
     made.sink_state(m.SinkState("t1", 1, 4, frozenset(), frozenset()), 0.0)
     assert made.announced(m.Announcement(B0, (1, 1), True, heads, (4, 0)), 0.0) == []
-    # That sink dies, and its successor knows nothing of it.
     (asked,) = made.sink_state(m.SinkState("t0", 2, 4, frozenset(), frozenset()), 0.0)
     assert asked == m.Subscription(B0, 4, 1)
     # What was announced before that question may name what has been released meanwhile.

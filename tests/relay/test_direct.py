@@ -68,7 +68,6 @@ def test_what_no_connection_takes_is_lost_and_an_introduction_is_asked_for() -> 
         wait_until(lambda: len(both.came) == 1)
         assert both.came == [([b"two", b"three"], b"more")]
         assert both.introduced == ["right", "nobody"]
-        # The left end's name and place came with its connection.
         wait_until(lambda: "left" in both.right._links)
 
 
@@ -146,7 +145,6 @@ def test_whoever_does_not_know_the_key_is_refused_and_told_nothing() -> None:
         wait_until(lambda: both.right.refused >= 2)
         both.left("right", [b"one"], b"")
         assert not both.came and both.introduced == ["right"]
-        # The next process under that name has another endpoint.
         both.meet()
 
 

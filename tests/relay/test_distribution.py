@@ -11,7 +11,6 @@ from relay.mirror_world import PIECES, SOURCE, World
 from shmbus.relay.distribution import KEEP_S, SILENT_S, STALL_S
 from shmbus.relay.messages import Transfer
 
-#: Worlds of the random test; forty take a second or two.
 WORLDS = int(os.environ.get("SHMBUS_TEST_WORLDS", "40"))
 FOUR = ["a", "b", "c", "d"]
 
@@ -80,7 +79,6 @@ def test_one_mirror_in_trouble_delays_the_others_by_little(who: str, how: str, r
     # What was under way to it, until it counted as standing still or behind.
     assert max(others) - began_s < usual_s + 4 * STALL_S
     assert how != "stopped" or world.sent[SOURCE] < 1.2 * PIECES
-    # It comes back by itself, at the newest version.
     world.publish()
     world.run_until_all_have(2)
 

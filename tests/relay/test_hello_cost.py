@@ -146,7 +146,6 @@ def test_a_new_version_is_told_to_each_source_once() -> None:
         party.take(hello(number, version=4))
     told = [to for to, message in box.sent if isinstance(message, m.Steering)]
     assert sorted(told) == sorted(f"source{n}" for n in range(50))
-    # A source with an older version hears the version alone.
     box.sent.clear()
     party.take(hello(7, version=3))
     assert [to for to, message in box.sent if isinstance(message, m.Steering)] == ["source7"]

@@ -247,9 +247,6 @@ def test_its_size_is_bounded_by_what_is_needed(
         assert set(numbers(take(consumer, 3))) == {0, 1, 2}
 
 
-# -- the file itself ------------------------------------------------------------------------------
-
-
 def kept(buses: dict[str, str], directory: Path, count: int = 6) -> Path:
     """Return the file of a run that was lost with groups that nobody has acknowledged."""
     with relay([buses["a"]], [buses["t"]], keep=str(directory)):
@@ -284,7 +281,6 @@ def test_a_file_that_is_cut_anywhere_gives_what_is_whole_of_it(
         assert found[-1] % 4 == 0
         assert caplog.text == "" or "cut or damaged" in caplog.text
     assert found == sorted(found) and found[-1] < 24 and len(set(found)) > 0
-    # It is gone on with, where it was cut.
     opened = Keep(str(tmp_path), buses["t"], 0.0)
     opened.end({record.origin for record in opened.records(())})
     opened.close()
@@ -427,9 +423,6 @@ def test_what_is_no_file_of_its_own_is_refused_and_left_as_it_was(
         assert path.name in opened.error and file.exists()
         opened.close()
     assert path.is_symlink() or path.is_fifo() or path.is_dir() or path.stat().st_nlink == 2
-
-
-# -- a disk that takes no more ---------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -602,9 +595,6 @@ def test_a_shorter_file_that_has_no_room_leaves_the_disk_as_it_was(
 def test_options_that_say_nothing_are_refused(keep: Any, release: str, error: Any) -> None:
     with pytest.raises(error, match="keep"):
         check_keep(keep, 1.0, release)
-
-
-# -- kills ----------------------------------------------------------------------------------------
 
 
 LIFE = """

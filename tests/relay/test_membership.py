@@ -110,7 +110,6 @@ def test_each_resource_has_an_address_of_its_own() -> None:
     resources = ["roll/out", "roll-out", "roll out", "node:10.0.0.7", "node-10.0.0.7", "é", "ü"]
     addresses = [_Place("run1", each).address("run1") for each in resources]
     assert len(set(addresses)) == len(resources)
-    # Addresses of earlier releases stay.
     assert addresses[1] == "relay.run1.run1@roll-out"
     assert addresses[3] == "relay.run1.run1@node-10.0.0.7"
 
@@ -131,7 +130,6 @@ def test_two_trainers_may_share_it(buses: dict[str, str], tmp_path: Path, same_n
         first.close()
 
 
-#: The inside of an actor, which prints its state.
 PARTY = """
 import sys, time
 from shmbus.relay.host import Host, PartyPlan

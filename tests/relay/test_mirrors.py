@@ -21,7 +21,6 @@ from shmbus.segment import room
 
 pytestmark = pytest.mark.slow
 
-#: Of a version: some pieces, and the last one shorter.
 SIZE = (1 << 20) + 12_346
 
 
@@ -78,9 +77,6 @@ class AnotherLayout(LocalMailbox):
         if isinstance(message, VersionOffer) and to.endswith(".a"):
             message = message._replace(geometry=message.geometry._replace(layout=99))
         super().send(to, message, payload)
-
-
-# -- what readers see ------------------------------------------------------------------------------
 
 
 def test_every_node_has_each_version_and_its_facts(trainer: Trainer, nodes: list[str]) -> None:
@@ -165,9 +161,6 @@ def test_the_trainer_sees_engines_and_versions(trainer: Trainer, nodes: list[str
         assert "vllm:8000" in text and all(bus in text for bus in nodes)
         with PoolReader(trainer.bus, POOL_KIND) as reader:
             wait_until(lambda: reader.newest == 1)
-
-
-# -- what goes wrong -------------------------------------------------------------------------------
 
 
 def test_cut_and_damaged_pieces_are_asked_for_again(
@@ -271,9 +264,6 @@ def test_a_fifo_in_a_pools_place_holds_no_mirror(trainer: Trainer, nodes: list[s
         )
         path.unlink()
         have(nodes, 1)
-
-
-# -- deaths and returns ----------------------------------------------------------------------------
 
 
 def test_an_unreachable_node_delays_no_other(trainer: Trainer, nodes: list[str]) -> None:

@@ -20,7 +20,6 @@ from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus_ext import _core
 
 BUS = "ab" * 16
-#: Where in a head's bytes its numbers are, and one that no record has.
 FORGED = {
     "group_size": (76, "<H", 16_385),
     "group_size of a sample": (76, "<H", 0),

@@ -159,9 +159,6 @@ def test_status_says_who_relays_and_what_waits_for_which_source(buses: dict[str,
         wait_until(lambda: (of_sink := read_status(buses["t"]).relay) and not of_sink.held_for)
 
 
-# -- what is lost on its way -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("who", ["coordinator", "a", "t"])
 def test_partition_losses_are_repeated(buses: dict[str, str], who: str) -> None:
     with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
@@ -177,9 +174,6 @@ def test_partition_losses_are_repeated(buses: dict[str, str], who: str) -> None:
         assert group.instance_id == "q2"
         group.ack()
         wait_until(lambda: stats(buses["a"]).acknowledged == 8)
-
-
-# -- what is refused -------------------------------------------------------------------------------
 
 
 def test_an_unwanted_group_is_dropped(bus_name: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -318,7 +312,6 @@ def test_a_node_of_the_previous_release_is_refused_by_name(buses: dict[str, str]
         assert any(
             "install the same version" in line for line in show_relay("x", note).splitlines()
         )
-        # Nothing of what it has is lost: the same shmbus on its node relays it.
         assert stats(b).committed == 4 and stats(b).acknowledged == 0
         del made.kinds[b]
         made.restart(b)

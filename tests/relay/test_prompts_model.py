@@ -294,9 +294,6 @@ def test_in_every_order_each_request_is_made_once_and_ends_on_every_node(case: C
     print(World(case.numbers, case.scripts).explore(case.faults))
 
 
-# -- rules that are left out, one at a time: each is missed ----------------------------------------
-
-
 class AsksNobody(PromptSender):
     """Without the rule that all say what they have before what was sent is sent again."""
 

@@ -23,9 +23,7 @@ from shmbus.stash.stash import StashPolicy
 IS_LONG = os.environ.get("SHMBUS_TEST_DEATHS", "1") != "1"
 pytestmark = pytest.mark.timeout(3600)
 
-#: Identities of the sources' buses.
 A, B = "a" * 32, "b" * 32
-#: A group of equal scores is dropped: its records are let go, and never put.
 DROPS_USELESS = StashPolicy(skip_zero_variance=True)
 
 
@@ -37,17 +35,11 @@ def changed(plan: Plan, **changes: Any) -> Plan:
     return {bus: [each._replace(**changes) for each in heads] for bus, heads in plan.items()}
 
 
-#: A group of two samples, one from each source.
 ONE_GROUP = {A: [head("q", 2, 0, 0)], B: [head("q", 2, 1, 0)]}
-#: A sample from one source, alone in its group.
 ONE_SAMPLE: Plan = {A: [head("q", 1, 0, 0)], B: []}
-#: A group with a round, which the stash remembers when a group was complete.
 WITH_ROUND = changed(ONE_GROUP, round=1)
-#: The same without variance.
 USELESS = changed(ONE_GROUP, score=1.0)
-#: The same of another split, of which a policy drops none without variance.
 OF_EVAL = changed(WITH_ROUND, score=2.0, split=1)
-#: Two groups of one sample each, from one source each.
 TWO_GROUPS = {A: [head("q", 1, 0, 0)], B: [head("r", 1, 0, 0)._replace(score=1.0)]}
 
 
@@ -121,9 +113,6 @@ LONG = [
 @pytest.mark.parametrize("case", [*SHORT, *(LONG if IS_LONG else [])], ids=lambda case: case.name)
 def test_every_order_puts_each_record_once_and_leaves_nothing(case: Case) -> None:
     explore(case.faults, case.plan, case.kind, case.policy, case.release)
-
-
-# -- rules that are left out, one at a time: each is missed ----------------------------------------
 
 
 class TakesLateAnnouncements(Coordinator):

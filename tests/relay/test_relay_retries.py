@@ -137,7 +137,6 @@ def test_a_failure_reaches_a_trainer_that_takes_groups_without_it(buses: dict[st
         (group,) = take(consumer, 1)
         assert [t.index for t in group] == [0, 2] and len(group) == 2
         group.ack()
-        # The report crossed as what it is, and each ledger says so.
         assert stats(buses["t"]).committed == 3
         wait_until(lambda: stats(buses["t"]).dropped == {"failed": 1})
         wait_until(lambda: stats(buses["a"]).acknowledged == 2)

@@ -47,9 +47,6 @@ def next_request(producer: shmbus.Producer) -> Request:
     return found
 
 
-# -- both ways -------------------------------------------------------------------------------------
-
-
 def test_two_nodes_make_an_evaluation_during_training(unlike: dict[str, str]) -> None:
     made: Counter[tuple[str, str]] = Counter()
 
@@ -66,7 +63,6 @@ def test_two_nodes_make_an_evaluation_during_training(unlike: dict[str, str]) ->
         shmbus.Feeder(t) as feeder,
         workers([a, b], make),
     ):
-        # A prompt of two splits is two groups, whatever it is called.
         offered = {"train": 20, "eval": 10}
         for number in range(20):
             for split in ("train", "eval")[: 1 + (number < 10)]:
@@ -180,9 +176,6 @@ def test_a_half_put_evaluation_is_completed(unlike: dict[str, str]) -> None:
         wait_until(lambda: ended(a) == (4, 0, 0))
 
 
-# -- splits that the trainer's bus does not have ---------------------------------------------------
-
-
 def test_groups_of_a_split_that_the_trainer_has_not_wait_are_told_once_and_come_later(
     buses: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,8 +257,6 @@ def test_of_several_trainers_the_first_has_all_that_is_not_trained_on(bus_name: 
             shmbus.unlink(name)
 
 
-# -- as many splits as a bus has -------------------------------------------------------------------
-
 MANY = [f"split{n}" for n in range(_core.MAX_SPLITS - 1)]
 
 
@@ -311,9 +302,6 @@ def test_numbers_of_labels_are_given_once_and_to_no_label_that_is_none() -> None
         splits.number(label)
     assert splits.number(MANY[-1]) == 16 == splits.number("again") and splits.number("eval") == 1
     assert splits.left_out == {MANY[-1], "again"}
-
-
-# -- what a policy does, as a Consumer of that split does ------------------------------------------
 
 
 def test_neither_equal_scores_nor_an_old_policy_end_an_evaluation(unlike: dict[str, str]) -> None:

@@ -13,7 +13,6 @@ from relay.prompt_storm import PromptStorm
 from relay.relay_storm import Plan
 
 pytestmark = pytest.mark.timeout(300)
-#: In all; the programs of these storms take hundreds.
 KILLS = int(os.environ.get("SHMBUS_TEST_KILLS", "20"))
 
 

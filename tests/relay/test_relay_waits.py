@@ -10,7 +10,6 @@ from conftest import Spawner
 import shmbus
 from shmbus.segment.names import shm_path
 
-#: What an actor has inside: it prints what it says of itself, as often as that changes.
 PARTY = """
 import sys, time
 from shmbus.relay.host import Host, PartyPlan

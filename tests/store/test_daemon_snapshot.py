@@ -79,7 +79,6 @@ def test_a_snapshot_under_load_loses_nothing(daemon: Served, bus_name: str, tmp_
             ledger = consumer.stats()
         shmbus.unlink(f"{bus_name}.{number}")
         assert ledger.balanced and not ledger.dropped
-        # Groups are acknowledged in order: what is in it is what came after what was.
         assert len(set(left)) == len(left) == ledger.leased
         assert not set(left) & set(ended[: ledger.acknowledged])
 

@@ -496,7 +496,6 @@ def test_a_full_bus_is_restored(bus_name: str, tmp_path: Path, seed: int, mixed:
                 last[sample.producer_id] = sample.sequence
                 group.ack()
         assert consumer.stats().balanced
-        # And the bus is one like any other.
         with shmbus.Producer(bus_name) as producer:
             for i in range(200):
                 producer.put(f"n{i}", group_size=1, index=0, x=np.full(5000, 1, np.uint8))

@@ -49,7 +49,6 @@ def batches(name: str, seed: int) -> None:
     with Producer(name) as producer, Consumer(name) as consumer:
         for round, longest in enumerate((60, 5000, 1)):
             if round == 1:
-                # A table that is larger than usual, in memory that is not.
                 gather.USUAL_TABLE_BYTES, memory.STAGING_BYTES = 0, 1
             put_random(producer, seed + round, 3, longest)
             groups = consumer.take(64, 10)

@@ -12,7 +12,6 @@ LENGTHS = [5, 1, 0, 7, 3]
 BORDERS = [0, *itertools.accumulate(LENGTHS)]
 CU_SEQLENS = torch.tensor(BORDERS, dtype=torch.int32)
 TOKENS = sum(LENGTHS)
-# What filler may hold by accident.
 POISON = [math.nan, math.inf, -math.inf, 1e30]
 
 

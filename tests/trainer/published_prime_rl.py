@@ -38,7 +38,6 @@ _NEW = [
     ("branch_indices", list[int] | None, None), ("payload", list[PayloadSegment] | None, None),
 ]  # fmt: skip
 
-#: Package, what the names of its factories have in the middle, and the fields of its MicroBatch.
 PUBLISHED = {
     "559b447": ("prime_rl.transports.rollouts", "micro_batch", _OLD),
     "0f59b24": ("prime_rl.transports.batch", "batch", _NEW),

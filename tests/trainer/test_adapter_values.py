@@ -59,9 +59,6 @@ def prompts_of(*names: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# -- calls that are cut short -------------------------------------------------------------------
-
-
 def test_a_cancelled_skyrl_call_takes_only_its_own_groups(bus: shmbus.Bus, seed: int) -> None:
     """The wait for groups is a thread's; what that has is filed, though its call is cancelled."""
     dice = random.Random(seed)
@@ -220,9 +217,6 @@ def test_a_call_of_trl_that_ends_by_an_error_holds_no_other_group(bus: shmbus.Bu
         ledger = consumer.stats()
         assert (ledger.leased, ledger.dropped) == (0, {"malformed": 6})
         rollouts.close()
-
-
-# -- odd values ---------------------------------------------------------------------------------
 
 
 class Env(ShmbusEnv):

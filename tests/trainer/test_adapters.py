@@ -187,9 +187,6 @@ def test_without_a_bus_the_mix_in_says_so(monkeypatch: pytest.MonkeyPatch) -> No
         AtroposTrainer("none", 1, keep_batches=-1)
 
 
-# --- slime
-
-
 @dataclasses.dataclass
 class SlimeSample:
     class Status(enum.Enum):

@@ -59,7 +59,6 @@ def test_the_default_standard_deviation_is_torchs() -> None:
 @pytest.mark.parametrize("group", [[3.0], [0.1] * 3, [0.7] * 7, [0.0] * 8, [-1e38] * 3], ids=str)
 def test_a_group_with_nothing_to_compare_gives_exactly_zero(group: list[float], kind: Any) -> None:
     assert group_advantages(group, kind, eps=0.0) == [0.0] * len(group)
-    # Beside groups that do differ, too.
     got = advantages_for_groups([1.0, 2.0, *group], [2, len(group)], kind)
     assert (got[2:] == 0).all()
     assert (got[:2] != 0).all()

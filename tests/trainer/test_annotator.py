@@ -358,7 +358,6 @@ def test_a_bus_that_is_made_anew_gets_no_columns_of_the_one_before(bus: Bus) -> 
             put(bus, 1, first=5)
     shmbus.unlink(bus.name)
     with Consumer(columns.name) as consumer:
-        # That of the bus before has ended.
         assert [len(group) for group in consumer.take(10, timeout=0.2)] == [1]
         assert consumer.stats().acknowledged == 1
 
@@ -380,8 +379,6 @@ def test_what_was_written_for_a_group_that_has_ended_ends_with_the_next_life(bus
             assert torch.equal(batch.extra["ref_logprobs"], -batch.tokens.float())
             assert annotator.take(0) is None
 
-
-# --- helpers without an answer
 
 STOPPED = """
 import os, sys, time, shmbus

@@ -123,7 +123,6 @@ def test_each_row_is_a_sequence(consumer: Consumer, groups: list[list[dict[str, 
     logprobs = np.concatenate([row["logprobs"] for _, _, row in every])
     assert batch.logprobs is not None
     assert np.array_equal(batch.logprobs.numpy(), np.where(masks, logprobs, 0))
-    # Statistics over the four samples of each group, however many rows they have.
     scores = [np.array([sample["score"] for sample in group]) for group in groups]
     each = np.concatenate([(s - s.mean()) / (s.std(ddof=1) + 1e-6) for s in scores])
     want = np.concatenate([np.full(len(row["tokens"]), each[at]) for at, _, row in every])

@@ -84,8 +84,6 @@ def test_batches_without_tokens_come_back_as_zeros(shape: tuple[int, int]) -> No
     assert torch.equal(pad_input(packed, indices, *shape), torch.zeros(*shape, 2))
 
 
-# --- the reader of safetensors checkpoints
-
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 HAS_READER = (2, 7)
 

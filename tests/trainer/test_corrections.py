@@ -101,7 +101,6 @@ def gspo_by_hand(row: Row, low: float, high: float, weighed: bool) -> tuple[floa
             gain = row.advantages[tokens[0]]
             term = -torch.minimum(s * gain, s.clamp(1 - low, 1 + high) * gain)
             if weighed:
-                # By tokens: d s / d logprob of one token is s / n.
                 own = s.detach() * (new[tokens] - new[tokens].detach()).exp()
                 each = -torch.minimum(own * gain, own.clamp(1 - low, 1 + high) * gain)
                 term = (each * row.weights[tokens]).mean()
@@ -174,7 +173,6 @@ def test_cispo_weighs_clipped_ratios(bounds: tuple[float, float], weighed: bool,
 
 @pytest.mark.parametrize("container", [list, np.asarray, torch.tensor])
 def test_overlong_samples_are_punished_as_dapo_does(container: Any) -> None:
-    # The paper's own figures: 16,384 tokens expected, and 4,096 of cache.
     lengths = [0, 16_384, 16_385, 18_432, 20_480, 20_481, 99_999]
     got = overlong_penalty(container(lengths), longest=20_480, buffer=4_096)
     want = [0.0, 0.0, -1 / 4096, -0.5, -1.0, -1.0, -1.0]

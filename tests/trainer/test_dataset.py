@@ -27,9 +27,6 @@ def put(producer: Producer, key: str, metas: list[Any] | None = None, **more: An
         producer.put(key, group_size=len(metas), index=index, meta=meta, timeout=10, **given)
 
 
-# --- torch's loaders
-
-
 def test_a_data_loader_passes_batches_on(bus: Bus, producer: Producer) -> None:
     for number in range(6):
         put(producer, f"k{number}")
@@ -102,9 +99,6 @@ def test_torch_dcp_saves_and_loads(bus: Bus, producer: Producer, tmp_path: Path,
         assert got == keys[4:]
 
 
-# --- what samples ask for
-
-
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_a_sample_may_ask_for_zero_advantage(bus: Bus, producer: Producer, layout: Any) -> None:
     metas = [{"set_advantage_to_zero": True}, {"set_advantage_to_zero": False}, None, "text"]
@@ -121,7 +115,6 @@ def test_a_sample_may_ask_for_zero_advantage(bus: Bus, producer: Producer, layou
 
 
 REASONS = [{"finish_reason": reason} for reason in ("stop", "length", "max_tokens", "abort")]
-# As SGLang says it.
 TYPED_REASONS = [{"finish_reason": {"type": meta["finish_reason"]}} for meta in REASONS]
 
 
@@ -150,9 +143,6 @@ def test_truncated_samples_are_kept_masked_or_dropped_with_their_group(
         assert batch.logprobs.reshape(4, 4).any(dim=1).tolist() == trained
         assert batch.advantages.reshape(4, 4)[:, 0].tolist() == [-1.5, -0.5, 0.5, 1.5]
         assert batch.loss_mask[1] and handler.truncated_groups == 0
-
-
-# --- what is not finite
 
 
 @pytest.mark.parametrize("field", ["logprobs", "advantages"])
@@ -220,9 +210,6 @@ def test_a_long_sequence_is_malformed_and_a_large_group_alone(bus: Bus, producer
         ):
             handler.next_batch(10)
         assert handler.next_batch(10).total_tokens == 20
-
-
-# --- the progress line
 
 
 class Terminal(io.StringIO):

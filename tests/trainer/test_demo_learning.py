@@ -83,9 +83,6 @@ def prompt_of(text: str) -> npt.NDArray[np.int32]:
     return np.array([*map(int, text), SEP], np.int32)
 
 
-# --- the task
-
-
 @pytest.mark.parametrize(
     ("prompt", "completion", "expected"),
     [
@@ -140,9 +137,6 @@ def test_evaluation_refuses_a_prompt_that_training_may_draw(seed: int) -> None:
     sampler = Sampler(PolicyConfig())
     with pytest.raises(ValueError, match="training split"):
         evaluate(sampler, TASK, [TASK.sample_prompt(rng, "train")], rng)
-
-
-# --- the sampler
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -205,9 +199,6 @@ def test_a_prompt_too_long_for_the_policy_is_refused(seed: int) -> None:
         sampler.sample([prompt_of("314159")], 4, np.random.default_rng(seed))
 
 
-# --- weights
-
-
 def test_weights_of_another_shape_are_refused() -> None:
     policy = Policy(PolicyConfig())
     other = np.zeros(policy.config.num_parameters + 1, np.float32)
@@ -216,9 +207,6 @@ def test_weights_of_another_shape_are_refused() -> None:
         sampler.load(other)
     with pytest.raises(ValueError, match="float64"):
         sampler.load(other[:-1].astype(np.float64))
-
-
-# --- the step
 
 
 def test_a_few_dozen_grpo_steps_on_stale_batches_raise_the_reward(seed: int) -> None:

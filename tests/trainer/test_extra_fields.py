@@ -178,7 +178,6 @@ def test_a_sample_without_an_optional_field_gets_its_fill(bus: Bus, producer: Pr
     put_optional(producer)
     with OnlineDataHandler(bus.name, groups_per_batch=1, extra_fields=OPTIONAL) as handler:
         first, second = handler.next_batch(10), handler.next_batch(10)
-        # A batch in which no sample has them has the dtypes and shapes that were declared.
         assert first.extra["values"].tolist() == [-1.0] * 3
         assert first.extra["experts"].tolist() == [[0, 0]] * 3
         assert first.extra["experts"].dtype == torch.uint8
@@ -246,8 +245,6 @@ def test_a_loader_pins_extra_fields_too(bus: Bus, samples: list[dict[str, Any]])
         assert handler.stats().acknowledged == 24
 
 
-# --- what does not fit
-
 GOOD = {
     "tokens": np.arange(4),
     "x": np.zeros((4, 2), np.float32),
@@ -312,9 +309,6 @@ def test_a_declared_shape_is_required_of_the_first_sample_too(bus: Bus, producer
         groups = consumer.take(1, 10)
         with pytest.raises(ValueError, match=r"expected rows of shape \(48, 8\).*got \(3,\)"):
             pack(groups, extra_fields=wanted)
-
-
-# --- batches that move
 
 
 def test_a_batch_pickles_without_groups_and_memory(bus: Bus, samples: list[dict[str, Any]]) -> None:

@@ -87,9 +87,6 @@ def assert_same(got: Batch, want: Batch) -> None:
     assert (got.layout, got.groups) == (want.layout, want.groups)
 
 
-# --- the table that the kernel gathers by
-
-
 def address(trajectory: Any, array: np.ndarray[Any, Any]) -> int:
     """Where a view's elements lie in the mapping that CUDA knows; views point into another one."""
     at = int(array.__array_interface__["data"][0])
@@ -184,7 +181,6 @@ def test_the_table_maps_chunks_to_places(bus: Bus, seed: int, chunk: int, flagge
         assert (memory[table.nbytes :] == 0xAA).all()
         assert table.instance_ids == [t.instance_id for t in trajectories]
         assert table.mentions == [i for i, t in enumerate(trajectories) if t.meta]
-        # Too little memory: all is said but what is in it, and nothing is written behind it.
         for room in (table.nbytes - 1, table.chunks_at - 1, table.borders_at, 0):
             memory[:] = 0xAA
             again = plan_gather(
@@ -244,9 +240,6 @@ def test_members_are_those_of_groups_alone() -> None:
     assert (trajectories, sizes.tolist()) == ([], [])
 
 
-# --- the kernel, without a GPU
-
-
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_the_kernel_and_the_host_make_one_batch(bus: Bus, spawn: Spawner, seed: int) -> None:
     path = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH")]))
@@ -286,9 +279,6 @@ def test_memory_for_tables_is_used_again_only_when_it_was_given_back() -> None:
     staging.give_back(second)
     larger = staging.take(second.array.nbytes + 1)
     assert larger.array.nbytes > second.array.nbytes
-
-
-# --- on a GPU
 
 
 @contextlib.contextmanager
@@ -355,7 +345,6 @@ def test_an_unawaited_batch_keeps_its_table_until_its_kernel_ends(bus: Bus, seed
 @needs_gpu
 def test_a_ring_that_cannot_be_registered_is_packed_into_pinned_memory(bus: Bus, seed: int) -> None:
     with packing(bus) as (packer, producer, consumer):
-        # What is registered already is refused.
         put_random(producer, seed, 4, 500)
         groups = consumer.take(64, 10)
         first = GpuPacker("cuda", transport="gather")
@@ -364,7 +353,6 @@ def test_a_ring_that_cannot_be_registered_is_packed_into_pinned_memory(bus: Bus,
         assert batch.transport == packer.transport == "pinned"
         assert "cannot be registered" in packer.reason
         assert_same(batch, pack(groups))
-        # The refusal left no error behind for torch's next launch.
         assert torch.ones(3, device="cuda").sum().item() == 3
         first.close()
 
@@ -410,9 +398,6 @@ def test_training_that_is_under_way_is_not_waited_for(bus: Bus, seed: int) -> No
         batch = packer.pack(groups)
         assert not busy.query()
         assert_same(packer.deliver(batch), pack(groups))
-
-
-# --- the ring, as it is registered
 
 
 class Registered:

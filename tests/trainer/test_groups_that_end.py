@@ -15,7 +15,6 @@ import shmbus
 from trainer_adapter.adapters.skyrl import GenerateByBus
 from trainer_adapter.adapters.trl import ShmbusRollouts, scored
 
-#: Of the trainer, and how far a sample may be behind.
 VERSION, LAG = 5, 1
 GOOD = {"tokens": [3, 4], "loss_mask": [0, 1], "logprobs": [0.0, -1.0]}
 

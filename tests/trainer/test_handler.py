@@ -18,8 +18,6 @@ import shmbus
 from shmbus import Bus, Producer
 from trainer_adapter import Batch, OnlineDataHandler, pack
 
-# --- budgets
-
 
 @pytest.mark.parametrize("budget", [29, 60, 200, 100_000])
 def test_batches_hold_whole_groups(bus: Bus, producer: Producer, seed: int, budget: int) -> None:
@@ -91,8 +89,6 @@ def test_a_timeout_says_what_is_missing(bus: Bus, producer: Producer, prefetch: 
         producer.put("a", group_size=2, index=1, tokens=np.arange(3))
         assert handler.next_batch(10).instance_ids == ["a", "a"]
 
-
-# --- what is malformed
 
 MALFORMED: dict[str, tuple[Sample, str]] = {
     "no tokens": (
@@ -189,9 +185,6 @@ def test_an_error_in_a_callback_loses_no_group(bus: Bus, producer: Producer, pre
         assert_batch(handler.next_batch(10), groups, "none")
 
 
-# --- ends of batches
-
-
 def test_an_ack_frees_the_batchs_space_once(bus: Bus, producer: Producer) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         big = {"tokens": np.zeros(100_000, np.int32)}
@@ -252,9 +245,6 @@ def test_tensors_of_a_batch_never_change(bus: Bus, producer: Producer, seed: int
         assert all(torch.equal(tensor, copy) for tensor, copy in kept)
 
 
-# --- resuming
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("acks", ["none", "some", "all"])
 def test_after_a_restart_nothing_is_trained_twice_and_nothing_is_skipped(
@@ -302,9 +292,6 @@ def test_the_state_of_another_bus_filters_nothing(bus_name: str) -> None:
                     handler.load_state_dict(state)
                 assert_batch(handler.next_batch(10), groups)
                 state = handler.state_dict()
-
-
-# --- the end
 
 
 def test_options_of_the_consumer_are_passed_on(bus: Bus, producer: Producer) -> None:

@@ -115,7 +115,6 @@ def test_a_callback_gets_each_batchs_figures(bus: Bus, producer: Producer, prefe
         assert [one["batches"] for one in told] == [1] * 4
         assert [one["step"] for one in told] == [0, 1, 2, 3]
         assert [one["reward/mean"] for one in told] == [0.5, 1.5, 2.5, 3.5]
-        # The callback takes nothing from who asks.
         assert handler.metrics()["batches"] == 4
 
 
@@ -165,9 +164,6 @@ def test_the_page_has_every_name(bus: Bus, producer: Producer) -> None:
     assert {name.partition("/")[0] for name in found if "/" in name} == set(KINDS)
 
 
-# --- groups that teach nothing
-
-
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_filter_drops_groups_and_counts_them(bus: Bus, producer: Producer, prefetch: int) -> None:
     def keep(group: ScoredGroup) -> bool:
@@ -205,9 +201,6 @@ def test_a_filter_without_its_value_drops_the_group(bus: Bus, producer: Producer
         assert handler.next_batch(10).instance_ids == ["b", "b"]
         assert handler.stats().dropped == {"malformed": 2}
         assert handler.refill == 1
-
-
-# --- iteration
 
 
 def test_an_iteration_may_follow_a_timed_out_one(bus: Bus, producer: Producer) -> None:

@@ -107,7 +107,6 @@ def test_a_prompt_that_is_offered_again_after_a_checkpoint_is_made_again_and_onc
             producer.requests.answer(again, tokens=TOKENS, loss_mask=[1] * 8, logprobs=[0.0] * 8)
         sample_all(producer)
         handler.ack(handler.next_batch(10))
-        # Whoever samples more of it now is late, as before.
         producer.put("q", group_size=2, index=0, round=0, tokens=TOKENS, logprobs=[0.0] * 8)
         with pytest.raises(TimeoutError, match="1 surplus"):
             handler.next_batch(0.2)

@@ -79,7 +79,6 @@ def test_micro_batches_cover_it_once(consumer: Consumer, layout: Any, cut: dict[
 @pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
 def test_micro_batch_losses_sum_to_one(consumer: Consumer, normalisation: Any, layout: Any) -> None:
     batch = pack(consumer.take(64, 10), layout=layout)
-    # A policy with one weight: its logprobs are what the producers sent, times the weight.
     weight = torch.tensor(1.1, dtype=torch.float64, requires_grad=True)
 
     def loss(part: Batch | MicroBatch, denominator: Any) -> torch.Tensor:

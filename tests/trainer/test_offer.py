@@ -62,9 +62,6 @@ def open_ids(name: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-# --- how many are open
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_so_many_batches_are_open_and_each_prompt_is_trained_once(bus: Bus, prefetch: int) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=prefetch) as handler:
@@ -124,9 +121,6 @@ def test_a_budget_of_tokens_is_estimated_from_recent_groups(bus: Bus) -> None:
         assert handler.stats().requests.groups >= 20  # 10 of 4 tokens fill a batch
 
 
-# --- groups that end otherwise than trained
-
-
 def late(producer: Producer, request: shmbus.Request) -> None:
     if request.index == 0:
         answer(producer, request, tokens=np.arange(2000), logprobs=np.zeros(2000))
@@ -181,9 +175,6 @@ def test_a_group_that_ends_otherwise_than_trained_is_replaced(
         ledger = handler.stats()
         assert ledger.balanced and ledger.requests.balanced and ledger.requests.groups == 0
         assert handler.refill == 20
-
-
-# --- what a prompt is
 
 
 def test_arrays_and_token_ids_are_fields_and_all_else_is_in_the_meta(bus: Bus) -> None:
@@ -289,9 +280,6 @@ def test_a_loader_of_batches_is_refused(bus: Bus) -> None:
         with pytest.raises(ValueError, match=r"batch_size=None.*got batch_size=1"):
             handler.offer(DataLoader(prompts(3)))
         handler.offer(DataLoader(prompts(3), batch_size=None))
-
-
-# --- iterators
 
 
 class Flaky:
@@ -414,9 +402,6 @@ def test_other_data_can_follow_when_all_were_trained(bus: Bus) -> None:
             for batch in handler:
                 handler.ack(batch)
         assert handler.step == 4 and handler.stats().dropped == {}
-
-
-# --- checkpoints
 
 
 @pytest.mark.parametrize("kind", ["list", "iterator", "state"])
@@ -630,9 +615,6 @@ def test_kills_between_offer_and_checkpoint_skip_none_and_train_none_twice(
     assert all(order[id_] == round for id_, round in trained)
     skipped = order.keys() - {id_ for id_, _ in trained}
     assert skipped <= set(lost.read_text().split()), "none skipped but those given up"
-
-
-# --- ranks
 
 
 def test_rank_0_offers_for_all_ranks(bus: Bus, daemon: Callable[..., Daemon]) -> None:

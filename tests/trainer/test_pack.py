@@ -15,8 +15,6 @@ from shmbus import Bus, Consumer, Producer
 from trainer_adapter import FieldNames, OnlineDataHandler, pack
 from trainer_adapter.batches.memory import BLOCK_BYTES, BatchMemory
 
-# --- layouts and values
-
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "none", lambda s: s * 2 - s.max()])
@@ -73,7 +71,6 @@ def test_usual_dtypes_are_exact(bus: Bus, producer: Producer, seed: int, mask_dt
         tokens = rng.integers(-(2**31), 2**31, length, np.int64)
         mask = rng.integers(0, 2, length).astype(mask_dtype)
         logprobs = rng.integers(0, 2**32, length, np.uint64).astype(np.uint32).view(np.float32)
-        # What is no logprob may stand where the mask is 0, and nowhere else.
         logprobs[(mask != 0) & ~(np.isfinite(logprobs) & (logprobs <= 0))] = -0.0
         score = float(rng.random())
         given = {"logprobs": logprobs, "score": score}
@@ -157,9 +154,6 @@ def test_pack_wants_groups_under_lease(bus: Bus, producer: Producer) -> None:
         group.ack()
         with pytest.raises(shmbus.BusClosedError, match="acknowledged"):
             pack(group)
-
-
-# --- memory
 
 
 def test_memory_of_a_kept_tensor_is_not_reused(bus: Bus, producer: Producer, seed: int) -> None:

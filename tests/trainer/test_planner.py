@@ -69,7 +69,6 @@ def test_a_batch_that_is_not_full_is_due_max_wait_after_its_first_group() -> Non
 def test_the_wait_runs_exactly_while_a_group_waits() -> None:
     assert planned(tokens=10).left_s(1e9) is None
     planner = planned(tokens=10, max_wait_s=1.0)
-    # Groups were taken, and all of them were dropped.
     add(planner, {}, 1.0)
     assert planner.left_s(1.0) is None
     add(planner, {"a": 1}, 2.0)
@@ -135,9 +134,6 @@ def test_it_says_what_a_step_of_several_ranks_needs(planner: Planner, says: str)
     assert said.startswith(f"a step of world_size=3: expected {says}")
     assert "got 5 trajectories" in said
     assert planned(tokens=9).step_requirement(5) == ""
-
-
-# --- against an oracle
 
 
 Planned = tuple[int, int, int]

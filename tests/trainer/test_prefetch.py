@@ -99,7 +99,6 @@ def test_memory_that_fails_in_a_step_of_the_thread_is_told_and_batches_go_on(
         monkeypatch.setattr(Prefetcher, step, fail_at_times)
         told = 0
         got = []
-        # Batches that are ready come first.
         while len(got) < 4:
             try:
                 batch = handler.next_batch(10)
@@ -197,7 +196,6 @@ def test_a_ready_group_can_still_become_stale(bus: Bus, producer: Producer, pref
         batch = handler.next_batch(10)
         assert keys_of(batch) == ["fresh"]
         handler.ack(batch)
-        # Where no thread does, the next look for groups drops them.
         with pytest.raises(TimeoutError):
             handler.next_batch(0.3)
         ledger = handler.stats()
@@ -345,7 +343,6 @@ def test_a_small_share_of_old_tokens_is_kept(bus: Bus, producer: Producer, prefe
             batch = handler.next_batch(10)
             assert keys_of(batch) == [key]
             handler.ack(batch)
-        # Where no thread does, the next look for groups drops them.
         with pytest.raises(TimeoutError):
             handler.next_batch(0.3)
         assert handler.stats().dropped == {"stale": 2}

@@ -89,7 +89,6 @@ def test_a_state_taken_at_any_point_neither_repeats_nor_skips_a_shard(
     keys = put(bus_name, range(60))
     trained: list[list[str]] = [[], []]
     states: list[Any] = [None, None]
-    # Both take as many steps in all, in whatever turns.
     left = [10, 10]
     while any(left):
         rank = rng.choice([rank for rank in range(2) if left[rank]])
@@ -181,14 +180,12 @@ def test_only_a_full_step_is_formed_without_demand(daemon: Served, bus_name: str
         put(bus_name, range(4))
         wait_until(lambda: zero.stats().in_ring == 0, what="the daemon to have read them")
         assert len(zero.next_batch(20).groups) == len(one.next_batch(20).groups) == 2
-        # Enough for a step, not for a full one.
         put(bus_name, range(4, 6))
         time.sleep(0.3)
         assert ready(zero) == 0
         put(bus_name, range(6, 8))
         fill(zero, 1)
         assert len(zero.next_batch(20).groups) == 2
-        # Who waits takes what there is.
         put(bus_name, range(8, 10))
         assert len(zero.next_batch(20).groups) == 1
 

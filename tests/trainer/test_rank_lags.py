@@ -18,7 +18,6 @@ from trainer_adapter import OnlineDataHandler
 LAG = 2
 STEPS = 12
 GROUPS = 2
-#: Groups that are there before the first step; they are of version 0, and soon too old.
 BACKLOG = 200
 WAIT_S = DEFAULT_DEADLINE_S * PATIENCE
 
@@ -38,7 +37,6 @@ def train(name: str, rank: int, ranks: int, turns: Barrier, lags: Queue[list[int
             if rank == 0:
                 handler.set_policy_version(step + 1)
         lags.put(found)
-        # None leaves while another waits for its part.
         turns.wait(WAIT_S)
 
 

@@ -53,7 +53,6 @@ def test_many_rows_of_a_sample_are_1(bus: Bus, producer: Producer, layout: Any, 
         tokens = loss(*given, **borders, normalisation="token").loss
         assert not torch.isclose(whole, tokens)
         (wanted,) = torch.autograd.grad(whole, new)
-        # Each sample by itself, by its tokens; then their mean.
         means = []
         for sample in (0, 1):
             own = batch.sample_of == sample

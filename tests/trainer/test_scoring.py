@@ -240,8 +240,6 @@ def test_closing_ends_a_wait_for_the_judge(bus: Bus, producer: Producer) -> None
         assert len(consumer.take(timeout=10)) == 1
 
 
-# --- a reward model in a process of its own, and deaths
-
 GROUPS = 12
 
 

@@ -51,7 +51,6 @@ def test_the_forks_handler_takes_its_batches_from_the_bus(bus_name: str) -> None
         "scores": [0.5, 1.0], "inference_logprobs": [[1.0, -0.5, -0.25], [1.0, -0.1, -0.2]],
     }  # fmt: skip
     with shmbus.Bus.create(bus_name, capacity="1MiB") as bus, shmbus.Producer(bus_name) as producer:
-        # As the page has it.
         parts = {"torchtitan": ModuleType("torchtitan"), "torchtitan.grpo": ModuleType("grpo")}
         with pytest.MonkeyPatch.context() as patch:
             for name, part in {**parts, "torchtitan.grpo.data_handling": module}.items():

@@ -83,9 +83,6 @@ def live(
     return trained(*lives)
 
 
-# -- ranks ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("saved", ["alone", "each", "together"])
 @pytest.mark.parametrize("daemon_dies", [True, False])
@@ -96,7 +93,6 @@ def test_what_any_rank_had_trained_is_not_trained_again(
     served = daemon("--capacity", "4MiB")
     everything = put_groups(bus_name, range(10))
     saves = [0] if saved == "alone" else [0, 1]
-    # Rank 0 has acknowledged its last step, rank 1 has not.
     first = live(spawn, bus_name, 2, tmp_path / "a", 2, saves=saves, acks=[2, 1])
     assert len(first) == 8
     if daemon_dies:
@@ -226,9 +222,6 @@ def test_states_of_different_steps_are_refused(bus: Bus) -> None:
             handler.load_state_dict({**state, "version": 3})
 
 
-# -- composition ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("served", [False, True])
 def test_a_late_sample_does_not_bring_trained_ones_back(
     spawn: Spawner, daemon: Served, bus_name: str, tmp_path: Path, served: bool
@@ -309,9 +302,6 @@ def test_a_leased_group_comes_again_with_the_same_members(
         bus.close()
 
 
-# -- another bus --------------------------------------------------------------------------------
-
-
 def test_a_restored_bus_skips_trained_groups(spawn: Spawner, bus_name: str, tmp_path: Path) -> None:
     state, restored, again = str(tmp_path / "state.json"), f"{bus_name}-b", f"{bus_name}-c"
     with Bus.create(bus_name, capacity="1MiB"):
@@ -344,8 +334,6 @@ def test_another_bus_with_the_same_numbers_is_not_mistaken_for_the_first(
             assert Counter(names) == Counter(everything)
 
 
-# -- everything, at random ------------------------------------------------------------------------
-
 WORKER = """
 import random, sys, time
 import numpy as np
@@ -361,7 +349,6 @@ with shmbus.Producer(sys.argv[1], wait=60) as producer:
         producer.requests.answer(request, score=rng.random(), tokens=tokens)
 """
 
-#: World sizes of one round's lives; the last one trains what is left.
 LIVES = (2, 3, 2, 1)
 
 

@@ -63,14 +63,12 @@ def state(**changes: Any) -> Call:
 STATE = {"version": 1, "step": -1, "policy_version": 0, "bus_created_unix_ns": 1, "trained": []}
 BORDERS = {"normalisation": "sequence"}
 REFUSED: list[tuple[Call, str]] = [
-    # -- pack
     (packed(layout="ragged"), "ValueError: layout: expected .*'ragged'"),
     (packed(truncated="cut"), "ValueError: truncated: expected .*'cut'"),
     (packed(advantages="ppo"), "ValueError: advantages: expected .*'ppo'"),
     (packed(device="cuda:99"), "ValueError: device: expected .*'cuda:99'"),
     (packed(fields={}), "TypeError: fields: expected FieldNames, got dict"),
     (lambda g: pack([]), "ValueError: at least one group, got none"),
-    # -- a handler's options
     (handler(world_size=2, truncated="drop"), "ValueError: truncated: .*several ranks, got 'drop'"),
     (handler(world_size=2, keep_group=bool), "ValueError: keep_group: expected none with several"),
     (handler(on_metrics={"rewards": print}), "ValueError: among 'reward', 'lag'.*got 'rewards'"),
@@ -95,7 +93,6 @@ REFUSED: list[tuple[Call, str]] = [
             ("2", "TypeError: got str"),
         )
     ),
-    # -- what a handler is asked
     (asked("next_batch", -1), "ValueError: timeout: expected .*seconds,? or None"),
     (asked("next_batch", math.nan), "ValueError: timeout: expected .*seconds,? or None"),
     (asked("next_batch", "soon"), "TypeError: timeout: expected .*seconds,? or None"),
@@ -121,14 +118,12 @@ REFUSED: list[tuple[Call, str]] = [
         (state(step=step), "ValueError: state_dict: expected what state_dict")
         for step in (math.inf, math.nan, torch.tensor(1 + 2j), None, "x")
     ),
-    # -- micro-batches
     (cut(), "ValueError: expected one of max_tokens and count"),
     (cut(max_tokens=5, count=2), "ValueError: expected one of max_tokens and count"),
     (cut(max_tokens=3), "ValueError: max_tokens: expected at least 4.*got"),
     (cut(max_tokens=64.0), "TypeError: max_tokens: expected an int, got float"),
     (cut(count=3), "ValueError: count: expected at most 2.*got 3"),
     (cut(count=0), "ValueError: count: expected 1 or more, got 0"),
-    # -- losses and corrections
     (loss(loss_mask=torch.ones(4)), "TypeError: loss_mask: expected torch.bool"),
     (loss(loss_mask=[True] * 4), "TypeError: loss_mask: expected a torch.Tensor, got list"),
     (loss(old_logprobs=[0.0]), "TypeError: old_logprobs: expected a torch.Tensor, got list"),
@@ -149,7 +144,6 @@ REFUSED: list[tuple[Call, str]] = [
     (lambda g: gspo_loss(ROW, ROW, ROW, MASK), "ValueError: cu_seqlens: expected the borders"),
     (lambda g: cispo_loss(ROW, ROW, ROW, MASK, high=0.5), "ValueError: low and high: .* 0 <= low"),
     (lambda g: overlong_penalty([1], longest=4, buffer=5), "ValueError: expected 0 < buff"),
-    # -- padding
     (lambda g: unpad_input(HIDDEN, torch.ones(2, 3)), "TypeError: expected bool or integers, got"),
     (lambda g: unpad_input(HIDDEN, MASK), r"ValueError: got \(4,\)"),
     (
@@ -168,7 +162,6 @@ REFUSED: list[tuple[Call, str]] = [
     (lambda g: pad_input(TWO, [0], 2, 3), "TypeError: indices: expected a torch.Tensor, got list"),  # type: ignore[arg-type]
     (lambda g: pad_input(TWO, INDICES, 2.0, 3), "TypeError: batch: expected an int, got float"),  # type: ignore[arg-type]
     (lambda g: pad_input(TWO, INDICES, 2, -3), "ValueError: seqlen: expected 0 or more, got -3"),
-    # -- packing onto a GPU
     (lambda g: GpuPacker("cpu"), "ValueError: device: expected a CUDA device, got cpu"),
     (
         lambda g: GpuPacker("cuda", transport="rdma"),  # type: ignore[arg-type]

@@ -24,7 +24,6 @@ sys.exit(arguments.run(arguments))
 """
 TIMEOUT_S = 30.0
 
-#: A worker that puts its index of each group, then what its standard input says.
 WORKER = """
 import sys, time, shmbus
 name, index, size, groups, rest = sys.argv[1], *map(int, sys.argv[2:5]), float(sys.argv[5])
@@ -38,7 +37,6 @@ with shmbus.Producer(name, label=f"rollout-{index}") as producer:
         time.sleep(rest)
     time.sleep(600)
 """
-#: A trainer that takes a group each time, holds it for a while, and acknowledges it.
 TRAINER = """
 import sys, time, shmbus
 with shmbus.Consumer(sys.argv[1], label=sys.argv[2]) as consumer:

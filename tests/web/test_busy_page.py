@@ -17,7 +17,6 @@ from shmbus import Bus, Producer
 
 __all__ = ["browser", "open_page"]
 
-#: Ends of the two columns, and cells whose text is cut off.
 ENDS = "[...document.querySelectorAll('.stack')].map(e => e.lastElementChild.getBoundingClientRect().bottom)"  # noqa: E501
 CUT = (
     "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth)"
@@ -38,7 +37,6 @@ def test_who_holds_is_on_the_first_screen_and_columns_end_together(
     left, right = page.evaluate(ENDS)
     assert left == pytest.approx(right, abs=1)
     assert page.evaluate(CUT) == phone.evaluate(CUT) == []
-    # Each fact of a row on a narrow screen has its name.
     row = phone.locator("[aria-label=producers] tbody tr").first
     assert row.locator("[data-is=committed]").is_visible()
 
@@ -89,10 +87,8 @@ def test_versions_are_marked_at_most_every_10th(web: Start, bus_name: str, open_
                 gap = max(60, seconds - 1) / 10
                 assert all(b - a >= gap for a, b in itertools.pairwise(times))
                 assert found or points[-1][1] == 0, (seconds, a_second)
-                # A second later each is where it was, but for those that left the axis.
                 later = ask(page, "marks", [*points, [1000.0 + seconds, points[-1][1]]], 1)
                 assert [m["v"] for m in found] == [m["v"] for m in later]
-        # A return to a checkpoint is marked by its own version.
         [*_, mark] = ask(page, "marks", [[s, 100 + s if s < 40 else 50] for s in range(60)], 1)
         assert mark["v"] in (50, 140)
 

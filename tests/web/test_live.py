@@ -176,7 +176,6 @@ def test_in_each_state_of_the_ledger_the_page_says_what_the_status_says(
             for shown in pictures:
                 if shown["now"] < asked:
                     continue  # it was on its way
-                # As --json prints it.
                 seen = [facts_of_status(to_builtins(read_status(bus_name))), facts_of_page(shown)]
                 if seen[0] == seen[1]:
                     break

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Spawner, open_descriptors, wait_until
-from weight_models import Odd, many
+from weight_models import Odd, many, published
 
 from shmbus import CapacityError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
@@ -53,7 +53,6 @@ def place(carrier: str) -> str:
     return "cpu" if carrier == "memfd" else DEVICE
 
 
-#: Versions that a reader in another process loads while memory is watched.
 SYNCS = int(os.environ.get("SHMBUS_CUDA_SYNCS", "100"))
 
 READER = """
@@ -113,7 +112,6 @@ print("published", flush=True)
 time.sleep(600)
 """
 
-#: Sees one device only, which is not the publisher's.
 BLIND = """
 import sys, torch
 from shmbus.errors import DeviceMismatchError
@@ -203,9 +201,9 @@ def test_large_and_cast_ones_arrive(carrier: str, bus_name: str, publishers: Mak
     options = {} if carrier == "shm" else {"device": DEVICE}
     source = ModuleSource(masters, dtype=torch.bfloat16)
     replica = replica.to(DEVICE, torch.bfloat16)
-    with (
-        WeightPublisher(bus_name, source, carrier=carrier, **options) as publisher,  # type: ignore[arg-type]
-        WeightSubscriber(bus_name, device=DEVICE) as subscriber,
+    with published(bus_name, source, {"device": DEVICE}, carrier=carrier, **options) as (
+        publisher,
+        subscriber,
     ):
         publisher.publish(version=0)
         with subscriber.latest(timeout=5) as weights:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
+from weight_models import published
 
 from shmbus.weights import (
     Fp8BlockSource,
@@ -16,7 +17,6 @@ from shmbus.weights import (
     Slice,
     WeightPublisher,
     WeightsError,
-    WeightSubscriber,
 )
 
 
@@ -56,10 +56,7 @@ def test_a_version_equals_the_plainest_conversion(patches: float | bool) -> None
     module = model()
     parts = {"top": Slice("p0", 0, 0, 128), "last": Slice("p1", 0, 128, 72)}
     source = Fp8BlockSource(ModuleSource(module, slices=parts))
-    with (
-        WeightPublisher(bus, source, patches=patches) as publisher,
-        WeightSubscriber(bus) as subscriber,
-    ):
+    with published(bus, source, patches=patches) as (publisher, subscriber):
         for version in range(4):
             with torch.no_grad():
                 module.p1[version, version] = 1000.0 * version  # type: ignore[operator]
@@ -97,10 +94,7 @@ class Shards:
 def test_shards_of_whole_blocks_are_the_whole_and_others_are_refused() -> None:
     bus = f"test-fp8-shards-{os.getpid()}"
     matrix = torch.randn(300, 140, generator=torch.Generator().manual_seed(1))
-    with (
-        WeightPublisher(bus, Fp8BlockSource(Shards(matrix, 128))) as publisher,
-        WeightSubscriber(bus) as subscriber,
-    ):
+    with published(bus, Fp8BlockSource(Shards(matrix, 128))) as (publisher, subscriber):
         publisher.publish(1)
         with subscriber.latest(timeout=5) as weights:
             elements, scales = plainly(matrix)

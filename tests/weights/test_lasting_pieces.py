@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from weight_models import move, replace, square, swap, turn, write
+from weight_models import move, published, replace, square, swap, turn, write
 
-from shmbus.weights import ManifestError, ModuleSource, WeightPublisher, WeightSubscriber
+from shmbus.weights import ManifestError, ModuleSource
 
 
 def nothing(module: Any) -> None:
@@ -25,7 +24,6 @@ def change_values(module: Any) -> None:
 
 
 EACH = [change_values, move, turn, nothing, replace, swap, write]
-#: Each change meets both slots, with and without what was known of them.
 IN_TURN = [nothing, nothing, *EACH, *reversed(EACH)]
 
 
@@ -41,16 +39,9 @@ CARRIERS = [
 ]
 
 
-@contextlib.contextmanager
-def both_sides(
-    bus: str, module: torch.nn.Module, carrier: Any, device: str
-) -> Iterator[tuple[WeightPublisher, WeightSubscriber]]:
+def both_sides(bus: str, module: torch.nn.Module, carrier: Any, device: str) -> Any:
     options: Any = {"device": device} if carrier == "cuda_vmm" else {}
-    with (
-        WeightPublisher(bus, ModuleSource(module), carrier=carrier, **options) as publisher,
-        WeightSubscriber(bus, device=device) as subscriber,
-    ):
-        yield publisher, subscriber
+    return published(bus, ModuleSource(module), {"device": device}, carrier=carrier, **options)
 
 
 def arrived(live: torch.nn.Module, module: torch.nn.Module) -> bool:

@@ -96,7 +96,6 @@ def test_a_reader_follows_where_training_went_back(bus_name: str, carrier: str, 
         else:
             trainer.publisher.close()
             trainer = Trainer(bus_name, carrier=carrier)
-        # Lower ones, the same number again, and above it.
         for version in (5, 6, 9, 10):
             trainer.publish(version, version + 0.5)
             newest, value = follow(subscriber, newest)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._pytree import tree_map
-from weight_models import bits, many
+from weight_models import bits, many, published
 
 from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.weights import (
@@ -56,9 +56,9 @@ def test_inference_tensors_get_every_version_whole(bus_name: str) -> None:
     model = many(5)
     with torch.inference_mode():
         replica = {name: torch.zeros_like(each) for name, each in model.state_dict().items()}
-    with (
-        WeightPublisher(bus_name, ModuleSource(model), patches=True) as publisher,
-        WeightSubscriber(bus_name, patches=True) as subscriber,
+    with published(bus_name, ModuleSource(model), {"patches": True}, patches=True) as (
+        publisher,
+        subscriber,
     ):
         for version in range(3):
             with torch.no_grad():
@@ -83,9 +83,9 @@ def test_one_element_of_any_stride_arrives(bus_name: str, carrier: str, patches:
     model.register_buffer("block", scales.view(2, 4)[::2, 1:2])
     replica = {"scale": places[1::2][:1], "block": places.view(2, 4)[1:, 2:3]}
     options: dict[str, Any] = {"carrier": carrier, "patches": patches and carrier == "shm"}
-    with (
-        WeightPublisher(bus_name, ModuleSource(model), **options) as publisher,
-        WeightSubscriber(bus_name, patches=patches) as subscriber,
+    with published(bus_name, ModuleSource(model), {"patches": patches}, **options) as (
+        publisher,
+        subscriber,
     ):
         for version in range(3):
             scales[3] = 10 + version
@@ -120,10 +120,7 @@ def memory_in_one(kind: str) -> dict[str, torch.Tensor]:
 def test_values_apart_do_not_go_into_one_memory(bus_name: str, kind: str, carrier: Any) -> None:
     source = torch.nn.ParameterDict({"a": torch.ones(4, 6), "b": torch.full((4, 6), 2.0)})
     target = memory_in_one(kind)
-    with (
-        WeightPublisher(bus_name, ModuleSource(source), carrier=carrier) as publisher,
-        WeightSubscriber(bus_name) as subscriber,
-    ):
+    with published(bus_name, ModuleSource(source), carrier=carrier) as (publisher, subscriber):
         publisher.publish(1)
         with subscriber.latest(timeout=5) as weights:
             if kind != "columns apart":
@@ -138,10 +135,7 @@ def test_values_apart_do_not_go_into_one_memory(bus_name: str, kind: str, carrie
 def test_a_model_that_ties_what_is_published_apart_is_told_both_names(bus_name: str) -> None:
     model, server = Twice(tied=False), Twice()
     before = bits(server.head.weight)
-    with (
-        WeightPublisher(bus_name, ModuleSource(model)) as publisher,
-        WeightSubscriber(bus_name) as subscriber,
-    ):
+    with published(bus_name, ModuleSource(model)) as (publisher, subscriber):
         publisher.publish(1)
         with subscriber.latest(timeout=5) as weights:
             with pytest.raises(ManifestError, match=r"'(embed|head).weight' and '(embed|head)\."):
@@ -158,10 +152,7 @@ def test_what_is_published_as_one_goes_into_models_that_tie_it_or_its_parts(bus_
         "up": Slice("layer.weight", dim=0, start=0, length=4),
         "down": Slice("layer.weight", dim=0, start=4, length=4),
     }
-    with (
-        WeightPublisher(bus_name, ModuleSource(model, slices=parts)) as publisher,
-        WeightSubscriber(bus_name) as subscriber,
-    ):
+    with published(bus_name, ModuleSource(model, slices=parts)) as (publisher, subscriber):
         publisher.publish(1)
         with subscriber.latest(timeout=5) as weights:
             for tied in (True, False):
@@ -217,10 +208,7 @@ def plain(value: torch.Tensor) -> torch.Tensor:
 
 def test_what_a_wrapper_stands_for_is_looked_at_for_each_version(bus_name: str) -> None:
     module = wrapping(1.0, Wrapper)
-    with (
-        WeightPublisher(bus_name, ModuleSource(module), carrier="shm") as publisher,
-        WeightSubscriber(bus_name) as subscriber,
-    ):
+    with published(bus_name, ModuleSource(module), carrier="shm") as (publisher, subscriber):
         for version in range(1, 6):
             module.w.inner = torch.full((64,), float(version))
             publisher.publish(version=version)
@@ -232,9 +220,9 @@ def test_what_a_wrapper_stands_for_is_looked_at_for_each_version(bus_name: str) 
 def test_what_a_wrapper_stands_for_now_is_loaded_into(bus_name: str, patches: bool) -> None:
     source, target = wrapping(0.0, plain), wrapping(0.0, Wrapper)
     options: dict[str, Any] = {"patches": True} if patches else {}
-    with (
-        WeightPublisher(bus_name, ModuleSource(source), carrier="shm", **options) as publisher,
-        WeightSubscriber(bus_name) as subscriber,
+    with published(bus_name, ModuleSource(source), carrier="shm", **options) as (
+        publisher,
+        subscriber,
     ):
         for version in range(1, 8):
             source.w.data[version] = float(version)

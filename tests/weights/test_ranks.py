@@ -209,7 +209,6 @@ PUBLISHED = [
 ]  # fmt: skip
 
 
-#: What is read by ranks too, and in which layouts.
 READ = [("rows", 2), ("columns", 4)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import together
+from weight_models import published
 
 from bench.fused_engine import FusedModel, Shape, checkpoint
 from shmbus.weights import (
@@ -192,7 +193,6 @@ def test_every_trainers_layout_is_what_every_engines_layout_loads(
                         wanted.load_weights(full.items())
                         pairs = zip(model.parameters(), wanted.parameters(), strict=True)
                         assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
-            # The next step changes what ranks have in place.
             for _, own, _ in ranks:
                 for tensor in own.values():
                     tensor.neg_()
@@ -247,9 +247,9 @@ def test_a_rank_that_has_other_shards_than_it_said_publishes_nothing(bus_name: s
 
 def test_a_module_is_its_own_shards(bus_name: str) -> None:
     model = torch.nn.Linear(4, 3)
-    with (
-        WeightPublisher(bus_name, ShardedSource(lambda: module_shards(model))) as publisher,
-        WeightSubscriber(bus_name) as subscriber,
+    with published(bus_name, ShardedSource(lambda: module_shards(model))) as (
+        publisher,
+        subscriber,
     ):
         publisher.publish(version=1)
         with subscriber.latest(timeout=5) as weights:

@@ -129,7 +129,6 @@ def test_steps_and_readers_take_turns(bus_name: str, trained: tuple[Tiny, Shared
             seen.reading(timeout=0.05),
         ):
             raise AssertionError("read in a step")
-        # Off only by saying so.
         with seen.reading(), shared.stepping(3, guard="none"):
             fill(model, 3)
         with seen.reading() as version:

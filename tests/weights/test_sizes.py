@@ -9,7 +9,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: Parameters, as their cards have them.
 PARAMETERS = {
     "Qwen3-0.6B": 0.596e9, "Qwen3-4B": 4.02e9, "Qwen3-8B": 8.19e9, "Qwen3-30B-A3B": 30.53e9,
     "Qwen3-32B": 32.76e9, "Qwen3-235B-A22B": 235.09e9,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from weight_models import many, same
+from weight_models import many, published, same
 
 from shmbus import BusBusyError, BusClosedError, WaitTimeoutError
 from shmbus.pool.lifecycle import pool_path
@@ -74,10 +74,7 @@ def test_a_child_does_not_wait_for_its_parents_publication(bus_name: str) -> Non
 
 def test_a_childs_weights_say_that_they_were_leased_before_the_fork(bus_name: str) -> None:
     model = many(3)
-    with (
-        WeightPublisher(bus_name, ModuleSource(model)) as publisher,
-        WeightSubscriber(bus_name) as subscriber,
-    ):
+    with published(bus_name, ModuleSource(model)) as (publisher, subscriber):
         publisher.publish(version=1)
         with subscriber.latest(timeout=30) as weights:
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from shmbus.weights import WeightPublisher, WeightSource, WeightSubscriber
 
 
 class Odd(torch.nn.Module):
@@ -92,9 +96,6 @@ def square() -> torch.nn.Module:
     return module
 
 
-# -- what may be done to the matrix p3 of a model
-
-
 def write(model: Any) -> None:
     with torch.no_grad():
         model.p3.add_(1)
@@ -106,7 +107,6 @@ def move(model: Any) -> None:
 
 
 def turn(model: Any) -> None:
-    # The same memory, seen in another order.
     value: torch.Tensor = model.p3.data
     rows, columns = value.shape
     strides = (1, rows) if value.is_contiguous() else (columns, 1)
@@ -117,10 +117,21 @@ def replace(model: Any) -> None:
     model.p3 = torch.nn.Parameter(torch.full_like(model.p3, 9))
 
 
-#: Each of them, on a model of any shapes.
 CHANGES = (write, move, turn, replace)
 
 
 def swap(model: Any) -> None:
     """Exchange two matrices of one shape."""
     model.p4, model.p5 = model.p5, model.p4
+
+
+@contextmanager
+def published(
+    bus: str, source: WeightSource, reader: dict[str, Any] | None = None, **options: Any
+) -> Iterator[tuple[WeightPublisher, WeightSubscriber]]:
+    """A publisher, and a subscriber with its own options."""
+    with (
+        WeightPublisher(bus, source, **options) as publisher,
+        WeightSubscriber(bus, **(reader or {})) as subscriber,
+    ):
+        yield publisher, subscriber

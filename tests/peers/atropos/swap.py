@@ -35,7 +35,6 @@ class GatewayPopen(_popen):  # type: ignore[type-arg,misc]
             _started.append(bus)
             argv = [sys.executable, "-m", "shmbus", "gateway", bus, "--create", "64MiB"]
             argv += ["--http", f"{host}:{port}"]
-            # Nobody reads their pipes.
             options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         super().__init__(argv, *rest, **options)
 

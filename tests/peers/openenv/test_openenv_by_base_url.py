@@ -23,7 +23,8 @@ from shmbus.recorder.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recorder"))
 from recorders import chat, user
-from stub_engine import StubEngine, in_thread, serving_stub
+from stub_engine import StubEngine, serving_stub
+from threaded_server import in_thread
 
 pytestmark = pytest.mark.timeout(180)
 

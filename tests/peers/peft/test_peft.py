@@ -26,7 +26,6 @@ from shmbus.weights import (
 pytestmark = pytest.mark.timeout(120)
 TOKENS = torch.arange(24).view(2, 12) % 60
 ATTENTION = ["q_proj", "v_proj"]
-#: What people give LoraConfig.
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ATTENTION},
     "all-linear": {"target_modules": "all-linear", "use_rslora": True},

@@ -35,7 +35,6 @@ STORE_BYTES = 100 << 20
 #: Seconds without a group after which a run has failed: far above what Ray needs to see a death and
 #: to start an actor on a busy machine.
 QUIET_S = 150.0
-#: Of all kills, those of two nodes at once.
 PAIRS = 0.25
 
 
@@ -102,8 +101,6 @@ class RayletStorm:
         """Start a node; one that comes back has its resource again, and another id."""
         return cluster.add_node(num_cpus=1, resources={name: 1}, object_store_memory=STORE_BYTES)
 
-    # -- who works ------------------------------------------------------------------------------
-
     def produce(self) -> None:
         """Put groups, the samples on both nodes by turns, until all is calm."""
         producers = [shmbus.Producer(self.buses[name]) for name in SOURCES]
@@ -137,8 +134,6 @@ class RayletStorm:
                         if self.acked[number] > 1:
                             self.faults.append(f"group {number} came {self.acked[number]} times")
 
-    # -- who dies -------------------------------------------------------------------------------
-
     def kill_all(self, cluster: Any, nodes: dict[str, Any]) -> None:
         """Kill raylets, one or two at a time, each once groups have come since the last one."""
         self.wait(lambda: len(self.acked) > 5, "the first groups")
@@ -168,8 +163,6 @@ class RayletStorm:
                     f"{self.faults}, {[status(bus) for bus in self.buses.values()]}"
                 )
             time.sleep(0.05)
-
-    # -- what is left ---------------------------------------------------------------------------
 
     def all_let_go(self) -> bool:
         """Whether sources count all as acknowledged."""

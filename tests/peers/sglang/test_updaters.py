@@ -98,7 +98,6 @@ def test_a_sglang_session_loads_a_version(manager: tuple[Any, Model], bus_name: 
         assert run(Order("load", bus_name, "s", 0, 3)).success
         assert row().applied_version == 3 and (model.value == 3).all()
         model.breaks = True
-        # Its answer is success; the row is not.
         assert run(Order("load", bus_name, "s", 0, 3)).success
         assert "injected" in row().error
         outside = session.update_weights_from_tensor(request(Order("load", bus_name, "s", 0, 3)))

@@ -89,7 +89,6 @@ def test_calls_that_overlap_each_get_their_own_groups(bus: str) -> None:
     generator = make_generator(bus)
 
     async def all_at_once() -> list[Any]:
-        # The same prompt twice, too: rounds of it never mix.
         batches = [batch_of([word], 3) for word in (5, 6, 7, 5)]
         return [batches, await asyncio.gather(*map(generator.generate, batches))]
 

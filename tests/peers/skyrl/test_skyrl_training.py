@@ -53,7 +53,6 @@ def overrides(root: Path) -> list[str]:
         "trainer.resume_mode=none",
         "trainer.print_example_interval=-1",
         "data.dataloader.num_workers=0",
-        # Without a GPU, and without inference engines of SkyRL's own.
         "trainer.placement.colocate_all=false",
         "trainer.flash_attn=false",
         "trainer.remove_microbatch_padding=false",

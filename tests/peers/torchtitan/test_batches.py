@@ -207,7 +207,6 @@ def test_a_worker_with_too_old_weights_is_left_out(rl: Any, bus_name: str) -> No
                 )
         batches = ShmbusBatches(bus_name, batcher_of(rl, 2), max_policy_lag=1)
         batch = batches.next(timeout=5.0)
-        # Its trainer computes their age from these.
         assert sorted(batch.min_policy_versions) == [4, 4, 9, 9]
         assert bus.stats().dropped["stale"] == 2
         batches.close()

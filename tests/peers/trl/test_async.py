@@ -140,7 +140,6 @@ def test_the_bus_leaves_stale_groups_out(bus_name: str, tmp_path: Path) -> None:
         assert stats.dropped["stale"] == 40, "the groups of policy 0"
         [log] = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
         assert all("sample/dropped_stale_total" not in step for step in log)
-        # The cold sync is version 10 here and 1 in TRL.
         assert log[0]["sample/staleness_max"] == 1 and bus.policy_version == 9 + 1 + 6
         lines = (tmp_path / "trained.jsonl").read_text().splitlines()[1:]
         assert min(number for line in lines for number in json.loads(line)[1]) == 40
@@ -209,7 +208,6 @@ def test_a_misfit_ends_the_run_or_is_dropped(bus_name: str, tmp_path: Path) -> N
                     "long", group_size=4, index=index, tokens=tokens, loss_mask=tokens,
                     logprobs=np.zeros(90, np.float32),
                 )  # fmt: skip
-            # Of the same producer, so they come after it.
             for number in range(20, 300):
                 put(producer, number)
         options = {"refused": "drop"}

@@ -103,7 +103,6 @@ def check_once(bus: str, directory: Path) -> None:
     left = left_on_bus(bus)
     trained = survived(directory)
     assert len(trained) == len(set(trained)), "a sample was trained twice"
-    # Each worker puts its numbers in order: all up to the last, each parity on its own.
     put = sorted(set(trained) | set(left))
     assert len(put) == committed, "a sample was neither trained nor left"
     state = json.loads(

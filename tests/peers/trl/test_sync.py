@@ -109,7 +109,6 @@ def test_the_reward_rises_under_policy_correction(bus_name: str, tmp_path: Path)
 @pytest.mark.slow
 def test_two_ranks_share_groups_that_straddle_them(bus_name: str, tmp_path: Path) -> None:
     with shmbus.Bus.create(bus_name, capacity="4MiB") as bus, workers(bus_name, tmp_path / "model"):
-        # 6 slots a rank, groups of 4: the second group has two of each.
         train(bus_name, tmp_path, 3, ranks=2, per_device_train_batch_size=6, ddp_backend="gloo")
         assert bus.stats().acknowledged == bus.stats().committed
     ours, theirs = calls(tmp_path, 0), calls(tmp_path, 1)

@@ -17,7 +17,8 @@ from shmbus.recorder.server import serving
 from shmbus.recorder.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recorder"))
-from stub_engine import StubEngine, in_thread, serving_stub
+from stub_engine import StubEngine, serving_stub
+from threaded_server import in_thread
 
 pytestmark = pytest.mark.timeout(300)
 SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}

@@ -25,7 +25,6 @@ MODULE = "trainer_adapter.adapters.verl.checkpoint_engine"
 
 
 HERE = Path(__file__).parent
-#: In verl's wheel.
 THEIRS = Path(verl.__file__).parents[1] / "tests" / "checkpoint_engine"
 
 
@@ -115,7 +114,6 @@ def test_the_version_of_an_earlier_trainer_is_not_taken_for_this_update(bus_name
     begin([second], [late])  # and its weights do not come
     with pytest.raises(WaitTimeoutError):
         asyncio.run(read(late.receive_weights(global_steps=1)))
-    # The cache has what there is, and the same number is another version.
     assert values(asyncio.run(read(late.get_weights())))[0] == 10.0
     assert (
         update(second, [make(bus_name), receiver], 20.0, 1) == [[20.0, 21.0, 22.0, 23.0, 24.0]] * 2
@@ -150,7 +148,6 @@ def test_a_trainer_that_is_killed_in_mid_update_leaves_the_version_before(bus_na
         trainer.wait()
     receiver = make(bus_name)
     assert values(asyncio.run(read(receiver.get_weights()))) == [10.0, 11.0, 12.0, 13.0, 14.0]
-    # The next trainer goes on with the same receiver.
     assert update(make(bus_name), [receiver], 30.0, 1)[0][0] == 30.0
 
 
@@ -177,7 +174,6 @@ def test_a_rollout_that_is_killed_in_mid_read_holds_nobody_back(bus_name: str) -
         assert rollout.stdout is not None and rollout.stdout.readline() == "half\n"
         rollout.send_signal(signal.SIGKILL)
         rollout.wait()
-    # As many versions as there are slots, and more.
     for step, value in enumerate((20.0, 30.0, 40.0, 50.0), start=2):
         assert update(sender, [other], value, step) == [[value + layer for layer in range(5)]]
 

@@ -187,7 +187,6 @@ def test_trajectories_of_recorded_sessions_are_what_their_engine_sampled(
         assert data["rm_scores"][place].sum() == sample.score
         assert f"{data['uid'][place]}_{data['session_id'][place]}" == key.rpartition("_")[0]
         assert (tag["min_global_steps"], tag["max_global_steps"]) == sample.versions
-        # Each call is a turn of the agent's, and one of the model's.
         assert data["num_turns"][place] == 2 * sample.calls
     assert len({sample.versions for sample, _ in told.values()}) == 6, "each met two of its own"
     queue.kv_clear(keys=batch.keys, partition_id="train")

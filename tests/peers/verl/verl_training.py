@@ -23,10 +23,8 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
-#: The configuration of the recipe, upon verl's own.
 RECIPE = Path(__file__).resolve().parents[3] / "docs/adapters/upstream/verl-recipe/shmbus/config"
 
-# The kind of inference server that verl is asked for; none of it is ever started.
 RolloutReplicaRegistry.register("bus", lambda: RolloutReplica)
 
 

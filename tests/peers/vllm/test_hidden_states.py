@@ -156,7 +156,6 @@ async def drive(url: str, aborted: set[int], seed: int) -> dict[int, list[int]]:
         prompt = [random.randrange(3, 128) for _ in range(random.randrange(1, 60))]
         if index % 3 == 0:
             prompt = random.choice(prefixes)[: random.randrange(1, 48)] + prompt
-        # Long enough to be in want of blocks.
         tokens = 1 if index % 2 else min(random.randrange(20, 60), LONGEST - len(prompt))
         async with room:
             asking = asyncio.ensure_future(ask(url, index, prompt, tokens))
@@ -182,7 +181,6 @@ async def test_rows_are_exact(folders: dict[int, Path], tmp_path: Path, channel:
         trainer.start()
         aborted = set(range(7, SEQUENCES, 11))
         asked = await drive(server.url, aborted, seed=1)
-        # As long as the engine allows, beside others.
         await asyncio.gather(
             ask(server.url, SEQUENCES, [5] * (LONGEST - 4), 4),
             *(ask(server.url, SEQUENCES + 1 + i, [6 + i] * 9, 12) for i in range(8)),

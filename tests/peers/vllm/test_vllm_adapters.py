@@ -15,7 +15,6 @@ from shmbus.weights import LoraFiles, LoraVersion
 
 pytest_plugins = ["vllm_fixtures"]
 
-#: Rows and columns of what is adapted in each of the model's four layers.
 SHAPES = {"q_proj": (128, 128), "v_proj": (64, 128), "o_proj": (128, 128)}
 RANK = 4
 CONFIG = {
@@ -97,13 +96,11 @@ async def test_an_equal_number_is_new(folders: dict[int, Path], bus: Bus, tmp_pa
                 report = await fleet.update(made)
                 assert (report.servers[0].error, report.servers[0].warning) == ("", "")
                 assert await answer(made) == expected[seed - 1]
-            # A restarted trainer in the same folder, and another run of the same name.
             for folder, seed in (("adapters", 1), ("other", 2)):
                 again = LoraFiles(tmp_path / folder, "run1", CONFIG)
                 made = again.publish(adapter(seed), version=7)
                 await fleet.update(made)
                 assert await answer(made) == expected[seed - 1]
-            # A name in use leaves what has it, and the version before in force.
             taken = LoraVersion(name=made.name, path=str(tmp_path / "alone"), version=9, size=1)
             with pytest.raises(UpdateRolledBackError) as caught:
                 await fleet.update(taken)

@@ -40,7 +40,6 @@ PROMPTS, PROBES = (
     [" ".join(f"w{(n * 7 + k) % 125}" for k in range(2 * BLOCK)) for n in range(first, first + 4)]
     for first in (0, 4)
 )
-#: Updates by starting anew, each of which takes a minute.
 RESTARTS = 3
 
 

@@ -22,7 +22,6 @@ from vllm_model import WORDS
 
 SIZE = 32
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
-#: By how much weights are larger than transformers begins with, so that answers differ.
 SPREAD = 4.0
 
 

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 WORDS = ["<pad>", "<unk>", "<eos>", *(f"w{i}" for i in range(125))]
 
 
-#: By names; "0.6b" is Qwen3-0.6B's.
 SHAPES = {
     "tiny": {
         "vocab_size": len(WORDS), "hidden_size": 128, "intermediate_size": 256,
