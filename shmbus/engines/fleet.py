@@ -34,23 +34,23 @@ import msgspec
 import shmbus
 from shmbus.base.arguments import check_choice, check_flag, check_int
 from shmbus.base.closing import ClosedByAsyncWith
-from shmbus.engines.errors import EngineError, UpdateRolledBackError
-from shmbus.engines.pause_note import PauseNote, PauseNotice
-from shmbus.engines.report import ServerReport, UpdateReport
-from shmbus.engines.rows import HEARD_S, STALE_S, RankRows, say_version
-from shmbus.engines.server import (
+from shmbus.engines.engine_server import (
     EngineServer,
     PauseMode,
     as_engine_error,
     checked_addresses,
     checked_timeout,
 )
+from shmbus.engines.errors import EngineError, UpdateRolledBackError
+from shmbus.engines.pause_note import PauseNote, PauseNotice
+from shmbus.engines.report import ServerReport, UpdateReport
+from shmbus.engines.rows import HEARD_S, STALE_S, RankRows, say_version
 from shmbus.engines.tasks import OneAtATime, close_all, to_the_end
 from shmbus.errors import DamagedError
 from shmbus.segment.names import check_name
 from shmbus.weights.carriers.checkpoint import CheckpointPlace, newest_checkpoints
-from shmbus.weights.shared_file import shared_state
 from shmbus.weights.shared_model import SharedModel
+from shmbus.weights.single_copy import shared_state
 
 #: Limit of a policy version; the bus announces it once servers run the weights.
 MOST_VERSION: Final = (1 << 63) - 1

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import SimpleNamespace
 
+from shmbus.engines.engine_server import AGAIN, DRAFTS, InferenceServer, PauseMode
 from shmbus.engines.errors import EngineError
-from shmbus.engines.server import AGAIN, DRAFTS, InferenceServer, PauseMode
 from shmbus.engines.state_kinds import vllm_refusal
 from shmbus.engines.vllm_plugin import VERIFY
 from shmbus.pool.server_rows import row_name

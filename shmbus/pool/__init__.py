@@ -13,11 +13,11 @@ Invariants:
 
 from __future__ import annotations
 
-from shmbus.pool.lifecycle import PoolSpec, copy_bytes, create_pool, unlink_pool
 from shmbus.pool.patches import PatchRun, Piece, VersionPatch, put_piece
-from shmbus.pool.publisher import PoolPublisher, VersionWrite, WhenHeld
+from shmbus.pool.pool_file import PoolSpec, copy_bytes, create_pool, unlink_pool
+from shmbus.pool.pool_status import PoolStatus, RankStatus, ReaderStatus, SlotStatus, read_pool
 from shmbus.pool.reader import PoolReader, VersionLease
-from shmbus.pool.status import PoolStatus, RankStatus, ReaderStatus, SlotStatus, read_pool
+from shmbus.pool.slot_publisher import PoolPublisher, VersionWrite, WhenHeld
 
 __all__ = [
     "PatchRun",

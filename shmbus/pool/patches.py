@@ -20,7 +20,7 @@ from shmbus.errors import DamagedError
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
-    from shmbus.pool.publisher import VersionWrite
+    from shmbus.pool.slot_publisher import VersionWrite
 
 
 class Piece(msgspec.Struct, frozen=True):

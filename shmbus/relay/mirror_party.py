@@ -22,8 +22,8 @@ from typing import Any, Final, NamedTuple
 from shmbus import errors
 from shmbus.inspect import leftovers
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, copy_bytes
-from shmbus.pool.lifecycle import pool_path
-from shmbus.pool.status import ReaderStatus, status_of_pool
+from shmbus.pool.pool_file import pool_path
+from shmbus.pool.pool_status import ReaderStatus, status_of_pool
 from shmbus.relay.distribution import count_pieces
 from shmbus.relay.messages import (
     EngineRow,

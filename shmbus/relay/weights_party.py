@@ -18,7 +18,7 @@ import msgspec
 
 from shmbus import errors
 from shmbus.pool import PoolReader, VersionLease
-from shmbus.pool.status import ARRIVED_CODE, RESTARTED_CODE
+from shmbus.pool.pool_status import ARRIVED_CODE, RESTARTED_CODE
 from shmbus.relay.distribution import PIECE_BYTES, SILENT_S, Distribution, Hop, count_pieces
 from shmbus.relay.messages import (
     Envelope,

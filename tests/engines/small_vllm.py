@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from small_engine import TOKEN_S, SmallEngine
 
 from bench.fused_engine import FusedModel, Shape
-from shmbus.engines.planned import PlannedLoader
 from shmbus.engines.rank_check import answer
+from shmbus.engines.rank_loader import PlannedLoader
 from shmbus.engines.vllm_plugin import VERIFY
 from shmbus.weights import Weights, WeightSubscriber
 

@@ -37,7 +37,7 @@ from shmbus.tensors.device.arena import (
     allocator,
 )
 from shmbus.tensors.device.driver import CudaDriverError
-from shmbus.weights.carriers.base import (
+from shmbus.weights.carriers.interface import (
     KIND,
     SAMPLED_BLOCKS,
     LostVersionError,

@@ -16,8 +16,8 @@ from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.device.registration import RegisteredSlots
 from shmbus.tensors.tensor_cache import are_same
 from shmbus.tensors.views import copy_tensor, payload_tensor, tensor_at, unowned
-from shmbus.weights.carriers.base import KIND, VersionMeta, WriteMemory, WriterOptions
-from shmbus.weights.patches import (
+from shmbus.weights.carriers.interface import KIND, VersionMeta, WriteMemory, WriterOptions
+from shmbus.weights.patch_policy import (
     ComparedPieces,
     PatchPolicy,
     PlacedBytes,
@@ -26,7 +26,7 @@ from shmbus.weights.patches import (
     patch_share,
     placed_bytes,
 )
-from shmbus.weights.source import LocalPiece, target_of_piece
+from shmbus.weights.weight_source import LocalPiece, target_of_piece
 from shmbus_ext import _core
 
 #: Spare room: a manifest may gain a few names before the pool must be recreated.

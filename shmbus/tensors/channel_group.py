@@ -23,8 +23,8 @@ from shmbus.base.arguments import check_count, check_int
 from shmbus.base.closing import ClosedForReason
 from shmbus.channel import ChannelClosedError, StepFailedError, StepOrderError, StepSkippedError
 from shmbus.errors import WaitTimeoutError
-from shmbus.tensors.receiver import StepItem, TensorReceiver
-from shmbus.tensors.sender import TensorSender
+from shmbus.tensors.tensor_receiver import StepItem, TensorReceiver
+from shmbus.tensors.tensor_sender import TensorSender
 
 #: Seconds to wait for one of several channels before polling the rest again.
 TURN_S: Final = 0.005

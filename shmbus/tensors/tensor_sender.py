@@ -23,7 +23,7 @@ from shmbus import CapacityError
 from shmbus.base.arguments import check_bytes, check_int64, is_text
 from shmbus.channel import ChannelSender
 from shmbus.errors import ShmbusError
-from shmbus.pool.lifecycle import copy_bytes
+from shmbus.pool.pool_file import copy_bytes
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.agreement import (
     Agreement,
@@ -36,7 +36,7 @@ from shmbus.tensors.agreement import (
     specs_of,
     unsendable,
 )
-from shmbus.tensors.config import Carrier, CudaCarrier, HostCarrier
+from shmbus.tensors.carrier_types import Carrier, CudaCarrier, HostCarrier
 from shmbus.tensors.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
 from shmbus.tensors.device.driver import CudaDriverError
 from shmbus.tensors.step_table import StepForm, encode_head, encode_meta

@@ -18,7 +18,7 @@ import torch
 from shmbus.pool import PatchRun, Piece, VersionLease, VersionPatch
 from shmbus.tensors.views import DTYPE_BYTES, byte_view
 from shmbus.weights.manifest import Manifest, TensorPlace
-from shmbus.weights.source import LocalPiece
+from shmbus.weights.weight_source import LocalPiece
 from shmbus_ext import _core
 
 #: Place of elements in a version, and the elements.
