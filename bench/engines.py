@@ -35,7 +35,7 @@ from bench import program
 from bench.fused_engine import FusedModel, Shape, checkpoint
 from bench.processes import MeasurementError, context
 from bench.row import Row, skipped
-from shmbus.engines.planned import PlannedLoader
+from shmbus.engines.rank_loader import PlannedLoader
 from shmbus.errors import ShmbusError
 from shmbus.weights import ModuleSource, WeightPublisher, Weights, WeightSubscriber
 

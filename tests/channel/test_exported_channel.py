@@ -29,7 +29,7 @@ from shmbus.tensors import (
     TensorReceiver,
     TensorSender,
 )
-from shmbus.tensors.sender import ExportedWriter
+from shmbus.tensors.tensor_sender import ExportedWriter
 
 GPU = pytest.mark.gpu
 TWO_GPUS = [

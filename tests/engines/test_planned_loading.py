@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bench.fused_engine import FusedModel, Shape, checkpoint
-from shmbus.engines import planned
-from shmbus.engines.planned import PlannedLoader
+from shmbus.engines import rank_loader
+from shmbus.engines.rank_loader import PlannedLoader
 from shmbus.errors import DamagedError
 from shmbus.tensors.copy_plan import CopyPlan
 from shmbus.tensors.copy_table import Pair
@@ -267,7 +267,7 @@ def test_a_load_waits_for_what_a_thread_prepares_and_uses_it(
         assert may_sort.wait(30)
         return CopyPlan(pairs)
 
-    monkeypatch.setattr(planned, "CopyPlan", sort)
+    monkeypatch.setattr(rank_loader, "CopyPlan", sort)
     with published(bus, trainer, device) as following:
         for number in range(4):
             may_sort.clear()
@@ -298,7 +298,7 @@ def test_what_a_thread_cannot_prepare_the_load_reports(
     with published(bus, trainer, device) as following:
         with following() as weights:
             loader.load(weights)
-        monkeypatch.setattr(planned, "CopyPlan", refuse)
+        monkeypatch.setattr(rank_loader, "CopyPlan", refuse)
         loader.prepare_aside(following())
         loader.await_prepared()
         assert "version 2: no copy fits" in caplog.text

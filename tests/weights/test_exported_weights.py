@@ -14,7 +14,7 @@ from weight_models import Odd, many, published
 
 from shmbus import CapacityError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.copy_plan import split
 from shmbus.tensors.copy_table import LARGE_BYTES

@@ -15,7 +15,7 @@ from weight_models import bits
 
 from shmbus import PeerGoneError
 from shmbus.pool import unlink_pool
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.device.arena import Arena, ArenaView, BufferLostError, BufferName, allocator
 from shmbus.weights import ModuleSource, WeightPublisher, WeightsError, WeightSubscriber
