@@ -172,8 +172,6 @@ def why_not(arm: str, setup: Setup) -> str:
     """Say what keeps an arm from running here; nothing if nothing does."""
     if arm == "shmbus-device" and setup.trainer == "cpu":
         return "needs --device cuda"
-    if arm == "broadcast" and setup.trainer == setup.generator != "cpu":
-        return "NCCL takes a device once"
     if arm == "rest" and setup.payload != "text":
         return "its groups have no such field"
     if arm == "rest" and not ATROPOS.exists():
@@ -415,19 +413,24 @@ def duration(text: str) -> float:
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
 
 
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of the options."""
+    made = program.parser_of("loop", __doc__)
+    made.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    made.add_argument("--payloads", nargs="+", choices=list(PAYLOADS), default=list(PAYLOADS))
+    made.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    made.add_argument("--steps", type=program.at_least_one, metavar="N", help="of a run")
+    made.add_argument("--lag", type=program.at_least_one, default=1, help="versions (default 1)")
+    made.add_argument("--seed", type=int, default=0, help="of prompts, lengths and kills")
+    made.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds for a run")
+    made.add_argument("--soak", type=duration, metavar="TIME", help="under faults, such as 2h")
+    made.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
+    return made
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
-    parser = program.parser_of("loop", __doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--payloads", nargs="+", choices=list(PAYLOADS), default=list(PAYLOADS))
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--steps", type=program.at_least_one, metavar="N", help="of a run")
-    parser.add_argument("--lag", type=program.at_least_one, default=1, help="versions (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and kills")
-    parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds for a run")
-    parser.add_argument("--soak", type=duration, metavar="TIME", help="under faults, such as 2h")
-    parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
-    return program.run("loop", parser, measure, argv)
+    """Run the command line."""
+    return program.run("loop", parser(), measure, argv)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 - *alternating*: one process generates and trains by turns, with all cores.
 - *queue*: dicts of arrays, pickled, through `multiprocessing.Queue`; weights through tensors that
   torch.multiprocessing shares, under a lock.
-- *broadcast*: the same queue, and weights as TRL has them: all of the model packed into buckets of
-  1 GiB, by NCCL or gloo. The trainer waits for the generator, which takes a device of its own.
 - *rest*: the API server of Atropos, JSON over HTTP; weights as *queue* has them.
 - *files*: a batch whole, by msgspec, as a file on tmpfs, which is renamed; weights by safetensors:
   prime-rl's way, but looked for every 2 ms.
@@ -29,7 +27,6 @@ import torch
 
 import shmbus
 from bench.contenders import atropos
-from bench.engines import buckets, join_group
 from bench.loop_policy import PAYLOADS, Sample, Setup
 from bench.machine import SHM
 from bench.processes import context
@@ -165,41 +162,6 @@ class _Queue(_Arm):
         with self.lock:
             self.copy(self.shared, self.weights)
             self.number.value = version
-
-
-class _Broadcast(_Queue):
-    room = (0, 0)
-
-    @classmethod
-    @contextmanager
-    def made(cls, setup: Setup) -> Iterator[Any]:
-        with super().made(setup) as link, tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
-            yield *link, f"file://{folder}/meet"
-
-    def open(self, role: str) -> None:
-        self.queue, _, _, self.number, address = self.link
-        self.queue.cancel_join_thread()
-        self.receives = role == "generator"
-        join_group(address, int(self.receives), str(self.policy.device))
-
-    def _exchange(self) -> None:
-        for names, _ in buckets({name: each.nbytes for name, each in self.weights.items()}):
-            parts = [self.weights[name].view(torch.uint8).view(-1) for name in names]
-            packed, sizes = torch.cat(parts), [len(each) for each in parts]
-            torch.distributed.broadcast(packed, 0)
-            for part, came in zip(parts, torch.split(packed, sizes), strict=True):
-                if self.receives:
-                    part.copy_(came)
-        if self.policy.device.type == "cuda":
-            torch.cuda.synchronize(self.policy.device)
-
-    def load(self) -> None:
-        self._exchange()
-        self.version = self.newest()
-
-    def publish(self, version: int) -> None:
-        self.number.value = version
-        self._exchange()
 
 
 class _Rest(_Queue):
@@ -374,6 +336,6 @@ class _ShmbusDevice(_Shmbus):
 
 
 ARMS: Final[dict[str, type[_Arm]]] = {
-    "alternating": _Arm, "queue": _Queue, "broadcast": _Broadcast, "rest": _Rest,
+    "alternating": _Arm, "queue": _Queue, "rest": _Rest,
     "files": _Files, "shmbus": _Shmbus, "shmbus-device": _ShmbusDevice,
 }  # fmt: skip

@@ -15,7 +15,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 from small_engine import TOKEN_S, SmallEngine
 
-from bench.fused_engine import FusedModel, Shape
+from fused_model import FusedModel, Shape
 from shmbus.engines.planned import PlannedLoader
 from shmbus.engines.rank_check import answer
 from shmbus.engines.vllm_plugin import VERIFY

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.fused_engine import FusedModel, Shape, checkpoint
+from fused_model import FusedModel, Shape, checkpoint
 from shmbus.engines import planned
 from shmbus.engines.planned import PlannedLoader
 from shmbus.errors import DamagedError

@@ -19,7 +19,7 @@ from test_planned_loading import Trainer as Decoder
 from test_planned_loading import device as device
 from trainers import SHORT_S, TIMEOUT_S, fleet_of
 
-from bench.fused_engine import FusedModel, Shape
+from fused_model import FusedModel, Shape
 from shmbus.engines import EngineError, VllmServer
 from shmbus.engines import verify as verifying
 from shmbus.engines.planned import PlannedLoader

@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from bench.fused_engine import FusedModel, Shape
+from fused_model import FusedModel, Shape
 from shmbus.weights import Slice, share_model, shared_model
 
 SHAPE = Shape(

@@ -12,7 +12,7 @@ import torch
 from fork_server import TEMPLATE
 from one_copy_engine import SHAPE, serve
 
-from bench.fused_engine import checkpoint
+from fused_model import checkpoint
 from shmbus.errors import PeerGoneError, WaitTimeoutError
 from shmbus.weights import attach_model
 

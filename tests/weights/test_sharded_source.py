@@ -12,7 +12,7 @@ import torch
 from conftest import together
 from weight_models import published
 
-from bench.fused_engine import FusedModel, Shape, checkpoint
+from fused_model import FusedModel, Shape, checkpoint
 from shmbus.weights import (
     ExportedSource,
     LocalPiece,
