@@ -61,7 +61,7 @@ ROWS: Final[dict[str, MeasureRow]] = {
     "daemon-idle": idle.daemon_idle,
 }
 #: Programs with options of their own; ``python -m bench.NAME`` gives the options.
-PROGRAMS: Final = ("gateway", "gpu", "loop", "ranks", "recorder", "scale", "weights")
+PROGRAMS: Final = ("gateway", "goodput", "gpu", "ranks", "recorder", "scale", "weights")
 #: Rows of one process, which need one core and no bus.
 ALONE: Final = ("memcpy", "stash")
 
@@ -153,7 +153,9 @@ def _program(name: str, options: argparse.Namespace) -> list[Row]:
         given += ["--repetitions", str(options.repetitions)]
     _say(name)
     try:
-        found = importlib.import_module(f"bench.{name}")
+        found = importlib.import_module(
+            "bench.goodput.run" if name == "goodput" else f"bench.{name}"
+        )
         rows: list[Row] = found.measure(found.parser().parse_args(given))
         return rows
     except (ImportError, MeasurementError, ShmbusError, OSError) as error:

@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import torch
 from aiohttp import web
+from fused_model import FusedModel, Shape
 from safetensors.torch import load_file
 from small_engine import TOKEN_S, SmallEngine
 
-from fused_model import FusedModel, Shape
 from shmbus.engines.planned import PlannedLoader
 from shmbus.engines.rank_check import answer
 from shmbus.engines.vllm_plugin import VERIFY

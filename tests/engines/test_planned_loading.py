@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from fused_model import FusedModel, Shape, checkpoint
+
 from shmbus.engines import planned
 from shmbus.engines.planned import PlannedLoader
 from shmbus.errors import DamagedError
