@@ -27,9 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from bench.contenders.base import free_port
 from bench.goodput import party
-from bench.goodput.adapters import kill
+from bench.goodput.adapters import fixed_port, kill
 from bench.goodput.books import Book, audit
 from bench.goodput.scenario import Scenario
 from bench.processes import MeasurementError, Role, Started, descendants
@@ -63,7 +62,7 @@ class Crew:
         self.ends: Counter[str] = Counter()
         self.words: list[str] = []
         self.lives = 0
-        self.port = free_port()
+        self.port = fixed_port()
         self.begun = Book(root, "begun")
         self.stack = contextlib.ExitStack()
         self.running: dict[str, Started] = {}

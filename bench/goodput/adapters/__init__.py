@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +23,12 @@ from typing import Any, Final, Protocol
 
 from numpy.typing import NDArray
 
-__all__ = ["ADAPTERS", "About", "End", "Link", "QueueEnd", "Server", "kill", "served"]
+__all__ = ["ADAPTERS", "About", "End", "Link", "QueueEnd", "Server", "fixed_port", "kill", "served"]
 
 #: Seconds that a server gets to begin.
 SERVER_START_S: Final = 60.0
 SERVER_POLL_S: Final = 0.05
+PORTS: Final = range(20_000, 30_000)
 
 #: In the order of the table.
 ADAPTERS: Final = (
@@ -130,6 +133,15 @@ class Server:
         """Kill, and start again."""
         self.kill()
         self.start()
+
+
+def fixed_port() -> int:
+    """Find a port below the ephemeral ones: no connection takes the port of a dead server."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"expected a free port in {PORTS}, found none")
 
 
 @contextlib.contextmanager

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.contenders.atropos import Client
-from bench.contenders.base import free_port
-from bench.goodput.adapters import About, End, Link, served
+from bench.goodput.adapters import About, End, Link, fixed_port, served
 from bench.goodput.party import Stub
 from bench.goodput.scenario import Scenario
 from bench.processes import MeasurementError
@@ -37,7 +36,7 @@ AWAY: Final = (OSError, http.client.HTTPException, MeasurementError)
 @contextlib.contextmanager
 def link(scenario: Scenario, root: Path) -> Iterator[Link]:
     """Run the server."""
-    port = free_port()
+    port = fixed_port()
     argv = [sys.executable, "-m", "uvicorn", "atroposlib.api:app", "--host", "127.0.0.1"]
     argv += ["--port", str(port), "--log-level", "warning", "--no-access-log"]
 
