@@ -23,7 +23,10 @@ from typing import Any, Final, Protocol
 
 from numpy.typing import NDArray
 
-__all__ = ["ADAPTERS", "About", "End", "Link", "QueueEnd", "Server", "fixed_port", "kill", "served"]
+from bench.processes import descendants
+
+__all__ = ["ADAPTERS", "About", "End", "Link", "QueueEnd", "Server", "fixed_port", "kill",
+           "kill_one", "served"]  # fmt: skip
 
 #: Seconds that a server gets to begin.
 SERVER_START_S: Final = 60.0
@@ -152,6 +155,15 @@ def served(argv: Sequence[str], log: Path, ready: Callable[[], bool]) -> Iterato
         yield server
     finally:
         server.kill()
+
+
+def kill_one(name: bytes) -> None:
+    """Kill one of this process's descendants whose command line has a name, as an actor has."""
+    for pid in sorted(descendants(os.getpid())):
+        with contextlib.suppress(OSError):
+            if name in Path(f"/proc/{pid}/cmdline").read_bytes():
+                kill(pid)
+                return
 
 
 def kill(pid: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from bench.goodput.adapters import About, Link, kill
+from bench.goodput.adapters import About, Link, kill_one
 from bench.goodput.adapters.shmbus_embedded import RETRIES, SHMBUS_FAIRNESS, bus, train, work
 from bench.goodput.scenario import Scenario
 
@@ -44,6 +44,9 @@ def link(scenario: Scenario, root: Path) -> Iterator[Link]:
             )
             turns = iter(SIDES * scenario.rounds)
 
+            def kill_actor(_: int) -> None:
+                kill_one(b"ray::RelayActor")
+
             def kill_node(_: int) -> None:
                 side = next(turns)
                 cluster.remove_node(nodes[side], allow_graceful=False)
@@ -54,12 +57,3 @@ def link(scenario: Scenario, root: Path) -> Iterator[Link]:
         finally:
             ray.shutdown()
             cluster.shutdown()
-
-
-def kill_actor(_: int) -> None:
-    """Kill one of the relay's actors; Ray starts the actor again."""
-    for path in sorted(Path("/proc").glob("[0-9]*/cmdline")):
-        with contextlib.suppress(OSError):
-            if b"ray::RelayActor" in path.read_bytes():
-                kill(int(path.parent.name))
-                return

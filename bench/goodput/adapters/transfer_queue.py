@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.contenders import ray_objects
-from bench.goodput.adapters import About, End, Link, kill
+from bench.goodput.adapters import About, End, Link, kill_one
 from bench.goodput.party import Stub
 from bench.goodput.scenario import Scenario
 
@@ -47,15 +47,7 @@ def link(scenario: Scenario, root: Path) -> Iterator[Link]:
         import transfer_queue
 
         transfer_queue.init()
-
-        def kill_storage(_: int) -> None:
-            for path in Path("/proc").glob("[0-9]*/cmdline"):
-                with contextlib.suppress(OSError):
-                    if b"ray::SimpleStorageUnit" in path.read_bytes():
-                        kill(int(path.parent.name))
-                        return
-
-        yield Link(address, {"transport": kill_storage})
+        yield Link(address, {"transport": lambda _: kill_one(b"ray::SimpleStorageUnit")})
     # In place of transfer_queue.close(), which waits for killed units for ever.
     for name in [name for name in sys.modules if name.startswith("transfer_queue")]:
         del sys.modules[name]
@@ -63,13 +55,11 @@ def link(scenario: Scenario, root: Path) -> Iterator[Link]:
 
 def work(address: Any, stub: Stub) -> None:
     """Put answers, each under a key."""
-    queue = _attach(address)
+    queue, plan = _attach(address), stub.scenario
+    # Trained keys stay until the checkpoint.
+    most = (plan.ahead + plan.save_every) * plan.step_samples
     for group, answers in stub.groups():
-        while (
-            len(queue.kv_list(PARTITION).get(PARTITION, {}))
-            >= (stub.scenario.ahead_groups * stub.scenario.group_size)
-            and not stub.over
-        ):
+        while len(queue.kv_list(PARTITION).get(PARTITION, {})) >= most and not stub.over:
             time.sleep(POLL_S)
         _put(queue, group, answers)
         stub.handed(*answers)
