@@ -26,7 +26,7 @@ from bench.contest.run import OURS, contest
 from bench.levels import LEVELS, Level
 from bench.processes import MeasurementError, use_template
 from bench.row import Row, skipped
-from bench.rows import columns, idle, latency, leases, requests, stash, throughput
+from bench.rows import idle, latency, leases, requests, stash, throughput
 from bench.sending import bus_bytes
 from bench.yardsticks import memcpy
 from shmbus import ShmbusError
@@ -55,7 +55,6 @@ ROWS: Final[dict[str, MeasureRow]] = {
     "wake": latency.wake,
     "daemon-wake": latency.daemon_wake,
     "requests": requests.requests,
-    "columns": columns.columns,
     "stash": stash.growth,
     "idle": idle.idle,
     "daemon-idle": idle.daemon_idle,
@@ -133,7 +132,7 @@ def _own(names: Sequence[str], level: Level, capacity: str) -> Iterator[Row]:
         why = machine.lacks(
             cores=1 if alone or name.endswith("idle") else 2,
             shm_bytes=0 if alone else bus_bytes(capacity),
-            modules=["torch"] if "packed" in name or name == "columns" else [],
+            modules=["torch"] if "packed" in name else [],
         )
         if why:
             yield skipped(name, name, why)

@@ -40,6 +40,7 @@ START_S: Final = 120.0
 POLL_S: Final = 0.02
 #: Crashes of parties, above which the run ends.
 MOST_ENDS: Final = 40
+PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 FULL: Final = "No space left on device"
 #: File that ends a run in order.
@@ -265,7 +266,9 @@ def finish(crew: Crew) -> str:
 
 def main(directory: str) -> int:
     """Run, and write the result."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     root = Path(directory)
     signal.signal(signal.SIGTERM, lambda *_: (root / ENOUGH).touch())
     asked = json.loads((root / "run").read_text())

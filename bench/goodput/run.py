@@ -98,7 +98,8 @@ def ran(name: str, scenario: Scenario, root: Path, seed: int, seconds: float = 0
     log_end = (root / "log").read_text(errors="replace")[-3000:]
     if FULL in log_end:
         raise MeasurementError(f"{root}: {FULL}: free space, and run again")
-    why = f"not done in {deadline_s:g} s" if host.returncode < 0 else log_end.splitlines()[-1]
+    last = (log_end.splitlines() or ["the host ended"])[-1]
+    why = f"not done in {deadline_s:g} s" if host.returncode < 0 else last
     if not (root / "begun").exists():
         return {"failed": why}
     found = audit(root)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -27,10 +28,10 @@ __all__ = ["ABOUT", "link", "train"]
 STALE_S: Final = 10.0
 ABOUT: Final = About(
     title="TRL AsyncGRPO's own worker", packages=("trl", "transformers", "torch"),
-    environment="trl", workers=False, start_s=120.0,
+    environment="trl", workers=False, start_s=60.0,
     fairness="the rollout worker of AsyncGRPOTrainer with a loop that takes from its buffer and "
     "checks its health; heartbeat_stale_after_s is 10 in place of 300; promises no sample after a "
-    "death",
+    "death; its stop(), which the trainer calls at any end, waits for ever for a killed process",
 )  # fmt: skip
 CHAT: Final = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 ANSWER: Final = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
@@ -70,16 +71,21 @@ class Reward:
 
 
 class _End(End):
-    def __init__(self, worker: Any) -> None:
-        self._worker, self._began = worker, False
+    def __init__(self, worker: Any, stub: Stub) -> None:
+        self._worker, self._stub, self._began = worker, stub, False
+        self._stopping: threading.Thread | None = None
 
     def take(self, timeout_s: float) -> list[NDArray[Any]]:
         """Return one sample."""
-        if self._began:
-            self._worker.check_health(STALE_S)
+        if self._stub.stopping and self._stopping is None:
+            # Aside: the worker hands over its last samples meanwhile.
+            self._stopping = threading.Thread(target=self._worker.stop)
+            self._stopping.start()
         try:
             sample = self._worker.rollout_buffer.get(timeout=timeout_s)
         except queue.Empty:
+            if self._began and self._stopping is None:
+                self._worker.check_health(STALE_S)
             return []
         self._began = True
         return [sample.input_ids[sample.completion_mask > 0]]
@@ -121,6 +127,6 @@ def train(address: Any, stub: Stub, state: Any) -> Iterator[_End]:
     )  # fmt: skip
     worker.start()
     try:
-        yield _End(worker)
+        yield _End(worker, stub)
     finally:
         worker.stop()
