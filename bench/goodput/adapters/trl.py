@@ -90,6 +90,13 @@ class _End(End):
         self._began = True
         return [sample.input_ids[sample.completion_mask > 0]]
 
+    def close(self) -> None:
+        """Stop the worker."""
+        if self._stopping is not None:
+            self._stopping.join()
+        else:
+            self._worker.stop()
+
 
 def _tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -126,7 +133,8 @@ def train(address: Any, stub: Stub, state: Any) -> Iterator[_End]:
         max_tokens=scenario.tokens_longest, vllm_server_url=f"http://127.0.0.1:{stub.port}",
     )  # fmt: skip
     worker.start()
+    end = _End(worker, stub)
     try:
-        yield _End(worker, stub)
+        yield end
     finally:
-        worker.stop()
+        end.close()
