@@ -24,6 +24,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Final
 
@@ -281,8 +282,11 @@ def main(directory: str) -> int:
         traceback.print_exc()
         result = {"failed": f"{type(error).__name__}: {error}".strip().splitlines()[0]}
     finally:
+        # The tracker ends with this process, and removes semaphores that the killed left.
+        tracker: Any = resource_tracker._resource_tracker
         for pid in descendants(os.getpid()):
-            kill(pid)
+            if pid != tracker._pid:
+                kill(pid)
     (root / "result.new").write_text(json.dumps(result))
     (root / "result.new").rename(root / "result")
     return 0
