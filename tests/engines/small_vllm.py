@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 from aiohttp import web
+from fused_model import FusedModel, Shape
 from safetensors.torch import load_file
 from small_engine import TOKEN_S, SmallEngine
 
-from bench.fused_engine import FusedModel, Shape
 from shmbus.engines.rank_check import answer
 from shmbus.engines.rank_loader import PlannedLoader
 from shmbus.engines.vllm_plugin import VERIFY

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from fused_model import FusedModel, Shape, checkpoint
 
-from bench.fused_engine import FusedModel, Shape, checkpoint
 from shmbus.engines import rank_loader
 from shmbus.engines.rank_loader import PlannedLoader
 from shmbus.errors import DamagedError

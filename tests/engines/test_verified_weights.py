@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fused_model import FusedModel, Shape
 from operators import cli
 from small_sglang import SmallSglang
 from small_vllm import SmallVllm, VerifiedVllm
@@ -19,7 +20,6 @@ from test_planned_loading import Trainer as Decoder
 from test_planned_loading import device as device
 from trainers import SHORT_S, TIMEOUT_S, fleet_of
 
-from bench.fused_engine import FusedModel, Shape
 from shmbus.engines import EngineError, VllmServer
 from shmbus.engines import verify as verifying
 from shmbus.engines.rank_loader import PlannedLoader

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from fork_server import TEMPLATE
+from fused_model import checkpoint
 from one_copy_engine import SHAPE, serve
 
-from bench.fused_engine import checkpoint
 from shmbus.errors import PeerGoneError, WaitTimeoutError
 from shmbus.weights import attach_model
 
