@@ -132,7 +132,7 @@ class Proxy:
 
 @pytest.fixture
 def proxy(bus: shmbus.Bus, engine: Engine) -> Iterator[Proxy]:
-    proxy = Proxy(bus.name, [engine.url])
+    proxy = Proxy(bus.name, [engine.url], "--train-grammar")
     try:
         yield proxy
     finally:

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -127,19 +126,10 @@ def returned(message: dict[str, Any]) -> dict[str, Any]:
     return back
 
 
-@pytest.fixture
-def trainer(bus: shmbus.Bus, engine: Engine) -> Iterator[Proxy]:
-    proxy = Proxy(bus.name, [engine.url], "--train-grammar")
-    try:
-        yield proxy
-    finally:
-        proxy.end()
-
-
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_long_conversation_is_one_row_of_the_engines_own_tokens(
-    template: str, bus: shmbus.Bus, engine: Engine, trainer: Proxy
+    template: str, bus: shmbus.Bus, engine: Engine, proxy: Proxy
 ) -> None:
     thinks = template == "qwen3"
     fixed: dict[str, Any] = {"model": "m", "chat_template": TEMPLATES[template], "tools": [TOOL]}
@@ -189,7 +179,7 @@ def test_a_long_conversation_is_one_row_of_the_engines_own_tokens(
     assert sample.meta["turns"] == TURNS
     assert {("length", 0), ("stop", 0)} <= kinds
     assert thinks or {("tool_calls", 1), ("tool_calls", 2)} <= kinds
-    with urllib.request.urlopen(f"{trainer.url}/metrics", timeout=30) as found:
+    with urllib.request.urlopen(f"{proxy.url}/metrics", timeout=30) as found:
         lines = [line for line in found.read().decode().splitlines() if "prompts_total{" in line]
     hows = {line.partition('how="')[2].partition('"')[0]: line.split()[-1] for line in lines}
     assert hows == {"start": "1", "stitched": str(TURNS - 1)}
