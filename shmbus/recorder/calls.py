@@ -29,6 +29,7 @@ from shmbus.recorder import settings as limits
 from shmbus.recorder.dialects import DIALECTS
 from shmbus.recorder.dialects.base import Dialect, UnusableCall
 from shmbus.recorder.engine_api import (
+    CHAT,
     BadAnswer,
     Reading,
     decode_answer,
@@ -41,6 +42,7 @@ from shmbus.recorder.refusals import CallRefusal, bad_request
 from shmbus.recorder.sampling import conflict_of
 from shmbus.recorder.sessions import Answer, Session, Sessions
 from shmbus.recorder.settings import Settings
+from shmbus.recorder.stitch import Place, Stitcher
 from shmbus.recorder.transcript import Turn
 from shmbus.recorder.versions import EngineVersion, EngineVersions
 from shmbus.segment.cache_salt import cache_salt
@@ -86,6 +88,7 @@ class Calls:
         self._engines = engines
         self._versions = versions
         self._fail = fail
+        self.stitcher = Stitcher(engines, sessions)
 
     async def answer(
         self, request: web.BaseRequest, session: Session, path: str, raw: bytearray
@@ -139,8 +142,11 @@ class _Call:
         self._raw = raw
         self._dialect: Dialect
         self._reading: Reading
+        self._engine: Engine
         self._begun: EngineVersion
         self._turns: list[Turn] = []
+        #: Place behind the session's answers.
+        self._place: Place | None = None
         #: Unconfirmed answers of earlier calls; True if the client marks this call as a retry.
         self._earlier = list(session.answers)
         self._is_retry = request.headers.get(_RETRIES, "0").strip() not in ("", "0")
@@ -212,6 +218,22 @@ class _Call:
     async def _ask(self, engine: Engine) -> web.StreamResponse:
         """Ask one engine; EngineGone if nothing of an answer went out."""
         calls, dialect = self._calls, self._dialect
+        self._engine, self._place = engine, None
+        if calls._settings.stitch and dialect.endpoint == CHAT:
+            self._place = await calls.stitcher.place(self._session, engine, dialect.call)
+        answer = await self._ask_once(engine)
+        if answer is None:
+            assert self._place is not None
+            calls.stitcher.counts["refused"] += 1
+            self._place = Place(self._place.messages)
+            answer = await self._ask_once(engine)
+            assert answer is not None
+        return answer
+
+    async def _ask_once(self, engine: Engine) -> web.StreamResponse | None:
+        """Return the engine's answer; None for a stitched prompt refused by the engine."""
+        calls, dialect, place = self._calls, self._dialect, self._place
+        ids = None if place is None else place.ids
         assert self._begun.span is not None
         self._reading = Reading(
             dialect.call,
@@ -220,11 +242,15 @@ class _Call:
             cache_salt=cache_salt(calls._settings.bus, self._begun.span.newest),
             experts=calls._settings.experts,
             trains_grammar=calls._settings.train_grammar,
+            prompt=None if ids is None else ids.tolist(),
+            at_once=place is not None and place.at_once,
         )
         headers = {**headers_of(self._request.headers), **_JSON, "Accept-Encoding": "identity"}
         body = _encode(self._reading.body)
         async with calls._engines.ask(engine, "POST", dialect.endpoint, body, headers) as answer:
             if answer.status != HTTPStatus.OK:
+                if ids is not None:
+                    return None
                 # The client learns the engine's refusal unchanged.
                 said = await _whole(answer)
                 return web.Response(status=answer.status, body=said, headers=_JSON)
@@ -391,6 +417,10 @@ class _Call:
         self._answer, went_on = self._calls._sessions.record(
             self._session, self._turns, self._dialect.response_id, lost
         )
+        self._calls.stitcher.answered(
+            self._answer, self._engine, self._dialect.call, self._place, self._turns,
+            self._reading.said,
+        )  # fmt: skip
         self._turns = []
         if self._stream is not None:
             connection_of(self._request).follow(self._settler())

@@ -56,6 +56,11 @@ def add_parser(commands: Commands) -> None:
         "--routed-experts", dest="experts", metavar="LAYERSxTOPK", type=_experts,
         help="record the experts of each token too, such as 48x8",
     )  # fmt: skip
+    parser.add_argument(
+        "--stitch", metavar="on|off", type=_switch, default=True,
+        help="continue a conversation by its sampled token ids, as one row, where the engine and "
+        "the chat template allow; off: the engine renders every call (default on)",
+    )  # fmt: skip
     policy = parser.add_mutually_exclusive_group()
     policy.add_argument(
         "--force-sampling", metavar="NAME=VALUE,...", type=_sampling, default={},
@@ -121,6 +126,12 @@ def _experts(text: str) -> tuple[int, int]:
             f"expected the layers and the experts of a token, such as 48x8, got {text!r}"
         )
     return int(layers), int(experts)
+
+
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"expected on or off, got {text!r}")
+    return text == "on"
 
 
 def _sampling(text: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from array import array
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -107,7 +107,19 @@ def refuse_unsampled(body: dict[str, Any]) -> str | None:
     return None
 
 
-def _text_of(content: Any) -> str:
+class Said(NamedTuple):
+    """An answer in words, as its client got them."""
+
+    text: str
+    #: Names and arguments of the tools' calls.
+    calls: list[tuple[str, str]]
+    thought: str
+    #: True if the end of the turn was sampled, False for a cut answer.
+    is_closed: bool
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -120,7 +132,7 @@ def _text_of(content: Any) -> str:
     )
 
 
-def _arguments_of(text: Any) -> str:
+def arguments_of(text: Any) -> str:
     """Return a tool's arguments as every client writes them."""
     try:
         return msgspec.json.encode(msgspec.json.decode(text), order="sorted").decode()
@@ -128,9 +140,18 @@ def _arguments_of(text: Any) -> str:
         return str(text)
 
 
+def calls_of(message: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Return names and arguments of a message's calls."""
+    return [
+        (call["function"].get("name"), call["function"].get("arguments"))
+        for call in message.get("tool_calls") or ()
+        if isinstance(call, dict) and isinstance(call.get("function"), dict)
+    ]
+
+
 def _one_canonical(role: object, content: object, calls: list[tuple[Any, Any]]) -> str:
-    said = "".join(f"\x1f{name}\x1f{_arguments_of(arguments)}" for name, arguments in calls)
-    return f"\x1e{role}\x1f{_text_of(content)}{said}"
+    said = "".join(f"\x1f{name}\x1f{arguments_of(arguments)}" for name, arguments in calls)
+    return f"\x1e{role}\x1f{text_of(content)}{said}"
 
 
 def canonical(endpoint: str, body: dict[str, Any]) -> str:
@@ -142,11 +163,7 @@ def canonical(endpoint: str, body: dict[str, Any]) -> str:
     for message in body.get("messages") or ():
         if not isinstance(message, dict):
             return ""
-        calls = [
-            (call["function"].get("name"), call["function"].get("arguments"))
-            for call in message.get("tool_calls") or ()
-            if isinstance(call, dict) and isinstance(call.get("function"), dict)
-        ]
+        calls = calls_of(message)
         found.append(_one_canonical(message.get("role"), message.get("content"), calls))
     return "".join(found)
 
@@ -169,6 +186,9 @@ class _Choice:
         self.logprobs = array("d")
         self.finish_reason: str | None = None
         self.text: list[str] = []
+        self.thought: list[str] = []
+        #: Matched stop string or token of the call.
+        self.stop: Any = None
         #: Names and pieces of arguments of the tools' calls, by their places.
         self.names: dict[int, str] = {}
         self.arguments: dict[int, list[str]] = {}
@@ -198,6 +218,8 @@ class Reading:
         cache_salt: str | None = None,
         experts: tuple[int, int] | None = None,
         trains_grammar: bool = False,
+        prompt: list[int] | None = None,
+        at_once: bool = False,
     ) -> None:
         self._sampling = options_of(body)
         self._grammar = has_grammar(body, strict_tools=kind == "sglang")
@@ -207,7 +229,8 @@ class Reading:
         self._said_body = body
         self._experts = experts
         # vLLM's streams carry no routed experts: such an answer comes at once.
-        self._stream = bool(body.get("stream")) and not (experts is not None and kind == "vllm")
+        at_once = at_once or (experts is not None and kind == "vllm")
+        self._stream = bool(body.get("stream")) and not at_once
         self._expected = _answers_of(self._chat, body)
         self._wants_logprobs = bool(body.get("logprobs")) or (
             not self._chat and body.get("logprobs") is not None
@@ -225,6 +248,10 @@ class Reading:
         #: Body for the engine.
         self.body = dict(body)
         self._ask(kind, options, cache_salt)
+        if prompt is not None:
+            # Both engines parse and stream an answer to ids as an answer to the messages.
+            ids = {"prompt_token_ids": prompt}
+            self.body |= {"kv_transfer_params": ids} if kind == "vllm" else {"input_ids": prompt}
 
     # -- requested fields -----------------------------------------------------------------------
 
@@ -336,6 +363,7 @@ class Reading:
         if not isinstance(kept.finish_reason, (str, type(None))):
             raise TypeError(f"finish_reason is a {type(kept.finish_reason).__name__}")
         kept.experts = choice.get("routed_experts") or kept.experts
+        kept.stop = choice.get("stop_reason") or choice.get("matched_stop") or kept.stop
         self._take_text(kept, choice)
 
     def _logprobs_of(self, found: Any) -> tuple[list[float], list[str]]:
@@ -368,6 +396,7 @@ class Reading:
         text = said.get("content") if self._chat else said.get("text")
         if isinstance(text, str):
             kept.text.append(text)
+        kept.thought.append(str(said.get("reasoning") or said.get("reasoning_content") or ""))
         for place, call in enumerate(said.get("tool_calls") or ()):
             function, at = call.get("function") or {}, call.get("index", place)
             kept.names[at] = function.get("name") or kept.names.get(at, "")
@@ -475,13 +504,27 @@ class Reading:
             raise BadAnswer(str(error)) from error
         answer = "".join(kept.text)
         if self._chat:
-            calls = [(name, "".join(kept.arguments[at])) for at, name in kept.names.items()]
-            answer = _one_canonical("assistant", answer, calls)
+            answer = _one_canonical("assistant", answer, self._said_of(kept).calls)
         assert kept.finish_reason is not None
         return Turn(
             prompt, output, logprobs, versions, kept.finish_reason, said, answer, experts,
             self._sampling, self._grammar, self._trained,
         )  # fmt: skip
+
+    def _said_of(self, kept: _Choice) -> Said:
+        own = self._said_body.get("stop_token_ids") or ()
+        is_cut = kept.finish_reason == "length" or isinstance(kept.stop, str) or kept.stop in own
+        return Said(
+            "".join(kept.text),
+            [(name, "".join(kept.arguments[at])) for at, name in kept.names.items()],
+            "".join(kept.thought),
+            not is_cut,
+        )
+
+    @property
+    def said(self) -> list[Said]:
+        """The answers in words, in the order of the turns."""
+        return [self._said_of(kept) for _, kept in sorted(self._choices.items())]
 
     def check_usage(self) -> None:
         """Compare the recorded tokens with the engine's own count."""

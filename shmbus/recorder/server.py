@@ -223,6 +223,8 @@ class Routes:
             "answers_undone_total": sessions.undone,
             "grammar_tokens_total": sessions.grammar,
         }
+        for how, count in sorted(recorder.calls.stitcher.counts.items()):
+            counters[f'prompts_total{{how="{how}"}}'] = count
         for code, count in sorted(sessions.ended.items()):
             counters[f'sessions_ended_total{{how="{code}"}}'] = count
         for engine in recorder.engines.all:

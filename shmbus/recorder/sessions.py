@@ -23,6 +23,7 @@ import msgspec
 from shmbus.recorder import settings as limits
 from shmbus.recorder.refusals import CallRefusal, bad_request
 from shmbus.recorder.settings import Settings
+from shmbus.recorder.stitch_chain import Chains
 from shmbus.recorder.transcript import Recorded, Transcript, Turn
 
 _KEY_PREFIX: Final = "sk-shmbus-"
@@ -62,7 +63,7 @@ def over(place: Place, end: End) -> CallRefusal:
 class Answer:
     """A call's answer in the transcript without confirmed delivery."""
 
-    __slots__ = ("is_cut", "is_sent", "prompt", "recorded", "response_id", "session")
+    __slots__ = ("is_cut", "is_sent", "links", "prompt", "recorded", "response_id", "session")
 
     def __init__(self, session: Session, turn: Turn, response_id: str) -> None:
         #: None after the end of the session: a connection may keep the answer for longer.
@@ -70,6 +71,8 @@ class Answer:
         #: Digests of prompt tokens and text, equal in a repeated call.
         self.prompt = hashlib.blake2b(turn.prompt.tobytes()).digest(), hash(turn.said)
         self.recorded: list[Recorded] = []
+        #: Places in the session's chains.
+        self.links: list[bytes] = []
         self.response_id = response_id
         #: True once the last token of a stream left this process.
         self.is_sent = False
@@ -133,6 +136,8 @@ class Session:
         self.transcript = Transcript()
         #: Items left by calls of the responses API for later calls, by the response's id.
         self.history: dict[str, list[Any]] = {}
+        #: Answers that later calls may continue.
+        self.chains = Chains()
         #: Answers without confirmed delivery.
         self.answers: list[Answer] = []
         #: The session's engine.
@@ -160,7 +165,7 @@ class Session:
     @property
     def nbytes(self) -> int:
         """Bytes of the session."""
-        return self.transcript.nbytes + self.history_bytes
+        return self.transcript.nbytes + self.history_bytes + self.chains.nbytes
 
     def require_open(self) -> None:
         """Refuse a call of an ended session."""
@@ -317,15 +322,24 @@ class Sessions:
             return
         before = session.nbytes
         undone = [session.transcript.undo(each) for each in reversed(answer.recorded)]
+        session.chains.drop(answer.links)
         self.undone += sum(undone)
         self._nbytes += session.nbytes - before
         session.history.pop(answer.response_id, None)
 
     def keep(self, session: Session, nbytes: int) -> None:
-        """Count bytes of a session beside its tokens."""
+        """Count bytes of a session's history."""
         if session.end is None:
             session.history_bytes += nbytes
             self._nbytes += nbytes
+
+    def chain(self, answer: Answer, *kept: Any) -> None:
+        """Keep an answer for calls that continue it."""
+        session = answer.session
+        if session is not None:
+            before = session.chains.nbytes
+            answer.links.append(session.chains.keep(*kept))
+            self._nbytes += session.chains.nbytes - before
 
     def end(self, session: Session, code: str, reason: str) -> bool:
         """End a session; False if already ended."""
@@ -341,5 +355,5 @@ class Sessions:
         session.cancel_calls()
         for answer in session.answers:
             answer.session = None
-        session.history, session.answers = {}, []
+        session.history, session.answers, session.chains = {}, [], Chains()
         return True

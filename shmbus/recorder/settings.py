@@ -41,6 +41,12 @@ RETRY_S: Final = 0.5
 #: restarted engine; seconds until the next try of a refused client.
 VERSION_WAIT_S: Final = 30.0
 VERSION_RETRY_S: Final = 5
+#: Seconds for the renderings of a stitched prompt; afterwards the engine renders the call.
+STITCH_S: Final = 10.0
+#: Seconds until the next try after doubt about an engine or a template: either may be replaced.
+STITCH_AGAIN_S: Final = 600.0
+#: The same after renderings that took too long.
+STITCH_BUSY_S: Final = 60.0
 #: Seconds between two probes of engines, and the answer time of a slow engine.
 PROBE_S: Final = 2.0
 SLOW_S: Final = 1.0
@@ -85,6 +91,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     #: Sampling options set in every call; sampling options that no call may contradict.
     force_sampling: dict[str, float] = {}
     require_sampling: dict[str, float] = {}
+    #: Continue conversations by their sampled ids.
+    stitch: bool = True
     #: Train tokens sampled under a grammar.
     train_grammar: bool = False
     #: Whether engines without rows of weights count as engines of the trainer's version.

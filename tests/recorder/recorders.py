@@ -83,7 +83,7 @@ def chat(session: shmbus.Session, messages: list[dict[str, Any]], **options: Any
     return found
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 

@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -66,6 +66,14 @@ class StubEngine:
         self.owner = "vllm"
         self.token_s = 0.0
         self.gate: asyncio.Event | None = None
+        #: Renders a call's messages, and answers `/tokenize`; None for the own template alone.
+        self.template: Callable[[dict[str, Any], bool], list[int]] | None = None
+        #: True for an engine that takes ids in place of messages.
+        self.takes_ids = True
+        self.vocabulary = 1 << 21
+        #: Id that ends an answer; bodies of `/tokenize`.
+        self.end = END
+        self.renderings: list[dict[str, Any]] = []
         self.loop: asyncio.AbstractEventLoop
         self.lock = threading.Lock()
         self.log: Any = None
@@ -74,9 +82,21 @@ class StubEngine:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.completions)
+        app.router.add_post("/tokenize", self.tokenize)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/health", self.health)
         return app
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.renderings.append(body)
+        if self.template is None:
+            return web.Response(status=404)
+        try:
+            ids = self.template(body, body.get("add_generation_prompt", True))
+        except Exception as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+        return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": 1 << 20})
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "m", "owned_by": self.owner}]})
@@ -88,11 +108,11 @@ class StubEngine:
         with self.lock:
             if self.script:
                 said = self.script.pop(0)
-                output = [*(encode(said) if isinstance(said, str) else said), END]
+                output = [*(encode(said) if isinstance(said, str) else said), self.end]
             else:
                 count = self.rng.randint(1, 12)
                 output = [self.rng.randrange(LETTERS + 97, LETTERS + 123) for _ in range(count)]
-                output.append(END)
+                output.append(self.end)
             most = body.get("max_completion_tokens") or body.get("max_tokens") or 64
             output = output[:most]
             logprobs = [float(np.float32(-self.rng.random() * 5)) for _ in output]
@@ -106,7 +126,14 @@ class StubEngine:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        return await self.answer(request, body, render(body["messages"]), True)
+        ids = body.pop("input_ids", None) or (body.get("kv_transfer_params") or {}).get(
+            "prompt_token_ids"
+        )
+        if ids is not None and max(ids) >= self.vocabulary:
+            return web.json_response({"error": {"message": "out of vocabulary"}}, status=400)
+        if ids is None or not self.takes_ids:
+            ids = self.template(body, True) if self.template else render(body["messages"])
+        return await self.answer(request, body, ids, True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -200,7 +227,7 @@ class StubEngine:
             return "abort"
         if message.get("tool_calls"):
             return "tool_calls"
-        return "stop" if one.output[-1:] == [END] else "length"
+        return "stop" if one.output[-1:] == [self.end] else "length"
 
     async def whole(
         self, request: web.Request, body: dict[str, Any], choices: list[Sampled], chat: bool,

@@ -65,7 +65,7 @@ class Engine:
                     "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
                     "--enforce-eager", "--max-model-len", "32768", "--max-num-seqs", "64",
                     "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
-                    "--reasoning-parser", "qwen3",
+                    "--reasoning-parser", "qwen3", "--trust-request-chat-template",
                 ],
                 env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
@@ -132,17 +132,26 @@ class Proxy:
 
 @pytest.fixture
 def proxy(bus: shmbus.Bus, engine: Engine) -> Iterator[Proxy]:
-    proxy = Proxy(bus.name, [engine.url])
+    proxy = Proxy(bus.name, [engine.url], "--train-grammar")
     try:
         yield proxy
     finally:
         proxy.end()
 
 
-def post(url: str, body: Any, key: str | None = None) -> Any:
+def opened(url: str, body: Any, key: str | None = None) -> Any:
+    """Open the answer to a POST; a refusal shows its words."""
     headers = {"Content-Type": "application/json"}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    try:
+        return urllib.request.urlopen(request, timeout=120)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise AssertionError(f"{error.code}: {error.read().decode()[:2000]}") from error
+
+
+def post(url: str, body: Any, key: str | None = None) -> Any:
+    with opened(url, body, key) as answer:
         return json.loads(answer.read() or b"null")

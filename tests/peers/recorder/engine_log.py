@@ -26,6 +26,7 @@ class EngineLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._at = 0
+        self._forgotten: set[str] = set()
 
     def since_last(self) -> list[Answer]:
         """Return what was sampled since the last question, in the order of ends."""
@@ -39,7 +40,7 @@ class EngineLog:
         found = []
         for key, pieces in parts.items():
             request, index = key
-            if last[request] < self._at:
+            if last[request] < self._at or request in self._forgotten:
                 continue
             prompt = next(piece[0] for piece in pieces if piece[0])
             output = [token for piece in pieces for token in piece[1]]  # type: ignore[attr-defined]
@@ -50,6 +51,17 @@ class EngineLog:
             )  # type: ignore[arg-type]
         self._at = len(lines)
         return sorted(found)
+
+    def last(self) -> Answer:
+        """Return the answer that ended last, without taking answers."""
+        at = self._at
+        found = self.since_last()[-1]
+        self._at = at
+        return found
+
+    def forget_last(self) -> None:
+        """Take the answer that ended last out of the log, as a test's own call."""
+        self._forgotten.add(json.loads(self.path.read_text().splitlines()[-1])[0])
 
 
 Row = tuple[list[int], list[int], list[float]]

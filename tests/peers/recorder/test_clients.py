@@ -82,7 +82,7 @@ def chat_agent(session: shmbus.Session, rng: random.Random) -> None:
 
 
 def thinking_agent(session: shmbus.Session, rng: random.Random) -> None:
-    """Chat completions whose thoughts the template drops: each turn is a row."""
+    """Chat completions whose thoughts the template drops."""
     client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
     messages: list[Any] = [{"role": "user", "content": f"think {rng.random()}"}]
     for turn in range(3):
