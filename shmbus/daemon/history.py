@@ -269,26 +269,21 @@ class History:
     def look(self, sessions: Iterable[Session], now_s: float) -> None:
         """Look for unreported changes: producers, pauses, versions; and count waits."""
         self.look_at_producers()
-        paused = self._segment.paused()
+        paused, lane = self._segment.paused(), self._collector.lane_pause
         if (paused is None) != (self._paused is None):
-            if paused is not None:
-                self._events.note("paused", text=paused[0])
-            else:
-                self._events.note("resumed")
-        self._paused = paused
-        lane = self._collector.lane_pause
+            self._note_pause("", None if paused is None else paused[0])
         if (lane is None) != (self._lane_pause is None):
-            if lane is not None:
-                self._events.note("requests_paused", text=lane.reason)
-            else:
-                self._events.note("requests_resumed")
-        self._lane_pause = lane
+            self._note_pause("requests_", None if lane is None else lane.reason)
+        self._paused, self._lane_pause = paused, lane
         version = self._segment.policy_version
         if version != self._version:
             self._version = version
             self._events.note_version(version)
         for session in sessions:
             self._count_waits(session, now_s)
+
+    def _note_pause(self, what: str, reason: str | None) -> None:
+        self._events.note(f"{what}{'resumed' if reason is None else 'paused'}", text=reason or "")
 
     def _count_waits(self, session: Session, now_s: float) -> None:
         waited_s = session.new_waits_s(now_s)
@@ -327,10 +322,8 @@ class History:
         if reason != _core.ACKED:
             self._ending = session.name
         else:
-            samples = lease.samples
-            self._events.note_group(
-                "acknowledged", samples[0].key, session.name, count=len(samples)
-            )
+            key, count = lease.samples[0].key, len(lease.samples)
+            self._events.note_group("acknowledged", key, session.name, count=count)
 
     def _dropped(self, reason: str, samples: Sequence[_core.Trajectory]) -> None:
         who, self._ending = self._ending, ""
