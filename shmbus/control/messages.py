@@ -309,7 +309,6 @@ class StatusReply(_Answer):
     in_doubt: int = 0
     world_size: int = 0
     next_steps: dict[int, int] = {}
-    paused: str | None = None
     failed_attempts: dict[str, int] = {}
 
 

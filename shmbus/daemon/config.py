@@ -157,11 +157,6 @@ _FLAGS = {
 }
 
 
-def _choices(kind: Any) -> str:
-    """Return a setting's choices in argparse's form."""
-    return "{" + ",".join(get_args(kind)) + "}"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each setting, with the value None by default."""
     for field in msgspec.structs.fields(Settings):
@@ -173,12 +168,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
         else:
             shown = "" if field.default is None else f" (default {field.default})"
-            parser.add_argument(
-                flag,
-                default=None,
-                help=text + shown,
-                metavar=metavar or _choices(field.type),
-            )
+            metavar = metavar or "{" + ",".join(get_args(field.type)) + "}"
+            parser.add_argument(flag, default=None, help=text + shown, metavar=metavar)
 
 
 _PREFIX = "SHMBUS_"

@@ -117,35 +117,27 @@ class Events:
             _Noted(self._newest, now_s, kind, who, text, key, index, count, began_s, commits)
         )
 
-    def trace(self, after: int, limit: int) -> tuple[list[BusEvent], int, int]:
-        """Return the oldest events behind a number, and note samples for some seconds."""
-        self._traced_until_s = time.time() + _TRACED_S
-        if after > self._newest:
-            after = 0
-        found = _newest_of(self._others, after, OTHER_EVENTS)
-        found += _newest_of(self._groups, after, GROUP_EVENTS)
-        shown = sorted(found)[:limit]
-        if not shown:
-            return [], self._newest, 0
-        newest = shown[-1].number
-        joined = sum(after < number <= newest for number, _ in self._joined)
-        missed = newest - after - len(shown) - joined
-        return [self._told(each, after) for each in shown], newest, max(0, missed)
-
     def read(
-        self, after: int, limit: int, *, groups: bool = True
+        self, after: int, limit: int, *, groups: bool = True, trace: bool = False
     ) -> tuple[list[BusEvent], int, int]:
-        """Return the newest events behind a number."""
+        """Return the newest events behind a number.
+
+        For a trace: the oldest events, and samples are noted for some seconds.
+        """
         if after > self._newest:
             after = 0  # a number of an earlier daemon
-        found = _newest_of(self._others, after, limit)
+        found = _newest_of(self._others, after, OTHER_EVENTS if trace else limit)
         if groups:
-            found += _newest_of(self._groups, after, limit)
+            found += _newest_of(self._groups, after, GROUP_EVENTS if trace else limit)
         found.sort()
-        shown = found[-limit:]
-        joined = sum(number > after for number, _ in self._joined)
-        missed = self._newest - after - len(shown) - joined
-        return [self._told(each, after) for each in shown], self._newest, missed
+        shown, newest = found[-limit:], self._newest
+        if trace:
+            self._traced_until_s = time.time() + _TRACED_S
+            shown = found[:limit]
+            newest = shown[-1].number if shown else newest
+        joined = sum(after < number <= newest for number, _ in self._joined)
+        missed = max(0, newest - after - len(shown) - joined)
+        return [self._told(each, after) for each in shown], newest, missed
 
     def of_group(self, key: Hashable, limit: int) -> list[BusEvent]:
         """Return the newest events of a group, oldest first."""
@@ -361,8 +353,7 @@ class History:
     def reply(self, request: messages.GetEvents) -> messages.EventsReply:
         """Return the requested events."""
         limit = min(request.limit, limits.MAX_EVENTS_SHOWN)
-        if request.trace:
-            events, newest, missed = self._events.trace(request.after, limit)
-        else:
-            events, newest, missed = self._events.read(request.after, limit, groups=request.groups)
+        events, newest, missed = self._events.read(
+            request.after, limit, groups=request.groups or request.trace, trace=request.trace
+        )
         return messages.EventsReply(id=request.id, events=events, newest=newest, missed=missed)

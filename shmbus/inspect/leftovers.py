@@ -54,19 +54,16 @@ _LOST_UNKNOWN: Final = "its content cannot be read"
 class Leftover(msgspec.Struct, frozen=True, kw_only=True):
     """A file in /dev/shm with a name like ours."""
 
-    #: The file, and its bus.
     path: str
     name: str
     #: By its name and type; "other" if the two disagree. A companion is a segment beside
     #: a bus, such as the weights of the demo.
     kind: Kind
-    #: Its user.
     owner: str
     #: Occupied bytes.
     size: int
     #: Removable: ours, and no living process uses it. Unknown: not recognisably shmbus's.
     verdict: Verdict
-    #: Why.
     reason: str
     #: Trajectories, and their complete groups, lost with a removable segment; None if
     #: uncountable.

@@ -265,6 +265,12 @@ class SegmentFile(ClosedByWith):
                 self._split_labels[number] = label  # labels never change
         return label or f"#{number}"
 
+    def labelled_splits(self) -> Iterator[tuple[str, Any]]:
+        """Yield label and row of each split with a label."""
+        for number, row in enumerate(self.splits()):
+            if (label := self.split_label(number)) != f"#{number}":
+                yield label, row
+
     def runs(self) -> list[Run]:
         """Find every leased run, lane by lane in the order of writing."""
         table = self.extents()

@@ -200,22 +200,17 @@ def _weights_version(name: str) -> int | None:
 
 def _splits(file: SegmentFile, *, alive: bool) -> list[SplitStatus]:
     """Read the splits with a label; a dead collector's notes about them do not count."""
-    found = []
-    for number, row in enumerate(file.splits()):
-        label = file.split_label(number)
-        if label == f"#{number}":
-            continue
-        found.append(
-            SplitStatus(
-                split=printable(label),
-                acknowledged=int(row["acked"]),
-                dropped=int(row["dropped"]),
-                stashed=int(row["stashed"]) if alive else 0,
-                groups_incomplete=int(row["open_groups"]) if alive else 0,
-                groups_ready=int(row["ready_groups"]) if alive else 0,
-            )
+    return [
+        SplitStatus(
+            split=printable(label),
+            acknowledged=int(row["acked"]),
+            dropped=int(row["dropped"]),
+            stashed=int(row["stashed"]) if alive else 0,
+            groups_incomplete=int(row["open_groups"]) if alive else 0,
+            groups_ready=int(row["ready_groups"]) if alive else 0,
         )
-    return found
+        for label, row in file.labelled_splits()
+    ]
 
 
 def _pause(file: SegmentFile) -> PauseStatus | None:

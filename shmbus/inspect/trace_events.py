@@ -26,7 +26,6 @@ from shmbus.inspect.groups import Groups
 from shmbus.inspect.verdict import producer_name, trainer_name
 from shmbus.pool.pool_status import PoolStatus
 
-#: An event, to be encoded as a JSON object.
 TraceEvent: TypeAlias = "dict[str, Any]"
 
 #: Leases, samples under construction, and groups given back, remembered until they end.

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 from shmbus.base import limits
-from shmbus.base.format import several, show_count, show_duration
+from shmbus.base.format import fold, several, show_count, show_duration
 from shmbus.data.status_types import (
     BusStatus,
     DaemonStatus,
@@ -152,11 +152,6 @@ def _who_waits(status: BusStatus) -> list[str]:
     return [_collector_name(status)] if status.collector.waits else []
 
 
-def _named(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
 def _waits(status: BusStatus, wants: str) -> str:
     """Name the waiting trainers and their wants; "" without a waiting trainer."""
     who = _who_waits(status)
@@ -165,7 +160,7 @@ def _waits(status: BusStatus, wants: str) -> str:
     held = 0 if status.daemon is not None else status.collector.leased_groups
     each = "waits" if len(who) == 1 else "wait"
     holds = f" and holds {show_count(held)}" if held else ""
-    return f"{_named(who)} {each} for {wants or 'groups'}{holds}"
+    return f"{fold(who, _NAMED)} {each} for {wants or 'groups'}{holds}"
 
 
 def _incomplete(status: BusStatus, groups: Sequence[GroupCells]) -> int:
@@ -339,7 +334,7 @@ def _engines(status: BusStatus) -> Iterator[Finding]:
         yield Finding(
             kind="engines_unknown" if all_of_them else "engine_unknown",
             cost=0.4 + 0.5 * len(unknown) / len(status.engines),
-            what=f"The weights version of {_named(who)} is unknown, and so is the label "
+            what=f"The weights version of {fold(who, _NAMED)} is unknown, and so is the label "
             "of each sample of it",
             cause=unknown[0].why,
             advice="`EngineFleet.catch_up()` or the next update brings the weights; "
@@ -352,7 +347,7 @@ def _engines(status: BusStatus) -> Iterator[Finding]:
         yield Finding(
             kind="engine_behind",
             cost=0.1 + 0.2 * len(behind) / len(status.engines),
-            what=f"{_named(who)} {'runs' if len(behind) == 1 else 'run'} an older version "
+            what=f"{fold(who, _NAMED)} {'runs' if len(behind) == 1 else 'run'} an older version "
             f"than the newest, which was published {since} ago",
             cause=behind[0].why,
             advice="`EngineFleet.catch_up()` or the next update brings the newest version",
