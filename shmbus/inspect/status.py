@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterable
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from shmbus import errors
 from shmbus.base import limits
@@ -75,21 +75,20 @@ def read_status(
     groups = read_groups(name, ask=status.daemon is not None and status.daemon.answers)
     verdict = judge(status, groups.groups, still_s=still_s, wants=wants or "")
     oldest = groups.groups[: limits.STATUS_GROUPS]
-    return msgspec.structs.replace(status, verdict=verdict, oldest_incomplete=oldest)
+    return replace(status, verdict=verdict, oldest_incomplete=oldest)
 
 
 def _with_waiting(status: BusStatus, pid: int) -> BusStatus:
     """Count a process as waiting: it asks between two waits."""
     if status.daemon is None:
         waits = status.collector.alive and status.collector.pid == pid
-        collector = msgspec.structs.replace(status.collector, waits=waits)
-        return msgspec.structs.replace(status, collector=collector)
+        collector = replace(status.collector, waits=waits)
+        return replace(status, collector=collector)
     leases = [
-        msgspec.structs.replace(lease, waiting=lease.waiting or lease.pid == pid)
-        for lease in status.daemon.leases
+        replace(lease, waiting=lease.waiting or lease.pid == pid) for lease in status.daemon.leases
     ]
-    daemon = msgspec.structs.replace(status.daemon, leases=leases)
-    return msgspec.structs.replace(status, daemon=daemon)
+    daemon = replace(status.daemon, leases=leases)
+    return replace(status, daemon=daemon)
 
 
 def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStatus:
@@ -97,9 +96,7 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
     if reply is None:
         return status
     if isinstance(reply, str):
-        return msgspec.structs.replace(
-            status, daemon=DaemonStatus(answers=False, problem=printable(reply))
-        )
+        return replace(status, daemon=DaemonStatus(answers=False, problem=printable(reply)))
     daemon = DaemonStatus(
         answers=True,
         pid=reply.pid,
@@ -117,7 +114,7 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
         groups_ready=reply.ledger.groups_ready,
         groups_leased=reply.ledger.groups_leased,
         leases=[
-            msgspec.structs.replace(
+            replace(
                 client,
                 label=printable(client.label),
                 stopped=client.connected and is_stopped(client.pid, status.path),
@@ -125,7 +122,7 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
             for client in reply.clients
         ],
     )
-    return msgspec.structs.replace(status, daemon=daemon)
+    return replace(status, daemon=daemon)
 
 
 def _stopped_clients(status: BusStatus, reply: messages.StatusReply) -> list[int]:
