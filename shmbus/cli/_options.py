@@ -145,9 +145,5 @@ def complete(parser: argparse.ArgumentParser, commands: Iterable[argparse.Argume
     for command in commands:
         for action in command._actions:
             if action.metavar == "NAME":
-                action.completer = _existing_buses  # type: ignore[attr-defined]
+                action.completer = lambda **_: bus_names()  # type: ignore[attr-defined]
     argcomplete.autocomplete(parser)
-
-
-def _existing_buses(**_: Any) -> list[str]:
-    return bus_names()

@@ -139,10 +139,10 @@ class Events:
         missed = max(0, newest - after - len(shown) - joined)
         return [self._told(each, after) for each in shown], newest, missed
 
-    def of_group(self, key: Hashable, limit: int) -> list[BusEvent]:
+    def of_group(self, key: Hashable) -> list[BusEvent]:
         """Return the newest events of a group, oldest first."""
         found = [each for each in self._groups if each.key == key]
-        return [self._told(each) for each in found[-limit:]]
+        return [self._told(each) for each in found[-_OF_A_GROUP:]]
 
     def _text(self, noted: _Noted, after: int) -> str:
         """Return an event's text; for a run of versions, only the versions after a number."""
@@ -237,7 +237,7 @@ class History:
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
         self._segment = collector.segment
-        self._events = Events(self._segment)
+        self.events = Events(self._segment)
         self._producers = ProducerWatch()
         #: The name behind the current end of a lease, for its drop event.
         self._ending = ""
@@ -249,14 +249,14 @@ class History:
         collector.drops.told = self._dropped
         collector.stash.failures.told = self._failed
         self._producers.look(self._segment, collector.deaths)  # producers from earlier
-        self._events.note("daemon_began")
+        self.events.note("daemon_began")
 
     # -- what happens ---------------------------------------------------------------------------
 
     def look_at_producers(self) -> None:
         """Note producers' arrivals and ends, before a sweep makes the ended look alike."""
         for kind, who in self._producers.look(self._segment, self._collector.deaths):
-            self._events.note(kind, who)
+            self.events.note(kind, who)
 
     def look(self, sessions: Iterable[Session], now_s: float) -> None:
         """Look for unreported changes: producers, pauses, versions; and count waits."""
@@ -270,12 +270,12 @@ class History:
         version = self._segment.policy_version
         if version != self._version:
             self._version = version
-            self._events.note_version(version)
+            self.events.note_version(version)
         for session in sessions:
             self._count_waits(session, now_s)
 
     def _note_pause(self, what: str, reason: str | None) -> None:
-        self._events.note(f"{what}{'resumed' if reason is None else 'paused'}", text=reason or "")
+        self.events.note(f"{what}{'resumed' if reason is None else 'paused'}", text=reason or "")
 
     def _count_waits(self, session: Session, now_s: float) -> None:
         waited_s = session.new_waits_s(now_s)
@@ -285,18 +285,18 @@ class History:
     def joined(self, session: Session) -> None:
         """Note a new client."""
         if not session.observer:
-            self._events.note("trainer_came", session.name)
+            self.events.note("trainer_came", session.name)
 
     def left(self, session: Session, now_s: float, *, orderly: bool) -> None:
         """Note a client's leave or lost connection."""
         if not session.observer:
             self._count_waits(session, now_s)
-            self._events.note("trainer_left" if orderly else "trainer_lost", session.name)
+            self.events.note("trainer_left" if orderly else "trainer_lost", session.name)
 
     def leased(self, lease: Lease, session: Session) -> None:
         """Note a group's lease to a client."""
         samples = lease.samples
-        self._events.note_group(
+        self.events.note_group(
             "leased",
             samples[0].key,
             session.name,
@@ -307,7 +307,7 @@ class History:
 
     def given_back(self, lease: Lease) -> None:
         """Note a returned group."""
-        self._events.note_group("given_back", lease.samples[0].key, count=len(lease.samples))
+        self.events.note_group("given_back", lease.samples[0].key, count=len(lease.samples))
 
     def end(self, lease: Lease, session: Session, reason: int) -> None:
         """Note a client's end of a lease; the collector reports its drop at once."""
@@ -315,20 +315,20 @@ class History:
             self._ending = session.name
         else:
             key, count = lease.samples[0].key, len(lease.samples)
-            self._events.note_group("acknowledged", key, session.name, count=count)
+            self.events.note_group("acknowledged", key, session.name, count=count)
 
     def _dropped(self, reason: str, samples: Sequence[_core.Trajectory]) -> None:
         who, self._ending = self._ending, ""
         first = samples[0]
         index = first.index if len(samples) == 1 < first.group_size else None
-        self._events.note_group(
+        self.events.note_group(
             "dropped", first.key, who, reason, index=index, count=len(samples), samples=samples
         )
 
     def _failed(self, key: Hashable, index: int, failed: FailedIndex[_core.Trajectory]) -> None:
         self.failed_attempts[kind_of(failed.reason)] += 1
         report = failed.report
-        self._events.note_group(
+        self.events.note_group(
             "failed" if failed.request is None else "asked",
             key,
             "" if report is None else self._producers.name(report.producer_id),
@@ -346,14 +346,10 @@ class History:
         split = labels.get(request.split, -1)
         return make_key(request.instance_id, request.round, split)
 
-    def of_group(self, key: Hashable) -> list[BusEvent]:
-        """Return the events of a group, oldest first."""
-        return self._events.of_group(key, _OF_A_GROUP)
-
     def reply(self, request: messages.GetEvents) -> messages.EventsReply:
         """Return the requested events."""
         limit = min(request.limit, limits.MAX_EVENTS_SHOWN)
-        events, newest, missed = self._events.read(
+        events, newest, missed = self.events.read(
             request.after, limit, groups=request.groups or request.trace, trace=request.trace
         )
         return messages.EventsReply(id=request.id, events=events, newest=newest, missed=missed)

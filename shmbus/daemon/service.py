@@ -443,7 +443,8 @@ class Service:
         if session.waiting >= MAX_WAITING:
             raise errors.ProtocolError(f"more than {MAX_WAITING} requests wait already")
         session.begin_wait(now)
-        waiting = Waiting(session, request, self._split_of(session), now)
+        split = _core.split_number(self.collector.segment, session.split)
+        waiting = Waiting(session, request, split, now)
         self._waiting.append(waiting)
         if self._table.ready_of(waiting.split) >= waiting.wanted:
             self.serve(now)
@@ -637,9 +638,6 @@ class Service:
         self._next_forget_s = now + limits.SWEEP_INTERVAL_S
         self.collector.forget_trained(self._out_of_stash())
 
-    def _split_of(self, session: Session) -> int:
-        return _core.split_number(self.collector.segment, session.split)
-
     def _lease(self, max_groups: int, split: int) -> list[Lease]:
         if not self._table.ready_of(split):
             return []
@@ -719,5 +717,5 @@ class Service:
             group=group,
             holder=holder,
             held_s=held_s,
-            events=self.history.of_group(key),
+            events=self.history.events.of_group(key),
         )

@@ -237,25 +237,22 @@ def _collector(file: SegmentFile, runs: list[Run]) -> CollectorStatus:
     def note(what: str) -> int:
         return int(header[f"collector_{what}"]) if alive else 0
 
+    now_ns = _core.monotonic_ns()
+    lease_ns = note("lease_ns") if note("leased_groups") else 0
     return CollectorStatus(
         alive=alive,
         pid=int(header["collector_pid"]),
         label=label_text(header["collector_label"]),
-        seen_ago_s=max(0.0, (_core.monotonic_ns() - seen_ns) / 1e9) if seen_ns else None,
+        seen_ago_s=max(0.0, (now_ns - seen_ns) / 1e9) if seen_ns else None,
         leased_groups=note("leased_groups"),
         leased_records=note("leased_records"),
-        oldest_lease_s=_lease_age_s(header) if note("leased_groups") else 0.0,
+        oldest_lease_s=max(0.0, (now_ns - lease_ns) / 1e9) if lease_ns else 0.0,
         stopped=alive and is_stopped(int(header["collector_pid"]), file.path),
         waits=alive and int(header["bell"]) != 0,
         stashed_groups=note("stashed_groups"),
         stashed_records=note("stashed_records"),
         stragglers_bytes=_held_bytes(runs).get(file.max_producers, 0),
     )
-
-
-def _lease_age_s(header: Any) -> float:
-    since_ns = int(header["collector_lease_ns"])
-    return max(0.0, (_core.monotonic_ns() - since_ns) / 1e9) if since_ns else 0.0
 
 
 def _activity(file: SegmentFile, runs: list[Run]) -> dict[int, tuple[int, int]]:

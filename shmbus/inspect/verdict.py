@@ -113,11 +113,8 @@ def _level(finding: Finding) -> Literal["note", "warning", "trouble"]:
 
 def _sentence(first: Finding) -> str:
     text = first.what + (f": {first.cause}" if first.cause else "")
-    return f"{text}. {_capital(first.advice)}".rstrip()
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("." if text else "")
+    advice = first.advice[:1].upper() + first.advice[1:]
+    return f"{text}. {advice}." if advice else f"{text}."
 
 
 def _alive(status: BusStatus) -> int:
