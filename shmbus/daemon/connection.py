@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
                 return
 
     def _unread(self) -> Iterator[bytes]:
-        """Read what the socket holds: at most a frame's bytes, a client may write without end."""
+        """Yield the socket's unread bytes, up to a frame: a client may write without end."""
         left = limits.MAX_MESSAGE_BYTES
         with contextlib.suppress(OSError):  # nothing more to read
             # The transport closes its descriptor after `connection_lost`; the inode proves the

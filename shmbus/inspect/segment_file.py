@@ -38,7 +38,6 @@ _DECLARED_BYTES: Final = STRUCTS["declared_part"].itemsize
 _LEAD_BYTES: Final = STRUCTS["lead_table"].itemsize + 8 * _core.LEAD_ROWS
 #: The request lane begins at a multiple of this, for the alignment of its widest fields.
 _LANE_ALIGN: Final = 128
-_FIGURES_BYTES: Final = _core.FIGURES_BYTES
 _SPLIT: Final = STRUCTS["split_entry"]
 _ANCESTOR: Final = np.dtype([("identity", "V16"), ("producers", "<u8")])
 _SPLITS_BYTES: Final = _core.MAX_SPLITS * _SPLIT.itemsize
@@ -227,15 +226,16 @@ class SegmentFile(ClosedByWith):
 
     def figures(self) -> tuple[list[list[int]], list[float], int]:
         """Read the histograms of deliveries, their sums, and the useless groups."""
-        raw = np.frombuffer(self.read(_FIGURES_BYTES, self._waits_at() - _FIGURES_BYTES), "<u8")
+        raw = np.frombuffer(
+            self.read(_core.FIGURES_BYTES, self._waits_at() - _core.FIGURES_BYTES), "<u8"
+        )
         words, count = _core.FIGURE_WORDS, len(_core.FIGURE_BOUNDS)
         entries = raw[: words * count].reshape(count, words)
         sums = np.ascontiguousarray(entries[:, -1]).view("<f8")
         return entries[:, :-1].tolist(), sums.tolist(), int(raw[words * count])
 
     def _waits_at(self) -> int:
-        end = _tables_bytes(self.max_producers, self.extent_count)
-        return end - _waits_bytes(self.max_producers)
+        return self.lead_offset - _waits_bytes(self.max_producers)
 
     def waits(self) -> NDArray[Any]:
         """Read the notes of slots, ``wait_row``; the last slot is the collector's."""
@@ -406,7 +406,7 @@ def _retries_at(max_producers: int, extent_count: int) -> int:
 def _tables_bytes(max_producers: int, extent_count: int) -> int:
     before = _retries_at(max_producers, extent_count)
     before += _RETRY_BYTES + _SPLITS_BYTES + _CANCELLED_BYTES
-    before += _DECLARED_BYTES + _FIGURES_BYTES
+    before += _DECLARED_BYTES + _core.FIGURES_BYTES
     return before + _waits_bytes(max_producers)
 
 
